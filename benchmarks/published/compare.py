@@ -251,7 +251,7 @@ def speed_rows() -> Iterator[tuple[dict[str, Any], Setup, Any]]:
         passes = 3 if row["method"] == "full" else 2
         passes += 1 if row["sac"] == "full" else 0
         needed = 2 * passes * skeleton.active_parameters * row["tokens_per_second_per_gpu"]
-        if needed < _BELOW_PEAK * setup.gpu.flops_per_second:
+        if needed < _BELOW_PEAK * setup.device.flops_per_second:
             yield row, setup, skeleton
 
 

@@ -153,6 +153,10 @@ def test_plans_refuse_what_cannot_be() -> None:
     for nothing in (0, math.inf, math.nan):
         with pytest.raises(ValueError, match="positive and finite"):
             plan_run(TINY, num_gpus=1, global_batch_size=4, seq_length=512, gpu_memory_bytes=nothing)
+        with pytest.raises(ValueError, match="positive and finite"):
+            fs.longest_rows(TINY, num_gpus=1, gpu_memory_bytes=nothing)
+        with pytest.raises(ValueError, match="positive and finite"):
+            smallest_num_gpus(TINY, seq_length=512, gpu_memory_bytes=nothing)
 
 
 # --- the command line -------------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ MISTAKES = [
     ),
     Mistake(
         "what routers chose takes no memory",
-        "planner/replay.py",
-        "kept = footprint.output + footprint.decisions",
-        "kept = footprint.output",
+        "planner/footprint.py",
+        "return self.output + self.decisions if checkpointed",
+        "return self.output if checkpointed",
         ("tests/planner/test_experts.py::test_checkpointed_blocks_keep_what_their_routers_chose",),
     ),
     Mistake(

@@ -5,7 +5,6 @@ Each command is in the package of its subject: ``plan`` in planner/command.py,
 """
 
 import argparse
-import sys
 
 from fsdp_sft.commands.data import add_data
 
@@ -29,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     # Imported here and not at the top, so that importing this module stays cheap.
     from fsdp_sft.dcp_io.command import CONVERT, INSPECT, add_convert, add_inspect
-    from fsdp_sft.planner import command as planner
+    from fsdp_sft.planner.command import add_plan
 
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -39,15 +38,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=layout,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    plan = commands.add_parser(
-        "plan",
-        help="what fits on the GPUs at hand, how fast it is, and where its memory goes",
-        description=planner.DESCRIPTION,
-        epilog=planner.EXAMPLES,
-        formatter_class=layout,
+    add_plan(
+        commands.add_parser(
+            "plan", help="what fits on the GPUs at hand, how fast it is, and where its memory goes"
+        )
     )
-    planner.add_arguments(plan)
-    plan.set_defaults(run=planner.run)
     add_data(
         commands.add_parser(
             "inspect-data",
@@ -58,7 +53,3 @@ def _parser() -> argparse.ArgumentParser:
     add_inspect(commands.add_parser("inspect-checkpoint", help=INSPECT, description=INSPECT))
     add_convert(commands.add_parser("convert", help=CONVERT, description=CONVERT))
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,9 +2,10 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
-from fsdp_sft._tensors.disk import full_path
 from fsdp_sft.experts.load import ExpertLoad
+from fsdp_sft.metrics.figure import new_figure, save_figure
 
 
 def plot_expert_load(load: ExpertLoad, out: str | Path) -> Path:
@@ -29,20 +30,14 @@ def plot_expert_load(load: ExpertLoad, out: str | Path) -> Path:
         >>> fs.plot_expert_load(load, "load.png").name
         'load.png'
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.colors import TwoSlopeNorm
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise ImportError("matplotlib is not installed: pip install matplotlib") from error
     widest, layers = max(map(len, load.counts)), len(load.layers)
     busy = [[count * len(row) / max(sum(row), 1) for count in row] for row in load.counts]
     rows = [row + [float("nan")] * (widest - len(row)) for row in busy]
     size = (max(6.0, min(16.0, 2.5 + widest * 0.16)), max(2.6, min(14.0, 1.6 + layers * 0.22)))
-    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine())
-    FigureCanvasAgg(figure)  # not by pyplot, which would choose a backend for the whole process
+    figure: Any = new_figure(*size)
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.ticker import MaxNLocator
+
     axes = figure.subplots()
     shades = TwoSlopeNorm(vcenter=1, vmin=0, vmax=4)
     picture = axes.imshow(rows, aspect="auto", cmap="RdBu_r", norm=shades, interpolation="nearest")
@@ -60,10 +55,7 @@ def plot_expert_load(load: ExpertLoad, out: str | Path) -> Path:
     have = "has" if len(dead) == 1 else "have"
     axes.set_title(title + (f", {len(dead)} {have} no token (x)" if dead else ""), fontsize=9)
     figure.colorbar(picture, ax=axes, label="times the mean", extend="max", ticks=[0, 0.5, 1, 2, 3, 4])
-    path = full_path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, format="png")
-    return path
+    return save_figure(figure, out, file_format="png")
 
 
 def _numbers(layers: tuple[str, ...]) -> list[str]:

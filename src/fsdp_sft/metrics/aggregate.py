@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping
+from typing import Literal, get_args
 
 from fsdp_sft._ranks.agree import all_gather_objects
 
 Reduction = Literal["mean", "sum", "min", "max", "spread"]
+_REDUCED: dict[str, Callable[[Collection[float | int]], float | int]] = {
+    "mean": lambda values: sum(values) / len(values),
+    "sum": sum,
+    "min": min,
+    "max": max,
+}
 
 
 def aggregate_metrics(
@@ -39,7 +45,7 @@ def aggregate_metrics(
         >>> spread["data_wait_share_max_rank"]
         0
     """
-    if reduce not in ("mean", "sum", "min", "max", "spread"):
+    if reduce not in get_args(Reduction):
         raise ValueError(f"reduce must be 'mean', 'sum', 'min', 'max' or 'spread', got {reduce!r}")
     by_rank = all_gather_objects({name: _told(value) for name, value in metrics.items()})
     for rank, row in enumerate(by_rank):
@@ -52,13 +58,11 @@ def aggregate_metrics(
     for name in by_rank[0]:
         known = {rank: row[name] for rank, row in enumerate(by_rank) if row[name] is not None}
         if reduce == "spread":
-            largest = _reduced(list(known.values()), "max")
-            result[f"{name}_min"] = _reduced(list(known.values()), "min")
-            result[f"{name}_mean"] = _reduced(list(known.values()), "mean")
-            result[f"{name}_max"] = largest
+            result |= {f"{name}_{one}": _reduced(known.values(), one) for one in ("min", "mean", "max")}
+            largest = result[f"{name}_max"]
             result[f"{name}_max_rank"] = next((r for r, v in known.items() if _same(v, largest)), None)
         else:
-            result[name] = _reduced(list(known.values()), reduce)
+            result[name] = _reduced(known.values(), reduce)
     return result
 
 
@@ -69,17 +73,13 @@ def _told(value: object) -> float | int | tuple[str] | None:
     return (type(value).__name__,)
 
 
-def _reduced(values: list[float | int], reduce: Reduction) -> float | int | None:
+def _reduced(values: Collection[float | int], reduce: str) -> float | int | None:
     """The values reduced to one; None without values."""
     if not values:
         return None
     if any(math.isnan(value) for value in values):
         return math.nan
-    if reduce == "mean":
-        return sum(values) / len(values)
-    if reduce == "sum":
-        return sum(values)
-    return min(values) if reduce == "min" else max(values)
+    return _REDUCED[reduce](values)
 
 
 def _same(value: float, largest: float | None) -> bool:

@@ -10,6 +10,8 @@ import torch
 
 from fsdp_sft._process.devices import memory_of, reset_peak_of, resolve_device
 
+# Names of `memory_stats` for the peak, that to show first.
+PEAKS = ("peak_reserved_bytes", "peak_allocated_bytes", "peak_resident_bytes")
 _PROC_STATUS = Path("/proc/self/status")
 _PROC_CLEAR_REFS = Path("/proc/self/clear_refs")
 

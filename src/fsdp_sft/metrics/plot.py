@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_sft._tensors.disk import full_path
+from fsdp_sft.metrics.figure import new_figure, save_figure
+from fsdp_sft.metrics.memory import PEAKS
 
-_PEAK_MEMORY = ("peak_reserved_bytes", "peak_allocated_bytes", "peak_resident_bytes")
 _SMOOTH_FROM = 60  # number of points from which on a running median is drawn over the raw curve
 _LINE, _SECOND, _BAD = "#1f5fa8", "#d1660d", "#c62828"
 
 Points = tuple[list[int], list[float]]
+Rows = dict[int, dict[str, Any]]
 
 
 def plot_run(jsonl: str | Path, out: str | Path) -> Path:
@@ -42,30 +44,18 @@ def plot_run(jsonl: str | Path, out: str | Path) -> Path:
         >>> fs.plot_run("metrics.jsonl", "run.png").name
         'run.png'
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise ImportError("matplotlib is not installed: pip install matplotlib") from error
+    figure: Any = new_figure(11, 7)
     rows = _read(full_path(jsonl))
-    spacing = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.04)
-    figure = Figure(figsize=(11, 7), layout=spacing)
-    FigureCanvasAgg(figure)  # no pyplot: it would choose a backend for the whole process
-    panels = figure.subplots(2, 2).flat
-    _loss_panel(next(panels), rows)
-    _grad_norm_panel(next(panels), rows)
-    _throughput_panel(next(panels), rows)
-    _memory_panel(next(panels), rows)
-    path = full_path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, format="png")
-    return path
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.04)
+    panels = (_loss_panel, _grad_norm_panel, _throughput_panel, _memory_panel)
+    for axes, draw in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        draw(axes, rows)
+    return save_figure(figure, out, file_format="png")
 
 
-def _read(path: Path) -> dict[int, dict[str, Any]]:
+def _read(path: Path) -> Rows:
     """Rows by step, ascending; where a step has a metric twice, the later value counts."""
-    rows: dict[int, dict[str, Any]] = {}
+    rows: Rows = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
@@ -78,7 +68,7 @@ def _read(path: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(rows.items()))
 
 
-def _points(rows: dict[int, dict[str, Any]], key: str, unit: float = 1.0) -> tuple[Points, list[int]]:
+def _points(rows: Rows, key: str, unit: float = 1.0) -> tuple[Points, list[int]]:
     """Steps and values of one metric, and the steps at which it was not finite."""
     steps, values, bad = [], [], []
     for step, row in rows.items():
@@ -91,9 +81,9 @@ def _points(rows: dict[int, dict[str, Any]], key: str, unit: float = 1.0) -> tup
     return (steps, values), bad
 
 
-def _draw(axes: Any, points: Points, bad: list[int], *, title: str, unit: str) -> None:
-    """Draw one metric into a panel, or say that it was not logged."""
-    steps, values = points
+def _draw(axes: Any, rows: Rows, key: str, *, title: str, unit: str, scale: float = 1.0) -> Points:
+    """Draw one metric into a panel, or say that it was not logged; returns its steps and values."""
+    (steps, values), bad = _points(rows, key, scale)
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(unit)
@@ -104,7 +94,7 @@ def _draw(axes: Any, points: Points, bad: list[int], *, title: str, unit: str) -
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="0.5")
         axes.set_xticks([])
         axes.set_yticks([])
-        return
+        return steps, values
     smooth = len(steps) >= _SMOOTH_FROM
     axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.plot(
@@ -130,6 +120,7 @@ def _draw(axes: Any, points: Points, bad: list[int], *, title: str, unit: str) -
             label=label,
         )
         _legend(axes, "upper right")
+    return steps, values
 
 
 def _legend(axes: Any, where: str) -> None:
@@ -145,29 +136,26 @@ def _running_median(values: list[float], width: int) -> list[float]:
     return medians
 
 
-def _loss_panel(axes: Any, rows: dict[int, dict[str, Any]]) -> None:
-    points, bad = _points(rows, "loss")
-    _draw(axes, points, bad, title="Loss", unit="nats per target token")
+def _loss_panel(axes: Any, rows: Rows) -> None:
+    _draw(axes, rows, "loss", title="Loss", unit="nats per target token")
     (steps, values), _ = _points(rows, "eval_loss")
     if steps:
         axes.plot(steps, values, "o-", color=_SECOND, markersize=4, linewidth=1.2, label="evaluation")
         _legend(axes, "upper right")
 
 
-def _grad_norm_panel(axes: Any, rows: dict[int, dict[str, Any]]) -> None:
-    points, bad = _points(rows, "grad_norm")
-    _draw(axes, points, bad, title="Gradient norm", unit="2-norm before clipping")
-    positive = [value for value in points[1] if value > 0]
+def _grad_norm_panel(axes: Any, rows: Rows) -> None:
+    _, norms = _draw(axes, rows, "grad_norm", title="Gradient norm", unit="2-norm before clipping")
+    positive = [norm for norm in norms if norm > 0]
     if positive and max(positive) > 30 * min(positive):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def _throughput_panel(axes: Any, rows: dict[int, dict[str, Any]]) -> None:
-    points, bad = _points(rows, "tokens_per_second")
-    _draw(axes, points, bad, title="Throughput", unit="tokens per second, all ranks")
-    if points[0]:
-        axes.set_ylim(0, 1.1 * max(points[1]) or None)
+def _throughput_panel(axes: Any, rows: Rows) -> None:
+    _, rates = _draw(axes, rows, "tokens_per_second", title="Throughput", unit="tokens per second, all ranks")
+    if rates:
+        axes.set_ylim(0, 1.1 * max(rates) or None)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     percent_per_token = [
         100 * row["mfu"] / row["tokens_per_second"]
@@ -180,13 +168,12 @@ def _throughput_panel(axes: Any, rows: dict[int, dict[str, Any]]) -> None:
         scale.set_ylabel("MFU (%)")
 
 
-def _memory_panel(axes: Any, rows: dict[int, dict[str, Any]]) -> None:
-    key = next((k for k in _PEAK_MEMORY if any(k in row for row in rows.values())), _PEAK_MEMORY[0])
-    points, bad = _points(rows, key, 1 << 30)
+def _memory_panel(axes: Any, rows: Rows) -> None:
+    key = next((k for k in PEAKS if any(k in row for row in rows.values())), PEAKS[0])
     name = key.removeprefix("peak_").removesuffix("_bytes")
-    _draw(axes, points, bad, title=f"Peak memory ({name})", unit="GiB")
-    if points[0]:
-        axes.set_ylim(0, 1.1 * max(points[1]) or None)
+    _, peaks = _draw(axes, rows, key, title=f"Peak memory ({name})", unit="GiB", scale=1 << 30)
+    if peaks:
+        axes.set_ylim(0, 1.1 * max(peaks) or None)
     (steps, values), _ = _points(rows, "num_alloc_retries")
     if any(values):
         first = next(step for step, value in zip(steps, values, strict=True) if value)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import IO, Any
 
+from fsdp_sft.metrics.memory import PEAKS
 from fsdp_sft.metrics.sinks import Scalar
-
-_PEAK_MEMORY = ("peak_reserved_bytes", "peak_allocated_bytes", "peak_resident_bytes")
 
 
 class ProgressBar:
@@ -79,7 +78,7 @@ def bar_text(metrics: Mapping[str, Scalar]) -> str:
         value = metrics.get(key)
         if isinstance(value, (int, float)):
             parts.append(show(value))
-    peak = next((metrics[key] for key in _PEAK_MEMORY if isinstance(metrics.get(key), (int, float))), None)
+    peak = next((metrics[key] for key in PEAKS if isinstance(metrics.get(key), (int, float))), None)
     if isinstance(peak, (int, float)):
         parts.append(f"{peak / (1 << 30):.1f} GiB")
     if metrics.get("num_alloc_retries"):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.metrics.flops import peak_flops_per_second
 
 T = TypeVar("T")
+_Wait = Literal["data", "ranks", "paused"]
 
 
 class _TimedStep(NamedTuple):
@@ -102,11 +103,10 @@ class ThroughputMeter:
         self._steps: deque[_TimedStep] = deque(maxlen=averaged_steps)
         self._clock = clock
         self._pause_depth = 0
-        self._paused_seconds = 0.0
-        self._data_seconds = 0.0
-        self._rank_seconds = 0.0
-        self._watches_data = False
-        self._watches_ranks = False
+        self._spent: dict[_Wait, float] = defaultdict(
+            float
+        )  # seconds of the current step, by what they were spent on
+        self._watched: set[_Wait] = set()
         self._last = clock()
 
     def update(self, *, num_tokens: int) -> None:
@@ -131,9 +131,10 @@ class ThroughputMeter:
                 "update() was called inside paused(); leave the pause before the next training step"
             )
         now = self._clock()
-        seconds, paused = now - self._last - self._paused_seconds, self._paused_seconds
-        step = _TimedStep(num_tokens, seconds, self._data_seconds, self._rank_seconds, paused)
-        self._last, self._paused_seconds, self._data_seconds, self._rank_seconds = now, 0.0, 0.0, 0.0
+        data, ranks, paused = (self._spent[wait] for wait in ("data", "ranks", "paused"))
+        step = _TimedStep(num_tokens, now - self._last - paused, data, ranks, paused)
+        self._last = now
+        self._spent.clear()
         if self._warmup_left:
             self._warmup_left -= 1
         else:
@@ -155,7 +156,7 @@ class ThroughputMeter:
             ...     result = fs.train_step(model, window, optimizer)
             ...     meter.update(num_tokens=result.num_tokens)
         """
-        self._watches_data = True
+        self._watched.add("data")
         return _WatchedLoader(loader, self)
 
     @contextmanager
@@ -171,7 +172,7 @@ class ThroughputMeter:
             yield
         finally:
             if self._pause_depth == 1:
-                self._paused_seconds += self._now_when_idle() - start
+                self._spent["paused"] += self._now_when_idle() - start
             self._pause_depth -= 1
 
     def stats(self) -> dict[str, float | None]:
@@ -201,31 +202,21 @@ class ThroughputMeter:
             "last_step_seconds": self._steps[-1].seconds if measured else None,
             "tflops_per_gpu": None if flops is None else flops / 1e12,
             "mfu": None if flops is None or self._peak_flops is None else flops / self._peak_flops,
-            "data_wait_share": data / seconds if measured and self._watches_data else None,
-            "rank_wait_share": ranks / seconds if measured and self._watches_ranks else None,
+            "data_wait_share": data / seconds if measured and "data" in self._watched else None,
+            "rank_wait_share": ranks / seconds if measured and "ranks" in self._watched else None,
             "paused_share": paused / (seconds + paused) if measured else None,
         }
 
     @contextmanager
-    def _waiting_for_data(self) -> Iterator[None]:
-        """Count the time inside as waiting for the loader."""
+    def _waiting_for(self, whom: _Wait) -> Iterator[None]:
+        """Count the time inside as waiting for the loader or for other ranks."""
+        self._watched.add(whom)
         start = self._clock()
         try:
             yield
         finally:
             if not self._pause_depth:  # a pause is left out of the step, and so is the waiting inside it
-                self._data_seconds += self._clock() - start
-
-    @contextmanager
-    def _waiting_for_ranks(self) -> Iterator[None]:
-        """Count the time inside as waiting for other ranks."""
-        self._watches_ranks = True
-        start = self._clock()
-        try:
-            yield
-        finally:
-            if not self._pause_depth:
-                self._rank_seconds += self._clock() - start
+                self._spent[whom] += self._clock() - start
 
     def _now_when_idle(self) -> float:
         synchronize(self._device)
@@ -242,7 +233,7 @@ class _WatchedLoader(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         # Workers start here and not with the first batch: `windows` protects them from signals only while it
         # asks for the iterator.
-        with self._meter._waiting_for_data():
+        with self._meter._waiting_for("data"):
             batches = keep_workers_alive(self._loader)
         return self._timed(batches)
 
@@ -250,7 +241,7 @@ class _WatchedLoader(Generic[T]):
         """The batches, with the waiting for each one counted."""
         while True:
             try:
-                with self._meter._waiting_for_data():
+                with self._meter._waiting_for("data"):
                     batch = next(batches)
             except StopIteration:
                 return
@@ -258,7 +249,7 @@ class _WatchedLoader(Generic[T]):
 
     def waiting_for_ranks(self) -> AbstractContextManager[None]:
         """Context in which `windows` waits for other ranks, so that the meter counts the time."""
-        return self._meter._waiting_for_ranks()
+        return self._meter._waiting_for("ranks")
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]

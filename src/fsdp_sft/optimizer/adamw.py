@@ -1,7 +1,7 @@
 """AdamW that keeps parameters and states in bfloat16 and rounds them stochastically."""
 
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -155,7 +155,7 @@ class StochasticAdamW(torch.optim.Optimizer):
                 state.update({name: torch.zeros_like(parameter, dtype=dtype) for name in _STATES})
             state["step"] += 1
             step = int(state["step"])
-            rule = _Rule.of(group, rates[id(group)], step)
+            rule = functools.partial(_apply, group, rates[id(group)], step)
             _step_one(parameter, state, rule, key_of(group["seed"], step, place))
         return loss
 
@@ -178,41 +178,35 @@ def working_bytes(elements: int, dtype: torch.dtype) -> int:
     return min(elements, CHUNK) * (30 if dtype is torch.bfloat16 else dtype.itemsize)
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """The numbers of one step of AdamW.
+def _apply(
+    group: dict[str, Any],
+    rate: float,
+    step: int,
+    value: torch.Tensor,
+    gradient: torch.Tensor,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+) -> None:
+    """Update in place, by the operations of ``torch.optim.AdamW`` in their order.
 
-    Attributes:
-        decay: Factor of the parameter for the weight decay.
-        betas: Decay rates of the two moments.
-        eps: Term added to the denominator.
-        size: Learning rate divided by the bias correction of the first moment.
-        root: Square root of the bias correction of the second moment.
+    Args:
+        group: Options of the parameter's group.
+        rate: Its learning rate.
+        step: Number of the parameter's step.
+        value: Values of the parameter.
+        gradient: Their gradients.
+        mean: Their first moments.
+        square: Their second moments.
     """
-
-    decay: float
-    betas: tuple[float, float]
-    eps: float
-    size: float
-    root: float
-
-    @classmethod
-    def of(cls, group: dict[str, Any], rate: float, step: int) -> "_Rule":
-        """Numbers from a group's options, its learning rate and the number of a parameter's step."""
-        first, second = (1 - beta**step for beta in group["betas"])
-        return cls(1 - rate * group["weight_decay"], group["betas"], group["eps"], rate / first, second**0.5)
-
-    def apply(
-        self, value: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor
-    ) -> None:
-        """Update in place, by the operations of ``torch.optim.AdamW`` in their order."""
-        value.mul_(self.decay)
-        mean.lerp_(gradient, 1 - self.betas[0])
-        square.mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
-        value.addcdiv_(mean, square.sqrt().div_(self.root).add_(self.eps), value=-self.size)
+    first, second = group["betas"]
+    value.mul_(1 - rate * group["weight_decay"])
+    mean.lerp_(gradient, 1 - first)
+    square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+    denominator = square.sqrt().div_((1 - second**step) ** 0.5).add_(group["eps"])
+    value.addcdiv_(mean, denominator, value=-rate / (1 - first**step))
 
 
-def _step_one(parameter: torch.Tensor, state: dict[str, Any], rule: _Rule, key: int) -> None:
+def _step_one(parameter: torch.Tensor, state: dict[str, Any], rule: Callable[..., None], key: int) -> None:
     """Update one parameter and its moments, ``CHUNK`` elements at a time."""
     targets = [local_of(t) for t in (parameter, *(state[name] for name in _STATES))]
     flat = [t.reshape(-1) for t in targets]  # copies, if they are not contiguous
@@ -230,7 +224,7 @@ def _step_one(parameter: torch.Tensor, state: dict[str, Any], rule: _Rule, key: 
 def _step_part(
     parts: list[torch.Tensor],
     gradient: torch.Tensor,
-    rule: _Rule,
+    rule: Callable[..., None],
     key: int,
     where: tuple[Box, tuple[int, ...], int, int],
 ) -> None:
@@ -240,7 +234,7 @@ def _step_part(
     if any(part.dtype is torch.bfloat16 for part in parts):
         bits = random_bits(key, numbers_in_whole(*where, gradient.device))
     values = [part.to(wide) for part in parts]  # a part that has this dtype is not copied
-    rule.apply(values[0], gradient.to(wide), values[1], values[2])
+    rule(values[0], gradient.to(wide), values[1], values[2])
     for lane, (part, value) in enumerate(zip(parts, values, strict=True)):
         if part.dtype is torch.bfloat16 and bits is not None:
             round_into(part, value.to(torch.float32), sixteen_of(bits, lane))

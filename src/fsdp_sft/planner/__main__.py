@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from fsdp_sft.planner.command import DESCRIPTION, EXAMPLES, add_arguments, run
+from fsdp_sft.planner.command import add_plan, run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -12,13 +12,8 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code: 0 if something fits, 1 if nothing does, 2 for bad input.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m fsdp_sft.planner",
-        description=DESCRIPTION,
-        epilog=EXAMPLES.replace("fsdp-sft plan", "python -m fsdp_sft.planner"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
+    parser = argparse.ArgumentParser(prog="python -m fsdp_sft.planner")
+    add_plan(parser)
     return run(parser.parse_args(arguments))
 
 

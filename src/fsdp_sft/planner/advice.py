@@ -11,8 +11,8 @@ import torch
 from fsdp_sft._process.gpus import GIB, GPUS
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.budget import Budget, budget_of
-from fsdp_sft.planner.estimate import MemoryEstimate
-from fsdp_sft.planner.groups import group_sizes, least_by_group
+from fsdp_sft.planner.estimate import MemoryEstimate, estimate
+from fsdp_sft.planner.groups import group_sizes
 from fsdp_sft.planner.setup import Setup
 
 _MOST_GPUS = 4096
@@ -77,11 +77,9 @@ class _Advisor:
         """The least memory with any number of ranks that share a row, every block checkpointed or none."""
         sizes = group_sizes(self.config, setup, self.options)
         found = [
-            (memory, cp)
+            (estimate(self.config, replace(setup, sac_ratio=ratio, cp=cp)), cp)
             for ratio in (Fraction(0), Fraction(1))
-            for memory, cp in zip(
-                least_by_group(self.config, replace(setup, sac_ratio=ratio), sizes), sizes, strict=True
-            )
+            for cp in sizes
         ]
         return min(found, key=lambda pair: pair[0].peak_bytes)
 
@@ -102,26 +100,28 @@ class _Advisor:
     def _try(self, setup: Setup, ways: tuple[_Way, ...]) -> str:
         """The line for these changes together; empty if the training does not fit with them."""
         tried = replace(setup, **{name: value for way in ways for name, value in way.changes.items()})
-        needed = self._needed(tried)
-        if needed is None or needed > self.budget.usable_bytes:
+        needed = self._fitting(tried)
+        if needed is None:
             return ""
         arguments = ", ".join(way.argument for way in ways)
         flags, costs = (" ".join(way.flag for way in ways), "; ".join(way.cost for way in ways))
         return f"{arguments}: {needed / GIB:.1f} GiB ({flags}): {costs}"
 
-    def _needed(self, setup: Setup) -> int | None:
-        """Bytes that the leanest run needs; None where the model cannot be run so."""
+    def _fitting(self, setup: Setup) -> int | None:
+        """Bytes that the leanest run needs; None if it does not fit, or the model cannot be run so."""
         try:
-            return self.leanest(setup)[0].peak_bytes
+            needed = self.leanest(setup)[0].peak_bytes
         except (UnsupportedModelError, ValueError):
             return None
+        usable = budget_of(setup.device, setup.num_gpus, self.budget.memory_bytes).usable_bytes
+        return needed if needed <= usable else None
 
     def _shorter(self, setup: Setup) -> Iterator[str]:
         """The longest rows that fit, by halving."""
         length = setup.seq_length // 2
         while length >= _SHORTEST:
-            needed = self._needed(replace(setup, seq_length=length))
-            if needed is not None and needed <= self.budget.usable_bytes:
+            needed = self._fitting(replace(setup, seq_length=length))
+            if needed is not None:
                 yield f"sequences of {length} tokens: {needed / GIB:.1f} GiB (--seq {length}): other data"
                 return
             length //= 2
@@ -131,9 +131,8 @@ class _Advisor:
         num_gpus = setup.num_gpus
         while num_gpus < _MOST_GPUS:
             num_gpus *= 2
-            usable = budget_of(setup.gpu, num_gpus, self.budget.memory_bytes).usable_bytes
-            needed = self._needed(replace(setup, num_gpus=num_gpus))
-            if needed is not None and needed <= usable:
+            needed = self._fitting(replace(setup, num_gpus=num_gpus))
+            if needed is not None:
                 yield f"{num_gpus} GPUs of this kind: {needed / GIB:.1f} GiB (--gpus {num_gpus})"
                 return
 
@@ -145,30 +144,62 @@ class _Advisor:
         yield f"GPUs of {needed / GIB:.1f} GiB" + (f" (--gpu {names})" if names else "")
 
 
-def _ways(setup: Setup) -> Iterator[_Way]:
+def _ways(setup: Setup) -> list[_Way]:
     """Changes that this setup has not made yet, the cheapest first."""
-    bf16, changes = torch.bfloat16, dict[str, Any]()
-    if setup.loss_impl != "chunked":
-        yield _Way("loss_impl='chunked'", "--loss chunked", "costs nothing", {"loss_impl": "chunked"})
-    if not setup.compile:
-        yield _Way("compile=True", "--compile", "a minute at the start", {"compile": True})
-    if setup.attention_mask:
-        changes = {"attention_mask": False}
-        yield _Way("attention_mask=False", "--no-padding", "rows are packed", changes)
-    if not setup.sac_offload:
-        cost = "copies to the host, which computation hides if it is long enough"
-        yield _Way("sac_offload=True", "--offload", cost, {"sac_offload": True})
-    if setup.optimizer.startswith("adamw") and setup.optimizer != "adamw8bit":
-        changes = {"optimizer": "adamw8bit"}
-        yield _Way("optimizer='adamw8bit'", "--optimizer adamw8bit", "states are rounded", changes)
-    if setup.master_dtype == torch.float32 and setup.lora is None:
-        changes = {"master_dtype": bf16, "frozen_dtype": bf16, "optimizer": "adamw_stochastic"}
-        argument = "master_dtype=torch.bfloat16, optimizer='adamw_stochastic'"
-        flag = "--masters bfloat16 --optimizer adamw_stochastic"
-        yield _Way(argument, flag, "parameters and states are rounded (StochasticAdamW)", changes)
-    if not setup.cpu_offload:
-        yield _Way("cpu_offload=True", "--cpu-offload", "the update runs on the host", {"cpu_offload": True})
-    if setup.lora is None and setup.trainable is None:
-        changes = {"lora": (_RANK, ("all-linear",)), "frozen_dtype": setup.param_dtype}
-        cost = "trains adapters, and not the model"
-        yield _Way(f"lora_rank={_RANK}", f"--lora {_RANK}", cost, changes)
+    bf16 = torch.bfloat16
+    trains_all = setup.lora is None and setup.trainable is None
+    ways = (
+        (
+            setup.loss_impl != "chunked",
+            _Way("loss_impl='chunked'", "--loss chunked", "costs nothing", {"loss_impl": "chunked"}),
+        ),
+        (
+            not setup.compile,
+            _Way("compile=True", "--compile", "a minute at the start", {"compile": True}),
+        ),
+        (
+            setup.attention_mask,
+            _Way("attention_mask=False", "--no-padding", "rows are packed", {"attention_mask": False}),
+        ),
+        (
+            not setup.sac_offload,
+            _Way(
+                "sac_offload=True",
+                "--offload",
+                "copies to the host, which computation hides if it is long enough",
+                {"sac_offload": True},
+            ),
+        ),
+        (
+            setup.optimizer.startswith("adamw") and setup.optimizer != "adamw8bit",
+            _Way(
+                "optimizer='adamw8bit'",
+                "--optimizer adamw8bit",
+                "states are rounded",
+                {"optimizer": "adamw8bit"},
+            ),
+        ),
+        (
+            setup.master_dtype == torch.float32 and setup.lora is None,
+            _Way(
+                "master_dtype=torch.bfloat16, optimizer='adamw_stochastic'",
+                "--masters bfloat16 --optimizer adamw_stochastic",
+                "parameters and states are rounded (StochasticAdamW)",
+                {"master_dtype": bf16, "frozen_dtype": bf16, "optimizer": "adamw_stochastic"},
+            ),
+        ),
+        (
+            not setup.cpu_offload,
+            _Way("cpu_offload=True", "--cpu-offload", "the update runs on the host", {"cpu_offload": True}),
+        ),
+        (
+            trains_all,
+            _Way(
+                f"lora_rank={_RANK}",
+                f"--lora {_RANK}",
+                "trains adapters, and not the model",
+                {"lora_rank": _RANK, "frozen_dtype": setup.param_dtype},
+            ),
+        ),
+    )
+    return [way for is_open, way in ways if is_open]

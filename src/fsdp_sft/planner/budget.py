@@ -54,7 +54,12 @@ def budget_of(gpu: Gpu, num_gpus: int, memory_bytes: int | None = None) -> Budge
         num_gpus: Number of ranks. NCCL's buffers come with more than one, and are larger where the ranks take
             more than one node.
         memory_bytes: Memory as ``nvidia-smi`` reports it; None takes that of the usual model.
+
+    Raises:
+        ValueError: If the memory is not positive, or infinite.
     """
+    if memory_bytes is not None and (isinstance(memory_bytes, bool) or not 0 < memory_bytes < math.inf):
+        raise ValueError(f"gpu_memory_bytes must be positive and finite, got {memory_bytes!r}")
     memory = gpu.memory_bytes if memory_bytes is None else int(memory_bytes)
     if gpu.name == "cpu":
         return Budget(memory, (("other processes", int(memory * _OTHERS)),))

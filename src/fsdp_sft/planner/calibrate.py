@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._model.named import tensors_in
 from fsdp_sft._process.devices import device_name, resolve_device
 from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft.planner.estimate import MemoryEstimate
@@ -80,10 +81,10 @@ def calibrate(config: Any, setup: Setup, *, blocks: int = 2) -> Calibration:
         seq_length=seq_length,
         compile=False,
         trainable=None,
-        lora=None,
+        lora_rank=0,
         loss_impl="logits",
         logits_dtype=setup.param_dtype,
-        gpu=setup.gpu if on_gpu else gpu_named("cpu"),
+        device=setup.device if on_gpu else gpu_named("cpu"),
     )
     skeleton = build_skeleton(short, here)
     seen = trace(skeleton, here)
@@ -122,7 +123,6 @@ def saved_bytes_of_blocks(
     *,
     dtype: torch.dtype,
     padded: bool,
-    batch_size: int = 1,
 ) -> int:
     """Bytes that a real model's blocks save for their backward.
 
@@ -142,7 +142,7 @@ def saved_bytes_of_blocks(
     def enter(index: int, args: Any, kwargs: Any) -> None:
         running.append(index)
         hidden = args[0] if args else kwargs["hidden_states"]
-        given.update(t.untyped_storage().data_ptr() for t in [hidden, *_tensors_of(kwargs)])
+        given.update(t.untyped_storage().data_ptr() for t in [hidden, *tensors_in(kwargs)])
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         # Called by autograd for each tensor that an operation saves.
@@ -157,7 +157,7 @@ def saved_bytes_of_blocks(
             lambda _, args, kwargs, index=index: enter(index, args, kwargs), with_kwargs=True
         )
         block.register_forward_hook(lambda _, __, ___: running.clear())
-    ids = torch.randint(config.vocab_size, (batch_size, seq_length), device=device)
+    ids = torch.randint(config.vocab_size, (1, seq_length), device=device)
     mask = torch.ones_like(ids)
     mask[0, -1] = 0  # a mask of ones alone would be left out by transformers
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -166,11 +166,3 @@ def saved_bytes_of_blocks(
     del output, model
     gc.collect()
     return total
-
-
-def _tensors_of(kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found = []
-    for value in kwargs.values():
-        several = value if isinstance(value, (tuple, list)) else (value,)
-        found += [item for item in several if isinstance(item, torch.Tensor)]
-    return found

@@ -21,19 +21,22 @@ from fsdp_sft.planner.plan import RunPlan
 from fsdp_sft.planner.search import plan_run, smallest_num_gpus
 from fsdp_sft.planner.setup import Optimizer
 
-DESCRIPTION = (
+_DESCRIPTION = (
     "What fits on the GPUs at hand, how fast it is, and where its memory goes; from a model's config alone."
 )
-EXAMPLES = """examples:
-  fsdp-sft plan --model Qwen/Qwen2.5-14B --gpus 8 --gpu h100 --seq 4096 --global-batch 64
-  fsdp-sft plan --model ./my-model --gpus 2 --gpu 4090 --seq 2048 --global-batch 16 --lora 16 --json
-  fsdp-sft plan --model meta-llama/Llama-3.1-8B --gpus 8 --gpu a100-40gb --longest --no-padding --png rows.png
-  fsdp-sft plan --model ./my-model --gpus 4 --gpu mine=48,362,864,per_node=4 --seq 4096 --global-batch 32"""
+_EXAMPLES = """examples:
+  %(prog)s --model Qwen/Qwen2.5-14B --gpus 8 --gpu h100 --seq 4096 --global-batch 64
+  %(prog)s --model ./my-model --gpus 2 --gpu 4090 --seq 2048 --global-batch 16 --lora 16 --json
+  %(prog)s --model meta-llama/Llama-3.1-8B --gpus 8 --gpu a100-40gb --longest --no-padding --png rows.png
+  %(prog)s --model ./my-model --gpus 4 --gpu mine=48,362,864,per_node=4 --seq 4096 --global-batch 32"""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the options of a plan to a parser."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(run=run)
     add, either = parser.add_argument, argparse.BooleanOptionalAction
     add("--model", required=True, help="folder with a config.json, or a Hub id; no weights are read")
     add("--gpus", type=int, required=True, help="number of GPUs")
@@ -252,20 +255,18 @@ def _headline(args: argparse.Namespace, config: Any, estimate: MemoryEstimate, b
 
 def _label(plan: RunPlan) -> str:
     """A plan in a few words, for the picture."""
-    text = f"micro batch {plan.micro_batch_size} x {plan.grad_accum_steps}"
-    if plan.cp > 1:
-        text += f", cp {plan.cp}"
-    if plan.ep_size > 1:
-        text += f", ep {plan.ep_size}"
-    if plan.dp_replicate > 1:
-        text += f", {plan.dp_replicate} replicas"
-    if plan.sac_ratio:
-        share = "all" if plan.sac_ratio == 1 else f"{plan.sac_ratio} ({plan.sac_placement})"
-        text += f", {share} checkpointed"
-        text += ", offloaded" if plan.sac_offload else ""
-    if plan.grad_sync == "last" and plan.grad_accum_steps > 1:
-        text += ", reduced once"
-    return text + ("" if plan.reshard_after_forward else ", kept gathered")
+    share = "all" if plan.sac_ratio == 1 else f"{plan.sac_ratio} ({plan.sac_placement})"
+    offloaded = ", offloaded" if plan.sac_offload else ""
+    parts = {
+        f"micro batch {plan.micro_batch_size} x {plan.grad_accum_steps}": True,
+        f"cp {plan.cp}": plan.cp > 1,
+        f"ep {plan.ep_size}": plan.ep_size > 1,
+        f"{plan.dp_replicate} replicas": plan.dp_replicate > 1,
+        f"{share} checkpointed{offloaded}": plan.sac_ratio > 0,
+        "reduced once": plan.grad_sync == "last" and plan.grad_accum_steps > 1,
+        "kept gathered": not plan.reshard_after_forward,
+    }
+    return ", ".join(part for part, is_so in parts.items() if is_so)
 
 
 def _calibrated(config: Any, best: RunPlan) -> tuple[MemoryEstimate, str]:

@@ -12,7 +12,7 @@ from fsdp_sft.planner.replay import replay
 from fsdp_sft.planner.run import Run
 from fsdp_sft.planner.setup import Setup, make_setup
 from fsdp_sft.planner.shards import ShardBalance, shard_balance
-from fsdp_sft.planner.trace import Footprint, trace
+from fsdp_sft.planner.trace import trace
 from fsdp_sft.sac import host_bytes_for
 
 if TYPE_CHECKING:
@@ -126,16 +126,15 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
     peak = replay(skeleton, seen, setup)
     checkpointed = setup.checkpointed(len(skeleton.blocks))
     activations = sum(
-        _kept(seen.blocks[kind], checkpointed=index in checkpointed)
+        seen.blocks[kind].left(index in checkpointed)
         for index, kind in enumerate(skeleton.kinds)
         if index >= skeleton.first_backward
     )
-    left = [seen.blocks[skeleton.kinds[index]].output for index in sorted(checkpointed)]
-    if not setup.activations_leave:
-        left = []
+    leaving = sorted(checkpointed) if setup.activations_leave else []
+    left = [seen.blocks[skeleton.kinds[index]].output for index in leaving]
     # The input of the last checkpointed block stays on the device: the backward begins with that block.
     activations -= sum(left[:-1])
-    balance = shard_balance(skeleton.distinct_groups, setup.num_shards, setup.ep_size)
+    balance = shard_balance(skeleton.parts(setup), setup.num_shards)
     return MemoryEstimate(
         peak_bytes=peak.total,
         peak_phase=peak.phase,
@@ -160,11 +159,6 @@ def _check_experts(skeleton: Skeleton, ep_size: int) -> None:
         raise ValueError(f"ep_size={ep_size} does not divide the {skeleton.experts[0]} experts of a layer")
 
 
-def _kept(block: Footprint, *, checkpointed: bool) -> int:
-    """Bytes that a block leaves for the backward."""
-    return block.output + block.decisions if checkpointed else block.kept
-
-
 def _notes(skeleton: Skeleton, setup: Setup, balance: ShardBalance) -> tuple[str, ...]:
     """Caveats of the estimate."""
     notes = []
@@ -174,6 +168,8 @@ def _notes(skeleton: Skeleton, setup: Setup, balance: ShardBalance) -> tuple[str
         )
     if balance.largest_over_mean > 1 + _NOTABLE_PADDING:
         notes.append(f"{balance}; fewer shards (dp_replicate) can need less")
-    if not setup.gpu.checked and setup.gpu.name != "cpu":
-        notes.append(f"what attention keeps on {setup.gpu.name} was never compared with a measurement there")
+    if not setup.device.checked and setup.device.name != "cpu":
+        notes.append(
+            f"what attention keeps on {setup.device.name} was never compared with a measurement there"
+        )
     return tuple(notes)

@@ -15,7 +15,7 @@ from collections import deque
 from typing import Any
 
 from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Event
-from fsdp_sft.planner.workload import Workload, fused_work
+from fsdp_sft.planner.workload import Workload, work_of
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "_scaled_mm")
 _NOT_FUSED = (
@@ -78,7 +78,23 @@ def fused_footprint(
 
 
 def _work(events: list[Event], sizes: list[int], in_memory: set[int]) -> Workload:
-    return fused_work(events, sizes, in_memory=in_memory, apart=lambda op: not _is_fused(op))
+    """The work of operations that are all fused, except those that are kernels of their own.
+
+    Intermediates of fused operations never reach memory. A tensor in memory is read once and written once.
+    """
+    alone: list[Event] = []
+    read, written = set[int](), set[int]()
+    for event in events:
+        if event.op is None:
+            continue
+        if not _is_fused(event.op):
+            alone.append(event)
+        elif event.moved:
+            made = set(event.outputs) - set(event.inputs)
+            written |= made & in_memory
+            read |= set(event.inputs) & in_memory - written
+    moved = sum(sizes[number] for number in read | written)
+    return work_of(alone) + (((0.0, float(moved), False),) if moved else ())
 
 
 def _is_fused(op: Any) -> bool:

@@ -11,8 +11,8 @@ from fsdp_sft.planner.budget import budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
 from fsdp_sft.planner.model import as_config
 from fsdp_sft.planner.search import group_sizes, least_checkpointed
-from fsdp_sft.planner.setup import Setup
-from fsdp_sft.sac import Placement, parse_ratio
+from fsdp_sft.planner.setup import Setup, check_integer
+from fsdp_sft.sac import Placement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -101,12 +101,11 @@ def longest_rows(
     """
     if "seq_length" in estimate_options:
         raise TypeError("longest_rows finds seq_length; estimate_memory says what one length takes")
-    _check_positive(gpu_memory_bytes=1 if gpu_memory_bytes is None else gpu_memory_bytes)
-    _check_positive(multiple_of=multiple_of)
+    check_integer("multiple_of", multiple_of, 1)
     known = as_config(config)
     options = {"micro_batch_size": 1, **estimate_options}
     first = check_options(num_gpus=num_gpus, seq_length=multiple_of, **options)
-    budget = budget_of(first.gpu, num_gpus, gpu_memory_bytes)
+    budget = budget_of(first.device, num_gpus, gpu_memory_bytes)
     found = list[LongestRow]()
     for cp in group_sizes(known, first, options):
         setup = replace(first, cp=cp)
@@ -135,7 +134,7 @@ def peaks_by_length(
 def _leanest_peak(config: Any, setup: Setup, options: dict[str, Any]) -> Callable[[int], int]:
     """Function from a length to the least peak, with no block or every block checkpointed."""
     given = "sac_ratio" in options or setup.sac_blocks is not None
-    ratios = (parse_ratio(setup.sac_ratio),) if given else (Fraction(0), Fraction(1))
+    ratios = (setup.sac_ratio,) if given else (Fraction(0), Fraction(1))
 
     def peak(length: int) -> int:
         tried = (replace(setup, seq_length=length, sac_ratio=ratio) for ratio in ratios)
@@ -169,12 +168,7 @@ def _longest(peak: Callable[[int], int], budget: int, step: int, expected: int) 
 def _row(config: Any, setup: Setup, options: dict[str, Any], budget: int) -> LongestRow:
     """The row of a setup, with as few checkpointed blocks as fit."""
     ways = least_checkpointed(config, setup, options, budget)
-    chosen, memory = min(ways, key=lambda way: parse_ratio(way[0].sac_ratio))
-    ratio = parse_ratio(chosen.sac_ratio)
-    return LongestRow(setup.cp, setup.seq_length, ratio, chosen.sac_placement, chosen.sac_offload, memory)
-
-
-def _check_positive(**values: int) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    way, memory = min(ways, key=lambda found: found[0].sac_ratio)
+    return LongestRow(
+        way.cp, way.seq_length, way.sac_ratio, way.sac_placement, way.sac_offload, estimate=memory
+    )

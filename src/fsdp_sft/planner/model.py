@@ -2,10 +2,11 @@
 
 import functools
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,37 +63,46 @@ class Group:
         """
         if ep_size == 1 or not any(self.stacks):
             return ((self, num_shards),)
-        return _parts(self, num_shards, ep_size)
+        rows = list(zip(self.shapes, self.names, self.stacks, strict=True))
+        dense = [(shape, name) for shape, name, is_stack in rows if not is_stack]
+        own = [
+            (((shape[0] // ep_size, *shape[1:]), flag), name)
+            for (shape, flag), name, is_stack in rows
+            if is_stack
+        ]
+        return (
+            (Group(tuple(shape for shape, _ in dense), tuple(name for _, name in dense)), num_shards),
+            (Group(tuple(shape for shape, _ in own), tuple(name for _, name in own)), num_shards // ep_size),
+        )
 
     def elements(self, *, trained: bool | None = None) -> int:
         """Number of elements of all parameters, or only of the trained or the frozen ones."""
-        return sum(_numel(shape) for shape, flag in self.shapes if trained is None or flag is trained)
+        return sum(map(math.prod, self._chosen(trained)))
 
     def shard_elements(self, num_shards: int, *, trained: bool | None = None) -> int:
         """Number of elements in one rank's shard, padding included."""
-        chosen = [shape for shape, flag in self.shapes if trained is None or flag is trained]
-        return sum(shard_numel(shape, num_shards) for shape in chosen)
+        return sum(shard_numel(shape, num_shards) for shape in self._chosen(trained))
 
     def moved(self, num_shards: int, *, trained: bool | None = None) -> list[int]:
         """Elements of each parameter that is not cut along its first dimension, in order."""
-        return [
-            _numel(shape)
-            for shape, flag in self.shapes
-            if (trained is None or flag is trained) and shard_dim(shape, num_shards)
-        ]
+        return [math.prod(shape) for shape in self._chosen(trained) if shard_dim(shape, num_shards)]
 
     def last_trained(self) -> int:
         """Elements of the trained parameter that comes last."""
-        return next((_numel(shape) for shape, flag in reversed(self.shapes) if flag), 0)
+        return next((math.prod(shape) for shape in reversed(self._chosen(True))), 0)
 
     def largest_shard(self, num_shards: int) -> int:
         """Elements in one rank's shard of the largest trained parameter."""
-        return max((shard_numel(shape, num_shards) for shape, flag in self.shapes if flag), default=0)
+        return max((shard_numel(shape, num_shards) for shape in self._chosen(True)), default=0)
+
+    def _chosen(self, trained: bool | None) -> list[tuple[int, ...]]:
+        """Shapes of all parameters, or only of the trained or the frozen ones."""
+        return [shape for shape, flag in self.shapes if trained is None or flag is trained]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Skeleton:
-    """What the planner knows of a model.
+    """What the planner knows of a model; as a key of a cache only equal to itself.
 
     Attributes:
         model: The model on the meta device, in the compute dtype and in ``train()`` mode.
@@ -133,24 +143,19 @@ class Skeleton:
     @functools.cached_property
     def traced_tensors(self) -> tuple[torch.Tensor, ...]:
         """Parameters and buffers of one block of each kind, and of everything outside the blocks."""
-        silent = {id(block) for i, block in enumerate(self.blocks) if i not in set(self.kinds)}
-        found: list[torch.Tensor] = []
-
-        def collect(module: nn.Module) -> None:
-            if id(module) in silent:
-                return
-            found.extend(module.parameters(recurse=False))
-            found.extend(module.buffers(recurse=False))
-            for child in module.children():
-                collect(child)
-
-        collect(self.model)
-        return tuple(found)
+        silent = {block for i, block in enumerate(self.blocks) if i not in set(self.kinds)}
+        modules = [module for _, module in self.model.named_modules(memo=silent)]  # passes over these blocks
+        return tuple(t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)))
 
     @functools.cached_property
     def distinct_groups(self) -> tuple[tuple[Group, int], ...]:
         """The distinct groups, each with its number of occurrences."""
         return tuple(Counter([*self.groups, *self.outside]).items())
+
+    def parts(self, setup: "Setup") -> list[tuple[Group, int, int]]:
+        """``Group.parts`` of the distinct groups: (part, ranks it is sharded over, occurrences)."""
+        shares = (setup.num_shards, setup.ep_size)
+        return [(part, over, n) for group, n in self.distinct_groups for part, over in group.parts(*shares)]
 
 
 def as_config(config: "PreTrainedConfig | str | os.PathLike[str]") -> Any:
@@ -175,13 +180,7 @@ class _Keyed:
     """A config as a cache key, compared by its contents."""
 
     key: str
-    config: Any
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Keyed) and other.key == self.key
+    config: Any = field(compare=False)
 
 
 @functools.lru_cache(maxsize=8)
@@ -267,22 +266,6 @@ def _group(
 def _within(block: str, names: Iterable[str]) -> tuple[str, ...]:
     """Those of the modules ``names`` that are inside a block, by their names in it."""
     return tuple(name.removeprefix(f"{block}.") for name in names if name.startswith(f"{block}."))
-
-
-@functools.lru_cache(maxsize=1024)
-def _parts(group: Group, num_shards: int, ep_size: int) -> tuple[tuple[Group, int], ...]:
-    """``Group.parts`` with expert parallelism: all other parameters, and this rank's experts."""
-    rows = list(zip(group.shapes, group.names, group.stacks, strict=True))
-    dense = [(shape, name) for shape, name, is_stack in rows if not is_stack]
-    own = [
-        (((shape[0] // ep_size, *shape[1:]), flag), name)
-        for (shape, flag), name, is_stack in rows
-        if is_stack
-    ]
-    return (
-        (Group(tuple(shape for shape, _ in dense), tuple(name for _, name in dense)), num_shards),
-        (Group(tuple(shape for shape, _ in own), tuple(name for _, name in own)), num_shards // ep_size),
-    )
 
 
 def _first_backward(model: Any, groups: list[Group]) -> int:
@@ -371,7 +354,3 @@ def _idle_expert_parameters(model: nn.Module, config: Any) -> int:
         if ".experts." in name and parameter.ndim == 3:
             idle += parameter.numel() * (parameter.shape[0] - chosen) // parameter.shape[0]
     return idle
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return functools.reduce(lambda a, b: a * b, shape, 1)

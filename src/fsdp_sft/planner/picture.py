@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_sft._tensors.disk import full_path
+from fsdp_sft.metrics.figure import new_figure, save_figure
 from fsdp_sft.planner import replay
 from fsdp_sft.planner.budget import Budget
 from fsdp_sft.planner.estimate import MemoryEstimate
@@ -131,7 +131,7 @@ def draw(
         ModuleNotFoundError: If matplotlib is not installed.
     """
     shown = _joined(estimates)
-    figure = _figure(9, 1.9 + 0.55 * len(shown))
+    figure: Any = new_figure(9, 1.9 + 0.55 * len(shown), dpi=150)
     axes = figure.subplots()
     seen = {name for estimate in shown.values() for name, _ in _parts(estimate)}
     end = max(estimate.peak_bytes for estimate in shown.values()) / _GIB
@@ -166,12 +166,11 @@ def draw(
     axes.invert_yaxis()
     axes.set_xlabel("GiB")
     axes.set_xlim(0, end)
-    axes.spines[["top", "right"]].set_visible(False)
-    handles = [_patch(colour, name) for name, colour in _COLOURS.items() if name in seen]
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items() if name in seen]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(full_path(path))
-    return full_path(path)
+    return _finished(figure, title, path)
 
 
 def lengths_to_draw(rows: Sequence[LongestRow]) -> list[int]:
@@ -201,7 +200,7 @@ def draw_lengths(
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    figure = _figure(9, 5)
+    figure: Any = new_figure(9, 5, dpi=150)
     axes, usable = figure.subplots(), budget.usable_bytes / _GIB
     axes.axhline(usable, color="black", linewidth=1, linestyle="--", zorder=0)
     axes.annotate(
@@ -233,10 +232,7 @@ def draw_lengths(
     axes.set_ylim(0, 1.25 * usable)
     axes.set_xlabel("tokens of a row")
     axes.set_ylabel("GiB")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(full_path(path))
-    return full_path(path)
+    return _finished(figure, title, path)
 
 
 def _usable(budget: Budget) -> str:
@@ -266,18 +262,11 @@ def _tokens(number: int) -> str:
     return f"{number // 1024}k" if number % 1024 == 0 else str(number)
 
 
-def _figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("pictures need matplotlib: pip install matplotlib") from error
-    return Figure(figsize=(width, height), layout="constrained", dpi=150)
-
-
-def _patch(colour: str, label: str) -> object:
-    from matplotlib.patches import Patch
-
-    return Patch(color=colour, label=label)
+def _finished(figure: Any, title: str, path: str | os.PathLike[str]) -> Path:
+    """Write a figure with its title, without the frame's upper and right line; returns the file's path."""
+    figure.axes[0].spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=11)
+    return save_figure(figure, Path(path))
 
 
 def _parts(estimate: MemoryEstimate) -> list[tuple[str, int]]:

@@ -10,7 +10,7 @@ import torch
 from fsdp_sft.planner.estimate import MemoryEstimate
 from fsdp_sft.planner.setup import GradSync, Setup
 from fsdp_sft.planner.speed import StepTime
-from fsdp_sft.sac import Placement, parse_ratio
+from fsdp_sft.sac import Placement
 
 _GIB = 1 << 30
 
@@ -109,7 +109,7 @@ def make_plan(setup: Setup, memory: MemoryEstimate, time: StepTime, why: str) ->
         micro_batch_size=setup.micro_batch_size,
         grad_accum_steps=setup.grad_accum_steps,
         grad_sync=setup.grad_sync,
-        sac_ratio=parse_ratio(setup.sac_ratio),
+        sac_ratio=setup.sac_ratio,
         sac_placement=setup.sac_placement,
         sac_offload=setup.sac_offload,
         reshard_after_forward=setup.reshard_after_forward,
@@ -170,10 +170,10 @@ _OPTIMIZERS = {
 }
 
 
-def _mp_policy(setup: Setup) -> "_Verbatim":
+def _mp_policy(setup: Setup) -> "_Verbatim | None":
     """The ``mp_policy`` argument; None for the default of ``shard_model``, bfloat16 reduced in float32."""
     if (setup.param_dtype, setup.reduce_dtype) == (torch.bfloat16, torch.float32):
-        return _Verbatim(None)
+        return None
     dtypes = f"param_dtype={setup.param_dtype}, reduce_dtype={setup.reduce_dtype}"
     return _Verbatim(f"torch.distributed.fsdp.MixedPrecisionPolicy({dtypes})")
 
@@ -200,17 +200,17 @@ def _code(plan: RunPlan, model: str) -> Iterator[str]:
 def _model(plan: RunPlan, name: str) -> Iterator[str]:
     """Lines of code that make the model: ``load_pretrained``, or its steps if it lacks an argument."""
     setup = plan.setup
-    offload = "torch.distributed.fsdp.CPUOffloadPolicy()" if setup.cpu_offload else None
-    peft: str | None = None
+    offload = _Verbatim("torch.distributed.fsdp.CPUOffloadPolicy()") if setup.cpu_offload else None
+    peft: _Verbatim | None = None
     if setup.lora is not None:
         rank, targets = setup.lora
         chosen = "all-linear" if "all-linear" in targets else list(targets)
-        peft = f"peft.LoraConfig(r={rank}, target_modules={chosen!r}, task_type='CAUSAL_LM')"
+        peft = _Verbatim(f"peft.LoraConfig(r={rank}, target_modules={chosen!r}, task_type='CAUSAL_LM')")
     kept_frozen = setup.param_dtype if peft else setup.master_dtype
     shard: dict[str, tuple[Any, Any]] = {
         "reshard_after_forward": (plan.reshard_after_forward, True),
         "master_dtype": (setup.master_dtype, torch.float32),
-        "mp_policy": (_mp_policy(setup), _Verbatim(None)),
+        "mp_policy": (_mp_policy(setup), None),
     }
     sac: dict[str, tuple[Any, Any]] = {
         "blocks": (None if setup.sac_blocks is None else list(setup.sac_blocks), None),
@@ -218,7 +218,7 @@ def _model(plan: RunPlan, name: str) -> Iterator[str]:
         "offload": (setup.sac_offload and bool(plan.sac_ratio or setup.sac_blocks), False),
     }
     parts: dict[str, tuple[Any, Any]] = {
-        "offload_policy": (_Verbatim(offload), _Verbatim(None)),
+        "offload_policy": (offload, None),
         "ep_size": (plan.ep_size, 1),
     }
     ratio = "" if setup.sac_blocks is not None else repr(str(plan.sac_ratio))
@@ -228,7 +228,7 @@ def _model(plan: RunPlan, name: str) -> Iterator[str]:
             "sac_ratio": ("0" if _arguments(sac) else str(plan.sac_ratio), "0"),
             "compile": (plan.compile, False),
             **shard,
-            "peft_config": (_Verbatim(peft), _Verbatim(None)),
+            "peft_config": (peft, None),
             "frozen_dtype": (setup.frozen_dtype, kept_frozen),
         }
         yield f"model = fs.load_pretrained({_call(repr(name), 'mesh=mesh', _arguments(one))})"
@@ -255,20 +255,11 @@ def _call(*arguments: str) -> str:
     return ", ".join(filter(None, arguments))
 
 
-class _Verbatim:
+class _Verbatim(str):
     """Code that is written into an argument without the quotes of a string."""
 
-    def __init__(self, text: str | None) -> None:
-        self.text = text
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Verbatim) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
-
-    def __repr__(self) -> str:
-        return str(self.text)
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def _arguments(values: dict[str, tuple[Any, Any]]) -> str:

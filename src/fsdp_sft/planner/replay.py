@@ -49,15 +49,16 @@ How to read it:
 tests/planner/test_replay.py draws the picture again and compares.
 """
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, fields
 
 import torch
 
 from fsdp_sft.optimizer import working_bytes
+from fsdp_sft.planner.footprint import Footprint, Trace
 from fsdp_sft.planner.model import Group, Skeleton
 from fsdp_sft.planner.setup import Setup
-from fsdp_sft.planner.trace import Footprint, Trace
 
 MASTERS = "parameters (shards)"
 OPTIMIZER = "optimizer states"
@@ -93,19 +94,14 @@ class Peak:
 def replay(skeleton: Skeleton, trace: Trace, setup: Setup) -> Peak:
     """Find the peak of one optimizer step in the steady state, when optimizer states exist."""
     step = _Step(skeleton, trace, setup)
-    accumulates = setup.grad_accum_steps > 1
     # All micro-steps but the first and the last are alike, so few are enough. With "last", a second one
     # without reduction adds to the unsharded gradients of the first; with "each", the second finds the
     # gradient shards of the first.
-    if setup.grad_sync == "last" and accumulates:
-        step.micro_step(reduce=False)
-        if setup.grad_accum_steps > 2:
-            step.micro_step(reduce=False)
-    elif accumulates:
-        step.micro_step()
+    for _ in range(min(setup.grad_accum_steps - 1, 2)):
+        step.micro_step(reduce=setup.grad_sync == "each")
     step.micro_step()
     step.optimizer()
-    return Peak(step.best, step.best_phase, dict(step.best_parts))
+    return step.best
 
 
 @dataclass(frozen=True)
@@ -163,15 +159,17 @@ class _Step:
         self.embedding = None if skeleton.embedding is None else _group_sizes(skeleton.embedding, setup)
         self.head = None if skeleton.head is None else _group_sizes(skeleton.head, setup)
         self.gathers_embedding_again = skeleton.gathers_embedding_again and setup.reshard_after_forward
-        self.groups = skeleton.distinct_groups
+        self.parts = skeleton.parts(setup)
         # A checkpointed block keeps the tensors that it was called with, such as the mask. Blocks of one kind
         # share a mask; blocks with a window have another one. So each storage is counted once.
         kept = {trace.arguments[skeleton.kinds[index]] for index in self.checkpointed}
         self.arguments = sum(size for _, size in frozenset[tuple[int, int]]().union(*kept))
-        self.visits = _visits(self.checkpointed) if setup.activations_leave else {}
+        # For each checkpointed block but the first whose input leaves, the checkpointed block before it.
+        ordered = sorted(self.checkpointed) if setup.activations_leave else []
+        self.visits = dict(itertools.pairwise(reversed(ordered)))
         self.held: dict[str, int] = defaultdict(int)
         self.total = 0
-        self.best, self.best_phase, self.best_parts = -1, "", dict[str, int]()
+        self.best = Peak(-1, "", {})
         self.reduced = 0  # bytes of the latest reduce-scatter's input, which the next one frees
         # Unsharded gradients of earlier micro-steps: of the blocks, the root, the embedding, the head.
         self.accumulated = [0] * (len(self.sizes) + 3)
@@ -180,17 +178,14 @@ class _Step:
 
     def _hold_states(self) -> None:
         """Hold what is always allocated: shards, optimizer states, cuBLAS's workspace."""
-        setup, on_device = self.setup, not self.setup.cpu_offload or self.setup.gpu.name == "cpu"
-        masters = states = 0
-        for group, count in self.groups:
-            parts = group.parts(setup.num_shards, setup.ep_size)
-            trained = sum(part.shard_elements(shards, trained=True) for part, shards in parts)
-            frozen = sum(part.shard_elements(shards, trained=False) for part, shards in parts)
+        setup, masters, states = self.setup, 0, 0
+        for part, shards, count in self.parts:
+            trained, frozen = (part.shard_elements(shards, trained=flag) for flag in (True, False))
             masters += count * (trained * setup.master_dtype.itemsize + frozen * setup.frozen_dtype.itemsize)
             states += count * _state_bytes(setup.optimizer, trained, setup.master_dtype)
-        self.hold(WORKSPACE, setup.gpu.workspace_bytes)
-        self.shards_on_device = on_device
-        if on_device:
+        self.hold(WORKSPACE, setup.device.workspace_bytes)
+        self.shards_on_device = not setup.cpu_offload or setup.device.name == "cpu"
+        if self.shards_on_device:
             self.hold(MASTERS, masters)
             self.hold(OPTIMIZER, states)
 
@@ -205,13 +200,12 @@ class _Step:
 
     def look(self, phase: str, part: str = "", extra: int = 0) -> None:
         """Update the peak with this moment, at which ``extra`` more bytes of ``part`` are alive."""
-        if self.total + extra <= self.best:
+        if self.total + extra <= self.best.total:
             return
-        self.best, self.best_phase = self.total + extra, phase
         parts = {name: size for name, size in self.held.items() if size}
         if extra:
             parts[part] = parts.get(part, 0) + extra
-        self.best_parts = parts
+        self.best = Peak(self.total + extra, phase, parts)
 
     # --- forward ------------------------------------------------------------------------------------------
 
@@ -223,7 +217,6 @@ class _Step:
 
     def _forward(self) -> int:
         """Forward of the embedding and the blocks; returns the size of the last all-gather buffer."""
-        several = self.setup.num_shards > 1
         previous = self._gather(self.root, 0)
         if self.embedding is not None:
             previous = self._gather(self.embedding, previous)
@@ -233,35 +226,29 @@ class _Step:
             if self.setup.reshard_after_forward:
                 self.free(UNSHARDED, self.embedding.gathered)
         for index, footprint in enumerate(self.footprints):
-            sizes = self.sizes[index]
             self._input_leaves(self.visits.get(index))
-            if several:
-                # The new buffer is allocated before the previous block's is freed.
-                self.hold(ALL_GATHER, sizes.buffer)
-                self.look("loss", ALL_GATHER, sizes.cast)
-                self.free(ALL_GATHER, previous)
-                previous = sizes.buffer
-            self.hold(UNSHARDED, sizes.gathered)
-            self.look("loss", ALL_GATHER, sizes.moved)
+            previous = self._gather(self.sizes[index], previous)
             saves = index >= self.first_backward and index not in self.checkpointed
             self.look("loss", WORKING, footprint.forward_peak if saves else footprint.unsaved_peak)
             if index >= self.first_backward:
-                kept = footprint.kept
-                if index in self.checkpointed:
-                    kept = footprint.output + footprint.decisions
-                self.hold(CHECKPOINTED if index in self.checkpointed else KEPT, kept)
+                self.hold(*self._kept(index))
             if self.setup.reshard_after_forward:
-                self.free(UNSHARDED, sizes.gathered)
+                self.free(UNSHARDED, self.sizes[index].gathered)
         return previous
 
-    def _gather(self, sizes: _Sizes, previous: int) -> int:
-        """Gather a group that is not a block; returns the size of its buffer, which the next gather frees."""
+    def _gather(self, sizes: _Sizes, previous: int, phase: str = "loss") -> int:
+        """Gather a group; returns the size of its buffer, which the next gather frees after its own."""
         self.hold(ALL_GATHER, sizes.buffer)
-        self.look("loss", ALL_GATHER, sizes.cast)
+        self.look(phase, ALL_GATHER, sizes.cast)
         self.free(ALL_GATHER, previous)
         self.hold(UNSHARDED, sizes.gathered)
-        self.look("loss", ALL_GATHER, sizes.moved)
+        self.look(phase, ALL_GATHER, sizes.moved)
         return sizes.buffer
+
+    def _kept(self, index: int) -> tuple[str, int]:
+        """What a block keeps for its backward: the kind, and the bytes."""
+        checkpointed = index in self.checkpointed
+        return CHECKPOINTED if checkpointed else KEPT, self.footprints[index].left(checkpointed)
 
     def _loss(self, last_gather: int) -> None:
         """Head, loss, and their backward down to the last block, which is prefetched meanwhile."""
@@ -284,7 +271,7 @@ class _Step:
 
     def _prefetch(self, index: int) -> None:
         """Start to gather the block whose backward comes next."""
-        if index >= self.first_backward and self.setup.reshard_after_forward and self.setup.num_shards > 1:
+        if index >= self.first_backward and self.setup.reshard_after_forward:
             self.hold(ALL_GATHER, self.sizes[index].ahead)
             self.look("backward", ALL_GATHER, self.sizes[index].cast)
 
@@ -295,17 +282,13 @@ class _Step:
             self._reduce(len(self.sizes) + 2, self.head, reduce=reduce)
         for index in reversed(range(self.first_backward, len(self.sizes))):
             self._block_backward(index)
-            self._drop_activations(index)
+            self.free(*self._kept(index))
             self._reduce(index, self.sizes[index], reduce=reduce)
         trace = self.trace
         own = (self.root, self.embedding, self.head)
         embedding = sum(sizes.gradients for sizes in own if sizes is not None) - trace.head_gradients
         if self.embedding is not None and self.gathers_embedding_again:
-            self.hold(ALL_GATHER, self.embedding.buffer)
-            self.look("backward", ALL_GATHER, self.embedding.cast)
-            self.hold(UNSHARDED, self.embedding.gathered)
-            self.look("backward", ALL_GATHER, self.embedding.moved)
-            self.free(ALL_GATHER, self.embedding.buffer)
+            self.free(ALL_GATHER, self._gather(self.embedding, 0, "backward"))
         self.look("backward", WHOLE_GRADIENTS, trace.embedding_peak)
         self.hold(WHOLE_GRADIENTS, embedding)
         self.free(INPUTS, self.held[INPUTS])
@@ -327,8 +310,7 @@ class _Step:
         if self.setup.reshard_after_forward:
             self.hold(UNSHARDED, sizes.gathered)
             self.look("backward", ALL_GATHER, sizes.moved)
-            if self.setup.num_shards > 1:
-                self.free(ALL_GATHER, sizes.ahead)
+            self.free(ALL_GATHER, sizes.ahead)
         self._prefetch(index - 1)
         self._input_leaves(self.visits.get(index), leaves=False)
         if index in self.checkpointed:
@@ -349,17 +331,9 @@ class _Step:
         """
         if index is None:
             return
-        before = CHECKPOINTED if index - 1 in self.checkpointed else KEPT
+        kind = INPUTS if index == 0 else self._kept(index - 1)[0]
         size = self.footprints[index].output
-        self.hold(INPUTS if index == 0 else before, -size if leaves else size)
-
-    def _drop_activations(self, index: int) -> None:
-        """Free what a block kept for its backward."""
-        footprint = self.footprints[index]
-        if index in self.checkpointed:
-            self.free(CHECKPOINTED, footprint.output + footprint.decisions)
-        else:
-            self.free(KEPT, footprint.kept)
+        self.hold(kind, -size if leaves else size)
 
     def _reduce(self, index: int, sizes: _Sizes, *, reduce: bool) -> None:
         """Reduce a group's gradients when its backward is over, or add them to those of earlier micro-steps.
@@ -405,28 +379,18 @@ class _Step:
         setup = self.setup
         if not self.shards_on_device:
             return
-        item, shards = setup.master_dtype.itemsize, setup.num_shards
-        working = 0
-        parts = [
-            (part, n, here) for group, n in self.groups for part, here in group.parts(shards, setup.ep_size)
-        ]
-        largest = max(part.largest_shard(here) for part, _, here in parts)
+        item, working = setup.master_dtype.itemsize, 0
+        largest = max(part.largest_shard(shards) for part, shards, _ in self.parts)
         looped = setup.optimizer == "adamw_for_loop" or (
-            setup.optimizer == "adamw" and setup.gpu.name == "cpu"
+            setup.optimizer == "adamw" and setup.device.name == "cpu"
         )
         if looped:
             working = 2 * item * largest
         elif setup.optimizer in ("adamw", "adamw_foreach"):  # the denominators of all parameters at once
-            working = item * sum(n * part.shard_elements(here, trained=True) for part, n, here in parts)
+            working = item * sum(n * part.shard_elements(over, trained=True) for part, over, n in self.parts)
         elif setup.optimizer == "adamw_stochastic":
             working = working_bytes(largest, setup.master_dtype)
         self.look("optimizer", UPDATE, working)
-
-
-def _visits(checkpointed: frozenset[int]) -> dict[int, int]:
-    """For each checkpointed block but the first, the checkpointed block before it."""
-    ordered = sorted(checkpointed)
-    return dict(zip(ordered[1:], ordered, strict=False))
 
 
 def _group_sizes(group: Group, setup: Setup) -> _Sizes:
@@ -470,7 +434,7 @@ def _part_sizes(group: Group, shards: int, setup: Setup) -> _Sizes:
 def _state_bytes(optimizer: str, elements: int, master_dtype: torch.dtype) -> int:
     """Bytes of the optimizer states of ``elements`` parameters."""
     item = master_dtype.itemsize
-    if optimizer.startswith("adamw8bit"):
+    if optimizer == "adamw8bit":
         # Two states of one byte, and one float32 scale each for every 256 values.
         # https://huggingface.co/docs/bitsandbytes/main/en/optimizers
         return 2 * elements + 2 * 4 * (-(-elements // 256))

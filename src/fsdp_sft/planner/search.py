@@ -1,5 +1,6 @@
 """Search for the ways to train that fit into memory, and for the fastest of them."""
 
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -11,12 +12,12 @@ from fsdp_sft.errors import NoPlanError, UnsupportedModelError
 from fsdp_sft.planner.advice import what_would_fit
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
-from fsdp_sft.planner.groups import group_divisors, group_sizes, least_by_group
+from fsdp_sft.planner.groups import group_divisors, group_sizes
 from fsdp_sft.planner.model import as_config, build_skeleton
 from fsdp_sft.planner.plan import RunPlan, make_plan
-from fsdp_sft.planner.setup import GradSync, Setup
+from fsdp_sft.planner.setup import GradSync, Setup, check_integer
 from fsdp_sft.planner.speed import step_time
-from fsdp_sft.sac import Placement, parse_ratio
+from fsdp_sft.sac import Placement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -84,7 +85,7 @@ def plan_run(
         for window in fs.windows(loader, grad_accum_steps=1):
             fs.train_step(model, window, optimizer)
     """
-    _check_numbers(num_gpus, global_batch_size, gpu_memory_bytes)
+    check_integer("global_batch_size", global_batch_size, 1)
     if "grad_accum_steps" in estimate_options:
         raise TypeError(
             "plan_run finds grad_accum_steps from the global batch; give micro_batch_size to fix it"
@@ -96,14 +97,12 @@ def plan_run(
     dealt = [cp for cp in sizes if global_batch_size % (num_gpus // cp) == 0]
     if not dealt:
         raise ValueError(_no_multiple(first, global_batch_size))
-    budget, plans = budget_of(first.gpu, num_gpus, gpu_memory_bytes), list[RunPlan]()
+    budget, plans = budget_of(first.device, num_gpus, gpu_memory_bytes), list[RunPlan]()
     search = _PlanSearch(config, estimate_options, global_batch_size, budget)
     for cp in dealt:
-        if plans and cp > first.gpu.gpus_per_node:
+        if plans and (cp > first.device.gpus_per_node or not _sharing_could_help(plans)):
             break
-        why = _why_shared(sizes[: sizes.index(cp)], dealt, plans) if "cp" not in estimate_options else ""
-        if cp > 1 and plans and "cp" not in estimate_options and not _sharing_could_help(plans):
-            break
+        why = _why_shared(sizes[: sizes.index(cp)], dealt, plans)
         try:
             plans += search.plans_of_groups(replace(first, cp=cp), why)
         except UnsupportedModelError:
@@ -174,22 +173,12 @@ def smallest_num_gpus(
     num_gpus = options.get("dp_replicate", 1) * options.get("cp", 1) * options.get("ep_size", 1)
     while num_gpus <= _LARGEST_SEARCH:
         setup = check_options(num_gpus=num_gpus, micro_batch_size=1, seq_length=seq_length, **options)
-        usable = budget_of(setup.gpu, num_gpus, gpu_memory_bytes).usable_bytes
-        least = least_by_group(known, setup, group_sizes(known, setup, options))
-        if any(memory.peak_bytes <= usable for memory in least):
+        usable = budget_of(setup.device, num_gpus, gpu_memory_bytes).usable_bytes
+        shared = (replace(setup, cp=cp) for cp in group_sizes(known, setup, options))
+        if any(estimate(known, way).peak_bytes <= usable for way in shared):
             return int(num_gpus)
         num_gpus *= 2
     return None
-
-
-def _check_numbers(num_gpus: int, global_batch_size: int, gpu_memory_bytes: int | None) -> None:
-    for name, value in (("num_gpus", num_gpus), ("global_batch_size", global_batch_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    if gpu_memory_bytes is None:
-        return
-    if isinstance(gpu_memory_bytes, bool) or not 0 < gpu_memory_bytes < math.inf:
-        raise ValueError(f"gpu_memory_bytes must be positive and finite, got {gpu_memory_bytes!r}")
 
 
 def _no_multiple(setup: Setup, global_batch_size: int) -> str:
@@ -250,7 +239,7 @@ class _PlanSearch:
         for way, memory in plain + list(self._offloaded(setup, plain)):
             yield self._plan(way, memory, why)
         for layout in self._layouts(setup) if plain else ():
-            least = min((way for way, _ in plain), key=lambda way: parse_ratio(way.sac_ratio))
+            least = min((way for way, _ in plain), key=lambda way: way.sac_ratio)
             # A layout that communicates less takes more memory, so it recomputes no less than the plain one.
             # If it is not faster even with that little recomputation, it is not worth a search.
             hoped = replace(layout, sac_ratio=least.sac_ratio, sac_placement=least.sac_placement)
@@ -270,39 +259,35 @@ class _PlanSearch:
 
     def _layouts(self, setup: Setup) -> Iterator[Setup]:
         """Layouts of parameters and gradients that communicate less."""
-        replicas, ranks, node = [setup.dp_replicate], setup.num_gpus, setup.gpu.gpus_per_node
+        replicas, ranks, node = [setup.dp_replicate], setup.num_gpus, setup.device.gpus_per_node
         if "dp_replicate" not in self.options and ranks > node and ranks % node == 0 == node % setup.cp:
             replicas.append(ranks // node)
         reshard = (setup.reshard_after_forward,) if "reshard_after_forward" in self.options else (True, False)
         syncs: tuple[GradSync, ...] = ("each", "last") if setup.grad_accum_steps > 1 else (setup.grad_sync,)
         if "grad_sync" in self.options:
             syncs = (setup.grad_sync,)
-        for dp_replicate in replicas:
-            for frees in reshard:
-                for sync in syncs:
-                    layout = replace(
-                        setup, dp_replicate=dp_replicate, reshard_after_forward=frees, grad_sync=sync
-                    )
-                    if layout != setup:
-                        yield layout
+        for dp_replicate, frees, sync in itertools.product(replicas, reshard, syncs):
+            layout = replace(setup, dp_replicate=dp_replicate, reshard_after_forward=frees, grad_sync=sync)
+            if layout != setup:
+                yield layout
 
     def _offloaded(
         self, setup: Setup, plain: list[tuple[Setup, MemoryEstimate]]
     ) -> Iterator[tuple[Setup, MemoryEstimate]]:
         """The setups in which offloading what checkpointed blocks keep allows fewer of them."""
-        least = min((parse_ratio(way.sac_ratio) for way, _ in plain), default=Fraction(2))
-        if least == 0 or "sac_offload" in self.options or setup.gpu.name == "cpu":
+        least = min((way.sac_ratio for way, _ in plain), default=Fraction(2))
+        if least == 0 or "sac_offload" in self.options or setup.device.name == "cpu":
             return
         offloaded = replace(setup, sac_offload=True)
         for way, memory in least_checkpointed(self.config, offloaded, self.options, self.usable):
-            if parse_ratio(way.sac_ratio) < least:
+            if way.sac_ratio < least:
                 yield way, memory
 
 
 def _expert_groups(config: Any, setup: Setup) -> list[int]:
     """1, and the numbers of ranks within a node over which a layer's experts could be distributed."""
     experts = build_skeleton(config, setup).experts
-    most = min(setup.gpu.gpus_per_node, setup.num_shards) if setup.cp == 1 and experts else 1
+    most = min(setup.device.gpus_per_node, setup.num_shards) if setup.cp == 1 and experts else 1
     fits = [n for n in range(2, most + 1) if not setup.num_shards % n and not any(e % n for e in experts)]
     return [1, *fits]
 
@@ -321,9 +306,8 @@ def least_checkpointed(
     config: Any, setup: Setup, options: dict[str, Any], budget: int
 ) -> Iterator[tuple[Setup, MemoryEstimate]]:
     """For each placement that may be chosen, the setup with the smallest ratio that fits, if one does."""
-    ratios = (parse_ratio(options["sac_ratio"]),) if "sac_ratio" in options else RATIOS
-    if setup.sac_blocks is not None:
-        ratios = (Fraction(0),)
+    given = "sac_ratio" in options or setup.sac_blocks is not None
+    ratios = (setup.sac_ratio,) if given else RATIOS
     placements: tuple[Placement, ...] = ("even", "prefix")
     if "sac_placement" in options or setup.sac_blocks is not None:
         placements = (setup.sac_placement,)

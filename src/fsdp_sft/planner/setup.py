@@ -2,7 +2,8 @@
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Any, get_args
 
 import torch
@@ -10,43 +11,47 @@ import torch
 from fsdp_sft._process.gpus import Gpu, gpu_named
 from fsdp_sft.planner.experts import ExpertsImpl
 from fsdp_sft.planner.run import GradSync, LossImpl, Optimizer, Run
-from fsdp_sft.sac import Placement, Ratio, parse_ratio, select_block_indices
+from fsdp_sft.sac import Placement, parse_ratio, select_block_indices
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_AT_LEAST = {
+    **dict.fromkeys(("num_gpus", "micro_batch_size", "seq_length", "grad_accum_steps", "dp_replicate"), 1),
+    **dict.fromkeys(("cp", "ep_size", "chunk_size"), 1),
+    "lora_rank": 0,
+}
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "loss_impl": get_args(LossImpl),
+    "optimizer": get_args(Optimizer),
+    "experts_impl": get_args(ExpertsImpl),
+    "grad_sync": get_args(GradSync),
+    **dict.fromkeys(
+        ("compile", "attention_mask", "reshard_after_forward", "cpu_offload", "sac_offload"), (True, False)
+    ),
+    **dict.fromkeys(("master_dtype", "param_dtype", "reduce_dtype"), _FLOATING),
+    **dict.fromkeys(("frozen_dtype", "logits_dtype"), (*_FLOATING, None)),
+}
 
 
-@dataclass(frozen=True)
-class Setup:
-    """The fields of a valid ``Run``, without None for a default; ``lora`` is (rank, targets) or None."""
+@dataclass(frozen=True, kw_only=True)
+class Setup(Run):
+    """A ``Run`` whose fields are valid, without None for a default.
 
-    num_gpus: int
-    micro_batch_size: int
-    seq_length: int
-    sac_ratio: Ratio
-    sac_placement: Placement
-    sac_blocks: tuple[int, ...] | None
-    compile: bool
-    master_dtype: torch.dtype
+    Attributes:
+        device: The GPU that ``gpu`` names.
+    """
+
+    device: Gpu
+    sac_ratio: Fraction
     frozen_dtype: torch.dtype
-    param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    loss_impl: LossImpl
     logits_dtype: torch.dtype
-    chunk_size: int | None
-    attention_mask: bool
-    gpu: Gpu
-    grad_accum_steps: int
-    grad_sync: GradSync
-    dp_replicate: int
-    cp: int
-    reshard_after_forward: bool
-    cpu_offload: bool
-    sac_offload: bool
-    optimizer: Optimizer
+    sac_blocks: tuple[int, ...] | None
     trainable: tuple[str, ...] | None
-    lora: tuple[int, tuple[str, ...]] | None
-    experts_impl: ExpertsImpl = "grouped_mm"
-    ep_size: int = 1
+    lora_targets: tuple[str, ...] | None
+
+    @property
+    def lora(self) -> tuple[int, tuple[str, ...]] | None:
+        """(rank, targets) of the adapters; None without."""
+        return (self.lora_rank, self.lora_targets or ("all-linear",)) if self.lora_rank else None
 
     @property
     def num_shards(self) -> int:
@@ -61,7 +66,7 @@ class Setup:
     @property
     def activations_leave(self) -> bool:
         """Whether what checkpointed blocks keep is offloaded; on a CPU it is on the host already."""
-        return self.sac_offload and self.gpu.name != "cpu"
+        return self.sac_offload and self.device.name != "cpu"
 
     def checkpointed(self, num_blocks: int) -> frozenset[int]:
         """Indices of the blocks that are recomputed in the backward."""
@@ -74,7 +79,7 @@ class Setup:
 
 
 @functools.lru_cache(maxsize=256)
-def _selected(num_blocks: int, ratio: Ratio, placement: Placement) -> frozenset[int]:
+def _selected(num_blocks: int, ratio: Fraction, placement: Placement) -> frozenset[int]:
     return frozenset(select_block_indices(num_blocks, ratio, placement=placement))
 
 
@@ -84,89 +89,71 @@ def make_setup(run: Run) -> Setup:
     Raises:
         ValueError: For a value out of range; the message says what is allowed.
     """
-    fields: dict[str, Any] = dict(vars(run))
-    gpu, logits_dtype, sac_blocks, trainable, lora_rank, lora_targets = (
-        fields.pop(name)
-        for name in ("gpu", "logits_dtype", "sac_blocks", "trainable", "lora_rank", "lora_targets")
-    )
-    positive = ("num_gpus", "micro_batch_size", "seq_length", "grad_accum_steps", "dp_replicate", "cp")
-    for name in (*positive, "ep_size"):
-        _check_integer(name, fields[name], 1)
-    if fields["chunk_size"] is not None:
-        _check_integer("chunk_size", fields["chunk_size"], 1)
-    _check_integer("lora_rank", lora_rank, 0)
-    if fields["num_gpus"] % fields["dp_replicate"]:
-        raise ValueError(
-            f"dp_replicate must divide num_gpus, got {fields['dp_replicate']} of {fields['num_gpus']}"
-        )
-    if fields["num_gpus"] % (fields["dp_replicate"] * fields["cp"]):
-        raise ValueError(
-            f"dp_replicate x cp must divide num_gpus, got {fields['dp_replicate']} x {fields['cp']} of "
-            f"{fields['num_gpus']}"
-        )
-    if fields["ep_size"] > 1 and fields["cp"] > 1:
-        raise ValueError(
-            "ranks that share rows cannot share out experts: one of cp and ep_size has to be 1, got "
-            f"{fields['cp']} and {fields['ep_size']}"
-        )
-    if fields["num_gpus"] % (fields["dp_replicate"] * fields["ep_size"]):
-        raise ValueError(
-            f"dp_replicate x ep_size must divide num_gpus, got {fields['dp_replicate']} x "
-            f"{fields['ep_size']} of {fields['num_gpus']}"
-        )
-    _check_choice("loss_impl", fields["loss_impl"], get_args(LossImpl))
-    _check_choice("optimizer", fields["optimizer"], get_args(Optimizer))
-    _check_choice("experts_impl", fields["experts_impl"], get_args(ExpertsImpl))
-    _check_choice("grad_sync", fields["grad_sync"], get_args(GradSync))
-    for name in ("compile", "attention_mask", "reshard_after_forward", "cpu_offload", "sac_offload"):
-        _check_choice(name, fields[name], (True, False))
-    for name in ("master_dtype", "param_dtype", "reduce_dtype"):
-        _check_choice(name, fields[name], _FLOATING)
-    if fields["frozen_dtype"] is not None:
-        _check_choice("frozen_dtype", fields["frozen_dtype"], _FLOATING)
-    if logits_dtype is not None:
-        _check_choice("logits_dtype", logits_dtype, _FLOATING)
-    if fields["optimizer"] == "adamw_stochastic" and fields["master_dtype"] == torch.float16:
+    for name, least in _AT_LEAST.items():
+        if name != "chunk_size" or run.chunk_size is not None:
+            check_integer(name, getattr(run, name), least)
+    _check_ranks(run)
+    for name, allowed in _CHOICES.items():
+        _check_choice(name, getattr(run, name), allowed)
+    if run.optimizer == "adamw_stochastic" and run.master_dtype == torch.float16:
         raise ValueError(
             "StochasticAdamW rounds to bfloat16 or keeps float32, got master_dtype=torch.float16"
         )
-    if lora_targets is not None and not lora_rank:
-        raise ValueError(f"lora_targets={lora_targets!r} is for adapters: give lora_rank too")
-    if sac_blocks is not None:
-        if parse_ratio(fields["sac_ratio"]):
+    if run.lora_targets is not None and not run.lora_rank:
+        raise ValueError(f"lora_targets={run.lora_targets!r} is for adapters: give lora_rank too")
+    ratio = parse_ratio(run.sac_ratio)
+    if run.sac_blocks is not None:
+        if ratio:
             raise ValueError("give sac_ratio or sac_blocks, and not both: each says which blocks recompute")
-        sac_blocks = tuple(sac_blocks)
-        for index in sac_blocks:
-            _check_integer("each of sac_blocks", index, 0)
-    if fields["frozen_dtype"] is None:
-        fields["frozen_dtype"] = fields["param_dtype"] if lora_rank else fields["master_dtype"]
-    select_block_indices(1, fields["sac_ratio"], placement=fields["sac_placement"])
+        for index in run.sac_blocks:
+            check_integer("each of sac_blocks", index, 0)
+    select_block_indices(1, ratio, placement=run.sac_placement)
     return Setup(
-        gpu=gpu_named(gpu),
-        logits_dtype=_logits_dtype(logits_dtype, **fields),
-        sac_blocks=None if sac_blocks is None else tuple(sorted(set(sac_blocks))),
-        trainable=_patterns("trainable", trainable),
-        lora=(lora_rank, _patterns("lora_targets", lora_targets) or ("all-linear",)) if lora_rank else None,
-        **fields,
+        **{
+            **{field.name: getattr(run, field.name) for field in fields(Run)},
+            "device": gpu_named(run.gpu),
+            "sac_ratio": ratio,
+            "frozen_dtype": run.frozen_dtype or (run.param_dtype if run.lora_rank else run.master_dtype),
+            "logits_dtype": _logits_dtype(run),
+            "sac_blocks": None if run.sac_blocks is None else tuple(sorted(set(run.sac_blocks))),
+            "trainable": _patterns("trainable", run.trainable),
+            "lora_targets": _patterns("lora_targets", run.lora_targets),
+        }
     )
 
 
-def _logits_dtype(
-    given: torch.dtype | None, *, param_dtype: torch.dtype, loss_impl: LossImpl, cp: int, **_: Any
-) -> torch.dtype:
-    """The dtype of the cross entropy; where ranks share rows it is float32 at least."""
-    if cp == 1:
-        return param_dtype if given is None else given
-    wide = torch.promote_types(param_dtype, torch.float32)
-    if loss_impl == "logits" and given not in (None, wide):
+def _check_ranks(run: Run) -> None:
+    """Refuse groups of ranks that do not divide the ranks, or exclude each other."""
+    if run.num_gpus % run.dp_replicate:
+        raise ValueError(f"dp_replicate must divide num_gpus, got {run.dp_replicate} of {run.num_gpus}")
+    if run.ep_size > 1 and run.cp > 1:
         raise ValueError(
-            f"with cp={cp} the loss of logits is computed in {wide}, got logits_dtype={given}: a plain loop "
-            "does not know of rows that ranks share; leave it at None"
+            "ranks that share rows cannot share out experts: one of cp and ep_size has to be 1, got "
+            f"{run.cp} and {run.ep_size}"
+        )
+    for name, ranks in (("cp", run.cp), ("ep_size", run.ep_size)):
+        if run.num_gpus % (run.dp_replicate * ranks):
+            raise ValueError(
+                f"dp_replicate x {name} must divide num_gpus, got {run.dp_replicate} x {ranks} of "
+                f"{run.num_gpus}"
+            )
+
+
+def _logits_dtype(run: Run) -> torch.dtype:
+    """The dtype of the cross entropy; where ranks share rows it is float32 at least."""
+    if run.cp == 1:
+        return run.logits_dtype or run.param_dtype
+    wide = torch.promote_types(run.param_dtype, torch.float32)
+    if run.loss_impl == "logits" and run.logits_dtype not in (None, wide):
+        raise ValueError(
+            f"with cp={run.cp} the loss of logits is computed in {wide}, got logits_dtype="
+            f"{run.logits_dtype}: a plain loop does not know of rows that ranks share; leave it at None"
         )
     return wide
 
 
-def _check_integer(name: str, value: Any, smallest: int) -> None:
+def check_integer(name: str, value: Any, smallest: int) -> None:
+    """Raise a ValueError unless a value is an integer of at least ``smallest``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
         raise ValueError(f"{name} must be an integer of at least {smallest}, got {value!r}")
 

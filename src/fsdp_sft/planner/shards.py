@@ -42,18 +42,17 @@ class ShardBalance:
         return text + (f", {self.idle_ranks} ranks have none of it" if self.idle_ranks else "")
 
 
-def shard_balance(groups: tuple[tuple[Group, int], ...], ranks: int, ep_size: int = 1) -> ShardBalance:
+def shard_balance(parts: list[tuple[Group, int, int]], ranks: int) -> ShardBalance:
     """How evenly a model's groups are sharded.
 
     Args:
-        groups: The distinct groups of a model, each with its number of occurrences.
-        ranks: Number of ranks that the parameters are sharded over.
-        ep_size: Number of ranks over which experts are distributed; ranks with the same experts shard them.
+        parts: The groups of a model as ``Skeleton.parts`` gives them.
+        ranks: Number of ranks that the parameters are sharded over; experts that are distributed are sharded
+            over those of them that have the same ones.
     """
     most = total = 0
     worst: tuple[float, str, tuple[int, ...], int] = (0.0, "", (), ranks)
-    parts = [(part, n, over) for group, n in groups for part, over in group.parts(ranks, ep_size)]
-    for group, count, over in parts:
+    for group, over, count in parts:
         for name, (shape, _) in zip(group.names, group.shapes, strict=True):
             here, elements = shard_numel(shape, over), math.prod(shape)
             most, total = most + count * here, total + count * elements * ranks // over

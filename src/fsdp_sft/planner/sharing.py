@@ -9,7 +9,6 @@ import torch
 
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft.attention.context_parallel import SequenceGroup, WholeRows, part_of_rows, share_attention
-from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.ledger import EXCHANGE, Event, Ledger
 
 
@@ -87,26 +86,6 @@ def forward_of_part(model: Any, whole: WholeRows) -> Iterator[None]:
             yield
     finally:
         model.set_attn_implementation(before)
-
-
-def exchanged_bytes(events: list[Event], sizes: list[int], *, who: str) -> int:
-    """Bytes that a block's exchanges send, including what a rank sends to itself.
-
-    Args:
-        events: Events of the block's forward.
-        sizes: Bytes by storage number.
-        who: Name of the block, for the message.
-
-    Raises:
-        UnsupportedModelError: If the block exchanges nothing, although it may mix positions.
-    """
-    found = sent_bytes(events, sizes)
-    if not found:
-        raise UnsupportedModelError(
-            f"{who} runs no attention of transformers' attention interface: what positions it mixes, ranks "
-            "that share rows could not. Plan it with cp=1"
-        )
-    return found
 
 
 def sent_bytes(events: list[Event], sizes: list[int]) -> int:

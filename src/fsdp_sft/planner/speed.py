@@ -4,13 +4,14 @@ The rates are the device's, times the shares of them that training reaches. Only
 docs/explanation/how-the-estimate-was-checked.md says to what, and how far off they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdp_sft.planner.footprint import Trace
 from fsdp_sft.planner.model import Group, Skeleton
 from fsdp_sft.planner.setup import Setup
-from fsdp_sft.planner.trace import Trace, trace
+from fsdp_sft.planner.trace import trace
 from fsdp_sft.planner.workload import Workload
 
 Bound = Literal["compute", "memory bandwidth", "network", "host link"]
@@ -98,10 +99,9 @@ def step_time(skeleton: Skeleton, setup: Setup, rates: Rates = RATES) -> StepTim
     """
     seen = trace(skeleton, setup)
     passes = _passes(skeleton, seen, setup, rates)
-    # "half" is for the micro-steps before the last where gradients are reduced once: they only gather.
-    whole, half = _network(skeleton, setup, rates, reduces=True), None
-    if setup.grad_sync == "last" and setup.grad_accum_steps > 1:
-        half = _network(skeleton, setup, rates, reduces=False)
+    # Where gradients are reduced once, the micro-steps before the last only gather.
+    whole = _network(skeleton, setup, rates, reduces=True)
+    early = whole if setup.grad_sync == "each" else _network(skeleton, setup, rates, reduces=False)
     exchange = _exchange(skeleton, seen, setup, rates)
     offload = _offload(skeleton, seen, setup, rates)
 
@@ -111,7 +111,7 @@ def step_time(skeleton: Skeleton, setup: Setup, rates: Rates = RATES) -> StepTim
 
     optimizer = _update(skeleton, setup, rates)
     others = setup.grad_accum_steps - 1
-    total = micro_step(whole) + others * micro_step(half or whole) + optimizer
+    total = micro_step(whole) + others * micro_step(early) + optimizer
     compute = passes.forward + passes.backward
     return StepTime(
         compute=compute,
@@ -149,44 +149,38 @@ def _passes(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> _Pas
         for kind, footprint in seen.blocks.items()
         for name in ("forward", "again", "backward")
     }
-    forward = backward = again = waiting = 0.0
-    for index, kind in enumerate(skeleton.kinds):
-        seconds, waits = spent[kind, "forward"]
-        forward, waiting = forward + seconds, waiting + waits
-        if index < skeleton.first_backward:
-            continue
-        seconds, waits = spent[kind, "backward"]
-        backward, waiting = backward + seconds, waiting + waits
-        if index in checkpointed:
-            seconds, waits = spent[kind, "again"]
-            again, waiting = again + seconds, waiting + waits
+
+    def spent_by(blocks: Iterable[int], name: str) -> tuple[float, float]:
+        seconds = [spent[skeleton.kinds[index], name] for index in blocks]
+        return sum((took for took, _ in seconds), 0.0), sum(waits for _, waits in seconds)
+
+    behind = range(skeleton.first_backward, len(skeleton.kinds))
+    forward, waits_forward = spent_by(range(len(skeleton.kinds)), "forward")
+    backward, waits_backward = spent_by(behind, "backward")
+    again, waits_again = spent_by(checkpointed.intersection(behind), "again")
     rest, waits = _seconds(seen.rest, setup, rates)
-    copies = _copies(skeleton, setup) / (setup.gpu.memory_bytes_per_second * rates.memory)
+    copies = _copies(skeleton, setup) / (setup.device.memory_bytes_per_second * rates.memory)
     return _Passes(
         forward + rest / 3 + copies / 3,
         backward + again + rest * 2 / 3 + copies * 2 / 3,
         again,
-        waiting + waits + copies,
+        waits_forward + waits_backward + waits_again + waits + copies,
     )
 
 
 def _seconds(work: Workload, setup: Setup, rates: Rates) -> tuple[float, float]:
     """Seconds that operations take, and how many of them are spent waiting for memory."""
-    gpu = setup.gpu
-    peak = gpu.flops_per_second * gpu.achievable * _width(setup)
+    gpu = setup.device
+    # In float32 the rate of products is about 1/8 of that in 16 bits (TF32; half of it without).
+    peak = gpu.flops_per_second * gpu.achievable / (1 if setup.param_dtype.itemsize == 2 else 8)
     rate = {False: peak * rates.products, True: peak * rates.attention}
     memory = gpu.memory_bytes_per_second * rates.memory
     total = waiting = 0.0
-    for flops, moved, attention in work.operations:
+    for flops, moved, attention in work:
         computes, waits = flops / rate[attention], max(moved / memory, rates.operation)
         total += max(computes, waits)
         waiting += waits if waits > computes else 0.0
     return total, waiting
-
-
-def _width(setup: Setup) -> float:
-    """The rate of products relative to that in 16 bits: about 1/8 in float32 (TF32; half of it without)."""
-    return 1.0 if setup.param_dtype.itemsize == 2 else 1 / 8
 
 
 def _copies(skeleton: Skeleton, setup: Setup) -> float:
@@ -194,9 +188,9 @@ def _copies(skeleton: Skeleton, setup: Setup) -> float:
     if setup.num_shards == 1:
         return 0.0
     gathers = 2 if setup.reshard_after_forward else 1
-    here = sum(n * _gathered(group, setup) for group, n in skeleton.distinct_groups)
-    gathered = 2 * gathers * here * setup.param_dtype.itemsize
-    trained = sum(n * _gathered(group, setup, trained=True) for group, n in skeleton.distinct_groups)
+    parts = skeleton.parts(setup)  # of the experts only this rank's
+    gathered = 2 * gathers * sum(n * part.elements() for part, _, n in parts) * setup.param_dtype.itemsize
+    trained = sum(n * part.elements(trained=True) for part, _, n in parts)
     reduced = trained * (setup.param_dtype.itemsize + setup.reduce_dtype.itemsize)
     return float(gathered + reduced)
 
@@ -218,7 +212,7 @@ class _Collectives:
 
 def _network(skeleton: Skeleton, setup: Setup, rates: Rates, *, reduces: bool) -> _Collectives:
     """Seconds of the gathers of a micro-step, and of its reductions if it ``reduces``."""
-    gpu, shards = setup.gpu, setup.num_shards
+    gpu, shards = setup.device, setup.num_shards
     link = _shared_link(setup, shards) * rates.network
     gather = setup.param_dtype.itemsize / link
     reduce = setup.reduce_dtype.itemsize / link if reduces else 0.0
@@ -247,13 +241,8 @@ def _network(skeleton: Skeleton, setup: Setup, rates: Rates, *, reduces: bool) -
     )
 
 
-def _gathered(group: Group, setup: Setup, *, trained: bool | None = None) -> int:
-    """Elements of a group that are gathered on a rank: of the experts only its own."""
-    return sum(part.elements(trained=trained) for part, _ in group.parts(setup.num_shards, setup.ep_size))
-
-
 def _received(group: Group, setup: Setup, *, trained: bool | None = None) -> float:
-    """Elements of ``_gathered`` that come from other ranks."""
+    """Elements of a group that come from other ranks when it is gathered: of the experts only this rank's."""
     parts = group.parts(setup.num_shards, setup.ep_size)
     return sum(part.elements(trained=trained) * (over - 1) / over for part, over in parts)
 
@@ -263,7 +252,7 @@ def _shared_link(setup: Setup, ranks: int) -> float:
 
     Over several nodes, a node fetches what it needs once, over the adapters of all its GPUs together.
     """
-    gpu = setup.gpu
+    gpu = setup.device
     if ranks <= gpu.gpus_per_node:
         return gpu.node_bytes_per_second
     return min(gpu.node_bytes_per_second, gpu.gpus_per_node * gpu.bytes_per_second)
@@ -279,7 +268,7 @@ def _exchange(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> fl
         seen.blocks[kind].exchanged * (2 + (index in checkpointed))
         for index, kind in enumerate(skeleton.kinds)
     )
-    gpu = setup.gpu
+    gpu = setup.device
     link = gpu.node_bytes_per_second if ranks <= gpu.gpus_per_node else gpu.bytes_per_second
     share = (ranks - 1) / ranks
     memory = gpu.memory_bytes_per_second * rates.memory
@@ -301,25 +290,20 @@ def _offload(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> flo
         moved += 2 * sum(seen.blocks[skeleton.kinds[index]].output for index in checkpointed)
     if setup.cpu_offload:
         gathers = 2 if setup.reshard_after_forward else 1
-        for group, number in skeleton.distinct_groups:
-            for part, over in group.parts(setup.num_shards, setup.ep_size):
-                trained, frozen = (part.shard_elements(over, trained=flag) for flag in (True, False))
-                stored = trained * setup.master_dtype.itemsize
-                moved += number * (gathers * (stored + frozen * setup.frozen_dtype.itemsize) + stored)
-    return moved / (setup.gpu.host_bytes_per_second * rates.network)
+        for part, over, number in skeleton.parts(setup):
+            trained, frozen = (part.shard_elements(over, trained=flag) for flag in (True, False))
+            stored = trained * setup.master_dtype.itemsize
+            moved += number * (gathers * (stored + frozen * setup.frozen_dtype.itemsize) + stored)
+    return moved / (setup.device.host_bytes_per_second * rates.network)
 
 
 def _update(skeleton: Skeleton, setup: Setup, rates: Rates) -> float:
     """Seconds of the gradients' norm and of the update."""
-    here = _trained(skeleton) / setup.num_shards * setup.master_dtype.itemsize
+    trained = sum(n * group.elements(trained=True) for group, n in skeleton.distinct_groups)
+    here = trained / setup.num_shards * setup.master_dtype.itemsize
     trips = _UPDATE_TRIPS.get(setup.optimizer, _LISTED_TRIPS) + _NORM_TRIPS
-    gpu = setup.gpu
+    gpu = setup.device
     if not setup.cpu_offload:
         return trips * here / (gpu.memory_bytes_per_second * rates.memory)
     # On the host the update is bound by memory bandwidth: 200 GB/s, which the ranks of a node share.
     return trips * here * min(gpu.gpus_per_node, setup.num_gpus) / 200e9
-
-
-def _trained(skeleton: Skeleton) -> int:
-    """Number of trained parameters."""
-    return sum(n * group.elements(trained=True) for group, n in skeleton.distinct_groups)

@@ -12,9 +12,10 @@ gradient of its output arrives, and where the gradient of its input has been com
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -22,90 +23,34 @@ from torch import nn
 from torch.nn import functional as F
 
 from fsdp_sft._model.named import tensors_in
-from fsdp_sft._process.gpus import Gpu
 from fsdp_sft.errors import UnsupportedModelError
-from fsdp_sft.planner.experts import ExpertsImpl, computed_by
+from fsdp_sft.planner.experts import computed_by
+from fsdp_sft.planner.footprint import Footprint, Trace
 from fsdp_sft.planner.fused import fused_footprint
 from fsdp_sft.planner.kernels import Kernels, chunked_loss
 from fsdp_sft.planner.ledger import Event, Ledger
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.setup import Setup
-from fsdp_sft.planner.sharing import exchanged_bytes, forward_of_part, part_of_micro_batch, sent_bytes
-from fsdp_sft.planner.workload import Workload, until, work_of
+from fsdp_sft.planner.sharing import forward_of_part, part_of_micro_batch, sent_bytes
+from fsdp_sft.planner.workload import Operation, Workload, until, work_of
 from fsdp_sft.sac import decides
 
-_NO_WORK = Workload()
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes and work of one block, without its parameters and their gathering.
-
-    Attributes:
-        kept: Bytes that the forward adds to the activations: what it saves and its output, less its input if
-            that is no longer needed.
-        forward_peak: Most bytes that the forward adds while it runs.
-        unsaved_peak: The same where nothing is saved for a backward, as in a checkpointed block.
-        again_peak: Most bytes that recomputation adds; it ends at the last tensor that the backward needs.
-        saved: Bytes that the block's backward needs besides its input.
-        backward_peak: Most bytes that the backward adds while it runs, gradients of parameters included.
-        output: Bytes of the output.
-        saves_input: Whether the backward itself, not only recomputation, reads the block's input.
-        decisions: Bytes of a router's choices, which a checkpointed block keeps with its input.
-        exchanged: Bytes that the forward sends to the ranks that share its rows or experts.
-        forward: Work of the forward.
-        again: Work of the part of the forward that is repeated if the block is checkpointed.
-        backward: Work of the backward, without recomputation.
-    """
-
-    kept: int
-    forward_peak: int
-    unsaved_peak: int
-    again_peak: int
-    saved: int
-    backward_peak: int
-    output: int
-    saves_input: bool
-    decisions: int = 0
-    exchanged: int = 0
-    forward: Workload = _NO_WORK
-    again: Workload = _NO_WORK
-    backward: Workload = _NO_WORK
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Bytes and work of a whole forward and backward, without parameters and their gathering.
-
-    Attributes:
-        blocks: Footprint of each kind of block, by the index of the first block of that kind.
-        before: Bytes alive when the first block begins: its input, rotary tables, mask.
-        arguments: The part of ``before`` that is alive in the backward only if blocks are checkpointed, as
-            these keep their arguments: (storage, bytes), by the index of the first block of each kind.
-        head_peak: Most bytes that last norm and head add in the forward, over ``before`` and the blocks'
-            ``kept``.
-        loss_peak: The same from the loss until its gradient reaches the model's output.
-        head_backward_peak: The same from there until the gradient reaches the last block.
-        residue: Bytes that are left of all this during the blocks' backward, gradients of norm and head
-            included.
-        embedding_peak: Most bytes that the embedding's backward adds at the end.
-        head_gradients: Bytes of the gradients of norm and head.
-        outputs: Bytes that the training loop holds on to until the end of the step: the logits of a plain
-            loop.
-        rest: Work outside of the blocks.
-    """
-
-    blocks: dict[int, Footprint]
-    before: int
-    arguments: dict[int, frozenset[tuple[int, int]]]
-    head_peak: int
-    loss_peak: int
-    head_backward_peak: int
-    residue: int
-    embedding_peak: int
-    head_gradients: int
-    outputs: int
-    rest: Workload = _NO_WORK
+# Fields that a trace does not depend on, at values that stand for all: setups that differ only in these share
+# a trace.
+_UNTRACED: dict[str, Any] = {
+    "num_gpus": 1,
+    "dp_replicate": 1,
+    "grad_accum_steps": 1,
+    "grad_sync": "each",
+    "sac_ratio": Fraction(0),
+    "sac_placement": "even",
+    "sac_blocks": None,
+    "sac_offload": False,
+    "reshard_after_forward": True,
+    "cpu_offload": False,
+    "optimizer": "adamw",
+    **dict.fromkeys(("master_dtype", "frozen_dtype", "reduce_dtype"), torch.float32),
+}
 
 
 def trace(skeleton: Skeleton, setup: Setup) -> Trace:
@@ -115,60 +60,16 @@ def trace(skeleton: Skeleton, setup: Setup) -> Trace:
         ValueError: If the model's forward depends on values, which meta tensors do not have.
         UnsupportedModelError: If ``cp > 1`` and the model cannot run on parts of rows.
     """
-    question = _Question(
-        micro_batch_size=setup.micro_batch_size,
-        seq_length=setup.seq_length,
-        cp=setup.cp,
-        compile=setup.compile,
-        loss_impl=setup.loss_impl,
-        logits_dtype=setup.logits_dtype,
-        chunk_size=setup.chunk_size,
-        attention_mask=setup.attention_mask,
-        experts_impl=setup.experts_impl,
-        ep_size=setup.ep_size,
-        gpu=setup.gpu,
-    )
-    return _trace(_Identity(skeleton), question)
-
-
-@dataclass(frozen=True)
-class _Question:
-    """The fields of a setup that a trace depends on."""
-
-    micro_batch_size: int
-    seq_length: int
-    cp: int
-    compile: bool
-    loss_impl: str
-    logits_dtype: torch.dtype
-    chunk_size: int | None
-    attention_mask: bool
-    experts_impl: ExpertsImpl
-    ep_size: int
-    gpu: Gpu
-
-
-class _Identity:
-    """A skeleton as a cache key, compared by identity: equal configs share a skeleton already."""
-
-    def __init__(self, skeleton: Skeleton) -> None:
-        self.skeleton = skeleton
-
-    def __hash__(self) -> int:
-        return id(self.skeleton)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.skeleton is self.skeleton
+    return _trace(skeleton, replace(setup, **_UNTRACED))
 
 
 @functools.lru_cache(maxsize=128)
-def _trace(identity: _Identity, question: _Question) -> Trace:
-    """``trace`` for hashable arguments."""
-    skeleton = identity.skeleton
+def _trace(skeleton: Skeleton, setup: Setup) -> Trace:
+    """``trace`` for a setup that has the values of ``_UNTRACED``."""
     try:
-        return _Run(skeleton, question).result()
+        return _Run(skeleton, setup).result()
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-        if question.cp > 1:
+        if setup.cp > 1:
             raise UnsupportedModelError(
                 f"model type {skeleton.family!r} cannot run on parts of a row ({type(error).__name__}: "
                 f"{str(error)[:200]}); plan it with cp=1"
@@ -211,10 +112,10 @@ class _BlockRun:
 class _Run:
     """One traced step."""
 
-    def __init__(self, skeleton: Skeleton, question: _Question) -> None:
+    def __init__(self, skeleton: Skeleton, setup: Setup) -> None:
         self.model = skeleton.model
         self.skeleton = skeleton
-        self.question = question
+        self.setup = setup
         self.ledger = Ledger()
         self.ledger.ignore(skeleton.traced_tensors)
         kinds = sorted(set(skeleton.kinds))
@@ -224,10 +125,10 @@ class _Run:
 
     def result(self) -> Trace:
         """Run the step and sum up what was seen."""
-        kernels = Kernels(self.question.gpu, padded=self.question.attention_mask, ledger=self.ledger)
+        kernels = Kernels(self.setup.device, padded=self.setup.attention_mask, ledger=self.ledger)
         try:
-            q = self.question
-            experts = computed_by(self.model, q.experts_impl, q.ep_size, self.ledger)
+            setup = self.setup
+            experts = computed_by(self.model, setup.experts_impl, setup.ep_size, self.ledger)
             with self._instrumented(), experts, self.ledger, kernels, torch.enable_grad():
                 self._step()
         finally:
@@ -238,15 +139,17 @@ class _Run:
     def _step(self) -> None:
         """Forward, loss and backward of one micro-batch, with marks at the moments that a trace reports."""
         ledger, marks = self.ledger, self.marks
-        q = self.question
+        setup = self.setup
         inputs, forward = self._micro_batch()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             with forward:
                 output = self._forward(inputs)
             output.register_hook(self._at_output_gradient)
             marks["head_peak"] = ledger.reset_peak()
-            loss = output if q.loss_impl == "chunked" else self._cross_entropy(output, inputs["input_ids"])
-        holds = q.loss_impl == "logits" and self._plain_loop
+            loss = (
+                output if setup.loss_impl == "chunked" else self._cross_entropy(output, inputs["input_ids"])
+            )
+        holds = setup.loss_impl == "logits" and self._plain_loop
         marks["outputs"] = ledger.sizes[ledger.number(output)] if holds else 0
         if not holds:
             del output
@@ -261,29 +164,29 @@ class _Run:
 
     def _micro_batch(self) -> tuple[dict[str, Any], AbstractContextManager[None]]:
         """The arguments of a rank's forward, and the context that it runs in."""
-        q = self.question
-        if q.cp > 1:
+        setup = self.setup
+        if setup.cp > 1:
             whole, part = part_of_micro_batch(
-                batch_size=q.micro_batch_size,
-                seq_length=q.seq_length,
-                ranks=q.cp,
-                padded=q.attention_mask,
+                batch_size=setup.micro_batch_size,
+                seq_length=setup.seq_length,
+                ranks=setup.cp,
+                padded=setup.attention_mask,
                 ledger=self.ledger,
             )
             return part, forward_of_part(self.model, whole)
-        ids = torch.zeros((q.micro_batch_size, q.seq_length), dtype=torch.int64, device="meta")
-        mask = torch.ones_like(ids) if q.attention_mask else None
+        ids = torch.zeros((setup.micro_batch_size, setup.seq_length), dtype=torch.int64, device="meta")
+        mask = torch.ones_like(ids) if setup.attention_mask else None
         return {"input_ids": ids, "attention_mask": mask}, nullcontext()
 
     @property
     def _plain_loop(self) -> bool:
         """Whether the model's logits go to the cross entropy as they are."""
-        return self.question.cp == 1 and self.question.logits_dtype == self.model.dtype
+        return self.setup.cp == 1 and self.setup.logits_dtype == self.model.dtype
 
     def _forward(self, inputs: dict[str, Any]) -> torch.Tensor:
         """The model's output: logits, or the loss if that replaces the head."""
         inputs = {**inputs, "use_cache": False}
-        if self.question.loss_impl == "logits":
+        if self.setup.loss_impl == "logits":
             output: torch.Tensor = self.model(**inputs).logits
             return output
         head = self.model.get_output_embeddings()
@@ -295,8 +198,10 @@ class _Run:
         losses: list[torch.Tensor] = []
 
         def loss_in_place(hidden: torch.Tensor) -> torch.Tensor:
-            q = self.question
-            losses.append(chunked_loss(hidden, head.weight, head.bias, q.chunk_size, q.gpu, self.ledger))
+            setup = self.setup
+            losses.append(
+                chunked_loss(hidden, head.weight, head.bias, setup.chunk_size, setup.device, self.ledger)
+            )
             return hidden.new_empty((*hidden.shape[:-1], 0))
 
         head.__dict__["forward"] = loss_in_place
@@ -309,10 +214,10 @@ class _Run:
     def _cross_entropy(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The loss from logits in full."""
         # A plain loop shifts the labels and not the logits; so does a loss of rows that ranks share.
-        if self._plain_loop or self.question.cp > 1:
-            logits = logits.to(self.question.logits_dtype)
+        if self._plain_loop or self.setup.cp > 1:
+            logits = logits.to(self.setup.logits_dtype)
             return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum")
-        shifted = logits[:, :-1].to(self.question.logits_dtype).flatten(0, 1)
+        shifted = logits[:, :-1].to(self.setup.logits_dtype).flatten(0, 1)
         return F.cross_entropy(shifted, ids[:, 1:].flatten(), reduction="sum")
 
     @contextmanager
@@ -418,9 +323,8 @@ class _Run:
         marks = self.marks
         kept = {kind: self._kept(run) for kind, run in self.runs.items()}
         base = marks["before"] + sum(kept.values())
-        make: Callable[[_BlockRun, int], Footprint] = self._fused if self.question.compile else self._eager
         return Trace(
-            blocks={kind: make(run, kept[kind]) for kind, run in self.runs.items()},
+            blocks={kind: self._footprint(run, kept[kind]) for kind, run in self.runs.items()},
             before=marks["before"],
             arguments={
                 kind: frozenset((number, self.ledger.sizes[number]) for number in run.arguments)
@@ -446,65 +350,62 @@ class _Run:
                 (run.events["backward"], run.events["end"]),
             )
         )
-        outside, done = Workload(), 0
+        outside, done = list[Operation](), 0
         for begin, end in [*inside, (len(self.ledger.events),) * 2]:
             outside += work_of(self.ledger.events[done:begin])
             done = end
-        return outside
+        return tuple(outside)
 
     def _kept(self, run: _BlockRun) -> int:
         """Bytes that a block's forward added, less its input if that is dead after the model's forward."""
         given_back = 0 if run.live["input_kept"] else self.ledger.sizes[run.input]
         return run.live["after"] - run.live["before"] - given_back
 
-    def _eager(self, run: _BlockRun, kept: int) -> Footprint:
-        """The footprint of a block as it ran."""
-        output = self.ledger.sizes[run.output]
-        forward = self.ledger.events[run.events["before"] : run.events["after"]]
+    def _footprint(self, run: _BlockRun, kept: int) -> Footprint:
+        """The footprint of a block as it ran, or as it would run under ``torch.compile``."""
+        events, sizes = self.ledger.events, self.ledger.sizes
+        forward = events[run.events["before"] : run.events["after"]]
+        backward = events[run.events["backward"] : run.events["end"]]
+        output = sizes[run.output]
+        alike: dict[str, Any] = {
+            "output": output,
+            "decisions": _decisions(run.block, forward),
+            "exchanged": self._exchanged(run, forward),
+        }
+        if self.setup.compile:
+            fused = fused_footprint(
+                forward=forward,
+                backward=backward,
+                sizes=sizes,
+                saved=run.saved,
+                block_input=run.input,
+                block_output=run.output,
+            )
+            return Footprint(saves_input=True, **alike, **fused)
         return Footprint(
             forward=work_of(forward),
             again=work_of(until(forward, run.saved)),
-            backward=work_of(self.ledger.events[run.events["backward"] : run.events["end"]]),
+            backward=work_of(backward),
             kept=kept,
             forward_peak=run.peak["forward"] - run.live["before"],
             unsaved_peak=run.peak["unsaved"],
             again_peak=run.peak["again"] - run.live["before"],
             saved=run.live["after"] - run.live["before"] - output,
             backward_peak=run.peak["backward"] - run.live["backward"],
-            output=output,
             saves_input=run.input in run.saved,
-            decisions=_decisions(run.block, forward),
-            exchanged=self._exchanged(run),
+            **alike,
         )
 
-    def _fused(self, run: _BlockRun, kept: int) -> Footprint:
-        """The footprint that the block would have under ``torch.compile``."""
-        events = self.ledger.events
-        forward = events[run.events["before"] : run.events["after"]]
-        fused = fused_footprint(
-            forward=forward,
-            backward=events[run.events["backward"] : run.events["end"]],
-            sizes=self.ledger.sizes,
-            saved=run.saved,
-            block_input=run.input,
-            block_output=run.output,
-        )
-        return Footprint(
-            output=self.ledger.sizes[run.output],
-            saves_input=True,
-            decisions=_decisions(run.block, forward),
-            exchanged=self._exchanged(run),
-            **fused,
-        )
-
-    def _exchanged(self, run: _BlockRun) -> int:
+    def _exchanged(self, run: _BlockRun, forward: list[Event]) -> int:
         """Bytes that a block's forward exchanges; where ranks share rows, a block must exchange some."""
-        forward = self.ledger.events[run.events["before"] : run.events["after"]]
-        if self.question.cp == 1:
-            return sent_bytes(forward, self.ledger.sizes)
-        return exchanged_bytes(
-            forward, self.ledger.sizes, who=f"{type(run.block).__name__} of {self.skeleton.family}"
-        )
+        sent = sent_bytes(forward, self.ledger.sizes)
+        if self.setup.cp > 1 and not sent:
+            raise UnsupportedModelError(
+                f"{type(run.block).__name__} of {self.skeleton.family} runs no attention of transformers' "
+                "attention interface: what positions it mixes, ranks that share rows could not. Plan it with "
+                "cp=1"
+            )
+        return sent
 
 
 def _decisions(block: nn.Module, forward: list[Event]) -> int:

@@ -119,9 +119,20 @@ class Watchdog:
         self._process = this_process()
         if is_distributed():
             self._rank, self._world_size = this_rank(), world_size()
-            self._join(default_store())
-        else:
-            self._judge = self._new_judge([0])
+        everyone = range(self._world_size)
+        lookouts = everyone[:_LOOKOUTS]
+        neighbour = (self._rank + 1) % self._world_size
+        watched = everyone if self._rank in lookouts else sorted({*lookouts, self._rank, neighbour})
+        self._judge = Judge(
+            self._rank,
+            watched,
+            thorough=len(watched) == self._world_size,
+            timeout=self.timeout,
+            now=time.monotonic(),
+            lookouts=lookouts,
+        )
+        if is_distributed():
+            self._join(default_store(), watched)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
         return self
@@ -219,13 +230,8 @@ class Watchdog:
             **self._ending,
         )
 
-    def _join(self, store: Any) -> None:
-        """Choose the ranks to watch, and start to exchange beats."""
-        everyone = range(self._world_size)
-        lookouts = set(everyone[:_LOOKOUTS])
-        neighbour = (self._rank + 1) % self._world_size
-        watched = sorted(everyone if self._rank in lookouts else lookouts | {self._rank, neighbour})
-        self._judge = self._new_judge(watched)
+    def _join(self, store: Any, watched: Sequence[int]) -> None:
+        """Start to exchange beats."""
         self._store_address = address_of(store)
         self._exchange = Exchange(
             store,
@@ -237,17 +243,6 @@ class Watchdog:
             timeout=self.timeout,
         )
         self._exchange.start()
-
-    def _new_judge(self, watched: list[int]) -> Judge:
-        thorough = len(watched) == self._world_size
-        return Judge(
-            self._rank,
-            watched,
-            thorough=thorough,
-            timeout=self.timeout,
-            now=time.monotonic(),
-            lookouts=range(min(_LOOKOUTS, self._world_size)),
-        )
 
     def _watch(self) -> None:
         """The thread: look at the ranks once per interval, until the loop has ended or there is a verdict."""
