@@ -118,7 +118,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a block that runs outside of its checkpoint goes unnoticed",
         "sac/proof.py",
-        "    if _RUNNING.count:\n        proof.end()",
+        "    if _RUNNING:\n        proof.end()",
         "    if True:\n        proof.end()",
         ("tests/sac/test_proof.py",),
     ),
@@ -229,7 +229,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "operations of a group within a block taken for the block's",
-        "sac/ops.py",
+        "sac/groups.py",
         "        if inner:\n",
         "        if False:\n",
         ("tests/sac/test_ops.py::test_groups_within_blocks_are_refused_whenever_they_were_made",),

@@ -10,9 +10,10 @@ from fsdp_sft._compat.compile import compile_memory_budget
 from fsdp_sft._model.blocks import find_blocks, is_never_called
 from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, enter_mode, restore
 from fsdp_sft.sac.decisions import checkpoint_of
+from fsdp_sft.sac.groups import check_before_forward
 from fsdp_sft.sac.noise import preserves_rng_state
 from fsdp_sft.sac.offload import Offload
-from fsdp_sft.sac.ops import check_groups_before_forward, check_kept, checkpoint_keeping
+from fsdp_sft.sac.ops import check_kept, checkpoint_keeping
 from fsdp_sft.sac.ratio import Placement, Ratio, select_block_indices
 
 
@@ -94,8 +95,8 @@ def apply_sac(
     names = (save,) if isinstance(save, str) else None if save is None else tuple(save)
     if names is not None:
         check_kept(model, chosen, names)
-    refuse_memory_budget("apply_sac")
-    enter_mode(model, "apply_sac", replaces={"apply_sac"})
+    _refuse_memory_budget()
+    enter_mode(model, "apply_sac")
     if not chosen:
         return []
     leaves = Offload(len(chosen), keeps=names is not None) if offload else None
@@ -103,9 +104,9 @@ def apply_sac(
         recompute = checkpoint_of(chosen, options)
     else:
         recompute = checkpoint_keeping(chosen, names, options, leaves)
-    checkpoint_blocks(model, chosen, recompute, "apply_sac", leaves)
+    checkpoint_blocks(model, chosen, recompute, leaves)
     if names is not None:
-        check_groups_before_forward(model, chosen)  # it may be sharded after this
+        check_before_forward(model, chosen)  # it may be sharded after this
     disable_caches(model)
     return list(chosen)
 
@@ -181,12 +182,12 @@ def check_offload(offload: Any) -> None:
         raise ValueError(f"offload must be True or False, got {offload!r}")
 
 
-def refuse_memory_budget(caller: str) -> None:
+def _refuse_memory_budget() -> None:
     """Raise if compile's memory budget was set by hand: torch would ignore it, or checkpointing's marks."""
     budget = compile_memory_budget()
     if budget != 1:
         raise ValueError(
-            f"compile's activation_memory_budget is {budget}, and of it and {caller} torch ignores one; "
+            f"compile's activation_memory_budget is {budget}, and of it and apply_sac torch ignores one; "
             "set it back to 1.0, or use compile_blocks(model, memory_budget=...) instead"
         )
 

@@ -30,7 +30,7 @@ def preserves_rng_state(model: nn.Module, wanted: bool | Literal["auto"]) -> boo
 def _is_noise(name: str, value: Any) -> bool:
     """Whether an attribute is a positive rate of dropout or jitter, judged by its name."""
     # layerdrop, which skips whole layers, counts too: it is drawn in Python, but from torch's generator.
-    noisy = "drop" in name or "jitter" in name or name.endswith("pdrop")
+    noisy = "drop" in name or "jitter" in name
     return noisy and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
