@@ -14,11 +14,13 @@ combined, each of which is the best for some data:
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from fsdp_sft.sampling.packing.bins import IntegerSet, pack_lengths
 from fsdp_sft.sampling.packing.cost import RowCost
 
 Pack = list[int]
+T = TypeVar("T")
 
 
 def balanced_rounds(
@@ -49,11 +51,11 @@ def balanced_rounds(
     return spread
 
 
-def deal(packs: list[list[int]], weight: Callable[[int], float], num_ranks: int) -> list[list[int]]:
+def deal(packs: list[list[T]], weight: Callable[[T], float], num_ranks: int) -> list[list[T]]:
     """One pack for each rank from a round that may have fewer: the largest packs are split in two.
 
     Args:
-        packs: The packs of a round, as lists of rows.
+        packs: The packs of a round, as lists of rows or of their indices.
         weight: Tokens or cost of a row.
         num_ranks: Number of packs to return.
 
@@ -73,9 +75,9 @@ def deal(packs: list[list[int]], weight: Callable[[int], float], num_ranks: int)
     return packs
 
 
-def _halves(pack: list[int], weight: Callable[[int], float]) -> list[list[int]]:
+def _halves(pack: list[T], weight: Callable[[T], float]) -> list[list[T]]:
     """The rows of a pack in two packs of about equal weight."""
-    halves: list[list[int]] = [[], []]
+    halves: list[list[T]] = [[], []]
     weights = [0.0, 0.0]
     for row in sorted(pack, key=weight, reverse=True):
         side = weights[1] < weights[0]
