@@ -11,6 +11,7 @@ from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import forward_parameters
 from fsdp_sft._model.record import findings, forget_findings, is_changed, record_of
 from fsdp_sft._model.sharded import training_mesh_of
+from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.errors import ModelLossError
@@ -211,9 +212,7 @@ def _explain(model: nn.Module, own: OwnLoss | str) -> tuple[Coefficient | None, 
 
 def _configured(model: nn.Module) -> bool:
     """Whether the config, or its text config, asks for the router's loss."""
-    config: Any = getattr(unwrapped(model), "config", None)
-    get_text_config = getattr(config, "get_text_config", None)
-    configs = [config, get_text_config() if get_text_config is not None else None]
+    configs = [getattr(unwrapped(model), "config", None), text_config(model)]
     return any(getattr(each, _FLAG, None) is True for each in configs)
 
 

@@ -79,18 +79,10 @@ class _Same(_InPlace):
         total.addmm_(slopes.T, hidden)
 
 
-class _Rounded:
+class _Rounded(_Same):
     """bfloat16 products whose rounded results are widened; gradients are summed over chunks in float32."""
 
-    gain = 1.0
     rounds = True
-
-    def __init__(self, weight: torch.Tensor, rows: int) -> None:
-        self.weight = weight
-        self.buffer = weight.new_empty(rows, weight.shape[0])
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.mm(hidden, self.weight.T, out=self.buffer[: len(hidden)])
 
     def blocks(self, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         for rows in _ranges(len(logits), _rows_in_cache(logits)):
