@@ -1,6 +1,6 @@
 """Whether a model's training forward draws random numbers, which a recomputation must then repeat."""
 
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -12,19 +12,6 @@ def draws_random_numbers(model: nn.Module) -> bool:
         for module in model.modules()
         for name, value in [*vars(module).items(), *_config_items(module)]
     ) or any(_is_dropout(module) for module in model.modules())
-
-
-def preserves_rng_state(model: nn.Module, wanted: bool | Literal["auto"]) -> bool:
-    """The value of ``preserve_rng_state`` for this model, with ``"auto"`` decided.
-
-    Raises:
-        ValueError: If ``wanted`` is neither a bool nor ``"auto"``.
-    """
-    if isinstance(wanted, bool):
-        return wanted
-    if wanted == "auto":
-        return draws_random_numbers(model)
-    raise ValueError(f"preserve_rng_state must be True, False or 'auto', got {wanted!r}")
 
 
 def _is_noise(name: str, value: Any) -> bool:
