@@ -33,7 +33,7 @@ from fsdp_sft.loss.head import HeadChecks as HeadChecks, checked_later as checke
 from fsdp_sft.loss.linear_cross_entropy import linear_cross_entropy_sum as linear_cross_entropy_sum
 from fsdp_sft.loss.part import (
     BatchPart as BatchPart,
-    part_of as part_of,
+    own_part as own_part,
     part_on_device as part_on_device,
     tokens_of as tokens_of,
 )

@@ -18,8 +18,9 @@ from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, host_group, mesh_of_job
 from fsdp_sft.errors import BatchError
 from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.loss import num_targets
+from fsdp_sft.step.own_loss import CountFn, counted
 from fsdp_sft.step.shares import look_at_shares, note_pass, sources_of
-from fsdp_sft.step.window import CountFn, counted, num_rows, on_host, to_device
+from fsdp_sft.step.window import num_rows, on_host, to_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

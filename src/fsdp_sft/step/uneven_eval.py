@@ -9,9 +9,10 @@ from fsdp_sft._ranks.agree import all_gather_objects, control_group
 from fsdp_sft._ranks.mesh import raise_on_mesh, same_rows_in, sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup
 from fsdp_sft.jobs.preemption import keep_workers_alive
-from fsdp_sft.loss import part_of, refuse_different_rows, to_compare_rows
+from fsdp_sft.loss import own_part, refuse_different_rows, to_compare_rows
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
-from fsdp_sft.step.window import Check, CountFn, counted, on_host
+from fsdp_sft.step.own_loss import Objective
+from fsdp_sft.step.window import Check, on_host
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 def in_step(
     batches: Iterable[Any],
     mesh: "DeviceMesh | None",
-    count_fn: CountFn | None = None,
-    check: Check | None = None,
-    group: SequenceGroup | None = None,
+    objective: Objective,
+    check: Check,
+    group: SequenceGroup | None,
 ) -> Iterator[tuple[Any, Any, int | None]]:
     """Yield this rank's batches and then stand-ins, until every rank has run out.
 
@@ -32,7 +33,7 @@ def in_step(
     Args:
         batches: This rank's batches.
         mesh: Mesh of the model, whose ranks go through their batches together; None is this rank alone.
-        count_fn: Function that counts the targets of a batch; None counts its labels.
+        objective: Definition of the loss, which says what a target is.
         check: Function that raises for a batch that the model cannot take.
         group: Ranks that share rows; each computes its part of them.
 
@@ -59,11 +60,10 @@ def in_step(
             if batch is not None:
                 (seen,) = on_host([batch])
                 same_rows = to_compare_rows([seen], group or same_rows_in(mesh))
-                if check is not None:
-                    check(seen)
+                check(seen)
                 keys = keys_of(batch)
-                seen = seen if group is None else part_of(seen, group)
-                count = counted(batch if count_fn is not None else seen, count_fn)
+                seen = own_part(seen, group)
+                count = objective.counted(batch, seen)
         except Exception as caught:
             error = caught
         terms = to_compare(digest(keys))
@@ -91,7 +91,7 @@ def in_step(
                 keys = keys_of(sent)
                 stand_ins.pop(keys, None)
                 (seen,) = on_host([sent])
-                stand_ins[keys] = (sent, seen if group is None else part_of(seen, group))
+                stand_ins[keys] = (sent, own_part(seen, group))
         yield (batch, seen, count) if batch is not None else (*stand_ins[keys], None)
 
 
