@@ -195,8 +195,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a module kept in float32 drags along what it contains",
         "shard/units.py",
-        "            if others:\n",
-        "            if False:\n",
+        "        if others:\n",
+        "        if False:\n",
         ("tests/shard/test_kept.py",),
     ),
     Mistake(
