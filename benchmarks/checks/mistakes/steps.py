@@ -269,7 +269,7 @@ MISTAKES: list[Mistake] = [
         "a rank that has run out stands in with what it had last",
         "step/uneven_eval.py",
         "if not are_equal(everyone, ranks):",
-        "if not are_equal(everyone, ranks) and not stand_ins:",
+        "if not are_equal(everyone, ranks) and last is None:",
         ("tests/step/test_keys.py",),
     ),
     Mistake(

@@ -27,8 +27,8 @@ def in_step(
 ) -> Iterator[tuple[Any, Any, int | None]]:
     """Yield this rank's batches and then stand-ins, until every rank has run out.
 
-    A stand-in is a batch with the keys of those that other ranks have in that round: the last such batch of
-    this rank, or else one that another rank sends. Each round costs one small all-reduce.
+    A stand-in is a batch with the keys of those that other ranks have in that round: the last batch of this
+    rank, or if its keys are others, one that another rank sends. Each round costs one small all-reduce.
 
     Args:
         batches: This rank's batches.
@@ -48,12 +48,13 @@ def in_step(
     Collective: all ranks, if there is a mesh.
     """
     ranks = mesh.size() if mesh is not None else 1
-    stand_ins: dict[Keys, tuple[Any, Any]] = {}
+    last: Any = None
+    seen: Any = None
+    keys: Keys = ()
     source: Iterator[Any] | None = None
     while True:
-        batch = error = count = seen = None
+        batch = error = count = None
         same_rows = [0.0, 0.0]
-        keys: Keys = next(reversed(stand_ins), ())
         try:
             source = source if source is not None else keep_workers_alive(batches)
             batch = next(source, None)
@@ -79,20 +80,16 @@ def in_step(
         refuse_different_rows(sums[-2:])
         if not are_equal(sums[: len(terms)], int(have)):
             refuse_different_keys([keys] if batch is not None else [])
-        if batch is not None:
-            stand_ins.pop(keys, None)
-            stand_ins[keys] = (batch, seen)
+        last = last if batch is None else batch
         # The sums tell every rank whether all that have run out have a stand-in with the right keys. If not,
         # one batch is sent to all.
         everyone = [one + other for one, other in zip(sums[: len(terms)], sums[len(terms) : -2], strict=True)]
         if not are_equal(everyone, ranks):
             sent = _from_a_rank_with_one(batch)
             if batch is None:
-                keys = keys_of(sent)
-                stand_ins.pop(keys, None)
-                (seen,) = on_host([sent])
-                stand_ins[keys] = (sent, own_part(seen, group))
-        yield (batch, seen, count) if batch is not None else (*stand_ins[keys], None)
+                last, keys = sent, keys_of(sent)
+                seen = own_part(on_host([sent])[0], group)
+        yield last, seen, count
 
 
 def _from_a_rank_with_one(batch: Any) -> Any:
