@@ -95,10 +95,9 @@ def choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
     Collective: all ranks of the model's mesh, the first time.
     """
     choices = findings(model, _Choices).by_impl
-    choice = choices.get(impl)
-    if choice is None or not choice.holds(model):
-        choice = choices[impl] = _decide(model, impl)
-    return choice
+    if impl not in choices or not choices[impl].holds(model):
+        choices[impl] = _decide(model, impl)
+    return choices[impl]
 
 
 def needs_choice(model: nn.Module, impl: LossImpl) -> bool:
