@@ -44,9 +44,9 @@ from fsdp_sft.loss.prepare import (
     prepare_loss as prepare_loss,
 )
 from fsdp_sft.loss.probe import (
-    Looked as Looked,
     ProbeError as ProbeError,
     evaluating as evaluating,
+    forget_changed as forget_changed,
     guarded as guarded,
 )
 from fsdp_sft.loss.same_rows import (

@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import forward_parameters
-from fsdp_sft._model.record import findings, forget_findings, is_changed, record_of
+from fsdp_sft._model.record import findings, is_changed, record_of
 from fsdp_sft._model.sharded import training_mesh_of
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.wrappers import unwrapped
@@ -25,7 +25,7 @@ from fsdp_sft.loss.own import (
     numbers_of_a_loss,
     router_coefficients,
 )
-from fsdp_sft.loss.probe import Looked
+from fsdp_sft.loss.probe import forget_changed
 
 RouterLoss = Literal["micro_batch", "global_micro_batch", "off"]
 
@@ -118,8 +118,7 @@ def compare_or_not(model: nn.Module, compare: bool, impl: int) -> None:
     if squares * sum(saying) != impls * impls:
         raise ValueError("prepare_loss: ranks ask for different implementations (impl=)")
     if changed:  # on any rank: what follows is collective
-        forget_findings(model)
-        findings(model, Looked).changed_alone = changed < (1 if mesh is None else mesh.size())
+        forget_changed(model, int(changed), mesh)
     findings(model, _Known).is_compared = compare
 
 

@@ -272,8 +272,8 @@ def weight_of(batch: Batch) -> float:
     if weights is None:
         return float(num_targets(batch))
     counted = weights[targets_of(batch) != IGNORE_INDEX].to(torch.float64)
-    if not bool(((counted >= 0) & counted.isfinite()).all()):
-        wrong = counted[~((counted >= 0) & counted.isfinite())]
+    wrong = counted[~((counted >= 0) & counted.isfinite())]
+    if len(wrong):
         raise BatchError(f"{WEIGHTS_KEY} must be finite and not negative, got {float(wrong[0])}")
     return float(counted.sum())
 

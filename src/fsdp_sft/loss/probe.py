@@ -10,14 +10,14 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from fsdp_sft._model.preserved import preserved, uncompiled
-from fsdp_sft._model.record import findings
+from fsdp_sft._model.record import findings, forget_findings
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft.experts import counter_of
@@ -26,6 +26,9 @@ from fsdp_sft.loss.head import checked_later, loss_at_head, no_cache, replaced_f
 from fsdp_sft.loss.linear_head import num_logits
 from fsdp_sft.loss.transform import Transform, candidates, settings_of, tolerance, wide
 from fsdp_sft.targets import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _LENGTH = 8
 _KNOWN_SIZE = 20.0  # standard deviation of the known numbers; large enough for a soft cap to show
@@ -124,6 +127,12 @@ class Looked:
     """
 
     changed_alone: bool = False
+
+
+def forget_changed(model: nn.Module, ranks: int, mesh: "DeviceMesh | None") -> None:
+    """Forget all findings about a forward that so many ranks of the mesh have changed; all ranks do so."""
+    forget_findings(model)
+    findings(model, Looked).changed_alone = ranks < (1 if mesh is None else mesh.size())
 
 
 def output_of(

@@ -158,11 +158,7 @@ class Placed(ABC):
             yield one
 
 
-class PlacedSampler(Placed, Sampler[T]):
-    """A sampler of rows or of packs that keeps a position."""
-
-
-class ResumableSampler(PlacedSampler[int]):
+class ResumableSampler(Placed, Sampler[int]):
     """Like torch's ``DistributedSampler``, but with a position that checkpoints save.
 
     The position counts the rows that training has consumed on all ranks, not those that a DataLoader's

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fsdp_sft._model.record import findings, forget_findings, is_changed
+from fsdp_sft._model.record import is_changed
 from fsdp_sft.attention.context_parallel import SequenceGroup, compare_again
-from fsdp_sft.loss import Looked, forget_choice, needs_choice
+from fsdp_sft.loss import forget_changed, forget_choice, needs_choice
 from fsdp_sft.step.loss_is_sum import is_untold, take
 from fsdp_sft.step.once import done_with
 from fsdp_sft.step.own_loss import Objective
@@ -55,8 +55,7 @@ def find_out_anew(
         refuse_different_replicas(model, mesh)
         done_with(model).add(_REPLICAS)
     if anew.forward:
-        forget_findings(model)
-        findings(model, Looked).changed_alone = anew.forward < (1 if mesh is None else mesh.size())
+        forget_changed(model, anew.forward, mesh)
     elif anew.choice:
         forget_choice(model, objective.impl)
     compare_again(model, group)

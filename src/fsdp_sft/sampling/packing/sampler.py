@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import Sampler
 
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft.sampling.packing.balance import balanced_rounds, deal
 from fsdp_sft.sampling.packing.bins import as_ints, check_lengths, pack_lengths
 from fsdp_sft.sampling.packing.cost import RowCost
-from fsdp_sft.sampling.sampler import PlacedSampler
+from fsdp_sft.sampling.sampler import Placed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +25,7 @@ _POOL_ROUNDS = 32
 _LEVELS = 16  # packs whose tokens differ by less than 1/16 of max_length count as equally long
 
 
-class PackedSampler(PlacedSampler[list[int]]):
+class PackedSampler(Placed, Sampler[list[int]]):
     """Distributes packs of rows to ranks; for the ``batch_sampler`` of a DataLoader with ``PackedCollator``.
 
     Every epoch packs all rows in a new order. A *round* gives every rank one pack. The packs of a round
