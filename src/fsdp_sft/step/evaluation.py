@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -37,6 +37,9 @@ from fsdp_sft.step.model_checks import check_of
 from fsdp_sft.step.own_loss import CountFn, LossFn, Objective
 from fsdp_sft.step.uneven_eval import in_step
 from fsdp_sft.step.window import Anew, on_device, on_host
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -123,11 +126,7 @@ def evaluate(
     checks = HeadChecks()
     check = check_of(model, own_loss=objective.is_own)
     options = {"verify": verify, "check_labels": check_labels, **objective.options()}
-    own = astuple(what_is_new(model, objective, check_sum=check_labels))
-    sums = sum_over_mesh([*own, *to_compare(digest(repr(options)))], mesh)
-    anew, compared = Anew(*map(int, sums[: len(own)])), sums[len(own) :]
-    if not are_equal(compared, mesh.size() if mesh is not None else 1):
-        refuse_different_options(options)
+    anew = _agreed(what_is_new(model, objective, check_sum=check_labels), options, mesh)
     find_out_anew(model, objective, anew, group, mesh)
     model.eval()
     try:
@@ -167,3 +166,18 @@ def evaluate(
     perplexity = math.exp(loss) if loss < 709 else math.inf
     count = int(all_targets) // copies_of_rows(mesh)
     return EvalResult(loss, perplexity, count, router_total / max(all_tokens, 1))
+
+
+def _agreed(own: Anew, options: dict[str, Any], mesh: "DeviceMesh | None") -> Anew:
+    """What any rank has to find out anew.
+
+    Raises:
+        BatchError: On all ranks, if they call with different options.
+
+    Collective: all ranks of the mesh.
+    """
+    here = astuple(own)
+    sums = sum_over_mesh([*here, *to_compare(digest(repr(options)))], mesh)
+    if not are_equal(sums[len(here) :], mesh.size() if mesh is not None else 1):
+        refuse_different_options(options)
+    return Anew(*map(int, sums[: len(here)]))
