@@ -27,8 +27,8 @@ MISTAKES = [
     Mistake(
         "a pass goes on although its sampler was moved",
         "step/loader.py",
-        "                if moved and window:",
-        "                if False:",
+        "            if moved and window:",
+        "            if False:",
         ("tests/step/test_loader.py",),
     ),
     Mistake(

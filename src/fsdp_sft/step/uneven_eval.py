@@ -8,11 +8,10 @@ import torch.distributed as dist
 from fsdp_sft._ranks.agree import all_gather_objects, control_group
 from fsdp_sft._ranks.mesh import raise_on_mesh, same_rows_in, sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup
-from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.loss import own_part, refuse_different_rows, to_compare_rows
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
 from fsdp_sft.step.own_loss import Objective
-from fsdp_sft.step.window import Check, on_host
+from fsdp_sft.step.window import Check, begun_late, on_host
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,12 +50,11 @@ def in_step(
     last: Any = None
     seen: Any = None
     keys: Keys = ()
-    source: Iterator[Any] | None = None
+    source = begun_late(batches)
     while True:
         batch = error = count = None
         same_rows = [0.0, 0.0]
         try:
-            source = source if source is not None else keep_workers_alive(batches)
             batch = next(source, None)
             if batch is not None:
                 (seen,) = on_host([batch])

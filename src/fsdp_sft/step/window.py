@@ -1,6 +1,6 @@
 """Facts about a window's micro-batches that ranks agree on before the first forward."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from fsdp_sft._process.streams import host_copies, travelling
 from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, same_rows_in, sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup
 from fsdp_sft.errors import BatchError
+from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.loss import (
     LOSS_KEYS,
     BatchPart,
@@ -191,6 +192,11 @@ def _checked_window(micro_batches: Any) -> list[Any]:
     if not micro_batches:
         raise BatchError("train_step got an empty window; it needs at least one micro-batch")
     return list(micro_batches)
+
+
+def begun_late(batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches of a loader, whose workers start with the first: where an error reaches all ranks."""
+    yield from keep_workers_alive(batches)
 
 
 def on_host(batches: Sequence[Any]) -> list[Any]:
