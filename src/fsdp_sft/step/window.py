@@ -143,8 +143,8 @@ def agree_on_window(
         given = _checked_window(micro_batches)
         seen = on_host(given)
         same_rows = to_compare_rows(seen, group or same_rows_in(mesh))
-        for batch, on_hosts in zip(given, seen, strict=True):
-            one = MicroBatch(batch, on_hosts, own_part(on_hosts, group), keys_of(on_hosts))
+        for batch, copied in zip(given, seen, strict=True):
+            one = MicroBatch(batch, copied, own_part(copied, group), keys_of(copied))
             batches.append(one)
             count = objective.counted(one.given, one.part)
             targets += count
