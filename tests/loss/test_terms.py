@@ -11,7 +11,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_sft as fs
 from fsdp_sft.loss.choice import LossChoice
 from fsdp_sft.loss.terms import Terms
-from fsdp_sft.loss.transform import Transform
 from fsdp_sft.step.own_loss import Objective
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
@@ -286,13 +285,13 @@ def test_a_loss_fn_has_terms_of_its_own() -> None:
 def test_each_term_is_an_argument_of_every_loss() -> None:
     """As a field it is refused beside a loss_fn, compared between ranks, and kept from Liger."""
     calls = (fs.loss_sum, fs.causal_lm_loss, fs.linear_cross_entropy_sum, fs.train_step, fs.evaluate)
-    liger: Any = LossChoice("liger", "", Transform(), None, ())
+    liger: Any = LossChoice("liger", ())
     for name in (term.name for term in fields(Terms)):
         assert [call.__name__ for call in calls if name not in inspect.signature(call).parameters] == []
         terms = Terms(**{name: 0.5})
         objective = Objective(loss_fn=lambda *_: torch.zeros(()), terms=terms)
         assert objective.options()[name] == 0.5
         with pytest.raises(ValueError, match=rf"{name}=0.5 .* loss_fn takes its place"):
-            objective.check(None)
+            objective.check()
         with pytest.raises(ValueError, match=rf"impl='liger' has no .*{name}"):
             liger.loss_of(None, None, terms=terms)

@@ -99,9 +99,9 @@ MISTAKES = [
     ),
     Mistake(
         "the shift made twice, with full logits",
-        "loss/causal.py",
-        "logits, targets = logits[:, :-1], targets[:, :-1]",
-        "logits, targets = logits[:, :-2], targets[:, 1:-1]",
+        "loss/forward.py",
+        "    targets = targets.flatten().to(logits.device)",
+        "    targets = targets.roll(-1, 1).flatten().to(logits.device)",
         ("tests/test_parity.py", "tests/loss/test_loss.py"),
     ),
     Mistake(

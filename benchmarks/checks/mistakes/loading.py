@@ -139,7 +139,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a block that runs outside of its checkpoint goes unnoticed",
         "sac/proof.py",
-        "    if _RUNNING.count:\n        proof.end()",
+        "    if _RUNNING:\n        proof.end()",
         "    if True:\n        proof.end()",
         ("tests/sac/test_proof.py",),
     ),
@@ -216,8 +216,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a module kept in float32 drags along what it contains",
         "shard/units.py",
-        "            if others:\n",
-        "            if False:\n",
+        "        if others:\n",
+        "        if False:\n",
         ("tests/shard/test_kept.py",),
     ),
     Mistake(
@@ -250,7 +250,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "operations of a group within a block taken for the block's",
-        "sac/ops.py",
+        "sac/groups.py",
         "        if inner:\n",
         "        if False:\n",
         ("tests/sac/test_ops.py::test_groups_within_blocks_are_refused_whenever_they_were_made",),

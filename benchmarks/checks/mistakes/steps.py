@@ -51,8 +51,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "gradients that go past the reduction are taken",
         "step/trained.py",
-        "        if is_sharded and parameter.requires_grad and isinstance(parameter, DTensor)",
-        "        if False",
+        "            if is_sharded and parameter.requires_grad and isinstance(parameter, DTensor):",
+        "            if False:",
         TRAINED,
     ),
     Mistake(
@@ -269,13 +269,13 @@ MISTAKES: list[Mistake] = [
         "a rank that has run out stands in with what it had last",
         "step/uneven_eval.py",
         "if not are_equal(everyone, ranks):",
-        "if not are_equal(everyone, ranks) and not stand_ins:",
+        "if not are_equal(everyone, ranks) and last is None:",
         ("tests/step/test_keys.py",),
     ),
     Mistake(
         "a count of the caller's own left aside",
         "step/window.py",
-        "count = counted(one.part if count_fn is None else one.given, count_fn)",
+        "count = objective.counted(one.given, one.part)",
         "count = counted(one.part, None)",
         ("tests/step/test_own_loss.py",),
     ),
@@ -387,7 +387,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a rank clips its gradients as others do not",
         "step/window.py",
-        "        refuse_different_options(options or {})\n",
+        "        refuse_different_options(options)\n",
         "        pass\n",
         ("tests/step/test_keys.py::test_ranks_with_different_options_are_refused",),
     ),

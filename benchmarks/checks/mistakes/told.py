@@ -27,8 +27,8 @@ MISTAKES = [
     Mistake(
         "a pass goes on although its sampler was moved",
         "step/loader.py",
-        "                if moved and window:",
-        "                if False:",
+        "            if moved and window:",
+        "            if False:",
         ("tests/step/test_loader.py",),
     ),
     Mistake(
@@ -55,7 +55,7 @@ MISTAKES = [
     Mistake(
         "rates that have become 0 are stepped without a word",
         "step/meant.py",
-        "    if trained.at_a_rate and not above and first_time(",
+        "    if _AT_A_RATE in done_with(model) and not above and first_time(",
         "    if False and first_time(",
         ("tests/test_mistakes.py",),
     ),

@@ -4,19 +4,15 @@ The loss is a float32 sum. It is divided by the number of targets of the whole w
 micro-batches), never by a rank's own, and the averaging that FSDP2 does over ranks is cancelled. The mean of
 per-rank means would be another number as soon as ranks hold unequal numbers of targets.
 
-``counting`` counts targets, and ``causal`` computes a model's loss. Where it is proven to give the same
-result, the loss is computed without holding the logits: ``linear_cross_entropy`` and ``products`` compute it,
-``head`` calls it inside the model's forward, ``probe`` proves it and ``prepare`` decides. ``liger`` is an
-optional other implementation. ``own`` compares the model's own loss with it, and ``additions`` adds a
-router's loss or refuses what else a model adds.
+``counting`` counts targets, ``forward`` computes the loss of one forward, and ``causal`` what it counts in a
+window. Where it is proven to give the same result, the loss is computed without holding the logits:
+``linear_cross_entropy`` and ``products`` compute it, ``head`` calls it inside the model's forward, ``probe``
+proves it and ``prepare`` decides. ``liger`` is an optional other implementation. ``own`` compares the model's
+own loss with it, and ``additions`` adds a router's loss or refuses what else a model adds.
 """
 
 from fsdp_sft.loss.additions import RouterLoss as RouterLoss, check_router_loss as check_router_loss
-from fsdp_sft.loss.causal import (
-    causal_lm_loss as causal_lm_loss,
-    loss_parts as loss_parts,
-    loss_sum as loss_sum,
-)
+from fsdp_sft.loss.causal import causal_lm_loss as causal_lm_loss, loss_sum as loss_sum
 from fsdp_sft.loss.counting import (
     LABEL_KEYS as LABEL_KEYS,
     LOSS_KEYS as LOSS_KEYS,
@@ -32,11 +28,12 @@ from fsdp_sft.loss.counting import (
     target_weight as target_weight,
     weight_of as weight_of,
 )
+from fsdp_sft.loss.forward import loss_parts as loss_parts
 from fsdp_sft.loss.head import HeadChecks as HeadChecks, checked_later as checked_later
 from fsdp_sft.loss.linear_cross_entropy import linear_cross_entropy_sum as linear_cross_entropy_sum
 from fsdp_sft.loss.part import (
     BatchPart as BatchPart,
-    part_of as part_of,
+    own_part as own_part,
     part_on_device as part_on_device,
     tokens_of as tokens_of,
 )
@@ -47,9 +44,9 @@ from fsdp_sft.loss.prepare import (
     prepare_loss as prepare_loss,
 )
 from fsdp_sft.loss.probe import (
-    Looked as Looked,
     ProbeError as ProbeError,
     evaluating as evaluating,
+    forget_changed as forget_changed,
     guarded as guarded,
 )
 from fsdp_sft.loss.same_rows import (

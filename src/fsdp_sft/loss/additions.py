@@ -9,8 +9,9 @@ from torch import nn
 
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import forward_parameters
-from fsdp_sft._model.record import findings, forget_findings, is_changed, record_of
+from fsdp_sft._model.record import findings, is_changed, record_of
 from fsdp_sft._model.sharded import training_mesh_of
+from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.errors import ModelLossError
@@ -24,7 +25,7 @@ from fsdp_sft.loss.own import (
     numbers_of_a_loss,
     router_coefficients,
 )
-from fsdp_sft.loss.probe import Looked
+from fsdp_sft.loss.probe import forget_changed
 
 RouterLoss = Literal["micro_batch", "global_micro_batch", "off"]
 
@@ -117,8 +118,7 @@ def compare_or_not(model: nn.Module, compare: bool, impl: int) -> None:
     if squares * sum(saying) != impls * impls:
         raise ValueError("prepare_loss: ranks ask for different implementations (impl=)")
     if changed:  # on any rank: what follows is collective
-        forget_findings(model)
-        findings(model, Looked).changed_alone = changed < (1 if mesh is None else mesh.size())
+        forget_changed(model, int(changed), mesh)
     findings(model, _Known).is_compared = compare
 
 
@@ -211,9 +211,7 @@ def _explain(model: nn.Module, own: OwnLoss | str) -> tuple[Coefficient | None, 
 
 def _configured(model: nn.Module) -> bool:
     """Whether the config, or its text config, asks for the router's loss."""
-    config: Any = getattr(unwrapped(model), "config", None)
-    get_text_config = getattr(config, "get_text_config", None)
-    configs = [config, get_text_config() if get_text_config is not None else None]
+    configs = [getattr(unwrapped(model), "config", None), text_config(model)]
     return any(getattr(each, _FLAG, None) is True for each in configs)
 
 

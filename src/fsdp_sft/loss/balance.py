@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_sft._compat.models import intercept_balance_loss
+from fsdp_sft._model.adapters import base_of
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.loss.transform import wide
@@ -39,16 +40,20 @@ class Balance:
         counted: Mask of the tokens that count, bool ``(B, S)``; None if all do.
         groups: Process groups to sum over, one after the other, for the tokens of their ranks to be balanced
             together. Without any, this rank's tokens are balanced alone.
+        replaces: Whether the forward gets this loss; if not, it gets the model's own.
 
     Attributes:
         loss: The computed loss; None before the forward.
     """
 
     def __init__(
-        self, counted: torch.Tensor | None = None, groups: tuple[dist.ProcessGroup, ...] = ()
+        self,
+        counted: torch.Tensor | None = None,
+        groups: tuple[dist.ProcessGroup, ...] = (),
+        *,
+        replaces: bool = True,
     ) -> None:
-        self.counted = counted
-        self.groups = groups
+        self.counted, self.groups, self.replaces = counted, groups, replaces
         self.loss: torch.Tensor | None = None
 
     def of(self, routers: tuple[torch.Tensor, ...], num_experts: int, top_k: int) -> torch.Tensor:
@@ -98,12 +103,14 @@ def _ones(counted: torch.Tensor | None, tokens: int, device: torch.device) -> to
 
 
 _active: ContextVar[Balance | None] = ContextVar("fsdp_sft_balance", default=None)
-_beside: ContextVar[Balance | None] = ContextVar("fsdp_sft_balance_beside", default=None)
 
 
 @contextmanager
 def balanced_by(balance: Balance | None) -> Iterator[None]:
-    """Let ``balance`` compute the router's loss of forwards within the block; None leaves it to the model."""
+    """Let ``balance`` compute the router's loss of forwards within the block; None leaves it to the model.
+
+    ``intercept`` must have been called for the model before.
+    """
     token = _active.set(balance)
     try:
         yield
@@ -111,17 +118,9 @@ def balanced_by(balance: Balance | None) -> Iterator[None]:
         _active.reset(token)
 
 
-@contextmanager
-def balanced_beside(model: nn.Module, balance: Balance) -> Iterator[None]:
-    """Let ``balance`` compute the router's loss too, while forwards still return the model's own."""
-    inner: Any = unwrapped(model)
-    base = getattr(inner, "get_base_model", None)
-    intercept_balance_loss(base() if base is not None else inner, _intercepted)
-    token = _beside.set(balance)
-    try:
-        yield
-    finally:
-        _beside.reset(token)
+def intercept(model: nn.Module) -> None:
+    """Let ``balanced_by`` reach the function with which a model computes its router's loss, if it has one."""
+    intercept_balance_loss(base_of(unwrapped(model)), _intercepted)
 
 
 def _intercepted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,14 +130,11 @@ def _intercepted(original: Callable[..., Any]) -> Callable[..., Any]:
     def balance_loss(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a compiled graph cannot read context variables
             return original(*args, **kwargs)
-        balance, beside = _active.get(), _beside.get()
-        given = _read(*args, **kwargs)
-        if balance is not None and given is not None:
-            return balance.of(*given)
-        own = original(*args, **kwargs)
-        if beside is not None and given is not None:
-            beside.of(*given)
-        return own
+        balance, given = _active.get(), _read(*args, **kwargs)
+        if balance is None or given is None:
+            return original(*args, **kwargs)
+        computed = balance.of(*given)
+        return computed if balance.replaces else original(*args, **kwargs)
 
     return balance_loss
 

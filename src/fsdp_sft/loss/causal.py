@@ -1,9 +1,6 @@
 """The causal-LM loss of a model on a batch: labels shifted once, a float32 sum, with or without logits."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,39 +11,22 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.former import told_of_former
 from fsdp_sft._process.streams import travelling
 from fsdp_sft._ranks.agree import world_size
-from fsdp_sft._ranks.mesh import CP, device_groups_of
-from fsdp_sft.attention.context_parallel import (
-    SequenceGroup,
-    WholeRows,
-    compare_again,
-    part_of_rows,
-    sequence_group_of,
-)
-from fsdp_sft.collate import refuse_masked_pack
-from fsdp_sft.errors import ModelLossError
-from fsdp_sft.experts import counter_of
+from fsdp_sft._ranks.mesh import cp_size
+from fsdp_sft.attention.context_parallel import compare_again, sequence_group_of
 from fsdp_sft.loss import counting
-from fsdp_sft.loss.additions import Additions, RouterLoss, additions_to, check_router_loss
-from fsdp_sft.loss.balance import Balance, balanced_by
+from fsdp_sft.loss.additions import RouterLoss
 from fsdp_sft.loss.counting import (
     WEIGHTS_KEY,
     Batch,
-    CheckedBatch,
-    Targets,
     check_num_targets,
-    counted_tokens,
-    is_shifted,
     num_targets,
     scaled_for_averaging,
-    targets_of,
     weight_of,
-    weights_of,
-    without_labels,
 )
-from fsdp_sft.loss.head import loss_at_head, takes_use_cache
-from fsdp_sft.loss.part import BatchPart, part_of, tokens_of
-from fsdp_sft.loss.prepare import LossImpl, check_impl, choice_for, look_again, refuse_encoder_decoder
-from fsdp_sft.loss.terms import PLAIN, Terms, summed_loss
+from fsdp_sft.loss.forward import loss_parts, ranks_of_router
+from fsdp_sft.loss.part import own_part, tokens_of
+from fsdp_sft.loss.prepare import LossImpl, look_again
+from fsdp_sft.loss.terms import Terms
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
 
 if TYPE_CHECKING:
@@ -111,11 +91,9 @@ def loss_sum(
         >>> loss.dtype, loss.shape
         (torch.float32, torch.Size([]))
     """
-    group = None if torch.compiler.is_compiling() else _looked_at_again(model, impl)
-    batch = batch if group is None else part_of(batch, group)
-    summed, router = loss_parts(
-        model, batch, impl, router_loss, Terms(label_smoothing=label_smoothing, z_loss=z_loss)
-    )
+    terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
+    batch = _own_part(model, batch, impl)
+    summed, router = loss_parts(model, batch, impl, router_loss, terms)
     targets = num_targets(batch)
     if router is not None:
         groups = () if torch.compiler.is_compiling() else ranks_of_router(model, batch, router_loss)
@@ -123,13 +101,14 @@ def loss_sum(
     return summed, targets
 
 
-def _looked_at_again(model: nn.Module, impl: LossImpl) -> SequenceGroup | None:
-    """The ranks that share the model's rows; findings about a forward that has changed are forgotten."""
-    check_impl(impl)
+def _own_part(model: nn.Module, batch: Batch, impl: LossImpl) -> Batch:
+    """This rank's part of a batch; findings about a forward that has changed are forgotten."""
+    if torch.compiler.is_compiling():
+        return batch
     look_again(model, impl)
     group = sequence_group_of(model)
     compare_again(model, group)
-    return group
+    return own_part(batch, group)  # type: ignore[no-any-return]
 
 
 @told_of_former
@@ -184,21 +163,19 @@ def causal_lm_loss(
     weight = _weight_of_window(batch, num_targets, target_weight)
     if target_weight is None:
         _warn_of_few_targets(batch, num_targets, mesh)
-    group = None if torch.compiler.is_compiling() else _looked_at_again(model, impl)
-    _refuse_other_sharing(num_targets, group)
-    batch = batch if group is None else part_of(batch, group)
-    summed, router = loss_parts(
-        model, batch, impl, router_loss, Terms(label_smoothing=label_smoothing, z_loss=z_loss)
-    )
+    _refuse_other_sharing(num_targets, cp_size(mesh))
+    terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
+    batch = _own_part(model, batch, impl)
+    summed, router = loss_parts(model, batch, impl, router_loss, terms)
     if router is not None:
         share = _share_of_tokens(batch, num_targets, num_tokens, mesh)
         summed = summed + router * (share * weight)
     return summed / weight if mesh is None else scaled_for_averaging(summed, weight)
 
 
-def _refuse_other_sharing(num_targets: int, group: SequenceGroup | None) -> None:
-    """Refuse targets that were counted for another ``cp`` than the model's."""
-    counted, own = getattr(num_targets, "cp", None), 1 if group is None else group.size
+def _refuse_other_sharing(num_targets: int, own: int) -> None:
+    """Refuse targets that were counted for another ``cp`` than the model's ``own``."""
+    counted = getattr(num_targets, "cp", None)
     if counted not in (None, own):
         raise ValueError(
             f"num_targets was counted for a mesh with cp={counted}, and each row of this model is computed "
@@ -264,198 +241,7 @@ def _weight_of_router(
     if not groups:
         return weight
     own = float(tokens_of(batch))
-    total = torch.tensor([weight, own], dtype=torch.float64)
-    total = travelling(total, device)
+    total = travelling(torch.tensor([weight, own], dtype=torch.float64), device)
     for group in groups:
         dist.all_reduce(total, group=group)
     return total[0] * own / total[1].clamp(min=1)
-
-
-def ranks_of_router(
-    model: nn.Module, batch: Batch, router_loss: RouterLoss | None
-) -> tuple[dist.ProcessGroup, ...]:
-    """Process groups over whose tokens a batch's router loss is computed; none if only over this rank's.
-
-    They take tensors on the device. Sums go over one group after the other.
-    """
-    if router_loss != "global_micro_batch" and not isinstance(batch, BatchPart):
-        return ()
-    mesh = training_mesh_of(model)
-    if router_loss == "global_micro_batch":
-        return device_groups_of(mesh)
-    return () if mesh is None else (mesh.get_group(CP),)
-
-
-def _balance(
-    model: nn.Module,
-    batch: Batch,
-    additions: Additions,
-    groups: tuple[dist.ProcessGroup, ...],
-    router_loss: RouterLoss | None,
-) -> Balance | None:
-    """Replacement of the model's own router loss; None takes the model's own.
-
-    Raises:
-        ModelLossError: If only the model's own can be taken, and it is not the loss that is asked for.
-    """
-    if additions.router is None:
-        return None
-    counted = batch.counted if isinstance(batch, BatchPart) else counted_tokens(batch)
-    if additions.is_balanced:
-        return Balance(counted, groups)
-    name = type(model).__name__
-    if router_loss == "global_micro_batch" or isinstance(batch, BatchPart):
-        whose = "all ranks" if router_loss == "global_micro_batch" else "the whole rows, which ranks share"
-        raise ModelLossError(
-            f"the router's loss of {name} is not computed by transformers' usual function in an uncompiled "
-            f"forward, so that it cannot be that of {whose}; take router_loss='off'"
-        )
-    if counted is not None and batch.get("attention_mask") is None and not bool(counted.all()):
-        raise ModelLossError(
-            f"the router's loss of {name} is not computed by transformers' usual function in an uncompiled "
-            "forward, and would count what fills this pack up; leave padding= and pad_to_multiple_of= of "
-            "PackedCollator out, or take router_loss='off'"
-        )
-    return None
-
-
-def loss_parts(
-    model: nn.Module,
-    batch: Batch,
-    impl: LossImpl,
-    router_loss: RouterLoss | None,
-    terms: Terms = PLAIN,
-    is_counted: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(the loss summed over the targets, the router's loss times its coefficient or None).
-
-    The router's loss is this rank's share, which the caller weights by tokens.
-
-    Args:
-        model: Decoder-only language model, sharded or not.
-        batch: Batch of the form that ``loss_sum`` takes, or this rank's part of one.
-        impl: Implementation of the loss; see ``loss_sum``.
-        router_loss: What to do with the loss of a mixture's router; see ``loss_sum``.
-        terms: What the loss has beside the cross entropy.
-        is_counted: False for a batch that only takes part in other ranks' forwards: the router's loss then
-            does not count its tokens.
-    """
-    check_router_loss(router_loss)
-    check_impl(impl)
-    refuse_encoder_decoder(model)
-    if not isinstance(batch, BatchPart) and not torch.compiler.is_compiling():
-        group = sequence_group_of(model)
-        batch = batch if group is None else part_of(batch, group)
-    targets, weights = targets_of(batch), weights_of(batch)
-    known = batch.targets if isinstance(batch, CheckedBatch) else None
-    if known is None:
-        refuse_masked_pack(batch)
-    inputs = without_labels(batch)
-    if takes_use_cache(model):
-        # Training needs no cache, and with one transformers does not separate the rows of a pack.
-        inputs["use_cache"] = False
-    find, planned = additions_to, _as_planned
-    if torch.compiler.is_compiling():
-        # Both replace the forwards of modules for a while, which a compiled graph cannot contain.
-        find, planned = torch.compiler.disable(find), torch.compiler.disable(planned)
-    additions = find(model, router_loss)
-    inputs.update(additions.inputs)
-    whole = batch.whole if isinstance(batch, BatchPart) else None
-    balance = None
-    if not torch.compiler.is_compiling():
-        groups = ranks_of_router(model, batch, router_loss)
-        balance = _balance(model, batch, additions, groups, router_loss)
-        if balance is not None and not is_counted:
-            balance.counted = torch.zeros_like(targets, dtype=torch.bool)
-    elif router_loss == "global_micro_batch":
-        raise ModelLossError("router_loss='global_micro_batch' cannot be computed inside of torch.compile")
-    counting: AbstractContextManager[None] = nullcontext()
-    counter = None if torch.compiler.is_compiling() else counter_of(model)
-    if counter is not None:
-        counting = counter.counting(batch.counted if isinstance(batch, BatchPart) else counted_tokens(batch))
-    wanted = _Wanted(targets, weights, terms, additions, is_shifted(batch), known, whole, balance, counting)
-    if impl == "logits":
-        return _from_logits(model, inputs, wanted)
-    return planned(model, inputs, wanted, impl)
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """Definition of the loss of one forward.
-
-    Attributes:
-        targets: Target of each position, ``(B, S)``.
-        weights: Factors of the targets' losses, ``(B, S)``, or None.
-        terms: What the loss has beside the cross entropy.
-        additions: Terms that the model itself adds to its loss.
-        whole: Whether the last position may have a target too, as with ``shift_labels``.
-        known: Facts about the targets that the host knows already.
-        rows: Facts about the whole rows of which this rank has a part; None if it has whole rows.
-        balance: Computation of the router's loss; None leaves it to the model.
-        counting: Context manager in which the tokens of each expert are counted.
-    """
-
-    targets: torch.Tensor
-    weights: torch.Tensor | None
-    terms: Terms
-    additions: Additions
-    whole: bool
-    known: Targets | None
-    rows: WholeRows | None = None
-    balance: Balance | None = None
-    counting: AbstractContextManager[None] = field(default_factory=nullcontext)
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Context in which the model's forward runs."""
-        rows = nullcontext() if self.rows is None else part_of_rows(self.rows)
-        with rows, balanced_by(self.balance), self.counting:
-            yield
-
-    def added(self, output: Any, model: nn.Module) -> torch.Tensor | None:
-        """The router's loss in a forward's output, if it is added."""
-        if self.balance is not None and self.balance.loss is None:
-            raise ModelLossError(
-                f"the router's loss of {type(model).__name__} was not computed where it was when the model "
-                "was first asked: it has been compiled as a whole since (compile_blocks compiles its "
-                "blocks), or its forward replaced"
-            )
-        return self.additions.of(output, model)
-
-
-def _as_planned(
-    model: nn.Module, inputs: dict[str, Any], wanted: _Wanted, impl: LossImpl
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The loss by the implementation chosen for the model."""
-    choice = choice_for(model, impl)
-    head = choice.head() if choice.head is not None else None
-    if choice.impl == "logits" or head is None:
-        return _from_logits(model, inputs, wanted)
-    loss_of = choice.loss_of(head, wanted.targets, wanted.known, wanted.weights, wanted.terms)
-    with wanted.forward():
-        return loss_at_head(
-            model, head, inputs, loss_of, choice.transform, lambda out: wanted.added(out, model)
-        )
-
-
-def _from_logits(
-    model: nn.Module, inputs: dict[str, Any], wanted: _Wanted
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The loss from full logits."""
-    targets, weights = wanted.targets, wanted.weights
-    with wanted.forward():
-        output = model(**inputs)
-    logits = output.logits
-    if logits.ndim != 3 or logits.shape[:2] != targets.shape:
-        raise ModelLossError(
-            f"causal_lm_loss needs logits of shape (B, S, vocabulary) for labels {tuple(targets.shape)}, got "
-            f"{tuple(logits.shape)} from {type(model).__name__}; for a classifier give train_step a loss_fn"
-        )
-    added = wanted.added(output, model)
-    if not wanted.whole:
-        logits, targets = logits[:, :-1], targets[:, :-1]
-        weights = None if weights is None else weights[:, :-1]
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    targets = targets.flatten().to(logits.device)
-    weights = None if weights is None else weights.flatten().to(logits.device)
-    return summed_loss(logits.flatten(0, 1), targets, weights, wanted.terms), added

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -22,17 +22,15 @@ class LossChoice:
 
     Attributes:
         impl: ``"chunked"``, ``"liger"`` or ``"logits"``.
-        reason: Reason for computing the logits in full; empty for a fused loss.
-        transform: Scale and soft cap that a fused loss applies to the head's output.
-        head: Head that the choice was made for; None if no loss can be fused.
         settings: Numbers of the model and its config that may scale or cap its logits, by name.
+        transform: Scale and soft cap that a fused loss applies to the head's output.
+        head: Head whose forward a fused loss replaces; None for ``"logits"``.
     """
 
     impl: str
-    reason: str
-    transform: Transform
-    head: "weakref.ref[nn.Module] | None"
     settings: tuple[tuple[str, float], ...]
+    transform: Transform = field(default_factory=Transform)
+    head: "weakref.ref[nn.Module] | None" = None
 
     def holds(self, model: nn.Module) -> bool:
         """Whether the model still has the settings that the choice was made for."""

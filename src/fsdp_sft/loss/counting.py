@@ -90,7 +90,11 @@ def checked_batch(moved: Batch, seen: Batch, device: torch.device) -> CheckedBat
 
 def seen_targets(seen: Batch, device: torch.device) -> Targets:
     """Facts about the targets of a batch on the host, with their positions copied to ``device``."""
-    flat = targets_of(seen).reshape(-1)
+    return facts_of(targets_of(seen).reshape(-1), device)
+
+
+def facts_of(flat: torch.Tensor, device: torch.device) -> Targets:
+    """Facts about flattened labels in host memory."""
     positions = (flat != IGNORE_INDEX).nonzero().squeeze(1)
     low, high = map(int, flat[positions].aminmax()) if len(positions) else (0, 0)
     return Targets(travelling(positions, device), low, high)
@@ -268,8 +272,8 @@ def weight_of(batch: Batch) -> float:
     if weights is None:
         return float(num_targets(batch))
     counted = weights[targets_of(batch) != IGNORE_INDEX].to(torch.float64)
-    if not bool(((counted >= 0) & counted.isfinite()).all()):
-        wrong = counted[~((counted >= 0) & counted.isfinite())]
+    wrong = counted[~((counted >= 0) & counted.isfinite())]
+    if len(wrong):
         raise BatchError(f"{WEIGHTS_KEY} must be finite and not negative, got {float(wrong[0])}")
     return float(counted.sum())
 

@@ -147,7 +147,11 @@ def loss_at_head(
             return outputs[-1]
         return losses[-1] if added[0] is None else (losses[-1], added[0])
 
-    with replaced_forward(head, head_forward), _few_logits(head), replaced_forward(inner, model_forward):
+    with (
+        replaced_forward(head, head_forward),
+        head.register_forward_hook(_few_logits),
+        replaced_forward(inner, model_forward),
+    ):
         returned = model(**inputs)
     if errors:
         raise errors[0]
@@ -161,43 +165,36 @@ def loss_at_head(
     return losses[0], added[0]
 
 
-def takes_use_cache(model: nn.Module) -> bool:
-    """Whether the model's forward takes ``use_cache``, as in transformers."""
-    return "use_cache" in forward_parameters(model)
+def no_cache(model: nn.Module) -> dict[str, Any]:
+    """Arguments that turn the cache of a model's forward off, if it has one.
+
+    Training needs none, and with a cache transformers does not separate the rows of a pack.
+    """
+    return {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
 
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace ``module.forward`` within the block, so that ``module(...)`` runs it between its hooks."""
     own = vars(module)
-    missing = object()
-    before = own.get("forward", missing)
-    own["forward"] = look_with(forward, None if before is missing else before)
+    before = own.get("forward")
+    own["forward"] = look_with(forward, before)
     try:
         yield
     finally:
-        if before is missing:
+        if before is None:
             del own["forward"]
         else:
             own["forward"] = before
 
 
-@contextmanager
-def _few_logits(head: nn.Module) -> Iterator[None]:
-    """Replace the head's result by known logits of one position for the rest of the forward.
+def _few_logits(head: nn.Module, args: tuple[torch.Tensor, ...], _loss: torch.Tensor) -> torch.Tensor:
+    """Forward hook that replaces the head's result by known logits of one position.
 
     They cover all ids, since a model may change the logits of some. Forward hooks run in the order of their
     registration, so FSDP2's have seen the loss before.
     """
-
-    def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], _loss: torch.Tensor) -> torch.Tensor:
-        return _known(args[0], num_logits(head)).expand(*args[0].shape[:-2], 1, -1).clone()
-
-    handle = head.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return _known(args[0], num_logits(head)).expand(*args[0].shape[:-2], 1, -1).clone()
 
 
 def _known(like: torch.Tensor, number: int) -> torch.Tensor:

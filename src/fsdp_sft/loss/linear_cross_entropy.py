@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fsdp_sft.loss.counting import Targets
+from fsdp_sft.loss.counting import Targets, facts_of
 from fsdp_sft.loss.products import products_for
 from fsdp_sft.loss.terms import PLAIN, Terms
 from fsdp_sft.targets import IGNORE_INDEX
@@ -351,31 +351,27 @@ def _softmax_slopes(
 
 def _targets(labels: torch.Tensor, vocabulary: int, known: Targets | None) -> torch.Tensor:
     """Positions of the labels that are not -100, ascending; raises if one is out of range."""
-    if known is not None:
-        index, low, high = known.positions, known.lowest, known.highest
-    elif labels.is_cpu:
-        index = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-        low, high = map(int, labels[index].aminmax()) if len(index) else (0, 0)
-    else:
-        index, low, high = _asked_of_device(labels)
+    if known is None:
+        known = facts_of(labels, labels.device) if labels.is_cpu else _asked_of_device(labels)
+    low, high = known.lowest, known.highest
     if low < 0 or high >= vocabulary:
         raise ValueError(
             f"labels must be {IGNORE_INDEX} or in [0, {vocabulary}), got {low if low < 0 else high}; "
             "the vocabulary is the number of rows of the weight"
         )
-    return index
+    return known.positions
 
 
-def _asked_of_device(labels: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """(positions of the labels that are not -100, the lowest, the highest); the host waits once."""
+def _asked_of_device(labels: torch.Tensor) -> Targets:
+    """Facts about labels on a device; the host waits once."""
     ignored = labels == IGNORE_INDEX
     if not labels.numel():
-        return ignored.nonzero().squeeze(1), 0, 0
+        return Targets(ignored.nonzero().squeeze(1), 0, 0)
     high = labels.masked_fill(ignored, 0).amax()
     low = labels.masked_fill(ignored, 0).amin()
     count, lowest, highest = torch.stack([labels.numel() - ignored.sum(), low, high]).tolist()
     # The same as nonzero(), which would make the host wait once more, for the count.
-    return ignored.to(torch.uint8).argsort(stable=True)[:count], lowest, highest
+    return Targets(ignored.to(torch.uint8).argsort(stable=True)[:count], lowest, highest)
 
 
 def _check(

@@ -6,8 +6,8 @@ is compared with the cross entropy of the logits that the same forward returns, 
 the loss can differ.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft.errors import abridged
-from fsdp_sft.loss.balance import Balance, balanced_beside
-from fsdp_sft.loss.head import replaced_forward, takes_use_cache
-from fsdp_sft.loss.probe import ProbeError, evaluating, guarded
-from fsdp_sft.loss.transform import wide
+from fsdp_sft.loss.balance import Balance, balanced_by, intercept
+from fsdp_sft.loss.head import no_cache
+from fsdp_sft.loss.probe import ProbeError, evaluating, output_of
+from fsdp_sft.loss.transform import numbers_of, wide
 from fsdp_sft.targets import IGNORE_INDEX, shifted
 
 _LENGTH = 8
@@ -50,19 +50,14 @@ class OwnLoss:
     expected: float
     unshifted: float
     aux_loss: float | None
-    balance: float | None = None
-    used: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def extra(self) -> float:
-        """The model's loss minus the cross entropy."""
-        return float(self.loss) - self.expected
+    balance: float | None
+    used: dict[str, Any]
 
     @property
     def is_balanced(self) -> bool:
         """Whether the router's loss is the one that ``Balance`` computes."""
-        known = self.aux_loss is not None and self.balance is not None
-        return known and self.near(self.balance or 0.0, self.aux_loss or 0.0)
+        aux, balance = self.aux_loss, self.balance
+        return aux is not None and balance is not None and self.near(balance, aux)
 
     def near(self, value: float, reference: float) -> bool:
         """Whether two losses are equal at the precision of the model's loss."""
@@ -168,10 +163,9 @@ def ask(model: nn.Module, router: bool | None) -> OwnLoss | str:
 def numbers_of_a_loss(model: nn.Module) -> dict[str, float]:
     """Numbers of the model and its config that a loss may use, judged by their names."""
     found: dict[str, float] = {}
-    for holder in _holders(model):
-        for name, value in vars(holder).items():
-            if _is_number(value) and any(part in name.lower() for part in _OF_A_LOSS):
-                found.setdefault(name, float(value))
+    for _, name, value in numbers_of(model):
+        if any(part in name.lower() for part in _OF_A_LOSS):
+            found.setdefault(name, value)
     return found
 
 
@@ -180,12 +174,16 @@ class Coefficient:
     """The coefficient of a model's router loss, read from where the model reads it.
 
     Attributes:
-        name: Name of the attribute that holds it.
-        read: Function that returns its present value.
+        holder: The model or the config that holds it.
+        name: Name of the attribute.
     """
 
+    holder: Any
     name: str
-    read: Callable[[], float]
+
+    def read(self) -> float:
+        """Its present value."""
+        return float(getattr(self.holder, self.name))
 
 
 def coefficient_of(model: nn.Module, own: OwnLoss) -> Coefficient | None:
@@ -203,37 +201,12 @@ def router_coefficients(model: nn.Module) -> Iterator[Coefficient]:
 
     Those named like one come first, and those of the model before those of its config.
     """
-    holders = list(_holders(model))
     for likely in (True, False):
-        for holder in holders:
-            for name, value in vars(holder).items():
-                speaks = "coef" in name and ("aux" in name or "router" in name)
-                of_a_loss = any(part in name.lower() for part in ("coef", "aux", "loss", "router"))
-                if _is_number(value) and (speaks if likely else of_a_loss and not speaks):
-                    yield Coefficient(name, _reader(holder, name))
-
-
-def _reader(holder: Any, name: str) -> Callable[[], float]:
-    """A function that reads an attribute's present value."""
-    return lambda: float(getattr(holder, name))
-
-
-def _holders(model: nn.Module) -> Iterator[Any]:
-    """The model inside wrappers and adapters, its config, and the configs inside that."""
-    inner: Any = unwrapped(model)
-    base = getattr(inner, "get_base_model", None)
-    inner = base() if base is not None else inner
-    yield inner
-    config = getattr(inner, "config", None)
-    if config is None or not hasattr(config, "__dict__"):
-        return
-    yield config
-    yield from (value for value in vars(config).values() if hasattr(value, "to_dict"))
-
-
-def _is_number(value: Any) -> bool:
-    """Whether ``value`` is a number and not a bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        for holder, name, _ in numbers_of(model):
+            speaks = "coef" in name and ("aux" in name or "router" in name)
+            of_a_loss = any(part in name.lower() for part in ("coef", "aux", "loss", "router"))
+            if speaks if likely else of_a_loss and not speaks:
+                yield Coefficient(holder, name)
 
 
 def _in_mode(model: nn.Module, router: bool | None, training: bool) -> OwnLoss | str:
@@ -246,16 +219,15 @@ def _in_mode(model: nn.Module, router: bool | None, training: bool) -> OwnLoss |
         rows = getattr(embedding, "num_embeddings", None) or int(ids.max()) + 1
         ids %= rows
         labels = _labels(model, ids, rows)
-        inputs: dict[str, Any] = {"input_ids": ids, "labels": labels}
-        if takes_use_cache(model):
-            inputs["use_cache"] = False
+        inputs: dict[str, Any] = {"input_ids": ids, "labels": labels, **no_cache(model)}
         if router is not None:
             inputs["output_router_logits"] = router
         model.train(training)
-        seen, balance = _SeesCrossEntropy(), Balance()
+        seen, balance = _SeesCrossEntropy(), Balance(replaces=False)
+        intercept(model)
         try:
-            with balanced_beside(model, balance), unmoved([device]):
-                output = _forward(model, inputs, seen)
+            with balanced_by(balance), unmoved([device]):
+                output = output_of(model, inputs, seen)
         except ProbeError:
             if not seen.different:
                 raise
@@ -266,7 +238,7 @@ def _in_mode(model: nn.Module, router: bool | None, training: bool) -> OwnLoss |
         logits = getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor):  # a loss without logits, as Liger's patches compute it
             del inputs["labels"]
-            logits = getattr(_forward(model, inputs, seen), "logits", None)
+            logits = getattr(output_of(model, inputs, seen), "logits", None)
         if not isinstance(logits, torch.Tensor) or logits.shape[:2] != ids.shape or logits.ndim != 3:
             return Incomparable("its forward returns no logits to compute the cross entropy of")
         aux = getattr(output, "aux_loss", None)
@@ -291,22 +263,6 @@ def _labels(model: nn.Module, ids: torch.Tensor, rows: int) -> torch.Tensor:
     labels[0, 6] = IGNORE_INDEX
     labels[1, 1:5] = IGNORE_INDEX
     return labels
-
-
-def _forward(model: nn.Module, inputs: dict[str, Any], seen: TorchFunctionMode) -> Any:
-    """Output of the model's forward, run under ``seen``, before FSDP2 casts it."""
-    outputs: list[Any] = []
-    inner = unwrapped(model)
-    forward = inner.forward
-
-    def model_forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with seen:
-            outputs.append(forward(*args, **kwargs))
-        return torch.zeros(())
-
-    with replaced_forward(inner, model_forward):
-        guarded(model, lambda: model(**inputs))
-    return outputs[0]
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> float:

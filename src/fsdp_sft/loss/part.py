@@ -114,6 +114,11 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     return BatchPart(fields, whole, counted, int(seen_counted.sum()))
 
 
+def own_part(batch: Any, group: SequenceGroup | None) -> Any:
+    """This rank's part of a batch; the batch itself if no ranks share rows."""
+    return batch if group is None else part_of(batch, group)
+
+
 def tokens_of(batch: Any, needs_ids: bool = True) -> int:
     """Number of tokens that this rank computes of a batch, without padding; ``num_tokens`` if it is whole."""
     return batch.num_tokens if isinstance(batch, BatchPart) else num_tokens(batch, needs_ids)

@@ -1,9 +1,8 @@
 """Choose the implementation of a model's loss: once, with a logged reason, and the same on all ranks."""
 
 import logging
-import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
@@ -16,9 +15,9 @@ from fsdp_sft.errors import ModelLossError
 from fsdp_sft.loss import liger
 from fsdp_sft.loss.additions import additions_to, compare_or_not, refuse_meta
 from fsdp_sft.loss.choice import LossChoice
-from fsdp_sft.loss.head import fusible_head, takes_use_cache
+from fsdp_sft.loss.head import fusible_head
 from fsdp_sft.loss.probe import ProbeError, probe
-from fsdp_sft.loss.transform import Transform, settings_of
+from fsdp_sft.loss.transform import settings_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -96,10 +95,9 @@ def choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
     Collective: all ranks of the model's mesh, the first time.
     """
     choices = findings(model, _Choices).by_impl
-    choice = choices.get(impl)
-    if choice is None or not choice.holds(model):
-        choice = choices[impl] = _decide(model, impl)
-    return choice
+    if impl not in choices or not choices[impl].holds(model):
+        choices[impl] = _decide(model, impl)
+    return choices[impl]
 
 
 def needs_choice(model: nn.Module, impl: LossImpl) -> bool:
@@ -157,12 +155,12 @@ def refuse_encoder_decoder(model: nn.Module) -> None:
 
 def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
     """Make the choice for ``impl``; all ranks of the mesh take part."""
-    name = original_class(unwrapped(model)).__name__
     refuse_meta(model)
+    if impl == "logits":
+        return LossChoice(impl, settings_of(model))
+    name = original_class(unwrapped(model)).__name__
     mesh = training_mesh_of(model)
     first = mesh is None or mesh.get_rank() == 0
-    if impl == "logits":
-        return _logits_choice(model, "asked for")
     kind = "liger" if impl == "liger" else "chunked"
     head, reason = fusible_head(model)
     if kind == "liger":
@@ -171,7 +169,10 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
     reason = _agreed_reason(reason, mesh)
     choice = None
     if head is not None and not reason:
-        choice, reason = _try_fused(model, head, kind)
+        try:
+            choice = probe(model, head, kind)
+        except ProbeError as error:
+            reason = str(error)
         reason = _agreed_reason(reason, mesh)
     if choice is not None and not reason:
         if first:
@@ -181,35 +182,10 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
         raise ModelLossError(f"the loss of {name} cannot be computed by impl={impl!r}: {reason}")
     if first:
         _logger.warning("loss of %s: full logits, because %s", name, reason)
-    return _logits_choice(model, reason)
+    return LossChoice("logits", settings_of(model))
 
 
 def _agreed_reason(reason: str, mesh: "DeviceMesh | None") -> str:
     """This rank's reason not to fuse, or the number of other ranks that have one; empty if no rank has."""
     failed = sum_over_mesh([bool(reason)], mesh)[0]
     return reason or (f"{int(failed)} other ranks of the mesh could not" if failed else "")
-
-
-def _try_fused(model: nn.Module, head: nn.Module, impl: str) -> tuple[LossChoice | None, str]:
-    """(the choice of a fused loss, "") if the probe proves it, else (None, the reason)."""
-
-    def make_choice(transform: Transform) -> LossChoice:
-        return LossChoice(impl, "", transform, weakref.ref(head), settings_of(model))
-
-    inputs: dict[str, Any] = {"use_cache": False} if takes_use_cache(model) else {}
-    try:
-        return probe(model, head, make_choice, inputs), ""
-    except ProbeError as error:
-        return None, str(error)
-
-
-def _logits_choice(model: nn.Module, reason: str) -> LossChoice:
-    """The choice of full logits."""
-    head, _ = fusible_head(model)
-    return LossChoice(
-        "logits",
-        reason,
-        Transform(),
-        weakref.ref(head) if head is not None else None,
-        settings_of(model),
-    )

@@ -6,25 +6,29 @@ replaced by large known numbers. That row of the output shows scale and soft cap
 logits, whose cross entropy the fused loss must reproduce.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from fsdp_sft._model.preserved import preserved, uncompiled
-from fsdp_sft._model.record import findings
+from fsdp_sft._model.record import findings, forget_findings
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss.choice import LossChoice
-from fsdp_sft.loss.head import checked_later, loss_at_head, replaced_forward
+from fsdp_sft.loss.head import checked_later, loss_at_head, no_cache, replaced_forward
 from fsdp_sft.loss.linear_head import num_logits
-from fsdp_sft.loss.transform import Transform, candidates, tolerance, wide
+from fsdp_sft.loss.transform import Transform, candidates, settings_of, tolerance, wide
 from fsdp_sft.targets import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _LENGTH = 8
 _KNOWN_SIZE = 20.0  # standard deviation of the known numbers; large enough for a soft cap to show
@@ -33,9 +37,7 @@ _KNOWN_SIZE = 20.0  # standard deviation of the known numbers; large enough for 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
-def probe(
-    model: nn.Module, head: nn.Module, make_choice: Callable[[Transform], LossChoice], inputs: dict[str, Any]
-) -> LossChoice:
+def probe(model: nn.Module, head: nn.Module, impl: str) -> LossChoice:
     """A choice whose loss equals that of the real logits on a tiny batch.
 
     The model's mode, buffers and gradients and the random number generators are left as they were, and the
@@ -44,11 +46,10 @@ def probe(
     Args:
         model: Model with its weights.
         head: Its head, for which ``fusible_head`` gives no reason against a fused loss.
-        make_choice: Function from a ``Transform`` to the choice to try.
-        inputs: Arguments of the forward beside ``input_ids``.
+        impl: Fused implementation to try.
 
     Raises:
-        ProbeError: If no choice of ``make_choice`` gives that loss.
+        ProbeError: If it does not give that loss.
 
     Collective: all ranks of the model's mesh, by two forwards.
     """
@@ -57,10 +58,10 @@ def probe(
     targets = ids.roll(-1, dims=1)
     targets[:, -1] = IGNORE_INDEX
     targets[1] = IGNORE_INDEX  # the second row shows the transform and has no real logits
-    inputs = {"input_ids": ids, **inputs}
+    inputs = {"input_ids": ids, **no_cache(model)}
     with evaluating(model):
         raw, logits = _observe(model, head, inputs)
-        choice = make_choice(_transform(model, raw, logits))
+        choice = LossChoice(impl, settings_of(model), _transform(model, raw, logits), weakref.ref(head))
         expected = F.cross_entropy(wide(logits[0]), targets[0], reduction="sum", ignore_index=IGNORE_INDEX)
         actual = guarded(
             model,
@@ -75,9 +76,7 @@ def probe(
 def _observe(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """(the output of the head, the logits that the model returned), both ``(2, S, V)``."""
     raw: list[torch.Tensor] = []
-    outputs: list[Any] = []
-    inner = unwrapped(model)
-    own_head, own_model = head.forward, inner.forward
+    own_head = head.forward
 
     def head_forward(hidden: torch.Tensor) -> torch.Tensor:
         logits = own_head(hidden)
@@ -88,15 +87,11 @@ def _observe(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> tuple
             raw[-1] = torch.stack([logits[0], known.to(logits)])
         return raw[-1]
 
-    def model_forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        outputs.append(own_model(*args, **kwargs))
-        return torch.zeros(())
-
-    with replaced_forward(head, head_forward), replaced_forward(inner, model_forward):
-        guarded(model, lambda: model(**inputs))
+    with replaced_forward(head, head_forward):
+        output = output_of(model, inputs)
     if len(raw) != 1:
         raise ProbeError(f"the forward calls the head {len(raw)} times")
-    logits = getattr(outputs[0], "logits", None)
+    logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor):
         raise ProbeError("the forward returns no logits")
     if logits.shape != raw[0].shape or logits.shape[:2] != inputs["input_ids"].shape:
@@ -132,6 +127,34 @@ class Looked:
     """
 
     changed_alone: bool = False
+
+
+def forget_changed(model: nn.Module, ranks: int, mesh: "DeviceMesh | None") -> None:
+    """Forget all findings about a forward that so many ranks of the mesh have changed; all ranks do so."""
+    forget_findings(model)
+    findings(model, Looked).changed_alone = ranks < (1 if mesh is None else mesh.size())
+
+
+def output_of(
+    model: nn.Module, inputs: dict[str, Any], within: AbstractContextManager[Any] | None = None
+) -> Any:
+    """Output of ``model(**inputs)`` before FSDP2 casts it; its own forward is run ``within`` a context.
+
+    Raises:
+        ProbeError: As ``guarded``.
+    """
+    outputs: list[Any] = []
+    inner = unwrapped(model)
+    forward = inner.forward
+
+    def model_forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with within or nullcontext():
+            outputs.append(forward(*args, **kwargs))
+        return torch.zeros(())
+
+    with replaced_forward(inner, model_forward):
+        guarded(model, lambda: model(**inputs))
+    return outputs[0]
 
 
 def guarded(model: nn.Module, call: Any) -> Any:

@@ -1,11 +1,14 @@
 """Scale and soft cap that a model applies to its head's output, and the numbers that they may come from."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp_sft._model.adapters import base_of
+from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.wrappers import unwrapped
 
 
@@ -37,24 +40,24 @@ def tolerance(raw: torch.Tensor, logits: torch.Tensor) -> float:
     return 16 * max(torch.finfo(raw.dtype).eps, torch.finfo(logits.dtype).eps)
 
 
-def settings_of(model: nn.Module) -> tuple[tuple[str, float], ...]:
-    """Numbers of a model and its config that may scale or cap its logits, with their names.
+def numbers_of(model: nn.Module) -> Iterator[tuple[Any, str, float]]:
+    """(holder, name, value) of the numbers of a model, its config, and the configs inside that.
 
     Some models read their config in each forward, others keep a copy as an attribute; both may change.
     """
-    model = unwrapped(model)
-    config: Any = getattr(model, "config", None)
-    get_text_config = getattr(config, "get_text_config", None)
-    unwrap: Any = getattr(model, "get_base_model", None)
-    sources = [config, get_text_config() if get_text_config is not None else None, model]
-    sources.append(unwrap() if unwrap is not None else None)
-    numbers: dict[str, float] = {}
-    for place, source in enumerate(sources):
-        for name, value in vars(source).items() if source is not None else ():
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if is_number and (_may_scale(name) or _may_cap(name)):
-                numbers[f"{place}.{name}"] = float(value)
-    return tuple(numbers.items())
+    inner: Any = base_of(unwrapped(model))
+    config: Any = getattr(inner, "config", None)
+    inside = [value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "to_dict")]
+    holders = {id(one): one for one in (inner, config, text_config(inner), *inside)}
+    for holder in holders.values():
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                yield holder, name, float(value)
+
+
+def settings_of(model: nn.Module) -> tuple[tuple[str, float], ...]:
+    """Numbers of a model and its configs that may scale or cap its logits, with their names."""
+    return tuple((n, value) for _, n, value in numbers_of(model) if _may_scale(n) or _may_cap(n))
 
 
 def candidates(model: nn.Module) -> list[Transform]:

@@ -192,7 +192,7 @@ def _chunk_buffers(
     width, vocabulary = weight.shape[1], weight.shape[0]
     taken = hidden.new_empty(rows, width)  # the chunk's rows of the hidden states
     if hidden.dtype == wide:
-        # _Same: the chunk's logits, in whose place their gradient is made, and the gradient of its rows.
+        # Products: the chunk's logits, in whose place their gradient is made, and the gradient of its rows.
         buffers = [hidden.new_empty(rows, vocabulary), torch.empty_like(taken)]
     elif gpu.name == "cpu":
         # _Rounded: logits stay in 16 bits and are widened in slices, of a few rows for the cross entropy and

@@ -3,9 +3,9 @@
 from fsdp_sft.sac.apply import apply_sac as apply_sac, named_blocks as named_blocks, remove_sac as remove_sac
 from fsdp_sft.sac.budget import compile_under_budget as compile_under_budget
 from fsdp_sft.sac.decisions import decides as decides, is_decision as is_decision
+from fsdp_sft.sac.groups import check_now as check_now
 from fsdp_sft.sac.host_copies import host_bytes_for as host_bytes_for
 from fsdp_sft.sac.noise import draws_random_numbers as draws_random_numbers
-from fsdp_sft.sac.proof import check_now as check_now
 from fsdp_sft.sac.ratio import (
     Placement as Placement,
     Ratio as Ratio,

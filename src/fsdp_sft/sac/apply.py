@@ -10,9 +10,10 @@ from fsdp_sft._compat.compile import compile_memory_budget
 from fsdp_sft._model.blocks import find_blocks, is_never_called
 from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, enter_mode, restore
 from fsdp_sft.sac.decisions import checkpoint_of
-from fsdp_sft.sac.noise import preserves_rng_state
+from fsdp_sft.sac.groups import check_before_forward
+from fsdp_sft.sac.noise import draws_random_numbers
 from fsdp_sft.sac.offload import Offload
-from fsdp_sft.sac.ops import check_groups_before_forward, check_kept, checkpoint_keeping
+from fsdp_sft.sac.ops import check_kept, checkpoint_keeping
 from fsdp_sft.sac.ratio import Placement, Ratio, select_block_indices
 
 
@@ -90,12 +91,12 @@ def apply_sac(
     """
     check_offload(offload)
     chosen = _chosen_blocks(model, ratio, blocks, placement, save)
-    options = checkpoint_options(model, preserve_rng_state, early_stop)
+    options = _checkpoint_options(model, preserve_rng_state, early_stop)
     names = (save,) if isinstance(save, str) else None if save is None else tuple(save)
     if names is not None:
         check_kept(model, chosen, names)
-    refuse_memory_budget("apply_sac")
-    enter_mode(model, "apply_sac", replaces={"apply_sac"})
+    _refuse_memory_budget()
+    enter_mode(model, "apply_sac")
     if not chosen:
         return []
     leaves = Offload(len(chosen), keeps=names is not None) if offload else None
@@ -103,9 +104,9 @@ def apply_sac(
         recompute = checkpoint_of(chosen, options)
     else:
         recompute = checkpoint_keeping(chosen, names, options, leaves)
-    checkpoint_blocks(model, chosen, recompute, "apply_sac", leaves)
+    checkpoint_blocks(model, chosen, recompute, leaves)
     if names is not None:
-        check_groups_before_forward(model, chosen)  # it may be sharded after this
+        check_before_forward(model, chosen)  # it may be sharded after this
     disable_caches(model)
     return list(chosen)
 
@@ -141,7 +142,7 @@ def _chosen_blocks(
     return dict(found[i] for i in select_block_indices(len(found), wanted, placement=placement))
 
 
-def checkpoint_options(
+def _checkpoint_options(
     model: nn.Module, preserve_rng_state: bool | Literal["auto"], early_stop: bool | None
 ) -> dict[str, Any]:
     """Keywords for ``torch.utils.checkpoint.checkpoint``; its reentrant form is never used.
@@ -151,7 +152,9 @@ def checkpoint_options(
     """
     if early_stop not in (True, False, None):
         raise ValueError(f"early_stop must be True, False or None, got {early_stop!r}")
-    preserve = preserves_rng_state(model, preserve_rng_state)
+    if not isinstance(preserve_rng_state, bool) and preserve_rng_state != "auto":
+        raise ValueError(f"preserve_rng_state must be True, False or 'auto', got {preserve_rng_state!r}")
+    preserve = draws_random_numbers(model) if preserve_rng_state == "auto" else preserve_rng_state
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve}
     return options if early_stop is None else {**options, "early_stop": early_stop}
 
@@ -181,12 +184,12 @@ def check_offload(offload: Any) -> None:
         raise ValueError(f"offload must be True or False, got {offload!r}")
 
 
-def refuse_memory_budget(caller: str) -> None:
+def _refuse_memory_budget() -> None:
     """Raise if compile's memory budget was set by hand: torch would ignore it, or checkpointing's marks."""
     budget = compile_memory_budget()
     if budget != 1:
         raise ValueError(
-            f"compile's activation_memory_budget is {budget}, and of it and {caller} torch ignores one; "
+            f"compile's activation_memory_budget is {budget}, and of it and apply_sac torch ignores one; "
             "set it back to 1.0, or use compile_blocks(model, memory_budget=...) instead"
         )
 

@@ -10,8 +10,9 @@ from torch import nn
 from fsdp_sft._compat.checkpointing import checkpointing_flag, checkpoints_its_forward, is_checkpointing_layer
 from fsdp_sft._model.blocks import CACHES_OFF, configs_of
 from fsdp_sft.errors import UnsupportedModelError
+from fsdp_sft.sac.groups import drop_check
 from fsdp_sft.sac.offload import Offload, drop_offload, offload_compiled, run_offloaded
-from fsdp_sft.sac.proof import checkpoint_seen, drop_check, drop_proof, require_checkpoint
+from fsdp_sft.sac.proof import checkpoint_seen, drop_proof, require_checkpoint
 
 _STATE = "_fsdp_sft_sac"  # attribute of a module: the instance attributes that were replaced
 _MODE = "_fsdp_sft_sac_mode"  # attribute of the model: name of the function that replaced them
@@ -23,7 +24,6 @@ def checkpoint_blocks(
     model: nn.Module,
     blocks: dict[str, nn.Module],
     recompute: Callable[..., Any],
-    caller: str,
     offload: Offload | None,
 ) -> None:
     """Run the blocks' training forwards through ``recompute``; the first of each is checked to do so."""
@@ -33,7 +33,7 @@ def checkpoint_blocks(
         offload_compiled(model, offload, list(blocks))
     for block in blocks.values():
         _checkpoint_block(block, recompute)
-    require_checkpoint(model, blocks, caller)
+    require_checkpoint(model, blocks)
 
 
 def _checkpoint_block(block: nn.Module, recompute: Callable[..., Any]) -> None:
@@ -74,14 +74,14 @@ def restore(model: nn.Module) -> None:
     model.__dict__.pop(_MODE, None)
 
 
-def enter_mode(model: nn.Module, mode: str, *, replaces: set[str]) -> None:
-    """Begin ``mode`` on a model, after undoing a present one that is in ``replaces``.
+def enter_mode(model: nn.Module, mode: str) -> None:
+    """Begin ``mode`` on a model, after undoing it if it is on already.
 
     Raises:
         ValueError: If another mode is on, or transformers' own checkpointing.
     """
     present = model.__dict__.get(_MODE)
-    if present is not None and present not in replaces:
+    if present is not None and present != mode:
         raise ValueError(
             f"{present} is on, and of checkpointing and compile's memory budget torch ignores one: choose, "
             f"and call remove_sac(model) before {mode}"

@@ -50,7 +50,7 @@ def compile_under_budget(
             f"backend {backend!r} does not look at the memory budget; take one of {_PARTITIONING}"
         )
     chosen = find_blocks(model) if blocks is None else named_blocks(model, blocks)
-    enter_mode(model, _MODE, replaces={_MODE})
+    enter_mode(model, _MODE)
     compiled = [fqn for fqn, block in chosen.items() if is_compiled(block)]
     if compiled:
         restore(model)

@@ -122,12 +122,16 @@ class _Both:
         return self.entered.__exit__(*error)
 
 
-class _Keep(TorchDispatchMode):
-    """Dispatch mode of the forward: keeps the indices of every decision, in order."""
+class _Decisions(TorchDispatchMode):
+    """Dispatch mode with the operation, indices and version of the indices of each decision, in order."""
 
     def __init__(self, kept: list[tuple[Any, torch.Tensor, int]]) -> None:
         super().__init__()
         self.kept = kept
+
+
+class _Keep(_Decisions):
+    """Mode of the forward: keeps every decision."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -138,13 +142,8 @@ class _Keep(TorchDispatchMode):
         return found
 
 
-class _Repeat(TorchDispatchMode):
-    """Dispatch mode of the recomputation: repeats the kept decisions in the same order."""
-
-    def __init__(self, kept: list[tuple[Any, torch.Tensor, int]]) -> None:
-        super().__init__()
-        self.kept = kept
-        self.position = 0
+class _Repeat(_Decisions):
+    """Mode of the recomputation: repeats the kept decisions in the same order."""
 
     def __enter__(self) -> Any:
         self.position = 0  # each backward, if there are several, recomputes from the first decision on

@@ -43,7 +43,7 @@ class CopyStream:
         self.stream = copy_stream(device)
         self.chunks = 0
         self.free: list[torch.Tensor] = []
-        self._fullest = 0  # largest number of chunks of a block so far
+        self.fullest = 0  # largest number of chunks of a block so far
         self._granted = 0  # number of chunks for which the host has been found to have memory
         self._latest: weakref.ref[BlockActivations] | None = None
 
@@ -81,13 +81,9 @@ class CopyStream:
             warn_caller("host memory for activations could not be pinned: the device waits for each copy")
         return made
 
-    def expect(self, chunks: int) -> None:
-        """Record that a block needs so many chunks; the others of a forward are expected to need as many."""
-        self._fullest = max(self._fullest, chunks)
-
     def _see_that_host_has_more(self) -> None:
         """Raise unless the host has memory for a whole forward of this rank, and of all ranks together."""
-        forward = self._fullest * self.num_blocks
+        forward = self.fullest * self.num_blocks
         more = forward - self.chunks if forward > self.chunks else forward
         own, ranks, left = more * CHUNK_BYTES, ranks_on_host(), available_host_bytes()
         # The memory left now may lack what other ranks have already taken for the same purpose, so all ranks'
@@ -128,7 +124,7 @@ class BlockActivations:
                 other tensors are freed when the next block has ended.
         """
         total = self._used + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self.copies.expect(-(-total // CHUNK_BYTES))
+        self.copies.fullest = max(self.copies.fullest, -(-total // CHUNK_BYTES))
         left = [HostTensor(self, tensor) for tensor in tensors]
         (self.inputs if as_inputs else self.kept).extend(weakref.ref(away) for away in left)
         return left

@@ -1,6 +1,6 @@
 """Whether a model's training forward draws random numbers, which a recomputation must then repeat."""
 
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -14,23 +14,10 @@ def draws_random_numbers(model: nn.Module) -> bool:
     ) or any(_is_dropout(module) for module in model.modules())
 
 
-def preserves_rng_state(model: nn.Module, wanted: bool | Literal["auto"]) -> bool:
-    """The value of ``preserve_rng_state`` for this model, with ``"auto"`` decided.
-
-    Raises:
-        ValueError: If ``wanted`` is neither a bool nor ``"auto"``.
-    """
-    if isinstance(wanted, bool):
-        return wanted
-    if wanted == "auto":
-        return draws_random_numbers(model)
-    raise ValueError(f"preserve_rng_state must be True, False or 'auto', got {wanted!r}")
-
-
 def _is_noise(name: str, value: Any) -> bool:
     """Whether an attribute is a positive rate of dropout or jitter, judged by its name."""
     # layerdrop, which skips whole layers, counts too: it is drawn in Python, but from torch's generator.
-    noisy = "drop" in name or "jitter" in name or name.endswith("pdrop")
+    noisy = "drop" in name or "jitter" in name
     return noisy and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 

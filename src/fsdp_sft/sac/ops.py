@@ -7,18 +7,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.checkpointing import changes_its_inputs, draws_random_numbers_now
 from fsdp_sft._compat.compile import being_compiled, is_compiled, modules_being_traced
 from fsdp_sft._model.blocks import find_blocks
-from fsdp_sft.errors import UnsupportedModelError, abridged
 from fsdp_sft.sac.attach import override
 from fsdp_sft.sac.decisions import Contexts, decides, is_decision, with_decisions
+from fsdp_sft.sac.groups import refuse_inner_groups
 from fsdp_sft.sac.offload import Offload, contexts_offloaded
-from fsdp_sft.sac.proof import check_before_forward
+from fsdp_sft.sac.proof import has_matrix
 
 SDPA = "sdpa"  # name in ``save`` of the fused attention kernels, which lie between submodules
 
@@ -44,12 +43,7 @@ def check_kept(model: nn.Module, blocks: dict[str, nn.Module], names: tuple[str,
     if SDPA in names:
         _check_sdpa(model)
     _refuse_compiled_parts(blocks)
-    _refuse_inner_groups(model, blocks)
-
-
-def check_groups_before_forward(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-    """Check again, when the next forward begins, that no block has FSDP2 groups inside."""
-    check_before_forward(model, _refuse_inner_groups, blocks)
+    refuse_inner_groups(blocks)
 
 
 def checkpoint_keeping(
@@ -150,7 +144,7 @@ def _kept_modules(blocks: dict[str, nn.Module], names: tuple[str, ...]) -> list[
                 f"no submodule of these blocks is called {name!r}; they have {_nameable(blocks)}"
             )
         for path, module in matching.items():
-            if not _has_matrix(module):
+            if not has_matrix(module):
                 where = ".".join(path)
                 raise ValueError(
                     f"{where} ({type(module).__name__}) has no matrix to multiply by: recomputing it costs "
@@ -162,15 +156,8 @@ def _kept_modules(blocks: dict[str, nn.Module], names: tuple[str, ...]) -> list[
 
 def _nameable(blocks: dict[str, nn.Module], most: int = 16) -> list[str]:
     """Names that ``save`` takes, without the indices of experts."""
-    names = (
-        name for block in blocks.values() for name, m in block.named_modules() if name and _has_matrix(m)
-    )
+    names = (name for block in blocks.values() for name, m in block.named_modules() if name and has_matrix(m))
     return list(dict.fromkeys(name for name in names if not re.search(r"(^|\.)\d+(\.|$)", name)))[:most]
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    """Whether a module has a parameter of two or more dimensions."""
-    return any(parameter.ndim > 1 for parameter in module.parameters())
 
 
 def _check_sdpa(model: nn.Module) -> None:
@@ -186,21 +173,6 @@ def _check_sdpa(model: nn.Module) -> None:
             raise ValueError(
                 f"save='sdpa' cannot be kept with {name}={value}: the kernel has to draw its numbers again; "
                 f"set config.{name} = 0, or leave 'sdpa' out"
-            )
-
-
-def _refuse_inner_groups(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-    """Refuse blocks with FSDP2 groups inside of them."""
-    for fqn, block in blocks.items():
-        inner = [name for name, module in block.named_modules() if name and isinstance(module, FSDPModule)]
-        if inner:
-            # Selective checkpointing matches operations by counting those of each kind. Gathering a group
-            # adds some, but not in a recomputation that finds it gathered already.
-            raise UnsupportedModelError(
-                f"{abridged(f'{fqn}.{name}' for name in inner)} is sharded as a group of its own (experts "
-                "that ranks share out by ep_size, or a module kept in float32), and save= cannot tell what "
-                "gathers it from what the block computes; call apply_sac without save=, or leave "
-                "these blocks out with blocks="
             )
 
 

@@ -37,9 +37,7 @@ def parse_ratio(ratio: Ratio) -> Fraction:
     elif isinstance(ratio, float):
         if not math.isfinite(ratio):
             raise ValueError(f"ratio must be in [0, 1], got {ratio}")
-        exact = Fraction(ratio).limit_denominator(1000)
-        if ratio < 0 or ratio > 1:
-            exact = Fraction(ratio)
+        exact = Fraction(ratio).limit_denominator(1000) if 0 <= ratio <= 1 else Fraction(ratio)
     else:
         exact = Fraction(ratio)
     if not 0 <= exact <= 1:

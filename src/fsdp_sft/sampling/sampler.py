@@ -52,7 +52,7 @@ def place_in(
 
 
 class Placed(ABC):
-    """Base of samplers and streams that keep a position: rank, epochs, a warning about uncounted rows.
+    """Base of samplers and streams that keep a position: rank, epochs, what a state must have.
 
     The rank is looked up on each use, so an object made before ``init_distributed`` gets that of the process
     group.
@@ -65,6 +65,7 @@ class Placed(ABC):
     """
 
     epoch: int
+    position: int
 
     def __init__(self, num_replicas: int | None, rank: int | None, mesh: "DeviceMesh | None" = None) -> None:
         self._given_place = place_in(mesh, num_replicas, rank)
@@ -104,13 +105,47 @@ class Placed(ABC):
         elif epoch != self.epoch:
             self._go_to(epoch)
 
+    def end_epoch(self) -> None:
+        """Go to the next epoch if any of the current one has been consumed."""
+        if self.position and not self.is_passed_over:
+            self._go_to(self.epoch + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, position, and what the order depends on; the same on every rank.
+
+        Rows that were drawn and never marked as consumed cause a warning: a resumed run would repeat them.
+        """
+        if self._drawn:
+            warn_caller(
+                f"{self._drawn} draws of {type(self).__name__} were not marked as consumed, so its state is "
+                "the position before them: iterate with windows(loader) over the DataLoader itself, or call "
+                "mark_consumed"
+            )
+        return self.position_state()
+
     @abstractmethod
     def position_state(self) -> dict[str, Any]:
         """``state_dict`` without its warning about uncounted rows."""
 
     @abstractmethod
+    def _source(self) -> dict[str, Any]:
+        """What the order depends on, which a restored state must have in common with this object."""
+
+    @abstractmethod
     def _go_to(self, epoch: int) -> None:
         """Go to the start of an epoch."""
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError for a state that lacks something, or belongs to another order."""
+        missing = [key for key in self.position_state() if key not in state]
+        if missing:
+            raise ValueError(f"the state lacks {missing}; expected what state_dict() returned")
+        for key, own in self._source().items():
+            if state[key] != own:
+                raise ValueError(
+                    f"the state has {key}={state[key]}, and here it is {own}: the order would differ; use "
+                    "the same data and options, or start a new run"
+                )
 
     def _restored(self, epoch: int) -> None:
         """Record that a state in this epoch has been loaded."""
@@ -122,21 +157,8 @@ class Placed(ABC):
             self._drawn += 1
             yield one
 
-    def _warn_if_uncounted(self) -> None:
-        """Warn if rows were drawn and never marked as consumed, so that a resumed run would repeat them."""
-        if self._drawn:
-            warn_caller(
-                f"{self._drawn} draws of {type(self).__name__} were not marked as consumed, so its state is "
-                "the position before them: iterate with windows(loader) over the DataLoader itself, or call "
-                "mark_consumed"
-            )
 
-
-class PlacedSampler(Placed, Sampler[T]):
-    """A sampler of rows or of packs that keeps a position."""
-
-
-class ResumableSampler(PlacedSampler[int]):
+class ResumableSampler(Placed, Sampler[int]):
     """Like torch's ``DistributedSampler``, but with a position that checkpoints save.
 
     The position counts the rows that training has consumed on all ranks, not those that a DataLoader's
@@ -210,25 +232,12 @@ class ResumableSampler(PlacedSampler[int]):
         if self.position >= self._end():
             self.end_epoch()
 
-    def end_epoch(self) -> None:
-        """Go to the next epoch if any of the current one has been consumed."""
-        if self.position and not self.is_passed_over:
-            self.epoch, self.position = self.epoch + 1, 0
-
-    def state_dict(self) -> dict[str, int]:
-        """Epoch, position, and what the order depends on; the same on every rank."""
-        self._warn_if_uncounted()
-        return self.position_state()
-
     def position_state(self) -> dict[str, int]:
         """``state_dict`` without its warning about uncounted rows."""
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "num_rows": self.num_rows,
-            "seed": self.seed,
-            "shuffle": int(self.shuffle),
-        }
+        return {"epoch": self.epoch, "position": self.position, **self._source()}
+
+    def _source(self) -> dict[str, int]:
+        return {"num_rows": self.num_rows, "seed": self.seed, "shuffle": int(self.shuffle)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position, with the same or another number of ranks.
@@ -236,16 +245,7 @@ class ResumableSampler(PlacedSampler[int]):
         Raises:
             ValueError: If the state belongs to other data or another order, so that other rows would be left.
         """
-        own = self.position_state()
-        missing = [key for key in own if key not in state]
-        if missing:
-            raise ValueError(f"sampler state lacks {missing}; expected what state_dict() returned")
-        for key in ("num_rows", "seed", "shuffle"):
-            if int(state[key]) != own[key]:
-                raise ValueError(
-                    f"sampler state has {key}={state[key]}, this sampler {own[key]}: the order would differ; "
-                    "use the same data and options, or start a new run"
-                )
+        self._check_state(state)
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         if not 0 <= self.position <= self.num_rows + self.num_replicas:
             raise ValueError(f"sampler position {self.position} is outside the {self.num_rows} rows")

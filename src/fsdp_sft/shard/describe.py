@@ -1,7 +1,5 @@
 """A table of a sharded model's FSDP2 groups, and a warning if ranks have unequal shares."""
 
-import re
-
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -11,6 +9,7 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.mesh import EP
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.shard_dims import MOST_IMBALANCE, even_shards, shard_numel
+from fsdp_sft.shard.names import innermost, without_indices
 
 
 def describe_sharding(model: nn.Module) -> str:
@@ -50,8 +49,7 @@ def describe_sharding(model: nn.Module) -> str:
             sorted({str(p.placements) if isinstance(p, DTensor) else "not sharded" for p in parameters})
         )
         trainable = sum(p.numel() for p in parameters if p.requires_grad)
-        alike = re.sub(r"\.\d+(?=\.|$)", ".*", fqn)
-        row = (alike, f"{numel:,}", f"{trainable:,}", f"{local:,}", dtypes, placements)
+        row = (without_indices(fqn), f"{numel:,}", f"{trainable:,}", f"{local:,}", dtypes, placements)
         rows.setdefault(row, []).append(fqn or "(root)")
     header: tuple[str, ...] = ("group", "x", "parameters", "trainable", "local bytes", "dtype", "placements")
     table = [header]
@@ -77,7 +75,7 @@ def name_uneven(model: nn.Module, num_shards: int) -> None:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     kinds: dict[str, str] = {}
     for name in sorted(excess, key=excess.__getitem__, reverse=True):
-        kinds.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), str(shapes[name]))
+        kinds.setdefault(without_indices(name), str(shapes[name]))
     worst = ", ".join(f"{kind} {shape}" for kind, shape in list(kinds.items())[:3])
     fewer = even_shards(list(shapes.values()), num_shards)
     if fewer == num_shards:
@@ -99,11 +97,6 @@ def _groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     for name, parameter in model.named_parameters():
         groups[innermost(name, sharded)].append(parameter)
     return {fqn: parameters for fqn, parameters in groups.items() if parameters}
-
-
-def innermost(name: str, groups: list[str]) -> str:
-    """The innermost of ``groups`` that contains the parameter ``name``; ``""`` is the root."""
-    return max((fqn for fqn in groups if not fqn or name.startswith(f"{fqn}.")), key=len, default="")
 
 
 def _fullest_over_mean(model: nn.Module, num_shards: int) -> tuple[float, dict[str, int]]:

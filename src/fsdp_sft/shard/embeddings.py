@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp_sft._compat.fsdp import has_begun
 from fsdp_sft.errors import UnsupportedModelError
+from fsdp_sft.shard.names import all_names
 
 _BESIDE_ROOT = "_fsdp_sft_beside_root"  # attribute of a module whose group would be a part of the root's
 
@@ -35,9 +36,7 @@ def own_vocabulary(
         taken: Modules that are groups already.
         kept: Ids of parameters that compute in float32.
     """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = all_names(model)
     inside = {id(inner) for module in taken for inner in module.modules()}
 
     def found(getter: str) -> nn.Module | None:

@@ -142,21 +142,19 @@ def refuse_divided_twice(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: If a gradient would be divided twice.
     """
-    inner = unwrapped(model)
     looked = findings(model, _Divided)
     if looked.done:
         return
     reshard(model)  # a gathered parameter does not show the axes that it is sharded along
-    for name, module in inner.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        own: nn.Module = module  # type: ignore[assignment]
-        for parameter in own.parameters(recurse=False):
-            if not parameter.requires_grad or not _is_whole_on_its_rank(parameter):
+    mesh = mesh_of(model)
+    alone = mesh is None or mesh.size() == 1
+    for name, module in () if alone else unwrapped(model).named_modules():
+        for parameter in module.parameters(recurse=False):
+            is_trained = isinstance(module, FSDPModule) and parameter.requires_grad
+            if not is_trained or not _is_whole_on_its_rank(parameter):
                 continue
-            dtype = reduction_dtype(own, parameter.dtype)
-            mesh = mesh_of(model)
-            if dtype not in _DIVIDED_ONCE and mesh is not None and mesh.size() > 1:
+            dtype = reduction_dtype(module, parameter.dtype)
+            if dtype not in _DIVIDED_ONCE:
                 raise UnsupportedModelError(
                     f"gradients of {name} would be divided by the ranks twice: its experts lie whole on a "
                     f"rank and are reduced in {dtype}, for which torch divides them both as one rank's and "

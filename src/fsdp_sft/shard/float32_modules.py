@@ -18,6 +18,7 @@ from fsdp_sft._compat.models import keep_in_float32_patterns
 from fsdp_sft._model.blocks import is_never_called
 from fsdp_sft._model.named import clean_name, named_tensors
 from fsdp_sft._model.twin import meta_twin
+from fsdp_sft.shard.names import all_names
 
 _ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 
@@ -125,7 +126,9 @@ def float32_units(
     Returns:
         (units, names of parameters that no group can keep in float32).
     """
-    return _Search(model, blocks, names).run()
+    search = _Search(model, blocks, names)
+    search.visit(model, None)
+    return search.units, search.missed
 
 
 class _Search:
@@ -134,19 +137,11 @@ class _Search:
     def __init__(self, model: nn.Module, blocks: Collection[nn.Module], names: set[str]) -> None:
         self.model = model
         self.blocks = {id(block) for block in blocks}
-        places: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            places.setdefault(id(parameter), []).append(name)
-        self.names = places
+        self.names = all_names(model)
         # A tied parameter is kept in float32 only if all of its names are to be.
-        self.kept = {key for key, where in places.items() if all(name in names for name in where)}
-        self.missed = {name for name in names if not any(name in places[key] for key in self.kept)}
+        self.kept = {key for key, where in self.names.items() if all(name in names for name in where)}
+        self.missed = {name for name in names if not any(name in self.names[key] for key in self.kept)}
         self.units: list[Float32Unit] = []
-
-    def run(self) -> tuple[list[Float32Unit], set[str]]:
-        """Search the whole model; see ``float32_units`` for the result."""
-        self.visit(self.model, None)
-        return self.units, self.missed
 
     def visit(self, module: nn.Module, user: nn.Module | None) -> None:
         """Find units in ``module``; ``user`` is the innermost called module around it, within a block."""

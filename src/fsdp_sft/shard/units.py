@@ -1,6 +1,5 @@
 """The FSDP2 groups of a model as a table: modules, mesh, policy, and what happens after the forward."""
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +22,6 @@ from fsdp_sft._model.adapters import base_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.shard_dims import shard_dim
-from fsdp_sft.shard.describe import innermost
 from fsdp_sft.shard.embeddings import free_early, note_beside_root, own_vocabulary
 from fsdp_sft.shard.expert_parallel import ExpertPlacement, expert_placement
 from fsdp_sft.shard.float32_modules import (
@@ -37,6 +35,7 @@ from fsdp_sft.shard.float32_modules import (
     plain_dtypes,
     transformers_models,
 )
+from fsdp_sft.shard.names import all_names, innermost, without_indices
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,19 +80,15 @@ def units_of(
     for module in reversed(list(model.modules())):
         if module is model or id(module) in done:
             continue
-        experts, float32 = expert_placement(module), plan.units.get(id(module))
-        if experts is not None:
-            units.append(Unit([module], of_blocks, reshard, experts=experts))
-            done.add(id(module))
-        elif float32 is not None:
-            others = [other for other in float32.others if id(other) not in done]
-            if others:
-                units.append(Unit(others, of_blocks, reshard))
-                done.update(map(id, others))
-            units.append(Unit([module], in_float32, reshard, float32=float32))
-            done.add(id(module))
-        elif id(module) in are_blocks:
-            units.append(Unit([module], of_blocks, reshard))
+        experts = expert_placement(module)
+        float32 = plan.units.get(id(module)) if experts is None else None
+        others = [other for other in float32.others if id(other) not in done] if float32 is not None else []
+        if others:
+            units.append(Unit(others, of_blocks, reshard))
+            done.update(map(id, others))
+        if experts is not None or float32 is not None or id(module) in are_blocks:
+            own = of_blocks if float32 is None else in_float32
+            units.append(Unit([module], own, reshard, experts=experts, float32=float32))
             done.add(id(module))
     taken = [module for unit in units for module in unit.modules]
     embedding, head = own_vocabulary(base_of(model), taken, plan.kept)
@@ -229,19 +224,14 @@ def plan_float32(
     if missed and warn:
         warn_caller(
             f"computed in {dtype} although transformers lists them in _keep_in_fp32_modules: "
-            f"{_abridged(missed)} (transformers itself keeps such modules in float32 under float16 only, or "
-            "they cannot be grouped apart from other parameters)"
+            f"{', '.join(sorted(set(map(without_indices, missed))))} (transformers itself keeps such "
+            "modules in float32 under float16 only, or they cannot be grouped apart from other parameters)"
         )
     # transformers' models cast by themselves, and some need float32 tensors passed between blocks (OLMo's
     # rotary embedding, T5's residual).
     theirs = bool(units) or next(transformers_models(model), None) is not None
     kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in names - missed}
     return Float32Plan({id(unit.module): unit for unit in units}, kept, casts_inputs=not theirs)
-
-
-def _abridged(names: set[str]) -> str:
-    """Names as a text; those that differ only in an index are written once."""
-    return ", ".join(sorted({re.sub(r"\.\d+(?=\.)", ".*", name) for name in names}))
 
 
 def _tied_across_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
@@ -252,11 +242,8 @@ def _tied_across_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> li
     group and need none.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    places: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        places.setdefault(id(parameter), []).append(name)
     groups: dict[tuple[str, ...], list[nn.Module]] = {}
-    for names in places.values():
+    for names in all_names(model).values():
         owners = sorted({innermost(name, list(blocks)) for name in names})
         if len(owners) < 2:
             continue

@@ -4,16 +4,19 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fsdp_sft._model.record import findings, forget_findings, is_changed, record_of
+from fsdp_sft._model.record import is_changed
 from fsdp_sft.attention.context_parallel import SequenceGroup, compare_again
-from fsdp_sft.loss import Looked, forget_choice, needs_choice
+from fsdp_sft.loss import forget_changed, forget_choice, needs_choice
 from fsdp_sft.step.loss_is_sum import is_untold, take
+from fsdp_sft.step.once import done_with
 from fsdp_sft.step.own_loss import Objective
-from fsdp_sft.step.trained import Replicas, has_replicas, refuse_different_replicas
+from fsdp_sft.step.trained import has_replicas, refuse_different_replicas
 from fsdp_sft.step.window import Anew
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_REPLICAS = "its replicas were compared"
 
 
 def what_is_new(
@@ -28,7 +31,7 @@ def what_is_new(
         check_sum: Whether to check that the caller's loss returns a sum; False takes it on trust.
     """
     forward = is_changed(model)
-    replicas = has_replicas(model, mesh) and not record_of(model).kept_or_new(Replicas).compared
+    replicas = has_replicas(model, mesh) and _REPLICAS not in done_with(model)
     if objective.loss_fn is None:
         return Anew(forward, not forward and needs_choice(model, objective.impl), replicas=replicas)
     if not check_sum:
@@ -50,10 +53,9 @@ def find_out_anew(
     """
     if anew.replicas:
         refuse_different_replicas(model, mesh)
-        record_of(model).kept_or_new(Replicas).compared = True
+        done_with(model).add(_REPLICAS)
     if anew.forward:
-        forget_findings(model)
-        findings(model, Looked).changed_alone = anew.forward < (1 if mesh is None else mesh.size())
+        forget_changed(model, anew.forward, mesh)
     elif anew.choice:
         forget_choice(model, objective.impl)
     compare_again(model, group)

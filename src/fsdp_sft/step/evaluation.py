@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,9 +34,12 @@ from fsdp_sft.step.keys import (
 )
 from fsdp_sft.step.loss_is_sum import refuse_mean
 from fsdp_sft.step.model_checks import check_of
-from fsdp_sft.step.own_loss import LossFn, Objective, refuse_own_loss
+from fsdp_sft.step.own_loss import CountFn, LossFn, Objective
 from fsdp_sft.step.uneven_eval import in_step
-from fsdp_sft.step.window import Anew, CountFn, on_device, on_host, weight_of_loss
+from fsdp_sft.step.window import Anew, on_device, on_host
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -109,43 +112,37 @@ def evaluate(
         >>> fs.evaluate(model, loader)
         EvalResult(loss=..., perplexity=..., num_targets=..., router_loss=0.0)
     """
-    objective = Objective(
-        loss_impl, loss_fn, router_loss, Terms(label_smoothing=label_smoothing, z_loss=z_loss)
-    )
-    objective.check(count_fn)
+    terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
+    objective = Objective(loss_impl, loss_fn, count_fn, router_loss, terms)
+    objective.check()
     check_verify(verify)
-    mesh = training_mesh_of(model)
-    group = sequence_group_of(model)
-    refuse_own_loss(group, loss_fn, count_fn)
+    mesh, group = training_mesh_of(model), sequence_group_of(model)
+    objective.refuse_parts(group)
     device = compute_device(model)
     modes = {module: module.training for module in model.modules()}
     total = added = torch.zeros((), dtype=torch.float64, device=device)
     targets = tokens = 0
     target_weight = 0.0
     checks = HeadChecks()
-    check = check_of(model, own_loss=loss_fn is not None)
+    check = check_of(model, own_loss=objective.is_own)
     options = {"verify": verify, "check_labels": check_labels, **objective.options()}
-    own = astuple(what_is_new(model, objective, check_sum=check_labels))
-    sums = sum_over_mesh([*own, *to_compare(digest(repr(options)))], mesh)
-    anew, compared = Anew(*map(int, sums[: len(own)])), sums[len(own) :]
-    if not are_equal(compared, mesh.size() if mesh is not None else 1):
-        refuse_different_options(options)
+    anew = _agreed(what_is_new(model, objective, check_sum=check_labels), options, mesh)
     find_out_anew(model, objective, anew, group, mesh)
     model.eval()
     try:
         with torch.no_grad(), checked_later(checks):
-            for number, (batch, seen, count) in enumerate(in_step(batches, mesh, count_fn, check, group)):
+            for number, (batch, seen, count) in enumerate(in_step(batches, mesh, objective, check, group)):
                 if number == 0 and anew.sum:
-                    refuse_mean(model, [batch], objective, count_fn, mesh)
+                    refuse_mean(model, [batch], objective, mesh)
                 if verify == "first" and may_be_packs(keys_of(batch)):
                     whole = [seen] if group is None else on_host([batch])
-                    verify_at_first_use(model, whole, mesh, own_loss=loss_fn is not None)
-                moved = on_device(batch, seen, device, own_loss=loss_fn is not None)
+                    verify_at_first_use(model, whole, mesh, own_loss=objective.is_own)
+                moved = on_device(batch, seen, device, own_loss=objective.is_own)
                 summed, router = objective.of(model, moved, is_counted=count is not None)
                 if count is None:
                     continue
                 total, targets = total + summed, targets + count
-                target_weight += weight_of_loss(seen, count, own_loss=loss_fn is not None)
+                target_weight += objective.weight(seen, count)
                 if router is not None:
                     weight = tokens_of(seen, needs_ids=False)
                     added, tokens = added + router * weight, tokens + weight
@@ -169,3 +166,18 @@ def evaluate(
     perplexity = math.exp(loss) if loss < 709 else math.inf
     count = int(all_targets) // copies_of_rows(mesh)
     return EvalResult(loss, perplexity, count, router_total / max(all_tokens, 1))
+
+
+def _agreed(own: Anew, options: dict[str, Any], mesh: "DeviceMesh | None") -> Anew:
+    """What any rank has to find out anew.
+
+    Raises:
+        BatchError: On all ranks, if they call with different options.
+
+    Collective: all ranks of the mesh.
+    """
+    here = astuple(own)
+    sums = sum_over_mesh([*here, *to_compare(digest(repr(options)))], mesh)
+    if not are_equal(sums[len(here) :], mesh.size() if mesh is not None else 1):
+        refuse_different_options(options)
+    return Anew(*map(int, sums[: len(here)]))

@@ -132,18 +132,15 @@ def _compare_rows(micro_batches: list[Any], mesh: "DeviceMesh", first: bool) -> 
     data_place = tuple(
         at for index, at in enumerate(place) if index >= len(names) or names[index] not in (CP, TP, EP)
     )
-    seen = enumerate(all_gather_objects((data_place, _digest_of_rows(micro_batches))))
-    places: dict[bytes, set[tuple[int, ...]]] = {}
-    ranks: dict[bytes, list[str]] = {}
-    for rank, (at, rows_of_rank) in seen:
-        if rows_of_rank:  # windows without a target have no digest and are not compared
-            places.setdefault(rows_of_rank, set()).add(at)
-            ranks.setdefault(rows_of_rank, []).append(str(rank))
-    for rows_of_rank, at_places in places.items():
-        if len(at_places) > 1 and first:
+    alike: dict[bytes, list[tuple[int, tuple[int, ...]]]] = {}
+    for rank, (at, rows) in enumerate(all_gather_objects((data_place, _digest_of_rows(micro_batches)))):
+        if rows:  # windows without a target have no digest and are not compared
+            alike.setdefault(rows, []).append((rank, at))
+    for same in alike.values():
+        if len({at for _, at in same}) > 1 and first:
             _logger.warning(
                 "ranks %s have the same rows in the first window: each gradient counts them so often. %s",
-                abridged(ranks[rows_of_rank]),
+                abridged(str(rank) for rank, _ in same),
                 _WITH_CP
                 if CP not in names and has_made_cp()
                 else "Give the loader a sampler that shares rows out, such as ResumableSampler",

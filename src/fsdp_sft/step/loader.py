@@ -16,10 +16,10 @@ from fsdp_sft._process.trace_spans import part
 from fsdp_sft._ranks.agree import all_reduce_min, all_reduce_sum, raise_first
 from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, host_group, mesh_of_job
 from fsdp_sft.errors import BatchError
-from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.loss import num_targets
+from fsdp_sft.step.own_loss import CountFn, counted
 from fsdp_sft.step.shares import look_at_shares, note_pass, sources_of
-from fsdp_sft.step.window import CountFn, counted, num_rows, on_host, to_device
+from fsdp_sft.step.window import begun_late, num_rows, on_host, to_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -129,7 +129,7 @@ def _windows(
     # A pass that resumes in the middle of an epoch may have no batch left, because a loader can drop the
     # epoch's tail. That is no reason to say that the data set has no target.
     in_mid_epoch = bool(getattr(sampler, "position", 0) or getattr(sampler, "is_passed_over", False))
-    batches: Iterator[Any] | None = None
+    batches = begun_late(loader if loader is not None and reads else ())
     targets_seen = False
     stands: Any = None
     look_at_shares(loader if reads else None)
@@ -139,14 +139,10 @@ def _windows(
         error: Exception | None = None
         moved = stands is not None and _stands(sampler) != stands
         try:
-            if reads:
-                if batches is None:
-                    assert loader is not None  # checked in windows
-                    batches = keep_workers_alive(loader)
-                with part("next_batches"):
-                    window = list(itertools.islice(batches, grad_accum_steps))
-                if moved and window:
-                    raise _moved(sampler, stands)
+            with part("next_batches"):
+                window = list(itertools.islice(batches, grad_accum_steps))
+            if moved and window:
+                raise _moved(sampler, stands)
             looked_at = on_host(window)
             for batch in looked_at:
                 vocabulary.check_ids(batch)

@@ -15,8 +15,8 @@ from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.errors import BatchError, ModelLossError
 from fsdp_sft.loss import ProbeError, evaluating, guarded
-from fsdp_sft.step.own_loss import LossFn, Objective
-from fsdp_sft.step.window import CountFn, counted, num_rows, to_device
+from fsdp_sft.step.own_loss import CountFn, LossFn, Objective, counted
+from fsdp_sft.step.window import num_rows, to_device, with_parts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,7 +51,6 @@ def refuse_mean(
     model: nn.Module,
     micro_batches: list[Any],
     objective: Objective,
-    count_fn: CountFn | None,
     mesh: "DeviceMesh | None",
 ) -> None:
     """Refuse a ``loss_fn`` that returns a mean.
@@ -64,7 +63,6 @@ def refuse_mean(
         model: Model, which is left as it was.
         micro_batches: This rank's micro-batches.
         objective: The caller's loss.
-        count_fn: Function that counts the targets of a batch; None counts its labels.
         mesh: Ranks that share the window.
 
     Raises:
@@ -74,14 +72,14 @@ def refuse_mean(
     """
     assert objective.loss_fn is not None
     ranks = mesh.size() if mesh is not None else 1
-    rows = _row_and_twins(micro_batches, count_fn)
+    rows = _row_and_twins(micro_batches, objective.count_fn)
     # One rank that cannot form these batches must not leave the others alone in a forward.
     if sum_over_mesh([rows is not None], mesh)[0] < ranks:
         take(model, objective.loss_fn)
         _logger.debug("whether loss_fn returns a sum was not looked at: its batches are not made of rows")
         return
     grown = _growth(model, objective, rows)
-    sums, means = sum_over_mesh([_within(grown, _SUM), _within(grown, _MEAN)], mesh)
+    sums, means = sum_over_mesh([low <= grown <= high for low, high in (_SUM, _MEAN)], mesh)
     if means and not sums:
         raise ModelLossError(
             "loss_fn returns the same for a row and for that row twice: it is a mean over the targets. "
@@ -92,11 +90,6 @@ def refuse_mean(
     take(model, objective.loss_fn)
     if not sums:
         _logger.info("whether loss_fn returns a sum over targets could not be told (growth %.3g)", grown)
-
-
-def _within(value: float, bounds: tuple[float, float]) -> bool:
-    """Whether a value lies within bounds; False for nan."""
-    return bounds[0] <= value <= bounds[1]
 
 
 def _row_and_twins(batches: list[Any], count_fn: CountFn | None) -> tuple[Any, Any] | None:
@@ -141,15 +134,10 @@ def repeated(batch: Any, row: int, times: int) -> Any:
     def cut(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return torch.cat([value[row : row + 1]] * times) if value.ndim and len(value) == rows else value
-        if isinstance(value, Mapping):
-            return {name: cut(inner) for name, inner in value.items()}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(cut, value))
-        if isinstance(value, (list, tuple)):
-            if len(value) == rows and not any(isinstance(inner, torch.Tensor) for inner in value):
-                return type(value)([value[row]] * times)
-            return type(value)(map(cut, value))
-        return value
+        is_list = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+        if is_list and len(value) == rows and not any(isinstance(inner, torch.Tensor) for inner in value):
+            return type(value)([value[row]] * times)
+        return with_parts(value, cut)
 
     if isinstance(batch, (Mapping, list, tuple, torch.Tensor)):
         return cut(batch)

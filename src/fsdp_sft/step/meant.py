@@ -1,26 +1,19 @@
 """One warning each of what is probably a mistake in a step, but may be meant."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_sft._compat.fsdp import compute_dtypes
-from fsdp_sft._model.record import record_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.dcp_io.left_behind import loaded_without_optimizer
 from fsdp_sft.errors import abridged
 from fsdp_sft.sac import draws_random_numbers
-from fsdp_sft.step.once import first_time
+from fsdp_sft.step.once import done_with, first_time
 
-
-@dataclass
-class _Trained:
-    """Remembers whether a model was trained at a learning rate above 0."""
-
-    at_a_rate: bool = False
+_AT_A_RATE = "was trained at a learning rate above 0"
 
 
 def warn_of_what_may_be_meant(
@@ -40,41 +33,37 @@ def warn_of_what_may_be_meant(
     if this_rank() != 0:
         return
     if not model.training and first_time(model, "eval()") and draws_random_numbers(model):
-        _warn(
+        warn_caller(
             "the model is in eval() mode, in which it is trained without its dropout: call model.train() "
             "after what has put it there"
         )
     if scaler is None and first_time(model, "float16") and torch.float16 in compute_dtypes(model):
-        _warn(
+        warn_caller(
             "the model computes in float16 without a scaler: gradients below 6e-8 become 0. Pass "
             "scaler=torch.amp.GradScaler(), or compute in bfloat16, which needs none"
         )
     if left_out and first_time(model, "left out"):
-        _warn(
+        warn_caller(
             f"{len(left_out)} parameters that require gradients are in no optimizer ({abridged(left_out)}): "
             "they stay as they are, and their gradients cost memory and count in the norm that is clipped. "
             "Give them to the optimizer, or freeze them with requires_grad_(False)"
         )
     step = loaded_without_optimizer(model)
     if step is not None and not any(one.state for one in optimizers) and first_time(model, f"step {step}"):
-        _warn(
+        warn_caller(
             f"the model was loaded from step {step} without the optimizer that was saved with it, and is "
             "trained on with one that begins anew. To continue that run, pass load_checkpoint(..., "
             "optimizer=optimizer)"
         )
-    trained = record_of(model).kept_or_new(_Trained)
     above = any(_is_above_0(group.get("lr")) for one in optimizers for group in one.param_groups)
-    if trained.at_a_rate and not above and first_time(model, "rates"):
-        _warn(
+    if _AT_A_RATE in done_with(model) and not above and first_time(model, "rates"):
+        warn_caller(
             "every learning rate has become 0, and a step changes nothing. If the schedule does not rise "
             "again, it was made for fewer steps: count them as the loop takes them, for each epoch the "
             "batches of the loader divided by grad_accum_steps, rounded up"
         )
-    trained.at_a_rate |= above
-
-
-def _warn(text: str) -> None:
-    warn_caller(text)
+    if above:
+        done_with(model).add(_AT_A_RATE)
 
 
 def _is_above_0(rate: Any) -> bool:

@@ -32,9 +32,12 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
 
     def check(batch: Any) -> None:
-        _refuse_numbers_that_are_no_ids(batch)
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if isinstance(ids, torch.Tensor):
+            _refuse_numbers_that_are_no_ids(ids)
         vocabulary.check_ids(batch)
-        _refuse_placeholders(batch, placeholders)
+        if isinstance(ids, torch.Tensor):
+            _refuse_placeholders(batch, ids, placeholders)
         check_length(model, batch)
         if knows_packs:
             refuse_masked_pack(batch)
@@ -44,10 +47,9 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
     return check
 
 
-def _refuse_numbers_that_are_no_ids(batch: Any) -> None:
+def _refuse_numbers_that_are_no_ids(ids: torch.Tensor) -> None:
     """Refuse ids that are not integers."""
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if isinstance(ids, torch.Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
+    if ids.is_floating_point() or ids.dtype == torch.bool:
         raise BatchError(
             f"input_ids are {ids.dtype}, and ids are integers: make them torch.long (vectors go into "
             "inputs_embeds)"
@@ -74,11 +76,8 @@ def _placeholders(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def _refuse_placeholders(batch: Any, placeholders: dict[str, int]) -> None:
+def _refuse_placeholders(batch: Any, ids: torch.Tensor, placeholders: dict[str, int]) -> None:
     """Refuse ids that stand for an image, a video or a sound in a batch that has none."""
-    ids = batch.get("input_ids") if placeholders and isinstance(batch, Mapping) else None
-    if not isinstance(ids, torch.Tensor):
-        return
     for kind, value in placeholders.items():
         what, parts = _FEATURES[kind]
         if any(part in str(key) for key in batch for part in parts):

@@ -14,9 +14,14 @@ class _Done:
     things: set[str] = field(default_factory=set)
 
 
+def done_with(model: nn.Module) -> set[str]:
+    """What was done for a model, to be added to."""
+    return record_of(model).kept_or_new(_Done).things
+
+
 def first_time(model: nn.Module, thing: str) -> bool:
     """Whether this is the first call with this model and ``thing``."""
-    done = record_of(model).kept_or_new(_Done).things
+    done = done_with(model)
     if thing in done:
         return False
     done.add(thing)

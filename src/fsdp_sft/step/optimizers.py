@@ -1,7 +1,7 @@
 """The optimizers and schedulers of a step, one or several, checked before anything is computed."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -170,10 +170,9 @@ def _refuse_replaced(given: dict[nn.Parameter, str], optimizers: list[torch.opti
     An optimizer made before the model was sharded holds none of the model's parameters. One made while some
     were gathered lacks those; a forward without a backward leaves the root's parameters gathered.
     """
-    trained = {id(p): name for p, name in given.items() if p.requires_grad}
-    stepped = {id(parameter) for optimizer in optimizers for parameter in stepped_by(optimizer)}
-    left_out = [name for identity, name in trained.items() if identity not in stepped]
-    foreign = stepped - {id(parameter) for parameter in given}
+    stepped = set(stepped_by(*optimizers))
+    left_out = [name for p, name in given.items() if p.requires_grad and p not in stepped]
+    foreign = stepped - given.keys()
     if foreign and left_out:
         raise OptimizerError(
             f"the optimizer has {len(foreign)} tensors that are none of the model's parameters, and lacks "
@@ -185,17 +184,16 @@ def _refuse_replaced(given: dict[nn.Parameter, str], optimizers: list[torch.opti
 
 
 def _refuse_shared_or_left_out(
-    given: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer], missing: list[str]
+    given: Mapping[Any, str], optimizers: list[torch.optim.Optimizer], missing: list[str]
 ) -> None:
     """Refuse several optimizers unless each trained parameter is in exactly one of them."""
-    names = {id(parameter): name for parameter, name in given.items()}
-    found: dict[int, int] = {}
+    found: dict[Any, int] = {}
     for number, optimizer in enumerate(optimizers):
-        for identity in {id(parameter) for parameter in stepped_by(optimizer)}:
-            other = found.setdefault(identity, number)
+        for parameter in stepped_by(optimizer):
+            other = found.setdefault(parameter, number)
             if other != number:
                 raise OptimizerError(
-                    f"{names.get(identity, 'a parameter')} is in two of the optimizers ({other} and "
+                    f"{given.get(parameter, 'a parameter')} is in two of the optimizers ({other} and "
                     f"{number}): each would step it"
                 )
     if missing:

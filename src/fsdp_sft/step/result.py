@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_sft._process.streams import LateValues
-from fsdp_sft._ranks.mesh import raise_on_mesh, sum_over_mesh
+from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, sum_over_mesh
 from fsdp_sft.errors import NonFiniteGradientError
 from fsdp_sft.experts import ExpertLoad, LateLoad
 from fsdp_sft.loss import HeadChecks
+from fsdp_sft.step.window import Window
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,11 +48,6 @@ class StepResult:
     expert_load: ExpertLoad | None = None
 
 
-def without_step(reason: str, num_tokens: int = 0) -> StepResult:
-    """Result of a window whose step is skipped before the forward."""
-    return StepResult(math.nan, math.nan, 0, num_tokens, True, reason)
-
-
 @dataclass(eq=False)
 class QueuedStep:
     """A step whose forwards and backwards have been queued on the device.
@@ -59,25 +55,19 @@ class QueuedStep:
     Attributes:
         values: Numbers that are being copied to the host: the gradient's norm, this rank's summed loss and
             router's loss, and the infs that a scaler has found.
-        targets: Number of targets of the window on all ranks.
-        tokens: Number of tokens of the window on all ranks, without padding.
-        weight: Sum of the targets' weights on all ranks.
-        mesh: Ranks that share the window.
+        window: The step's window.
+        mesh: Ranks that share it.
         checks: Checks of the step's forwards that wait for the device.
-        problem: Error that says why no checkpoint could hold the optimizer's state; None if one could.
         expert_load: Tokens that experts were given, being copied to the host; None if they are not counted.
-        copies: Number of ranks that have computed each row.
+        problem: Error that says why no checkpoint could hold the optimizer's state; None if one could.
     """
 
     values: LateValues
-    targets: int
-    tokens: int
-    weight: float
+    window: Window
     mesh: "DeviceMesh | None"
     checks: HeadChecks
+    expert_load: LateLoad | None
     problem: Exception | None = None
-    expert_load: LateLoad | None = None
-    copies: int = 1
 
     @property
     def has_infs(self) -> bool:
@@ -107,17 +97,24 @@ class QueuedStep:
             raise_on_mesh(self.problem, "looking at the optimizer's state after its first step", self.mesh)
         if has_changed:
             raise_on_mesh(changed, "looking at what the model makes of its head's output", self.mesh)
-        loss, added = (total / (self.weight * self.copies) for total in (loss, added))
+        window = self.window
+        loss, added = (total / (window.weight * copies_of_rows(self.mesh)) for total in (loss, added))
         if not self.is_finite and not self.has_infs:
-            raise self._not_finite(loss)
+            raise NonFiniteGradientError(
+                f"the gradient norm is {norm} at a loss of {loss:.4g}; parameters and optimizer are "
+                "unchanged. Look at the last batches, lower the learning rate, or start from the last "
+                "checkpoint"
+            )
         reason = "inf gradients" if self.has_infs else None
-        skipped = reason is not None
         load = None if self.expert_load is None else self.expert_load.read()
-        return StepResult(loss, norm, self.targets, self.tokens, skipped, reason, added, self.weight, load)
-
-    def _not_finite(self, loss: float) -> NonFiniteGradientError:
-        return NonFiniteGradientError(
-            f"the gradient norm is {self.values.read()[0]} at a loss of {loss:.4g}; parameters and optimizer "
-            "are unchanged. Look at the last batches, lower the learning rate, or start from the last "
-            "checkpoint"
+        return StepResult(
+            loss,
+            norm,
+            window.targets,
+            window.tokens,
+            skipped=self.has_infs,
+            skip_reason=reason,
+            router_loss=added,
+            target_weight=window.weight,
+            expert_load=load,
         )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fsdp_sft._model.record import kept_of, record_of
+from fsdp_sft._model.record import record_of
 from fsdp_sft.errors import OptimizerError
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ def step_schedulers(model: nn.Module, schedulers: "list[LRScheduler]") -> None:
 
 def forget_stepped(model: nn.Module) -> None:
     """Forget where the schedules stood: after a skipped step the caller may step them."""
-    known = kept_of(model, _Stepped)
-    if known is not None:
-        known.at = []
+    record_of(model).kept_or_new(_Stepped).at = []
 
 
 def refuse_stepped_twice(model: nn.Module, schedulers: "list[LRScheduler]") -> None:
@@ -43,8 +41,7 @@ def refuse_stepped_twice(model: nn.Module, schedulers: "list[LRScheduler]") -> N
     Raises:
         OptimizerError: If there is one.
     """
-    known = kept_of(model, _Stepped)
-    for ref, at in known.at if known is not None else ():
+    for ref, at in record_of(model).kept_or_new(_Stepped).at:
         one = ref()
         if one is not None and any(one is each for each in schedulers) and one.last_epoch == at + 1:
             forget_stepped(model)

@@ -1,7 +1,7 @@
 """One optimizer step over a window of micro-batches."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -44,8 +44,8 @@ from fsdp_sft.step.optimizers import (
     step_all,
     unscale,
 )
-from fsdp_sft.step.own_loss import LossFn, Objective, refuse_own_loss
-from fsdp_sft.step.result import QueuedStep, StepResult, without_step
+from fsdp_sft.step.own_loss import CountFn, LossFn, Objective
+from fsdp_sft.step.result import QueuedStep, StepResult
 from fsdp_sft.step.schedules import forget_stepped, refuse_stepped_twice, step_schedulers
 from fsdp_sft.step.storable import state_problem
 from fsdp_sft.step.trained import (
@@ -54,7 +54,7 @@ from fsdp_sft.step.trained import (
     refuse_past_reduction,
     refuse_untrainable,
 )
-from fsdp_sft.step.window import CountFn, Window, agree_on_window, on_device
+from fsdp_sft.step.window import Window, agree_on_window, on_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -168,20 +168,17 @@ def train_step(
     if grad_sync not in ("each", "last", "reduce_scatter"):
         raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
     max_grad_norm = checked_norm(max_grad_norm)
-    objective = Objective(
-        loss_impl, loss_fn, router_loss, Terms(label_smoothing=label_smoothing, z_loss=z_loss)
-    )
-    objective.check(count_fn)
+    terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
+    objective = Objective(loss_impl, loss_fn, count_fn, router_loss, terms)
+    objective.check()
     check_verify(verify)
     optimizers, names, left_out = checked_optimizers(model, optimizer)
     schedulers = checked_schedulers(scheduler, optimizers)
     scaler = prepare_scaler(optimizers, scaler)
-    mesh = training_mesh_of(model)
+    mesh, group = training_mesh_of(model), sequence_group_of(model)
+    objective.refuse_parts(group)
     refuse_divided_twice(model)
     refuse_noise_on_same_rows(model, mesh)
-    group = sequence_group_of(model)
-    refuse_own_loss(group, loss_fn, count_fn)
-    check = check_of(model, own_loss=loss_fn is not None)
     look = check_labels and loss_fn is None and count_fn is None and is_to_be_looked_at(model)
     anew = what_is_new(model, objective, mesh, check_sum=check_labels)
 
@@ -193,13 +190,11 @@ def train_step(
     window = agree_on_window(
         micro_batches,
         mesh,
-        count_fn=count_fn,
-        needs_ids=loss_fn is None,
-        check=check,
+        objective,
+        check=check_of(model, own_loss=objective.is_own),
         check_model=check_model,
         look=look,
         anew=anew,
-        own_loss=loss_fn is not None,
         group=group,
         options={
             "max_grad_norm": max_grad_norm,
@@ -213,39 +208,65 @@ def train_step(
     find_out_anew(model, objective, window.anew, group, mesh)
     if look:
         say_what_was_seen(model, window.seen, window.differences, mesh)
-    targets, tokens, weight = window.targets, window.tokens, window.weight
-    counter = counter_of(model)
-    if weight == 0:
-        if counter is not None:
-            counter.is_empty = True
+    if window.weight == 0:
+        return _without_step(model, window)
+    step = _queued(
+        model, window, objective, mesh, names, optimizers, scaler, max_grad_norm, grad_sync, verify
+    )
+    step.problem = state_problem(optimizers)
+    result = step.result()
+    if result.skipped:
         forget_stepped(model)
-        return without_step("no weight" if targets else "no targets", tokens)
+    else:
+        step_schedulers(model, schedulers)
+        remember_batch(model, micro_batches, mesh)
+    return result
+
+
+def _without_step(model: nn.Module, window: Window) -> StepResult:
+    """Result of a window without weight, whose step is skipped before the forward."""
+    counter = counter_of(model)
+    if counter is not None:
+        counter.is_empty = True
+    forget_stepped(model)
+    reason = "no weight" if window.targets else "no targets"
+    return StepResult(math.nan, math.nan, 0, window.tokens, skipped=True, skip_reason=reason)
+
+
+def _queued(
+    model: nn.Module,
+    window: Window,
+    objective: Objective,
+    mesh: "DeviceMesh | None",
+    names: dict[nn.Parameter, str],
+    optimizers: list[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler | None,
+    max_grad_norm: float | None,
+    grad_sync: GradSync,
+    verify: Verify,
+) -> QueuedStep:
+    """Forwards, backwards and, if the gradient is finite, the optimizers' step; no gradient is left."""
+    counter = counter_of(model)
     try:
         if verify == "first" and any(may_be_packs(one.keys) for one in window.micro_batches):
-            verify_at_first_use(model, window.seen, mesh, own_loss=loss_fn is not None)
+            verify_at_first_use(model, window.seen, mesh, own_loss=objective.is_own)
         if window.anew.sum:
-            refuse_mean(model, micro_batches, objective, count_fn, mesh)
+            refuse_mean(model, [one.given for one in window.micro_batches], objective, mesh)
         if counter is not None:
             counter.start()
         forget_held_back(model)
         with gradients_past_reduction(model, names if window.anew else {}) as past:
-            sums = _forward_and_backward(model, window, objective, mesh, scaler, grad_sync)
+            loss, router_loss, checks = _forward_and_backward(
+                model, window, objective, mesh, scaler, grad_sync
+            )
         if window.anew:
             refuse_past_reduction(past, mesh)
         refuse_beside(names, optimizers, mesh)
         with part("clip_gradients"):
             infs = unscale(optimizers, scaler)
             norm = clip_gradients(model, max_grad_norm)
-        step = QueuedStep(
-            LateValues([norm, sums.loss, sums.router_loss, *infs]),
-            targets,
-            tokens,
-            weight,
-            mesh,
-            sums.checks,
-            expert_load=None if counter is None else counter.finish(mesh, compute_device(model)),
-            copies=copies_of_rows(mesh),
-        )
+        load = None if counter is None else counter.finish(mesh, compute_device(model))
+        step = QueuedStep(LateValues([norm, loss, router_loss, *infs]), window, mesh, checks, load)
         with part("optimizer"):  # reading the norm is the only place where the host waits for the device
             step_all(optimizers, scaler, skipped=step.has_infs or not step.is_finite)
     except BaseException:
@@ -258,14 +279,7 @@ def train_step(
         for one in optimizers:
             one.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)  # also gradients of parameters that no optimizer holds
-    step.problem = state_problem(optimizers)
-    result = step.result()
-    if result.skipped:
-        forget_stepped(model)
-    else:
-        step_schedulers(model, schedulers)
-        remember_batch(model, micro_batches, mesh)
-    return result
+    return step
 
 
 def _of_the_state(
@@ -283,21 +297,6 @@ def _of_the_state(
     }
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Sums over a window's micro-batches, on the device, so that the host does not wait for them.
-
-    Attributes:
-        loss: Summed loss of this rank's targets, float64, ().
-        router_loss: Routers' losses of this rank in the same unit, float64, ().
-        checks: Checks of the loss that are read with the norm of the gradient.
-    """
-
-    loss: torch.Tensor
-    router_loss: torch.Tensor
-    checks: HeadChecks
-
-
 def _forward_and_backward(
     model: nn.Module,
     window: Window,
@@ -305,8 +304,14 @@ def _forward_and_backward(
     mesh: "DeviceMesh | None",
     scaler: torch.amp.GradScaler | None,
     grad_sync: GradSync,
-) -> _Sums:
-    """Run each micro-batch forward and backward; gradients are of the window's loss per target."""
+) -> tuple[torch.Tensor, torch.Tensor, HeadChecks]:
+    """Run each micro-batch forward and backward; gradients are of the window's loss per target.
+
+    Returns:
+        (summed loss of this rank's targets, routers' losses in the same unit, checks of the loss that are
+        read with the norm of the gradient). Both sums are float64 and 0-dim, on the device, so that the host
+        does not wait for them.
+    """
     device, copies, weight = compute_device(model), copies_of_rows(mesh), window.weight
     deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
     total = added = torch.zeros((), dtype=torch.float64, device=device)
@@ -315,7 +320,7 @@ def _forward_and_backward(
         last = number == len(window.micro_batches)
         with gradient_sync(model, "all" if last else deferred), checked_later(checks):
             with part("forward"):
-                moved = on_device(batch.given, batch.part, device, own_loss=objective.loss_fn is not None)
+                moved = on_device(batch.given, batch.part, device, own_loss=objective.is_own)
                 summed, router = objective.of(model, moved)
             if router is not None:
                 # The router's loss of a micro-batch is a mean. Times its share of the window's tokens and
@@ -327,4 +332,4 @@ def _forward_and_backward(
             loss = scaled_for_averaging(summed, weight * copies) if mesh is not None else summed / weight
             with part("backward"):
                 (scaler.scale(loss) if scaler is not None else loss).backward()
-    return _Sums(total, added, checks)
+    return total, added, checks

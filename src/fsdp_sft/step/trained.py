@@ -1,7 +1,7 @@
 """Checks that trained tensors get their gradients from the reduction over all ranks and from nothing else."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -160,16 +160,11 @@ def gradients_past_reduction(model: nn.Module, names: dict[nn.Parameter, str]) -
     """
     found: list[str] = []
     is_sharded = isinstance(unwrapped(model), FSDPModule)
-    handles = [
-        parameter.register_hook(lambda _, name=name: found.append(name))
-        for parameter, name in names.items()
-        if is_sharded and parameter.requires_grad and isinstance(parameter, DTensor)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for parameter, name in names.items():
+            if is_sharded and parameter.requires_grad and isinstance(parameter, DTensor):
+                hooks.enter_context(parameter.register_hook(lambda _, name=name: found.append(name)))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def refuse_past_reduction(names: list[str], mesh: "DeviceMesh | None") -> None:
@@ -193,13 +188,6 @@ def _uses_shards(of: str) -> UnsupportedModelError:
         "gradient once more. Compute a term of the weights in the forward of the module that holds them, "
         "where they are gathered, or take the optimizer's weight_decay"
     )
-
-
-@dataclass
-class Replicas:
-    """Remembers whether the replicas of a model have been compared."""
-
-    compared: bool = False
 
 
 def has_replicas(model: nn.Module, mesh: "DeviceMesh | None") -> bool:

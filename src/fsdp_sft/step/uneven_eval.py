@@ -8,10 +8,10 @@ import torch.distributed as dist
 from fsdp_sft._ranks.agree import all_gather_objects, control_group
 from fsdp_sft._ranks.mesh import raise_on_mesh, same_rows_in, sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup
-from fsdp_sft.jobs.preemption import keep_workers_alive
-from fsdp_sft.loss import part_of, refuse_different_rows, to_compare_rows
+from fsdp_sft.loss import own_part, refuse_different_rows, to_compare_rows
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
-from fsdp_sft.step.window import Check, CountFn, counted, on_host
+from fsdp_sft.step.own_loss import Objective
+from fsdp_sft.step.window import Check, begun_late, on_host
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 def in_step(
     batches: Iterable[Any],
     mesh: "DeviceMesh | None",
-    count_fn: CountFn | None = None,
-    check: Check | None = None,
-    group: SequenceGroup | None = None,
+    objective: Objective,
+    check: Check,
+    group: SequenceGroup | None,
 ) -> Iterator[tuple[Any, Any, int | None]]:
     """Yield this rank's batches and then stand-ins, until every rank has run out.
 
-    A stand-in is a batch with the keys of those that other ranks have in that round: the last such batch of
-    this rank, or else one that another rank sends. Each round costs one small all-reduce.
+    A stand-in is a batch with the keys of those that other ranks have in that round: the last batch of this
+    rank, or if its keys are others, one that another rank sends. Each round costs one small all-reduce.
 
     Args:
         batches: This rank's batches.
         mesh: Mesh of the model, whose ranks go through their batches together; None is this rank alone.
-        count_fn: Function that counts the targets of a batch; None counts its labels.
+        objective: Definition of the loss, which says what a target is.
         check: Function that raises for a batch that the model cannot take.
         group: Ranks that share rows; each computes its part of them.
 
@@ -47,23 +47,22 @@ def in_step(
     Collective: all ranks, if there is a mesh.
     """
     ranks = mesh.size() if mesh is not None else 1
-    stand_ins: dict[Keys, tuple[Any, Any]] = {}
-    source: Iterator[Any] | None = None
+    last: Any = None
+    seen: Any = None
+    keys: Keys = ()
+    source = begun_late(batches)
     while True:
-        batch = error = count = seen = None
+        batch = error = count = None
         same_rows = [0.0, 0.0]
-        keys: Keys = next(reversed(stand_ins), ())
         try:
-            source = source if source is not None else keep_workers_alive(batches)
             batch = next(source, None)
             if batch is not None:
                 (seen,) = on_host([batch])
                 same_rows = to_compare_rows([seen], group or same_rows_in(mesh))
-                if check is not None:
-                    check(seen)
+                check(seen)
                 keys = keys_of(batch)
-                seen = seen if group is None else part_of(seen, group)
-                count = counted(batch if count_fn is not None else seen, count_fn)
+                seen = own_part(seen, group)
+                count = objective.counted(batch, seen)
         except Exception as caught:
             error = caught
         terms = to_compare(digest(keys))
@@ -79,20 +78,16 @@ def in_step(
         refuse_different_rows(sums[-2:])
         if not are_equal(sums[: len(terms)], int(have)):
             refuse_different_keys([keys] if batch is not None else [])
-        if batch is not None:
-            stand_ins.pop(keys, None)
-            stand_ins[keys] = (batch, seen)
+        last = last if batch is None else batch
         # The sums tell every rank whether all that have run out have a stand-in with the right keys. If not,
         # one batch is sent to all.
         everyone = [one + other for one, other in zip(sums[: len(terms)], sums[len(terms) : -2], strict=True)]
         if not are_equal(everyone, ranks):
             sent = _from_a_rank_with_one(batch)
             if batch is None:
-                keys = keys_of(sent)
-                stand_ins.pop(keys, None)
-                (seen,) = on_host([sent])
-                stand_ins[keys] = (sent, seen if group is None else part_of(seen, group))
-        yield (batch, seen, count) if batch is not None else (*stand_ins[keys], None)
+                last, keys = sent, keys_of(sent)
+                seen = own_part(on_host([sent])[0], group)
+        yield last, seen, count
 
 
 def _from_a_rank_with_one(batch: Any) -> Any:

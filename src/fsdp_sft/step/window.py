@@ -1,6 +1,6 @@
 """Facts about a window's micro-batches that ranks agree on before the first forward."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,18 +10,16 @@ from fsdp_sft._process.streams import host_copies, travelling
 from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, same_rows_in, sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup
 from fsdp_sft.errors import BatchError
+from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.loss import (
     LOSS_KEYS,
-    WEIGHTS_KEY,
     BatchPart,
     checked_batch,
-    num_targets,
-    part_of,
+    own_part,
     part_on_device,
     refuse_different_rows,
     to_compare_rows,
     tokens_of,
-    weight_of,
 )
 from fsdp_sft.step.keys import (
     Keys,
@@ -33,8 +31,8 @@ from fsdp_sft.step.keys import (
     to_compare,
 )
 from fsdp_sft.step.labels import Differences, look_at
+from fsdp_sft.step.own_loss import Objective
 
-CountFn = Callable[[Any], int]
 Check = Callable[[Any], None]
 
 _LOOKED_AT = (*LOSS_KEYS, "input_ids", "attention_mask", "position_ids")
@@ -98,7 +96,7 @@ class Window:
     weight: float
     micro_batches: tuple[MicroBatch, ...]
     differences: Differences
-    anew: Anew = Anew()
+    anew: Anew
 
     @property
     def seen(self) -> list[Any]:
@@ -109,29 +107,26 @@ class Window:
 def agree_on_window(
     micro_batches: list[Any],
     mesh: "DeviceMesh | None",
+    objective: Objective,
     *,
-    count_fn: CountFn | None = None,
-    needs_ids: bool = True,
-    check: Check | None = None,
-    check_model: Callable[[], None] | None = None,
-    look: bool = False,
-    anew: Anew = Anew(),
-    own_loss: bool = False,
-    group: SequenceGroup | None = None,
-    options: dict[str, Any] | None = None,
+    check: Check,
+    check_model: Callable[[], None],
+    look: bool,
+    anew: Anew,
+    group: SequenceGroup | None,
+    options: dict[str, Any],
 ) -> Window:
     """Check the window and agree on it, or raise the same error on all ranks; one small all-reduce.
 
     Args:
         micro_batches: This rank's micro-batches.
         mesh: Mesh of the model, whose ranks share the window; None is this rank alone.
-        count_fn: Function that counts a batch's targets; None counts its labels.
-        needs_ids: Whether a batch without ``input_ids`` is an error; if not, it counts as 0 tokens.
+        objective: Definition of the loss. A batch without ``input_ids`` is an error, unless the loss is the
+            caller's own: it then counts as 0 tokens.
         check: Function that raises for a batch that the model cannot take.
         check_model: Function that raises if the model cannot be trained.
         look: Whether to look for mistakes in labels.
         anew: What this rank has to find out anew.
-        own_loss: Whether the loss is the caller's own, which ignores ``loss_weights``.
         group: Ranks that share the rows; each counts the targets and tokens of its part.
         options: Options of the step that must be the same on every rank.
 
@@ -144,22 +139,21 @@ def agree_on_window(
     found = Differences()
     same_rows: list[float] = [0.0, 0.0]
     try:
-        if check_model is not None:
-            check_model()
+        check_model()
         given = _checked_window(micro_batches)
         seen = on_host(given)
         same_rows = to_compare_rows(seen, group or same_rows_in(mesh))
-        batches = [_micro_batch(*both, group) for both in zip(given, seen, strict=True)]
-        for one in batches:
-            count = counted(one.part if count_fn is None else one.given, count_fn)
+        for batch, copied in zip(given, seen, strict=True):
+            one = MicroBatch(batch, copied, own_part(copied, group), keys_of(copied))
+            batches.append(one)
+            count = objective.counted(one.given, one.part)
             targets += count
-            weight += weight_of_loss(one.part, count, own_loss=own_loss)
-            tokens += tokens_of(one.part, needs_ids)
+            weight += objective.weight(one.part, count)
+            tokens += tokens_of(one.part, needs_ids=not objective.is_own)
         if look:
             found = look_at(seen)
-        if check is not None:
-            for batch in seen:
-                check(batch)
+        for batch in seen:
+            check(batch)
     except Exception as caught:
         error = caught
     ranks = mesh.size() if mesh is not None else 1
@@ -174,7 +168,7 @@ def agree_on_window(
     if failed:
         raise_on_mesh(error, "checking the window and the model", mesh)
     if not are_equal(equal[:-8], ranks):
-        refuse_different_options(options or {})
+        refuse_different_options(options)
     equal = equal[-8:]  # of the number of micro-batches, and of their keys
     if not are_equal(equal[:2], ranks):
         raise BatchError(
@@ -186,17 +180,6 @@ def agree_on_window(
     refuse_different_rows(rows_apart)
     found = Differences(looked_at, different, padding)
     return Window(all_targets, all_tokens, all_weight, tuple(batches), found, Anew(*any_anew))
-
-
-def _micro_batch(given: Any, seen: Any, group: SequenceGroup | None) -> MicroBatch:
-    """A batch with its part and its keys."""
-    return MicroBatch(given, seen, seen if group is None else part_of(seen, group), keys_of(seen))
-
-
-def weight_of_loss(batch: Any, count: int, *, own_loss: bool) -> float:
-    """Divisor of a batch's loss: the number of its targets, or the sum of their ``loss_weights``."""
-    weighted = not own_loss and isinstance(batch, Mapping) and batch.get(WEIGHTS_KEY) is not None
-    return weight_of(batch) if weighted else float(count)
 
 
 def _checked_window(micro_batches: Any) -> list[Any]:
@@ -211,18 +194,9 @@ def _checked_window(micro_batches: Any) -> list[Any]:
     return list(micro_batches)
 
 
-def counted(batch: Any, count_fn: CountFn | None) -> int:
-    """Number of targets of a batch, by ``count_fn`` or by its labels."""
-    if count_fn is None:
-        return num_targets(batch)
-    count: Any = count_fn(batch)
-    if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_floating_point():
-        count = int(count)
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"count_fn must return an int, the targets of a batch, got {count!r}")
-    if count < 0:
-        raise ValueError(f"count_fn must return a number of targets, got {count}")
-    return int(count)
+def begun_late(batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches of a loader, whose workers start with the first: where an error reaches all ranks."""
+    yield from keep_workers_alive(batches)
 
 
 def on_host(batches: Sequence[Any]) -> list[Any]:
@@ -255,13 +229,16 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on ``device``, those in nested dicts, lists and tuples included."""
     if isinstance(batch, torch.Tensor):
         return travelling(batch, device)
-    if isinstance(batch, Mapping):
-        return {name: to_device(value, device) for name, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
+    return with_parts(batch, lambda part: to_device(part, device))
+
+
+def with_parts(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A dict, list or tuple with ``function`` of each of its parts; anything else as it is."""
+    if isinstance(value, Mapping):
+        return {name: function(inner) for name, inner in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(function, value))
+    return type(value)(map(function, value)) if isinstance(value, (list, tuple)) else value
 
 
 def num_rows(batch: Any) -> int:

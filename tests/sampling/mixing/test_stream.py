@@ -140,10 +140,10 @@ def test_a_position_of_other_weights_is_refused():
     rows = [encoded(40, 100), encoded(12, 900)]
     stream = fs.PackedStream(fs.MixedStream(rows, weights=[2, 1]), max_length=16)
     other = fs.PackedStream(fs.MixedStream(rows, weights=[1, 1]), max_length=16)
-    with pytest.raises(ValueError, match="stream state has order="):
+    with pytest.raises(ValueError, match="the state has order="):
         other.load_state_dict(stream.state_dict())
     plain = fs.PackedStream(rows[0], max_length=16)
-    with pytest.raises(ValueError, match=r"stream state lacks \['order'\]"):
+    with pytest.raises(ValueError, match=r"the state lacks \['order'\]"):
         stream.load_state_dict(plain.state_dict())
 
 

@@ -1,7 +1,8 @@
 """Check that nothing but attention mixes positions: a row must give the same in parts as whole."""
 
+import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -42,13 +43,9 @@ def verify(model: nn.Module, group: SequenceGroup) -> None:
         try:
             with _names_of_running(model, running):
                 reason = probe.assumption_that_fails()
-                wrong = probe.share_that_differs() > probe.most_flipped
+                wrong = probe.part_differs()
         except Exception as error:
-            at = (
-                f"{running[-1]} ({type(model.get_submodule(running[-1])).__name__})"
-                if running
-                else "its own code"
-            )
+            at = probe.named(running[-1]) if running else "its own code"
             reason = f"cannot run on parts of a row: {type(error).__name__} in {at}: {error}"
             cause, wrong = error, True
         if not all_reduce_sum([wrong or bool(reason)])[0]:
@@ -93,20 +90,17 @@ class _PartsProbe:
         self.options = {name: False for name in ("use_cache", "output_router_logits") if name in taken}
         # Norms compute in float32 even in a float64 model, hence the least tolerance.
         self.tolerance = max(logits_tolerance(model, self.device), 1e-6)
-        self.most_flipped = _MOST_FLIPPED if self.tolerance > 1e-3 else 0.0
+        self._most_flipped = _MOST_FLIPPED if self.tolerance > 1e-3 else 0.0
 
     def assumption_that_fails(self) -> str:
         """Why a plain forward is not what computing rows in parts assumes; empty if it is."""
         plain = self._plain().logits
         changed = self.ids.clone()
         changed[:, -1] += 1
-        if (
-            _share_beyond(self._plain(changed).logits[:, :-1], plain[:, :-1], self.tolerance)
-            > self.most_flipped
-        ):
+        if self.differ(self._plain(changed).logits[:, :-1], plain[:, :-1]):
             return "lets tokens see later ones, as filler at the end of a row would be"
         alone = self.model(input_ids=self.ids, **self.options).logits
-        if _share_beyond(alone, plain, self.tolerance) > self.most_flipped:
+        if self.differ(alone, plain):
             return "counts positions otherwise than from 0, which a part of a row cannot"
         padded = torch.ones_like(self.ids)
         padded[:, : len(padded[0]) // 4] = 0
@@ -114,34 +108,37 @@ class _PartsProbe:
         # In some models tokens that see no key become NaN, and make others NaN.
         alone = self.model(input_ids=self.ids, attention_mask=padded, **self.options).logits.nan_to_num()
         placed = self._plain(attention_mask=padded).logits.nan_to_num()
-        if _share_beyond(alone[:, seen], placed[:, seen], self.tolerance) > self.most_flipped:
+        if self.differ(alone[:, seen], placed[:, seen]):
             return "counts positions by the attention mask, of which a part of a row has another count"
         return ""
 
-    def share_that_differs(self) -> float:
-        """Share of this rank's positions whose logits differ by more than rounding."""
-        plain, part = self._plain().logits[:, self.own], self._part().logits
-        if part.shape != plain.shape:
-            return 1.0
-        return _share_beyond(part, plain, self.tolerance)
+    def part_differs(self) -> bool:
+        """Whether the logits of this rank's positions differ by more than rounding."""
+        return self.differ(self._part().logits, self._plain().logits[:, self.own])
+
+    def differ(self, found: torch.Tensor | None, expected: torch.Tensor) -> bool:
+        """Whether more positions of two tensors differ than rounding explains, or their shapes do."""
+        if found is None or found.shape != expected.shape:
+            return True
+        return _share_beyond(found, expected, self.tolerance) > self._most_flipped
 
     def first_that_differs(self) -> str:
         """A text that names the first module whose output differs, inner before outer.
 
         Both forwards are run again and all outputs kept.
         """
-        outputs: list[dict[str, torch.Tensor]] = []
-        for run, own in ((self._plain, self.own), (self._part, slice(None))):
-            with _outputs(self.model, self.whole.length, own) as kept:
-                run()
-            outputs.append(kept)
-        plain, part = outputs
+        with _outputs(self.model, self.whole.length, self.own) as plain:
+            self._plain()
+        with _outputs(self.model, self.whole.length, slice(None)) as part:
+            self._part()
         for name, expected in plain.items():
-            found = part.get(name)
-            differs = found is None or found.shape != expected.shape
-            if differs or _share_beyond(found, expected, self.tolerance) > self.most_flipped:  # type: ignore[arg-type]
-                return f"first in {name} ({type(self.model.get_submodule(name)).__name__})"
+            if self.differ(part.get(name), expected):
+                return f"first in {self.named(name)}"
         return "if in no module by itself"
+
+    def named(self, fqn: str) -> str:
+        """A module of the model, with its class."""
+        return f"{fqn} ({type(self.model.get_submodule(fqn)).__name__})"
 
     def _plain(self, ids: torch.Tensor | None = None, **inputs: Any) -> Any:
         """Output of a plain forward of the whole row."""
@@ -164,22 +161,18 @@ class _PartsProbe:
 def _names_of_running(model: nn.Module, running: list[str]) -> Iterator[None]:
     """Keep in ``running`` the names of the modules that have been called and not returned, innermost last."""
 
-    def entering(name: str) -> Any:
-        return lambda *_: running.append(name)
+    def enter(name: str, *_: Any) -> None:
+        running.append(name)
 
-    def leaving(*_: Any) -> None:
+    def leave(*_: Any) -> None:
         running.pop()
 
-    handles = []
-    for name, module in model.named_modules():
-        if name:
-            handles.append(module.register_forward_pre_hook(entering(name)))
-            handles.append(module.register_forward_hook(leaving))
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name:
+                hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, name)))
+                hooks.enter_context(module.register_forward_hook(leave))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -187,23 +180,19 @@ def _outputs(model: nn.Module, length: int, own: slice) -> Iterator[dict[str, to
     """Collect all modules' outputs for this rank's tokens, by name, in the order in which they return."""
     kept: dict[str, torch.Tensor] = {}
 
-    def keeper(name: str) -> Any:
-        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, (tuple, list)) and output else output
-            if not isinstance(first, torch.Tensor) or not first.is_floating_point() or first.ndim < 2:
-                return
-            dim = 1 if first.ndim > 2 else 0  # experts and routers see tokens of all rows in one dimension
-            if own == slice(None) or first.shape[dim] == length:
-                kept[name] = first.movedim(dim, 0)[own].flatten(1).float().cpu()
+    def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        if not isinstance(first, torch.Tensor) or not first.is_floating_point() or first.ndim < 2:
+            return
+        dim = 1 if first.ndim > 2 else 0  # experts and routers see tokens of all rows in one dimension
+        if own == slice(None) or first.shape[dim] == length:
+            kept[name] = first.movedim(dim, 0)[own].flatten(1).float().cpu()
 
-        return keep
-
-    handles = [module.register_forward_hook(keeper(name)) for name, module in model.named_modules() if name]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name:
+                hooks.enter_context(module.register_forward_hook(functools.partial(keep, name)))
         yield kept
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _share_beyond(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:

@@ -13,12 +13,15 @@ combined, each of which is the best for some data:
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
-from fsdp_sft.sampling.packing.bins import IntegerSet, pack_lengths
+from fsdp_sft.sampling.packing.bins import Sorted, pack_lengths
 from fsdp_sft.sampling.packing.cost import RowCost
 
 Pack = list[int]
+T = TypeVar("T")
 
 
 def balanced_rounds(
@@ -49,11 +52,11 @@ def balanced_rounds(
     return spread
 
 
-def deal(packs: list[list[int]], weight: Callable[[int], float], num_ranks: int) -> list[list[int]]:
+def deal(packs: list[list[T]], weight: Callable[[T], float], num_ranks: int) -> list[list[T]]:
     """One pack for each rank from a round that may have fewer: the largest packs are split in two.
 
     Args:
-        packs: The packs of a round, as lists of rows.
+        packs: The packs of a round, as lists of rows or of their indices.
         weight: Tokens or cost of a row.
         num_ranks: Number of packs to return.
 
@@ -73,9 +76,9 @@ def deal(packs: list[list[int]], weight: Callable[[int], float], num_ranks: int)
     return packs
 
 
-def _halves(pack: list[int], weight: Callable[[int], float]) -> list[list[int]]:
+def _halves(pack: list[T], weight: Callable[[T], float]) -> list[list[T]]:
     """The rows of a pack in two packs of about equal weight."""
-    halves: list[list[int]] = [[], []]
+    halves: list[list[T]] = [[], []]
     weights = [0.0, 0.0]
     for row in sorted(pack, key=weight, reverse=True):
         side = weights[1] < weights[0]
@@ -115,11 +118,11 @@ def _spread_rounds(
     cost: RowCost,
 ) -> list[list[Pack]] | None:
     """Rounds of long rows, and the other rows spread over the other rounds; None if rows are left over."""
-    left = _Rows(rows, lengths, capacity, cost)
+    left = _Rows(rows, lengths, cost)
     rounds: list[list[Pack]] = []
-    while left and len(rounds) < num_rounds:
+    while left.numbers and len(rounds) < num_rounds:
         packs_left = (num_rounds - len(rounds)) * num_ranks
-        if cost.of(left.longest) <= left.cost / packs_left:
+        if cost.of(left.numbers[-1]) <= left.cost / packs_left:
             break
         rounds.append(_round_of_long_rows(left, capacity, num_ranks, cost))
     packs = _spread(left.all(), lengths, capacity, (num_rounds - len(rounds)) * num_ranks, cost)
@@ -128,17 +131,17 @@ def _spread_rounds(
 
 def _round_of_long_rows(left: "_Rows", capacity: int, num_ranks: int, cost: RowCost) -> list[Pack]:
     """One round: the longest rows, one a pack, and further rows until each costs as much as the first."""
-    most = cost.of(left.longest)
-    packs: list[tuple[Pack, int]] = []
-    for _ in range(num_ranks):
-        taken = left.take(capacity)
-        packs.append(([], 0) if taken is None else ([taken[0]], taken[1]))
-    for pack, tokens in packs:
+    most = cost.of(left.numbers[-1])
+    firsts = [left.take(capacity) for _ in range(num_ranks)]
+    packs: list[Pack] = []
+    for first in firsts:
+        tokens, row = first or (0, -1)
+        packs.append([] if first is None else [row])
         spent = cost.of(tokens)
-        while pack and (taken := left.take(min(capacity - tokens, cost.longest(most - spent)))) is not None:
-            pack.append(taken[0])
-            tokens, spent = tokens + taken[1], spent + cost.of(taken[1])
-    return [pack for pack, _ in packs]
+        while first and (taken := left.take(min(capacity - tokens, cost.longest(most - spent)))):
+            packs[-1].append(taken[1])
+            tokens, spent = tokens + taken[0], spent + cost.of(taken[0])
+    return packs
 
 
 def _spread(
@@ -150,72 +153,40 @@ def _spread(
     # A heap of (cost so far, pack). A pack leaves it when it is the cheapest and has no room for a row, but
     # may take a shorter row later: `full` keeps it by its free tokens.
     cheapest = [(0.0, index) for index in range(num_packs)]
-    full: dict[int, list[int]] = {}
-    free_sizes = IntegerSet(capacity)
-
-    def set_aside(index: int) -> None:
-        free = capacity - tokens[index]
-        if free:
-            if not full.setdefault(free, []):
-                free_sizes.add(free)
-            full[free].append(index)
+    full: Sorted[int] = Sorted()
 
     for row in rows:
         size = lengths[row]
         while cheapest and tokens[cheapest[0][1]] + size > capacity:
-            set_aside(heapq.heappop(cheapest)[1])
+            index = heapq.heappop(cheapest)[1]
+            full.add(capacity - tokens[index], index)
         if cheapest:
             spent, index = cheapest[0]
             heapq.heapreplace(cheapest, (spent + cost.of(size), index))
             tokens[index] += size
         else:
-            free = free_sizes.first_at_least(size)
-            if free is None:
+            found = full.pop(at_least=size)
+            if found is None:
                 return None
-            index = full[free].pop()
-            if not full[free]:
-                free_sizes.remove(free)
+            free, index = found
             tokens[index] += size
-            set_aside(index)
+            full.add(free - size, index)
         packs[index].append(row)
     return packs
 
 
-class _Rows:
-    """Rows that are in no pack yet, of which the longest below a bound is found quickly."""
+class _Rows(Sorted[int]):
+    """Rows that are in no pack yet, by their tokens, and the cost of all of them."""
 
-    def __init__(self, rows: Iterable[int], lengths: Sequence[int], capacity: int, cost: RowCost) -> None:
-        self._by_length: dict[int, list[int]] = {}
+    def __init__(self, rows: Sequence[int], lengths: Sequence[int], cost: RowCost) -> None:
+        super().__init__()
         for row in rows:
-            self._by_length.setdefault(lengths[row], []).append(row)
-        self._capacity, self._cost = capacity, cost
-        # capacity - length + 1 for each length: the smallest of these is that of the longest row.
-        self._missing = IntegerSet(capacity)
-        for length in self._by_length:
-            self._missing.add(capacity - length + 1)
-        self.cost = sum(cost.of(length) * len(same) for length, same in self._by_length.items())
-
-    def __bool__(self) -> bool:
-        return self._missing.first_at_least(1) is not None
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
-        return self._capacity + 1 - (self._missing.first_at_least(1) or 0)
+            self.add(lengths[row], row)
+        number = Counter(lengths[row] for row in rows)
+        self._cost, self.cost = cost, sum(cost.of(length) * same for length, same in number.items())
 
     def take(self, most: int) -> tuple[int, int] | None:
-        """(longest row of at most ``most`` tokens, its tokens), which is removed; None if there is none."""
-        missing = self._missing.first_at_least(self._capacity - most + 1) if most > 0 else None
-        if missing is None:
-            return None
-        length = self._capacity + 1 - missing
-        same = self._by_length[length]
-        row = same.pop()
-        if not same:
-            self._missing.remove(missing)
-        self.cost -= self._cost.of(length)
-        return row, length
-
-    def all(self) -> list[int]:
-        """All rows, the longest first."""
-        return [row for length in sorted(self._by_length, reverse=True) for row in self._by_length[length]]
+        """(tokens, row) of the longest row of at most ``most`` tokens, which is removed; None without one."""
+        found = self.pop(at_most=most)
+        self.cost -= 0.0 if found is None else self._cost.of(found[0])
+        return found

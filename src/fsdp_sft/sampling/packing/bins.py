@@ -1,10 +1,11 @@
 """Best-fit-decreasing bin packing of sequence lengths."""
 
 import operator
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-_WORD_BITS = 1024
+T = TypeVar("T")
 
 
 def pack_lengths(lengths: Iterable[int], capacity: int) -> list[list[int]]:
@@ -37,34 +38,22 @@ def pack_lengths(lengths: Iterable[int], capacity: int) -> list[list[int]]:
     for row, size in enumerate(sizes):
         rows_of.setdefault(size, []).append(row)
     packs: list[list[int]] = []
-    # Packs with room left, by their free tokens, and the set of those numbers: the smallest that is at least
-    # a row's length belongs to the fullest pack that can take the row.
-    with_free: dict[int, list[list[int]]] = {}
-    free_sizes = IntegerSet(capacity)
+    # Packs with room left, by their free tokens: the smallest number that is at least a row's length belongs
+    # to the fullest pack that can take the row.
+    open_packs: Sorted[list[int]] = Sorted()
     for size in sorted(rows_of, reverse=True):
         rows, taken = rows_of[size], 0
         while taken < len(rows):
-            free = free_sizes.first_at_least(size)
-            if free is None:
-                free = capacity
-                pack: list[int] = []
+            free, pack = open_packs.pop(at_least=size) or (capacity, [])
+            if not pack:
                 packs.append(pack)
-            else:
-                candidates = with_free[free]
-                pack = candidates.pop()
-                if not candidates:
-                    free_sizes.remove(free)
             # Of all packs with room for this length, this one is the fullest even after it has taken a row,
             # so it takes all further rows of the same length that fit.
             fitting = rows[taken : taken + free // size]
             taken += len(fitting)
             pack += fitting
-            left = free - size * len(fitting)
-            if left:
-                same = with_free.setdefault(left, [])
-                if not same:
-                    free_sizes.add(left)
-                same.append(pack)
+            if free > size * len(fitting):
+                open_packs.add(free - size * len(fitting), pack)
     return packs
 
 
@@ -102,40 +91,41 @@ def as_ints(name: str, values: Any) -> list[int]:
     return [operator.index(value) for value in listed]
 
 
-class IntegerSet:
-    """A set of integers from 1 to ``largest`` that finds the smallest at or above a bound quickly.
+class Sorted(Generic[T]):
+    """Things by a number, of which that with the next larger or smaller number is found quickly.
 
-    A two-level bitmap: bit v % 1024 of word v // 1024 is set if v is a member, and one more mask marks the
-    words that are not 0. So a capacity of a million costs little more than one of a thousand.
+    Of several with one number the last that was added is found first.
     """
 
-    def __init__(self, largest: int) -> None:
-        self._words = [0] * (largest // _WORD_BITS + 1)
-        self._used = 0
+    def __init__(self) -> None:
+        self.numbers: list[int] = []  # each once, ascending
+        self._things: dict[int, list[T]] = {}
 
-    def add(self, value: int) -> None:
-        """Add an integer."""
-        word, bit = divmod(value, _WORD_BITS)
-        self._words[word] |= 1 << bit
-        self._used |= 1 << word
+    def add(self, number: int, thing: T) -> None:
+        """Add a thing."""
+        same = self._things.setdefault(number, [])
+        if not same:
+            insort(self.numbers, number)
+        same.append(thing)
 
-    def remove(self, value: int) -> None:
-        """Remove an integer that is in the set."""
-        word, bit = divmod(value, _WORD_BITS)
-        self._words[word] &= ~(1 << bit)
-        if not self._words[word]:
-            self._used &= ~(1 << word)
+    def pop(self, *, at_least: int | None = None, at_most: int | None = None) -> tuple[int, T] | None:
+        """(number, thing) of the smallest number ``at_least`` a bound, or of the largest ``at_most`` one.
 
-    def first_at_least(self, bound: int) -> int | None:
-        """The smallest member that is at least ``bound``; None if there is none."""
-        # x & -x keeps the lowest set bit of x, and its bit_length() - 1 is that bit's index.
-        word, bit = divmod(bound, _WORD_BITS)
-        above = self._words[word] >> bit
-        if above:
-            return bound + (above & -above).bit_length() - 1
-        used = self._used >> (word + 1)
-        if not used:
+        The thing is removed; None if there is none.
+        """
+        if at_most is not None:
+            index = bisect_right(self.numbers, at_most) - 1
+        else:
+            index = bisect_left(self.numbers, at_least or 0)
+        if not 0 <= index < len(self.numbers):
             return None
-        word += (used & -used).bit_length()
-        bits = self._words[word]
-        return word * _WORD_BITS + (bits & -bits).bit_length() - 1
+        number = self.numbers[index]
+        same = self._things[number]
+        thing = same.pop()
+        if not same:
+            del self.numbers[index]
+        return number, thing
+
+    def all(self) -> list[T]:
+        """All things, those with the largest number first."""
+        return [thing for number in reversed(self.numbers) for thing in self._things[number]]

@@ -33,9 +33,9 @@ class RowCost:
             TypeError: If it is not two numbers.
             ValueError: If a number is negative or not finite, or both are 0.
         """
-        if not isinstance(cost, (tuple, list)) or len(cost) != 2:
-            raise TypeError(f"cost must be two numbers, such as attention_cost(config), got {cost!r}")
-        if any(isinstance(part, bool) or not isinstance(part, (int, float)) for part in cost):
+        parts = cost if isinstance(cost, (tuple, list)) else ()
+        numbers = [part for part in parts if isinstance(part, (int, float)) and not isinstance(part, bool)]
+        if len(parts) != 2 or len(numbers) != 2:
             raise TypeError(f"cost must be two numbers, such as attention_cost(config), got {cost!r}")
         if not all(math.isfinite(part) and part >= 0 for part in cost) or not any(cost):
             raise ValueError(

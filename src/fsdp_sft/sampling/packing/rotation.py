@@ -1,7 +1,7 @@
 """Compare rotary embeddings of a pack with those of its rows alone: do they depend on the longest row?"""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,14 +28,12 @@ class Rotations:
     @contextmanager
     def recorded(self, model: nn.Module) -> Iterator[None]:
         """Record while the context lasts."""
-        handles = [model.register_forward_pre_hook(lambda *_: self._calls.append([]))]
         rotary = [m for m in model.modules() if hasattr(m, "inv_freq") or hasattr(m, "rope_type")]
-        handles += [module.register_forward_hook(self._record) for module in rotary]
-        try:
+        with ExitStack() as hooks:
+            hooks.enter_context(model.register_forward_pre_hook(lambda *_: self._calls.append([])))
+            for module in rotary:
+                hooks.enter_context(module.register_forward_hook(self._record))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def take(self) -> list[list[torch.Tensor]]:
         """Outputs of each forward, tensors ``(B, S, ...)``; this empties the record."""

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import Sampler
 
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft.sampling.packing.balance import balanced_rounds, deal
 from fsdp_sft.sampling.packing.bins import as_ints, check_lengths, pack_lengths
 from fsdp_sft.sampling.packing.cost import RowCost
-from fsdp_sft.sampling.sampler import PlacedSampler
+from fsdp_sft.sampling.sampler import Placed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +25,7 @@ _POOL_ROUNDS = 32
 _LEVELS = 16  # packs whose tokens differ by less than 1/16 of max_length count as equally long
 
 
-class PackedSampler(PlacedSampler[list[int]]):
+class PackedSampler(Placed, Sampler[list[int]]):
     """Distributes packs of rows to ranks; for the ``batch_sampler`` of a DataLoader with ``PackedCollator``.
 
     Every epoch packs all rows in a new order. A *round* gives every rank one pack. The packs of a round
@@ -113,7 +114,7 @@ class PackedSampler(PlacedSampler[list[int]]):
         return max(-(-(len(self._order()) - self._history[-1][1]) // self.num_replicas), 0)
 
     @property
-    def position(self) -> int:
+    def position(self) -> int:  # type: ignore[override]
         """Number of packs of the current epoch that all ranks together have consumed."""
         return sum(packs for _, packs in self._history)
 
@@ -129,16 +130,6 @@ class PackedSampler(PlacedSampler[list[int]]):
         if consumed >= len(self._order()):
             self.end_epoch()
 
-    def end_epoch(self) -> None:
-        """Go to the next epoch if any of the current one has been consumed."""
-        if self.position and not self.is_passed_over:
-            self.epoch, self._history = self.epoch + 1, [(self.num_replicas, 0)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Epoch, packs consumed, and what packs and order depend on; the same on every rank."""
-        self._warn_if_uncounted()
-        return self.position_state()
-
     def position_state(self) -> dict[str, Any]:
         """``state_dict`` without its warning about uncounted rows."""
         cost = None if self._cost is None else [self._cost.per_token, self._cost.per_square]
@@ -151,18 +142,8 @@ class PackedSampler(PlacedSampler[list[int]]):
         Raises:
             ValueError: If the state belongs to other data or another order, so that other rows would be left.
         """
-        missing = [
-            key for key in self.position_state() if key not in state and key != "cost"
-        ]  # older states lack it
-        if missing:
-            raise ValueError(f"sampler state lacks {missing}; expected what state_dict() returned")
         self._follow_cost(state.get("cost"))
-        for key, own in self._source().items():
-            if int(state[key]) != own:
-                raise ValueError(
-                    f"sampler state has {key}={state[key]}, this sampler {own}: the packs would differ; "
-                    "use the same data and options, or start a new run"
-                )
+        self._check_state({"cost": None, **state})  # older states lack it
         epoch, history = int(state["epoch"]), [(int(ranks), int(packs)) for ranks, packs in state["consumed"]]
         # At most as many packs as rows, and those that fill the last round.
         most = self._rows_of_an_epoch() + self.num_replicas
@@ -188,7 +169,6 @@ class PackedSampler(PlacedSampler[list[int]]):
             self._history = [part for part in self._history if part[1]] + [(self.num_replicas, 0)]
 
     def _source(self) -> dict[str, int]:
-        """What packs and order depend on, which a restored state must have in common with this sampler."""
         return {
             "num_rows": len(self._lengths),
             "max_length": self.max_length,

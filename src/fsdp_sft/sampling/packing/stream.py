@@ -127,19 +127,6 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
         while self._later and self._later[0].packs <= self.position:
             self._start = self._later.popleft()
 
-    def end_epoch(self) -> None:
-        """Go to the next epoch if any of the current one has been consumed."""
-        if self.position and not self.is_passed_over:
-            self._go_to(self.epoch + 1)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Epoch, packs consumed, rows and packs before the current buffer, and what packs depend on.
-
-        It is the same on every rank.
-        """
-        self._warn_if_uncounted()
-        return self.position_state()
-
     def position_state(self) -> dict[str, Any]:
         """``state_dict`` without its warning about uncounted rows."""
         return {
@@ -158,15 +145,7 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
         Raises:
             ValueError: If the state was saved with other options, so that the packs would differ.
         """
-        missing = [key for key in self.position_state() if key not in state]
-        if missing:
-            raise ValueError(f"stream state lacks {missing}; expected what state_dict() returned")
-        for key, own in self._source().items():
-            if state[key] != own:
-                raise ValueError(
-                    f"stream state has {key}={state[key]}, this stream {own}: the packs would differ; "
-                    "use the same options, or start a new run"
-                )
+        self._check_state(state)
         start = _Boundary(int(state["rows_before"]), int(state["packs_before"]))
         if not (0 <= start.packs <= int(state["position"]) and start.rows >= 0 and int(state["epoch"]) >= 0):
             raise ValueError(f"stream state has a position that is not possible: {dict(state)}")
@@ -175,7 +154,7 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
         self._restored(self.epoch)
 
     def _source(self) -> dict[str, Any]:
-        """Options, and the order of a ``MixedStream``, which a restored state must share with this stream."""
+        """Options, and the order of a ``MixedStream``."""
         options = {"max_length": self.max_length, "buffer_size": self.buffer_size}
         order = getattr(self.rows, "order", None)
         return {**options, "order": order} if isinstance(order, Mapping) else options
@@ -186,13 +165,7 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
         packs = itertools.islice(self._all_packs(), self.position - self._start.packs, None)
         while dealt := list(itertools.islice(packs, self.num_replicas)):
             if len(dealt) < self.num_replicas:
-                rows = [row for pack in dealt for row in pack]
-                lengths, _ = row_sizes(rows)
-                counts = itertools.count()
-                numbered = [list(itertools.islice(counts, len(pack))) for pack in dealt]
-                dealt = [
-                    [rows[i] for i in pack] for pack in deal(numbered, lengths.__getitem__, self.num_replicas)
-                ]
+                dealt = deal(dealt, lambda row: row_sizes([row])[0][0], self.num_replicas)
             yield dealt
 
     def _refuse_split_rows(self) -> None:

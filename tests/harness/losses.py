@@ -1,0 +1,110 @@
+"""Models of families with various heads, and hidden states, for tests of the loss."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import fsdp_sft as fs
+from tests.harness.device import mesh_here
+from tests.harness.models import (
+    VOCAB,
+    full,
+)
+
+FLOAT32 = MixedPrecisionPolicy()
+
+
+def loss_of_logits(hidden, weight, labels, bias=None, softcap=None, scale=None) -> torch.Tensor:
+    logits = hidden @ weight.T
+    logits = logits if bias is None else logits + bias
+    logits = logits if scale is None else logits * scale
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+
+
+def draw_head(
+    dtype: torch.dtype, *, rows: int = 131, width: int = 32, vocab: int = 301, ignored: float = 0.4
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(rows, width, generator=generator).to(dtype)
+    weight = torch.randn(vocab, width, generator=generator).to(dtype)
+    bias = torch.randn(vocab, generator=generator).to(dtype)
+    labels = torch.randint(vocab, (rows,), generator=generator)
+    labels[torch.rand(rows, generator=generator) < ignored] = -100
+    return hidden, weight, labels, bias
+
+
+def leaves_of(*tensors: torch.Tensor | None, dtype: torch.dtype | None = None) -> list[Any]:
+    return [None if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors]
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", {"final_logit_softcapping": 3.0, "tie_word_embeddings": False}),
+    "granite": ("Granite", {"logits_scaling": 4.0}),
+    "cohere": ("Cohere", {"logit_scale": 0.5}),
+}
+
+
+def family_model(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    import transformers
+
+    name, overrides = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **overrides,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(5)
+    return model.to(dtype).train()
+
+
+def own_batches(batches: list[Any]) -> list[Any]:
+    return batches[dist.get_rank() :: dist.get_world_size()]
+
+
+def shard_by_heads(model: Any, *, own_group: bool = False, mesh_shape: Any = None, **options: Any) -> Any:
+    mesh = mesh_here(**(mesh_shape or {}))
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if own_group and head.weight is embedding.weight:  # one group of the two
+        for modules in (*fs.find_blocks(model).values(), [embedding, head], model):
+            fully_shard(modules, mesh=mesh, mp_policy=options.get("mp_policy", FLOAT32))
+        return model
+    blocks = fs.find_blocks(model)
+    blocks = {**blocks, "lm_head": head} if own_group else blocks
+    options = {"mp_policy": FLOAT32, "master_dtype": head.weight.dtype, **options}
+    return fs.shard_model(model, mesh=mesh, blocks=blocks, **options)
+
+
+def window_gradients(
+    model: Any, mine: list[Any], *, impl: str = "auto", accumulate: str = "all"
+) -> dict[str, torch.Tensor]:
+    model.reshard()  # after a forward without a backward, zero_grad would miss the root's shards
+    model.zero_grad()
+    targets = fs.count_targets(mine)
+    for index, batch in enumerate(mine):
+        with fs.gradient_sync(model, "all" if index == len(mine) - 1 else accumulate):
+            fs.causal_lm_loss(model, batch, num_targets=targets, impl=impl).backward()
+    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}

@@ -1,0 +1,325 @@
+"""The choice of an implementation: what it leaves as it was, when it falls back, and that ranks agree."""
+
+import copy
+import itertools
+import logging
+import sys
+import types
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import fsdp_sft as fs
+from fsdp_sft.loss import liger
+from tests.harness.architectures import class_names, tiny_architecture
+from tests.harness.losses import (
+    draw_head,
+    family_model,
+    loss_of_logits,
+    own_batches,
+    relative_error,
+    shard_by_heads,
+    window_gradients,
+)
+from tests.harness.models import (
+    VOCAB,
+    largest_error,
+    oracle_gradients,
+    oracle_loss,
+    ragged_batches,
+    tiny_model,
+)
+from tests.harness.ranks import run_distributed
+
+
+def _check_left_as_it_was() -> None:
+    model = shard_by_heads(tiny_model("gpt2", attn_pdrop=0.1, resid_pdrop=0.1))
+    model.transformer.h[0].eval()
+    batch = own_batches(ragged_batches(2))[0]
+    fs.loss_sum(model, batch, impl="logits")[0].backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    buffers = {name: (b, b.clone()) for name, b in model.named_buffers()}
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    assert fs.prepare_loss(model) == "chunked"
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert all(
+        b is buffers[name][0] and torch.equal(b, buffers[name][1]) for name, b in model.named_buffers()
+    )
+    assert all(torch.equal(p.grad.to_local(), gradients[n].to_local()) for n, p in model.named_parameters())
+    assert "forward" not in vars(model)
+    assert "forward" not in vars(model.lm_head)
+    assert all(hasattr(p, "placements") for p in model.parameters()), "sharded again"
+
+
+def test_preparing_leaves_the_model_as_it_was() -> None:
+    run_distributed(_check_left_as_it_was, 2)
+
+
+def _train(prepared: tuple[int, ...], steps: int = 4) -> list[tuple[float, float]]:
+    model = shard_by_heads(tiny_model("gpt2", attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(dist.get_rank())
+    results = []
+    for step in range(steps):
+        if step in prepared:
+            fs.prepare_loss(model)
+        result = fs.train_step(model, own_batches(ragged_batches(4, seed=step)), optimizer, grad_sync="last")
+        results.append((result.loss, result.grad_norm))
+    return results
+
+
+def _check_bit_exact() -> None:
+    first_use = _train(())
+    assert first_use == _train((0,)) == _train((2, 3)), "when it is prepared makes no difference"
+
+
+def test_training_is_bit_exact_however_it_is_prepared() -> None:
+    run_distributed(_check_bit_exact, 2)
+
+
+class _Head(nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden).square()
+
+
+def _odd(kind: str) -> Any:
+    model = tiny_model("llama")
+    if kind == "square after the head":
+        forward = model.forward
+
+        def squared(*args: Any, labels: Any = None, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            output.logits = output.logits.square()
+            if labels is not None:
+                output.loss = model.loss_function(output.logits, labels, VOCAB)
+            return output
+
+        model.forward = squared
+    elif kind == "another head":
+        head = _Head(32, VOCAB, bias=False)
+        head.weight = model.lm_head.weight
+        model.lm_head = head
+    elif kind == "adapter":
+        # A head with a parameter of its own that does nothing yet: its output alone would not show it.
+        model.lm_head.lora = nn.Parameter(torch.zeros(VOCAB, 32))
+        model.lm_head.forward = lambda hidden: F.linear(hidden, model.lm_head.weight + model.lm_head.lora)
+    elif kind == "head used twice":
+        forward = model.forward
+        model.forward = lambda *args, **kwargs: (
+            model.lm_head(torch.ones(1, 1, 32)),
+            forward(*args, **kwargs),
+        )[1]
+    elif kind == "no head":
+        model.get_output_embeddings = lambda: None
+    elif kind == "compiled":
+        model.compile(backend="eager")
+    return model
+
+
+ODD = {
+    "square after the head": "neither a scale nor a soft cap",
+    "another head": "not a plain nn.Linear",
+    "adapter": "not a plain nn.Linear",
+    "head used twice": "calls the head 2 times",
+    "no head": "names no output embeddings",
+    "compiled": "compiled as a whole",
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_falls_back_with_a_reason(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = _odd(kind), ragged_batches(1)[0]
+    with caplog.at_level(logging.INFO, "fsdp_sft.loss"):
+        assert fs.prepare_loss(model) == "logits"
+    (record,) = (one for one in caplog.records if one.name == "fsdp_sft.loss")
+    assert record.levelno == logging.WARNING
+    assert "loss of LlamaForCausalLM: full logits, because" in record.message
+    assert ODD[kind] in record.message
+    with pytest.raises(ValueError, match=f"cannot be computed by impl='chunked': .*{ODD[kind]}"):
+        fs.loss_sum(model, batch, impl="chunked")
+    with pytest.raises(ValueError, match=ODD[kind]):
+        fs.prepare_loss(model, impl="chunked")
+    expected = oracle_loss(model, [batch])
+    total, count = fs.loss_sum(model, batch)
+    assert float(total.detach()) / count == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+def test_a_soft_cap_shows_even_where_logits_are_small() -> None:
+    model = family_model("gemma2")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e-3)
+    assert fs.prepare_loss(model) == "chunked"
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e4)
+    batch = ragged_batches(1)[0]
+    fused, _ = fs.loss_sum(model, batch, impl="chunked")
+    assert relative_error(fused.detach(), fs.loss_sum(model, batch, impl="logits")[0].detach()) <= 1e-6
+
+
+def test_a_plan_ends_with_what_it_was_made_for(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = tiny_model("llama"), ragged_batches(1)[0]
+    with caplog.at_level(logging.INFO, "fsdp_sft.loss"):
+        assert fs.prepare_loss(model) == "chunked"
+        fs.loss_sum(model, batch)
+        assert len(caplog.records) == 1, "probed once"
+        fs.loss_sum(copy.deepcopy(model), batch)
+        assert len(caplog.records) == 2, "a copy is another model"
+        model.lm_head = nn.Linear(32, VOCAB + 3, bias=True)
+        model.config.vocab_size = model.vocab_size = VOCAB + 3
+        total, count = fs.loss_sum(model, batch)
+        assert len(caplog.records) == 3, "another head"
+    assert float(total.detach()) / count == pytest.approx(
+        float(oracle_loss(model, [batch]).detach()), rel=1e-5
+    )
+    assert fs.prepare_loss(model, impl="logits") == "logits"
+    reference = weakref.ref(model)
+    del model, total
+    assert reference() is None, "nothing keeps the model alive"
+
+
+def test_the_wrong_models_and_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="impl must be one of"):
+        fs.prepare_loss(tiny_model("llama"), impl="fused")
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        fs.prepare_loss(tiny_model("t5"))
+    with pytest.raises(ValueError, match="meta device"):
+        fs.prepare_loss(tiny_model("llama").to("meta"))
+    with pytest.raises(ValueError, match="Liger's kernels run on CUDA"):
+        fs.prepare_loss(tiny_model("llama"), impl="liger")
+    classifier = tiny_model("bert")
+    with pytest.raises(
+        fs.ModelLossError, match=r"cannot be compared.*Give train_step and evaluate a loss_fn"
+    ):
+        fs.loss_sum(classifier, ragged_batches(1)[0])
+    fs.prepare_loss(classifier, impl="logits", compare=False)
+    with pytest.raises(ValueError, match="for a classifier give train_step a loss_fn"):
+        fs.loss_sum(classifier, ragged_batches(1)[0], impl="logits")
+
+
+def _check_a_failing_probe() -> None:
+    batches = ragged_batches(4)
+    for own_group, place in itertools.product((False, True), ("block", "head")):
+        model = family_model("llama")
+        _, expected = oracle_gradients(model, batches)
+        shard_by_heads(model, own_group=own_group)
+
+        def fail(_module: Any, args: tuple[Any, ...]) -> None:
+            if args[0].shape[:2] == (2, 8):
+                raise RuntimeError("no such shape")
+
+        module = model.lm_head if place == "head" else model.model.layers[0].mlp
+        handle = module.register_forward_pre_hook(fail)
+        with pytest.raises(fs.ModelLossError, match="RuntimeError: no such shape"):
+            fs.prepare_loss(model)
+        assert fs.prepare_loss(model, compare=False) == "logits"
+        actual = window_gradients(model, own_batches(batches))
+        assert largest_error(actual, expected) <= 1e-6, (own_group, place)
+        handle.remove()
+        assert fs.prepare_loss(model) == "chunked"
+        assert largest_error(window_gradients(model, own_batches(batches)), expected) <= 1e-6, (
+            own_group,
+            place,
+        )
+
+
+def test_training_goes_on_after_a_probe_that_failed() -> None:
+    run_distributed(_check_a_failing_probe, 2, timeout=240)
+
+
+def _check_one_rank_cannot() -> None:
+    model = shard_by_heads(family_model("llama"))
+    if dist.get_rank() == 1:
+        model.lm_head.forward = types.MethodType(nn.Linear.forward, model.lm_head)  # not plain on this one
+    assert fs.prepare_loss(model) == "logits"
+    with pytest.raises(ValueError, match=r"1 other ranks of the mesh could not|not a plain nn\.Linear"):
+        fs.prepare_loss(model, impl="chunked")
+
+
+def test_ranks_agree_on_a_fall_back() -> None:
+    run_distributed(_check_one_rank_cannot, 2)
+
+
+def test_liger_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in of the kernels' interface, which are CUDA only; absent, they are never imported."""
+    calls = []
+
+    class LigerFusedLinearCrossEntropyLoss:
+        def __init__(self, *, reduction: str, softcap: float | None, accum_dtype: torch.dtype) -> None:
+            calls.append((reduction, softcap, accum_dtype))
+            self.softcap = softcap
+
+        def __call__(self, lin_weight, _input, target, bias=None) -> torch.Tensor:
+            assert _input.ndim == 2
+            assert target.ndim == 1
+            return loss_of_logits(_input, lin_weight, target, bias, self.softcap)
+
+    module = types.ModuleType("liger_kernel.transformers")
+    module.LigerFusedLinearCrossEntropyLoss = LigerFusedLinearCrossEntropyLoss
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", module)
+    monkeypatch.setattr(liger, "why_not", lambda device: "")
+    batch = ragged_batches(1)[0]
+    for family in ("gemma2", "granite", "cohere"):
+        model = family_model(family)
+        assert fs.prepare_loss(model, impl="liger") == "liger"
+        fused, _ = fs.loss_sum(model, batch)
+        assert relative_error(fused.detach(), fs.loss_sum(model, batch, impl="logits")[0].detach()) <= 1e-6
+    assert ("sum", 3.0, torch.float32) in calls
+    with pytest.raises(ValueError, match="no logit scale"):
+        liger.linear_cross_entropy_sum(*draw_head(torch.float32)[:3], bias=torch.zeros(301), scale=2.0)
+
+
+@pytest.mark.slow
+def test_every_causal_lm_is_fused_exactly_or_falls_back_with_a_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ids = torch.randint(5, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    fused, refused, reasons, errors = 0, 0, {}, {}
+    for name in class_names():
+        try:
+            model = tiny_architecture(name).eval()
+        except Exception as error:
+            reasons[name] = f"not built: {error}"
+            continue
+        caplog.clear()
+        try:
+            chosen = fs.prepare_loss(model)
+        except fs.ModelLossError as error:  # its own loss is another one
+            reasons[name], refused = str(error), refused + 1
+            continue
+        if chosen == "logits":
+            reasons[name] = caplog.records[-1].message
+            continue
+        gradients = []
+        for impl in ("logits", "chunked"):
+            model.zero_grad()
+            fs.loss_sum(model, batch, impl=impl)[0].backward()
+            gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        errors[name] = largest_error(gradients[1], gradients[0])
+        fused += 1
+    print(f"\n{fused} of {len(class_names())} fused, largest gradient error {max(errors.values()):.1e}")
+    print("\n".join(f"{name}: {reason[:200]}" for name, reason in reasons.items()))
+    assert max(errors.values()) <= 2e-6, max(errors, key=lambda name: errors[name])
+    assert fused >= 0.9 * (len(class_names()) - refused) > 120
+
+
+def _prepared_apart() -> None:
+    model = shard_by_heads(family_model("llama"))
+    with pytest.raises(ValueError, match="ranks ask for different implementations"):
+        fs.prepare_loss(model, impl="logits" if torch.distributed.get_rank() else "auto")
+    fs.prepare_loss(model)
+    if torch.distributed.get_rank() == 0:
+        model.model.layers[0].register_forward_hook(lambda *_: None)  # as what logs is put on one rank
+    assert fs.prepare_loss(model) == "chunked"
+
+
+def test_ranks_that_prepare_a_loss_apart_do_not_wait_for_each_other() -> None:
+    run_distributed(_prepared_apart, 2, timeout=60)
