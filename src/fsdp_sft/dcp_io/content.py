@@ -18,8 +18,8 @@ from fsdp_sft._ranks.agree import this_rank, world_size
 from fsdp_sft._tensors.boxes import Box, local_of
 from fsdp_sft._tensors.disk import Deferred
 from fsdp_sft._tensors.safetensors import num_bytes
+from fsdp_sft._tensors.sharding import Sharding, one_rank, sharding_of
 from fsdp_sft.dcp_io.manifest import Manifest, encode_tensors, versions
-from fsdp_sft.dcp_io.sharding import Sharding, Shardings, one_rank
 from fsdp_sft.dcp_io.stored import SHARDS, StoredTensor, file_key, shard_file
 from fsdp_sft.errors import CheckpointError
 
@@ -124,11 +124,10 @@ class FolderContent:
         Raises:
             CheckpointError: If two tensors would have the same name in the files.
         """
-        shardings = Shardings(world_size())
         found: dict[str, dict[str, StoredTensor]] = {}
         for section, tensors in self.sections.items():
             found[section] = {
-                name: _stored(section, name, tensors[name], index, shardings)
+                name: _stored(section, name, tensors[name], index)
                 for index, name in enumerate(sorted(tensors))
             }
             if len({tensor.key for tensor in found[section].values()}) != len(tensors):
@@ -178,12 +177,12 @@ class Part:
 Parts = Mapping[str, Mapping[str, Part]]  # section -> tensor -> part
 
 
-def _stored(section: str, name: str, tensor: Any, index: int, shardings: Shardings) -> StoredTensor:
+def _stored(section: str, name: str, tensor: Any, index: int) -> StoredTensor:
     """A tensor as the manifest describes it; ``index`` is its number within the section."""
     if isinstance(tensor, OwnedTensor):
         sharding = one_rank(tensor.owner)
     else:
-        sharding = shardings.of(tensor.like if isinstance(tensor, ReadTensor) else tensor)
+        sharding = sharding_of(tensor.like if isinstance(tensor, ReadTensor) else tensor)
     key, copy = file_key(section, name), _copy(sharding, tensor, index)
     return StoredTensor(tuple(tensor.shape), tensor.dtype, key, sharding, copy)
 
