@@ -273,7 +273,7 @@ def _load_step(
     Collective: all ranks.
     """
     same_ranks = manifest.world_size == world_size()
-    train_state = rng = rank_state = None
+    rng = rank_state = None
     with agreed(f"checking the model against {folder}"):
         refuse_merged(model, "loading a checkpoint")
         check_adapters(folder, manifest, model)

@@ -63,6 +63,20 @@ class ReadTensor:
 
 
 @dataclass(frozen=True)
+class OptimizerContent:
+    """An optimizer's state, ready to be written.
+
+    Attributes:
+        tensors: Tensors of the state by ``<fqn>/<state name>``: live ones, an ``OwnedTensor`` for each inner
+            tensor, or a ``ReadTensor``.
+        info: Class, parameters, groups and state other than tensors, as JSON; see ``Manifest``.
+    """
+
+    tensors: Mapping[str, Any]
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class FolderContent:
     """What a rank contributes to a save. Tensors are the live ones, whole or sharded.
 
@@ -73,9 +87,7 @@ class FolderContent:
         model: Tensors of the model; None where an optimizer's state is saved alone.
         extra: Extra state of modules, as JSON by name; see ``Manifest``.
         extra_tensors: Tensors to which ``extra`` refers, by name.
-        optimizer: Optimizer state by ``<fqn>/<state name>``, each a tensor, an ``OwnedTensor`` or a
-            ``ReadTensor``; None if there is none.
-        optimizer_info: Everything about the optimizer but tensors; see ``Manifest``.
+        optimizer: State of the optimizer; None if there is none.
         train_state: Bytes of ``train_state.json``; rank 0's are written.
         rank_content: State of this rank alone, as tensors by name.
         settings: Bytes of small files below ``settings/``, by name; rank 0's are written.
@@ -87,8 +99,7 @@ class FolderContent:
     model: ModelTensors | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     extra_tensors: Tensors = field(default_factory=dict)
-    optimizer: Mapping[str, Any] | None = None
-    optimizer_info: dict[str, Any] = field(default_factory=dict)
+    optimizer: OptimizerContent | None = None
     train_state: bytes | None = None
     rank_content: dict[str, torch.Tensor] | None = None
     settings: Mapping[str, bytes] = field(default_factory=dict)
@@ -114,7 +125,7 @@ class FolderContent:
         if self.model is not None:
             found["model"] = {**self.model.tensors, **self.extra_tensors}
         if self.optimizer is not None:
-            found["optimizer"] = self.optimizer
+            found["optimizer"] = self.optimizer.tensors
         return found
 
     @functools.cached_property
@@ -139,19 +150,19 @@ class FolderContent:
         """Bytes of all tensors, each of which is stored once, without what belongs to a rank."""
         return sum(num_bytes(t.dtype, t.shape) for section in self.stored.values() for t in section.values())
 
-    def manifest(self, stored: Mapping[str, dict[str, StoredTensor]]) -> Manifest:
+    def manifest(self) -> Manifest:
         """The manifest without the records of the files, which are known only when these are written."""
         return Manifest(
             step=self.step,
             world_size=world_size(),
             mesh=self.mesh,
             metric=self.metric,
-            model=stored.get("model"),
+            model=self.stored.get("model"),
             ties=self.model.ties if self.model is not None else {},
             frozen=self.model.frozen if self.model is not None else [],
             extra=self.extra,
-            optimizer=stored.get("optimizer"),
-            optimizer_info=self.optimizer_info,
+            optimizer=self.stored.get("optimizer"),
+            optimizer_info=self.optimizer.info if self.optimizer is not None else {},
             rank_states=self.rank_content is not None,
             versions=versions(),
         )

@@ -90,7 +90,7 @@ def _refuse_unreadable(content: FolderContent) -> None:
         CheckpointError: If a load would refuse it.
         ValueError: If it would be too large.
     """
-    encoded = encode_manifest(describe(content.manifest(content.stored)), b"")
+    encoded = encode_manifest(describe(content.manifest()), b"")
     try:
         parse(loads(encoded, "it"), {})
     except MALFORMED as error:
@@ -291,5 +291,5 @@ def _commit(
         if folder.is_dir():
             sync_folder(folder)
     write_bytes(temporary / INDEX_NAME, index)
-    write_bytes(temporary / MANIFEST_NAME, encode_manifest(describe(content.manifest(content.stored)), index))
+    write_bytes(temporary / MANIFEST_NAME, encode_manifest(describe(content.manifest()), index))
     publish(temporary, target, aside=aside)

@@ -141,7 +141,6 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
         if shared or this_rank() == 0:
             files = _open(source_path.resolve())
     described: Described = share({name: (f.entry.dtype, f.entry.shape) for name, f in files.items()})
-    plan: dict[str, list[str]] = {}
     with agreed(f"checking the model against {source_path}"):
         plan = _match(content, described)
         if files:

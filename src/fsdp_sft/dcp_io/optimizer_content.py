@@ -1,7 +1,6 @@
 """Reading the state of optimizers by parameter name, without a step and without changing anything."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -13,23 +12,11 @@ from fsdp_sft._compat.modules import is_wrapper_subclass, local_tensor
 from fsdp_sft._model.named import parameter_names
 from fsdp_sft._process.codec import encode
 from fsdp_sft._tensors.safetensors import dtype_name
+from fsdp_sft.dcp_io.content import OptimizerContent
 from fsdp_sft.dcp_io.inner_tensors import flatten_state, take_apart
 from fsdp_sft.errors import UnstorableStateError, abridged
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
-
-
-@dataclass(frozen=True)
-class OptimizerContent:
-    """An optimizer's state, ready to be written.
-
-    Attributes:
-        tensors: Live tensors of the state, or their inner tensors, by ``<fqn>/<state name>``.
-        info: Class, parameters, groups and state other than tensors, as JSON.
-    """
-
-    tensors: dict[str, Any]
-    info: dict[str, Any]
 
 
 def as_list(optimizer: Optimizers) -> list[Optimizer]:

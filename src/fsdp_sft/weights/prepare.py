@@ -259,7 +259,6 @@ def _write(model: Any, source: Path, base: PreparedBase) -> None:
     Collective: all ranks.
     """
     target = base.folder
-    content = FolderContent(step=None, mesh=None)
     with agreed(f"preparing to write {target}"):
         content = FolderContent(
             step=None,
