@@ -4,7 +4,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from fsdp_sft._model.sharded import mesh_of
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._process.codec import dumps
 from fsdp_sft._ranks.agree import this_rank, world_size
-from fsdp_sft._tensors.boxes import Box, local_of
+from fsdp_sft._tensors.boxes import Box, local_of, whole
 from fsdp_sft._tensors.disk import Deferred
 from fsdp_sft._tensors.safetensors import num_bytes
 from fsdp_sft._tensors.sharding import Sharding, one_rank, sharding_of
@@ -89,7 +89,7 @@ class FolderContent:
         extra_tensors: Tensors to which ``extra`` refers, by name.
         optimizer: State of the optimizer; None if there is none.
         train_state: Bytes of ``train_state.json``; rank 0's are written.
-        rank_content: State of this rank alone, as tensors by name.
+        rank_content: State of this rank alone, as tensors by their names in the file.
         settings: Bytes of small files below ``settings/``, by name; rank 0's are written.
     """
 
@@ -103,15 +103,6 @@ class FolderContent:
     train_state: bytes | None = None
     rank_content: dict[str, torch.Tensor] | None = None
     settings: Mapping[str, bytes] = field(default_factory=dict)
-
-    def with_own_copies(self) -> "FolderContent":
-        """The same content with copies of ``rank_content``, which the caller may change from now on."""
-        if self.rank_content is None:
-            return self
-        copies = {name: tensor.detach().clone() for name, tensor in self.rank_content.items()}
-        copied = replace(self, rank_content=copies)
-        vars(copied)["stored"] = self.stored  # else a thread would compute it again, and slow training down
-        return copied
 
     @property
     def folders(self) -> list[str]:
@@ -177,15 +168,17 @@ class Part:
     """The part of one tensor that this rank writes.
 
     Attributes:
+        shape: Shape of the full tensor.
         box: Box of the full tensor that the part is.
         tensor: Values of the part: the live ones, a copy, or what is to be read.
     """
 
+    shape: tuple[int, ...]
     box: Box
     tensor: torch.Tensor | Deferred
 
 
-Parts = Mapping[str, Mapping[str, Part]]  # section -> tensor -> part
+Parts = Mapping[str, Part]  # by the tensor's name in the file
 
 
 def _stored(section: str, name: str, tensor: Any, index: int) -> StoredTensor:
@@ -221,28 +214,25 @@ def describe_mesh(model: nn.Module) -> list[list[Any]] | None:
 def own_parts(content: FolderContent) -> Parts:
     """The live parts that this rank writes. Replicas take turns, so that each part is written once."""
     own = shard_file(this_rank())
-    return {
-        section: _parts_of(content.sections[section], stored, own)
-        for section, stored in content.stored.items()
-    }
-
-
-def _parts_of(tensors: Mapping[str, Any], stored: Mapping[str, StoredTensor], file: str) -> dict[str, Part]:
-    """The parts of a section's tensors that lie in this rank's file, by name."""
     parts: dict[str, Part] = {}
-    for name, entry in stored.items():
-        box = entry.part_in(file)
-        if box is None:
-            continue
-        live = tensors[name]
-        if isinstance(live, ReadTensor):
-            parts[name] = Part(box, Deferred(box.shape, live.dtype, partial(live.read, box)))
-            continue
-        local = live.tensor if isinstance(live, OwnedTensor) else local_of(live)
-        if local is None or tuple(local.shape) != box.shape:
-            found = None if local is None else tuple(local.shape)
-            raise CheckpointError(
-                f"rank {this_rank()} has {found} of {name}; its mesh and placements give it {box.shape}"
-            )
-        parts[name] = Part(box, local)
+    for section, tensors in content.sections.items():
+        for name, entry in content.stored[section].items():
+            box = entry.part_in(own)
+            if box is not None:
+                parts[entry.key] = Part(entry.shape, box, _values(name, tensors[name], box))
+    for key, tensor in (content.rank_content or {}).items():
+        parts[key] = Part(tuple(tensor.shape), whole(tensor.shape), tensor)
     return parts
+
+
+def _values(name: str, live: Any, box: Box) -> torch.Tensor | Deferred:
+    """The values of this rank's part of a tensor, which must be the box ``box`` of it."""
+    if isinstance(live, ReadTensor):
+        return Deferred(box.shape, live.dtype, partial(live.read, box))
+    local = live.tensor if isinstance(live, OwnedTensor) else local_of(live)
+    if local is None or tuple(local.shape) != box.shape:
+        found = None if local is None else tuple(local.shape)
+        raise CheckpointError(
+            f"rank {this_rank()} has {found} of {name}; its mesh and placements give it {box.shape}"
+        )
+    return local

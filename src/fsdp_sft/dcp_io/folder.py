@@ -23,7 +23,6 @@ from fsdp_sft._process.codec import MALFORMED, loads
 from fsdp_sft._ranks.agree import this_rank, through_rank_0, world_size
 from fsdp_sft._tensors.boxes import box_of, local_of
 from fsdp_sft._tensors.disk import (
-    Deferred,
     FileRecord,
     check_room,
     publish,
@@ -47,7 +46,6 @@ from fsdp_sft.dcp_io.manifest import (
     parse,
     read_manifest,
 )
-from fsdp_sft.dcp_io.rank_files import keys_of_rank
 from fsdp_sft.dcp_io.shard_header import header_metadata
 from fsdp_sft.dcp_io.stored import StoredTensor, missing_files, shard_file
 from fsdp_sft.dcp_io.verify import file_problems
@@ -228,25 +226,14 @@ def _wait_until_visible(folder: Path) -> None:
 def _write_own(folder: Path, content: FolderContent, parts: Parts) -> dict[str, FileRecord]:
     """Write this rank's files; their records by name."""
     rank = this_rank()
-    stored = content.stored
     written: dict[str, FileRecord] = {}
-    tensors: dict[str, torch.Tensor | Deferred] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    offsets: dict[str, tuple[int, ...]] = {}
-    for section, own in parts.items():
-        for name, part in own.items():
-            key = stored[section][name].key
-            tensors[key], offsets[key] = part.tensor, part.box.offset
-            shapes[key] = stored[section][name].shape
-    if content.rank_content is not None:
-        for key, tensor in keys_of_rank(rank, content.rank_content).items():
-            tensors[key], offsets[key], shapes[key] = tensor, (0,) * tensor.ndim, tuple(tensor.shape)
     if content.train_state is not None and rank == 0:
         written[TRAIN_STATE_NAME] = write_bytes(folder / TRAIN_STATE_NAME, content.train_state)
     for name, data in content.settings.items() if rank == 0 else ():
         written[f"settings/{name}"] = write_bytes(folder / "settings" / name, data)
-    if tensors or rank == 0:
-        metadata = header_metadata(content.step, world_size(), rank, offsets, shapes)
+    if parts or rank == 0:
+        metadata = header_metadata(content.step, world_size(), rank, parts)
+        tensors = {key: part.tensor for key, part in parts.items()}
         try:
             written[shard_file(rank)] = write_tensors(folder / shard_file(rank), tensors, metadata)
         except CheckpointFormatError as error:

@@ -101,7 +101,6 @@ class Save:
             self._parts = own_parts(self._content)
             if in_background:
                 self._parts = _snapshot.take(self._parts)
-                self._content = self._content.with_own_copies()
             return digest
 
         def make_folder(digests: list[str]) -> Path:
