@@ -132,11 +132,8 @@ def prepare_base(
             model = meta_model(
                 source,
                 dtype=master_dtype,
-                attn_implementation=None,
                 trust_remote_code=trust_remote_code,
                 allow_pickle=allow_pickle,
-                new_vocab_size=None,
-                config_overrides=None,
             )
         shard_model(model, mesh=mesh, master_dtype=master_dtype)
         load_weights(

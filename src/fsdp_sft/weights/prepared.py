@@ -1,6 +1,5 @@
 """Reading a prepared base: sharded tensors under the model's own names, each rank its own part of them."""
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from fsdp_sft._model.adapters import without_adapters
 from fsdp_sft._model.named import clean_name, named_tensors
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.twin import meta_twin
-from fsdp_sft._ranks.agree import agreed, all_reduce_sum
+from fsdp_sft._ranks.agree import agreed
 from fsdp_sft._tensors.boxes import box_of
 from fsdp_sft._tensors.reader import threads_that_read
 from fsdp_sft._tensors.stored import InFile, Stored, StoredFolder
@@ -22,7 +21,7 @@ from fsdp_sft.dcp_io.manifest import Manifest
 from fsdp_sft.dcp_io.model_state import check_model
 from fsdp_sft.dcp_io.stored import SHARDS, StoredTensor
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError
-from fsdp_sft.weights.account import account, filled_in_base
+from fsdp_sft.weights.account import account
 from fsdp_sft.weights.fill import Reading, fill
 from fsdp_sft.weights.plan import LoadPlan, Target
 from fsdp_sft.weights.prepared_note import PreparedBase
@@ -77,23 +76,19 @@ def load_prepared_base(
             checkpoint = _planned(inner, base.folder, _stored(inner, base, manifest), plan)
             # This marks the conversions that the source has gone through: an export runs them backwards.
             match_checkpoint_keys(twin, base.source_keys, plan.conversions)
-            filled = filled_in_base(inner, checkpoint=plan.targets, initialised=(), computed=plan.computed)
-        sources = account(model, filled)
-    reading = Reading(workers=threads_that_read(), check_finite=check_finite)
-    bytes_read = fill(model, plan, checkpoint, sources, reading)
-    return LoadReport(
-        bytes_read=bytes_read,
-        job_bytes_read=int(all_reduce_sum([bytes_read])[0]),
-        checkpoint_bytes=sum(file.size for n, file in manifest.files.items() if n.startswith(f"{SHARDS}/")),
-        seconds=time.perf_counter() - started,
-        loaded=list(plan.targets),
-        missing=[],
-        unexpected=[],
-        initialised=[],
-        strategy="prepared",
-        reason="every rank reads its own shards of what prepare_base wrote",
-        class_bytes={},
-        sources=sources,
+        sources = account(model, plan)
+    reading = Reading("prepared", workers=threads_that_read(), check_finite=check_finite)
+    shards = [file.size for name, file in manifest.files.items() if name.startswith(f"{SHARDS}/")]
+    reason = "every rank reads its own shards of what prepare_base wrote"
+    return fill(
+        model,
+        plan,
+        checkpoint,
+        sources,
+        reading,
+        reason=reason,
+        checkpoint_bytes=sum(shards),
+        started=started,
     )
 
 
@@ -140,4 +135,4 @@ def _planned(model: Any, folder: Path, stored: Mapping[str, StoredTensor], plan:
             pieces.append(place.piece(key, part.offset))
         is_parameter = isinstance(tensors[name], nn.Parameter)
         plan.targets[name] = Target(name, entry.shape, "region", tuple(pieces), None, is_parameter)
-    return Checkpoint(folder, {}, sources)
+    return Checkpoint({}, sources)

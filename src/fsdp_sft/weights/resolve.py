@@ -25,12 +25,10 @@ class Checkpoint:
     """The files of a checkpoint with their headers read and checked.
 
     Attributes:
-        folder: Folder of the checkpoint.
         file_bytes: Size of each file when its header was read, by its path with every symbolic link resolved.
         sources: Stored tensors by their names in the checkpoint.
     """
 
-    folder: Path
     file_bytes: dict[Path, int]
     sources: dict[str, Stored]
 
@@ -189,7 +187,7 @@ def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: b
             )
         sources[key] = _stored(files[number], headers[number].entries[key])
     sizes = {path: header.file_bytes for path, header in zip(files, headers, strict=True)}
-    return Checkpoint(folder, sizes, sources)
+    return Checkpoint(sizes, sources)
 
 
 def _stored(path: Path, entry: TensorEntry) -> Stored:
