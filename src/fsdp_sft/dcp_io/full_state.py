@@ -30,7 +30,7 @@ from fsdp_sft._tensors.pickled import read_pickled
 from fsdp_sft._tensors.reader import read_jobs, threads_that_read
 from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, write_at
 from fsdp_sft._tensors.sharding import sharding_of
-from fsdp_sft._tensors.stored import InFile, StoredFolder
+from fsdp_sft._tensors.stored import InFile, file_header
 from fsdp_sft.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -163,7 +163,7 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
 def _open(path: Path) -> Files:
     """Where each tensor of a file lies; the suffix says the format."""
     if path.suffix == ".safetensors":
-        header = StoredFolder(path.parent).header(path.name)
+        header = file_header(path, CheckpointCorruptError)
     else:
         header = read_pickled(path, CheckpointCorruptError)
     return {name: InFile(path, entry) for name, entry in header.entries.items()}

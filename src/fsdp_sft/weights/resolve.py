@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._tensors.pickled import read_pickled
-from fsdp_sft._tensors.safetensors import Header, TensorEntry, open_file, read_header
-from fsdp_sft._tensors.stored import InFile, Stored
+from fsdp_sft._tensors.safetensors import Header, TensorEntry
+from fsdp_sft._tensors.stored import InFile, Stored, file_header
 from fsdp_sft.errors import CheckpointFormatError, abridged
 
 SINGLE = "model.safetensors"
@@ -224,14 +224,4 @@ def _header(path: Path, name: str) -> Header:
     # `name` in the folder says which format it is: in the Hub's cache `path` is a hash without an ending.
     if name.endswith(_PICKLE_ENDING):
         return read_pickled(path)
-    try:
-        fd = open_file(path)
-    except (OSError, CheckpointFormatError) as error:
-        blame_no_file(error, path)
-        raise CheckpointFormatError(f"{path} cannot be opened: {error}") from None
-    try:
-        return read_header(fd)
-    except CheckpointFormatError as error:
-        raise CheckpointFormatError(f"{path} is damaged: {error}; download it again") from None
-    finally:
-        os.close(fd)
+    return file_header(path, CheckpointFormatError, "; if it is damaged, download it again")
