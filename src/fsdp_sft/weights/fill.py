@@ -1,5 +1,6 @@
 """Filling the shards of a model by a plan, in phases that all ranks go through together."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -344,10 +345,7 @@ def _broadcast(reads: _Reads, target: Target, values: torch.Tensor | None, owner
     """
     shape = target.shape or (1,)
     dtype = reads.tensors[target.name].dtype
-    row_bytes = dtype.itemsize
-    for size in shape[1:]:
-        row_bytes *= size
-    rows = max(1, _BROADCAST_BYTES // max(row_bytes, 1))
+    rows = max(1, _BROADCAST_BYTES // max(1, dtype.itemsize * math.prod(shape[1:])))
     for at in range(0, shape[0], rows):
         count = min(rows, shape[0] - at)
         if values is not None:
