@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from fsdp_sft._model.named import named_tensors
+from fsdp_sft._model.named import named_tensors, slot
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._tensors.boxes import local_of
@@ -104,11 +104,11 @@ def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[nn.
     inner = {fqn: _inside(fqn, wrapper, trained) for fqn, wrapper in wrappers.items()}
     try:
         for fqn, module in inner.items():
-            _put(base, fqn, module)
+            setattr(*slot(base, fqn), module)
         yield base
     finally:
         for fqn, wrapper in wrappers.items():
-            _put(base, fqn, wrapper)
+            setattr(*slot(base, fqn), wrapper)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def merged_weights(layer: Any, full: dict[str, torch.Tensor]) -> dict[str, torch
     """
     # peft merges within the layer, which holds only this rank's shards: swap in the full tensors, let peft
     # merge, and swap the layer's own tensors back in.
-    slots = {name: _slot(layer, name) for name in full}
+    slots = {name: slot(layer, name) for name in full}
     own = {name: getattr(module, leaf) for name, (module, leaf) in slots.items()}
     merged = list(layer.merged_adapters)
     try:
@@ -257,18 +257,6 @@ def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
         f"{fqn} is a {type(wrapper).__name__} of peft, whose base weights cannot be told apart here; load "
         "the base model with from_pretrained, and export with export_adapter"
     )
-
-
-def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
-    """Replace the module at an FQN."""
-    parent, _, leaf = fqn.rpartition(".")
-    model.get_submodule(parent).register_module(leaf, module)
-
-
-def _slot(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds a tensor, and the tensor's name in it."""
-    parent, _, leaf = name.rpartition(".")
-    return layer.get_submodule(parent), leaf
 
 
 def _initialised_from_base(peft_config: Any) -> str | None:
