@@ -94,12 +94,7 @@ def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[nn.
     Raises:
         UnsupportedModelError: For adapters that wrap no layer that could replace them.
     """
-    if "peft" not in sys.modules:
-        yield model
-        return
-    from peft import PeftModel
-
-    base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: nn.Module = base_of(model)
     wrappers = {**_tuner_layers(base), **_saved_modules(base)}
     inner = {fqn: _inside(fqn, wrapper, trained) for fqn, wrapper in wrappers.items()}
     try:
@@ -117,18 +112,13 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     Raises:
         UnsupportedModelError: For prompt tuning and the like, which cannot become part of the base's weights.
     """
-    if "peft" not in sys.modules:
-        return {}
-    from peft import PeftModel
-
-    if not isinstance(model, PeftModel):
-        return _tuner_layers(model)
-    if model.active_peft_config.is_prompt_learning:
+    config: Any = getattr(model, "active_peft_config", None)
+    if config is not None and config.is_prompt_learning:
         raise UnsupportedModelError(
-            f"{model.active_peft_config.peft_type} trains tokens beside the model and cannot be merged into "
+            f"{config.peft_type} trains tokens beside the model and cannot be merged into "
             "its weights; export_adapter writes them in peft's format"
         )
-    return _tuner_layers(cast(nn.Module, model.get_base_model()))
+    return _tuner_layers(base_of(model))
 
 
 def refuse_initialised_from_base(model: nn.Module) -> None:
