@@ -175,22 +175,16 @@ def _name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
 
 def _checked_state(value: torch.Tensor, parameter: nn.Parameter, name: str) -> torch.Tensor:
     """``value``, if it can be stored and sharded again: 0-dim, or shaped and sharded as its parameter."""
+    kind = type(local_tensor(value))
     if is_wrapper_subclass(value):
         take_apart(name, value)  # raises for a subclass that does not say what is inside it
-        if isinstance(value, DTensor) != isinstance(parameter, DTensor) or value.shape != parameter.shape:
-            raise UnstorableStateError(
-                f"{name} is a {type(local_tensor(value)).__name__} unlike its parameter"
-            )
-        return value
-    if type(local_tensor(value)) not in (torch.Tensor, nn.Parameter):
+    elif kind not in (torch.Tensor, nn.Parameter):
         raise UnstorableStateError(
-            f"{name} is a {type(local_tensor(value)).__name__}: only plain tensors can be stored and sharded "
-            "again"
+            f"{name} is a {kind.__name__}: only plain tensors can be stored and sharded again"
         )
-    sharded_alike = isinstance(value, DTensor) == isinstance(parameter, DTensor)
-    if value.ndim == 0 and not isinstance(value, DTensor):
+    elif value.ndim == 0 and not isinstance(value, DTensor):
         return value
-    if value.shape != parameter.shape or not sharded_alike:
+    if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
         raise UnstorableStateError(
             f"{name} is a {type(value).__name__} {tuple(value.shape)}, its parameter a "
             f"{type(parameter).__name__} {tuple(parameter.shape)}: only 0-dim tensors and tensors like the "
