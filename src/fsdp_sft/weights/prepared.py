@@ -1,6 +1,7 @@
 """Reading a prepared base: sharded tensors under the model's own names, each rank its own part of them."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ from torch import nn
 
 from fsdp_sft._compat.conversions import match_checkpoint_keys, weight_conversions
 from fsdp_sft._model.adapters import without_adapters
-from fsdp_sft._model.named import clean_name, named_tensors
-from fsdp_sft._model.state import ModelTensors
+from fsdp_sft._model.named import named_tensors
+from fsdp_sft._model.state import model_tensors
 from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._ranks.agree import agreed
 from fsdp_sft._tensors.boxes import box_of
@@ -107,19 +108,14 @@ def _stored(model: Any, base: PreparedBase, manifest: Manifest) -> dict[str, Sto
             "prepare_base with the other master_dtype"
         )
     before = shapes_before_new_tokens(model)
-    state = {clean_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
-    names: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for name, tensor in state.items():
-        names[name] = first.setdefault(id(tensor), name)
+    live = model_tensors(model, values=False)
     as_stored = {}
-    for name in first.values():
+    for name, tensor in live.tensors.items():
         entry = (manifest.model or {}).get(name)
-        tensor = state[name]
         is_cast = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         dtype = entry.dtype if entry is not None and is_cast else tensor.dtype
         as_stored[name] = torch.empty(before.get(name, tensor.shape), dtype=dtype, device="meta")
-    return check_model(manifest, ModelTensors(as_stored, names, []))
+    return check_model(manifest, replace(live, tensors=as_stored))
 
 
 def _planned(model: Any, folder: Path, stored: Mapping[str, StoredTensor], plan: LoadPlan) -> Checkpoint:
