@@ -20,7 +20,7 @@ from fsdp_sft._tensors.disk import Deferred
 from fsdp_sft._tensors.safetensors import num_bytes
 from fsdp_sft._tensors.sharding import Sharding, one_rank, sharding_of
 from fsdp_sft.dcp_io.manifest import Manifest, encode_tensors, versions
-from fsdp_sft.dcp_io.stored import SHARDS, StoredTensor, file_key, shard_file
+from fsdp_sft.dcp_io.stored import StoredTensor, file_key, shard_file
 from fsdp_sft.errors import CheckpointError
 
 _LARGE_BYTES = 1 << 20  # smaller tensors that all ranks have lie together, in rank 0's file
@@ -103,11 +103,6 @@ class FolderContent:
     train_state: bytes | None = None
     rank_content: dict[str, torch.Tensor] | None = None
     settings: Mapping[str, bytes] = field(default_factory=dict)
-
-    @property
-    def folders(self) -> list[str]:
-        """Names of the folders to make inside the folder."""
-        return [SHARDS, *(["settings"] if self.settings else [])]
 
     @property
     def sections(self) -> dict[str, Mapping[str, Any]]:

@@ -47,7 +47,7 @@ from fsdp_sft.dcp_io.manifest import (
     read_manifest,
 )
 from fsdp_sft.dcp_io.shard_header import header_metadata
-from fsdp_sft.dcp_io.stored import StoredTensor, missing_files, shard_file
+from fsdp_sft.dcp_io.stored import SHARDS, StoredTensor, missing_files, shard_file
 from fsdp_sft.dcp_io.verify import file_problems
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, abridged
 
@@ -76,7 +76,7 @@ def new_folder_beside(target: Path, content: FolderContent, digests: list[str]) 
     _refuse_unreadable(content)
     check_room(target.parent, content.num_bytes, f"saving {target}")
     temporary = temporary_beside(target)
-    for name in ("", *content.folders):
+    for name in ("", SHARDS, *(["settings"] if content.settings else [])):
         (temporary / name).mkdir()
     return temporary
 
@@ -201,14 +201,14 @@ def check_files(
             raise CheckpointCorruptError(f"{name} has parts in {abridged(missing)}, which is not listed")
 
 
-def read_tensors(folder: StoredFolder, stored: Mapping[str, StoredTensor], tensors: Tensors) -> int:
-    """Fill this rank's part of each of ``tensors`` from the files; the number of bytes read."""
+def read_tensors(folder: StoredFolder, stored: Mapping[str, StoredTensor], tensors: Tensors) -> None:
+    """Fill this rank's part of each of ``tensors`` from the files."""
     jobs: list[Job | Computation] = []
     for name, tensor in tensors.items():
         box, source = box_of(tensor), stored[name]
         if box.numel:
             jobs += folder.jobs(source.key, source.parts(box), box, local_of(tensor))
-    return read_jobs(jobs, workers=threads_that_read(), damaged=CheckpointCorruptError)
+    read_jobs(jobs, workers=threads_that_read(), damaged=CheckpointCorruptError)
 
 
 def _wait_until_visible(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +123,14 @@ class Save:
             aside=unsound_beside(self.target),
             parts=self._parts,
             temporary=self._temporary,
-            then=self._prune,
+            then=partial(
+                prune,
+                self.root,
+                keep_last=self._keep_last,
+                keep_best=self._keep_best,
+                just_saved=self.step,
+            ),
         )
-
-    def _prune(self) -> None:
-        prune(self.root, keep_last=self._keep_last, keep_best=self._keep_best, just_saved=self.step)
 
 
 def _check_numbers(step: int, keep_last: int | None, keep_best: int) -> None:
