@@ -62,13 +62,11 @@ def _content(layers: int, hidden: int, inner: int, heads: int) -> FolderContent:
     for parameter in model.parameters():
         moments = {name: torch.empty_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
-    state = optimizer_content(model, optimizer)
     return FolderContent(
         step=1,
         mesh=[["dp_shard", dist.get_world_size()]],
         model=model_tensors(model, values=False),
-        optimizer=state.tensors,
-        optimizer_info=state.info,
+        optimizer=optimizer_content(model, optimizer),
     )
 
 
@@ -110,7 +108,7 @@ def measure(size: str, ranks: int) -> dict[str, Any]:
 
         def write(step: int = STEPS) -> None:
             vars(content).pop("stored", None)
-            description = {**describe(content.manifest(content.stored)), "step": step}
+            description = {**describe(content.manifest()), "step": step}
             index = encode_index(records)
             for file, data in ((INDEX_NAME, index), (MANIFEST_NAME, encode_manifest(description, index))):
                 (root / f"step-{step}" / file).unlink(missing_ok=True)

@@ -266,8 +266,8 @@ def plan_72b(ranks: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import Qwen2Config
 
-    from fsdp_sft._tensors.boxes import box_of
     from fsdp_sft._tensors.pieces import intersect
+    from fsdp_sft._tensors.sharding import sharding_of
     from fsdp_sft.weights.plan import make_plan
     from fsdp_sft.weights.resolve import open_checkpoint
 
@@ -291,8 +291,8 @@ def plan_72b(ranks: int) -> None:
         plan = make_plan(model, open_checkpoint(Path(name)))
         counts = [0] * ranks
         for target in plan.targets.values():
-            for rank in range(ranks):
-                box = box_of(model.get_parameter(target.name), rank)
+            parameter = model.get_parameter(target.name)
+            for rank, box in sharding_of(parameter).parts(parameter.shape):
                 parts = [intersect(piece, box) for piece in target.pieces]
                 counts[rank] += sum(2 * part.numel for part in parts if part is not None)
         done = time.perf_counter()

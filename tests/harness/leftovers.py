@@ -35,8 +35,6 @@ _KEPT = {
     "fsdp_sft._ranks.agree._groups",
     "fsdp_sft._ranks.agree._timeout",
     "fsdp_sft.dcp_io.saving._snapshot",
-    "fsdp_sft.dcp_io.in_use._held_by",  # the process, once it has saved
-    "fsdp_sft.dcp_io.root._looked_at",  # folders
     "huggingface_hub.file_download._are_symlinks_supported_in_dir",
     "transformers.modeling_utils._CAN_RECORD_REGISTRY",
 }

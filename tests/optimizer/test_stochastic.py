@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from fsdp_sft._tensors.boxes import Box, box_at, whole
+from fsdp_sft._tensors.boxes import Box, box_at, cuts_of, whole
 from fsdp_sft.optimizer.stochastic import key_of, numbers_in_whole, random_bits, round_into, sixteen_of
 
 LARGEST = struct.unpack(">f", bytes.fromhex("7f7f0000"))[0]
@@ -127,7 +127,7 @@ def test_numbers_are_those_of_the_whole_tensor(shape: tuple[int, ...]) -> None:
     cuts += [[Shard(a), Shard(b)] for a in range(len(shape)) for b in range(len(shape))]
     for placements in cuts:
         for coordinate in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2)):
-            box = box_at(shape, placements, (2, 3), coordinate)
+            box = box_at(shape, cuts_of(placements, (2, 3), len(shape)), (2, 3), coordinate)
             expected = numbers[box.slices].reshape(-1)
             found = numbers_in_whole(box, shape, 0, box.numel, torch.device("cpu"))
             assert torch.equal(found, expected), (placements, coordinate)

@@ -14,10 +14,9 @@ import torch
 import fsdp_sft as fs
 from fsdp_sft._process import limits
 from fsdp_sft._ranks import agree
-from fsdp_sft._tensors import disk, reader
+from fsdp_sft._tensors import disk, reader, stored
 from fsdp_sft.collate.encoded import store
 from fsdp_sft.dcp_io import retention
-from fsdp_sft.weights import resolve
 from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import make_model
@@ -109,7 +108,7 @@ def test_no_loader_calls_a_file_damaged_that_it_must_not_read(
     dataset = tmp_path / "encoded"
     dataset.mkdir()
     for module, name, load in (
-        (resolve, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
+        (stored, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
         (reader, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
         (Path, "read_text", lambda: fs.load_weights(model, tmp_path / "hf")),
         (torch, "load", lambda: fs.load_full_state_dict(model, tmp_path / "model.pt")),

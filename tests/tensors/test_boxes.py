@@ -7,17 +7,21 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdp_sft._tensors.boxes import Box, box_at, part_of, tiling_problem, whole
+from fsdp_sft._tensors.boxes import Box, box_at, cuts_of, part_of, tiling_problem, whole
+
+
+def _at(shape: tuple[int, ...], placements: list[Any], mesh: tuple[int, ...], place: tuple[int, ...]) -> Box:
+    return box_at(shape, cuts_of(placements, mesh, len(shape)), mesh, place)
 
 
 def test_boxes_are_what_torch_has() -> None:
     for rows in (0, 1, 3, 7, 8):
         for parts in (1, 2, 3, 4):
-            boxes = [box_at((rows, 5), [Replicate(), Shard(0)], (2, parts), (1, i)) for i in range(parts)]
+            boxes = [_at((rows, 5), [Replicate(), Shard(0)], (2, parts), (1, i)) for i in range(parts)]
             chunks = list(torch.zeros(rows, 5).chunk(parts)) + [torch.zeros(0, 5)] * parts
             assert [box.shape for box in boxes] == [tuple(c.shape) for c in chunks[:parts]]
             assert tiling_problem((rows, 5), boxes) is None
-    grid = [box_at((5, 7), [Shard(0), Shard(1)], (2, 3), (i, j)) for i in range(2) for j in range(3)]
+    grid = [_at((5, 7), [Shard(0), Shard(1)], (2, 3), (i, j)) for i in range(2) for j in range(3)]
     assert tiling_problem((5, 7), grid) is None
     assert "elements" in str(tiling_problem((5, 7), grid[1:]))
     assert "overlap" in str(tiling_problem((4,), [Box((0,), (2,)), Box((1,), (2,))]))
@@ -47,13 +51,13 @@ def test_a_strided_shard_is_cut_after_the_axes_that_follow() -> None:
                 numbers = torch.arange(rows)
                 for i in range(parts):
                     for j in range(sharing):
-                        box = box_at((rows, 5), placements, shape, (*[1 for _ in copies], i, j))
+                        box = _at((rows, 5), placements, shape, (*[1 for _ in copies], i, j))
                         experts = _chunk(numbers, sharing, j)
                         assert numbers[box.slices[:1]].tolist() == _chunk(experts, parts, i).tolist()
                         assert box.shape[1] == 5
-    other = box_at((8, 6), [Shard(1), Shard(0)], (2, 4), (1, 3))
+    other = _at((8, 6), [Shard(1), Shard(0)], (2, 4), (1, 3))
     assert other == Box((6, 3), (2, 3))
-    last = box_at((8, 6), [_StridedShard(-2, split_factor=4), Shard(-2)], (2, 4), (1, 3))
+    last = _at((8, 6), [_StridedShard(-2, split_factor=4), Shard(-2)], (2, 4), (1, 3))
     assert last == Box((7, 0), (1, 6))
 
 
@@ -72,4 +76,4 @@ def _chunk(tensor: torch.Tensor, parts: int, index: int) -> torch.Tensor:
 )
 def test_what_leaves_a_rank_several_boxes_or_none_is_refused(placements: list[Any]) -> None:
     with pytest.raises(TypeError, match="cannot be read or stored by boxes"):
-        box_at((8, 4), placements, (2, 2), (0, 1))
+        _at((8, 4), placements, (2, 2), (0, 1))

@@ -117,7 +117,7 @@ def test_a_model_whose_weights_are_computed(tmp_path: Path, monkeypatch: pytest.
         checkpoint = open_checkpoint(*args, **options)
         sizes = {tmp_path / f"{kind}.safetensors": 0 for kind in ("packed", "scales")}
         sources = {n: _computed(folder, n) if n in matrices else s for n, s in checkpoint.sources.items()}
-        return resolve.Checkpoint(checkpoint.folder, {**checkpoint.file_bytes, **sizes}, sources)
+        return resolve.Checkpoint({**checkpoint.file_bytes, **sizes}, sources)
 
     monkeypatch.setattr(load, "open_checkpoint", opened)
     model = fs.build_meta_model(tmp_path / "published")

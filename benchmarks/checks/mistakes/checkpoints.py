@@ -195,8 +195,8 @@ MISTAKES = [
     Mistake(
         "ties are compared in rank 0's part alone",
         "dcp_io/full_state.py",
-        "_check_ties(content, plan, files, own if shared else range(world_size()))",
-        "_check_ties(content, plan, files, own)",
+        "_check_ties(content, plan, files, everywhere=not shared)",
+        "_check_ties(content, plan, files, everywhere=False)",
         ("tests/dcp_io/test_full_state.py",),
     ),
     Mistake(
@@ -285,10 +285,10 @@ MISTAKES = [
     ),
     Mistake(
         "the copy that was written is looked for on another rank",
-        "dcp_io/sharding.py",
+        "_tensors/sharding.py",
         "copy, place[axis] = divmod(copy, self.mesh_shape[axis])",
         "place[axis], copy = divmod(copy, self.mesh_shape[axis])",
-        ("tests/dcp_io/test_sharding.py",),
+        ("tests/tensors/test_sharding.py",),
     ),
     Mistake(
         "the metadata of another tool's checkpoint runs what it names",

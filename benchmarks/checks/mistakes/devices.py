@@ -74,8 +74,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a buffer read into while it still travels",
         "_tensors/reader.py",
-        "        if event is not None:\n            event.synchronize()\n        return memoryview",
-        "        return memoryview",
+        "        if event is not None:\n            event.synchronize()\n        return bytes_of",
+        "        return bytes_of",
         LOAD,
     ),
     Mistake(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from fsdp_sft._model.named import named_tensors
+from fsdp_sft._model.named import named_tensors, slot
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._tensors.boxes import local_of
@@ -94,21 +94,16 @@ def without_adapters(model: nn.Module, *, trained: bool = False) -> Iterator[nn.
     Raises:
         UnsupportedModelError: For adapters that wrap no layer that could replace them.
     """
-    if "peft" not in sys.modules:
-        yield model
-        return
-    from peft import PeftModel
-
-    base: nn.Module = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: nn.Module = base_of(model)
     wrappers = {**_tuner_layers(base), **_saved_modules(base)}
     inner = {fqn: _inside(fqn, wrapper, trained) for fqn, wrapper in wrappers.items()}
     try:
         for fqn, module in inner.items():
-            _put(base, fqn, module)
+            setattr(*slot(base, fqn), module)
         yield base
     finally:
         for fqn, wrapper in wrappers.items():
-            _put(base, fqn, wrapper)
+            setattr(*slot(base, fqn), wrapper)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -117,18 +112,13 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     Raises:
         UnsupportedModelError: For prompt tuning and the like, which cannot become part of the base's weights.
     """
-    if "peft" not in sys.modules:
-        return {}
-    from peft import PeftModel
-
-    if not isinstance(model, PeftModel):
-        return _tuner_layers(model)
-    if model.active_peft_config.is_prompt_learning:
+    config: Any = getattr(model, "active_peft_config", None)
+    if config is not None and config.is_prompt_learning:
         raise UnsupportedModelError(
-            f"{model.active_peft_config.peft_type} trains tokens beside the model and cannot be merged into "
+            f"{config.peft_type} trains tokens beside the model and cannot be merged into "
             "its weights; export_adapter writes them in peft's format"
         )
-    return _tuner_layers(cast(nn.Module, model.get_base_model()))
+    return _tuner_layers(base_of(model))
 
 
 def refuse_initialised_from_base(model: nn.Module) -> None:
@@ -185,7 +175,7 @@ def merged_weights(layer: Any, full: dict[str, torch.Tensor]) -> dict[str, torch
     """
     # peft merges within the layer, which holds only this rank's shards: swap in the full tensors, let peft
     # merge, and swap the layer's own tensors back in.
-    slots = {name: _slot(layer, name) for name in full}
+    slots = {name: slot(layer, name) for name in full}
     own = {name: getattr(module, leaf) for name, (module, leaf) in slots.items()}
     merged = list(layer.merged_adapters)
     try:
@@ -257,18 +247,6 @@ def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
         f"{fqn} is a {type(wrapper).__name__} of peft, whose base weights cannot be told apart here; load "
         "the base model with from_pretrained, and export with export_adapter"
     )
-
-
-def _put(model: nn.Module, fqn: str, module: nn.Module) -> None:
-    """Replace the module at an FQN."""
-    parent, _, leaf = fqn.rpartition(".")
-    model.get_submodule(parent).register_module(leaf, module)
-
-
-def _slot(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds a tensor, and the tensor's name in it."""
-    parent, _, leaf = name.rpartition(".")
-    return layer.get_submodule(parent), leaf
 
 
 def _initialised_from_base(peft_config: Any) -> str | None:

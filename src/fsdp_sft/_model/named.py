@@ -24,6 +24,12 @@ def clean_name(name: str) -> str:
     return name
 
 
+def slot(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a tensor or module, and its name in it."""
+    parent, _, leaf = name.rpartition(".")
+    return model.get_submodule(parent), leaf
+
+
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and every buffer, persistent or not, under each of its names."""
     named = dict(unwrapped(model).named_parameters(remove_duplicate=False))

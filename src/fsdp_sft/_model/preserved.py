@@ -72,14 +72,10 @@ class _Attributes:
         self._module._buffers.update(self._buffers)
         with torch.no_grad():
             for tensor, content in self._contents:
-                if not _same(tensor, content):
+                if tensor.shape != content.shape or not torch.equal(tensor, content):
                     tensor.copy_(content)
 
 
 def _is_plain(value: Any) -> bool:
     """Whether an attribute's value is a plain value or a tensor."""
     return value is None or isinstance(value, (bool, int, float, complex, str, torch.Tensor))
-
-
-def _same(tensor: torch.Tensor, content: torch.Tensor) -> bool:
-    return tensor.shape == content.shape and torch.equal(tensor, content)

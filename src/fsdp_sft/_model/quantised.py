@@ -90,10 +90,10 @@ def is_scaled(dtype: torch.dtype) -> bool:
 def _settings_in(config: Any) -> Iterator[Any]:
     """The quantisation settings of a config and of the configs within it, as objects or dicts."""
     own = config if isinstance(config, dict) else getattr(config, "__dict__", {})
-    if own.get("quantization_config") is not None:
-        yield own["quantization_config"]
-    if own.get("compression_config") is not None:  # of compressed-tensors' first releases
-        yield own["compression_config"]
+    # compression_config is of compressed-tensors' first releases.
+    for key in ("quantization_config", "compression_config"):
+        if own.get(key) is not None:
+            yield own[key]
     for name, value in own.items():
         if name.endswith("_config") and (isinstance(value, dict) or hasattr(value, "to_dict")):
             yield from _settings_in(value)

@@ -16,6 +16,8 @@ _REFUSED = {
     "DataParallel": "it splits each batch over the devices of one process",
     "DeepSpeedEngine": "its gradients, norms and steps are its own",
 }
+# Class name of a wrapper that is looked through, and the attribute with the module inside.
+_INSIDE = {"OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module"}
 _WAY_OUT = "hand over the model inside, made by shard_model (FSDP2) or DistributedDataParallel of the whole"
 
 
@@ -78,11 +80,6 @@ def replicas_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 def _inside(model: nn.Module) -> nn.Module | None:
     """The module inside a wrapper that changes no result; None if ``model`` is no such wrapper."""
-    inner: Any = None
-    if isinstance(model, DistributedDataParallel):
-        inner = model.module
-    elif type(model).__name__ == "OptimizedModule":
-        inner = getattr(model, "_orig_mod", None)
-    elif type(model).__name__ == "_FabricModule":
-        inner = getattr(model, "_forward_module", None)
+    name = "module" if isinstance(model, DistributedDataParallel) else _INSIDE.get(type(model).__name__, "")
+    inner: Any = getattr(model, name, None)
     return inner if isinstance(inner, nn.Module) else None

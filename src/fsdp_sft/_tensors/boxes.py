@@ -1,4 +1,4 @@
-"""Boxes: which part of a tensor a rank holds or a file stores, and which rank owns it. No I/O.
+"""Boxes: which part of a tensor a rank holds or a file stores. No I/O.
 
 A box is a rectangular part of a tensor, given by the index of its first element and its extent. The
 intersection of two boxes is a box or empty, so what a rank reads from a file is its own box intersected with
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_sft._compat.fsdp import split_factor_of
-from fsdp_sft._ranks.agree import is_distributed, this_rank, world_size
+from fsdp_sft._ranks.agree import this_rank
 
 _MAX_CUTS = 16  # depth of the recursion that separates boxes
 
@@ -113,21 +113,21 @@ def cuts_of(placements: Sequence[Any], mesh_shape: Sequence[int], ndim: int) -> 
 
 
 def box_at(
-    shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
+    shape: Sequence[int],
+    cuts: Sequence[tuple[int, int]],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
 ) -> Box:
     """The box of the rank at ``coordinate`` of the mesh, by ``torch.chunk`` along each sharded dimension.
 
     Args:
         shape: Global shape of the tensor.
-        placements: Placements of the DTensor.
+        cuts: What ``cuts_of`` returned.
         mesh_shape: Ranks along each axis of its mesh.
         coordinate: Index of the rank along each axis.
-
-    Raises:
-        TypeError: If a placement gives a rank several boxes, or is neither a shard nor a replica.
     """
     box = whole(shape)
-    for axis, dim in cuts_of(placements, mesh_shape, len(shape)):
+    for axis, dim in cuts:
         box = chunk_of(box, dim, mesh_shape[axis], coordinate[axis])
     return box
 
@@ -147,18 +147,24 @@ def chunk_of(box: Box, dim: int, parts: int, index: int) -> Box:
     return Box(tuple(offset), tuple(shape))
 
 
-def box_of(tensor: torch.Tensor, rank: int | None = None) -> Box:
-    """Box of ``tensor`` that a rank (None: this one) holds; the whole tensor unless it is a DTensor.
+def box_of(tensor: torch.Tensor) -> Box:
+    """Box of ``tensor`` that this rank holds; the whole tensor unless it is a DTensor.
 
     Raises:
         TypeError: If a placement gives a rank several boxes, or is neither a shard nor a replica.
-        ValueError: If the rank is not in the tensor's mesh, or the mesh's ranks are not in order.
+        ValueError: If this rank is not in the tensor's mesh, or the mesh's ranks are not in order.
     """
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape)
     mesh = tensor.device_mesh
     check_ranks_ascend(mesh, tensor.placements)
-    return box_at(tensor.shape, tensor.placements, mesh.shape, _coordinate(tensor, rank))
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(
+            f"rank {this_rank()} is not in the mesh of the model's parameters; all ranks must be"
+        )
+    cuts = cuts_of(tensor.placements, mesh.shape, tensor.ndim)
+    return box_at(tensor.shape, cuts, mesh.shape, coordinate)
 
 
 def check_ranks_ascend(mesh: DeviceMesh, placements: Sequence[Any]) -> None:
@@ -180,39 +186,6 @@ def check_ranks_ascend(mesh: DeviceMesh, placements: Sequence[Any]) -> None:
                 f"the ranks of the mesh {ranks.tolist()} do not ascend along axis {axis}, and FSDP2 cuts "
                 "tensors in ascending order: take build_mesh(...), or ranks in order"
             )
-
-
-def owner_ranks(tensor: torch.Tensor, replica: int = 0) -> list[int]:
-    """The ranks that together hold one copy of ``tensor``.
-
-    Args:
-        tensor: A tensor, sharded, replicated or both.
-        replica: Number of the copy; numbers beyond the last copy start again at the first.
-
-    Raises:
-        ValueError: If the tensor does not lie on all ranks.
-    """
-    if not isinstance(tensor, DTensor):
-        return [replica % world_size()]
-    mesh = tensor.device_mesh
-    if mesh.size() != world_size() and is_distributed():
-        raise ValueError(
-            f"a tensor lies on {mesh} and not on all {world_size()} ranks (tensor parallelism leaves such "
-            "tensors whole beside FSDP2), so which rank has which part is not known; load the model with "
-            "tp_size=1"
-        )
-    copies = [n for p, n in zip(tensor.placements, mesh.shape, strict=True) if isinstance(p, Replicate)]
-    wanted = replica % math.prod(copies)
-    # `wanted` is a number whose digits are the coordinates along the replicated axes. Along an axis that
-    # shards, all ranks belong to the copy.
-    index: list[Any] = []
-    for placement, size in zip(reversed(tensor.placements), reversed(mesh.shape), strict=True):
-        if isinstance(placement, Replicate):
-            index.insert(0, wanted % size)
-            wanted //= size
-        else:
-            index.insert(0, slice(None))
-    return [int(rank) for rank in mesh.mesh[tuple(index)].reshape(-1)]
 
 
 def replicate_dims(tensor: torch.Tensor) -> tuple[DeviceMesh, list[int]] | None:
@@ -295,16 +268,3 @@ def _disjoint(boxes: Sequence[Box], depth: int = 0) -> bool:
         if len(pieces) > 1:
             return all(_disjoint(piece, depth + 1) for piece in pieces)
     return False
-
-
-def _coordinate(tensor: DTensor, rank: int | None) -> list[int]:
-    """The coordinate of a rank (None: this one) in the mesh of a tensor."""
-    mesh = tensor.device_mesh
-    if rank is None:
-        found: Any = mesh.get_coordinate()
-    else:
-        found = next(iter((mesh.mesh == rank).nonzero().tolist()), None)
-    if found is None:
-        rank = this_rank() if rank is None else rank
-        raise ValueError(f"rank {rank} is not in the mesh of the model's parameters; all ranks must be")
-    return [int(index) for index in found]

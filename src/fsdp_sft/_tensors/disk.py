@@ -14,10 +14,9 @@ import shutil
 import stat
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 
@@ -26,6 +25,7 @@ from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, open_
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError
 
 _BUFFER_BYTES = 16 << 20  # written or read at once
+_WORTH_A_THREAD = 1 << 18  # bytes; fewer are hashed in less time than a thread takes to start
 _TEMPORARY = ".tmp-"  # prefix of unfinished folders
 
 
@@ -66,18 +66,18 @@ def write_tensors(
     """
     described = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
     fd, header, head = create(path, described, metadata)
-    with _Hasher(head) as hasher, closing(fd):
+    digest = hashlib.sha256(head)
+    with closing(fd):
         for name, entry in header.entries.items():
             tensor = tensors[name]
             if isinstance(tensor, Deferred):
                 tensor = tensor.read()
             staged = tensor.detach().to("cpu").contiguous()
             view = bytes_of(staged)
-            hasher.begin(view)
-            write_early(fd, entry.start, view)
-            hasher.wait()
+            with _hashed(digest, view):
+                write_early(fd, entry.start, view)
         force_to_disk(fd)
-        return FileRecord(header.file_bytes, hasher.hexdigest())
+    return FileRecord(header.file_bytes, digest.hexdigest())
 
 
 def write_early(fd: int, offset: int, view: memoryview) -> None:
@@ -91,43 +91,23 @@ def write_early(fd: int, offset: int, view: memoryview) -> None:
             os.posix_fadvise(fd, offset + first, len(piece), os.POSIX_FADV_DONTNEED)
 
 
-class _Hasher:
-    """SHA-256 in a separate thread, in parallel with the writing (hashlib releases the GIL).
+@contextlib.contextmanager
+def _hashed(digest: "hashlib._Hash", view: memoryview) -> Iterator[None]:
+    """Hash ``view`` in a thread while the block writes it (hashlib releases the GIL).
 
     An executor would refuse work once the interpreter has begun to wait for its threads, when a program's
     last asynchronous save may still be running.
     """
-
-    def __init__(self, head: bytes) -> None:
-        self._digest = hashlib.sha256(head)
-        self._work: SimpleQueue[memoryview | None] = SimpleQueue()
-        self._done = threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, name="fsdp_sft-hash")
-
-    def __enter__(self) -> "_Hasher":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._work.put(None)
-        self._thread.join()
-
-    def begin(self, view: memoryview) -> None:
-        """Start hashing ``view``, which must not change until ``wait`` returns."""
-        self._work.put(view)
-
-    def wait(self) -> None:
-        """Return when the view given to ``begin`` has been hashed."""
-        self._done.acquire()
-
-    def hexdigest(self) -> str:
-        """The digest of everything hashed so far."""
-        return self._digest.hexdigest()
-
-    def _run(self) -> None:
-        while (view := self._work.get()) is not None:
-            self._digest.update(view)
-            self._done.release()
+    if len(view) < _WORTH_A_THREAD:
+        digest.update(view)
+        yield
+        return
+    thread = threading.Thread(target=digest.update, args=(view,), name="fsdp_sft-hash")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_sft._ranks.agree import answered, control_group, raise_first, this_rank
-from fsdp_sft._tensors.boxes import box_of, local_of, owner_ranks, part_of
+from fsdp_sft._tensors.boxes import Box, local_of, part_of, whole
+from fsdp_sft._tensors.sharding import own_part, sharding_of
 
 
 class Gatherer:
@@ -28,18 +29,16 @@ class Gatherer:
 
     def gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """On rank 0 the full tensor, in CPU memory and as ``dtype``; None on the other ranks."""
-        owners = owner_ranks(tensor)
         if self.rank != 0:
-            if self.rank in owners:
-                self._send(tensor, dtype)
+            own = own_part(tensor)
+            if own is not None:
+                self._send(tensor, dtype, own)
             return None
-        if owners == [0]:
+        parts = list(sharding_of(tensor).parts(tensor.shape))
+        if parts == [(0, whole(tensor.shape))]:
             return local_of(tensor).to("cpu", dtype).contiguous()
         full = torch.empty(tensor.shape, dtype=dtype)
-        for owner in owners:
-            box = box_of(tensor, owner)
-            if not box.numel:
-                continue
+        for owner, box in parts:
             part = part_of(full, box)
             if owner == 0:
                 part.copy_(local_of(tensor))
@@ -59,11 +58,8 @@ class Gatherer:
         """Raise the first error of any rank on every rank."""
         raise_first(self.error, phase)
 
-    def _send(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """Send this rank's part to rank 0; zeros of its size if this rank has failed."""
-        box = box_of(tensor)
-        if not box.numel:
-            return
+    def _send(self, tensor: torch.Tensor, dtype: torch.dtype, box: Box) -> None:
+        """Send this rank's part, the box ``box``, to rank 0; zeros if this rank has failed."""
         payload = None
 
         def prepare() -> None:

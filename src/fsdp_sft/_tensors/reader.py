@@ -105,15 +105,15 @@ def _read_for(
     tasks += [job for job in jobs if isinstance(job, Computation)]
     tasks.sort(key=lambda task: (task.runs[0].file, task.runs[0].start))
     caller = CallerStream.on(device)
-    reader = _Reader(size, tasks, progress, caller, pages, damaged)
     buffers = 1 if device.type == "cpu" else 2
+    reader = _Reader(partial(_Stage, buffers, size, device, caller), tasks, progress, pages, damaged)
     workers = max(1, min(workers, host_budget_bytes // (size * buffers)))
     try:
         if workers == 1:
-            reader.work(device)
+            reader.work()
         else:
             with ThreadPoolExecutor(workers, initializer=caller.adopt) as pool:
-                for done in [pool.submit(reader.work, device) for _ in range(workers)]:
+                for done in [pool.submit(reader.work) for _ in range(workers)]:
                     done.result()
     finally:
         reader.close()
@@ -125,18 +125,16 @@ class _Reader:
 
     def __init__(
         self,
-        piece_bytes: int,
+        make_stage: Callable[[], "_Stage"],
         tasks: list[Batch | Computation],
         progress: Callable[[int], None],
-        caller: CallerStream,
         pages: HostPages,
         damaged: type[Exception],
     ) -> None:
         self.bytes_read = 0
         self._pages = pages
-        self._caller = caller
         self._damaged = damaged
-        self._piece_bytes = piece_bytes
+        self._make_stage = make_stage
         self._tasks = tasks
         self._taken = 0
         self._progress = progress
@@ -145,13 +143,9 @@ class _Reader:
         self._lock = threading.Lock()
         self._failed = False
 
-    def work(self, device: torch.device) -> None:
+    def work(self) -> None:
         """Read until nothing is left or another thread has failed."""
-        stage = (
-            _HostStage(self._piece_bytes, self._pages)
-            if device.type == "cpu"
-            else _DeviceStage(self._piece_bytes, device, self._caller)
-        )
+        stage = self._make_stage()
         try:
             with torch.no_grad():
                 while (task := self._next()) is not None:
@@ -220,7 +214,7 @@ class _Reader:
         self._pages.prefault(task.dest)
         _deliver(task, task.compute(raws), task.dest)
 
-    def _read_batch(self, batch: Batch, stage: "_HostStage | _DeviceStage") -> None:
+    def _read_batch(self, batch: Batch, stage: "_Stage") -> None:
         """Read a batch, and deliver its segments to their places in the shards."""
         (run,), first = batch.runs, batch.segments[0]
         if first.job.is_direct:
@@ -231,7 +225,7 @@ class _Reader:
         staged = stage.staged(run.num_bytes)
         for segment in batch.segments:
             place = segment.place()
-            stage.prepare(place)
+            self._pages.prefault(place)
             at = segment.start - run.start
             _deliver(segment.job, segment.values(staged[at : at + segment.num_bytes]), place)
         stage.used()
@@ -243,61 +237,34 @@ class _Reader:
         self._descriptors.clear()
 
 
-class _HostStage:
-    """One host buffer, from which values are copied to shards on the host."""
+class _Stage:
+    """Host buffers used in turn: one is read into while the other is copied to the device.
 
-    def __init__(self, size: int, pages: HostPages) -> None:
-        self._pages = pages
-        self._buffer = torch.empty(size, dtype=torch.uint8)
-        self._view = memoryview(self._buffer.numpy())  # type: ignore[arg-type]
+    For shards on the host there is one, from which values are copied at once.
+    """
 
-    def prepare(self, place: torch.Tensor) -> None:
-        """Map the memory of ``place``, which the next copy fills."""
-        self._pages.prefault(place)
-
-    def memory(self, num_bytes: int) -> memoryview:
-        """The memory to read into."""
-        return self._view[:num_bytes]
-
-    def staged(self, num_bytes: int) -> torch.Tensor:
-        """The bytes that were read."""
-        return self._buffer[:num_bytes]
-
-    def used(self) -> None:
-        """Let the buffer be read into again."""
-
-    def finish(self) -> None:
-        """Wait for copies that are still under way."""
-
-
-class _DeviceStage:
-    """Two pinned host buffers used in turn: one is read into while the other is copied to the device."""
-
-    def __init__(self, size: int, device: torch.device, caller: CallerStream) -> None:
-        self._buffers = [host_buffer((size,), torch.uint8, device) for _ in range(2)]
+    def __init__(self, buffers: int, size: int, device: torch.device, caller: CallerStream) -> None:
+        self._buffers = [host_buffer((size,), torch.uint8, device) for _ in range(buffers)]
         self._device = device
         self._caller = caller
         self._turn = 0
-        self._events: list[torch.Event | None] = [None, None]
-
-    def prepare(self, place: torch.Tensor) -> None:
-        """Do nothing: device memory is mapped when it is allocated."""
+        self._events: list[torch.Event | None] = [None] * buffers
 
     def memory(self, num_bytes: int) -> memoryview:
         """The memory to read into, once the copy that used this buffer before is done."""
         event = self._events[self._turn]
         if event is not None:
             event.synchronize()
-        return memoryview(self._buffers[self._turn].numpy())[:num_bytes]  # type: ignore[arg-type]
+        return bytes_of(self._buffers[self._turn][:num_bytes])
 
     def staged(self, num_bytes: int) -> torch.Tensor:
         """The bytes that were read, on the device, still in the checkpoint's dtype: the device casts them."""
         return self._buffers[self._turn][:num_bytes].to(self._device, non_blocking=True)
 
     def used(self) -> None:
-        """Switch to the other buffer."""
+        """Switch to the next buffer."""
         self._events[self._turn] = self._caller.record()
-        self._turn = 1 - self._turn
+        self._turn = (self._turn + 1) % len(self._buffers)
 
     def finish(self) -> None:
         """Wait for copies that are still under way."""

@@ -1,5 +1,6 @@
 """Jobs cut into segments that fit one read, and segments adjacent in a file joined into one read."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -79,9 +80,7 @@ def _cut(
     (size, step, dest_step), inner = dims[0], dims[1:]
     inner_span = 1 + sum((n - 1) * s for n, s, _ in inner)  # from first to last element of one row
     inner_bytes = inner_span * itemsize
-    needed = 1  # elements of one row that belong to the box
-    for n, _, _ in inner:
-        needed *= n
+    needed = math.prod(n for n, _, _ in inner)  # elements of one row that belong to the box
     # One read for several rows wastes little, although it includes the gaps between them.
     dense = needed * 20 >= step * 19 or needed * itemsize < _MIN_RUN_BYTES
     fits = (inner_bytes <= limit and needed * 20 >= inner_span * 19) or inner_bytes < _MIN_RUN_BYTES

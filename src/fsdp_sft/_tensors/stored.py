@@ -1,7 +1,6 @@
 """Tensors in files, and the reads that fill a rank's box of one."""
 
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._tensors.boxes import Box
+from fsdp_sft._tensors.disk import closing
 from fsdp_sft._tensors.jobs import ByteRange, Computation, Job, Mode
 from fsdp_sft._tensors.pieces import Ints, Piece, contiguous_strides, intersect
 from fsdp_sft._tensors.safetensors import Header, TensorEntry, open_file, read_header
@@ -164,6 +164,27 @@ class Computed(Stored):
         return rows.as_strided(cut.size, cut.stride, cut.offset - first * row)
 
 
+def file_header(path: Path, damaged: type[Exception], advice: str = "") -> Header:
+    """The header of a safetensors file, checked.
+
+    Args:
+        path: The file; the last component must not be a symbolic link.
+        damaged: Class of the error for a file that cannot be used.
+        advice: What to do about it, for the error.
+
+    Raises:
+        CheckpointFormatError: If the file or its header is damaged or missing (then it is ``damaged``).
+        OSError: If this process may open no more files, or may not open this one.
+    """
+    try:
+        fd = open_file(path)
+        with closing(fd):
+            return read_header(fd)
+    except (OSError, CheckpointFormatError) as error:
+        blame_no_file(error, path)
+        raise damaged(f"{path} cannot be read: {error}{advice}") from error
+
+
 class StoredFolder:
     """The safetensors files below a folder, which hold parts of tensors.
 
@@ -182,15 +203,7 @@ class StoredFolder:
             OSError: If this process may open no more files, or may not open this one.
         """
         if file not in self._headers:
-            try:
-                fd = open_file(self.folder / file)
-                try:
-                    self._headers[file] = read_header(fd)
-                finally:
-                    os.close(fd)
-            except (OSError, CheckpointFormatError) as error:
-                blame_no_file(error, self.folder / file)
-                raise CheckpointCorruptError(f"{self.folder / file} cannot be read: {error}") from error
+            self._headers[file] = file_header(self.folder / file, CheckpointCorruptError)
         return self._headers[file]
 
     def jobs(

@@ -20,11 +20,14 @@ class BackgroundSave:
     Args:
         work: Function that saves. Its collectives use ``group``.
         group: Process group that nothing else uses while the thread runs; None in a single process.
+
+    Attributes:
+        error: Error with which the save has ended, until it is raised; None if there is none.
     """
 
     def __init__(self, work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
         self._work, self._group = work, group
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="fsdp_sft-save")
 
     def start(self) -> None:
@@ -43,14 +46,9 @@ class BackgroundSave:
         self.join()
         if _last is self:
             _last = None
-        error, self._error = self._error, None
+        error, self.error = self.error, None
         if error is not None:
             raise error
-
-    @property
-    def failed(self) -> bool:
-        """Whether the save has ended with an error that has not been raised yet."""
-        return self._error is not None and not self._thread.is_alive()
 
     def _run(self) -> None:
         """Save, and keep an error for whoever waits for the save."""
@@ -58,14 +56,9 @@ class BackgroundSave:
             with agreeing_over(self._group):
                 self._work()
         except BaseException as error:
-            self._error = error
+            self.error = error
         finally:
             del self._work  # it refers to the model, which could then not be freed
-
-    def report(self) -> None:
-        """Print the error with its traceback."""
-        print("fsdp_sft: the last asynchronous save failed; the step before it stands.", file=sys.stderr)
-        traceback.print_exception(self._error)
 
 
 _last: BackgroundSave | None = None
@@ -86,8 +79,9 @@ def join_last() -> None:
 @atexit.register
 def _say_so_at_exit() -> None:
     """Print the error of a last save that failed, and end the program with exit code 1."""
-    if _last is not None and _last.failed:
-        _last.report()
+    if _last is not None and _last.error is not None:
+        print("fsdp_sft: the last asynchronous save failed; the step before it stands.", file=sys.stderr)
+        traceback.print_exception(_last.error)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # the only way in which an exit handler can change the exit code

@@ -22,7 +22,7 @@ from fsdp_sft._tensors.disk import full_path, read_bytes
 from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.adapter_settings import check_adapters
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last
-from fsdp_sft.dcp_io.choice import MOST_ATTEMPTS, choose_step, deleted_meanwhile
+from fsdp_sft.dcp_io.choice import choose_step, deleted_meanwhile
 from fsdp_sft.dcp_io.global_batch import change_of_batch
 from fsdp_sft.dcp_io.left_behind import note_optimizer
 from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, TRAIN_STATE_NAME, Manifest
@@ -32,6 +32,8 @@ from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
 from fsdp_sft.dcp_io.rank_files import read_rank_content
 from fsdp_sft.dcp_io.saving import Save
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError
+
+_MOST_ATTEMPTS = 64  # to read a step before another job deletes it
 
 
 @dataclass(frozen=True)
@@ -253,8 +255,11 @@ def load_checkpoint(
     join_last()  # a running save may be writing the step that is to be loaded
     reshard(model)
     path = full_path(path_or_root)
-    for _ in range(MOST_ATTEMPTS):
-        folder, manifest = choose_step(path, hashes=verify, fallback=fallback)
+    for _ in range(_MOST_ATTEMPTS):
+        found = choose_step(path, hashes=verify, fallback=fallback)
+        if found is None:
+            continue
+        folder, manifest = found
         try:
             loaded = _load_step(folder, manifest, model, optimizer)
             _tell_of_other_ranks(loaded, model)
@@ -273,7 +278,7 @@ def _load_step(
     Collective: all ranks.
     """
     same_ranks = manifest.world_size == world_size()
-    train_state = rng = rank_state = None
+    rng = rank_state = None
     with agreed(f"checking the model against {folder}"):
         refuse_merged(model, "loading a checkpoint")
         check_adapters(folder, manifest, model)

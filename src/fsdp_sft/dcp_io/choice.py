@@ -10,12 +10,11 @@ from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest
 from fsdp_sft.dcp_io.steps import is_step_folder, step_folders
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
-MOST_ATTEMPTS = 64  # to read a step before another job deletes it
 _DIFFERENT_ATTEMPTS, _PAUSE_SECONDS = 10, 0.1  # to see the same steps, since ranks look at different moments
 
 
-def choose_step(path: Path, *, hashes: bool, fallback: bool) -> tuple[Path, Manifest]:
-    """The folder of the step to load, and its manifest.
+def choose_step(path: Path, *, hashes: bool, fallback: bool) -> tuple[Path, Manifest] | None:
+    """The folder of the step to load, and its manifest; None if it was deleted meanwhile: look again.
 
     Args:
         path: Folder of one step, or root of all steps.
@@ -29,12 +28,21 @@ def choose_step(path: Path, *, hashes: bool, fallback: bool) -> tuple[Path, Mani
 
     Collective: all ranks; all return the same.
     """
-    for _ in range(MOST_ATTEMPTS):
-        candidates = _same_candidates(path)
-        found = _first_sound(path, candidates if fallback else candidates[:1], hashes)
-        if found is not None:
-            return found
-    raise CheckpointError(f"the steps in {path} are deleted faster than they can be read")
+    candidates = _same_candidates(path)[: None if fallback else 1]
+    for folder in candidates:
+        manifest, problems = open_folder(folder, hashes=hashes)
+        if manifest is not None and manifest.model is not None:
+            return folder, manifest
+        if deleted_meanwhile(path, folder):
+            return None
+        summary = "; ".join(problems[:5]) or "it has no model in it"
+        if len(candidates) > 1 and this_rank() == 0:
+            warn_caller(f"checkpoint {folder} is not sound and is passed over: {summary}")
+    raise CheckpointCorruptError(
+        f"{folder} is not sound: {summary}"
+        if len(candidates) == 1
+        else f"none of the {len(candidates)} checkpoints in {folder.parent} is sound; the oldest: {summary}"
+    )
 
 
 def deleted_meanwhile(path: Path, folder: Path) -> bool:
@@ -74,21 +82,3 @@ def _candidates(path: Path) -> list[Path]:
             f"there is no checkpoint in {path}; expected folders named step-<number>, or such a folder itself"
         )
     return found[::-1]
-
-
-def _first_sound(path: Path, candidates: list[Path], hashes: bool) -> tuple[Path, Manifest] | None:
-    """The first sound step; None if one was deleted meanwhile, so that steps have to be listed again."""
-    for folder in candidates:
-        manifest, problems = open_folder(folder, hashes=hashes)
-        if manifest is not None and manifest.model is not None:
-            return folder, manifest
-        if deleted_meanwhile(path, folder):
-            return None
-        summary = "; ".join(problems[:5]) or "it has no model in it"
-        if len(candidates) > 1 and this_rank() == 0:
-            warn_caller(f"checkpoint {folder} is not sound and is passed over: {summary}")
-    raise CheckpointCorruptError(
-        f"{folder} is not sound: {summary}"
-        if len(candidates) == 1
-        else f"none of the {len(candidates)} checkpoints in {folder.parent} is sound; the oldest: {summary}"
-    )

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,12 @@ from fsdp_sft._model.sharded import mesh_of
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._process.codec import dumps
 from fsdp_sft._ranks.agree import this_rank, world_size
-from fsdp_sft._tensors.boxes import Box, local_of
+from fsdp_sft._tensors.boxes import Box, local_of, whole
 from fsdp_sft._tensors.disk import Deferred
 from fsdp_sft._tensors.safetensors import num_bytes
+from fsdp_sft._tensors.sharding import Sharding, one_rank, sharding_of
 from fsdp_sft.dcp_io.manifest import Manifest, encode_tensors, versions
-from fsdp_sft.dcp_io.sharding import Sharding, Shardings, one_rank
-from fsdp_sft.dcp_io.stored import SHARDS, StoredTensor, file_key, shard_file
+from fsdp_sft.dcp_io.stored import StoredTensor, file_key, shard_file
 from fsdp_sft.errors import CheckpointError
 
 _LARGE_BYTES = 1 << 20  # smaller tensors that all ranks have lie together, in rank 0's file
@@ -63,6 +63,20 @@ class ReadTensor:
 
 
 @dataclass(frozen=True)
+class OptimizerContent:
+    """An optimizer's state, ready to be written.
+
+    Attributes:
+        tensors: Tensors of the state by ``<fqn>/<state name>``: live ones, an ``OwnedTensor`` for each inner
+            tensor, or a ``ReadTensor``.
+        info: Class, parameters, groups and state other than tensors, as JSON; see ``Manifest``.
+    """
+
+    tensors: Mapping[str, Any]
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class FolderContent:
     """What a rank contributes to a save. Tensors are the live ones, whole or sharded.
 
@@ -73,11 +87,9 @@ class FolderContent:
         model: Tensors of the model; None where an optimizer's state is saved alone.
         extra: Extra state of modules, as JSON by name; see ``Manifest``.
         extra_tensors: Tensors to which ``extra`` refers, by name.
-        optimizer: Optimizer state by ``<fqn>/<state name>``, each a tensor, an ``OwnedTensor`` or a
-            ``ReadTensor``; None if there is none.
-        optimizer_info: Everything about the optimizer but tensors; see ``Manifest``.
+        optimizer: State of the optimizer; None if there is none.
         train_state: Bytes of ``train_state.json``; rank 0's are written.
-        rank_content: State of this rank alone, as tensors by name.
+        rank_content: State of this rank alone, as tensors by their names in the file.
         settings: Bytes of small files below ``settings/``, by name; rank 0's are written.
     """
 
@@ -87,25 +99,10 @@ class FolderContent:
     model: ModelTensors | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     extra_tensors: Tensors = field(default_factory=dict)
-    optimizer: Mapping[str, Any] | None = None
-    optimizer_info: dict[str, Any] = field(default_factory=dict)
+    optimizer: OptimizerContent | None = None
     train_state: bytes | None = None
     rank_content: dict[str, torch.Tensor] | None = None
     settings: Mapping[str, bytes] = field(default_factory=dict)
-
-    def with_own_copies(self) -> "FolderContent":
-        """The same content with copies of ``rank_content``, which the caller may change from now on."""
-        if self.rank_content is None:
-            return self
-        copies = {name: tensor.detach().clone() for name, tensor in self.rank_content.items()}
-        copied = replace(self, rank_content=copies)
-        vars(copied)["stored"] = self.stored  # else a thread would compute it again, and slow training down
-        return copied
-
-    @property
-    def folders(self) -> list[str]:
-        """Names of the folders to make inside the folder."""
-        return [SHARDS, *(["settings"] if self.settings else [])]
 
     @property
     def sections(self) -> dict[str, Mapping[str, Any]]:
@@ -114,7 +111,7 @@ class FolderContent:
         if self.model is not None:
             found["model"] = {**self.model.tensors, **self.extra_tensors}
         if self.optimizer is not None:
-            found["optimizer"] = self.optimizer
+            found["optimizer"] = self.optimizer.tensors
         return found
 
     @functools.cached_property
@@ -124,11 +121,10 @@ class FolderContent:
         Raises:
             CheckpointError: If two tensors would have the same name in the files.
         """
-        shardings = Shardings(world_size())
         found: dict[str, dict[str, StoredTensor]] = {}
         for section, tensors in self.sections.items():
             found[section] = {
-                name: _stored(section, name, tensors[name], index, shardings)
+                name: _stored(section, name, tensors[name], index)
                 for index, name in enumerate(sorted(tensors))
             }
             if len({tensor.key for tensor in found[section].values()}) != len(tensors):
@@ -140,19 +136,19 @@ class FolderContent:
         """Bytes of all tensors, each of which is stored once, without what belongs to a rank."""
         return sum(num_bytes(t.dtype, t.shape) for section in self.stored.values() for t in section.values())
 
-    def manifest(self, stored: Mapping[str, dict[str, StoredTensor]]) -> Manifest:
+    def manifest(self) -> Manifest:
         """The manifest without the records of the files, which are known only when these are written."""
         return Manifest(
             step=self.step,
             world_size=world_size(),
             mesh=self.mesh,
             metric=self.metric,
-            model=stored.get("model"),
+            model=self.stored.get("model"),
             ties=self.model.ties if self.model is not None else {},
             frozen=self.model.frozen if self.model is not None else [],
             extra=self.extra,
-            optimizer=stored.get("optimizer"),
-            optimizer_info=self.optimizer_info,
+            optimizer=self.stored.get("optimizer"),
+            optimizer_info=self.optimizer.info if self.optimizer is not None else {},
             rank_states=self.rank_content is not None,
             versions=versions(),
         )
@@ -167,23 +163,25 @@ class Part:
     """The part of one tensor that this rank writes.
 
     Attributes:
+        shape: Shape of the full tensor.
         box: Box of the full tensor that the part is.
         tensor: Values of the part: the live ones, a copy, or what is to be read.
     """
 
+    shape: tuple[int, ...]
     box: Box
     tensor: torch.Tensor | Deferred
 
 
-Parts = Mapping[str, Mapping[str, Part]]  # section -> tensor -> part
+Parts = Mapping[str, Part]  # by the tensor's name in the file
 
 
-def _stored(section: str, name: str, tensor: Any, index: int, shardings: Shardings) -> StoredTensor:
+def _stored(section: str, name: str, tensor: Any, index: int) -> StoredTensor:
     """A tensor as the manifest describes it; ``index`` is its number within the section."""
     if isinstance(tensor, OwnedTensor):
         sharding = one_rank(tensor.owner)
     else:
-        sharding = shardings.of(tensor.like if isinstance(tensor, ReadTensor) else tensor)
+        sharding = sharding_of(tensor.like if isinstance(tensor, ReadTensor) else tensor)
     key, copy = file_key(section, name), _copy(sharding, tensor, index)
     return StoredTensor(tuple(tensor.shape), tensor.dtype, key, sharding, copy)
 
@@ -211,28 +209,25 @@ def describe_mesh(model: nn.Module) -> list[list[Any]] | None:
 def own_parts(content: FolderContent) -> Parts:
     """The live parts that this rank writes. Replicas take turns, so that each part is written once."""
     own = shard_file(this_rank())
-    return {
-        section: _parts_of(content.sections[section], stored, own)
-        for section, stored in content.stored.items()
-    }
-
-
-def _parts_of(tensors: Mapping[str, Any], stored: Mapping[str, StoredTensor], file: str) -> dict[str, Part]:
-    """The parts of a section's tensors that lie in this rank's file, by name."""
     parts: dict[str, Part] = {}
-    for name, entry in stored.items():
-        box = entry.part_in(file)
-        if box is None:
-            continue
-        live = tensors[name]
-        if isinstance(live, ReadTensor):
-            parts[name] = Part(box, Deferred(box.shape, live.dtype, partial(live.read, box)))
-            continue
-        local = live.tensor if isinstance(live, OwnedTensor) else local_of(live)
-        if local is None or tuple(local.shape) != box.shape:
-            found = None if local is None else tuple(local.shape)
-            raise CheckpointError(
-                f"rank {this_rank()} has {found} of {name}; its mesh and placements give it {box.shape}"
-            )
-        parts[name] = Part(box, local)
+    for section, tensors in content.sections.items():
+        for name, entry in content.stored[section].items():
+            box = entry.part_in(own)
+            if box is not None:
+                parts[entry.key] = Part(entry.shape, box, _values(name, tensors[name], box))
+    for key, tensor in (content.rank_content or {}).items():
+        parts[key] = Part(tuple(tensor.shape), whole(tensor.shape), tensor)
     return parts
+
+
+def _values(name: str, live: Any, box: Box) -> torch.Tensor | Deferred:
+    """The values of this rank's part of a tensor, which must be the box ``box`` of it."""
+    if isinstance(live, ReadTensor):
+        return Deferred(box.shape, live.dtype, partial(live.read, box))
+    local = live.tensor if isinstance(live, OwnedTensor) else local_of(live)
+    if local is None or tuple(local.shape) != box.shape:
+        found = None if local is None else tuple(local.shape)
+        raise CheckpointError(
+            f"rank {this_rank()} has {found} of {name}; its mesh and placements give it {box.shape}"
+        )
+    return local

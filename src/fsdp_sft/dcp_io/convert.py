@@ -18,7 +18,7 @@ from fsdp_sft._model.state import ModelTensors, match_tensors, model_tensors
 from fsdp_sft._ranks.agree import agreed, through_rank_0
 from fsdp_sft._tensors.boxes import Box
 from fsdp_sft._tensors.disk import full_path, unsound_beside
-from fsdp_sft.dcp_io.content import FolderContent, ReadTensor, describe_mesh
+from fsdp_sft.dcp_io.content import FolderContent, OptimizerContent, ReadTensor, describe_mesh
 from fsdp_sft.dcp_io.folder import new_folder_beside, write_folder
 from fsdp_sft.dcp_io.foreign.adam import optimizer_of
 from fsdp_sft.dcp_io.foreign.names import KeyMap, check_known, in_order, translated
@@ -90,13 +90,11 @@ def convert_checkpoint(
     _check_arguments(format, key_map)
     root, folder = full_path(target), full_path(source)
     reshard(model)
-    prepared: list[FolderContent] = []
     with agreed(f"looking at {folder}"):
         if root.exists() and not root.is_dir():
             raise NotADirectoryError(f"{root} is a file; expected the folder of all steps")
         foreign = open_foreign(folder, format, allow_pickle=allow_pickle)
-        prepared.append(_content(foreign, model, key_map))
-    content = prepared.pop()
+        content = _content(foreign, model, key_map)
     path = step_folder(root, int(content.step or 0))
 
     def make_folder(told: list[tuple[str, str]]) -> Path:
@@ -147,8 +145,7 @@ def _content(foreign: ForeignCheckpoint, model: nn.Module, key_map: KeyMap | Non
         step=foreign.step or 0,
         mesh=describe_mesh(model),
         model=replace(live, tensors=tensors),
-        optimizer=states or None,
-        optimizer_info=info,
+        optimizer=OptimizerContent(states, info) if states else None,
     )
 
 

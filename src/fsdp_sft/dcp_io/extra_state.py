@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from fsdp_sft._model.state import ModelTensors
-from fsdp_sft._process.codec import decode, dumps, encode
+from fsdp_sft._process.codec import dumps, encode
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.safetensors import bytes_of
+from fsdp_sft.dcp_io.content import FolderContent
 from fsdp_sft.errors import CheckpointError, CheckpointMismatchError, UnstorableStateError, abridged
 
 
@@ -40,13 +41,11 @@ def digests(encoded: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
     return found
 
 
-def own_digests(model: ModelTensors) -> dict[str, str]:
-    """Digests of everything that a model's modules have made for its state dict, as this rank has it.
-
-    Raises:
-        UnstorableStateError: If extra state cannot be stored; see ``encode_extra``.
-    """
-    return digests(*encode_extra(model)) | digests({}, {name: model.tensors[name] for name in model.made})
+def own_digests(content: FolderContent) -> dict[str, str]:
+    """Digests of everything that modules have made for a model's state dict, as this rank has it."""
+    model = content.model
+    made = {name: model.tensors[name] for name in model.made} if model is not None else {}
+    return digests(content.extra, {**content.extra_tensors, **made})
 
 
 def check_alike(everyone: Sequence[Mapping[str, str]]) -> None:
@@ -79,11 +78,6 @@ def check_extra(saved: Mapping[str, Any], live: ModelTensors) -> None:
             f"({abridged(saved.keys() - live.extra.keys())}) or only in the model "
             f"({abridged(live.extra.keys() - saved.keys())})"
         )
-
-
-def decode_extra(saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The values of saved extra state, for ``set_extra_state``."""
-    return {name: decode(value, tensors) for name, value in saved.items()}
 
 
 def _digest(data: bytes | memoryview) -> str:

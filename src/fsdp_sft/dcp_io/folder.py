@@ -23,7 +23,6 @@ from fsdp_sft._process.codec import MALFORMED, loads
 from fsdp_sft._ranks.agree import this_rank, through_rank_0, world_size
 from fsdp_sft._tensors.boxes import box_of, local_of
 from fsdp_sft._tensors.disk import (
-    Deferred,
     FileRecord,
     check_room,
     publish,
@@ -47,9 +46,8 @@ from fsdp_sft.dcp_io.manifest import (
     parse,
     read_manifest,
 )
-from fsdp_sft.dcp_io.rank_files import keys_of_rank
 from fsdp_sft.dcp_io.shard_header import header_metadata
-from fsdp_sft.dcp_io.stored import StoredTensor, missing_files, shard_file
+from fsdp_sft.dcp_io.stored import SHARDS, StoredTensor, missing_files, shard_file
 from fsdp_sft.dcp_io.verify import file_problems
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, abridged
 
@@ -78,7 +76,7 @@ def new_folder_beside(target: Path, content: FolderContent, digests: list[str]) 
     _refuse_unreadable(content)
     check_room(target.parent, content.num_bytes, f"saving {target}")
     temporary = temporary_beside(target)
-    for name in ("", *content.folders):
+    for name in ("", SHARDS, *(["settings"] if content.settings else [])):
         (temporary / name).mkdir()
     return temporary
 
@@ -90,7 +88,7 @@ def _refuse_unreadable(content: FolderContent) -> None:
         CheckpointError: If a load would refuse it.
         ValueError: If it would be too large.
     """
-    encoded = encode_manifest(describe(content.manifest(content.stored)), b"")
+    encoded = encode_manifest(describe(content.manifest()), b"")
     try:
         parse(loads(encoded, "it"), {})
     except MALFORMED as error:
@@ -203,14 +201,14 @@ def check_files(
             raise CheckpointCorruptError(f"{name} has parts in {abridged(missing)}, which is not listed")
 
 
-def read_tensors(folder: StoredFolder, stored: Mapping[str, StoredTensor], tensors: Tensors) -> int:
-    """Fill this rank's part of each of ``tensors`` from the files; the number of bytes read."""
+def read_tensors(folder: StoredFolder, stored: Mapping[str, StoredTensor], tensors: Tensors) -> None:
+    """Fill this rank's part of each of ``tensors`` from the files."""
     jobs: list[Job | Computation] = []
     for name, tensor in tensors.items():
         box, source = box_of(tensor), stored[name]
         if box.numel:
             jobs += folder.jobs(source.key, source.parts(box), box, local_of(tensor))
-    return read_jobs(jobs, workers=threads_that_read(), damaged=CheckpointCorruptError)
+    read_jobs(jobs, workers=threads_that_read(), damaged=CheckpointCorruptError)
 
 
 def _wait_until_visible(folder: Path) -> None:
@@ -228,25 +226,14 @@ def _wait_until_visible(folder: Path) -> None:
 def _write_own(folder: Path, content: FolderContent, parts: Parts) -> dict[str, FileRecord]:
     """Write this rank's files; their records by name."""
     rank = this_rank()
-    stored = content.stored
     written: dict[str, FileRecord] = {}
-    tensors: dict[str, torch.Tensor | Deferred] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    offsets: dict[str, tuple[int, ...]] = {}
-    for section, own in parts.items():
-        for name, part in own.items():
-            key = stored[section][name].key
-            tensors[key], offsets[key] = part.tensor, part.box.offset
-            shapes[key] = stored[section][name].shape
-    if content.rank_content is not None:
-        for key, tensor in keys_of_rank(rank, content.rank_content).items():
-            tensors[key], offsets[key], shapes[key] = tensor, (0,) * tensor.ndim, tuple(tensor.shape)
     if content.train_state is not None and rank == 0:
         written[TRAIN_STATE_NAME] = write_bytes(folder / TRAIN_STATE_NAME, content.train_state)
     for name, data in content.settings.items() if rank == 0 else ():
         written[f"settings/{name}"] = write_bytes(folder / "settings" / name, data)
-    if tensors or rank == 0:
-        metadata = header_metadata(content.step, world_size(), rank, offsets, shapes)
+    if parts or rank == 0:
+        metadata = header_metadata(content.step, world_size(), rank, parts)
+        tensors = {key: part.tensor for key, part in parts.items()}
         try:
             written[shard_file(rank)] = write_tensors(folder / shard_file(rank), tensors, metadata)
         except CheckpointFormatError as error:
@@ -291,5 +278,5 @@ def _commit(
         if folder.is_dir():
             sync_folder(folder)
     write_bytes(temporary / INDEX_NAME, index)
-    write_bytes(temporary / MANIFEST_NAME, encode_manifest(describe(content.manifest(content.stored)), index))
+    write_bytes(temporary / MANIFEST_NAME, encode_manifest(describe(content.manifest()), index))
     publish(temporary, target, aside=aside)

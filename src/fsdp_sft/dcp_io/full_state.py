@@ -1,5 +1,6 @@
 """A single file with the full state dict of a model, which other tools can read and write."""
 
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -20,14 +21,15 @@ from fsdp_sft._model.state import (
     room_for,
     with_extra_tensors,
 )
-from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, this_rank, world_size
+from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, this_rank
 from fsdp_sft._tensors.boxes import Box, box_of, local_of
 from fsdp_sft._tensors.disk import closing, full_path, sync_folder, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer, receive_into, send
 from fsdp_sft._tensors.jobs import Computation, Job
 from fsdp_sft._tensors.reader import read_jobs, threads_that_read
 from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, write_at
-from fsdp_sft._tensors.stored import InFile, StoredFolder
+from fsdp_sft._tensors.sharding import sharding_of
+from fsdp_sft._tensors.stored import InFile, file_header
 from fsdp_sft._tensors.torch_file import read_pickled
 from fsdp_sft.errors import (
     CheckpointCorruptError,
@@ -139,12 +141,10 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
         if shared or this_rank() == 0:
             files = _open(source_path.resolve())
     described: Described = share({name: (f.entry.dtype, f.entry.shape) for name, f in files.items()})
-    plan: dict[str, list[str]] = {}
     with agreed(f"checking the model against {source_path}"):
         plan = _match(content, described)
         if files:
-            own = range(this_rank(), this_rank() + 1)
-            _check_ties(content, plan, files, own if shared else range(world_size()))
+            _check_ties(content, plan, files, everywhere=not shared)
     names = {first: found[0] for first, found in plan.items()}
     made = {name: room_for(content.tensors[name], *described[names[name]]) for name in content.made}
     content = replace(content, tensors={**content.tensors, **made})
@@ -163,7 +163,7 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
 def _open(path: Path) -> Files:
     """Where each tensor of a file lies; the suffix says the format."""
     if path.suffix == ".safetensors":
-        header = StoredFolder(path.parent).header(path.name)
+        header = file_header(path, CheckpointCorruptError)
     else:
         header = read_pickled(path, CheckpointCorruptError)
     return {name: InFile(path, entry) for name, entry in header.entries.items()}
@@ -262,11 +262,14 @@ def _is_castable(stored: torch.dtype, live: torch.dtype) -> bool:
     return stored == live or (stored.is_floating_point and live.is_floating_point)
 
 
-def _check_ties(content: ModelTensors, plan: Mapping[str, list[str]], files: Files, ranks: range) -> None:
-    """Refuse a file with different values under the names of a tied tensor, in the parts of ``ranks``."""
+def _check_ties(
+    content: ModelTensors, plan: Mapping[str, list[str]], files: Files, *, everywhere: bool
+) -> None:
+    """Refuse a file with different values under the names of a tied tensor, in this rank's part or in all."""
     for first, names in plan.items():
-        for rank in ranks if len(names) > 1 else ():
-            box = box_of(content.tensors[first], rank)
+        tensor = content.tensors[first]
+        every = sharding_of(tensor).parts(tensor.shape) if everywhere else [(this_rank(), box_of(tensor))]
+        for _, box in every if len(names) > 1 else ():
             parts = [torch.empty(box.shape, dtype=files[name].entry.dtype) for name in names]
             jobs = [j for name, part in zip(names, parts, strict=True) for j in _job(files, name, box, part)]
             read_jobs(jobs, damaged=CheckpointCorruptError)
@@ -281,9 +284,10 @@ def _distribute(content: ModelTensors, names: Mapping[str, str], files: Files, p
     """
     sender = Gatherer()  # only for `attempt` and `finish`: a rank that has failed keeps sending
     for first, tensor in content.tensors.items():
-        for rank in range(world_size()):
-            box = box_of(tensor, rank)
-            if not box.numel or this_rank() not in (0, rank):
+        sharding = sharding_of(tensor)
+        copies = [sharding.parts(tensor.shape, copy) for copy in range(sharding.copies)]
+        for rank, box in itertools.chain(*copies):
+            if this_rank() not in (0, rank):
                 continue
             part = torch.zeros(box.shape, dtype=tensor.dtype)
             if this_rank() == 0:

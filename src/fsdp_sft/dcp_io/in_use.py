@@ -15,7 +15,7 @@ from fsdp_sft.errors import CheckpointInUseError
 FILE_NAME = ".in-use.json"
 
 _held: dict[Path, Lock] = {}
-_held_by = 0  # id of the process that has the roots: a forked process inherits the dict, but not the locks
+os.register_at_fork(after_in_child=_held.clear)  # a forked process inherits the dict, but not the locks
 
 
 def take(root: Path) -> None:
@@ -24,10 +24,6 @@ def take(root: Path) -> None:
     Raises:
         CheckpointInUseError: If another job saves there, or has taken the root over since.
     """
-    global _held_by
-    if _held_by != os.getpid():
-        _held.clear()
-        _held_by = os.getpid()
     root = root.resolve()
     held = _held.get(root)
     if held is not None and held.is_own:
@@ -45,10 +41,9 @@ def take(root: Path) -> None:
 @atexit.register
 def release_all() -> None:
     """Release all roots of this process."""
-    if _held_by == os.getpid():
-        while _held:
-            with suppress(OSError):
-                _held.popitem()[1].end()
+    while _held:
+        with suppress(OSError):
+            _held.popitem()[1].end()
 
 
 def _in_use(root: Path, found: Owner) -> CheckpointInUseError:

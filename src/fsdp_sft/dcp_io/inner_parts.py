@@ -15,13 +15,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._process.codec import decode
-from fsdp_sft._tensors.boxes import Box, box_of, whole, with_local
-from fsdp_sft._tensors.reader import read_jobs
+from fsdp_sft._tensors.boxes import Box, box_of, with_local
 from fsdp_sft._tensors.safetensors import DTYPES
 from fsdp_sft._tensors.stored import StoredFolder
+from fsdp_sft.dcp_io.folder import read_tensors
 from fsdp_sft.dcp_io.inner_tensors import PLAIN
 from fsdp_sft.dcp_io.stored import StoredTensor
-from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError
+from fsdp_sft.errors import CheckpointMismatchError
 
 Part = dict[str, Any]
 
@@ -246,7 +246,5 @@ def _read(
     """A whole stored inner tensor."""
     tensor = stored[key]
     out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    if out.numel():
-        jobs = folder.jobs(tensor.key, tensor.parts(), whole(tensor.shape), out)
-        read_jobs(jobs, damaged=CheckpointCorruptError)
+    read_tensors(folder, stored, {key: out})
     return out

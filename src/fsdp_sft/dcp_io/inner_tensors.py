@@ -14,8 +14,9 @@ import torch
 from fsdp_sft._compat.modules import is_wrapper_subclass, local_tensor
 from fsdp_sft._process.codec import encode
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, this_rank
-from fsdp_sft._tensors.boxes import box_of, owner_ranks
+from fsdp_sft._tensors.boxes import box_of
 from fsdp_sft._tensors.safetensors import DTYPES, dtype_name
+from fsdp_sft._tensors.sharding import own_part
 from fsdp_sft.dcp_io.content import OwnedTensor, Tensors
 from fsdp_sft.errors import UnstorableStateError
 
@@ -115,7 +116,7 @@ def _part(name: str, tensor: torch.Tensor, index: int) -> _Part:
         "context": context,
         "inner": {n: [dtype_name(t.dtype), list(t.shape)] for n, t in inner.items()},
     }
-    return _Part(described, inner, box.numel > 0 and this_rank() in owner_ranks(tensor, index))
+    return _Part(described, inner, own_part(tensor, index) is not None)
 
 
 def inner_names(parts: Mapping[str, list[dict[str, Any]]]) -> set[str]:

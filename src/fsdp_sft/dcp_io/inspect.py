@@ -59,9 +59,10 @@ def _of_step(folder: Path, hashes: bool) -> tuple[str, bool]:
 def _facts(manifest: Manifest) -> list[tuple[str, str]]:
     """(heading, text) of each line about a step."""
     mesh = ", ".join(f"{name}={size}" for name, size in manifest.mesh or [])
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     facts = [
         ("step", str(manifest.step)),
-        ("format", f"version {manifest.version}, written by " + _versions(manifest)),
+        ("format", f"version {manifest.version}, written by {versions}"),
         ("ranks", f"{manifest.world_size}{f' ({mesh})' if mesh else ''}"),
     ]
     if manifest.metric is not None:
@@ -79,10 +80,6 @@ def _facts(manifest: Manifest) -> list[tuple[str, str]]:
             text = f"{info['class']}, {len(info['parameters'])} parameters in {len(info['groups'])} groups"
             facts.append(("optimizer", f"{text}, state {abridged(states)}"))
     return [*facts, ("for torch", "HuggingFaceStorageReader(<folder>/shards), names model.*, optimizer.*")]
-
-
-def _versions(manifest: Manifest) -> str:
-    return ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
 
 
 def _bytes(manifest: Manifest) -> str:

@@ -21,7 +21,8 @@ from fsdp_sft._process.codec import MALFORMED, decode, dumps, loads
 from fsdp_sft._tensors.boxes import Box, tiling_problem
 from fsdp_sft._tensors.disk import FileRecord, read_bytes
 from fsdp_sft._tensors.safetensors import DTYPES, dtype_name
-from fsdp_sft.dcp_io.sharding import Sharding, encode_sharding, parse_sharding
+from fsdp_sft._tensors.sharding import Sharding
+from fsdp_sft.dcp_io.sharding import encode_sharding, parse_sharding
 from fsdp_sft.dcp_io.steps import step_number
 from fsdp_sft.dcp_io.stored import StoredTensor, file_key
 from fsdp_sft.errors import CheckpointCorruptError

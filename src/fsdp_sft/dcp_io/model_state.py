@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from fsdp_sft._model.state import ModelTensors, give_back, match_tensors, model_tensors, room_for
+from fsdp_sft._process.codec import decode
 from fsdp_sft._tensors.stored import StoredFolder
-from fsdp_sft.dcp_io.extra_state import check_extra, decode_extra, digests, encode_extra
+from fsdp_sft.dcp_io.extra_state import check_extra, digests, encode_extra
 from fsdp_sft.dcp_io.folder import check_files, read_tensors
 from fsdp_sft.dcp_io.manifest import Manifest
 from fsdp_sft.dcp_io.stored import StoredTensor
@@ -98,7 +99,7 @@ def read_model(
     described = {n: t for n, t in (manifest.model or {}).items() if _is_extra(n, manifest)}
     pieces = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in described.items()}
     read_tensors(folder, described, pieces)
-    give_back(model, {**made, **decode_extra(manifest.extra, pieces)})
+    give_back(model, {**made, **{name: decode(value, pieces) for name, value in manifest.extra.items()}})
     if manifest.extra:
         _check_extra_taken(model, digests(manifest.extra, pieces))
 

@@ -1,7 +1,6 @@
 """Reading the state of optimizers by parameter name, without a step and without changing anything."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -13,23 +12,11 @@ from fsdp_sft._compat.modules import is_wrapper_subclass, local_tensor
 from fsdp_sft._model.named import parameter_names
 from fsdp_sft._process.codec import encode
 from fsdp_sft._tensors.safetensors import dtype_name
+from fsdp_sft.dcp_io.content import OptimizerContent
 from fsdp_sft.dcp_io.inner_tensors import flatten_state, take_apart
 from fsdp_sft.errors import UnstorableStateError, abridged
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
-
-
-@dataclass(frozen=True)
-class OptimizerContent:
-    """An optimizer's state, ready to be written.
-
-    Attributes:
-        tensors: Live tensors of the state, or their inner tensors, by ``<fqn>/<state name>``.
-        info: Class, parameters, groups and state other than tensors, as JSON.
-    """
-
-    tensors: dict[str, Any]
-    info: dict[str, Any]
 
 
 def as_list(optimizer: Optimizers) -> list[Optimizer]:
@@ -188,22 +175,16 @@ def _name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
 
 def _checked_state(value: torch.Tensor, parameter: nn.Parameter, name: str) -> torch.Tensor:
     """``value``, if it can be stored and sharded again: 0-dim, or shaped and sharded as its parameter."""
+    kind = type(local_tensor(value))
     if is_wrapper_subclass(value):
         take_apart(name, value)  # raises for a subclass that does not say what is inside it
-        if isinstance(value, DTensor) != isinstance(parameter, DTensor) or value.shape != parameter.shape:
-            raise UnstorableStateError(
-                f"{name} is a {type(local_tensor(value)).__name__} unlike its parameter"
-            )
-        return value
-    if type(local_tensor(value)) not in (torch.Tensor, nn.Parameter):
+    elif kind not in (torch.Tensor, nn.Parameter):
         raise UnstorableStateError(
-            f"{name} is a {type(local_tensor(value)).__name__}: only plain tensors can be stored and sharded "
-            "again"
+            f"{name} is a {kind.__name__}: only plain tensors can be stored and sharded again"
         )
-    sharded_alike = isinstance(value, DTensor) == isinstance(parameter, DTensor)
-    if value.ndim == 0 and not isinstance(value, DTensor):
+    elif value.ndim == 0 and not isinstance(value, DTensor):
         return value
-    if value.shape != parameter.shape or not sharded_alike:
+    if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
         raise UnstorableStateError(
             f"{name} is a {type(value).__name__} {tuple(value.shape)}, its parameter a "
             f"{type(parameter).__name__} {tuple(parameter.shape)}: only 0-dim tensors and tensors like the "

@@ -11,11 +11,12 @@ from fsdp_sft._compat.modules import is_wrapper_subclass
 from fsdp_sft._model.named import parameter_names
 from fsdp_sft._process.codec import decode
 from fsdp_sft._tensors.stored import StoredFolder
+from fsdp_sft.dcp_io.content import OptimizerContent
 from fsdp_sft.dcp_io.folder import check_files, read_tensors
 from fsdp_sft.dcp_io.inner_parts import assemble_state, parts_problem
 from fsdp_sft.dcp_io.inner_tensors import inner_names
 from fsdp_sft.dcp_io.manifest import Manifest, per_optimizer
-from fsdp_sft.dcp_io.optimizer_content import OptimizerContent, Optimizers, as_list, optimizer_content
+from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list, optimizer_content
 from fsdp_sft.dcp_io.stored import StoredTensor
 from fsdp_sft.errors import CheckpointMismatchError, abridged
 

@@ -9,16 +9,11 @@ from fsdp_sft._model.sharded import reshard
 from fsdp_sft._ranks.agree import agreed, this_rank, through_rank_0
 from fsdp_sft._tensors.disk import full_path, temporary_beside
 from fsdp_sft._tensors.stored import StoredFolder
-from fsdp_sft.dcp_io.content import FolderContent, describe_mesh
+from fsdp_sft.dcp_io.content import FolderContent, OptimizerContent, describe_mesh
 from fsdp_sft.dcp_io.folder import open_folder, write_folder
 from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME
-from fsdp_sft.dcp_io.optimizer_content import (
-    OptimizerContent,
-    Optimizers,
-    optimizer_content,
-    with_inner_tensors,
-)
+from fsdp_sft.dcp_io.optimizer_content import Optimizers, optimizer_content, with_inner_tensors
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
 from fsdp_sft.errors import (
     CheckpointCorruptError,
@@ -72,11 +67,7 @@ def save_optimizer_state(model: nn.Module, optimizer: Optimizers, path: str | os
 
     to_take_apart = through_rank_0(f"preparing to save {target}", prepare, make_room)
     content = with_inner_tensors(prepared[0], to_take_apart)
-    write_folder(
-        target,
-        FolderContent(None, describe_mesh(model), optimizer=content.tensors, optimizer_info=content.info),
-        aside=aside,
-    )
+    write_folder(target, FolderContent(None, describe_mesh(model), optimizer=content), aside=aside)
     if this_rank() == 0:
         shutil.rmtree(aside, ignore_errors=True)
 

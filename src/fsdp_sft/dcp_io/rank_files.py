@@ -10,6 +10,7 @@ import torch
 
 from fsdp_sft._process.codec import MALFORMED, decode, dumps, encode, loads
 from fsdp_sft._process.generators import check_generator_states, generator_states
+from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.boxes import whole
 from fsdp_sft._tensors.jobs import Computation, Job
 from fsdp_sft._tensors.reader import read_jobs
@@ -22,7 +23,9 @@ _PREFIX = "rank."
 
 
 def rank_content(rank_state: Any) -> dict[str, torch.Tensor]:
-    """This rank's state to write: JSON as a tensor of bytes, and the tensors to which the JSON refers.
+    """This rank's state to write, by names in the file: JSON as a tensor of bytes, and what it refers to.
+
+    ``rank.<number>`` is the JSON; the tensors to which it refers add their key paths.
 
     Raises:
         TypeError: If ``rank_state`` has a value that cannot be stored in either way; the message names its
@@ -34,12 +37,8 @@ def rank_content(rank_state: Any) -> dict[str, torch.Tensor]:
         "rank_state": encode(rank_state, "rank_state", tensors),
     }
     text = checked_size(dumps(content, canonical=False), "rank_state")
-    return {"": torch.frombuffer(bytearray(text), dtype=torch.uint8), **tensors}
-
-
-def keys_of_rank(rank: int, content: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The content by its names in the file: ``rank.<number>`` is the JSON, tensors add their key paths."""
-    return {_key(rank, name): tensor for name, tensor in content.items()}
+    every = {"": torch.frombuffer(bytearray(text), dtype=torch.uint8), **tensors}
+    return {_key(this_rank(), name): tensor.detach() for name, tensor in every.items()}
 
 
 def is_of_a_rank(key: str) -> bool:

@@ -1,5 +1,6 @@
 """Preparing the root, the folder of all steps, for a new step."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -9,8 +10,6 @@ from fsdp_sft.dcp_io import in_use
 from fsdp_sft.dcp_io.steps import step_folder, step_folders
 from fsdp_sft.dcp_io.verify import verify_folder
 from fsdp_sft.errors import CheckpointExistsError
-
-_looked_at: set[Path] = set()
 
 
 def prepare_root(root: Path, step: int) -> None:
@@ -41,11 +40,9 @@ def prepare_root(root: Path, step: int) -> None:
         )
 
 
+@functools.cache
 def _say_if_copied(root: Path) -> None:
     """Warn, at the first save below a root, if its file system renames a folder by copying it."""
-    if root in _looked_at:
-        return
-    _looked_at.add(root)
     if not renames_whole(root):
         warn_caller(
             f"the file system of {root} copies a folder to rename it, so a step is there by part for a time. "

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,7 @@ from fsdp_sft.dcp_io.folder import new_folder_beside, write_folder
 from fsdp_sft.dcp_io.global_batch import batch_settings
 from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
 from fsdp_sft.dcp_io.manifest import checked_size
-from fsdp_sft.dcp_io.optimizer_content import (
-    OptimizerContent,
-    Optimizers,
-    optimizer_content,
-    with_inner_tensors,
-)
+from fsdp_sft.dcp_io.optimizer_content import Optimizers, optimizer_content, with_inner_tensors
 from fsdp_sft.dcp_io.rank_files import rank_content
 from fsdp_sft.dcp_io.retention import prune
 from fsdp_sft.dcp_io.root import prepare_root
@@ -80,7 +76,9 @@ class Save:
         Collective: all ranks.
         """
         apart = through_rank_0(f"preparing to save {self.target}", self._collect, _agree_on)
-        self._content = _content_apart(self._content, apart)
+        if apart and self._content.optimizer is not None:
+            whole = self._content.optimizer
+            self._content = replace(self._content, optimizer=with_inner_tensors(whole, apart))
 
     def _collect(self) -> "_SaveRequest":
         wait_for_last()
@@ -90,10 +88,8 @@ class Save:
         content = self._content = _content(
             self.step, self._metric, self._model, self._optimizer, self._train_state, self._rank_state
         )
-        digests = own_digests(content.model) if content.model is not None else {}
-        return _SaveRequest(
-            str(self.target), self._metric, digests, names_to_take_apart(content.optimizer or {})
-        )
+        states = content.optimizer.tensors if content.optimizer is not None else {}
+        return _SaveRequest(str(self.target), self._metric, own_digests(content), names_to_take_apart(states))
 
     def copy(self, *, in_background: bool) -> None:
         """Take the values, as copies if they are written in the background. Rank 0 makes the folder.
@@ -106,7 +102,6 @@ class Save:
             self._parts = own_parts(self._content)
             if in_background:
                 self._parts = _snapshot.take(self._parts)
-                self._content = self._content.with_own_copies()
             return digest
 
         def make_folder(digests: list[str]) -> Path:
@@ -128,11 +123,14 @@ class Save:
             aside=unsound_beside(self.target),
             parts=self._parts,
             temporary=self._temporary,
-            then=self._prune,
+            then=partial(
+                prune,
+                self.root,
+                keep_last=self._keep_last,
+                keep_best=self._keep_best,
+                just_saved=self.step,
+            ),
         )
-
-    def _prune(self) -> None:
-        prune(self.root, keep_last=self._keep_last, keep_best=self._keep_best, just_saved=self.step)
 
 
 def _check_numbers(step: int, keep_last: int | None, keep_best: int) -> None:
@@ -154,7 +152,6 @@ def _content(
     rank_state: Mapping[str, Any] | None,
 ) -> FolderContent:
     """What this rank contributes to a save."""
-    stored = optimizer_content(model, optimizer) if optimizer is not None else None
     tensors = model_tensors(model)
     extra, extra_tensors = encode_extra(tensors)
     return FolderContent(
@@ -164,8 +161,7 @@ def _content(
         model=tensors,
         extra=extra,
         extra_tensors=extra_tensors,
-        optimizer=stored.tensors if stored is not None else None,
-        optimizer_info=stored.info if stored is not None else {},
+        optimizer=optimizer_content(model, optimizer) if optimizer is not None else None,
         train_state=checked_size(_as_json(train_state), "train_state"),
         rank_content=rank_content(rank_state),
         settings=adapter_settings(model) | batch_settings(model),
@@ -178,17 +174,6 @@ def _as_json(train_state: Any) -> bytes:
         return dumps(encode(train_state, "train_state"), canonical=False)
     except RecursionError:
         raise TypeError("train_state is nested too deeply to be stored") from None
-
-
-def _content_apart(content: FolderContent, names: list[str]) -> FolderContent:
-    """The same content, with the states ``names``, which are in tensor subclasses, taken apart.
-
-    Collective: all ranks, if there are such states.
-    """
-    if content.optimizer is None or not names:
-        return content
-    stored = with_inner_tensors(OptimizerContent(dict(content.optimizer), content.optimizer_info), names)
-    return replace(content, optimizer=stored.tensors, optimizer_info=stored.info)
 
 
 @dataclass(frozen=True)

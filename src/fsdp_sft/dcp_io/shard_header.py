@@ -12,32 +12,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_sft._process.codec import dumps
+from fsdp_sft.dcp_io.content import Parts
 
 _OFFSETS = "DCP_SHARDING_INFO"
 _OWN = "fsdp_sft"
 
 
-def header_metadata(
-    step: int | None,
-    world_size: int,
-    rank: int,
-    offsets: Mapping[str, tuple[int, ...]],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> dict[str, str]:
+def header_metadata(step: int | None, world_size: int, rank: int, parts: Parts) -> dict[str, str]:
     """The metadata of one file.
 
     Args:
         step: Number of the checkpoint's step.
         world_size: Number of ranks that write the checkpoint.
         rank: Rank that writes the file.
-        offsets: Index in the full tensor at which each part begins, by its name in the file.
-        shapes: Shape of each full tensor, by its name in the file.
+        parts: What the file holds.
     """
-    whole = {key: list(shape) for key, shape in shapes.items()}
-    own: dict[str, Any] = {"step": step, "world_size": world_size, "rank": rank, "shapes": whole}
+    shapes = {key: list(part.shape) for key, part in parts.items()}
+    offsets = {key: {"saved_offsets": list(part.box.offset)} for key, part in parts.items()}
+    own: dict[str, Any] = {"step": step, "world_size": world_size, "rank": rank, "shapes": shapes}
     return {
         "format": "pt",
-        _OFFSETS: json.dumps({key: {"saved_offsets": list(offset)} for key, offset in offsets.items()}),
+        _OFFSETS: json.dumps(offsets),
         _OWN: dumps(own).decode(),
     }
 

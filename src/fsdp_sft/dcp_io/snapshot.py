@@ -1,10 +1,12 @@
 """A copy of what this rank writes: taken while training waits, and written while it continues."""
 
+from dataclasses import replace
+
 import torch
 
 from fsdp_sft._process.streams import host_buffer
 from fsdp_sft._tensors.disk import Deferred
-from fsdp_sft.dcp_io.content import Part, Parts
+from fsdp_sft.dcp_io.content import Parts
 
 
 class Snapshot:
@@ -22,23 +24,18 @@ class Snapshot:
 
         Memory: This rank's parts, once.
         """
-        copies: dict[str, dict[str, Part]] = {}
         used: dict[str, torch.Tensor] = {}
         devices: set[torch.device] = set()
-        for section, own in parts.items():
-            copies[section] = {}
-            for name, part in own.items():
-                assert not isinstance(part.tensor, Deferred)  # only live models are saved asynchronously
-                key = f"{section}/{name}"
-                used[key] = self._buffer(key, part.tensor)
-                used[key].copy_(part.tensor, non_blocking=True)
-                devices.add(part.tensor.device)
-                copies[section][name] = Part(part.box, used[key])
+        for key, part in parts.items():
+            assert not isinstance(part.tensor, Deferred)  # only live models are saved asynchronously
+            used[key] = self._buffer(key, part.tensor)
+            used[key].copy_(part.tensor, non_blocking=True)
+            devices.add(part.tensor.device)
         self._buffers = used  # buffers of tensors that the model no longer has are freed
         for device in devices:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
-        return copies
+        return {key: replace(part, tensor=used[key]) for key, part in parts.items()}
 
     def _buffer(self, key: str, live: torch.Tensor) -> torch.Tensor:
         """The buffer of the last save if it fits, else a new one."""

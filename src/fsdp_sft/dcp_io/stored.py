@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 
 from fsdp_sft._tensors.boxes import Box, whole
-from fsdp_sft.dcp_io.sharding import Sharding
+from fsdp_sft._tensors.sharding import Sharding
 
 SHARDS = "shards"
 _MOST_NAMED = 100

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fsdp_sft._process.codec import MALFORMED
 from fsdp_sft._tensors.disk import file_problem
-from fsdp_sft._tensors.stored import StoredFolder
+from fsdp_sft._tensors.stored import file_header
 from fsdp_sft.dcp_io.manifest import Manifest, read_manifest
 from fsdp_sft.dcp_io.rank_files import is_of_a_rank
 from fsdp_sft.dcp_io.shard_header import placed_in, rank_in
@@ -58,7 +58,7 @@ def unlisted_files(manifest: Manifest) -> list[str]:
 def _header_problem(folder: Path, name: str, manifest: Manifest) -> str | None:
     """How the header of a file differs from the manifest; None if it does not."""
     try:
-        header = StoredFolder(folder).header(name)
+        header = file_header(folder / name, CheckpointCorruptError)
     except CheckpointCorruptError as error:
         return f"is not sound: {error}"
     try:

@@ -94,12 +94,10 @@ def export_hf(
         >>> AutoModelForCausalLM.from_pretrained(folder).dtype
         torch.bfloat16
     """
-    if isinstance(model, nn.Module):
-        model = unwrapped(model)
+    model = unwrapped(model)
     reshard(model)
     target = export_target(out_dir)
-    merges = {} if not isinstance(model, nn.Module) else adapted_layers(model)
-    caching = [] if not isinstance(model, nn.Module) else configs_without_caches(model)
+    merges, caching = adapted_layers(model), configs_without_caches(model)
     with without_adapters(model, trained=True) as base:
         folder, files = _export(
             base,

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
-from fsdp_sft._ranks.agree import all_gather_objects, share, this_rank
-from fsdp_sft._tensors.boxes import box_of, local_of, owner_ranks
+from fsdp_sft._ranks.agree import all_gather_objects, share
+from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.disk import write_early
 from fsdp_sft._tensors.safetensors import bytes_of, force_to_disk
+from fsdp_sft._tensors.sharding import own_part, sharding_of
 
 _PIECE_ELEMENTS = 4 << 20
 
@@ -33,10 +34,10 @@ class OwnRows:
 
     def write(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         """Write this rank's rows of ``tensor`` as ``dtype``, unless a replica writes them."""
-        if this_rank() not in owner_ranks(tensor):
+        box = own_part(tensor)
+        if box is None:
             return
         file, start = self._places[name]
-        box = box_of(tensor)
         if tensor.dim():
             start += box.offset[0] * math.prod(tensor.shape[1:]) * dtype.itemsize
         rows = local_of(tensor).reshape(-1)
@@ -84,5 +85,5 @@ def open_own_rows(folder: Path, places: Places | None) -> OwnRows | None:
 
 def has_whole_rows(tensor: torch.Tensor) -> bool:
     """Whether each rank has whole rows of ``tensor``, which are contiguous; the same on all ranks."""
-    boxes = [box_of(tensor, rank) for rank in owner_ranks(tensor)]
-    return all(tuple(box.shape[1:]) == tuple(tensor.shape[1:]) for box in boxes)
+    parts = sharding_of(tensor).parts(tensor.shape)
+    return all(box.shape[1:] == tuple(tensor.shape[1:]) for _, box in parts)

@@ -30,7 +30,7 @@ def refuse_unreadable(model: Any, config: Any, written: Described, buffers: set[
         name: TensorEntry(dtype, shape, 0, num_bytes(dtype, shape))
         for name, (dtype, shape) in written.items()
     }
-    stored = Checkpoint(Path(), {}, {name: InFile(Path(), entry) for name, entry in entries.items()})
+    stored = Checkpoint({}, {name: InFile(Path(), entry) for name, entry in entries.items()})
     try:
         plan = make_plan(tied_meta_twin(model, config), stored, unexpected="ignore")
     except CheckpointFormatError as error:

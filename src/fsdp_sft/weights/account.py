@@ -4,39 +4,20 @@ Memory that is allocated and never written holds whatever was there before, so a
 its values is an error.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 from torch import nn
 
-from fsdp_sft._model.adapters import saved_copies
+from fsdp_sft._model.adapters import saved_copies, without_adapters
 from fsdp_sft._model.named import named_tensors
 from fsdp_sft.errors import CheckpointMismatchError, abridged
+from fsdp_sft.weights.plan import LoadPlan
 
 Source = Literal["checkpoint", "tie", "initialised", "computed", "copy", "kept"]
 
 
-def filled_in_base(
-    base: nn.Module, *, checkpoint: Iterable[str], initialised: Iterable[str], computed: Iterable[str]
-) -> dict[int, Source]:
-    """Source of the values of a base model's tensors, by the ``id`` of each tensor.
-
-    Args:
-        base: The model without its adapters; see ``without_adapters``.
-        checkpoint: Names of the tensors that are read.
-        initialised: Names that the model's own initialisation fills.
-        computed: Names of the buffers that are computed from the config.
-    """
-    tensors = named_tensors(base)
-    filled: dict[int, Source] = {}
-    for names, source in ((computed, "computed"), (initialised, "initialised"), (checkpoint, "checkpoint")):
-        for name in names:
-            if name in tensors:
-                filled[id(tensors[name])] = source  # type: ignore[assignment]
-    return filled
-
-
-def account(model: nn.Module, filled: Mapping[int, Source]) -> dict[str, Source]:
+def account(model: nn.Module, plan: LoadPlan) -> dict[str, Source]:
     """Source of the values of every parameter and buffer of a model, by name.
 
     ``"tie"`` is another name of a tensor that was named before, ``"copy"`` a copy of ``modules_to_save``,
@@ -45,12 +26,21 @@ def account(model: nn.Module, filled: Mapping[int, Source]) -> dict[str, Source]
 
     Args:
         model: The whole model, with its adapters, not yet materialised.
-        filled: What ``filled_in_base`` returned.
+        plan: Plan for its base.
 
     Raises:
         CheckpointMismatchError: If a tensor on the meta device would be given memory and no value.
     """
-    filled = dict(filled)
+    filled: dict[int, Source] = {}
+    with without_adapters(model) as base:
+        tensors = named_tensors(base)
+    of_base: dict[Source, Iterable[str]] = {
+        "computed": plan.computed,
+        "initialised": plan.initialised,
+        "checkpoint": plan.targets,
+    }
+    for source, names in of_base.items():
+        filled.update({id(tensors[name]): source for name in names if name in tensors})
     for original, copied in saved_copies(model):
         if id(original) in filled or not original.is_meta:
             filled[id(copied)] = "copy"

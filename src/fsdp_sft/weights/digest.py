@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._tensors.disk import closing
 from fsdp_sft._tensors.safetensors import open_file, read_at
 from fsdp_sft.weights.prepared_note import FORMAT_VERSION
 from fsdp_sft.weights.resolve import find_manifest, resolved_inside, weight_file_names
@@ -58,7 +59,7 @@ def _file_digest(path: Path) -> list[Any]:
     if _HASH_NAME.fullmatch(path.name):
         return [path.name]  # the Hub's cache names a file by the SHA-256 of its contents
     fd = open_file(path)
-    try:
+    with closing(fd):
         status = os.fstat(fd)
         hashed = hashlib.sha256()
         length = min(_SAMPLE_BYTES, status.st_size)
@@ -66,6 +67,4 @@ def _file_digest(path: Path) -> list[Any]:
             piece = bytearray(length)
             read_at(fd, (status.st_size - length) * sample // (_SAMPLES - 1), memoryview(piece))
             hashed.update(piece)
-    finally:
-        os.close(fd)
     return [status.st_size, status.st_mtime_ns, hashed.hexdigest()]

@@ -1,5 +1,7 @@
 """Filling the shards of a model by a plan, in phases that all ranks go through together."""
 
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +13,7 @@ from torch import nn
 from fsdp_sft._compat.conversions import keep_used_conversions, run_conversion
 from fsdp_sft._model.adapters import copy_saved_modules, without_adapters
 from fsdp_sft._model.named import named_tensors
-from fsdp_sft._ranks.agree import agreed, control_group, this_rank, world_size
+from fsdp_sft._ranks.agree import agreed, all_reduce_sum, control_group, this_rank, world_size
 from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of, replicate_dims, whole
 from fsdp_sft._tensors.jobs import Computation, Job
 from fsdp_sft._tensors.prefault import HostPages
@@ -19,7 +21,7 @@ from fsdp_sft._tensors.reader import check_all_finite, check_same, read_jobs
 from fsdp_sft.weights.account import Source, check_nothing_empty
 from fsdp_sft.weights.finish import check_shards_finite, initialise_rest, materialise
 from fsdp_sft.weights.plan import ConvertedGroup, LoadPlan, Target
-from fsdp_sft.weights.report import progress_bar
+from fsdp_sft.weights.report import LoadReport, progress_bar
 from fsdp_sft.weights.resolve import Checkpoint
 from fsdp_sft.weights.vocabulary import fill_new_rows
 
@@ -37,14 +39,14 @@ class Reading:
     """Options for reading a plan.
 
     Attributes:
-        strategy: ``"slice"`` or ``"exchange"``.
+        strategy: ``"slice"``, ``"exchange"``, or ``"prepared"``, which reads as ``"slice"`` does.
         host_budget_bytes: Bytes that all read buffers together may take.
         workers: Number of threads that read.
         check_finite: Whether NaN and infinity are errors.
         seed: Seed for initialising what the checkpoint lacks.
     """
 
-    strategy: str = "slice"
+    strategy: str
     host_budget_bytes: int = 1 << 30
     workers: int = 1
     check_finite: bool = False
@@ -57,8 +59,12 @@ def fill(
     checkpoint: Checkpoint,
     sources: Mapping[str, Source],
     reading: Reading,
-) -> int:
-    """Allocate a model's tensors and fill them by a plan; the bytes that this rank has read.
+    *,
+    reason: str,
+    checkpoint_bytes: int,
+    started: float,
+) -> LoadReport:
+    """Allocate a model's tensors and fill them by a plan.
 
     Args:
         model: The model, with its adapters.
@@ -66,6 +72,9 @@ def fill(
         checkpoint: Where the plan's pieces lie.
         sources: What ``account`` returned.
         reading: Options for reading.
+        reason: Reason for the strategy, in words.
+        checkpoint_bytes: See ``LoadReport``.
+        started: When the load began, by ``time.perf_counter``.
 
     Collective: all ranks.
     """
@@ -89,7 +98,20 @@ def fill(
     with agreed("finishing the load"):
         copy_saved_modules(model)
         check_nothing_empty(model, sources)
-    return bytes_read
+    return LoadReport(
+        bytes_read=bytes_read,
+        job_bytes_read=int(all_reduce_sum([bytes_read])[0]),
+        checkpoint_bytes=checkpoint_bytes,
+        seconds=time.perf_counter() - started,
+        loaded=[*plan.targets, *(target.name for target in plan.duplicates)],
+        missing=plan.missing,
+        unexpected=plan.unexpected,
+        initialised=plan.initialised,
+        strategy=reading.strategy,
+        reason=reason,
+        class_bytes=plan.class_bytes,
+        sources=sources,
+    )
 
 
 @dataclass
@@ -247,7 +269,7 @@ def _fill_converted(reads: _Reads) -> int:
     """
     bytes_read = 0
     world = world_size()
-    if reads.how.strategy == "slice" or world == 1:
+    if reads.how.strategy != "exchange" or world == 1:
         for group in reads.plan.groups:
             with agreed(f"converting {group.first_target!r}"):
                 count, converted = _convert(reads, group)
@@ -323,10 +345,7 @@ def _broadcast(reads: _Reads, target: Target, values: torch.Tensor | None, owner
     """
     shape = target.shape or (1,)
     dtype = reads.tensors[target.name].dtype
-    row_bytes = dtype.itemsize
-    for size in shape[1:]:
-        row_bytes *= size
-    rows = max(1, _BROADCAST_BYTES // max(row_bytes, 1))
+    rows = max(1, _BROADCAST_BYTES // max(1, dtype.itemsize * math.prod(shape[1:])))
     for at in range(0, shape[0], rows):
         count = min(rows, shape[0] - at)
         if values is not None:

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_sft._compat.fsdp import keeps_shards_on_host
 from fsdp_sft._compat.models import initialise_computed, tie_by_names, tied_names
 from fsdp_sft._compat.modules import apply_to_tensors
-from fsdp_sft._model.named import named_tensors
+from fsdp_sft._model.named import named_tensors, slot
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._process.generators import unmoved
@@ -50,13 +50,12 @@ def materialise(model: nn.Module) -> None:
     made: dict[int, torch.Tensor] = {}
     for name, tensor in named.items():
         if tensor.is_meta and not isinstance(tensor, DTensor):
-            parent, _, leaf = name.rpartition(".")
             if id(tensor) not in made:
                 fresh = torch.empty_like(tensor, device=device)
                 _advise(fresh)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
-            setattr(model.get_submodule(parent), leaf, made[id(tensor)])
+            setattr(*slot(model, name), made[id(tensor)])
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
@@ -93,8 +92,7 @@ def initialise_rest(model: nn.Module, plan: LoadPlan, *, seed: int) -> None:
             continue  # a module that the caller has taken out
         tensor = tensors[name]
         if name not in persistent:
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, value.to(tensor.device, tensor.dtype))
+            setattr(*slot(model, name), value.to(tensor.device, tensor.dtype))
             continue
         local_of(tensor).copy_(part_of(value, box_of(tensor)))
 

@@ -9,12 +9,12 @@ from torch import nn
 
 from fsdp_sft._model.adapters import refuse_initialised_from_base, without_adapters
 from fsdp_sft._model.sharded import reshard
-from fsdp_sft._ranks.agree import agreed, all_gather_objects, all_reduce_sum, difference, is_distributed
+from fsdp_sft._ranks.agree import agreed, all_gather_objects, difference, is_distributed
 from fsdp_sft._ranks.launch import own_share
 from fsdp_sft._tensors.boxes import replicate_dims
 from fsdp_sft._tensors.reader import MAX_WORKERS
 from fsdp_sft.errors import CheckpointFormatError
-from fsdp_sft.weights.account import account, filled_in_base
+from fsdp_sft.weights.account import account
 from fsdp_sft.weights.fill import Reading, fill
 from fsdp_sft.weights.finish import make_ties
 from fsdp_sft.weights.hub import resolve_folder
@@ -112,10 +112,7 @@ def load_weights(
             checkpoint = open_checkpoint(folder, variant, allow_pickle=allow_pickle)
             plan = make_plan(base, checkpoint, missing=missing, unexpected=unexpected)
             digest = plan.digest(checkpoint)
-            filled = filled_in_base(
-                base, checkpoint=plan.targets, initialised=plan.initialised, computed=plan.computed
-            )
-        sources = account(model, filled)
+        sources = account(model, plan)
     told = {
         "strategy": strategy,
         "missing": missing,
@@ -126,20 +123,15 @@ def load_weights(
     workers = _agree_on_plan(digest, str(folder), told)
     chosen, reason = choose_strategy(model, plan, strategy)
     reading = Reading(chosen, host_budget_bytes, workers, check_finite, seed)
-    bytes_read = fill(model, plan, checkpoint, sources, reading)
-    return LoadReport(
-        bytes_read=bytes_read,
-        job_bytes_read=int(all_reduce_sum([bytes_read])[0]),
-        checkpoint_bytes=checkpoint.total_bytes,
-        seconds=time.perf_counter() - started,
-        loaded=[*plan.targets, *(target.name for target in plan.duplicates)],
-        missing=plan.missing,
-        unexpected=plan.unexpected,
-        initialised=plan.initialised,
-        strategy=chosen,
+    return fill(
+        model,
+        plan,
+        checkpoint,
+        sources,
+        reading,
         reason=reason,
-        class_bytes=plan.class_bytes,
-        sources=sources,
+        checkpoint_bytes=checkpoint.total_bytes,
+        started=started,
     )
 
 

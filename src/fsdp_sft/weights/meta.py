@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,11 +108,11 @@ def meta_model(
     called: str | os.PathLike[str] | None = None,
     revision: str | None = None,
     dtype: torch.dtype,
-    attn_implementation: str | None,
+    attn_implementation: str | None = None,
     trust_remote_code: bool,
     allow_pickle: bool = False,
-    new_vocab_size: int | None,
-    config_overrides: Mapping[str, Any] | None,
+    new_vocab_size: int | None = None,
+    config_overrides: dict[str, Any] | None = None,
 ) -> "PreTrainedModel":
     """``build_meta_model`` with the fields of the config in a mapping, so that they can have any name.
 
@@ -120,17 +120,13 @@ def meta_model(
     is what was prepared.
     """
     check_dtypes(dtype=dtype)
-    if config_overrides is not None and not isinstance(config_overrides, Mapping):
-        raise TypeError(
-            f"config_overrides must be a dict of fields of the config, got {type(config_overrides).__name__}"
-        )
     name = os.path.expanduser(name_or_path)
     called = name if called is None else os.path.expanduser(called)
     prepared = prepared_at(Path(name))
     if prepared is not None:
         name, called = str(prepared.settings), prepared.name
     cls, config = _class_and_config(
-        name, revision, attn_implementation, trust_remote_code, dict(config_overrides or {})
+        name, revision, attn_implementation, trust_remote_code, config_overrides or {}
     )
     config.name_or_path = called
     if new_vocab_size is None:

@@ -1,6 +1,7 @@
 """The plan of a load, from the headers alone: what to read for each parameter and buffer."""
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -285,10 +286,9 @@ def _is_readable(piece: Piece, checkpoint: Checkpoint) -> bool:
     if isinstance(checkpoint.sources[piece.key], Computed):
         return True  # by rows, whatever its strides
     itemsize = checkpoint.sources[piece.key].entry.dtype.itemsize
-    dims = [(size, step) for size, step in zip(piece.size, piece.stride, strict=True) if size > 1]
-    span = 1 + sum((size - 1) * step for size, step in dims)
-    if span * itemsize <= _SMALL_BYTES:
+    if piece.span * itemsize <= _SMALL_BYTES:
         return True
+    dims = [(size, step) for size, step in zip(piece.size, piece.stride, strict=True) if size > 1]
     if [step for _, step in dims] != sorted((step for _, step in dims), reverse=True):
         return False  # transposed: each row of the shard takes elements from all over the source
     run = 1  # contiguous elements, counted from the innermost dimension outwards
@@ -303,11 +303,8 @@ def _kind(tensor: Traced, checkpoint: Checkpoint) -> Kind:
     """The kind of a traced target; see ``Target.kind``."""
 
     def is_whole(piece: Piece) -> bool:
-        shape = checkpoint.sources[piece.key].entry.shape
-        count = 1
-        for size in shape:
-            count *= size
-        return piece.numel == count and is_row_major(piece.size, piece.stride)
+        numel = math.prod(checkpoint.sources[piece.key].entry.shape)
+        return piece.numel == numel and is_row_major(piece.size, piece.stride)
 
     if not all(is_whole(piece) for piece in tensor.pieces):
         return "region"
@@ -333,16 +330,13 @@ def _resolve_ties(
 
 def _count_classes(plan: LoadPlan, checkpoint: Checkpoint) -> None:
     """Count the bytes of the checkpoint by kind of target."""
-
-    def key_bytes(key: str) -> int:
-        return checkpoint.sources[key].entry.num_bytes
-
     plan.class_bytes = dict.fromkeys(KINDS, 0)
     for target in plan.targets.values():
         for piece in target.pieces:
             itemsize = checkpoint.sources[piece.key].entry.dtype.itemsize
             plan.class_bytes[target.kind] += piece.numel * itemsize
-    plan.class_bytes["other"] += sum(key_bytes(key) for group in plan.groups for key in group.keys)
+    whole = [checkpoint.sources[key].entry for group in plan.groups for key in group.keys]
+    plan.class_bytes["other"] += sum(entry.num_bytes for entry in whole)
 
 
 def _settle_missing(plan: LoadPlan, tensors: Mapping[str, torch.Tensor], found: Mapping[str, Target]) -> None:

@@ -132,11 +132,8 @@ def prepare_base(
             model = meta_model(
                 source,
                 dtype=master_dtype,
-                attn_implementation=None,
                 trust_remote_code=trust_remote_code,
                 allow_pickle=allow_pickle,
-                new_vocab_size=None,
-                config_overrides=None,
             )
         shard_model(model, mesh=mesh, master_dtype=master_dtype)
         load_weights(
@@ -259,7 +256,6 @@ def _write(model: Any, source: Path, base: PreparedBase) -> None:
     Collective: all ranks.
     """
     target = base.folder
-    content = FolderContent(step=None, mesh=None)
     with agreed(f"preparing to write {target}"):
         content = FolderContent(
             step=None,

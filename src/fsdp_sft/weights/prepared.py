@@ -1,7 +1,7 @@
 """Reading a prepared base: sharded tensors under the model's own names, each rank its own part of them."""
 
-import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,10 @@ from torch import nn
 
 from fsdp_sft._compat.conversions import match_checkpoint_keys, weight_conversions
 from fsdp_sft._model.adapters import without_adapters
-from fsdp_sft._model.named import clean_name, named_tensors
-from fsdp_sft._model.state import ModelTensors
+from fsdp_sft._model.named import named_tensors
+from fsdp_sft._model.state import model_tensors
 from fsdp_sft._model.twin import meta_twin
-from fsdp_sft._ranks.agree import agreed, all_reduce_sum
+from fsdp_sft._ranks.agree import agreed
 from fsdp_sft._tensors.boxes import box_of
 from fsdp_sft._tensors.reader import threads_that_read
 from fsdp_sft._tensors.stored import InFile, Stored, StoredFolder
@@ -22,7 +22,7 @@ from fsdp_sft.dcp_io.manifest import Manifest
 from fsdp_sft.dcp_io.model_state import check_model
 from fsdp_sft.dcp_io.stored import SHARDS, StoredTensor
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError
-from fsdp_sft.weights.account import account, filled_in_base
+from fsdp_sft.weights.account import account
 from fsdp_sft.weights.fill import Reading, fill
 from fsdp_sft.weights.plan import LoadPlan, Target
 from fsdp_sft.weights.prepared_note import PreparedBase
@@ -77,23 +77,19 @@ def load_prepared_base(
             checkpoint = _planned(inner, base.folder, _stored(inner, base, manifest), plan)
             # This marks the conversions that the source has gone through: an export runs them backwards.
             match_checkpoint_keys(twin, base.source_keys, plan.conversions)
-            filled = filled_in_base(inner, checkpoint=plan.targets, initialised=(), computed=plan.computed)
-        sources = account(model, filled)
-    reading = Reading(workers=threads_that_read(), check_finite=check_finite)
-    bytes_read = fill(model, plan, checkpoint, sources, reading)
-    return LoadReport(
-        bytes_read=bytes_read,
-        job_bytes_read=int(all_reduce_sum([bytes_read])[0]),
-        checkpoint_bytes=sum(file.size for n, file in manifest.files.items() if n.startswith(f"{SHARDS}/")),
-        seconds=time.perf_counter() - started,
-        loaded=list(plan.targets),
-        missing=[],
-        unexpected=[],
-        initialised=[],
-        strategy="prepared",
-        reason="every rank reads its own shards of what prepare_base wrote",
-        class_bytes={},
-        sources=sources,
+        sources = account(model, plan)
+    reading = Reading("prepared", workers=threads_that_read(), check_finite=check_finite)
+    shards = [file.size for name, file in manifest.files.items() if name.startswith(f"{SHARDS}/")]
+    reason = "every rank reads its own shards of what prepare_base wrote"
+    return fill(
+        model,
+        plan,
+        checkpoint,
+        sources,
+        reading,
+        reason=reason,
+        checkpoint_bytes=sum(shards),
+        started=started,
     )
 
 
@@ -112,19 +108,14 @@ def _stored(model: Any, base: PreparedBase, manifest: Manifest) -> dict[str, Sto
             "prepare_base with the other master_dtype"
         )
     before = shapes_before_new_tokens(model)
-    state = {clean_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
-    names: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for name, tensor in state.items():
-        names[name] = first.setdefault(id(tensor), name)
+    live = model_tensors(model, values=False)
     as_stored = {}
-    for name in first.values():
+    for name, tensor in live.tensors.items():
         entry = (manifest.model or {}).get(name)
-        tensor = state[name]
         is_cast = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         dtype = entry.dtype if entry is not None and is_cast else tensor.dtype
         as_stored[name] = torch.empty(before.get(name, tensor.shape), dtype=dtype, device="meta")
-    return check_model(manifest, ModelTensors(as_stored, names, []))
+    return check_model(manifest, replace(live, tensors=as_stored))
 
 
 def _planned(model: Any, folder: Path, stored: Mapping[str, StoredTensor], plan: LoadPlan) -> Checkpoint:
@@ -140,4 +131,4 @@ def _planned(model: Any, folder: Path, stored: Mapping[str, StoredTensor], plan:
             pieces.append(place.piece(key, part.offset))
         is_parameter = isinstance(tensors[name], nn.Parameter)
         plan.targets[name] = Target(name, entry.shape, "region", tuple(pieces), None, is_parameter)
-    return Checkpoint(folder, {}, sources)
+    return Checkpoint({}, sources)

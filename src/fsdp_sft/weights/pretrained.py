@@ -135,7 +135,6 @@ def sharded_model(
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             new_vocab_size=new_vocab_size,
-            config_overrides=None,
         )
         if peft_config is not None:
             model = add_adapters(model, peft_config)

@@ -1,8 +1,8 @@
 """The report on a load, and its progress bar."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from fsdp_sft._ranks.agree import this_rank
 
@@ -76,28 +76,19 @@ def _readable(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
-class progress_bar:
+@contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar on rank 0 that appears only if reading takes longer than a few seconds."""
+    if this_rank() != 0:
+        yield lambda _: None
+        return
+    from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._bar: Any = None
-
-    def __enter__(self) -> Callable[[int], None]:
-        if this_rank() != 0:
-            return lambda _: None
-        from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
-
-        self._bar = tqdm(
-            total=self._total,
-            unit="B",
-            unit_scale=True,
-            desc="loading weights (rank 0)",
-            delay=_PROGRESS_AFTER_SECONDS,
-        )
-        update: Callable[[int], None] = self._bar.update
-        return update
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+    with tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="loading weights (rank 0)",
+        delay=_PROGRESS_AFTER_SECONDS,
+    ) as bar:
+        yield bar.update

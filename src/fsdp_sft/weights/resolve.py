@@ -7,8 +7,8 @@ from pathlib import Path
 from fsdp_sft._process.bounds import MAX_INDEX_BYTES, MAX_SETTINGS_BYTES, parse_json
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._tensors.disk import read_bytes
-from fsdp_sft._tensors.safetensors import Header, TensorEntry, open_file, read_header
-from fsdp_sft._tensors.stored import InFile, Stored
+from fsdp_sft._tensors.safetensors import Header, TensorEntry
+from fsdp_sft._tensors.stored import InFile, Stored, file_header
 from fsdp_sft._tensors.torch_file import read_pickled
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError, abridged
 
@@ -25,12 +25,10 @@ class Checkpoint:
     """The files of a checkpoint with their headers read and checked.
 
     Attributes:
-        folder: Folder of the checkpoint.
         file_bytes: Size of each file when its header was read, by its path with every symbolic link resolved.
         sources: Stored tensors by their names in the checkpoint.
     """
 
-    folder: Path
     file_bytes: dict[Path, int]
     sources: dict[str, Stored]
 
@@ -203,7 +201,7 @@ def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: b
             )
         sources[key] = _stored(files[number], headers[number].entries[key])
     sizes = {path: header.file_bytes for path, header in zip(files, headers, strict=True)}
-    return Checkpoint(folder, sizes, sources)
+    return Checkpoint(sizes, sources)
 
 
 def _stored(path: Path, entry: TensorEntry) -> Stored:
@@ -240,14 +238,4 @@ def _header(path: Path, name: str) -> Header:
     # `name` in the folder says which format it is: in the Hub's cache `path` is a hash without an ending.
     if name.endswith(_PICKLE_ENDING):
         return read_pickled(path)
-    try:
-        fd = open_file(path)
-    except (OSError, CheckpointFormatError) as error:
-        blame_no_file(error, path)
-        raise CheckpointFormatError(f"{path} cannot be opened: {error}") from None
-    try:
-        return read_header(fd)
-    except CheckpointFormatError as error:
-        raise CheckpointFormatError(f"{path} is damaged: {error}; download it again") from None
-    finally:
-        os.close(fd)
+    return file_header(path, CheckpointFormatError, "; if it is damaged, download it again")

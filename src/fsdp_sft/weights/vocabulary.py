@@ -9,8 +9,9 @@ from torch import nn
 
 from fsdp_sft._compat.models import build_like_from_pretrained
 from fsdp_sft._model.named import named_tensors
-from fsdp_sft._ranks.agree import all_reduce_sum, this_rank
-from fsdp_sft._tensors.boxes import Box, box_of, local_of, owner_ranks, part_of
+from fsdp_sft._ranks.agree import all_reduce_sum
+from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of
+from fsdp_sft._tensors.sharding import own_part
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
 _PIECE_ELEMENTS = 1 << 20  # widened to float64 at once
@@ -66,17 +67,13 @@ def fill_new_rows(base: nn.Module, shapes: Mapping[str, Shape]) -> None:
         sums = torch.zeros(shape[1:], dtype=torch.float64)
         # This rank's share of the old rows. Of replicas only the owner adds it, so that no row counts twice.
         held = Box((0, *box.offset[1:]), (old, *box.shape[1:])).intersect(box)
-        if held is not None and this_rank() in owner_ranks(tensor):
+        if held is not None and own_part(tensor) is not None:
             rows = part_of(local, held.relative_to(box))
-            columns = tuple(slice(at, at + n) for at, n in zip(held.offset[1:], held.shape[1:], strict=True))
-            sums[columns] = _sum_of_rows(rows).cpu()
+            sums[held.slices[1:]] = _sum_of_rows(rows).cpu()
         mean = torch.tensor(all_reduce_sum(sums.reshape(-1).tolist()), dtype=torch.float64) / old
         added = Box((old, *box.offset[1:]), (tensor.shape[0] - old, *box.shape[1:])).intersect(box)
         if added is not None:
-            columns = tuple(
-                slice(at, at + n) for at, n in zip(added.offset[1:], added.shape[1:], strict=True)
-            )
-            own = mean.reshape(shape[1:])[columns].to(tensor.dtype)
+            own = mean.reshape(shape[1:])[added.slices[1:]].to(tensor.dtype)
             part_of(local, added.relative_to(box)).copy_(own.to(local.device).expand(added.shape))
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fsdp_sft._tensors.boxes import Box, tiling_problem
-from fsdp_sft.dcp_io.sharding import Sharding, encode_sharding, one_rank, parse_sharding
+from fsdp_sft._tensors.sharding import Sharding, one_rank
+from fsdp_sft.dcp_io.sharding import encode_sharding, parse_sharding
 from fsdp_sft.dcp_io.stored import StoredTensor, rank_of, shard_file
 
 
