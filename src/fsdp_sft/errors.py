@@ -27,11 +27,26 @@ range raise plain ``TypeError`` and ``ValueError``.
       RemoteRankError (RuntimeError)      another rank failed, or is in a different call
 """
 
+import re
 from collections.abc import Iterable
+
+_MOST_CHARACTERS = 8000  # of a message; a name in a file may be as long as the file
+_MOST_OF_A_NAME = 200
+# Characters that move a terminal's cursor, change the order of text, or do not show: controls but for the new
+# line and the tab, marks of direction, zero-width ones but for the two that join letters, and tags.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
+    "\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff]"
+)
+
+
+def printable(text: str) -> str:
+    """A text of others as a terminal can show it: characters that would act there are written as escapes."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class FsdpSftError(Exception):
-    """The base of every error type of this library.
+    """The base of every error type of this library; its text is printable, whatever is quoted in it.
 
     Example:
         >>> try:
@@ -40,6 +55,11 @@ class FsdpSftError(Exception):
         ...     print(type(error).__name__)
         RowError
     """
+
+    def __str__(self) -> str:
+        text = printable(super().__str__())
+        more = len(text) - _MOST_CHARACTERS
+        return text if more <= 0 else f"{text[:_MOST_CHARACTERS]}... and {more} more characters"
 
 
 class CheckpointError(FsdpSftError, RuntimeError):
@@ -167,4 +187,12 @@ def abridged(items: Iterable[str], separator: str = ", ", most: int = 8) -> str:
     """The first few items, for a message, and the number of the others; a set is sorted."""
     listed = sorted(items) if isinstance(items, (set, frozenset)) else list(items)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return separator.join(listed[:most]) + more
+    return separator.join(map(_shortened, listed[:most])) + more
+
+
+def _shortened(name: str) -> str:
+    """A name on one line, at most as long as a person reads."""
+    shown = printable(name).replace("\n", "\\n")
+    return (
+        shown if len(shown) <= _MOST_OF_A_NAME else f"{shown[:_MOST_OF_A_NAME]}... ({len(name)} characters)"
+    )

@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Iterator
 from types import FrameType
 
+from fsdp_sft.errors import printable
+
 # Modules whose frames are between a caller and a function of ours: those of `with` and of decorators.
 _BETWEEN = ("contextlib", "torch.utils._contextlib", "fsdp_sft._process.former")
 
@@ -16,7 +18,7 @@ def warn_caller(text: str) -> None:
         if not (is_ours(frame) or is_between(frame)):
             break
         level += 1
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(printable(text), stacklevel=level)
 
 
 def outermost_call() -> tuple[FrameType, FrameType | None] | None:

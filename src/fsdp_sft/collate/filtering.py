@@ -17,7 +17,7 @@ from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice
 from fsdp_sft.collate.rows import is_encoded, read_row
 from fsdp_sft.collate.template import check_template
-from fsdp_sft.errors import RowError, row_error
+from fsdp_sft.errors import RowError, printable, row_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -234,7 +234,7 @@ def judge_row(
         reason = error.reason if isinstance(error, RowError) else "malformed"
         if on_error == "raise":
             raise row_error(f"row {index}: {error}", reason) from unexpected
-        counts.add(reason, index, str(error))
+        counts.add(reason, index, printable(str(error)))
         return reason, None
     reason = "kept" if chat.num_targets else _why_empty(row, whole, options)
     counts.add(reason, index)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp_sft.collate.template import common_length
+from fsdp_sft.errors import printable
 from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def render_labels(
             between ⟦ and ⟧ instead.
 
     Returns:
-        The whole text, special tokens included.
+        The whole text, special tokens included; characters that would act on a terminal, and with
+        ``color=False`` marks of the text itself, are written as escapes.
 
     Raises:
         ValueError: If a label is neither -100 nor the id at its position.
@@ -76,7 +78,10 @@ def render_labels(
     pieces = []
     for text, trained in _runs(tokenizer, *_checked(input_ids, labels)):
         before, after = styles[trained] if color else ("⟦", "⟧") if trained else ("", "")
-        pieces.append(before + text.replace("\x1b", "␛") + after)
+        shown = printable(text)
+        if not color:  # marks that a text has itself are not ours
+            shown = shown.replace("⟦", "\\u27e6").replace("⟧", "\\u27e7")
+        pieces.append(before + shown + after)
     return "".join(pieces)
 
 
@@ -125,7 +130,7 @@ def render_labels_html(
         rows.append(_ROW.format(number=number, summary=_counts(len(ids), count), text=text))
     number_of_rows = "1 row" if len(rows) == 1 else f"{len(rows)} rows"
     summary = f"{number_of_rows}, {_counts(tokens, targets)}"
-    return _PAGE.format(title=html.escape(title), summary=summary, rows="\n".join(rows))
+    return _PAGE.format(title=html.escape(printable(title)), summary=summary, rows="\n".join(rows))
 
 
 def _counts(tokens: int, targets: int) -> str:
@@ -133,7 +138,7 @@ def _counts(tokens: int, targets: int) -> str:
 
 
 def _as_html(text: str, trained: bool) -> str:
-    shown = html.escape(text).replace("\n", "<i>↵</i>\n")
+    shown = html.escape(printable(text)).replace("\n", "<i>↵</i>\n")
     return f"<mark>{shown}</mark>" if trained else shown
 
 

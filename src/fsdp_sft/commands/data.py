@@ -17,7 +17,7 @@ from fsdp_sft.collate import (
     render_labels,
     render_labels_html,
 )
-from fsdp_sft.errors import FsdpSftError
+from fsdp_sft.errors import FsdpSftError, printable
 from fsdp_sft.sampling.packing import pack_lengths
 
 DESCRIPTION = (
@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         return _inspect(args)
     except (ValueError, OSError, FsdpSftError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_sft.dcp_io.convert import convert_checkpoint
 from fsdp_sft.dcp_io.foreign.open import FORMATS
 from fsdp_sft.dcp_io.inspect import inspect_checkpoint
-from fsdp_sft.errors import FsdpSftError
+from fsdp_sft.errors import FsdpSftError, printable
 
 INSPECT = "what a step or a folder of steps holds, and what is wrong"
 CONVERT = "from Accelerate, Trainer, torchtitan, torchtune, torch's distributed checkpoint"
@@ -41,7 +41,7 @@ def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
         try:
             return run(args)
         except (FsdpSftError, ValueError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(printable(f"error: {error}"), file=sys.stderr)
             return 1 if isinstance(error, FsdpSftError) else 2
 
     return guarded

@@ -9,7 +9,7 @@ from fsdp_sft.dcp_io.manifest import Manifest, per_optimizer, read_manifest
 from fsdp_sft.dcp_io.retention import find_checkpoints
 from fsdp_sft.dcp_io.steps import is_step_folder
 from fsdp_sft.dcp_io.verify import file_problems, verify_folder
-from fsdp_sft.errors import CheckpointCorruptError, CheckpointNotFoundError, abridged
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointNotFoundError, abridged, printable
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], *, hashes: bool = False) -> tuple[str, bool]:
@@ -53,7 +53,7 @@ def _of_step(folder: Path, hashes: bool) -> tuple[str, bool]:
     looked = "contents compared with checksums" if hashes else "names and sizes compared"
     lines.append(f"  {'files':<12} {len(manifest.files)}, {_bytes(manifest)}; {looked}")
     lines += [f"  PROBLEM      {problem}" for problem in problems[:20]]
-    return "\n".join(lines), not problems
+    return printable("\n".join(lines)), not problems
 
 
 def _facts(manifest: Manifest) -> list[tuple[str, str]]:

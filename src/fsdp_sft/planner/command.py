@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 
 from fsdp_sft._process.gpus import GIB, GPUS, Gpu, gpu_named
-from fsdp_sft.errors import NoPlanError
+from fsdp_sft.errors import NoPlanError, printable
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.calibrate import calibrate
 from fsdp_sft.planner.estimate import MemoryEstimate
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"plans": [], "error": str(error)}, indent=1) if args.json else error)
         return 1
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 2
     return 0
 

@@ -1,0 +1,119 @@
+"""Texts of others are shown without what would act on a terminal or hide in a page."""
+
+import json
+import struct
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsdp_sft as fs
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft.dcp_io.inspect import inspect_checkpoint
+from fsdp_sft.errors import abridged, printable
+from tests.harness import chat_templates as ct
+from tests.harness.hf_folders import save_tiny
+
+ACT = {
+    "escape": "\x1b[2J",
+    "C1": "\x9b31m",
+    "carriage return": "\r",
+    "backspace": "\b",
+    "bell": "\a",
+    "NUL": "\0",
+    "delete": "\x7f",
+    "right to left": "\u202e",
+    "isolate": "\u2066",
+    "zero width": "\u200b",
+    "tag": "\U000e0041",
+    "half of a pair": "\ud800",
+    "line separator": "\u2028",
+}
+BAD = "".join(ACT.values())
+
+
+def _acts(text: str) -> list[str]:
+    return [name for name, act in ACT.items() if act[0] in text]
+
+
+@pytest.mark.parametrize("name", ACT)
+def test_what_acts_is_written_as_an_escape(name: str) -> None:
+    text = f"a{ACT[name]}b"
+    assert _acts(printable(text)) == []
+    assert printable(text).startswith("a\\")
+    assert _acts(str(fs.CheckpointError(text))) == []
+    assert _acts(str(fs.CheckpointNotFoundError(2, text, text))) == []
+    assert _acts(abridged([text])) == []
+
+
+def test_what_does_not_act_stays() -> None:
+    text = "line\n\tzwj \u200d, zwnj \u200c, é, 漢字, עברית, 🧑‍🚀"
+    assert printable(text) == text
+    assert str(fs.CheckpointError(text)) == text
+
+
+def test_a_name_is_no_longer_than_a_person_reads() -> None:
+    text = abridged(["x" * 100_000, "a\nb"])
+    assert len(text) < 300
+    assert "(100000 characters)" in text
+    assert "\n" not in text
+    message = str(fs.CheckpointFormatError("y" * 1_000_000))
+    assert len(message) < 10_000
+    assert message.endswith("more characters")
+
+
+def test_names_in_a_checkpoint(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    model = fs.build_meta_model(folder)
+    for path in folder.glob("*.safetensors"):
+        data = path.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        header = {
+            name if name == "__metadata__" else f"{name}{BAD[:-2]}": entry
+            for name, entry in json.loads(data[8 : 8 + length]).items()
+        }
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        known = json.loads(index.read_text())
+        known["weight_map"] = {f"{name}{BAD[:-2]}": file for name, file in known["weight_map"].items()}
+        index.write_text(json.dumps(known))
+    with pytest.raises(fs.CheckpointFormatError) as caught:
+        fs.load_weights(model, folder)
+    assert _acts(str(caught.value)) == []
+
+
+def test_warnings_and_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        warn_caller(BAD)
+    assert _acts(str(told[0].message)) == []
+    from fsdp_sft.commands import main
+
+    assert main(["inspect-checkpoint", str(tmp_path / "\x1b[31mname")]) != 0
+    assert _acts("".join(capsys.readouterr()).replace("\r", "")) == []
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "MANIFEST.json").write_text('{"format": "\x9b"}')
+    text, sound = inspect_checkpoint(tmp_path / "step-1")
+    assert not sound
+    assert _acts(text) == []
+
+
+def test_rows_and_the_page_of_labels() -> None:
+    own: Any = ct.byte_tokenizer("chatml")
+    row = {"messages": [{"role": "user", "content": f"⟦q⟧{BAD[:-2]}"}, {"role": "assistant", "content": "a"}]}
+    chat = fs.encode_chat(row, own)
+    plain = fs.render_labels(own, chat.input_ids, chat.labels, color=False)
+    assert _acts(plain) == []
+    assert plain.count("⟦") == 1, "a mark of the text looks like one of ours"
+    colored = fs.render_labels(own, chat.input_ids, chat.labels)
+    assert _acts(colored.replace("\x1b[", "")) == []
+    page = fs.render_labels_html(own, [chat.input_ids], [chat.labels], title=BAD)
+    assert _acts(page) == []
+    contents = ([(BAD, "x")], [("user", "\udc80")], [("user", "q"), ("assistant", "a")])
+    rows = [{"messages": [{"role": role, "content": text} for role, text in one]} for one in contents]
+    _, counts = fs.filter_rows(rows, own, on_error="count")
+    assert counts["malformed"] == 2
+    assert _acts(str(counts.examples)) == []
