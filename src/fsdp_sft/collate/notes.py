@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft.collate.layout import Dropped
+from fsdp_sft.collate.messages import REASONING_KEYS
 from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.collate.rows import Conversation
 from fsdp_sft.collate.spans import Found
@@ -32,11 +33,19 @@ NOTES = {
     "truncation='left', or not within the template's generation tags",
     "longer_than_model": "the row has more tokens than the tokenizer says that its model takes "
     "(tokenizer.model_max_length); pass max_length=, or raise it if the model takes more",
+    "special_tokens": "a text of the row holds a special token, which the model reads as one and not as "
+    "text, so it can begin or end a turn; take it out of the text, unless it is meant",
     "answer_cut_off": "max_length leaves nothing of an answer",
 }
 """Remarks on rows that are kept, by their names in `FilterCounts`."""
 
-WARNED_OF_ROWS = ("no_end_of_turn", "start_in_a_token", "end_of_answer_alone", "longer_than_model")
+WARNED_OF_ROWS = (
+    "no_end_of_turn",
+    "start_in_a_token",
+    "end_of_answer_alone",
+    "longer_than_model",
+    "special_tokens",
+)
 """Notes whose warning says how many rows have them."""
 
 WARNED_OF_TEMPLATES = ("end_of_turn_is_text", "prompt_differs", "no_generation_prompt", "context_dropped")
@@ -62,6 +71,8 @@ def notes_of(
     Raises:
         ChatTemplateError: For a text that the template drops, unless the options let that pass.
     """
+    if any(template.holds_special_token(text) for text in _texts(conversation)):
+        yield "special_tokens"
     yield from _on_dropped(found, template, options)
     yield from _on_context(found, template, conversation, options)
     if found.begins_late and options.train_on != "all":
@@ -75,6 +86,12 @@ def notes_of(
             yield "no_end_of_turn"
         with suppress(ChatTemplateError):
             yield from _on_ends(template, template.facts())
+
+
+def _texts(conversation: Conversation) -> Iterator[str]:
+    """The texts of the messages: contents and reasoning."""
+    for message in conversation.messages:
+        yield from (message[key] for key in ("content", *REASONING_KEYS) if message.get(key))
 
 
 def _on_dropped(found: Found, template: ChatTemplate, options: EncodeOptions) -> Iterator[str]:

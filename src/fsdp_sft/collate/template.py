@@ -129,6 +129,8 @@ class ChatTemplate:
             _make_room(skeletons)
         self._skeletons = skeletons.setdefault(self._key, {})
         _USED.setdefault(tokenizer, set()).add(self.text)
+        special = sorted(filter(None, map(str, tokenizer.all_special_tokens)), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special))) if special else None
         self._in_parts = False
         with suppress(ChatTemplateError):  # a failed probe matters only when a turn is to be found
             self._in_parts = self.facts().in_parts
@@ -170,6 +172,10 @@ class ChatTemplate:
                 f"{type(error).__name__}: {error}; change the row, or pass another chat_template="
             ) from error
         return text, tags if self._tags_count else []
+
+    def holds_special_token(self, text: str) -> bool:
+        """Whether a text holds a special token of the tokenizer, which is then one in the rendering too."""
+        return self._special is not None and self._special.search(text) is not None
 
     def _as_parts(self, message: Message) -> Message:
         """The message with its content, and reasoning that was given in parts, as a list of parts."""
