@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 DEMO_ARGS ?=
 
-.PHONY: help demo test lint format test-slow test-faults compositions programs test-accelerator test-gpu test-floor test-latest docs clean
+.PHONY: help lock demo test lint format test-slow test-faults compositions programs test-accelerator test-gpu test-floor test-latest docs clean
 help:
 	@grep -E '^# make' Makefile | cut -c3-
 
@@ -18,9 +18,21 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fsdp-sft needs Python 3.11 or newer; set PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
 
-$(INSTALLED): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+# With the versions of constraints.txt, on the platform of requirements.lock, every file's hash is compared.
+$(INSTALLED): pyproject.toml $(CONSTRAINTS) requirements.lock | $(BIN)/python
+	@if [ $(CONSTRAINTS) = constraints.txt ] && $(BIN)/python -c 'import platform, sys; sys.exit((sys.implementation.name, *sys.version_info[:2], sys.platform, platform.machine()) != ("cpython", 3, 11, "linux", "x86_64"))'; then \
+	    echo 'installing requirements.lock'; \
+	    $(BIN)/python -m pip install --quiet --require-hashes --requirement requirements.lock && \
+	    $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .; \
+	else \
+	    echo 'installing $(CONSTRAINTS), without hashes'; \
+	    $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'; \
+	fi
 	touch $(INSTALLED) $(FOR_DEMO)
+
+# make lock   requirements.lock anew, from pyproject.toml and constraints.txt
+lock: | $(BIN)/python
+	$(BIN)/python .ci/lock.py
 
 # The library, torch, transformers and matplotlib, and none of the tools of development.
 $(FOR_DEMO): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
