@@ -14,7 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 HEAD = """\
 # Written by `make lock`: what `make lint` and `make test` install on CPython 3.11, Linux x86_64.
-# torch is the CPU build of https://download.pytorch.org/whl/cpu. Elsewhere constraints.txt is used, without hashes.
+# torch is the CPU build of https://download.pytorch.org/whl/cpu.
+# Elsewhere constraints.txt is used, without hashes.
 """
 
 

@@ -14,7 +14,7 @@ import torch
 import fsdp_sft as fs
 from fsdp_sft._process import limits
 from fsdp_sft._ranks import agree
-from fsdp_sft._tensors import disk, reader, stored
+from fsdp_sft._tensors import disk, reader, stored, torch_file
 from fsdp_sft.collate.encoded import store
 from fsdp_sft.dcp_io import retention
 from tests.harness.models import tiny_model
@@ -107,12 +107,13 @@ def test_no_loader_calls_a_file_damaged_that_it_must_not_read(
     torch.save(model.state_dict(), tmp_path / "model.pt")
     dataset = tmp_path / "encoded"
     dataset.mkdir()
+    (dataset / "about.json").write_text("{}")
     for module, name, load in (
         (stored, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
         (reader, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
-        (Path, "read_text", lambda: fs.load_weights(model, tmp_path / "hf")),
-        (torch, "load", lambda: fs.load_full_state_dict(model, tmp_path / "model.pt")),
-        (Path, "read_text", lambda: store.is_sound(dataset)),
+        (disk, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
+        (torch_file, "open_file", lambda: fs.load_full_state_dict(model, tmp_path / "model.pt")),
+        (disk, "open_file", lambda: store.is_sound(dataset)),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, _refusing)

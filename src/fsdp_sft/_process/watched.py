@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 _PERIOD_SECONDS = 0.1
+_IDLE_SECONDS = 1.0  # then the thread ends
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -34,7 +35,17 @@ class _WatchedCode:
 
 _lock = threading.Lock()
 _runs: set[_WatchedCode] = set()
-_watcher: tuple[int, threading.Event] | None = None  # of this process: a forked one has no such thread
+_watcher: threading.Event | None = None  # wakes the thread that looks; None if there is none
+
+
+def _begin_anew() -> None:
+    """In a forked process: its parent's thread is not there, and may have held the lock."""
+    global _lock, _watcher
+    _lock, _watcher = threading.Lock(), None
+    _runs.clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 @contextmanager
@@ -51,8 +62,7 @@ def watched(seconds: float, grown_bytes: int) -> Iterator[None]:
     run = _WatchedCode(threading.get_ident(), seconds, grown_bytes, time.monotonic())
     with _lock:
         _runs.add(run)
-        wake = _awake()
-    wake.set()
+        _awake().set()
     try:
         yield
     finally:
@@ -63,19 +73,23 @@ def watched(seconds: float, grown_bytes: int) -> Iterator[None]:
 
 
 def _awake() -> threading.Event:
-    """The event that wakes this process's thread, which is started if there is none."""
+    """The event that wakes the thread that looks, which is started if there is none."""
     global _watcher
-    if _watcher is None or _watcher[0] != os.getpid():
-        _watcher = os.getpid(), threading.Event()
-        threading.Thread(target=_watch, args=(_watcher[1],), name="watched", daemon=True).start()
-    return _watcher[1]
+    if _watcher is None:
+        _watcher = threading.Event()
+        threading.Thread(target=_watch, args=(_watcher,), name="watched", daemon=True).start()
+    return _watcher
 
 
 def _watch(wake: threading.Event) -> None:
+    global _watcher
     while True:
-        wake.wait()
-        time.sleep(_PERIOD_SECONDS)
+        in_use = wake.wait(_IDLE_SECONDS)
+        time.sleep(_PERIOD_SECONDS if in_use else 0)
         with _lock:
+            if not in_use and not _runs:
+                _watcher = None
+                return
             if not _runs:
                 wake.clear()
             for run in _runs:

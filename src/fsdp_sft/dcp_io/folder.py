@@ -118,7 +118,8 @@ def write_folder(
     Raises:
         CheckpointError: If ranks do not share a file system, or a rank has another part of a tensor than its
             mesh and placements say.
-        OSError: If writing fails on any rank. Nothing is left behind, and ``target`` is as it was.
+        OSError: If writing fails on any rank; ``target`` is as it was, and nothing is left beside it. If only
+            forcing the finished folder's name to the disk fails, the sound folder is at ``target``.
 
     Collective: all ranks; all raise the same error.
     """
