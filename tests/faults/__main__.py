@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from tests.faults import damage, disks, hostile, jobs, kills
+from tests.faults import damage, disks, hostile, jobs, kills, mutated
 from tests.faults.kills import Outcome, Trial, is_bad
 from tests.faults.tables import counted, table
 
@@ -103,11 +103,13 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--flips", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=0)
+    parser.add_argument("--mutations", type=int, default=0, help="changes of a file for each reader")
     for part in ("points", "damage", "disks", "hostile"):
         parser.add_argument(f"--{part}", action="store_true")
     parser.add_argument("--out", type=Path, help="write the report here too")
     args = parser.parse_args()
-    every = not any((args.kills, args.flips, args.jobs, args.points, args.damage, args.disks, args.hostile))
+    numbers = (args.kills, args.flips, args.jobs, args.mutations)
+    every = not any((*numbers, args.points, args.damage, args.disks, args.hostile))
     parts: list[Callable[[Path], Rows]] = []
     if every or args.kills:
         parts.append(lambda root: random_kills(args.kills or 300, root))
@@ -117,6 +119,8 @@ def main() -> int:
     parts += [damage.damage] if every or args.damage else []
     parts += [disks.disks] if every or args.disks else []
     parts += [hostile.hostile] if every or args.hostile else []
+    if every or args.mutations:
+        parts.append(lambda root: mutated.mutated(args.mutations or 10_000, root))
     if every or args.jobs:
         parts.append(lambda root: jobs.jobs(args.jobs or 100, root))
     texts = [

@@ -156,6 +156,9 @@ def read_torch_file(file: IO[bytes]) -> TorchFile:
         for name, info in infos.items()
         if name.startswith("data/")
     }
+    end = max((start + size for start, size in records.values()), default=0)
+    if end > file.seek(0, os.SEEK_END):
+        raise ValueError(f"a record of the archive ends at byte {end}, after the file")
     return TorchFile(value, records)
 
 
@@ -188,7 +191,10 @@ def read_pickled(path: Path, damaged: type[Exception] = CheckpointFormatError) -
     return Header(dict(sorted(entries.items(), key=lambda item: item[1].start)), {}, file_bytes)
 
 
-BROKEN_ARCHIVE = (zipfile.BadZipFile, NotImplementedError, RuntimeError, struct.error, EOFError, KeyError)
+BROKEN_ARCHIVE = (
+    *(zipfile.BadZipFile, NotImplementedError, RuntimeError),
+    *(struct.error, EOFError, KeyError, OverflowError),
+)
 """What a damaged archive makes ``zipfile`` raise, beside ValueError and OSError."""
 
 
@@ -261,6 +267,22 @@ def _with_attributes(function: Any, cls: Any, arguments: Any, state: Any) -> Any
     return made if cls == "tensor" else Unusual("a tensor of a class of its own")
 
 
+DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+"""Dtypes by their names in torch; asking torch for any other name might import a part of it."""
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+}
 _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): Named(dict),
     ("torch._utils", "_rebuild_tensor"): Named(_tensor),
@@ -283,12 +305,8 @@ def _known(module: str, name: str) -> Any:
     """What stands for a function or a class that a file of ``torch.save`` names; nothing is imported."""
     if (module, name) in _FUNCTIONS:
         return _FUNCTIONS[module, name]
-    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-        return getattr(torch, name)
-    if module == "torch" and name.endswith("Storage"):
-        dtype = getattr(getattr(torch, name, None), "dtype", None)
-        if isinstance(dtype, torch.dtype):
-            return dtype
+    if module == "torch" and (name in DTYPES or name in _STORAGES):
+        return DTYPES[name] if name in DTYPES else _STORAGES[name]
     if module == "torch._utils" and name.startswith("_rebuild_"):
         kind = name.removeprefix("_rebuild_").removesuffix("_v2").replace("_", " ")
         return Named(lambda *_: Unusual(f"a {kind}"))

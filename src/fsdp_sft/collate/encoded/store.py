@@ -18,6 +18,7 @@ import json
 import mmap
 import os
 import shutil
+import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -27,6 +28,7 @@ from typing import Any, overload
 import torch
 
 from fsdp_sft._process.bounds import MAX_JSON_BYTES, parse_json
+from fsdp_sft._process.codec import MALFORMED
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._tensors.disk import read_bytes, sync_file, sync_folder, write_bytes
 from fsdp_sft.collate import EncodedChat, FilterCounts
@@ -156,20 +158,23 @@ class EncodedDataset(Sequence[EncodedChat]):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         about = _about(self.path)
-        self.counts = FilterCounts.of(about["counts"], about["indices"], about["examples"])
+        if not is_sound(self.path):
+            raise CheckpointCorruptError(f"a file of {self.path} is missing, or has another size; {_ANEW}")
+        try:
+            self.counts = FilterCounts.of(about["counts"], about["indices"], about["examples"])
+        except MALFORMED as error:
+            raise CheckpointCorruptError(f"{self.path / _ABOUT} is damaged: {error!r}; {_ANEW}") from None
         self._ids, self._edges = _mapped(self.path / "ids.i32"), _mapped(self.path / "edges.i32")
         self._weights = _mapped(self.path / "weights.f32") if "weights.f32" in about["sizes"] else None
         self._id_begins, self._run_begins = (_mapped(self.path / name) for name in _BEGINS)
-        self.lengths, self.num_targets = (
-            torch.frombuffer(_mapped(self.path / name), dtype=torch.int32)
-            for name in ("lengths.i32", "targets.i32")
-        )
-        rows = len(self._id_begins) - 1
-        ends = (self._id_begins[rows], 2 * self._run_begins[rows]) if rows >= 0 else ()
-        if (
-            ends != (len(self._ids), len(self._edges))
-            or not len(self._run_begins) - 1 == len(self.lengths) == len(self.num_targets) == rows
-        ):
+        columns = [_mapped(self.path / name) for name in ("lengths.i32", "targets.i32")]
+        if not all(map(len, columns)):
+            raise CheckpointCorruptError(f"{self.path} has no rows; {_ANEW}")
+        self.lengths, self.num_targets = (torch.frombuffer(one, dtype=torch.int32) for one in columns)
+        rows = len(self.lengths)
+        counts = {len(self._id_begins) - 1, len(self._run_begins) - 1, len(self.num_targets), rows}
+        ends = None if len(counts) > 1 else (self._id_begins[rows], 2 * self._run_begins[rows])
+        if ends != (len(self._ids), len(self._edges)):
             raise CheckpointCorruptError(f"the files of {self.path} do not belong together; {_ANEW}")
 
     def __len__(self) -> int:
@@ -234,10 +239,10 @@ def _about(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(errno.ENOENT, "no folder of encoded rows", str(path))
     try:
-        about = parse_json(read_bytes(path, MAX_JSON_BYTES), _ABOUT)
-        if not isinstance(about, dict) or not isinstance(about["sizes"], dict):
-            raise ValueError(f"{_ABOUT} does not say the sizes of the files")
-    except (KeyError, ValueError) as error:
+        about: dict[str, Any] = parse_json(read_bytes(path, MAX_JSON_BYTES), _ABOUT)
+        if not {*_BEGINS, *_COLUMNS} - {"weights.f32"} <= about["sizes"].keys():
+            raise ValueError("it does not say the sizes of the files")
+    except MALFORMED as error:
         raise CheckpointCorruptError(f"{path} is damaged: {error}; {_ANEW}") from None
     return about
 
@@ -284,7 +289,10 @@ def _mapped(path: Path) -> Any:
     """A memoryview of the numbers in a memory-mapped file."""
     code = {".i32": "i", ".f32": "f", ".i64": "q"}[path.suffix]
     with open(path, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:
+        size = os.fstat(file.fileno()).st_size
+        if size % struct.calcsize(code):
+            raise CheckpointCorruptError(f"{path} has {size} bytes, no whole number of entries; {_ANEW}")
+        if not size:
             return memoryview(bytearray()).cast(code)  # type: ignore[call-overload]
         # Writable, since torch warns about read-only buffers; private, so that no write reaches the file.
         access = mmap.PROT_READ | mmap.PROT_WRITE

@@ -20,7 +20,14 @@ from fsdp_sft._tensors.boxes import Box, tiling_problem
 from fsdp_sft._tensors.disk import closing, read_bytes
 from fsdp_sft._tensors.pickle_data import Named, NotDataError, PickledObject, read_pickle
 from fsdp_sft._tensors.safetensors import open_file, read_at
-from fsdp_sft._tensors.torch_file import BROKEN_ARCHIVE, SavedTensor, TorchFile, Unusual, read_torch_file
+from fsdp_sft._tensors.torch_file import (
+    BROKEN_ARCHIVE,
+    DTYPES,
+    SavedTensor,
+    TorchFile,
+    Unusual,
+    read_torch_file,
+)
 from fsdp_sft.dcp_io.foreign.source import ForeignTensor
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError
 
@@ -46,8 +53,8 @@ def _known(module: str, name: str) -> Any:
     """What stands for each of the few names that such metadata uses; refuses any other name."""
     if (module, name) in _RECORDS:
         return Named(lambda *_: PickledObject(_TENSOR_PROPERTIES))
-    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-        return getattr(torch, name)
+    if module == "torch" and name in DTYPES:
+        return DTYPES[name]
     if (module, name) == ("torch", "Size"):
         return Named(lambda sizes: sizes)
     if (module, name) == ("collections", "OrderedDict"):

@@ -1,0 +1,329 @@
+"""Every reader beside files that were changed at random: refused, or what is read is what was written.
+
+A file is small, and only what describes it is changed (headers, metadata, manifests): the bytes of tensors
+have no checksum in most formats. What fails must fail by name, within seconds, in memory in proportion.
+"""
+
+import itertools
+import json
+import random
+import shutil
+import struct
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import fsdp_sft as fs
+from fsdp_sft._tensors.stored import file_header
+from fsdp_sft._tensors.torch_file import read_pickled
+from fsdp_sft.dcp_io.foreign.open import open_foreign
+from fsdp_sft.weights.resolve import open_checkpoint
+from tests.faults.hostile import _peak, _reset_peak, sign
+from tests.faults.kills import make, tensors
+from tests.faults.tables import table
+from tests.harness import chat_templates as ct
+from tests.harness.chats import chat
+from tests.harness.ranks import run_distributed
+
+SECONDS, TIMES, SPARE = 2.0, 10, 64 << 20
+# What a reader may raise: errors of this library, and of the system where it cannot open a file.
+ALLOWED = (fs.FsdpSftError, OSError)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader, and the part of a file that is changed for it.
+
+    Attributes:
+        make: Writes a sound file or folder.
+        file: The file that is changed, below it.
+        read: Reads it, as values that can be compared.
+        span: (begin, end) of the part of the file's bytes that is changed; None for all of it.
+        rebuild: Puts changed bytes into a file that is otherwise right: sizes, checksums.
+    """
+
+    make: Callable[[Path], object]
+    file: str
+    read: Callable[[Path], Any]
+    span: Callable[[bytes], tuple[int, int]] = lambda data: (0, len(data))
+    rebuild: Callable[[Path, bytes], object] | None = None
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {f"layers.{i}.weight": torch.randn(4 + i, 3) for i in range(6)} | {"bias": torch.randn(5).half()}
+
+
+def _save_safetensors(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(_tensors(), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _values(path: Path, entries: Any) -> dict[str, Any]:
+    data = path.read_bytes()
+    return {
+        name: (entry.shape, str(entry.dtype), entry.stride, data[entry.start : entry.end])
+        for name, entry in entries.items()
+    }
+
+
+def _read_safetensors(folder: Path) -> Any:
+    path = folder / "model.safetensors"
+    return _values(path, file_header(path, fs.CheckpointFormatError).entries)
+
+
+def _save_index(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    weight_map = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(_tensors())}
+    for file in set(weight_map.values()):
+        save_file({n: t for n, t in _tensors().items() if weight_map[n] == file}, folder / file)
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (folder / "model.safetensors.index.json").write_text(index)
+
+
+def _read_index(folder: Path) -> Any:
+    sources = open_checkpoint(folder).sources
+    return {name: (one.entry, one.file.name) for name, one in sources.items()}  # type: ignore[attr-defined]
+
+
+def _save_torch(folder: Path) -> None:
+    torch.save(_tensors(), folder / "model.pt")
+
+
+def _read_torch(folder: Path) -> Any:
+    path = folder / "model.pt"
+    return _values(path, read_pickled(path).entries)
+
+
+def _in_archive(path: Path, name: str) -> tuple[zipfile.ZipInfo, dict[str, bytes]]:
+    with zipfile.ZipFile(path) as archive:
+        found = {info.filename: archive.read(info) for info in archive.infolist()}
+        return next(info for info in archive.infolist() if info.filename.endswith(name)), found
+
+
+def _rebuild_torch(path: Path, data: bytes) -> None:
+    """The archive with another pickle, whose checksum is right."""
+    info, records = _in_archive(path, "data.pkl")
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in records.items():
+            archive.writestr(name, data if name == info.filename else content)
+
+
+def _save_dcp(folder: Path) -> None:
+    dcp.save({**_tensors(), "step": 3}, checkpoint_id=folder, no_dist=True)
+
+
+def _read_dcp(folder: Path) -> Any:
+    from fsdp_sft._tensors.boxes import whole
+
+    foreign = open_foreign(folder, "dcp", allow_pickle=False)
+    found = {name: one.read(whole(one.shape)) for name, one in foreign.model.items()}
+    return {
+        name: (tuple(t.shape), str(t.dtype), t.contiguous().view(torch.uint8).numpy().tobytes())
+        for name, t in found.items()
+    } | {"": foreign.step}
+
+
+def _save_step(folder: Path) -> None:
+    model, optimizer = make(width=16)
+    fs.save_checkpoint(folder / "root", 1, model=model, optimizer=optimizer, train_state={"a": [1, 2.5]})
+
+
+def _read_step(folder: Path) -> Any:
+    model, optimizer = make(width=16)
+    loaded = fs.load_checkpoint(folder / "root" / "step-1", model=model, optimizer=optimizer)
+    return loaded.step, [t.detach().tolist() for _, t in tensors(model, optimizer)], loaded.train_state
+
+
+def _rebuild_manifest(path: Path, data: bytes) -> None:
+    """The manifest with the digest that it then must have, if it still is JSON."""
+    path.write_bytes(data)
+    try:
+        sign(path.parent, lambda raw: raw)
+    except (ValueError, KeyError, AttributeError, RecursionError):
+        path.write_bytes(data)
+
+
+_TOKENIZER = ct.byte_tokenizer("chatml")
+
+
+def _save_rows(folder: Path) -> None:
+    rows = [chat("question" * n, "answer" * n) for n in range(1, 9)]
+    encoded = fs.encode_dataset(rows, _TOKENIZER, max_length=200, cache_dir=folder / "cache")
+    shutil.move(encoded.path, folder / "encoded")
+
+
+def _read_rows(folder: Path) -> Any:
+    return [(row.input_ids, row.labels, row.loss_weights) for row in fs.EncodedDataset(folder / "encoded")]
+
+
+def _header_span(data: bytes) -> tuple[int, int]:
+    return 0, 8 + struct.unpack("<Q", data[:8])[0]
+
+
+READERS: dict[str, Reader] = {
+    "header of safetensors": Reader(
+        _save_safetensors, "model.safetensors", _read_safetensors, span=_header_span
+    ),
+    "index of weight files": Reader(_save_index, "model.safetensors.index.json", _read_index),
+    "file of torch.save": Reader(_save_torch, "model.pt", _read_torch),
+    "pickle of torch.save": Reader(_save_torch, "model.pt", _read_torch, rebuild=_rebuild_torch),
+    "metadata of torch's checkpoint": Reader(_save_dcp, ".metadata", _read_dcp),
+    "entries of torch's checkpoint": Reader(_save_dcp, "__0_0.distcp", _read_dcp),
+    "manifest": Reader(_save_step, "root/step-1/MANIFEST.json", _read_step, rebuild=_rebuild_manifest),
+    "index of a step": Reader(_save_step, "root/step-1/INDEX.json", _read_step),
+    "edges of encoded rows": Reader(_save_rows, "encoded/edges.i32", _read_rows),
+    "places of encoded rows": Reader(_save_rows, "encoded/id_begins.i64", _read_rows),
+    "lengths of encoded rows": Reader(_save_rows, "encoded/lengths.i32", _read_rows),
+    "report of encoded rows": Reader(_save_rows, "encoded/about.json", _read_rows),
+}
+# Changes of these can give another sound file: numbers that have no second place in which they stand.
+FREE = {
+    "edges of encoded rows",
+    "pickle of torch.save",
+    "file of torch.save",
+    "entries of torch's checkpoint",
+}
+
+
+def changed(data: bytes, draw: random.Random) -> bytes:
+    """The bytes with a few changes: bits, lengths, numbers, nesting, cuts and repetitions."""
+    for _ in range(draw.choice((1, 1, 1, 2, 5))):
+        if not data:
+            return data
+        at = draw.randrange(len(data))
+        match draw.randrange(9):
+            case 0:
+                data = data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
+            case 1:
+                data = data[:at] + bytes([draw.randrange(256)]) + data[at + 1 :]
+            case 2:
+                data = data[:at]
+            case 3:
+                end = min(len(data), at + draw.randrange(1, 64))
+                data = data[:at] + data[end:]
+            case 4:
+                end = min(len(data), at + draw.randrange(1, 64))
+                data = data[:end] + data[at:end] * draw.choice((1, 2, 100)) + data[end:]
+            case 5:
+                number = draw.choice((0, 1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**64 - 1))
+                width = draw.choice((1, 2, 4, 8))
+                raw = (number & (1 << 8 * width) - 1).to_bytes(width, "little")
+                data = data[:at] + raw + data[at + width :]
+            case 6:
+                digits = [i for i in range(len(data)) if 48 <= data[i] <= 57]
+                if digits:
+                    at = draw.choice(digits)
+                    text = draw.choice(("9" * 30, "-1", "1e999", "0", "4611686018427387904", "NaN", "null"))
+                    data = data[:at] + text.encode() + data[at + 1 :]
+            case 7:
+                opened, closed = draw.choice(((b"[", b"]"), (b'{"a":', b"}"), (b"(", b"t"), (b"]", b"a")))
+                times = draw.choice((1, 10, 5000))
+                data = data[:at] + opened * times + data[at:] + closed * times
+            case 8:
+                other = draw.randrange(len(data))
+                data = data[:at] + data[other : other + 8] + data[at + 8 :]
+    return data
+
+
+def trials(number: int, seed: int, folder: str) -> Iterator[tuple[str, str, float, int]]:
+    """(reader, outcome, seconds, bytes that the process grew by) of each change."""
+    root = Path(folder)
+    for name, reader in READERS.items():
+        draw = random.Random(f"{seed} {name}")
+        sound = root / "sound"
+        shutil.rmtree(sound, ignore_errors=True)
+        sound.mkdir(parents=True)
+        reader.make(sound)
+        expected, path = reader.read(sound), sound / reader.file
+        original = path.read_bytes()
+        source = _in_archive(path, "data.pkl") if reader.rebuild is _rebuild_torch else None
+        for _ in range(number):
+            if source is not None:
+                part = source[1][source[0].filename]
+                new = changed(part, draw)
+            else:
+                start, end = reader.span(original)
+                part = original[start:end]
+                new = original[:start] + changed(part, draw) + original[end:]
+            (reader.rebuild or Path.write_bytes)(path, new)
+            size = path.stat().st_size
+            yield name, *_attempt(reader, sound, expected, size)
+            path.write_bytes(original)
+
+
+def _attempt(reader: Reader, folder: Path, expected: Any, size: int) -> tuple[str, float, int]:
+    _reset_peak()
+    base, started = _peak(), time.perf_counter()
+    try:
+        found = reader.read(folder)
+        outcome = "the same" if found == expected else "other"
+        if isinstance(found, dict) and _kinds(found) != _kinds(expected):
+            outcome = "other names or shapes"
+    except ALLOWED:
+        outcome = "refused"
+    except BaseException as error:
+        outcome = f"{type(error).__name__}: {str(error)[:80]}"
+    seconds, grown = time.perf_counter() - started, _peak() - base
+    if seconds > SECONDS:
+        outcome = f"{seconds:.1f} s"
+    elif grown > TIMES * size + SPARE:
+        outcome = f"{grown >> 20} MiB for {size} bytes"
+    return outcome, seconds, grown
+
+
+def _kinds(found: dict[str, Any]) -> dict[str, Any]:
+    """Names with shapes and dtypes: a model into which they are loaded has its own."""
+    return {name: one[:2] if isinstance(one, tuple) else one for name, one in found.items()}
+
+
+def run_trials(number: int, seed: int, folder: str) -> list[tuple[str, str, float, int]]:
+    return list(trials(number, seed, folder))
+
+
+def is_bad(name: str, outcome: str) -> bool:
+    allowed = {"refused", "the same", "other names or shapes"} | ({"other"} if name in FREE else set())
+    return outcome not in allowed
+
+
+def mutated(number: int, root: Path, seed: int = 0) -> tuple[str, int]:
+    """The section on changed files; ``number`` for each reader."""
+    (results,) = run_distributed(run_trials, 1, number, seed, str(root / "mutated"), timeout=7200)
+    lines, bad = [], 0
+    for name, group in itertools.groupby(results, key=lambda result: result[0]):
+        found = list(group)
+        counts = Counter(outcome for _, outcome, _, _ in found)
+        wrong = {outcome: n for outcome, n in counts.items() if is_bad(name, outcome)}
+        bad += sum(wrong.values())
+        slowest, largest = max(r[2] for r in found), max(r[3] for r in found)
+        lines.append(
+            [
+                *(name, len(found)),
+                *(counts[outcome] for outcome in ("refused", "the same", "other names or shapes", "other")),
+                *(f"{slowest:.2f}", f"{largest / 1e6:.0f}"),
+                "; ".join(f"{n} {o}" for o, n in wrong.items()) or "-",
+            ]
+        )
+    text = (
+        f"## Files changed at random\n\n**{bad} of {len(results)} ended otherwise than refused or read "
+        "as written.** Other names or shapes are refused when a model is loaded, which has its own. Where a "
+        "number stands in one place only, a change can give another sound file (other).\n\n"
+        + table(
+            [
+                *("reader", "changes", "refused", "the same", "other names or shapes", "other"),
+                *("slowest (s)", "most memory (MB)", "wrong"),
+            ],
+            lines,
+        )
+        + "\n"
+    )
+    return text, bad
