@@ -2,9 +2,10 @@
 
     python -m tests.faults --kills 300 --flips 1000 --out benchmarks/results/faults.md
 
-Two gloo ranks on the CPU. ``--points``, ``--damage``, ``--disks`` and ``--hostile`` are the parts without a
-number; without any argument everything runs, about ten minutes on two cores. Disks that are really full or
-read-only need the right to mount; without it those rows say so. The exit code is 1 if anything was lost.
+Two gloo ranks on the CPU. ``--points``, ``--damage``, ``--disks``, ``--hostile``, ``--growth`` and
+``--machines`` are the parts without a number; without any argument everything runs, about fifteen minutes
+on two cores. Disks that are really full or read-only, and shared memory that is, need the right to mount;
+without it those rows say so. The exit code is 1 if anything was lost.
 """
 
 import argparse
@@ -18,11 +19,12 @@ from pathlib import Path
 
 import torch
 
-from tests.faults import damage, disks, hostile, jobs, kills, mutated
+from tests.faults import damage, disks, growth, hostile, jobs, kills, machines, mutated
 from tests.faults.kills import Outcome, Trial, is_bad
 from tests.faults.tables import counted, table
 
 Rows = tuple[str, int]  # markdown, and how many trials went wrong
+PARTS = ("points", "damage", "disks", "hostile", "growth", "machines")
 
 
 def run_all(trials: Iterable[Trial], root: Path) -> list[tuple[Trial, Outcome]]:
@@ -104,12 +106,12 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=0)
     parser.add_argument("--mutations", type=int, default=0, help="changes of a file for each reader")
-    for part in ("points", "damage", "disks", "hostile"):
+    for part in PARTS:
         parser.add_argument(f"--{part}", action="store_true")
     parser.add_argument("--out", type=Path, help="write the report here too")
     args = parser.parse_args()
     numbers = (args.kills, args.flips, args.jobs, args.mutations)
-    every = not any((*numbers, args.points, args.damage, args.disks, args.hostile))
+    every = not any((*numbers, *(getattr(args, part) for part in PARTS)))
     parts: list[Callable[[Path], Rows]] = []
     if every or args.kills:
         parts.append(lambda root: random_kills(args.kills or 300, root))
@@ -119,6 +121,9 @@ def main() -> int:
     parts += [damage.damage] if every or args.damage else []
     parts += [disks.disks] if every or args.disks else []
     parts += [hostile.hostile] if every or args.hostile else []
+    parts += [growth.growth] if every or args.growth else []
+    if every or args.machines:
+        parts.append(lambda root: machines.machines(root / "machines"))
     if every or args.mutations:
         parts.append(lambda root: mutated.mutated(args.mutations or 10_000, root))
     if every or args.jobs:
