@@ -34,7 +34,7 @@ rows = [{{"messages": [{{"role": role, "content": text}} for role, text in chat]
 path = Path("tiny").resolve()
 make_tiny_model(path, [m["content"] for row in rows for m in row["messages"]])
 """
-# The loop of README and of the site's first page reads a model from the Hub, and rows from a clone.
+# The loop of a page reads a model from the Hub, and rows from a clone.
 LOOP_SETUP = """
 import json
 Path("examples/data").mkdir(parents=True, exist_ok=True)
@@ -45,6 +45,16 @@ LOOP_CHECK = """
 assert result.loss > 0 and step == 4
 from transformers import AutoModelForCausalLM
 assert AutoModelForCausalLM.from_pretrained("out").config.num_hidden_layers == 4
+"""
+# README's own step takes for granted what its first loop makes.
+STEP_SETUP = """
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
+import fsdp_sft as fs
+context = fs.init_distributed()
+collate = fs.SFTCollator(AutoTokenizer.from_pretrained(path), max_length=64)
+loader = DataLoader(rows, 2, sampler=fs.ResumableSampler(rows), collate_fn=collate)
 """
 MIGRATION_SETUP = """
 import fsdp_sft
@@ -70,11 +80,13 @@ def _setup(page: Path) -> str:
     setup = SETUP.format(examples=str(EXAMPLES))
     if _is_migration(page):
         return setup + MIGRATION_SETUP
+    if page == ROOT / "README.md":
+        return setup + STEP_SETUP
     return setup + LOOP_SETUP if _has_the_loop(page) else ""
 
 
 def _has_the_loop(page: Path) -> bool:
-    return page in (ROOT / "README.md", ROOT / "docs/index.md")
+    return page == ROOT / "docs/how-to/from-a-plain-loop.md"
 
 
 def _imports(code: str) -> set[str]:
@@ -193,3 +205,17 @@ def test_files_that_architecture_names_are_there() -> None:
     assert len(named) > 60
     absent = [name for name in named if not any((at / name).exists() for at in (ROOT, ROOT / "src/fsdp_sft"))]
     assert not absent, absent
+
+
+@pytest.mark.parametrize("name", ["plain", "fsdp"])
+def test_both_sides_of_readmes_difference_run(name: str, tmp_path: Path) -> None:
+    text = (EXAMPLES / f"loop_{name}.py").read_text()
+    assert LOOP_MODEL in text
+    code = SETUP.format(examples=str(EXAMPLES)) + LOOP_SETUP + text.replace(LOOP_MODEL, "path")
+    if name == "fsdp":
+        code += "\nassert result.loss > 0\n"
+    check = """
+from transformers import AutoModelForCausalLM
+assert AutoModelForCausalLM.from_pretrained("out").config.num_hidden_layers == 4
+"""
+    _run(code + check, tmp_path, f"loop_{name}.py")
