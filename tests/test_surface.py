@@ -42,6 +42,7 @@ STOREYS = [
     "planner",
     "step",
     "commands",
+    "__main__",
 ]
 TESTS = Path(__file__).parent
 BENCHMARKS = TESTS.parent / "benchmarks"

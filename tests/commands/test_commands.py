@@ -6,11 +6,19 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
-from fsdp_sft.commands import main
+import fsdp_sft as fs
+from fsdp_sft._process.gpus import GPUS
+from fsdp_sft.commands import checkpoints, main, plan
+from fsdp_sft.dcp_io.foreign.open import FORMATS
+from fsdp_sft.planner import command
+from fsdp_sft.planner.experts import ExpertsImpl
+from fsdp_sft.planner.run import Optimizer
 from tests.harness.chat_templates import CHATML, byte_tokenizer
 from tests.harness.chats import TOKENIZERS
 
@@ -147,6 +155,102 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         main([*filter(None, [command]), "--help"])
     assert ended.value.code == 0
     assert "usage: fsdp-sft" in capsys.readouterr().out
+
+
+def test_help_and_version_load_nothing_heavy() -> None:
+    check = (
+        "import sys\nfrom fsdp_sft.commands import main\n"
+        "for words in (['--help'], ['plan', '--help'], ['inspect-data', '--help'], ['--version']):\n"
+        "    try:\n        main(words)\n    except SystemExit as end:\n        assert end.code == 0\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"fsdp-sft {fs.__version__}" in done.stdout
+
+
+def test_choices_are_those_of_the_planner_and_of_the_converter() -> None:
+    assert get_args(ExpertsImpl) == plan._EXPERTS
+    assert get_args(Optimizer) == plan._OPTIMIZERS
+    assert set(command._DTYPES) == set(plan._DTYPES)
+    assert checkpoints._FORMATS == FORMATS
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m fsdp_sft plan --list-gpus | head -n 1 > /dev/null; exit ${{PIPESTATUS[0]}}",
+        shell=True,
+        executable="/bin/bash",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, "Error" in done.stderr) == (0, False), done.stderr
+
+
+def test_several_machines_beside_each_other(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["plan", "--model", str(model), "--gpu", "l4,h100", "--gpus", "1,8", "--seq", "512"]
+    job += ["--global-batch", "32", "--tokens", "1.5B"]
+    assert main(job) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["l4", "1"],
+        ["l4", "8"],
+        ["h100", "1"],
+        ["h100", "8"],
+    ]
+    assert main([*job, "--json"]) == 0
+    for one in json.loads(capsys.readouterr().out):
+        assert one["gpu_hours"] == pytest.approx(one["hours"] * one["num_gpus"])
+        per_gpu = one["tokens_per_second_per_gpu"]
+        assert one["gpu_hours"] == pytest.approx(1.5e9 / per_gpu / 3600)
+        assert one["left_bytes"] > 0
+    assert main(["plan", "--list-gpus"]) == 0
+    assert capsys.readouterr().out.count("\n") == len(GPUS) + 2
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--gpus", "8", "--global-batch", "3"], "--global-batch 3 is no multiple"),
+        (["--gpus", "eight", "--global-batch", "8"], "--gpus takes numbers"),
+        (["--gpus", "8", "--global-batch", "8", "--tokens", "many"], "--tokens takes a number such as 300M"),
+        (["--gpus", "8"], "--seq and --global-batch are needed"),
+    ],
+)
+def test_messages_name_the_commands_own_options(
+    more: list[str], says: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", str(model), "--gpu", "l4", "--seq", "512", *more]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_model_that_is_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": []}')
+    job = ["--gpus", "8", "--gpu", "l4", "--seq", "512", "--global-batch", "8"]
+    for words in (
+        ["plan", "--model", "no/such", *job],
+        ["inspect-data", str(rows), "--tokenizer", "no/such"],
+        ["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--model", "no/such"],
+    ):
+        assert main(words) == 2
+        assert "there is no folder 'no/such'" in capsys.readouterr().err
+
+
+def test_a_checkpoint_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fs.save_checkpoint(tmp_path, 3, model=torch.nn.Linear(2, 2))
+    assert main(["inspect-checkpoint", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"][0]["step"] == 3
+    assert main(["inspect-checkpoint", str(tmp_path / "step-3"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sound"]
+    (tmp_path / "step-3" / "MANIFEST.json").write_text("{}")
+    assert main(["inspect-checkpoint", str(tmp_path / "step-3"), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["problems"]
 
 
 def test_it_is_installed() -> None:

@@ -327,27 +327,27 @@ def test_the_command_line(tmp_path: Path) -> None:
     run_distributed(_save_accelerate, 2, str(source), "llama", "SHARDED_STATE_DICT")
     tiny_model("llama").save_pretrained(tmp_path / "model")
 
-    script = tmp_path / "command.py"  # as `python -m fsdp_sft.dcp_io`, without the seconds of its imports
-    script.write_text("import sys\nfrom fsdp_sft.dcp_io.__main__ import main\nsys.exit(main())\n")
+    script = tmp_path / "command.py"  # as `fsdp-sft`, without the seconds of its imports
+    script.write_text("import sys\nfrom fsdp_sft.commands import main\nsys.exit(main())\n")
 
     def run(*words: Any) -> tuple[int | None, str]:
         return Program(script, *map(str, words), environment=launches.environment()).wait()
 
     code, text = run("convert", source, target, "--model", tmp_path / "model")
     assert (code, f"{target / 'step-500'} is written" in text) == (0, True), text
-    code, text = run("inspect", target)
+    code, text = run("inspect-checkpoint", target)
     assert (code, "step-500: sound" in text) == (0, True)
-    code, text = run("inspect", target / "step-500", "--verify")
+    code, text = run("inspect-checkpoint", target / "step-500", "--verify")
     assert code == 0
     assert "AdamW" in text
     assert "contents compared with checksums" in text
     (target / "step-500" / "MANIFEST.json").unlink()
-    code, text = run("inspect", target / "step-500")
+    code, text = run("inspect-checkpoint", target / "step-500")
     assert (code, "load the step before it" in text) == (1, True)
     code, text = run("convert", tmp_path, target, "--model", tmp_path / "model")
-    assert (code, "no checkpoint of another tool" in text) == (1, True)
-    code, text = run("inspect", tmp_path / "nowhere")
-    assert (code, "there is no folder" in text) == (1, True)
+    assert (code, "no checkpoint of another tool" in text) == (2, True)
+    code, text = run("inspect-checkpoint", tmp_path / "nowhere")
+    assert (code, "there is no folder" in text) == (2, True)
 
 
 def _save_others(root: str) -> None:

@@ -77,8 +77,8 @@ def _attempt(root: Path, work: Path) -> tuple[str, float, int]:
     model, optimizer = make(width=16)
     before = [tensor.detach().clone() for _, tensor in tensors(model, optimizer)]
     around = _listing(root, work)
-    _reset_peak()
-    base, started = _peak(), time.perf_counter()
+    reset_peak()
+    base, started = peak(), time.perf_counter()
     try:
         fs.load_checkpoint(work / "step-1", model=model, optimizer=optimizer)
         verdict = "LOADED"
@@ -86,7 +86,7 @@ def _attempt(root: Path, work: Path) -> tuple[str, float, int]:
         verdict = "refused"
     except BaseException as error:
         verdict = f"{type(error).__name__}: {str(error)[:100]}"
-    seconds, grown = time.perf_counter() - started, _peak() - base
+    seconds, grown = time.perf_counter() - started, peak() - base
     after = [tensor for _, tensor in tensors(model, optimizer)]
     if not all(torch.equal(a, b) for a, b in zip(after, before, strict=True)):
         verdict += ", model touched"
@@ -99,11 +99,11 @@ def _listing(root: Path, work: Path) -> dict[str, int]:
     return {str(p): p.stat().st_mtime_ns for p in root.rglob("*") if not p.is_relative_to(work)}
 
 
-def _reset_peak() -> None:
+def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak() -> int:
+def peak() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

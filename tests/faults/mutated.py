@@ -25,7 +25,7 @@ from fsdp_sft._tensors.stored import file_header
 from fsdp_sft._tensors.torch_file import read_pickled
 from fsdp_sft.dcp_io.foreign.open import open_foreign
 from fsdp_sft.weights.resolve import open_checkpoint
-from tests.faults.hostile import _peak, _reset_peak, sign
+from tests.faults.hostile import peak, reset_peak, sign
 from tests.faults.kills import make, tensors
 from tests.faults.tables import table
 from tests.harness import chat_templates as ct
@@ -262,8 +262,8 @@ def trials(number: int, seed: int, folder: str) -> Iterator[tuple[str, str, floa
 
 
 def _attempt(reader: Reader, folder: Path, expected: Any, size: int) -> tuple[str, float, int]:
-    _reset_peak()
-    base, started = _peak(), time.perf_counter()
+    reset_peak()
+    base, started = peak(), time.perf_counter()
     try:
         found = reader.read(folder)
         outcome = "the same" if found == expected else "other"
@@ -273,7 +273,7 @@ def _attempt(reader: Reader, folder: Path, expected: Any, size: int) -> tuple[st
         outcome = "refused"
     except BaseException as error:
         outcome = f"{type(error).__name__}: {str(error)[:80]}"
-    seconds, grown = time.perf_counter() - started, _peak() - base
+    seconds, grown = time.perf_counter() - started, peak() - base
     if seconds > SECONDS:
         outcome = f"{seconds:.1f} s"
     elif grown > TIMES * size + SPARE:

@@ -12,8 +12,9 @@ from transformers import MixtralConfig
 
 import fsdp_sft as fs
 from fsdp_sft import NoPlanError, estimate_memory, plan_run, smallest_num_gpus
+from fsdp_sft.commands import main as command
 from fsdp_sft.planner import search
-from fsdp_sft.planner.__main__ import main
+from fsdp_sft.planner.picture import plan_table
 from fsdp_sft.planner.trace import _trace
 from tests.harness.native import needs_native_sharding
 from tests.planner.families import LLAMA_8B, QWEN_14B, QWEN_72B, SHAPES, TINY, qwen
@@ -24,6 +25,10 @@ MIXTURE = MixtralConfig(
 )  # fmt: skip
 
 GIB = 1 << 30
+
+
+def main(arguments: list[str]) -> int:
+    return command(["plan", *arguments])
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -53,8 +58,10 @@ def test_plans_fit_and_are_sorted_by_speed() -> None:
         QWEN_14B, num_gpus=64, gpu_memory_bytes=80 * 10**9, seq_length=4096, global_batch_size=512
     )
     assert plans[0].relative_speed == 1.0
-    speeds = [plan.relative_speed for plan in plans]
-    assert speeds == sorted(speeds, reverse=True)
+    for kind in (False, True):
+        speeds = [plan.relative_speed for plan in plans if plan.is_tight is kind]
+        assert speeds == sorted(speeds, reverse=True)
+    assert [plan.is_tight for plan in plans] == sorted(plan.is_tight for plan in plans)
     for plan in plans:
         assert plan.micro_batch_size * plan.grad_accum_steps * (64 // plan.cp) == 512
         again = estimate_memory(
@@ -72,6 +79,7 @@ def test_plans_fit_and_are_sorted_by_speed() -> None:
                 cp=plan.cp,
                 grad_sync=plan.grad_sync,
                 compile=plan.compile,
+                optimizer=plan.setup.optimizer,
             ),
         )
         assert again.peak_bytes == plan.peak_bytes <= 0.96 * 80 * 10**9
@@ -102,7 +110,28 @@ def test_a_plan_takes_few_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _trace.cache_info().misses
     plan_run(config, num_gpus=64, gpu_memory_bytes=80 * 10**9, seq_length=4096, global_batch_size=512)
     assert _trace.cache_info().misses - before <= 8
-    assert len(looks) <= 150
+    assert len(looks) <= 240  # half of them for plans that leave a margin
+
+
+def test_the_first_plan_leaves_a_margin_and_others_are_called_tight() -> None:
+    """Its only plan needed 76.3 of 76.4 GiB, and 15 GiB of that were an update that makes copies."""
+    config = qwen(5120, 27648, 64, 40, 8)
+    job = {"num_gpus": 8, "gpu": "h100", "seq_length": 8192, "global_batch_size": 64}
+    first = plan_run(config, **job)[0]
+    assert first.left_bytes >= 0.05 * first.usable_bytes
+    assert not first.is_tight
+    assert first.setup.optimizer == "adamw_fused"
+    assert "fused=True" in first.code("m")
+    plain = plan_run(config, **job, optimizer="adamw")
+    assert all(plan.setup.optimizer == "adamw" for plan in plain)
+    assert "(tight)" in plan_table(plain)
+    small = plan_run(
+        qwen(3584, 18944, 28, 28, 4), num_gpus=8, gpu="h100", seq_length=4096, global_batch_size=64
+    )
+    assert {plan.setup.optimizer for plan in small} == {"adamw"}
+    tight = [plan for plan in small if plan.is_tight]
+    assert tight == small[-len(tight) :]
+    assert all(plan.time.total < small[0].time.total for plan in tight)
 
 
 def test_where_nothing_fits_the_error_says_what_would() -> None:

@@ -96,9 +96,9 @@ def test_warnings_and_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert _acts("".join(capsys.readouterr()).replace("\r", "")) == []
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / "MANIFEST.json").write_text('{"format": "\x9b"}')
-    text, sound = inspect_checkpoint(tmp_path / "step-1")
-    assert not sound
-    assert _acts(text) == []
+    found = inspect_checkpoint(tmp_path / "step-1")
+    assert not found.sound
+    assert _acts(found.text) == []
 
 
 def test_rows_and_the_page_of_labels() -> None:

@@ -1,18 +1,39 @@
 """The console script ``fsdp-sft``: plans, data and checkpoints from the shell.
 
-Each command is in the package of its subject: ``plan`` in planner/command.py,
-``inspect-checkpoint`` and ``convert`` in dcp_io/command.py, ``inspect-data`` in commands/data.py.
+Each command has its options in a file here, which imports nothing heavy, and what it does in the package of
+its subject: planner/command.py, dcp_io/command.py; ``inspect-data`` has both in data.py.
 """
 
 import argparse
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
 
-from fsdp_sft.commands.data import add_data
+from fsdp_sft.errors import CheckpointCorruptError, FsdpSftError, NoPlanError, printable
 
 _EXAMPLES = """examples:
   fsdp-sft plan --model Qwen/Qwen2.5-14B --gpus 8 --gpu h100 --seq 4096 --global-batch 64
   fsdp-sft inspect-data chats.jsonl --tokenizer Qwen/Qwen2.5-14B --max-length 4096 --html rows.html
   fsdp-sft inspect-checkpoint checkpoints --verify
-  fsdp-sft convert trainer/checkpoint-500 checkpoints --model meta-llama/Llama-3.1-8B"""
+  fsdp-sft convert trainer/checkpoint-500 checkpoints --model meta-llama/Llama-3.1-8B
+
+exit code: 0 if all is well, 1 if not (nothing fits, a checkpoint is damaged), 2 for bad input"""
+# By name: the module and the function that adds the options, and the line in the list of commands.
+_COMMANDS = {
+    "plan": ("plan", "add_plan", "what fits on the GPUs at hand, how fast it is, and where its memory goes"),
+    "inspect-data": ("data", "add_data", "what of a file of chats would be trained, and what is refused"),
+    "inspect-checkpoint": (
+        "checkpoints",
+        "add_inspect",
+        "what a step or a folder of steps holds, and what is wrong",
+    ),
+    "convert": (
+        "checkpoints",
+        "add_convert",
+        "from Accelerate, Trainer, torchtitan, torchtune, torch's distributed checkpoint",
+    ),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,35 +42,45 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code: 0 if all is well, 1 if not (nothing fits, a checkpoint is damaged), 2 for bad input.
     """
-    args = _parser().parse_args(arguments)
-    return int(args.run(args))
+    given = sys.argv[1:] if arguments is None else arguments
+    args = _parser(given).parse_args(given)
+    return _guarded(lambda: int(args.run(args)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    # Imported here and not at the top, so that importing this module stays cheap.
-    from fsdp_sft.dcp_io.command import CONVERT, INSPECT, add_convert, add_inspect
-    from fsdp_sft.planner.command import add_plan
+def _parser(given: list[str]) -> argparse.ArgumentParser:
+    """The parser, with the options of the command that is asked for."""
+    from fsdp_sft import __version__
 
-    layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="fsdp-sft",
         description="FSDP2 building blocks for supervised fine-tuning: what can be asked from the shell.",
         epilog=_EXAMPLES,
-        formatter_class=layout,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"fsdp-sft {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_plan(
-        commands.add_parser(
-            "plan", help="what fits on the GPUs at hand, how fast it is, and where its memory goes"
+    asked = next((word for word in given if not word.startswith("-")), None)
+    for name, (module, function, says) in _COMMANDS.items():
+        own = commands.add_parser(
+            name, help=says, description=says, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-    )
-    add_data(
-        commands.add_parser(
-            "inspect-data",
-            help="what of a file of chats would be trained, and what is refused",
-            formatter_class=layout,
-        )
-    )
-    add_inspect(commands.add_parser("inspect-checkpoint", help=INSPECT, description=INSPECT))
-    add_convert(commands.add_parser("convert", help=CONVERT, description=CONVERT))
+        if name == asked:
+            getattr(import_module(f"fsdp_sft.commands.{module}"), function)(own)
     return parser
+
+
+def _guarded(run: Callable[[], int]) -> int:
+    """The exit code of a command, with errors printed."""
+    try:
+        code = run()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (NoPlanError, CheckpointCorruptError) as error:
+        print(printable(str(error)))
+        return 1
+    except (FsdpSftError, ValueError, OSError, ModuleNotFoundError) as error:
+        print(printable(f"error: {error}"), file=sys.stderr)
+        return 2

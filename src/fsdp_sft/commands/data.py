@@ -1,5 +1,7 @@
 """``fsdp-sft inspect-data``: what of a file of chats would be trained, and which rows are refused."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys
@@ -7,18 +9,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fsdp_sft.collate import (
-    REFUSALS,
-    EncodedChat,
-    encode_chat,
-    filter_rows,
-    render_labels,
-    render_labels_html,
-)
-from fsdp_sft.errors import FsdpSftError, printable
-from fsdp_sft.sampling.packing import pack_lengths
+if TYPE_CHECKING:
+    from fsdp_sft.collate import EncodedChat
+
 
 DESCRIPTION = (
     "What of a file of chats would be trained: rows that are refused and why, lengths, the share of trained "
@@ -78,19 +73,15 @@ def add_data(parser: argparse.ArgumentParser) -> None:
     add("--show", type=int, default=2, metavar="N", help="rows to print; default: 2")
     add("--html", type=Path, metavar="FILE", help="write the first 50 rows as a page")
     add("--json", action="store_true", help="print the report as JSON, and nothing else")
-    parser.set_defaults(run=_run)
-
-
-def _run(args: argparse.Namespace) -> int:
-    try:
-        return _inspect(args)
-    except (ValueError, OSError, FsdpSftError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 2
+    parser.set_defaults(run=_inspect)
 
 
 def _inspect(args: argparse.Namespace) -> int:
     """Read the rows, encode them as training would, and print what was found."""
+    # Imported here and not at the top, so that help comes at once.
+    from fsdp_sft._model.configs import tokenizer_of
+    from fsdp_sft.collate import REFUSALS, encode_chat, filter_rows, render_labels, render_labels_html
+
     for name in ("max_length", "limit"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -98,9 +89,7 @@ def _inspect(args: argparse.Namespace) -> int:
     rows = list(islice(_read(args.path), args.limit))
     if not rows:
         raise ValueError(f"{args.path} has no rows")
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    tokenizer = tokenizer_of(args.tokenizer)
     template = None if args.chat_template is None else args.chat_template.read_text(encoding="utf-8")
     options: dict[str, Any] = {"train_on": args.train_on, "chat_template": template}
     kept, counts = filter_rows(
@@ -131,6 +120,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _cut(chat: EncodedChat, max_length: int | None) -> EncodedChat:
     """The chat as the collator would cut it."""
+    from fsdp_sft.collate import EncodedChat
+
     if max_length is None or len(chat.input_ids) <= max_length:
         return chat
     return EncodedChat(input_ids=chat.input_ids[:max_length], labels=chat.labels[:max_length])
@@ -163,6 +154,8 @@ def _report(
     rows: int, counts: Any, whole: list[EncodedChat], chats: list[EncodedChat], max_length: int | None
 ) -> DataReport:
     """The numbers of the report."""
+    from fsdp_sft.sampling.packing import pack_lengths
+
     lengths = sorted(len(chat.input_ids) for chat in chats)
     tokens = sum(lengths)
     packs = pack_lengths(lengths, max_length) if max_length else []
@@ -185,6 +178,8 @@ def _report(
 
 def _text(args: argparse.Namespace, report: DataReport, chats: list[EncodedChat]) -> Iterator[str]:
     """The report as lines of text."""
+    from fsdp_sft.collate import REFUSALS
+
     kept = report.counts["kept"]
     yield f"{args.path}: {report.rows:,} rows, {kept:,} of them would be trained"
     for reason, texts in report.examples.items():

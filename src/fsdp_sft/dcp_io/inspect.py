@@ -2,7 +2,9 @@
 
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fsdp_sft._tensors.disk import full_path
 from fsdp_sft.dcp_io.manifest import Manifest, per_optimizer, read_manifest
@@ -12,15 +14,27 @@ from fsdp_sft.dcp_io.verify import file_problems, verify_folder
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointNotFoundError, abridged, printable
 
 
-def inspect_checkpoint(path: str | os.PathLike[str], *, hashes: bool = False) -> tuple[str, bool]:
+@dataclass(frozen=True)
+class Inspection:
+    """What a step or a root is.
+
+    Attributes:
+        facts: The same as the text, in JSON types.
+        text: A description in words.
+        sound: Whether nothing is wrong.
+    """
+
+    facts: dict[str, Any]
+    text: str
+    sound: bool
+
+
+def inspect_checkpoint(path: str | os.PathLike[str], *, hashes: bool = False) -> Inspection:
     """Describe a step, or list the steps below a root.
 
     Args:
         path: Folder of the step, or root.
         hashes: Whether to read every file of a step and compare checksums.
-
-    Returns:
-        (text, whether everything is sound).
 
     Raises:
         CheckpointNotFoundError: If there is no such folder.
@@ -35,15 +49,20 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, hashes: bool = False) ->
     for info in steps:
         metric = "" if info.metric is None else f", metric {info.metric:g}"
         lines.append(f"  {info.path.name}: {'sound' if info.sound else 'NOT SOUND'}{metric}")
-    return "\n".join(lines), all(info.sound for info in steps)
+    found = [
+        {"path": str(info.path), "step": info.step, "sound": info.sound, "metric": info.metric}
+        for info in steps
+    ]
+    return Inspection({"steps": found}, printable("\n".join(lines)), all(info.sound for info in steps))
 
 
-def _of_step(folder: Path, hashes: bool) -> tuple[str, bool]:
-    """The description of one step, and whether it is sound."""
+def _of_step(folder: Path, hashes: bool) -> Inspection:
+    """What one step is."""
     try:
         manifest = read_manifest(folder)
     except CheckpointCorruptError as error:
-        return f"{error}\nload the step before it", False
+        facts = {"path": str(folder), "sound": False, "problems": [str(error)]}
+        return Inspection(facts, f"{error}\nload the step before it", False)
     problems = (
         verify_folder(folder, hashes=True)
         if hashes
@@ -53,7 +72,8 @@ def _of_step(folder: Path, hashes: bool) -> tuple[str, bool]:
     looked = "contents compared with checksums" if hashes else "names and sizes compared"
     lines.append(f"  {'files':<12} {len(manifest.files)}, {_bytes(manifest)}; {looked}")
     lines += [f"  PROBLEM      {problem}" for problem in problems[:20]]
-    return printable("\n".join(lines)), not problems
+    facts = {"path": str(folder), "sound": not problems, "problems": problems, **dict(_facts(manifest))}
+    return Inspection(facts, printable("\n".join(lines)), not problems)
 
 
 def _facts(manifest: Manifest) -> list[tuple[str, str]]:

@@ -158,6 +158,15 @@ def _ways(setup: Setup) -> list[_Way]:
             _Way("compile=True", "--compile", "a minute at the start", {"compile": True}),
         ),
         (
+            setup.optimizer in ("adamw", "adamw_foreach") and setup.device.name != "cpu",
+            _Way(
+                "optimizer='adamw_fused'",
+                "--optimizer adamw_fused",
+                "the same update by one kernel",
+                {"optimizer": "adamw_fused"},
+            ),
+        ),
+        (
             setup.attention_mask,
             _Way("attention_mask=False", "--no-padding", "rows are packed", {"attention_mask": False}),
         ),

@@ -1,87 +1,27 @@
 """``fsdp-sft plan``: what fits on the GPUs at hand, how fast it is, and where its memory goes."""
 
 import argparse
+import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
-from fsdp_sft._process.gpus import GIB, GPUS, Gpu, gpu_named
-from fsdp_sft.errors import NoPlanError, printable
+from fsdp_sft._process.gpus import GB, GIB, GPUS, Gpu, gpu_named
+from fsdp_sft.errors import NoPlanError
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.calibrate import calibrate
 from fsdp_sft.planner.estimate import MemoryEstimate
-from fsdp_sft.planner.experts import ExpertsImpl
 from fsdp_sft.planner.longest import LongestRow, longest_rows, peaks_by_length
 from fsdp_sft.planner.model import as_config
-from fsdp_sft.planner.picture import bars, draw, draw_lengths, lengths_to_draw, plan_table, row_table
+from fsdp_sft.planner.picture import aligned, bars, draw, draw_lengths, lengths_to_draw, plan_table, row_table
 from fsdp_sft.planner.plan import RunPlan
 from fsdp_sft.planner.search import plan_run, smallest_num_gpus
-from fsdp_sft.planner.setup import Optimizer
 
-_DESCRIPTION = (
-    "What fits on the GPUs at hand, how fast it is, and where its memory goes; from a model's config alone."
-)
-_EXAMPLES = """examples:
-  %(prog)s --model Qwen/Qwen2.5-14B --gpus 8 --gpu h100 --seq 4096 --global-batch 64
-  %(prog)s --model ./my-model --gpus 2 --gpu 4090 --seq 2048 --global-batch 16 --lora 16 --json
-  %(prog)s --model meta-llama/Llama-3.1-8B --gpus 8 --gpu a100-40gb --longest --no-padding --png rows.png
-  %(prog)s --model ./my-model --gpus 4 --gpu mine=48,362,864,per_node=4 --seq 4096 --global-batch 32"""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a plan to a parser."""
-    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.set_defaults(run=run)
-    add, either = parser.add_argument, argparse.BooleanOptionalAction
-    add("--model", required=True, help="folder with a config.json, or a Hub id; no weights are read")
-    add("--gpus", type=int, required=True, help="number of GPUs")
-    add(
-        "--gpu",
-        required=True,
-        help=f"{', '.join(GPUS)}, with a size if unusual (a100-40gb, h100-79.1gib), or NAME=GiB,TFLOPs,GB/s "
-        "of its memory, after which link=GB/s, network=GB/s, per_node=N may follow; cpu is for memory only",
-    )
-    add("--seq", type=int, help="tokens per sequence")
-    add("--global-batch", type=int, help="sequences per optimizer step, over all GPUs")
-    add(
-        "--longest",
-        action="store_true",
-        help="the longest row that fits, by the number of GPUs that share it; without --seq, --global-batch",
-    )
-    searched = parser.add_argument_group("searched if not given")
-    add = searched.add_argument
-    add("--micro-batch", type=int, help="sequences per GPU and forward")
-    add("--cp", type=int, help="GPUs that share each row")
-    add("--replicas", type=int, help="replicas of the sharded model (HSDP)")
-    add("--grad-sync", choices=("each", "last"), help="reduce gradients after each micro-batch, or the last")
-    add("--sac", metavar="RATIO", help="checkpointed share of the blocks, such as 1/3")
-    add("--sac-placement", choices=("even", "prefix"), help="which blocks those are")
-    add("--ep", type=int, metavar="N", help="ranks that share out the experts of each layer")
-    add("--offload", action=either, help="what checkpointed blocks keep waits on the host (--longest: no)")
-    add("--reshard", action=either, help="blocks are freed between forward and backward")
-    add("--compile", action=either, help="the blocks are compiled (--longest: no)")
-    add = parser.add_argument_group("as given").add_argument
-    add("--no-padding", action="store_true", help="batches have no attention mask (packed sequences)")
-    add("--loss", choices=("chunked", "logits"), default="chunked", help="default: chunked")
-    add("--experts", choices=get_args(ExpertsImpl), default="grouped_mm", help="default: grouped_mm")
-    add("--masters", choices=_DTYPES, default="float32", help="dtype of the stored parameters")
-    add("--optimizer", choices=get_args(Optimizer), default="adamw", help="default: adamw")
-    add("--cpu-offload", action="store_true", help="shards and optimizer live on the host")
-    add("--lora", type=int, default=0, metavar="RANK", help="train adapters of that rank only")
-    add = parser.add_argument_group("output").add_argument
-    add("--plans", type=int, default=8, help="how many plans to print")
-    add("--json", action="store_true", help="print plans (or rows) as JSON, and nothing else")
-    add("--png", metavar="FILE", help="draw the plans' memory, or that of rows by length")
-    add(
-        "--calibrate",
-        action="store_true",
-        help="correct the memory (not the seconds) by running two real blocks",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,17 +30,160 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         The exit code: 0 if something fits, 1 if nothing does, 2 for bad input.
     """
+    if args.list_gpus:
+        print(_gpu_table())
+        return 0
+    missing = [f"--{name}" for name in ("model", "gpus", "gpu") if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} must be given, or --list-gpus")
+    names = [args.gpu] if "=" in args.gpu else args.gpu.split(",")
+    numbers = [_number("--gpus", text) for text in str(args.gpus).split(",")]
+    if len(names) * len(numbers) > 1:
+        return _report_machines(args, names, numbers)
+    args.gpus, gpu = numbers[0], gpu_named(args.gpu)
+    report = _report_longest if args.longest else _report_plans
     try:
-        gpu = gpu_named(args.gpu)
-        report = _report_longest if args.longest else _report_plans
         report(args, gpu, budget_of(gpu, args.gpus))
     except NoPlanError as error:
-        print(json.dumps({"plans": [], "error": str(error)}, indent=1) if args.json else error)
+        if not args.json:
+            raise
+        print(json.dumps({"plans": [], "error": str(error)}, indent=1))
         return 1
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
-        return 2
     return 0
+
+
+def _gpu_table() -> str:
+    """The known GPUs, one line each."""
+    head = ("name", "GiB", "bf16 TFLOPs", "memory GB/s", "node GB/s", "network GB/s", "per node", "compared")
+    rows = [
+        (
+            gpu.name,
+            f"{gpu.memory_bytes / GIB:.1f}",
+            f"{gpu.flops_per_second / 1e12:g}",
+            *(f"{rate / GB:g}" for rate in (gpu.memory_bytes_per_second, gpu.node_bytes_per_second)),
+            f"{gpu.bytes_per_second / GB:g}",
+            str(gpu.gpus_per_node),
+            "yes" if gpu.checked else "no",
+        )
+        for gpu in GPUS.values()
+    ]
+    return f"{aligned([head, *rows])}\ncompared: estimates were compared with measurements on it"
+
+
+def _number(option: str, text: str) -> int:
+    """A positive whole number that an option has."""
+    if not text.strip().isdigit() or int(text) < 1:
+        raise ValueError(f"{option} takes numbers of at least 1, such as 8 or 8,16, got {text!r}")
+    return int(text)
+
+
+def _tokens(text: str | None) -> int | None:
+    """A number of tokens, such as 300M or 1.5B; None if none is given."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise ValueError(f"--tokens takes a number such as 300M or 1.5B, got {text!r}")
+    return int(float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()])
+
+
+def _report_machines(args: argparse.Namespace, names: list[str], numbers: list[int]) -> int:
+    """Print the first plan on each kind and number of GPUs; 1 if none fits."""
+    if args.longest or args.png or args.calibrate:
+        raise ValueError("--longest, --png and --calibrate are of one kind and number of GPUs")
+    tokens, options, lines, found = _tokens(args.tokens), _options(args), [], []
+    for name, number in itertools.product(names, numbers):
+        try:
+            plan = _plans(args, num_gpus=number, **{**options, "gpu": name})[0]
+        except (NoPlanError, ValueError) as error:
+            lines.append(
+                (name, str(number), "-", "-", "-", "-", *(("-",) * 2 if tokens else ()), _short(error))
+            )
+            found.append({"gpu": name, "num_gpus": number, "error": str(error)})
+            continue
+        speed = plan.tokens_per_second * number
+        hours = (
+            ()
+            if tokens is None
+            else (f"{tokens / speed / 3600:.3g}", f"{tokens * number / speed / 3600:.3g}")
+        )
+        left = f"{plan.left_bytes / GIB:.1f}{' (tight)' if plan.is_tight else ''}"
+        memory = f"{plan.peak_bytes / GIB:.1f}"
+        lines.append(
+            (
+                name,
+                str(number),
+                memory,
+                left,
+                f"{plan.time.total:.3g} s",
+                f"{speed:,.0f}",
+                *hours,
+                _label(plan),
+            )
+        )
+        found.append({"gpu": name, **plan.to_dict(), **_duration(tokens, plan)})
+    if args.json:
+        print(json.dumps(found, indent=1))
+    else:
+        head = ("gpu", "number", "GiB per GPU", "left", "step", "tokens/s")
+        print(aligned([(*head, *(("hours", "GPU-hours") if tokens else ()), "plan 1"), *lines]))
+    return 0 if any("error" not in one for one in found) else 1
+
+
+def _short(error: Exception) -> str:
+    """The first sentence of an error."""
+    return str(error).splitlines()[0].partition(":")[0]
+
+
+def _duration(tokens: int | None, plan: RunPlan) -> dict[str, float]:
+    """Hours of a training of that many tokens, for the JSON output."""
+    if tokens is None:
+        return {}
+    hours = tokens / (plan.tokens_per_second * plan.num_gpus) / 3600
+    return {"tokens": tokens, "hours": hours, "gpu_hours": hours * plan.num_gpus}
+
+
+def _plans(args: argparse.Namespace, **options: Any) -> list[RunPlan]:
+    """The plans of what the command line asks for."""
+    if args.seq is None or args.global_batch is None:
+        raise ValueError("--seq and --global-batch are needed, or --longest")
+    try:
+        return plan_run(
+            as_config(args.model), seq_length=args.seq, global_batch_size=args.global_batch, **options
+        )
+    except NoPlanError:
+        raise
+    except ValueError as error:
+        raise ValueError(_as_options(str(error))) from error
+
+
+_NAMES = {
+    "global_batch_size": "--global-batch",
+    "micro_batch_size": "--micro-batch",
+    "seq_length": "--seq",
+    "num_gpus": "--gpus",
+    "dp_replicate": "--replicas",
+    "sac_ratio": "--sac",
+    "sac_placement": "--sac-placement",
+    "sac_offload": "--offload",
+    "reshard_after_forward": "--reshard",
+    "grad_sync": "--grad-sync",
+    "ep_size": "--ep",
+    "lora_rank": "--lora",
+}
+
+
+def _as_options(message: str) -> str:
+    """A message with the command's own options in place of the arguments of Python."""
+    return re.sub(r"\b(" + "|".join(_NAMES) + r")\b", lambda found: _NAMES[found[1]], message)
+
+
+def _links(gpu: Gpu, num_gpus: int) -> str:
+    """The bandwidths that the seconds assume."""
+    within = f"{gpu.node_bytes_per_second / GB:g} GB/s within a node of {gpu.gpus_per_node}"
+    between = f", {gpu.bytes_per_second / GB:g} between nodes" if num_gpus > gpu.gpus_per_node else ""
+    host = f"{gpu.host_bytes_per_second / GB:g} to the host"
+    return f"Assumed links, each way and per GPU: {within}{between}, {host}."
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -111,11 +194,11 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "loss_impl": args.loss,
         "experts_impl": args.experts,
         "master_dtype": _DTYPES[args.masters],
-        "optimizer": args.optimizer,
         "cpu_offload": args.cpu_offload,
         "lora_rank": args.lora,
     }
     searched = {
+        "optimizer": args.optimizer,
         "cp": args.cp,
         "ep_size": args.ep,
         "micro_batch_size": args.micro_batch,
@@ -132,23 +215,15 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
     """Print the plans, the memory and the code of the fastest one."""
-    if args.seq is None or args.global_batch is None:
-        raise ValueError("--seq and --global-batch are needed, or --longest")
-    config, options = as_config(args.model), _options(args)
-    plans = plan_run(
-        config,
-        num_gpus=args.gpus,
-        seq_length=args.seq,
-        global_batch_size=args.global_batch,
-        **options,
-    )
+    config, options, tokens = as_config(args.model), _options(args), _tokens(args.tokens)
+    plans = _plans(args, num_gpus=args.gpus, **options)
     best, shown = plans[0], plans[: args.plans]
     estimate = best.estimate
     if args.calibrate:
         estimate, measured = _calibrated(config, best)
     if args.json:
         found = {**_job(args, gpu, budget, estimate), "plans": [plan.to_dict() for plan in shown]}
-        found["code"] = best.code(args.model)
+        found |= {"code": best.code(args.model), **_duration(tokens, best)}
         print(json.dumps(found, indent=1))
     else:
         print(_headline(args, config, estimate, budget))
@@ -157,6 +232,12 @@ def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
             print(f"... and {len(plans) - len(shown)} more (--plans {len(plans)})")
         print(f"\nPlan 1: {'; '.join(best.reasons)}.")
         print(f"Sharding: {estimate.sharding}.")
+        print(_links(gpu, args.gpus))
+        if tokens is not None:
+            needed = _duration(tokens, best)
+            print(
+                f"{args.tokens} tokens take {needed['hours']:.3g} hours, {needed['gpu_hours']:.3g} GPU-hours."
+            )
         for note in estimate.notes:
             print(f"Note: {note}.")
         if args.calibrate:

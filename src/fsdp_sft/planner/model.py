@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp_sft._compat.experts import experts_to_place
 from fsdp_sft._model.blocks import find_blocks
+from fsdp_sft._model.configs import config_of
 from fsdp_sft._tensors.shard_dims import shard_dim, shard_numel
 from fsdp_sft.shard.embeddings import needs_weight_in_backward, own_vocabulary
 
@@ -164,9 +165,7 @@ def as_config(config: "PreTrainedConfig | str | os.PathLike[str]") -> Any:
         if not hasattr(config, "model_type") or not hasattr(config, "to_dict"):
             raise TypeError(f"config must be a transformers config, a folder or a Hub id, got {config!r}")
         return config
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(os.path.expanduser(config))
+    return config_of(config)
 
 
 def build_skeleton(config: Any, setup: "Setup") -> Skeleton:

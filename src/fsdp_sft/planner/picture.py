@@ -50,15 +50,24 @@ def plan_table(plans: Sequence[RunPlan]) -> str:
         "reduced": ["once" if p.grad_sync == "last" and p.grad_accum_steps > 1 else "each" for p in plans],
         "checkpointed": [_checkpointed(plan) for plan in plans],
         "resharded": ["yes" if plan.reshard_after_forward else "no" for plan in plans],
+        "optimizer": [plan.setup.optimizer for plan in plans],
         "GiB per GPU": [f"{plan.peak_bytes / _GIB:.1f}" for plan in plans],
+        "left": [f"{plan.left_bytes / _GIB:.1f}{' (tight)' if plan.is_tight else ''}" for plan in plans],
         "peak in": [plan.estimate.peak_phase for plan in plans],
         "step": [f"{plan.time.total:.3g} s" for plan in plans],
         "tokens/s per GPU": [f"{plan.tokens_per_second:,.0f}" for plan in plans],
         "bound by": [plan.time.bound for plan in plans],
     }
-    usual = {"cp": "1", "ep": "1", "replicas": "1", "reduced": "each", "resharded": "yes"}
+    usual = {
+        "optimizer": plans[0].setup.optimizer,
+        "cp": "1",
+        "ep": "1",
+        "replicas": "1",
+        "reduced": "each",
+        "resharded": "yes",
+    }
     shown = {name: cells for name, cells in columns.items() if set(cells) != {usual.get(name)}}
-    return _aligned([tuple(shown), *zip(*shown.values(), strict=True)])
+    return aligned([tuple(shown), *zip(*shown.values(), strict=True)])
 
 
 def row_table(longest: Sequence[LongestRow]) -> str:
@@ -77,7 +86,7 @@ def row_table(longest: Sequence[LongestRow]) -> str:
         )
         for row in longest
     ]
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _checkpointed(way: RunPlan | LongestRow) -> str:
@@ -88,7 +97,7 @@ def _checkpointed(way: RunPlan | LongestRow) -> str:
     return f"{way.sac_ratio} {way.sac_placement}{where}"
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> str:
+def aligned(rows: list[tuple[str, ...]]) -> str:
     """Rows of cells as lines with columns aligned to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -12,6 +12,8 @@ from fsdp_sft.planner.setup import GradSync, Setup
 from fsdp_sft.planner.speed import StepTime
 from fsdp_sft.sac import Placement
 
+TIGHT = Fraction(1, 20)
+"""Share of the usable memory below which a plan is tight."""
 _GIB = 1 << 30
 
 
@@ -40,6 +42,7 @@ class RunPlan:
         relative_speed: Speed relative to the fastest plan, which has 1.0.
         reasons: What determines the speed, in sentences.
         setup: All arguments of the estimate.
+        usable_bytes: Memory of a GPU that tensors can have.
     """
 
     num_gpus: int
@@ -60,6 +63,17 @@ class RunPlan:
     relative_speed: float
     reasons: tuple[str, ...]
     setup: Setup
+    usable_bytes: int
+
+    @property
+    def left_bytes(self) -> int:
+        """What the predicted peak leaves of the usable memory."""
+        return self.usable_bytes - self.peak_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether less than 5 % of the usable memory is left: the estimate is not surer than that."""
+        return self.left_bytes < TIGHT * self.usable_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -89,6 +103,9 @@ class RunPlan:
             "peak_phase": self.estimate.peak_phase,
             "breakdown_bytes": dict(self.estimate.breakdown),
             "host_bytes": self.estimate.host_bytes,
+            "left_bytes": self.left_bytes,
+            "tight": self.is_tight,
+            "optimizer": self.setup.optimizer,
             "step_seconds": self.time.total,
             "tokens_per_second_per_gpu": self.tokens_per_second,
             "relative_speed": self.relative_speed,
@@ -98,7 +115,7 @@ class RunPlan:
         }
 
 
-def make_plan(setup: Setup, memory: MemoryEstimate, time: StepTime, why: str) -> RunPlan:
+def make_plan(setup: Setup, memory: MemoryEstimate, time: StepTime, why: str, usable_bytes: int) -> RunPlan:
     """The plan of a setup; ``why`` says in words why several ranks share a row, or is empty."""
     tokens = setup.grad_accum_steps * setup.micro_batch_size * setup.seq_length / setup.cp
     return RunPlan(
@@ -120,6 +137,7 @@ def make_plan(setup: Setup, memory: MemoryEstimate, time: StepTime, why: str) ->
         relative_speed=1.0,
         reasons=tuple(_reasons(setup, time, why, memory.host_bytes)),
         setup=setup,
+        usable_bytes=usable_bytes,
     )
 
 
@@ -154,6 +172,8 @@ def _reasons(setup: Setup, time: StepTime, why: str, host_bytes: int) -> Iterato
         yield f"{setup.dp_replicate} replicas of {setup.num_shards} GPUs each: gathers stay within them"
     if setup.grad_sync == "last" and setup.grad_accum_steps > 1:
         yield "gradients are reduced once a step: whole ones are kept until then"
+    if setup.optimizer == "adamw_fused":
+        yield "AdamW is fused: its update makes no copies"
     if not setup.reshard_after_forward:
         yield "blocks stay gathered: one all-gather less"
 

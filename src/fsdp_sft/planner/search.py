@@ -14,7 +14,7 @@ from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
 from fsdp_sft.planner.groups import group_divisors, group_sizes
 from fsdp_sft.planner.model import as_config, build_skeleton
-from fsdp_sft.planner.plan import RunPlan, make_plan
+from fsdp_sft.planner.plan import TIGHT, RunPlan, make_plan
 from fsdp_sft.planner.setup import GradSync, Setup, check_integer
 from fsdp_sft.planner.speed import step_time
 from fsdp_sft.sac import Placement
@@ -39,7 +39,10 @@ def plan_run(
     global_batch_size: int,
     **estimate_options: Any,
 ) -> list[RunPlan]:
-    """Find the ways to train that fit into memory, fastest first.
+    """Find the ways to train that fit into memory: those that leave 5 % of it, fastest first, then others.
+
+    A plan that leaves less is ``is_tight``: an estimate is right to a few percent, so whether it fits is not
+    sure. It is listed if it is faster than all that leave more, or if none does.
 
     What is tried:
 
@@ -49,6 +52,7 @@ def plan_run(
     - where computation does not hide the network: blocks that stay gathered after the forward, gradients that
       are reduced after the last micro-batch only, and replicas of the model (HSDP), one per node;
     - expert parallelism within a node (``ep_size``);
+    - fused AdamW, where the update decides what fits and no ``optimizer`` is given;
     - ranks that share rows (``cp``), in groups that divide the query heads and the ranks: within a node where
       that could be faster, beyond a node only if nothing else fits.
 
@@ -97,23 +101,20 @@ def plan_run(
     dealt = [cp for cp in sizes if global_batch_size % (num_gpus // cp) == 0]
     if not dealt:
         raise ValueError(_no_multiple(first, global_batch_size))
-    budget, plans = budget_of(first.device, num_gpus, gpu_memory_bytes), list[RunPlan]()
+    budget = budget_of(first.device, num_gpus, gpu_memory_bytes)
     search = _PlanSearch(config, estimate_options, global_batch_size, budget)
-    for cp in dealt:
-        if plans and (cp > first.device.gpus_per_node or not _sharing_could_help(plans)):
-            break
-        why = _why_shared(sizes[: sizes.index(cp)], dealt, plans)
-        try:
-            plans += search.plans_of_groups(replace(first, cp=cp), why)
-        except UnsupportedModelError:
-            if cp == 1 or "cp" in estimate_options:
-                raise
-            break  # no ranks can share rows of this model
+    roomy, tight = (
+        _undominated(search.plans(first, sizes, dealt, share)) for share in (1 - TIGHT, Fraction(1))
+    )
+    plans = roomy + [plan for plan in tight if plan.is_tight and _is_faster(plan, roomy)]
     if not plans:
         raise NoPlanError(what_would_fit(config, first, estimate_options, budget, global_batch_size))
-    plans.sort(key=lambda plan: (plan.time.total, plan.cp, plan.peak_bytes, plan.sac_placement))
-    fastest = plans[0].time.total
-    return [replace(plan, relative_speed=fastest / plan.time.total) for plan in _undominated(plans)]
+    return [replace(plan, relative_speed=plans[0].time.total / plan.time.total) for plan in plans]
+
+
+def _is_faster(plan: RunPlan, others: list[RunPlan]) -> bool:
+    """Whether a plan is faster than all others, so that it is worth its risk."""
+    return all(plan.time.total < other.time.total * (1 - _WORTH_A_LOOK) for other in others)
 
 
 def _sharing_could_help(plans: list[RunPlan]) -> bool:
@@ -122,13 +123,14 @@ def _sharing_could_help(plans: list[RunPlan]) -> bool:
     return best.grad_accum_steps * best.time.recompute > _WORTH_A_LOOK * best.time.total
 
 
-def _undominated(plans: list[RunPlan]) -> Iterator[RunPlan]:
-    """The plans, sorted by speed, without those that need no less memory than a faster one."""
-    least = math.inf
-    for plan in plans:
+def _undominated(plans: list[RunPlan]) -> list[RunPlan]:
+    """The plans by speed, without those that need no less memory than a faster one."""
+    least, kept = math.inf, []
+    for plan in sorted(plans, key=lambda one: (one.time.total, one.cp, one.peak_bytes, one.sac_placement)):
         if plan.peak_bytes < least:
             least = plan.peak_bytes
-            yield plan
+            kept.append(plan)
+    return kept
 
 
 def smallest_num_gpus(
@@ -210,8 +212,37 @@ class _PlanSearch:
         self.config = config
         self.options = options
         self.global_batch_size = global_batch_size
-        self.usable = budget.usable_bytes
+        self.budget = budget
+        self.usable = budget.usable_bytes  # what a plan may need
         self.fastest = math.inf  # seconds of the fastest plan so far
+
+    def plans(self, first: Setup, sizes: list[int], dealt: list[int], share: Fraction) -> list[RunPlan]:
+        """The plans that fit into a share of the usable memory.
+
+        If the update alone decides what fits, and no optimizer was asked for, the fused one is tried as well.
+        """
+        self.usable, self.fastest = int(self.budget.usable_bytes * share), math.inf
+        found = self._plans_of_all_groups(first, sizes, dealt)
+        could_help = (
+            not found or min(found, key=lambda plan: plan.time.total).estimate.peak_phase == "optimizer"
+        )
+        if could_help and "optimizer" not in self.options and first.device.name != "cpu":
+            found += self._plans_of_all_groups(replace(first, optimizer="adamw_fused"), sizes, dealt)
+        return found
+
+    def _plans_of_all_groups(self, first: Setup, sizes: list[int], dealt: list[int]) -> list[RunPlan]:
+        plans: list[RunPlan] = []
+        for cp in dealt:
+            if plans and (cp > first.device.gpus_per_node or not _sharing_could_help(plans)):
+                break
+            why = _why_shared(sizes[: sizes.index(cp)], dealt, plans)
+            try:
+                plans += self.plans_of_groups(replace(first, cp=cp), why)
+            except UnsupportedModelError:
+                if cp == 1 or "cp" in self.options:
+                    raise
+                break  # no ranks can share rows of this model
+        return plans
 
     def plans_of_groups(self, setup: Setup, why: str) -> list[RunPlan]:
         """The plans that fit where ``setup.cp`` ranks share a row."""
@@ -253,7 +284,8 @@ class _PlanSearch:
 
     def _plan(self, setup: Setup, memory: MemoryEstimate, why: str) -> RunPlan:
         """The plan of a setup; the fastest one is remembered."""
-        plan = make_plan(setup, memory, step_time(build_skeleton(self.config, setup), setup), why)
+        time = step_time(build_skeleton(self.config, setup), setup)
+        plan = make_plan(setup, memory, time, why, self.budget.usable_bytes)
         self.fastest = min(self.fastest, plan.time.total)
         return plan
 

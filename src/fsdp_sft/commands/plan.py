@@ -1,0 +1,85 @@
+"""The options of ``fsdp-sft plan``; what it does is in planner/command.py.
+
+Nothing here imports torch, so that help comes at once. Choices are those of the planner's own types, which a
+test compares.
+"""
+
+import argparse
+
+from fsdp_sft._process.gpus import GPUS
+
+_DESCRIPTION = (
+    "What fits on the GPUs at hand, how fast it is, and where its memory goes; from a model's config alone."
+)
+_EXAMPLES = """examples:
+  %(prog)s --model Qwen/Qwen2.5-14B --gpus 8 --gpu h100 --seq 4096 --global-batch 64
+  %(prog)s --model ./my-model --gpus 2 --gpu 4090 --seq 2048 --global-batch 16 --lora 16 --json
+  %(prog)s --model meta-llama/Llama-3.1-8B --gpus 8 --gpu a100-40gb --longest --no-padding --png rows.png
+  %(prog)s --model Qwen/Qwen2.5-14B --gpus 8,16 --gpu h100,h200 --seq 4096 --global-batch 64 --tokens 300M
+  %(prog)s --model ./my-model --gpus 4 --gpu mine=48,362,864,per_node=4 --seq 4096 --global-batch 32"""
+_EXPERTS = ("grouped_mm", "eager")
+_OPTIMIZERS = (
+    *("adamw", "adamw_foreach", "adamw_fused", "adamw_for_loop", "adamw_stochastic", "adamw8bit"),
+    *("sgd", "sgd_momentum"),
+)
+_DTYPES = ("float32", "bfloat16")
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a plan to a parser."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(run=_run)
+    add, either = parser.add_argument, argparse.BooleanOptionalAction
+    add("--model", help="folder with a config.json, or a Hub id; no weights are read")
+    add("--gpus", metavar="N", help="number of GPUs; several, as 8,16, are compared")
+    add(
+        "--gpu",
+        help=f"{', '.join(GPUS)}, several of them (h100,a100), "
+        "with a size if unusual (a100-40gb, h100-79.1gib), or NAME=GiB,TFLOPs,GB/s "
+        "of its memory, after which link=GB/s, network=GB/s, per_node=N may follow; cpu is for memory only",
+    )
+    add("--seq", type=int, help="tokens per sequence")
+    add("--global-batch", type=int, help="sequences per optimizer step, over all GPUs")
+    add("--tokens", metavar="N", help="of the whole training, as 300M: says its hours and GPU-hours")
+    add("--list-gpus", action="store_true", help="print the known GPUs with memory, rates and links")
+    add(
+        "--longest",
+        action="store_true",
+        help="the longest row that fits, by the number of GPUs that share it; without --seq, --global-batch",
+    )
+    searched = parser.add_argument_group("searched if not given")
+    add = searched.add_argument
+    add("--micro-batch", type=int, help="sequences per GPU and forward")
+    add("--cp", type=int, help="GPUs that share each row")
+    add("--replicas", type=int, help="replicas of the sharded model (HSDP)")
+    add("--grad-sync", choices=("each", "last"), help="reduce gradients after each micro-batch, or the last")
+    add("--sac", metavar="RATIO", help="checkpointed share of the blocks, such as 1/3")
+    add("--sac-placement", choices=("even", "prefix"), help="which blocks those are")
+    add("--ep", type=int, metavar="N", help="ranks that share out the experts of each layer")
+    add("--offload", action=either, help="what checkpointed blocks keep waits on the host (--longest: no)")
+    add("--reshard", action=either, help="blocks are freed between forward and backward")
+    add("--optimizer", choices=_OPTIMIZERS, help="adamw, fused where its update decides what fits")
+    add("--compile", action=either, help="the blocks are compiled (--longest: no)")
+    add = parser.add_argument_group("as given").add_argument
+    add("--no-padding", action="store_true", help="batches have no attention mask (packed sequences)")
+    add("--loss", choices=("chunked", "logits"), default="chunked", help="default: chunked")
+    add("--experts", choices=_EXPERTS, default="grouped_mm", help="default: grouped_mm")
+    add("--masters", choices=_DTYPES, default="float32", help="dtype of the stored parameters")
+    add("--cpu-offload", action="store_true", help="shards and optimizer live on the host")
+    add("--lora", type=int, default=0, metavar="RANK", help="train adapters of that rank only")
+    add = parser.add_argument_group("output").add_argument
+    add("--plans", type=int, default=8, help="how many plans to print")
+    add("--json", action="store_true", help="print plans (or rows) as JSON, and nothing else")
+    add("--png", metavar="FILE", help="draw the plans' memory, or that of rows by length")
+    add(
+        "--calibrate",
+        action="store_true",
+        help="correct the memory (not the seconds) by running two real blocks",
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    from fsdp_sft.planner.command import run
+
+    return run(args)
