@@ -6,6 +6,7 @@ them raise the error that came first. Verdicts use a separate gloo group, which 
 training, and travel along a tree (`tree.py`), so no rank talks to all others.
 """
 
+import logging
 import math
 import operator
 import os
@@ -48,6 +49,12 @@ def is_distributed() -> bool:
 def this_rank() -> int:
     """This process's rank in the default process group; 0 without one."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def tell(logger: logging.Logger, message: str, *values: Any) -> None:
+    """A line of the log at INFO, from rank 0: what a run has done."""
+    if this_rank() == 0:
+        logger.info(message, *values)
 
 
 def world_size() -> int:

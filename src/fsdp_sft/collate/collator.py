@@ -90,6 +90,10 @@ class SFTCollator:
             **options,
         )
 
+    def __repr__(self) -> str:
+        tokenizer = describe_tokenizer(self.tokenizer)
+        return f"<{type(self).__name__}: {tokenizer}, max_length {self.max_length}, padding {self.padding}>"
+
     def __call__(self, rows: Sequence[Mapping[str, Any] | EncodedChat]) -> dict[str, torch.Tensor]:
         """Encode the chat rows, and pad all rows.
 

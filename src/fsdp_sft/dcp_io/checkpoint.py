@@ -1,5 +1,6 @@
 """Crash-safe checkpoints: a step exists complete and with checksums, or not at all."""
 
+import logging
 import math
 import os
 import time
@@ -17,7 +18,7 @@ from fsdp_sft._model.state import model_tensors
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.codec import decode, loads
 from fsdp_sft._process.generators import set_generator_states
-from fsdp_sft._ranks.agree import agreed, background_group, is_distributed, this_rank, world_size
+from fsdp_sft._ranks.agree import agreed, background_group, is_distributed, tell, this_rank, world_size
 from fsdp_sft._tensors.disk import full_path, read_bytes
 from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.adapter_settings import check_adapters
@@ -33,6 +34,7 @@ from fsdp_sft.dcp_io.rank_files import read_rank_content
 from fsdp_sft.dcp_io.saving import Save
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError
 
+_logger = logging.getLogger(__name__)
 _MOST_ATTEMPTS = 64  # to read a step before another job deletes it
 
 
@@ -252,6 +254,7 @@ def load_checkpoint(
         >>> fs.load_checkpoint("ckpt/step-7", model=model).step  # without the optimizer
         7
     """
+    started = time.perf_counter()
     join_last()  # a running save may be writing the step that is to be loaded
     reshard(model)
     path = full_path(path_or_root)
@@ -263,6 +266,11 @@ def load_checkpoint(
         try:
             loaded = _load_step(folder, manifest, model, optimizer)
             _tell_of_other_ranks(loaded, model)
+            seconds = time.perf_counter() - started
+            ranks = loaded.world_size
+            tell(
+                _logger, "resumed from step %d of %d ranks in %.2f s: %s", loaded.step, ranks, seconds, folder
+            )
             return loaded
         except CheckpointCorruptError:
             if not deleted_meanwhile(path, folder):

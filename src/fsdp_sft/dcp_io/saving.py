@@ -1,5 +1,7 @@
 """One save of a step, in phases that all ranks run together."""
 
+import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +14,7 @@ from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import model_tensors
 from fsdp_sft._process.codec import dumps, encode
-from fsdp_sft._ranks.agree import difference, through_rank_0
+from fsdp_sft._ranks.agree import difference, tell, through_rank_0, world_size
 from fsdp_sft._tensors.disk import unsound_beside
 from fsdp_sft.dcp_io.adapter_settings import adapter_settings
 from fsdp_sft.dcp_io.background import wait_for_last
@@ -30,6 +32,7 @@ from fsdp_sft.dcp_io.snapshot import Snapshot
 from fsdp_sft.dcp_io.steps import step_folder
 from fsdp_sft.errors import CheckpointError
 
+_logger = logging.getLogger(__name__)
 # Memory that all asynchronous saves use, since only one runs at a time.
 _snapshot = Snapshot()
 
@@ -66,6 +69,7 @@ class Save:
         self._model, self._optimizer, self._metric = model, optimizer, metric
         self._train_state, self._rank_state = train_state, rank_state
         self._keep_last, self._keep_best = keep_last, keep_best
+        self._started = time.perf_counter()
         self._content: FolderContent
         self._parts: Parts
         self._temporary: Path
@@ -130,6 +134,10 @@ class Save:
                 keep_best=self._keep_best,
                 just_saved=self.step,
             ),
+        )
+        seconds = time.perf_counter() - self._started
+        tell(
+            _logger, "saved step %d of %d ranks in %.2f s: %s", self.step, world_size(), seconds, self.target
         )
 
 

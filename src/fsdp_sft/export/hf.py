@@ -1,7 +1,9 @@
 """Export to a Hugging Face folder with the contents that ``save_pretrained`` of an unsharded model writes."""
 
+import logging
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ from fsdp_sft._model.named import clean_name
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.wrappers import unwrapped
-from fsdp_sft._ranks.agree import agreed, share, this_rank
+from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.disk import check_room, sweep, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer
@@ -27,6 +29,8 @@ from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, refuse_tie
 from fsdp_sft.export.settings import write_settings
 from fsdp_sft.export.target import export_target, put_in_place, reachable
 from fsdp_sft.export.upload import make_repository, upload
+
+_logger = logging.getLogger(__name__)
 
 
 def export_hf(
@@ -94,6 +98,7 @@ def export_hf(
         >>> AutoModelForCausalLM.from_pretrained(folder).dtype
         torch.bfloat16
     """
+    started = time.perf_counter()
     model = unwrapped(model)
     reshard(model)
     target = export_target(out_dir)
@@ -112,6 +117,7 @@ def export_hf(
         )
     if push_to_hub is not None:
         upload(folder, push_to_hub, files)
+    tell(_logger, "exported %d files in %.2f s: %s", len(files), time.perf_counter() - started, folder)
     return folder
 
 

@@ -17,7 +17,7 @@ TIGHT = Fraction(1, 20)
 _GIB = 1 << 30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunPlan:
     """A way to train that fits into memory.
 
@@ -79,6 +79,14 @@ class RunPlan:
     def peak_bytes(self) -> int:
         """Predicted peak per GPU, in bytes."""
         return self.estimate.peak_bytes
+
+    def __repr__(self) -> str:
+        share = "none" if not self.sac_ratio else f"{self.sac_ratio} {self.sac_placement}"
+        return (
+            f"<RunPlan: {self.num_gpus} x {self.setup.gpu}, micro batch {self.micro_batch_size} x "
+            f"{self.grad_accum_steps}, {share} checkpointed, {self.peak_bytes / _GIB:.1f} GiB "
+            f"({self.left_bytes / _GIB:.1f} left), {self.time.total:.3g} s a step>"
+        )
 
     def code(self, model: str = "MODEL") -> str:
         """The calls of this library with this plan's arguments, to paste into a training script."""

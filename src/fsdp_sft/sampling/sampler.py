@@ -51,6 +51,10 @@ def place_in(
     return shares, index
 
 
+# Of a sampler's source, what its repr shows; the rest are checksums.
+_SHOWN = {"num_rows", "max_length", "seed", "shuffle", "buffer_size"}
+
+
 class Placed(ABC):
     """Base of samplers and streams that keep a position: rank, epochs, what a state must have.
 
@@ -78,6 +82,11 @@ class Placed(ABC):
         """The attributes, with this rank's place, since a spawned worker has no process group."""
         place = place_of(*self._given_place) if world_size() > 1 else self._given_place
         return {**self.__dict__, "_given_place": place}
+
+    def __repr__(self) -> str:
+        source = ", ".join(f"{name} {value}" for name, value in self._source().items() if name in _SHOWN)
+        place = f"rank {self.rank} of {self.num_replicas}, epoch {self.epoch}, position {self.position}"
+        return f"<{type(self).__name__}: {source}; {place}>"
 
     @property
     def num_replicas(self) -> int:

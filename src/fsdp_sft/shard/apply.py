@@ -1,5 +1,6 @@
 """Shard a model with FSDP2 block by block; the float32 masters are made from each shard, not each block."""
 
+import logging
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_sft._compat.models import original_class
 from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
 from fsdp_sft._model.adapters import base_of, copied_modules
 from fsdp_sft._model.blocks import find_blocks, is_never_called
@@ -20,6 +22,7 @@ from fsdp_sft._model.quantised import refuse_quantised_model
 from fsdp_sft._model.sharded import remember_mesh
 from fsdp_sft._model.wrappers import replicas_of
 from fsdp_sft._process.dtypes import check_dtypes
+from fsdp_sft._ranks.agree import tell
 from fsdp_sft._ranks.mesh import EP, parameter_mesh
 from fsdp_sft._tensors.boxes import check_ranks_ascend
 from fsdp_sft.errors import UnsupportedModelError, abridged
@@ -40,6 +43,8 @@ from fsdp_sft.shard.units import (
     units_of,
     use_float32,
 )
+
+_logger = logging.getLogger(__name__)
 
 
 def shard_model(
@@ -151,6 +156,16 @@ def shard_model(
     if mesh.get_rank() == 0:
         name_uneven(model, mesh.size(mesh.ndim - 1))
     remember_mesh(model, given)
+    tell(
+        _logger,
+        "sharded %s: %d FSDP2 groups over %d ranks%s, %s parameters, computing in %s",
+        original_class(base_of(model)).__name__,
+        sum(isinstance(module, FSDPModule) for module in model.modules()),
+        mesh.size(mesh.ndim - 1),
+        f" in {mesh.size(0)} replicas" if mesh.ndim > 1 else "",
+        "/".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
+        str(policy.param_dtype).removeprefix("torch."),
+    )
     check_now(model)  # after apply_sac(save=): before weights are loaded, and not in the first forward
     return model
 

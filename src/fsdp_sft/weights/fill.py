@@ -1,5 +1,6 @@
 """Filling the shards of a model by a plan, in phases that all ranks go through together."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,7 @@ from torch import nn
 from fsdp_sft._compat.conversions import keep_used_conversions, run_conversion
 from fsdp_sft._model.adapters import copy_saved_modules, without_adapters
 from fsdp_sft._model.named import named_tensors
-from fsdp_sft._ranks.agree import agreed, all_reduce_sum, control_group, this_rank, world_size
+from fsdp_sft._ranks.agree import agreed, all_reduce_sum, control_group, tell, this_rank, world_size
 from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of, replicate_dims, whole
 from fsdp_sft._tensors.jobs import Computation, Job
 from fsdp_sft._tensors.prefault import HostPages
@@ -25,6 +26,7 @@ from fsdp_sft.weights.report import LoadReport, progress_bar
 from fsdp_sft.weights.resolve import Checkpoint
 from fsdp_sft.weights.vocabulary import fill_new_rows
 
+_logger = logging.getLogger(__name__)
 _BROADCAST_BYTES = 16 << 20  # sent at once
 _WIDER = {
     torch.bfloat16: (torch.float32, torch.float64),
@@ -98,7 +100,7 @@ def fill(
     with agreed("finishing the load"):
         copy_saved_modules(model)
         check_nothing_empty(model, sources)
-    return LoadReport(
+    report = LoadReport(
         bytes_read=bytes_read,
         job_bytes_read=int(all_reduce_sum([bytes_read])[0]),
         checkpoint_bytes=checkpoint_bytes,
@@ -112,6 +114,8 @@ def fill(
         class_bytes=plan.class_bytes,
         sources=sources,
     )
+    tell(_logger, "%s: %s", getattr(model, "name_or_path", "") or type(model).__name__, report)
+    return report
 
 
 @dataclass

@@ -9,7 +9,7 @@ from fsdp_sft._ranks.agree import this_rank
 _PROGRESS_AFTER_SECONDS = 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadReport:
     """What ``load_weights`` read, wrote and decided.
 
@@ -60,6 +60,9 @@ class LoadReport:
         """``class_bytes`` as fractions of their sum."""
         total = sum(self.class_bytes.values())
         return {kind: count / total if total else 0.0 for kind, count in self.class_bytes.items()}
+
+    def __repr__(self) -> str:  # names of thousands of tensors are in the attributes
+        return f"<{type(self).__name__}: {self}>"
 
     def __str__(self) -> str:
         speed = self.job_bytes_read / self.seconds / 1e9 if self.seconds > 0 else 0.0
