@@ -6,10 +6,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import Unpack
+
 from fsdp_sft.errors import NoPlanError
 from fsdp_sft.planner.budget import budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
 from fsdp_sft.planner.model import as_config
+from fsdp_sft.planner.run import RunKeywords
 from fsdp_sft.planner.search import group_sizes, least_checkpointed
 from fsdp_sft.planner.setup import Setup, check_integer
 from fsdp_sft.sac import Placement
@@ -59,7 +62,7 @@ def longest_rows(
     num_gpus: int,
     gpu_memory_bytes: int | None = None,
     multiple_of: int = 1024,
-    **estimate_options: Any,
+    **estimate_options: Unpack[RunKeywords],
 ) -> list[LongestRow]:
     """Find the longest row that fits into memory, for each number of ranks that could share it.
 
@@ -122,7 +125,12 @@ def longest_rows(
 
 
 def peaks_by_length(
-    config: Any, row: LongestRow, lengths: list[int], *, num_gpus: int, **estimate_options: Any
+    config: Any,
+    row: LongestRow,
+    lengths: list[int],
+    *,
+    num_gpus: int,
+    **estimate_options: Unpack[RunKeywords],
 ) -> list[int]:
     """Peak bytes per GPU for rows of other lengths, each with no block or every block checkpointed."""
     options = {"micro_batch_size": 1, **estimate_options, "cp": row.cp}

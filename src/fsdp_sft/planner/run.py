@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 import torch
 
@@ -114,3 +114,35 @@ class Run:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 object.__setattr__(self, name, tuple(value))
+
+
+class RunKeywords(TypedDict, total=False):
+    """The fields of ``Run`` that a search of plans takes as keywords; a test holds them against ``Run``."""
+
+    micro_batch_size: int
+    sac_ratio: Ratio
+    sac_placement: Placement
+    compile: bool
+    master_dtype: torch.dtype
+    loss_impl: LossImpl
+    attention_mask: bool
+    gpu: str
+    grad_accum_steps: int
+    dp_replicate: int
+    cp: int
+    sac_blocks: Iterable[int] | None
+    optimizer: Optimizer
+    grad_sync: GradSync
+    reshard_after_forward: bool
+    cpu_offload: bool
+    sac_offload: bool
+    trainable: str | Iterable[str] | None
+    lora_rank: int
+    lora_targets: str | Iterable[str] | None
+    frozen_dtype: torch.dtype | None
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    logits_dtype: torch.dtype | None
+    chunk_size: int | None
+    experts_impl: ExpertsImpl
+    ep_size: int

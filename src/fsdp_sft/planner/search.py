@@ -8,6 +8,8 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import Unpack
+
 from fsdp_sft.errors import NoPlanError, UnsupportedModelError
 from fsdp_sft.planner.advice import what_would_fit
 from fsdp_sft.planner.budget import Budget, budget_of
@@ -15,6 +17,7 @@ from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
 from fsdp_sft.planner.groups import group_divisors, group_sizes
 from fsdp_sft.planner.model import as_config, build_skeleton
 from fsdp_sft.planner.plan import TIGHT, RunPlan, make_plan
+from fsdp_sft.planner.run import RunKeywords
 from fsdp_sft.planner.setup import GradSync, Setup, check_integer
 from fsdp_sft.planner.speed import step_time
 from fsdp_sft.sac import Placement
@@ -37,7 +40,7 @@ def plan_run(
     gpu_memory_bytes: int | None = None,
     seq_length: int,
     global_batch_size: int,
-    **estimate_options: Any,
+    **estimate_options: Unpack[RunKeywords],
 ) -> list[RunPlan]:
     """Find the ways to train that fit into memory: those that leave 5 % of it, fastest first, then others.
 
@@ -90,25 +93,26 @@ def plan_run(
             fs.train_step(model, window, optimizer)
     """
     check_integer("global_batch_size", global_batch_size, 1)
-    if "grad_accum_steps" in estimate_options:
+    given: dict[str, Any] = dict(estimate_options)
+    if "grad_accum_steps" in given:
         raise TypeError(
             "plan_run finds grad_accum_steps from the global batch; give micro_batch_size to fix it"
         )
     config = as_config(config)
-    options = {"micro_batch_size": 1, "compile": True, **estimate_options}
+    options = {"micro_batch_size": 1, "compile": True, **given}
     first = check_options(num_gpus=num_gpus, seq_length=seq_length, **options)
-    sizes = [1, *group_divisors(config, first)] if "cp" not in estimate_options else [first.cp]
+    sizes = [1, *group_divisors(config, first)] if "cp" not in given else [first.cp]
     dealt = [cp for cp in sizes if global_batch_size % (num_gpus // cp) == 0]
     if not dealt:
         raise ValueError(_no_multiple(first, global_batch_size))
     budget = budget_of(first.device, num_gpus, gpu_memory_bytes)
-    search = _PlanSearch(config, estimate_options, global_batch_size, budget)
+    search = _PlanSearch(config, given, global_batch_size, budget)
     roomy, tight = (
         _undominated(search.plans(first, sizes, dealt, share)) for share in (1 - TIGHT, Fraction(1))
     )
     plans = roomy + [plan for plan in tight if plan.is_tight and _is_faster(plan, roomy)]
     if not plans:
-        raise NoPlanError(what_would_fit(config, first, estimate_options, budget, global_batch_size))
+        raise NoPlanError(what_would_fit(config, first, given, budget, global_batch_size))
     return [replace(plan, relative_speed=plans[0].time.total / plan.time.total) for plan in plans]
 
 
@@ -138,7 +142,7 @@ def smallest_num_gpus(
     *,
     gpu_memory_bytes: int | None = None,
     seq_length: int,
-    **estimate_options: Any,
+    **estimate_options: Unpack[RunKeywords],
 ) -> int | None:
     """Find the smallest power of two of GPUs on which a training fits at all.
 
@@ -168,7 +172,9 @@ def smallest_num_gpus(
         >>> fs.smallest_num_gpus(config, gpu="h100", seq_length=4096)
         2
     """
-    options = {name: value for name, value in estimate_options.items() if name not in _FOUND_HERE}
+    options: dict[str, Any] = {
+        name: value for name, value in estimate_options.items() if name not in _FOUND_HERE
+    }
     if options.get("sac_blocks") is None:
         options = {"sac_ratio": 1, "sac_placement": "prefix", **options}
     known = as_config(config)

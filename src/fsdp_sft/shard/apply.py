@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -44,11 +44,12 @@ from fsdp_sft.shard.units import (
     use_float32,
 )
 
+Model = TypeVar("Model", bound=nn.Module)
 _logger = logging.getLogger(__name__)
 
 
 def shard_model(
-    model: nn.Module,
+    model: Model,
     *,
     mesh: "DeviceMesh",
     master_dtype: torch.dtype = torch.float32,
@@ -59,7 +60,7 @@ def shard_model(
     offload_policy: OffloadPolicy | None = None,
     prefetch: int = 0,
     ep_size: int = 1,
-) -> nn.Module:
+) -> Model:
     """Shard a model in place by FSDP2 groups: one for each block, embedding, head; the root has the rest.
 
     Each shard is cast after its block has been split, so a rank casts 1/N of the bytes and never holds a
