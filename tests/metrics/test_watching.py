@@ -402,7 +402,7 @@ class TestPlotRun:
         def spy(figure, *args, **kwargs):
             save(figure, *args, **kwargs)
             for axes in figure.axes:
-                title = axes.get_title(loc="left")
+                title = axes.get_title(loc="left") or axes.get_ylabel()
                 curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
                 found[title] = (curves, [text.get_text() for text in axes.texts])
                 for scale in axes.child_axes:
@@ -428,6 +428,12 @@ class TestPlotRun:
         assert lines["Throughput"][0] == [([1, 2, 3], [100.0, 200.0, 300.0])]
         assert lines["MFU (%)"] == pytest.approx(0.5)  # percent for a token per second
         assert lines["Peak memory (allocated)"][0] == [([1, 2, 3], [1.0, 2.0, 3.0])]
+
+    def test_the_learning_rate_stands_beside_the_gradient_norm(self, tmp_path, lines):
+        rows = [(step, {"loss": 1.0, "grad_norm": 2.0, "lr": step / 100}) for step in (1, 2, 3)]
+        write_run(tmp_path / "m.jsonl", rows)
+        plot_run(tmp_path / "m.jsonl", tmp_path / "m.png")
+        assert lines["learning rate (dashed)"][0] == [([1, 2, 3], [0.01, 0.02, 0.03])]
 
     def test_unknown_mfu_draws_no_axis_of_zeros(self, tmp_path, lines):
         write_run(tmp_path / "m.jsonl", [(1, {"loss": 1.0, "tokens_per_second": 5.0, "mfu": None})])

@@ -11,6 +11,7 @@ from fsdp_sft._tensors.disk import full_path
 from fsdp_sft.metrics.figure import new_figure, save_figure
 from fsdp_sft.metrics.memory import PEAKS
 
+_RATES = ("lr", "learning_rate")
 _SMOOTH_FROM = 60  # number of points from which on a running median is drawn over the raw curve
 _LINE, _SECOND, _BAD = "#1f5fa8", "#d1660d", "#c62828"
 
@@ -21,8 +22,8 @@ Rows = dict[int, dict[str, Any]]
 def plot_run(jsonl: str | Path, out: str | Path) -> Path:
     """Draw the JSONL file of a `MetricLogger` as one PNG with four panels.
 
-    The panels are `loss` with `eval_loss`, `grad_norm`, `tokens_per_second` with `mfu`, and the peak of
-    `memory_stats`. A panel whose metric was not logged says so. If a resumed run has logged a step twice, the
+    The panels are `loss` with `eval_loss`, `grad_norm` with `lr` (or `learning_rate`), `tokens_per_second`
+    with `mfu`, and the peak of `memory_stats`. A panel whose metric was not logged says so. If a resumed run has logged a step twice, the
     later line counts. Steps with a value that is not finite are marked red on the lower edge; a broken last
     line is left out.
 
@@ -150,6 +151,14 @@ def _grad_norm_panel(axes: Any, rows: Rows) -> None:
     if positive and max(positive) > 30 * min(positive):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    key = next((key for key in _RATES if any(key in row for row in rows.values())), None)
+    if key is not None:
+        steps, rates = _points(rows, key)[0]
+        right = axes.twinx()
+        right.plot(steps, rates, color=_SECOND, linewidth=1.2, linestyle="--")
+        right.set_ylim(0, 1.1 * max(rates, default=1) or None)
+        right.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        right.set_ylabel("learning rate (dashed)", color=_SECOND)
 
 
 def _throughput_panel(axes: Any, rows: Rows) -> None:
