@@ -23,9 +23,9 @@ def plot_run(jsonl: str | Path, out: str | Path) -> Path:
     """Draw the JSONL file of a `MetricLogger` as one PNG with four panels.
 
     The panels are `loss` with `eval_loss`, `grad_norm` with `lr` (or `learning_rate`), `tokens_per_second`
-    with `mfu`, and the peak of `memory_stats`. A panel whose metric was not logged says so. If a resumed run has logged a step twice, the
-    later line counts. Steps with a value that is not finite are marked red on the lower edge; a broken last
-    line is left out.
+    with `mfu`, and the peak of `memory_stats`. A panel whose metric was not logged says so. If a resumed run
+    has logged a step twice, the later line counts. Steps with a value that is not finite are marked red on
+    the lower edge; a broken last line is left out.
 
     Args:
         jsonl: File written by `MetricLogger(jsonl=...)`.
