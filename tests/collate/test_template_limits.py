@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import fsdp_sft as fs
+from fsdp_sft._compat import tokenizers
 from fsdp_sft.collate import template, template_limits
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat
@@ -19,6 +20,13 @@ AT_ONCE = {
     "a width": "{{ '%20000000000d' % 1 }}",
     "a width in a filter": "{{ '%20000000000d'|format(1) }}",
     "a replacement": "{{ ('x'*100000)|replace('x','x'*100000) }}",
+}
+# So does one of these, and it does not show.
+HIDDEN = {
+    "a method that is called by another name": "{% set f = 'x'.ljust %}{{ f(20000000000) }}",
+    "arguments in a list": "{{ 'x'.ljust(*[20000000000]) }}",
+    "a filter by its name": "{{ ['x']|map('center', 20000000000)|list }}",
+    "a width in a mapping": "{{ '{x:20000000000}'.format_map({'x': 1}) }}",
 }
 # Every operation is small, and there are very many.
 IN_LOOPS = {
@@ -43,6 +51,11 @@ def test_a_text_of_gigabytes_is_made_in_another_process(name: str, monkeypatch: 
     with pytest.raises(fs.ChatTemplateError, match=r"is refused: it takes more than 10 s or 1 GiB.*another"):
         fs.encode_chat(chat("q", "a"), _with(AT_ONCE[name]))
     assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_may_grow_under_another_name_is_tried(name: str) -> None:
+    assert template_limits.may_grow(tokenizers.parsed_template(HIDDEN[name]))
 
 
 @pytest.mark.parametrize("name", IN_LOOPS)

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 import fsdp_sft as fs
-from fsdp_sft._tensors.pickle_data import Named, NotDataError, read_pickle
+from fsdp_sft._tensors.pickle_data import Named, NotDataError, empty_dict, read_pickle
 from fsdp_sft._tensors.safetensors import open_file, read_header
 from fsdp_sft._tensors.torch_file import read_torch_file
 from fsdp_sft.weights.resolve import open_checkpoint
@@ -85,6 +85,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "no end": (b"\x80\x04K\x01", "ends early"),
     "an instruction of extensions": (b"\x80\x04\x82\x01.", "no instruction"),
     "a reference": (b"\x80\x04K\x01Q.", "outside of the pickle"),
+    "a number of 10,000 bits as a key": (pickle.dumps({2**10_000: None}, 4), "more than 64 bits"),
+    "a set": (pickle.dumps({1, 2}, 4), "no instruction"),
     "half of a surrogate pair": (b"\x80\x04\x8c\x03\xed\xa0\x80.", "utf-8"),
 }
 
@@ -111,17 +113,35 @@ def test_a_pickle_of_data_is_what_pythons_own_reader_makes() -> None:
         "text": "é",
         "numbers": [0, -1, 255, 65_536, -(2**31), 2**63, -(2**200), 1.5, True, False, None],
         "nested": ([1, [2, {"a": (3, 4, 5, 6)}]], ()),
-        7: {"a", "b"},
+        7: ["a", "b"],
         "bytes": b"x" * 300,
         "long": "y" * 300,
     }
     value["shared"] = value["numbers"]
     for protocol in (4, 5):
         assert read_pickle(pickle.dumps(value, protocol), _nothing_known) == value
-    plain = {key: inner for key, inner in value.items() if not isinstance(inner, (bytes, set))}
+    plain = {key: inner for key, inner in value.items() if not isinstance(inner, bytes)}
     assert read_pickle(pickle.dumps(plain, 2), _nothing_known) == plain
     ordered = pickle.dumps(OrderedDict(a=1, b=[2]), 2)
-    assert read_pickle(ordered, lambda *_: Named(dict)) == {"a": 1, "b": [2]}
+    assert read_pickle(ordered, lambda *_: Named(empty_dict)) == {"a": 1, "b": [2]}
+
+
+def test_an_ordered_dict_does_not_copy_what_is_in_the_pickle() -> None:
+    """One long list of pairs, named by many calls, would be as many long dicts."""
+    pickled = b"\x80\x04ccollections\nOrderedDict\n]\x85R."
+    with pytest.raises(ValueError, match="argument"):
+        read_pickle(pickled, lambda *_: Named(empty_dict))
+
+
+@pytest.mark.parametrize(("size", "stride"), [((1000, 1000), (0, 1)), ((1000, 1000), (1, 1))])
+def test_a_tensor_whose_parts_overlap_is_refused(
+    size: tuple[int, ...], stride: tuple[int, ...], tmp_path: Path
+) -> None:
+    torch.save({"w": torch.zeros(2000).as_strided(size, stride)}, tmp_path / "file.pt")
+    with (tmp_path / "file.pt").open("rb") as file:
+        found = read_torch_file(file)
+        with pytest.raises(ValueError, match="not stored as plain numbers of its own"):
+            found.entry("w", found.value["w"])
 
 
 def test_what_torch_saves(tmp_path: Path) -> None:

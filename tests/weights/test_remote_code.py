@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from fsdp_sft._model.configs import config_of, tokenizer_of
 from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.pretrained import load_pretrained
@@ -86,3 +87,19 @@ def test_a_config_cannot_fetch_code_for_its_attention(field: str, tmp_path: Path
     with pytest.raises(CheckpointFormatError, match=r"'someone/kernel', native code .*attn_implementation="):
         build_meta_model(folder)
     assert build_meta_model(folder, attn_implementation="sdpa").config._attn_implementation == "sdpa"
+    with pytest.raises(CheckpointFormatError, match="native code"):
+        config_of(folder)
+
+
+def test_code_is_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers asks at the terminal if it is not told, where "y" runs the code of the folder."""
+    folder = save_with_code(tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["modeling.Tokenizer", None]}})
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
+    keep_code_in(tmp_path / "modules")
+    for read in (config_of, tokenizer_of):
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            read(folder)
+    assert not _imported(tmp_path / "modules")

@@ -2,18 +2,20 @@
 
 import base64
 import json
+import reprlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from fsdp_sft._process.bounds import parse_json
+from fsdp_sft._process.bounds import MAX_SIZE, parse_json
 
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """Errors that reading may raise if JSON holds something unexpected, such as 1e999 for a number."""
 # JSON has no tuples, and only strings as keys. Such values become JSON objects with this key.
 _TAG = "__fsdp_sft__"
+_NOT_VALID = "not a valid stored value"
 
 
 Further = Callable[[Any], tuple[str, Any] | None]  # a value to its kind and what it is made of; None: unknown
@@ -80,7 +82,9 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None, made: 
     try:
         return _decode_tagged(value, tensors or {}, made)
     except MALFORMED as error:
-        raise ValueError(f"not a valid stored value: {str(value)[:200]}") from error
+        if str(error).startswith(_NOT_VALID):
+            raise  # said once, and not at each level
+        raise ValueError(f"{_NOT_VALID}: {reprlib.repr(value)}") from error
 
 
 def dumps(value: Any, *, canonical: bool = True) -> bytes:
@@ -148,6 +152,8 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _hashable(key: Any) -> Any:
-    """``key`` itself; raises TypeError if it is not hashable."""
+    """``key`` itself; raises TypeError if it is not hashable, or ValueError for a number of over 64 bits."""
+    if isinstance(key, int) and abs(key) > MAX_SIZE:  # which are slow to hash, or chosen to collide
+        raise ValueError("a key is an integer of more than 64 bits")
     hash(key)
     return key

@@ -8,6 +8,7 @@ earlier start of the same job, and by the time since the last touch if not.
 import json
 import os
 import socket
+import stat
 import threading
 import time
 import uuid
@@ -99,6 +100,8 @@ def claim_on(target: Path) -> Path:
 def read(file: Path) -> Owner | None:
     """The owner that a lock file names; an unknown one if the file is malformed, None if it is missing."""
     try:
+        if not stat.S_ISREG(file.lstat().st_mode):
+            raise ValueError("it is no regular file")  # a pipe would be waited for
         found = json.loads(file.read_text())
         process, (kind, job_id, restarts) = ProcessId(*found["process"]), found["job"]
         known = {"host": str(found["host"]), "process": process, "token": found["token"]}

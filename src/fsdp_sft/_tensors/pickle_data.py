@@ -11,6 +11,8 @@ import struct
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from fsdp_sft._process.bounds import MAX_SIZE
+
 _MARK, _STOP = ord("("), ord(".")
 _U8, _U16, _U32, _U64, _I32, _DOUBLE = map(struct.Struct, ("<B", "<H", "<I", "<Q", "<i", ">d"))
 _MOST_DEEP = 100
@@ -32,6 +34,11 @@ class Named:
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self.make = make
+
+
+def empty_dict() -> dict[str, Any]:
+    """What stands for ``OrderedDict()``: items come afterwards, and are checked."""
+    return {}
 
 
 class PickledObject:
@@ -72,7 +79,7 @@ def read_pickle(
         persistent: Function from a reference to something outside of the pickle to what stands for it.
 
     Returns:
-        Numbers, texts, bytes, lists, tuples, dicts, sets, and what the functions have made.
+        Numbers, texts, bytes, lists, tuples, dicts, and what the functions have made.
 
     Raises:
         NotDataError: If ``known`` raises it.
@@ -221,17 +228,12 @@ def _set_items(machine: _Machine, items: list[Any]) -> None:
         target[_checked_key(key)] = value
 
 
-def _add_to_set(machine: _Machine) -> None:
-    items, target = machine.since_mark(), machine.stack[-1]
-    if type(target) is not set:
-        raise TypeError(type(target).__name__)
-    target.update(map(_checked_key, items))
-
-
 def _checked_key(key: Any) -> Any:
     """A key that is hashed in a bounded time: nested tuples that share parts are not."""
     if type(key) not in _KEYS and not isinstance(key, PickledObject):
         raise ValueError(f"a key is {type(key).__name__}, no name or number")
+    if type(key) is int and not -MAX_SIZE <= key <= MAX_SIZE:
+        raise ValueError("a key is an integer of more than 64 bits")
     return key
 
 
@@ -298,8 +300,6 @@ _INSTRUCTIONS: dict[int, Callable[[_Machine], None]] = {
     0x85: _pushes(lambda machine: machine.last(1)),
     0x86: _pushes(lambda machine: machine.last(2)),
     0x87: _pushes(lambda machine: machine.last(3)),
-    0x8F: _pushes(lambda _: set()),
-    0x90: _add_to_set,
     ord("a"): lambda machine: _append(machine, [machine.stack.pop()]),
     ord("e"): lambda machine: _append(machine, machine.since_mark()),
     ord("s"): lambda machine: _set_items(machine, list(machine.last(2))),

@@ -7,6 +7,7 @@ those of a safetensors file.
 Source: ``torch/serialization.py`` and ``torch/_utils.py``.
 """
 
+import math
 import os
 import struct
 import zipfile
@@ -19,7 +20,7 @@ import torch
 
 from fsdp_sft._process.bounds import MAX_HEADER_BYTES, check_sizes
 from fsdp_sft._process.limits import blame_no_file
-from fsdp_sft._tensors.pickle_data import Named, NotDataError, PickledObject, read_pickle
+from fsdp_sft._tensors.pickle_data import Named, NotDataError, PickledObject, empty_dict, read_pickle
 from fsdp_sft._tensors.safetensors import Header, TensorEntry, open_file
 from fsdp_sft.errors import CheckpointFormatError
 
@@ -95,14 +96,15 @@ class TorchFile:
             )
         shape, stride = tensor.shape, tensor.stride
         moving = [(size, step) for size, step in zip(shape, stride, strict=True) if size > 1]
-        if any(step == 0 for _, step in moving):
+        span = 1 + sum((size - 1) * step for size, step in moving)
+        if 0 not in shape and math.prod(size for size, _ in moving) > span:
             raise ValueError(
                 f"{name!r} is not stored as plain numbers of its own (shape {shape}, strides {stride}); "
                 "store a plain copy of it (.clone())"
             )
         if 0 in shape:
             return TensorEntry(tensor.dtype, shape, 0, 0)
-        length = (1 + sum((size - 1) * step for size, step in moving)) * tensor.dtype.itemsize
+        length = span * tensor.dtype.itemsize
         first, size = self.records.get(tensor.storage.key, (0, 0))
         start = tensor.offset * tensor.dtype.itemsize
         if start + length > size:
@@ -248,6 +250,8 @@ def _view(
 ) -> SavedTensor | Unusual:
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor has no bytes, or no dtype")
+    if type(shape) is not tuple or type(stride) is not tuple:  # a list would be copied for each tensor
+        raise TypeError("the shape of a tensor is no tuple")
     if any(metadata):
         return Unusual("a conjugate or negated view")
     return SavedTensor(
@@ -284,7 +288,7 @@ _STORAGES = {
     "ComplexFloatStorage": torch.complex64,
 }
 _FUNCTIONS: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): Named(dict),
+    ("collections", "OrderedDict"): Named(empty_dict),
     ("torch._utils", "_rebuild_tensor"): Named(_tensor),
     ("torch._utils", "_rebuild_tensor_v2"): Named(_tensor),
     ("torch._utils", "_rebuild_tensor_v3"): Named(_tensor_with_dtype),

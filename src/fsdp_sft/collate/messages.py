@@ -224,8 +224,8 @@ def parse_json(text: str, where: str) -> Any:
     """The value of a JSON text, or ValueError with its place."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} must be JSON, got {shortened(text)} ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} must be JSON, got {shortened(text)} ({error})") from None
 
 
 def shortened(value: Any, limit: int = 60) -> str:

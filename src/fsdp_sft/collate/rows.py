@@ -102,9 +102,12 @@ def read_row(row: Any, row_format: str | None = None) -> Conversation:
     _refuse_undesired(row)
     shape = _shape_of(row, row_format)
     refuse_media(row)
-    plain = {key: _plain(value) if key in _READ else value for key, value in row.items()}
-    row = without_fillers(plain, MESSAGE_LISTS)
-    messages = shape.read(row)
+    try:
+        plain = {key: _plain(value) if key in _READ else value for key, value in row.items()}
+        row = without_fillers(plain, MESSAGE_LISTS)
+        messages = shape.read(row)
+    except RecursionError:
+        raise ValueError("the row is nested too deeply to be read") from None
     if not messages:
         raise ValueError("the row has no messages; a conversation needs at least one")
     notes = [take_notes(message, f"message {index}") for index, message in enumerate(messages)]

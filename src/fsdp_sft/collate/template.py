@@ -165,12 +165,12 @@ class ChatTemplate:
                 )
         except (
             *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
-            *(ArithmeticError, RecursionError, MemoryError),
+            *(ArithmeticError, RecursionError, MemoryError, SyntaxError),
         ) as error:
             raise ChatTemplateError(
                 f"the chat template of {describe_tokenizer(self.tokenizer)} does not take this conversation: "
                 f"{type(error).__name__}: {error}; change the row, or pass another chat_template="
-            ) from error
+            ) from None  # a cause would be printed as its template wrote it
         return text, tags if self._tags_count else []
 
     def holds_special_token(self, text: str) -> bool:

@@ -21,8 +21,9 @@ _TRIAL_SECONDS, _TRIAL_BYTES = 10, 1 << 30
 # Filters and methods whose result may be much larger than what they are given.
 _GROW = {
     *("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "format", "wordwrap", "batch", "slice"),
-    *("replace", "join", "lipsum"),
+    *("replace", "join", "lipsum", "format_map", "sum"),
 }
+_WIDTHS_IN_TEXT = {"format", "format_map", "sum"}  # not in arguments that could be looked at
 _SMALL = 1000
 _over: set[str] = set()  # templates that have gone over a limit
 
@@ -86,7 +87,7 @@ def problem_of_trial(template: str, variables: str) -> str | None:
         variables: Its variables, as JSON.
     """
     try:
-        if not _may_grow(tokenizers.parsed_template(template)):
+        if not may_grow(tokenizers.parsed_template(template)):
             return None
     except Exception:  # its syntax is wrong, which is told elsewhere
         return None
@@ -105,12 +106,18 @@ def problem_of_trial(template: str, variables: str) -> str | None:
     return f"it takes more than {_TRIAL_SECONDS} s or {_TRIAL_BYTES >> 30} GiB for four short messages"
 
 
-def _may_grow(parsed: Any) -> bool:
+def may_grow(parsed: Any) -> bool:
     """Whether a single operation of a template may make a text that is much larger than what it is given."""
     from jinja2 import nodes
 
-    for node in parsed.find_all((nodes.Mul, nodes.Pow, nodes.Mod, nodes.Filter, nodes.Call)):
-        if isinstance(node, nodes.Mod):
+    called = {id(node.node) for node in parsed.find_all(nodes.Call)}
+    kinds = (nodes.Mul, nodes.Pow, nodes.Mod, nodes.Filter, nodes.Call, nodes.Getattr, nodes.Getitem)
+    for node in parsed.find_all(kinds):
+        if isinstance(node, (nodes.Getattr, nodes.Getitem)):
+            name = node.attr if isinstance(node, nodes.Getattr) else getattr(node.arg, "value", "")
+            if name in _GROW and (id(node) not in called or isinstance(node, nodes.Getitem)):
+                return True  # a method that is called elsewhere, or by another form of its name
+        elif isinstance(node, nodes.Mod):
             if not _is_number(node.left):
                 return True
         elif isinstance(node, (nodes.Mul, nodes.Pow)):
@@ -118,7 +125,9 @@ def _may_grow(parsed: Any) -> bool:
         else:
             name = node.name if isinstance(node, nodes.Filter) else _called(node.node)
             arguments = [*node.args, *(keyword.value for keyword in node.kwargs)]
-            if name == "format":  # its widths are in the text, and not in what it is given
+            if node.dyn_args is not None or node.dyn_kwargs is not None or name == "map":
+                return True
+            if name in _WIDTHS_IN_TEXT:
                 return True
             if name == "lipsum" or (name in _GROW and not all(map(_is_small, arguments))):
                 return True

@@ -140,11 +140,11 @@ def _read(path: Path) -> Iterator[Any]:
             raise ValueError(f"{path} must hold a list of rows, got {type(found).__name__}")
         yield from found
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 yield json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(
                     f"{path}, line {number}: {error}; a .jsonl file has one row a line"
                 ) from error

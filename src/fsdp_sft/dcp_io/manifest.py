@@ -168,7 +168,7 @@ def read_manifest(folder: Path) -> Manifest:
         return parse(body, _read_index(folder, body["index"]))
     except MALFORMED as error:
         detail = f"{error}" if type(error) is ValueError else f"not what it should be ({error!r})"
-        raise CheckpointCorruptError(f"{folder / MANIFEST_NAME} is not sound: {detail}") from error
+        raise CheckpointCorruptError(f"{folder / MANIFEST_NAME} is not sound: {detail}") from None
 
 
 def checked_body(data: bytes) -> dict[str, Any]:

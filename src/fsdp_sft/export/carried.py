@@ -10,6 +10,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from fsdp_sft._compat.models import original_class
 from fsdp_sft.weights.hub import PROCESSOR_FILES
+from fsdp_sft.weights.resolve import resolved_inside
 
 _OF_A_CHECKPOINT = "transformers_modules"  # the package in which transformers imports code of checkpoints
 
@@ -71,7 +72,7 @@ def _cached(name: str, file: str) -> Path | None:
         return None
     if Path(name).is_dir():
         found = Path(name) / file
-        return found if found.is_file() else None
+        return resolved_inside(Path(name), file) if found.is_file() else None
     try:
         cached = try_to_load_from_cache(name, file)
     except ValueError:  # no name of a repository

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat.attention import ask_for_attention, attention_asked_for
+from fsdp_sft._compat.attention import ask_for_attention
 from fsdp_sft._compat.models import (
     build_like_from_pretrained,
     drop_tie,
@@ -17,8 +17,10 @@ from fsdp_sft._compat.models import (
     tie_by_names,
     tied_names,
 )
+from fsdp_sft._model.configs import refuse_kernels
 from fsdp_sft._model.quantised import refuse_quantised
 from fsdp_sft._model.twin import meta_twin
+from fsdp_sft._process.codec import MALFORMED
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._tensors.boxes import Box, whole
@@ -192,20 +194,8 @@ def _class_and_config(
     if attention is not None:
         ask_for_attention(config, attention)
     elif not remote:
-        _refuse_kernels(name, config)
+        refuse_kernels(name, config)
     return cls, config
-
-
-def _refuse_kernels(name: str, config: Any) -> None:
-    """Refuse a config whose attention is a repository of the Hub, whose code transformers would run."""
-    asked = attention_asked_for(config)
-    if isinstance(asked, str) and "/" in asked:
-        raise CheckpointFormatError(
-            f"the config of {name} asks for the attention {asked!r}, native code that would be fetched "
-            "and run; pass attn_implementation= with a name that you trust, this one or 'sdpa'"
-        )
-    for part in getattr(config, "sub_configs", ()):
-        _refuse_kernels(name, getattr(config, part, None))
 
 
 def _is_model_class(cls: Any) -> bool:
@@ -215,7 +205,9 @@ def _is_model_class(cls: Any) -> bool:
 def _architecture(name: str, config: Any, overrides: dict[str, Any]) -> str:
     """Name of the class that the overrides ask for, else of the one that the checkpoint names."""
     wanted = overrides.get("architectures", config.architectures)
-    wanted = [wanted] if isinstance(wanted, str) else list(wanted or ())
+    if isinstance(wanted, str):
+        wanted = [wanted]
+    wanted = list(wanted) if isinstance(wanted, (list, tuple)) else []
     if not wanted:
         raise CheckpointFormatError(
             f"the config of {name} names no architecture; pass architectures=['...ForCausalLM']"
@@ -251,7 +243,7 @@ def _auto_config(name: str, options: dict[str, Any]) -> Any:
     check_settings(Path(name))
     try:
         return transformers.AutoConfig.from_pretrained(name, **options)
-    except (ValueError, OSError) as error:
+    except (*MALFORMED, OSError) as error:
         blame_no_file(error, Path(name))
         if Path(name, "MANIFEST.json").is_file() or any(Path(name).glob("*/MANIFEST.json")):
             raise CheckpointFormatError(
@@ -262,7 +254,9 @@ def _auto_config(name: str, options: dict[str, Any]) -> Any:
         if settings is not None:
             raise CheckpointFormatError(told_of_adapter(name, Path(settings))) from None
         if options["trust_remote_code"] or "trust_remote_code" not in str(error):
-            raise
+            if not Path(name).is_dir():
+                raise
+            raise CheckpointFormatError(f"transformers does not read the config of {name}: {error}") from None
         raise CheckpointFormatError(
             f"{name} brings code of its own, which has not been run; read it, and if you trust it pass "
             "trust_remote_code=True"

@@ -1,13 +1,14 @@
 """The note that marks a folder as a prepared base, and says how it was made."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from fsdp_sft._process.bounds import MAX_JSON_BYTES, parse_json
 from fsdp_sft._process.codec import MALFORMED, dumps
 from fsdp_sft._process.limits import blame_no_file
+from fsdp_sft._tensors.disk import read_bytes
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError
 
 FORMAT_VERSION = 2
@@ -53,14 +54,16 @@ def prepared_at(folder: Path) -> PreparedBase | None:
     """
     path = folder / "settings" / NOTE_NAME
     try:
-        about = json.loads(path.read_bytes())
+        if not path.exists():
+            return None
+        about = parse_json(read_bytes(path, MAX_JSON_BYTES), NOTE_NAME)
         version = about["version"]
         base = PreparedBase(folder, about["name"], getattr(torch, about["dtype"]), about["source_keys"])
+        if not isinstance(base.name, str) or not isinstance(base.source_keys, list):
+            raise TypeError("it does not say what was prepared")
         if not isinstance(base.dtype, torch.dtype):
             raise TypeError(f"{about['dtype']!r} is no dtype of torch")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, *MALFORMED) as error:
+    except (OSError, CheckpointCorruptError, *MALFORMED) as error:
         blame_no_file(error, path)
         raise CheckpointCorruptError(
             f"{path} cannot be read: {error}; delete {folder} and call prepare_base again"

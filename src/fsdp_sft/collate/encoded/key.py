@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import uuid
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_sft._compat import data, tokenizers
+from fsdp_sft._tensors.disk import read_bytes
 from fsdp_sft.collate.encoded.source import RowSource, row_bytes
 from fsdp_sft.collate.options import EncodeOptions
+from fsdp_sft.errors import CheckpointCorruptError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,15 +72,20 @@ def _file_digest(path: Path, cache: Path) -> str:
     status = path.stat()
     state = [str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
     known = cache / f".digest-{hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]}"
-    try:
-        return known.read_text()
-    except FileNotFoundError:
-        pass
+    with suppress(CheckpointCorruptError):  # it is not there, or no file of ours
+        told = read_bytes(known, 64)
+        if re.fullmatch(rb"[0-9a-f]{64}", told):
+            return told.decode()
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(_READ_BYTES):
             digest.update(block)
-    temporary = known.with_name(f"{known.name}.{os.getpid()}")
-    temporary.write_text(digest.hexdigest())
-    temporary.replace(known)
+    # A name that nobody can guess, and no link: others may write into the folder.
+    temporary = known.with_name(f"{known.name}.{uuid.uuid4().hex}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    with os.fdopen(fd, "w") as out:
+        out.write(digest.hexdigest())
+    with suppress(OSError):  # a folder of that name
+        temporary.replace(known)
+    temporary.unlink(missing_ok=True)
     return digest.hexdigest()

@@ -31,9 +31,10 @@ from fsdp_sft._process.bounds import MAX_JSON_BYTES, parse_json
 from fsdp_sft._process.codec import MALFORMED
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._tensors.disk import read_bytes, sync_file, sync_folder, write_bytes
+from fsdp_sft._tensors.safetensors import open_file
 from fsdp_sft.collate import EncodedChat, FilterCounts
 from fsdp_sft.collate.rows import check_encoded
-from fsdp_sft.errors import CheckpointCorruptError
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError
 from fsdp_sft.targets import IGNORE_INDEX
 
 _COLUMNS = {
@@ -121,7 +122,7 @@ def is_sound(folder: Path) -> bool:
     try:
         sizes = _about(folder)["sizes"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, CheckpointCorruptError, KeyError) as error:
+    except (OSError, CheckpointCorruptError, KeyError, ValueError) as error:
         blame_no_file(error, folder)
         return False
 
@@ -203,6 +204,8 @@ class EncodedDataset(Sequence[EncodedChat]):
         if self._weights is None:
             return EncodedChat(ids, labels)
         values = self._weights[first:stop].tolist()
+        if len(values) != stop - first:
+            raise CheckpointCorruptError(f"row {index} of {self.path} has no weights; {_ANEW}")
         if all(value == 1 for value in values):
             return EncodedChat(ids, labels)
         weights = [1.0] * len(ids)
@@ -288,7 +291,11 @@ def _of_one_weight(weights: list[float], start: int, stop: int) -> Iterator[tupl
 def _mapped(path: Path) -> Any:
     """A memoryview of the numbers in a memory-mapped file."""
     code = {".i32": "i", ".f32": "f", ".i64": "q"}[path.suffix]
-    with open(path, "rb") as file:
+    try:
+        fd = open_file(path)
+    except CheckpointFormatError as error:
+        raise CheckpointCorruptError(f"{error}; {_ANEW}") from None
+    with os.fdopen(fd, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size % struct.calcsize(code):
             raise CheckpointCorruptError(f"{path} has {size} bytes, no whole number of entries; {_ANEW}")

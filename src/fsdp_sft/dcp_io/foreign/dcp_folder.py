@@ -18,7 +18,7 @@ from fsdp_sft._process.bounds import MAX_METADATA_BYTES, check_sizes
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._tensors.boxes import Box, tiling_problem
 from fsdp_sft._tensors.disk import closing, read_bytes
-from fsdp_sft._tensors.pickle_data import Named, NotDataError, PickledObject, read_pickle
+from fsdp_sft._tensors.pickle_data import Named, NotDataError, PickledObject, empty_dict, read_pickle
 from fsdp_sft._tensors.safetensors import open_file, read_at
 from fsdp_sft._tensors.torch_file import (
     BROKEN_ARCHIVE,
@@ -58,7 +58,7 @@ def _known(module: str, name: str) -> Any:
     if (module, name) == ("torch", "Size"):
         return Named(lambda sizes: sizes)
     if (module, name) == ("collections", "OrderedDict"):
-        return Named(dict)
+        return Named(empty_dict)
     if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "PurePosixPath", "WindowsPath"):
         return Named(lambda *_: "a path")
     known = {("torch.serialization", "_get_layout"), (f"{_MODULE}.metadata", "_MEM_FORMAT_ENCODING")}
