@@ -46,8 +46,8 @@ def test_what_a_run_says(tmp_path: Path) -> None:
     patterns = (
         r"sharded LlamaForCausalLM: \d+ FSDP2 groups over 2 ranks, float32 parameters, computing in bfloat16",
         r".*/model: loaded \d+ tensors: .* read by all ranks",
-        r"saved step 1 of 2 ranks in [\d.]+ s: .*/steps/step-1",
-        r"resumed from step 1 of 2 ranks in [\d.]+ s: .*/steps/step-1",
+        r"saved step 1 on 2 ranks in [\d.]+ s: .*/steps/step-1",
+        r"resumed in [\d.]+ s from step 1, saved on 2 ranks: .*/steps/step-1",
         r"exported \d+ files in [\d.]+ s: .*/export",
     )
     for pattern in patterns:

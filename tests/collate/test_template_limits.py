@@ -21,12 +21,25 @@ AT_ONCE = {
     "a width in a filter": "{{ '%20000000000d'|format(1) }}",
     "a replacement": "{{ ('x'*100000)|replace('x','x'*100000) }}",
 }
-# So does one of these, and it does not show.
+# So does each of these, and it does not show.
 HIDDEN = {
     "a method that is called by another name": "{% set f = 'x'.ljust %}{{ f(20000000000) }}",
     "arguments in a list": "{{ 'x'.ljust(*[20000000000]) }}",
     "a filter by its name": "{{ ['x']|map('center', 20000000000)|list }}",
     "a width in a mapping": "{{ '{x:20000000000}'.format_map({'x': 1}) }}",
+}
+# Lists of which each holds the former twice: the last operation takes for ever.
+NESTED = {
+    "a namespace": (
+        "{% set ns = namespace(a=[1]) %}{% for i in range(64) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}"
+        "{{ ns.a|string|length }}"
+    ),
+    "a macro": (
+        "{% macro f(a, n) %}{% if n %}{{ f({'a': a, 'b': a}, n - 1) }}{% else %}{{ a|tojson }}{% endif %}"
+        "{% endmacro %}{{ f([1], 60) }}"
+    ),
+    "a loop that calls itself": "{% for a in [[1]] recursive %}{{ loop([(a, a)]) }}{% endfor %}",
+    "objects of Jinja": "{% set a = [1] %}{% set b = namespace(x=a, y=a) %}{{ b }}",
 }
 # Every operation is small, and there are very many.
 IN_LOOPS = {
@@ -48,14 +61,14 @@ def _with(text: str) -> Any:
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_a_text_of_gigabytes_is_made_in_another_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started = time.monotonic()
-    with pytest.raises(fs.ChatTemplateError, match=r"is refused: it takes more than 10 s or 1 GiB.*another"):
+    with pytest.raises(fs.ChatTemplateError, match=r"it takes more than 10 s, or 1 GiB of memory.*another"):
         fs.encode_chat(chat("q", "a"), _with(AT_ONCE[name]))
     assert time.monotonic() - started < 15
 
 
-@pytest.mark.parametrize("name", HIDDEN)
-def test_what_may_grow_under_another_name_is_tried(name: str) -> None:
-    assert template_limits.may_grow(tokenizers.parsed_template(HIDDEN[name]))
+@pytest.mark.parametrize("name", [*HIDDEN, *NESTED])
+def test_what_may_grow_under_another_name_is_seen(name: str) -> None:
+    assert template_limits.may_grow(tokenizers.parsed_template({**HIDDEN, **NESTED}[name]))
 
 
 @pytest.mark.parametrize("name", IN_LOOPS)
@@ -75,11 +88,57 @@ def test_a_template_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
         fs.encode_chat(chat("q", "a"), _with(DOUBLING))
 
 
-def test_what_real_templates_do_needs_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_operation_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "SECONDS", 1.0)
+    started = time.monotonic()
+    with pytest.raises(fs.ChatTemplateError, match="more than 1 s"):
+        fs.encode_chat(chat("q", "a"), _with(NESTED["a namespace"]))
+    assert time.monotonic() - started < 30
+
+
+def test_what_only_some_rows_set_off() -> None:
+    own = _with("{% if messages[0].content|length > 5 %}{{ 'x' * 20000000000 }}{% endif %}{{ '-' * 3 }}")
+    assert own.decode(fs.encode_chat(chat("q", "a"), own).input_ids).startswith("---")
+    with pytest.raises(fs.ChatTemplateError, match="1 GiB of memory"):
+        fs.encode_chat(chat("a long question", "a"), own)
+
+
+def test_a_template_apart_renders_and_fails_as_one_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [
+        ct.CHATML,
+        "{{ raise_exception('of the template') }}",
+        "{{ messages[0].nothing.more }}",
+        "{% for m in messages %}{{ m.content }}{% generation %}{{ m.role }}{% endgeneration %}{% endfor %}",
+        "{{ strftime_now('%Y') }}{{ messages|tojson }}\u00e9\U0001f600",
+        "{{ 'x'|nofilter }}",
+    ]
+
+    def outcomes() -> list[Any]:
+        found: list[Any] = []
+        for text in texts:
+            own = ct.byte_tokenizer("chatml")
+            own.chat_template = text
+            try:
+                found.append(template.ChatTemplate(own).render([{"role": "user", "content": "q\u00e9"}]))
+            except fs.ChatTemplateError as error:
+                found.append(str(error))
+        return found
+
+    here = outcomes()
+    monkeypatch.setattr(template_limits, "may_grow", lambda _: True)
+    template_limits.is_rendered_apart.cache_clear()
+    apart = outcomes()
+    template_limits.is_rendered_apart.cache_clear()
+    assert apart[:5] == here[:5]
+    assert "nofilter" in apart[5]
+    assert "nofilter" in here[5]
+
+
+def test_what_real_templates_do_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(template_limits.subprocess, "run", never)
+    monkeypatch.setattr(template_limits, "start_module", never)
     usual = (
         "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{% endif %}"
         "{% set x = m.content.replace('a', 'b')|trim|indent(4) %}{% endfor %}{{ ['a', 'b']|join(', ') }}"

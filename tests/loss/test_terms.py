@@ -291,7 +291,7 @@ def test_each_term_is_an_argument_of_every_loss() -> None:
         terms = Terms(**{name: 0.5})
         objective = Objective(loss_fn=lambda *_: torch.zeros(()), terms=terms)
         assert objective.options()[name] == 0.5
-        with pytest.raises(ValueError, match=rf"{name}=0.5 .* loss_fn takes its place"):
+        with pytest.raises(ValueError, match=rf"{name}=0.5 .* loss_fn replaces that loss"):
             objective.check()
         with pytest.raises(ValueError, match=rf"impl='liger' has no .*{name}"):
             liger.loss_of(None, None, terms=terms)

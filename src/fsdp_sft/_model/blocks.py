@@ -68,8 +68,8 @@ def find_blocks(
         wanted = "in a repeated module list"
     if not blocks:
         raise UnsupportedModelError(
-            f"no block {wanted} in {type(model).__name__}; name the class with block_cls=. "
-            f"Seen: {_summary(model)}"
+            f"no block {wanted} in {type(model).__name__}; name the class with block_cls= "
+            f"of find_blocks, and pass what it returns as blocks=. Seen: {_summary(model)}"
         )
     return blocks
 

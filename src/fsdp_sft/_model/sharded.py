@@ -79,7 +79,7 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
     if mesh is not None and PP in (mesh.mesh_dim_names or ()):
         raise UnsupportedModelError(
             f"{type(unwrapped(model)).__name__} is cut into stages of a pipeline, which "
-            "one forward does not run through: load it with pp_size=1"
+            "one forward does not run through: load it without pp_size (of DistributedConfig)"
         )
     if mesh is None and any(isinstance(module, FSDPModule) for module in model.modules()):
         reshard(model)  # gathered parameters are plain tensors

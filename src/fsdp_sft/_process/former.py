@@ -17,7 +17,7 @@ _COMPOSED = {
         "call build_meta_model, shard_model, which takes it, and load_weights",
     ),
     "adapter_seed": "call build_meta_model, add_adapters (seed=), shard_model and load_weights",
-    "config_overrides": "call build_meta_model (its keywords are fields), shard_model and load_weights",
+    "config_overrides": "call build_meta_model (its keywords set fields), shard_model and load_weights",
 }
 
 # By the function's qualified name: its former keywords, with what to do now.

@@ -137,7 +137,10 @@ def _submitit_launch() -> Launch:
     """The place that the variables of submitit's local executor give."""
     missing = [name for name in _SUBMITIT_VARIABLES if name not in os.environ]
     if missing:
-        raise ValueError(f"SUBMITIT_EXECUTOR=local is set but {', '.join(missing)} not")
+        raise ValueError(
+            f"SUBMITIT_EXECUTOR=local is set but {', '.join(missing)} not; start with submitit, or unset it "
+            "to run alone"
+        )
     world_size, rank, local_rank = (env_int(name) for name in _SUBMITIT_VARIABLES)
     if not 0 <= rank < world_size:
         raise ValueError(f"SUBMITIT_LOCAL_GLOBALID={rank} is not in [0, SUBMITIT_LOCAL_NTASKS={world_size})")

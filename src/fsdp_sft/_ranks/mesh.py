@@ -118,7 +118,10 @@ def cp_size(mesh: "DeviceMesh | None") -> int:
     """
     names = () if mesh is None else mesh.mesh_dim_names or ()
     if DP_SHARD_CP in names:
-        raise ValueError(f"{mesh} is that of parameters sharded over dp_shard and cp; give build_mesh's")
+        raise ValueError(
+            f"{mesh} is the parameters' own mesh, with dp_shard and cp in one axis; give the mesh that "
+            "build_mesh returned"
+        )
     return mesh[CP].size() if mesh is not None and CP in names else 1
 
 

@@ -32,7 +32,7 @@ NOTES = {
     "end_of_answer_alone": "only the end of an answer is trained: its beginning is cut off by "
     "truncation='left', or not within the template's generation tags",
     "longer_than_model": "the row has more tokens than the tokenizer says that its model takes "
-    "(tokenizer.model_max_length); pass max_length=, or raise it if the model takes more",
+    "(tokenizer.model_max_length); pass max_length=, or raise that if the model takes more",
     "special_tokens": "a text of the row holds a special token, which the model reads as one and not as "
     "text, so it can begin or end a turn; take it out of the text, unless it is meant",
     "answer_cut_off": "max_length leaves nothing of an answer",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import weakref
 from collections.abc import Iterable, Iterator
@@ -11,9 +10,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from fsdp_sft._compat import tokenizers
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
-from fsdp_sft.collate.template_limits import problem_of_trial, within_limits
+from fsdp_sft.collate.template_limits import TemplateRunError, is_rendered_apart, render
 from fsdp_sft.collate.tokens import starts_in_a_token, tokenise
 from fsdp_sft.errors import ChatTemplateError
 
@@ -155,21 +153,21 @@ class ChatTemplate:
         if self._in_parts or self._thinks_in_parts:
             messages = [self._as_parts(message) for message in messages]
         try:
-            with within_limits(self.text):
-                text, tags = tokenizers.render_chat(
-                    self.text,
-                    messages,
-                    variables=self._variables,
-                    tools=tools,
-                    add_generation_prompt=add_generation_prompt,
-                )
+            text, tags = render(
+                self.text,
+                messages,
+                variables=self._variables,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+            )
         except (
             *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
             *(ArithmeticError, RecursionError, MemoryError, SyntaxError),
         ) as error:
+            kind = "" if isinstance(error, TemplateRunError) else f"{type(error).__name__}: "
             raise ChatTemplateError(
                 f"the chat template of {describe_tokenizer(self.tokenizer)} does not take this conversation: "
-                f"{type(error).__name__}: {error}; change the row, or pass another chat_template="
+                f"{kind}{error}; change the row, or pass another chat_template="
             ) from None  # a cause would be printed as its template wrote it
         return text, tags if self._tags_count else []
 
@@ -442,12 +440,6 @@ def check_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
         )
     # All templates of the tokenizer, since it chooses by whether a row has tools.
     texts = [named.get(chat_template, chat_template)] if chat_template else list(named.values())
-    variables = json.dumps(dict(tokenizer.special_tokens_map), default=str)
-    for problem in filter(None, (problem_of_trial(text, variables) for text in texts)):
-        raise ChatTemplateError(
-            f"the chat template of {describe_tokenizer(tokenizer)} is refused: {problem}; pass another "
-            "chat_template="
-        )
     for problem in filter(None, map(_syntax_error, texts)):
         raise ChatTemplateError(
             f"the chat template of {describe_tokenizer(tokenizer)} does not parse: {problem}; repair it, or "
@@ -461,8 +453,8 @@ def _syntax_error(template: str) -> str | None:
     import jinja2
 
     try:
-        with within_limits(template):
-            tokenizers.render_chat(template, [], variables={})
+        if not is_rendered_apart(template):  # else its constants are not evaluated here
+            render(template, [], variables={})
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno}: {error.message}"
     except Exception:  # it parses, but needs a conversation

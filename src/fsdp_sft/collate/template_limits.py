@@ -2,67 +2,66 @@
 
 A template is a program in a sandbox that keeps it from files and from Python, and not from looping for ever
 or making a text of gigabytes. Loops are watched where templates are rendered. A single operation cannot be
-interrupted, so a template with one that may make a large text is tried first, in a process of its own.
+interrupted, so a template with one that may make a large text is rendered in a process of its own.
 """
 
+import atexit
 import json
+import os
+import pickle
+import select
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
 from functools import lru_cache
 from typing import Any
 
 from fsdp_sft._compat import tokenizers
+from fsdp_sft._process.modules import start_module
 from fsdp_sft._process.watched import OverLimitError, watched
 
 SECONDS, GROWN_BYTES = 10.0, 1 << 30
-_TRIAL_SECONDS, _TRIAL_BYTES = 10, 1 << 30
+_START_SECONDS = 120  # for importing transformers
 # Filters and methods whose result may be much larger than what they are given.
 _GROW = {
     *("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "format", "wordwrap", "batch", "slice"),
     *("replace", "join", "lipsum", "format_map", "sum"),
 }
 _WIDTHS_IN_TEXT = {"format", "format_map", "sum"}  # not in arguments that could be looked at
+_CONTAINERS = {"dict", "namespace", "cycler", "joiner", "loop"}
+_OF_PLAIN = {
+    "length",
+    "count",
+    "trim",
+    "string",
+    "int",
+    "upper",
+    "lower",
+    "tojson",
+}  # give a text or a number
 _SMALL = 1000
 _over: set[str] = set()  # templates that have gone over a limit
 
-_TRIAL = f"""
-import json, resource, sys
-resource.setrlimit(resource.RLIMIT_AS, ({_TRIAL_BYTES}, {_TRIAL_BYTES}))
-resource.setrlimit(resource.RLIMIT_CPU, ({_TRIAL_SECONDS}, {_TRIAL_SECONDS}))
-import jinja2, jinja2.ext, jinja2.sandbox
-class Generation(jinja2.ext.Extension):
-    tags = {{"generation"}}
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_same"), [], [], body).set_lineno(line)
-    def _same(self, caller):
-        return caller()
-def refuse(message):
-    raise jinja2.TemplateError(message)
-given = json.load(sys.stdin)
-try:
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
-    env.globals.update(raise_exception=refuse, strftime_now=lambda how: "2025")
-    template = env.from_string(given["template"])
-    for prompt in (False, True):
-        variables = {{**given["variables"], "add_generation_prompt": prompt, "tools": None}}
-        template.render(messages=given["messages"], **variables)
-except MemoryError:
-    sys.exit(3)
-except Exception:
-    pass
-"""
+
+class TemplateRunError(ValueError):
+    """What a template has raised in another process, with the name of the error."""
 
 
-@contextmanager
-def within_limits(template: str) -> Iterator[None]:
-    """Raise ValueError if rendering the template in the block takes too long, or too much memory.
+def render(
+    template: str,
+    messages: list[dict[str, Any]],
+    *,
+    variables: dict[str, Any],
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+) -> tuple[str, list[tuple[int, int]]]:
+    """Render one conversation as ``render_chat`` does, within limits.
 
-    It is not tried again: a probe renders a template a dozen times, and a data set a million times.
+    Raises:
+        ValueError: If it takes too long, or too much memory. The template is not tried again: a probe renders
+            it a dozen times, and a data set a million times.
+        TemplateRunError: If the template raises an error in another process.
+        Exception: What else it raises.
     """
     told = (
         f"it takes more than {SECONDS:g} s, or {GROWN_BYTES >> 30} GiB of memory: is it a program that does "
@@ -70,40 +69,110 @@ def within_limits(template: str) -> Iterator[None]:
     )
     if template in _over:
         raise ValueError(told)
+    job: dict[str, Any] = {"variables": variables, "tools": tools}
+    job |= {"template": template, "messages": messages, "add_generation_prompt": add_generation_prompt}
     try:
+        if is_rendered_apart(template):
+            return _apart.render(job)
         with watched(SECONDS, GROWN_BYTES):
-            yield
+            return tokenizers.render_chat(**job)
     except OverLimitError:
         _over.add(template)
         raise ValueError(told) from None
 
 
 @lru_cache(maxsize=64)
-def problem_of_trial(template: str, variables: str) -> str | None:
-    """What a template does that no conversation needs; None for one that has no such operation, or ends.
+def is_rendered_apart(template: str) -> bool:
+    """Whether a template is rendered in a process of its own: it has an operation that could not be ended.
 
-    Args:
-        template: The template.
-        variables: Its variables, as JSON.
+    Raises:
+        TemplateSyntaxError: If it does not parse.
     """
+    return may_grow(tokenizers.parsed_template(template))
+
+
+class _Apart:
+    """A process that renders templates, and is ended when one takes too long."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(self, job: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """The text and the spans; raises OverLimitError at a limit, or if the process ends."""
+        sent = pickle.dumps(job)
+        with self._lock:
+            process = self._process or self._start()
+            try:
+                found = self._ask(process, sent, SECONDS)
+            except BaseException:  # KeyboardInterrupt too: an answer that is left would be the next one's
+                self.end()
+                raise
+        if "over" in found:
+            raise OverLimitError
+        if "error" in found:
+            raise TemplateRunError(found["error"])
+        return found["text"], [(start, stop) for start, stop in found["spans"]]
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        self._process = process = start_module("fsdp_sft.collate.template_worker")
+        try:
+            _receive(process, _START_SECONDS)
+        except OverLimitError:
+            self.end()
+            raise ValueError("a process for rendering it cannot be started") from None
+        _send(process, GROWN_BYTES.to_bytes(8, "little"))
+        return process
+
+    def _ask(self, process: "subprocess.Popen[bytes]", sent: bytes, seconds: float) -> Any:
+        _send(process, len(sent).to_bytes(8, "little") + sent)
+        return _receive(process, seconds)
+
+    def end(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+def _send(process: "subprocess.Popen[bytes]", data: bytes) -> None:
+    assert process.stdin is not None
     try:
-        if not may_grow(tokenizers.parsed_template(template)):
-            return None
-    except Exception:  # its syntax is wrong, which is told elsewhere
-        return None
-    messages = [{"role": role, "content": "x"} for role in ("user", "assistant") * 2]
-    given = json.dumps({"template": template, "messages": messages, "variables": json.loads(variables)})
-    command = [sys.executable, "-P", "-c", _TRIAL]  # -P: not from the current folder
-    try:
-        ended = subprocess.run(
-            command, input=given.encode(), capture_output=True, timeout=2 * _TRIAL_SECONDS, check=False
-        )
-        is_sound = ended.returncode in (0, 1)
-    except subprocess.TimeoutExpired:
-        is_sound = False
-    if is_sound:
-        return None
-    return f"it takes more than {_TRIAL_SECONDS} s or {_TRIAL_BYTES >> 30} GiB for four short messages"
+        process.stdin.write(data)
+        process.stdin.flush()
+    except BrokenPipeError:
+        raise OverLimitError from None
+
+
+def _receive(process: "subprocess.Popen[bytes]", seconds: float) -> Any:
+    assert process.stdout is not None
+    end, fd, data = time.monotonic() + seconds, process.stdout.fileno(), bytearray()
+    poll, wanted = select.poll(), 8
+    poll.register(fd, select.POLLIN)
+    while len(data) < wanted:
+        if not poll.poll(max(0, end - time.monotonic()) * 1000):
+            raise OverLimitError
+        block = os.read(fd, min(wanted - len(data), 1 << 20))
+        if not block:
+            raise OverLimitError
+        data += block
+        if wanted == len(data) == 8:
+            wanted += int.from_bytes(data, "little")
+    return json.loads(data[8:])
+
+
+_apart = _Apart()
+atexit.register(lambda: _apart.end())
+
+
+def _begin_anew() -> None:
+    """In a forked process: the other one is its parent's."""
+    global _apart
+    _apart = _Apart()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def may_grow(parsed: Any) -> bool:
@@ -131,7 +200,47 @@ def may_grow(parsed: Any) -> bool:
                 return True
             if name == "lipsum" or (name in _GROW and not all(map(_is_small, arguments))):
                 return True
+    return _nests(parsed)
+
+
+def _nests(parsed: Any) -> bool:
+    """Whether a list or mapping holds a value that the template has made: [x, x] of [x, x], which doubles."""
+    from jinja2 import nodes
+
+    made = {node.target.name for node in parsed.find_all((nodes.Assign, nodes.AssignBlock)) if _is_name(node)}
+    made |= {argument.name for node in parsed.find_all(nodes.Macro) for argument in node.args}
+    if any(node.recursive for node in parsed.find_all(nodes.For)):
+        made |= {
+            name.name for node in parsed.find_all(nodes.For) for name in node.target.find_all(nodes.Name)
+        }
+        made |= {node.target.name for node in parsed.find_all(nodes.For) if _is_name(node)}
+    for node in parsed.find_all((nodes.List, nodes.Tuple, nodes.Dict, nodes.Call)):
+        if not isinstance(node, nodes.Call):
+            held = node.items if getattr(node, "ctx", "load") == "load" else []
+        elif _called(node.node) in _CONTAINERS:
+            held = [*node.args, *(keyword.value for keyword in node.kwargs)]
+        else:
+            continue
+        if any(_holds(item, made) for item in held):
+            return True
     return False
+
+
+def _is_name(node: Any) -> bool:
+    return hasattr(node.target, "name")
+
+
+def _holds(node: Any, names: set[str]) -> bool:
+    """Whether the value of an expression may hold, or be, that of a name."""
+    from jinja2 import nodes
+
+    if isinstance(node, nodes.Name):
+        return node.name in names
+    if isinstance(node, (nodes.Compare, nodes.Not, nodes.Test, nodes.Concat)):
+        return False
+    if isinstance(node, nodes.Filter) and node.name in _OF_PLAIN:
+        return False
+    return any(_holds(child, names) for child in node.iter_child_nodes())
 
 
 def _called(node: Any) -> str:

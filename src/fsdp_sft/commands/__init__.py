@@ -31,7 +31,7 @@ _COMMANDS = {
     "convert": (
         "checkpoints",
         "add_convert",
-        "from Accelerate, Trainer, torchtitan, torchtune, torch's distributed checkpoint",
+        "a checkpoint of Accelerate, Trainer, torchtitan, torchtune or torch's DCP, to a step",
     ),
 }
 

@@ -17,11 +17,15 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 def add_convert(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``convert``."""
     parser.add_argument("source", type=Path, help="what the other tool has written")
-    parser.add_argument("target", type=Path, help="folder of all steps")
+    parser.add_argument("target", type=Path, help="folder of all steps, in which one is made")
     parser.add_argument("--model", required=True, help="folder with a config.json, or a Hub id; no weights")
-    parser.add_argument("--format", choices=_FORMATS, default="auto", help="whose it is; default: found out")
+    parser.add_argument("--format", choices=_FORMATS, default="auto", help="of the source; default: detected")
     parser.add_argument("--key-map", type=Path, help="JSON: the tool's name of a parameter to the model's")
-    parser.add_argument("--allow-pickle", action="store_true", help="read whole files of torch.save")
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="also a torch.save file of the whole model (as data: no code is run)",
+    )
     parser.set_defaults(run=_convert)
 
 

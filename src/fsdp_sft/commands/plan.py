@@ -57,11 +57,15 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--sac", metavar="RATIO", help="checkpointed share of the blocks, such as 1/3")
     add("--sac-placement", choices=("even", "prefix"), help="which blocks those are")
     add("--ep", type=int, metavar="N", help="ranks that share out the experts of each layer")
-    add("--offload", action=either, help="what checkpointed blocks keep waits on the host (--longest: no)")
+    add(
+        "--offload",
+        action=either,
+        help="what checkpointed blocks keep waits on the host (--longest: not used)",
+    )
     add("--reshard", action=either, help="blocks are freed between forward and backward")
     add("--optimizer", choices=_OPTIMIZERS, help="adamw, fused where its update decides what fits")
-    add("--compile", action=either, help="the blocks are compiled (--longest: no)")
-    add = parser.add_argument_group("as given").add_argument
+    add("--compile", action=either, help="the blocks are compiled (--longest: not used)")
+    add = parser.add_argument_group("not searched").add_argument
     add("--no-padding", action="store_true", help="batches have no attention mask (packed sequences)")
     add("--loss", choices=("chunked", "logits"), default="chunked", help="default: chunked")
     add("--experts", choices=_EXPERTS, default="grouped_mm", help="default: grouped_mm")

@@ -269,7 +269,12 @@ def load_checkpoint(
             seconds = time.perf_counter() - started
             ranks = loaded.world_size
             tell(
-                _logger, "resumed from step %d of %d ranks in %.2f s: %s", loaded.step, ranks, seconds, folder
+                _logger,
+                "resumed in %.2f s from step %d, saved on %d ranks: %s",
+                seconds,
+                loaded.step,
+                ranks,
+                folder,
             )
             return loaded
         except CheckpointCorruptError:

@@ -130,7 +130,8 @@ def _content(foreign: ForeignCheckpoint, model: nn.Module, key_map: KeyMap | Non
     live = model_tensors(model, values=False)
     if live.extra or foreign.others:
         raise CheckpointMismatchError(
-            f"state that is no tensor is not converted: {abridged([*live.extra, *foreign.others], ', ', 4)}"
+            "state that is no tensor cannot be converted: "
+            f"{abridged([*live.extra, *foreign.others], ', ', 4)}"
         )
 
     def ours(name: str) -> str | None:

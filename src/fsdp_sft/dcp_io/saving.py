@@ -137,7 +137,7 @@ class Save:
         )
         seconds = time.perf_counter() - self._started
         tell(
-            _logger, "saved step %d of %d ranks in %.2f s: %s", self.step, world_size(), seconds, self.target
+            _logger, "saved step %d on %d ranks in %.2f s: %s", self.step, world_size(), seconds, self.target
         )
 
 

@@ -186,7 +186,7 @@ def _find_out(model: nn.Module, flag: bool | None, wanted: bool, router_loss: st
     balanced = isinstance(own, OwnLoss) and own.is_balanced
     failed, differ = sum_over_mesh([bool(reason), not balanced], mesh)
     if failed:
-        reason = reason or "it is not on another rank of the mesh"
+        reason = reason or "another rank of the mesh has found a difference"
         raise ModelLossError(
             f"the own loss of {_name(model)} is not what is computed here: {reason}. {way_out}"
         )

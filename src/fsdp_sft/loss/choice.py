@@ -47,7 +47,9 @@ class LossChoice:
         """A function from hidden states ``(B, S, H)`` to the loss, for targets and weights ``(B, S)``."""
         if self.impl == "liger" and (weights is not None or terms):
             without = " or ".join(("loss_weights", *vars(terms)))
-            raise ValueError(f"impl='liger' has no {without} here; use impl='chunked'")
+            raise ValueError(
+                f"impl='liger' has no {without} here; use impl='chunked' (loss_impl= of train_step)"
+            )
         chunked = partial(chunked_loss, known=known, weights=weights, terms=terms)
         fused = liger.linear_cross_entropy_sum if self.impl == "liger" else chunked
 

@@ -134,7 +134,7 @@ def count_targets(
         (2, 4)
     """
     if mesh is not None and group is not None:
-        raise ValueError("give mesh or group: a mesh says which ranks share the window")
+        raise ValueError("give mesh or group, not both: a mesh says which ranks share the window")
     if group is None:
         mesh = mesh_of_job(mesh)
     batches = list(micro_batches)

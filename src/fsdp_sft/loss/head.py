@@ -216,7 +216,7 @@ def _checked(loss: torch.Tensor, output: Any, transform: Transform, number: int)
     message = (
         f"the model no longer makes {transform} of its head's output, as when its loss was prepared: a scale "
         "or a soft cap was changed, or its forward replaced. Call prepare_loss(model) after the change, on "
-        "all ranks, or use impl='logits'"
+        "all ranks, or use impl='logits' (loss_impl= of train_step)"
     )
     logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor) or logits.shape[-1] != number:

@@ -33,7 +33,10 @@ def linear_cross_entropy_sum(
     kernels: Any = import_module("liger_kernel.transformers")
     if scale != 1:
         if bias is not None:
-            raise ValueError("Liger's kernels know no logit scale, and beside a bias nothing replaces it")
+            raise ValueError(
+                "Liger's kernels know no logit scale, which beside a bias cannot be "
+                "multiplied into the hidden states; use impl='chunked'"
+            )
         hidden = hidden * scale
     loss = kernels.LigerFusedLinearCrossEntropyLoss(
         reduction="sum", softcap=softcap, accum_dtype=torch.float32

@@ -139,7 +139,7 @@ def forget_choice(model: nn.Module, impl: LossImpl) -> None:
 def check_impl(impl: str) -> None:
     """Raise for an unknown ``impl``."""
     if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
+        raise ValueError(f"impl must be one of {IMPLS} (loss_impl in train_step and evaluate), got {impl!r}")
 
 
 def refuse_encoder_decoder(model: nn.Module) -> None:
@@ -188,4 +188,6 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
 def _agreed_reason(reason: str, mesh: "DeviceMesh | None") -> str:
     """This rank's reason not to fuse, or the number of other ranks that have one; empty if no rank has."""
     failed = sum_over_mesh([bool(reason)], mesh)[0]
-    return reason or (f"{int(failed)} other ranks of the mesh could not" if failed else "")
+    return reason or (
+        f"{int(failed)} other ranks of the mesh could not compute it from the hidden states" if failed else ""
+    )

@@ -140,7 +140,7 @@ class _Advisor:
         """The memory that a GPU would need, with the names of up to three such GPUs."""
         needed = self.budget.needed_for(least.peak_bytes)
         enough = sorted((gpu.memory_bytes, gpu.name) for gpu in GPUS.values() if gpu.memory_bytes >= needed)
-        names = ", ".join(name for _, name in enough[:3] if name != "cpu")
+        names = ",".join(name for _, name in enough[:3] if name != "cpu")
         yield f"GPUs of {needed / GIB:.1f} GiB" + (f" (--gpu {names})" if names else "")
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -147,14 +148,10 @@ def _plans(args: argparse.Namespace, **options: Any) -> list[RunPlan]:
     """The plans of what the command line asks for."""
     if args.seq is None or args.global_batch is None:
         raise ValueError("--seq and --global-batch are needed, or --longest")
-    try:
+    with _in_options():
         return plan_run(
             as_config(args.model), seq_length=args.seq, global_batch_size=args.global_batch, **options
         )
-    except NoPlanError:
-        raise
-    except ValueError as error:
-        raise ValueError(_as_options(str(error))) from error
 
 
 _NAMES = {
@@ -170,12 +167,22 @@ _NAMES = {
     "grad_sync": "--grad-sync",
     "ep_size": "--ep",
     "lora_rank": "--lora",
+    "loss_impl": "--loss",
+    "experts_impl": "--experts",
+    "cp": "--cp",
 }
 
 
-def _as_options(message: str) -> str:
-    """A message with the command's own options in place of the arguments of Python."""
-    return re.sub(r"\b(" + "|".join(_NAMES) + r")\b", lambda found: _NAMES[found[1]], message)
+@contextmanager
+def _in_options() -> Iterator[None]:
+    """Errors name the command's own options in place of the arguments of Python."""
+    try:
+        yield
+    except NoPlanError:
+        raise
+    except ValueError as error:
+        message = re.sub(r"\b(" + "|".join(_NAMES) + r")\b", lambda found: _NAMES[found[1]], str(error))
+        raise ValueError(message) from error
 
 
 def _links(gpu: Gpu, num_gpus: int) -> str:
@@ -257,7 +264,8 @@ def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
 def _report_longest(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
     """Print the longest rows, and the memory of the longest of them."""
     config, options = as_config(args.model), _options(args)
-    rows = longest_rows(config, num_gpus=args.gpus, **options)
+    with _in_options():
+        rows = longest_rows(config, num_gpus=args.gpus, **options)
     best = max(rows, key=lambda row: row.seq_length)
     if args.json:
         found = {**_job(args, gpu, budget, best.estimate), "rows": [_row(row) for row in rows]}

@@ -155,8 +155,8 @@ def _check_experts(skeleton: Skeleton, ep_size: int) -> None:
             f"transformers has no plan by which ranks share out experts of {skeleton.family!r}: plan it with "
             "ep_size=1"
         )
-    if any(number % ep_size for number in skeleton.experts):
-        raise ValueError(f"ep_size={ep_size} does not divide the {skeleton.experts[0]} experts of a layer")
+    if uneven := [number for number in skeleton.experts if number % ep_size]:
+        raise ValueError(f"ep_size={ep_size} does not divide the {uneven[0]} experts of a layer")
 
 
 def _notes(skeleton: Skeleton, setup: Setup, balance: ShardBalance) -> tuple[str, ...]:

@@ -118,8 +118,8 @@ def longest_rows(
             found.append(_row(known, replace(setup, seq_length=length), options, budget.usable_bytes))
     if not found:
         raise NoPlanError(
-            f"not even {multiple_of} tokens fit on {num_gpus} GPUs, {budget}; smallest_num_gpus says how "
-            "many it takes"
+            f"not even {multiple_of} tokens fit on {num_gpus} GPUs, {budget}; take more (smallest_num_gpus "
+            "finds how many)"
         )
     return found
 

@@ -172,7 +172,7 @@ def _check_sdpa(model: nn.Module) -> None:
         if "drop" in name and "att" in name and isinstance(value, float) and value > 0:
             raise ValueError(
                 f"save='sdpa' cannot be kept with {name}={value}: the kernel has to draw its numbers again; "
-                f"set config.{name} = 0, or leave 'sdpa' out"
+                f"build the model with {name}=0, or leave 'sdpa' out"
             )
 
 

@@ -45,7 +45,7 @@ def place_in(
     if mesh is None:
         return num_replicas, rank
     if num_replicas is not None or rank is not None:
-        raise ValueError("give mesh, or num_replicas and rank: a mesh determines both")
+        raise ValueError("give mesh, or num_replicas and rank, not both: a mesh determines them")
     mesh_of_job(mesh)
     index, shares = data_parallel_place(mesh)
     return shares, index
@@ -109,7 +109,7 @@ class Placed(ABC):
         if self.is_passed_over:
             warn_caller(
                 f"epoch {epoch} was trained before the checkpoint, which is in epoch {self.epoch}: it is "
-                "passed over. A new sampler or stream begins anew"
+                "passed over. To train it again, make a new sampler or stream"
             )
         elif epoch != self.epoch:
             self._go_to(epoch)

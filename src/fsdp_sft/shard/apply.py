@@ -23,7 +23,7 @@ from fsdp_sft._model.sharded import remember_mesh
 from fsdp_sft._model.wrappers import replicas_of
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._ranks.agree import tell
-from fsdp_sft._ranks.mesh import EP, parameter_mesh
+from fsdp_sft._ranks.mesh import EP, cp_size, parameter_mesh
 from fsdp_sft._tensors.boxes import check_ranks_ascend
 from fsdp_sft.errors import UnsupportedModelError, abridged
 from fsdp_sft.sac import check_now
@@ -155,7 +155,7 @@ def shard_model(
     set_prefetch(list(chosen.values()), prefetch)
     follow_root(model)
     if mesh.get_rank() == 0:
-        name_uneven(model, mesh.size(mesh.ndim - 1))
+        name_uneven(model, mesh.size(mesh.ndim - 1), mesh.size(0) if mesh.ndim > 1 else 1, cp_size(given))
     remember_mesh(model, given)
     tell(
         _logger,
@@ -163,7 +163,7 @@ def shard_model(
         original_class(base_of(model)).__name__,
         sum(isinstance(module, FSDPModule) for module in model.modules()),
         mesh.size(mesh.ndim - 1),
-        f" in {mesh.size(0)} replicas" if mesh.ndim > 1 else "",
+        f" in each of {mesh.size(0)} replicas" if mesh.ndim > 1 else "",
         "/".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
         str(policy.param_dtype).removeprefix("torch."),
     )

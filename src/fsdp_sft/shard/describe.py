@@ -67,7 +67,7 @@ def describe_sharding(model: nn.Module) -> str:
     return "\n".join([line.rstrip() for line in lines] + [summary])
 
 
-def name_uneven(model: nn.Module, num_shards: int) -> None:
+def name_uneven(model: nn.Module, num_shards: int, replicas: int, cp: int) -> None:
     """Warn if the fullest rank has too much, with the parameters that cause it and a way out."""
     found, excess = _fullest_over_mean(model, num_shards)
     if found <= MOST_IMBALANCE:
@@ -83,7 +83,8 @@ def name_uneven(model: nn.Module, num_shards: int) -> None:
         advice = "reshard_after_forward=True takes others, evenly"
     else:
         reason = f"no dimension of {worst} divides by {num_shards}"
-        advice = f"build_mesh(dp_replicate={num_shards // fewer}) shards over {fewer}, evenly"
+        more = f"dp_replicate={replicas * num_shards // fewer}" + (f", cp={cp}" if cp > 1 else "")
+        advice = f"build_mesh({more}) shards over {fewer}, evenly"
     warn_caller(
         f"the fullest of {num_shards} shards has {found:.2f} times the mean, as {reason}: "
         f"{advice if fewer > 1 else 'fewer ranks would share it more evenly'}"

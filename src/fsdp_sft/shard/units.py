@@ -223,7 +223,7 @@ def plan_float32(
     missed |= {n for n, _ in model.named_parameters() if n not in names and matches(n, float16_only)}
     if missed and warn:
         warn_caller(
-            f"computed in {dtype} although transformers lists them in _keep_in_fp32_modules: "
+            f"these modules compute in {dtype}, although transformers lists them in _keep_in_fp32_modules: "
             f"{', '.join(sorted(set(map(without_indices, missed))))} (transformers itself keeps such "
             "modules in float32 under float16 only, or they cannot be grouped apart from other parameters)"
         )

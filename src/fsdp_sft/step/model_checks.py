@@ -101,6 +101,6 @@ def refuse_noise_on_same_rows(model: nn.Module, mesh: "DeviceMesh | None") -> No
     if copies_of_rows(mesh) > 1 and draws_random_numbers(model):
         raise UnsupportedModelError(
             f"{original_class(unwrapped(model)).__name__} has dropout, or other noise, and is cut by tensor "
-            "parallelism: ranks with the same rows would draw different random numbers. Set its dropout to 0 "
-            "in the config"
+            "parallelism: ranks with the same rows would draw different random numbers. Build it with its "
+            "dropout at 0 in the config"
         )

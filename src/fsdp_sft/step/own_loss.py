@@ -69,7 +69,8 @@ class Objective:
         ):
             if self.is_own and value != default:
                 raise ValueError(
-                    f"{name}={value!r} says how the loss here is computed; loss_fn takes its place"
+                    f"{name}={value!r} says how the loss here is computed, and loss_fn replaces that loss: "
+                    f"leave {name} out"
                 )
 
     def refuse_parts(self, group: SequenceGroup | None) -> None:
@@ -78,7 +79,7 @@ class Objective:
         if group is not None and (self.is_own or self.count_fn is not None):
             raise ValueError(
                 f"{own} is called with whole rows, of which each of the {group.size} ranks that share them "
-                "computes a part; under context parallelism the loss is loss_sum's"
+                "computes a part; leave it out, or train without context parallelism (cp=1)"
             )
 
     def of(

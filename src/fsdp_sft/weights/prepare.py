@@ -244,8 +244,8 @@ def _found(folder: Path, master_dtype: torch.dtype | None) -> PreparedBase:
         )
     if master_dtype not in (None, base.dtype):
         raise CheckpointMismatchError(
-            f"{folder} was prepared in {base.dtype}, not {master_dtype}; call prepare_base with that "
-            "master_dtype"
+            f"{folder} was prepared in {base.dtype}, not {master_dtype}; leave master_dtype out, or call "
+            f"prepare_base with master_dtype={master_dtype}"
         )
     return base
 

@@ -149,7 +149,7 @@ def _check_windows() -> None:
         with pytest.raises(ValueError, match="needs a loader"):
             fs.windows(None, 1, mesh=mesh)
     for refused in (fs.ResumableSampler, partial(fs.PackedSampler, max_length=99), fs.MixedSampler):
-        with pytest.raises(ValueError, match="that of parameters"):
+        with pytest.raises(ValueError, match="the parameters' own mesh"):
             refused([data] if refused is fs.MixedSampler else [3] * 9, mesh=parameter_mesh(mesh))
     packed = fs.PackedSampler([5] * 9, max_length=10, mesh=mesh)
     assert (packed.num_replicas, packed.rank) == (2, share)

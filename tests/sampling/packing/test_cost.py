@@ -124,7 +124,7 @@ def test_a_state_goes_on_in_the_order_that_it_was_saved_in() -> None:
         if saved is None:
             del state["cost"]  # as it was before there were costs
         second = fs.PackedSampler(lengths, max_length=4096, cost=later)
-        with pytest.warns(UserWarning, match="goes on with it"):
+        with pytest.warns(UserWarning, match="it goes on with the state"):
             second.load_state_dict(state)
         assert list(second) == packs[3:]
         second.mark_consumed(1)

@@ -98,7 +98,7 @@ class _PartsProbe:
         changed = self.ids.clone()
         changed[:, -1] += 1
         if self.differ(self._plain(changed).logits[:, :-1], plain[:, :-1]):
-            return "lets tokens see later ones, as filler at the end of a row would be"
+            return "lets tokens see later ones, and so would see the filler at the end of a row"
         alone = self.model(input_ids=self.ids, **self.options).logits
         if self.differ(alone, plain):
             return "counts positions otherwise than from 0, which a part of a row cannot"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_sft._process.modules import start_module
 from fsdp_sft.collate.encode import EncodedChat, encode_rows
 from fsdp_sft.collate.encoded.source import RowRange, RowSource, Unreadable
 from fsdp_sft.collate.encoded.store import RowWriter, joined
@@ -150,7 +149,7 @@ def refusal(counts: FilterCounts, says: str) -> RowError:
     """The error for refused rows, for the most frequent reason."""
     return row_error(
         f"{says}; counted {dict(counts)}{first_examples(counts)}\n"
-        "Leave such rows out, change the options, or allow more with max_refused=",
+        "Leave such rows out, change the options, or count them (on_error='count', max_refused=)",
         max(_REFUSED, key=lambda reason: counts.get(reason, 0)),
     )
 
@@ -214,18 +213,8 @@ class _Worker:
     """A process that encodes rows, and a thread that talks with it."""
 
     def __init__(self, job: Any, log: Path, tick: Callable[[int], None]) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        # -P: otherwise the current folder, which may be a stranger's, would come first on the path.
-        command = [sys.executable, "-P", "-m", "fsdp_sft.collate.encoded.worker"]
-        pipe = subprocess.PIPE
         with open(log, "xb") as errors:
-            self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=errors)
+            self._process = start_module("fsdp_sft.collate.encoded.worker", errors)
         self._job, self._log, self._tick = pickle.dumps(job), log, tick
         self._result: tuple[FilterCounts, int] | None = None
         self._thread = threading.Thread(target=self._talk, daemon=True)
@@ -250,7 +239,8 @@ class _Worker:
         self._thread.join()
         if code or self._result is None:
             tail = self._log.read_text(errors="replace")[-2000:]
-            raise RuntimeError(f"a process that encoded rows ended with {code}:\n{tail}")
+            hint = "; -9 often means that memory ran out: lower num_proc" if code == -9 else ""
+            raise RuntimeError(f"a process that encoded rows ended with exit code {code}{hint}:\n{tail}")
         return self._result
 
     def end(self) -> None:

@@ -108,8 +108,8 @@ class RowSource:
         if not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
             raise ValueError(
                 "encode_dataset reads a sequence of rows, a datasets.Dataset, or .jsonl files, got "
-                f"{type(given).__name__}; write a stream to a .jsonl file, or encode it row by row with "
-                "PackedStream"
+                f"{type(given).__name__}; write a stream to a .jsonl file, or encode its rows "
+                "with encode_chat, for PackedStream"
             )
         if not len(given):
             raise ValueError("there are no rows to encode")

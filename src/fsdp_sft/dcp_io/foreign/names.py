@@ -100,7 +100,8 @@ def check_known(kind: str, config: Any) -> None:
     if kind in TABLES and found not in _MODEL_TYPES:
         raise ValueError(
             f"the names and the order of rows that {kind} has for models of type {found!r} are not known "
-            f"here, only those of {' and '.join(_MODEL_TYPES)}: pass key_map, if rows are stored in one order"
+            f"here, only those of {' and '.join(_MODEL_TYPES)}: pass key_map, if "
+            f"{kind} stores the rows of queries and keys in the order of transformers"
         )
 
 

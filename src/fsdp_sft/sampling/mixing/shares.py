@@ -63,7 +63,7 @@ def rows_of_each(
 def as_share(name: str, value: Any) -> float:
     """``value`` as a float, or an error if it is no number, not finite, or negative."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be numbers, got {value!r}")
+        raise TypeError(f"{name} must be {'a number' if name == 'temperature' else 'numbers'}, got {value!r}")
     if not 0 <= value < float("inf"):
         raise ValueError(f"{name} must be finite and not negative, got {value!r}")
     return float(value)

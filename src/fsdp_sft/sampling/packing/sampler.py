@@ -148,7 +148,10 @@ class PackedSampler(Placed, Sampler[list[int]]):
         # At most as many packs as rows, and those that fill the last round.
         most = self._rows_of_an_epoch() + self.num_replicas
         if epoch < 0 or any(ranks < 1 or not 0 <= packs <= most for ranks, packs in history):
-            raise ValueError(f"sampler state has epoch={epoch}, consumed={state['consumed']}")
+            raise ValueError(
+                f"sampler state has epoch={epoch}, consumed={state['consumed']}, which no run over these "
+                "rows has; load what state_dict() has returned"
+            )
         self.epoch, self._history = epoch, [part for part in history if part[1]]
         self._follow_ranks()
         self._restored(epoch)
@@ -158,8 +161,8 @@ class PackedSampler(Placed, Sampler[list[int]]):
         cost = None if saved is None else RowCost.check(saved)
         if cost != self._cost:
             warn_caller(
-                f"the sampler's state has cost={saved}, and goes on with it; a new sampler takes the one it "
-                "was given"
+                f"the loaded state has cost={saved}, and this sampler {self._cost}: it goes on with the "
+                "state's; a new run takes its own"
             )
         self._cost, self._packs = cost, None
 
