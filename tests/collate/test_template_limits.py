@@ -26,6 +26,11 @@ HIDDEN = {
     "a method that is called by another name": "{% set f = 'x'.ljust %}{{ f(20000000000) }}",
     "arguments in a list": "{{ 'x'.ljust(*[20000000000]) }}",
     "a filter by its name": "{{ ['x']|map('center', 20000000000)|list }}",
+    "a method by a filter": "{{ ('x'|attr('ljust'))(20000000000) }}",
+    "a method by a text": "{{ 'x'['lj' ~ 'ust'](20000000000) }}",
+    "an indent of JSON": "{{ messages|tojson(indent=20000000000) }}",
+    "bytes": "{{ (1).to_bytes(20000000000, 'big') }}",
+    "a translation": "{{ messages[0].content.translate({120: messages[0].content}) }}",
     "a width in a mapping": "{{ '{x:20000000000}'.format_map({'x': 1}) }}",
 }
 # Lists of which each holds the former twice: the last operation takes for ever.
@@ -39,6 +44,9 @@ NESTED = {
         "{% endmacro %}{{ f([1], 60) }}"
     ),
     "a loop that calls itself": "{% for a in [[1]] recursive %}{{ loop([(a, a)]) }}{% endfor %}",
+    "arguments without names": "{% macro f(n) %}{{ f(n-1, varargs, varargs) }}{% endmacro %}{{ f(60) }}",
+    "pairs of a sum": "{% set a = [1] %}{% set a = (a + a)|batch(2)|list %}{{ a }}",
+    "one text very often": "{% set a = ['x'] %}{% set a = a + a %}{{ a|join }}",
     "objects of Jinja": "{% set a = [1] %}{% set b = namespace(x=a, y=a) %}{{ b }}",
 }
 # Every operation is small, and there are very many.

@@ -2,7 +2,7 @@
 
 A template is a program in a sandbox that keeps it from files and from Python, and not from looping for ever
 or making a text of gigabytes. Loops are watched where templates are rendered. A single operation cannot be
-interrupted, so a template with one that may make a large text is rendered in a process of its own.
+interrupted, so a template with others than are known to be bounded is rendered in a process of its own.
 """
 
 import atexit
@@ -22,13 +22,40 @@ from fsdp_sft._process.watched import OverLimitError, watched
 
 SECONDS, GROWN_BYTES = 10.0, 1 << 30
 _START_SECONDS = 120  # for importing transformers
-# Filters and methods whose result may be much larger than what they are given.
-_GROW = {
-    *("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "format", "wordwrap", "batch", "slice"),
-    *("replace", "join", "lipsum", "format_map", "sum"),
+# Filters and methods whose result is hardly larger than what they are given; those of the second set with
+# small arguments only.
+_BOUNDED = {
+    *("trim", "length", "count", "upper", "lower", "title", "capitalize", "string", "int", "float", "list"),
+    *("first", "last", "default", "d", "safe", "escape", "e", "abs", "round", "min", "max", "sort", "unique"),
+    *(
+        "reverse",
+        "items",
+        "select",
+        "reject",
+        "selectattr",
+        "rejectattr",
+        "dictsort",
+        "keys",
+        "values",
+        "get",
+    ),
+    *(
+        "strip",
+        "lstrip",
+        "rstrip",
+        "split",
+        "rsplit",
+        "splitlines",
+        "startswith",
+        "endswith",
+        "find",
+        "rfind",
+    ),
+    *("index", "partition", "rpartition", "removeprefix", "removesuffix", "isdigit", "isspace", "isupper"),
+    *("islower", "isalpha", "isalnum", "cycle", "changed"),
 }
-_WIDTHS_IN_TEXT = {"format", "format_map", "sum"}  # not in arguments that could be looked at
-_CONTAINERS = {"dict", "namespace", "cycler", "joiner", "loop"}
+_BY_ARGUMENTS = {"tojson", "join", "replace", "indent", "truncate"}
+_FUNCTIONS = {"raise_exception", "strftime_now", "range", "namespace", "dict", "caller"}
 _OF_PLAIN = {
     "length",
     "count",
@@ -176,54 +203,73 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def may_grow(parsed: Any) -> bool:
-    """Whether a single operation of a template may make a text that is much larger than what it is given."""
+    """Whether a single operation of a template may make much more than it is given, or take for ever.
+
+    What is not known to be bounded may.
+    """
     from jinja2 import nodes
 
-    called = {id(node.node) for node in parsed.find_all(nodes.Call)}
-    kinds = (nodes.Mul, nodes.Pow, nodes.Mod, nodes.Filter, nodes.Call, nodes.Getattr, nodes.Getitem)
-    for node in parsed.find_all(kinds):
-        if isinstance(node, (nodes.Getattr, nodes.Getitem)):
-            name = node.attr if isinstance(node, nodes.Getattr) else getattr(node.arg, "value", "")
-            if name in _GROW and (id(node) not in called or isinstance(node, nodes.Getitem)):
-                return True  # a method that is called elsewhere, or by another form of its name
-        elif isinstance(node, nodes.Mod):
-            if not _is_number(node.left):
+    made = _made(parsed)
+    functions = (_FUNCTIONS | {macro.name for macro in parsed.find_all(nodes.Macro)}) - made
+    for node in parsed.find_all((nodes.Mul, nodes.Pow, nodes.Mod, nodes.Filter, nodes.Call, nodes.Name)):
+        if isinstance(node, nodes.Name):
+            if node.name in ("varargs", "kwargs"):
                 return True
-        elif isinstance(node, (nodes.Mul, nodes.Pow)):
+        elif isinstance(node, nodes.BinExpr):
+            if not (isinstance(node, nodes.Mod) and _is_number(node.left)):
+                return True
+        elif not _is_bounded(node, functions):
             return True
-        else:
-            name = node.name if isinstance(node, nodes.Filter) else _called(node.node)
-            arguments = [*node.args, *(keyword.value for keyword in node.kwargs)]
-            if node.dyn_args is not None or node.dyn_kwargs is not None or name == "map":
-                return True
-            if name in _WIDTHS_IN_TEXT:
-                return True
-            if name == "lipsum" or (name in _GROW and not all(map(_is_small, arguments))):
-                return True
-    return _nests(parsed)
+    return _doubles(parsed, made)
 
 
-def _nests(parsed: Any) -> bool:
-    """Whether a list or mapping holds a value that the template has made: [x, x] of [x, x], which doubles."""
+def _made(parsed: Any) -> set[str]:
+    """Names whose values a template may make of earlier values."""
     from jinja2 import nodes
 
     made = {node.target.name for node in parsed.find_all((nodes.Assign, nodes.AssignBlock)) if _is_name(node)}
-    made |= {argument.name for node in parsed.find_all(nodes.Macro) for argument in node.args}
-    if any(node.recursive for node in parsed.find_all(nodes.For)):
-        made |= {
-            name.name for node in parsed.find_all(nodes.For) for name in node.target.find_all(nodes.Name)
-        }
-        made |= {node.target.name for node in parsed.find_all(nodes.For) if _is_name(node)}
+    for several in (node.target for node in parsed.find_all(nodes.Assign) if not _is_name(node)):
+        made |= {name.name for name in several.find_all(nodes.Name)}
+    return made | {
+        argument.name for node in parsed.find_all((nodes.Macro, nodes.CallBlock)) for argument in node.args
+    }
+
+
+def _is_bounded(node: Any, functions: set[str]) -> bool:
+    """Whether a filter, or a call, makes little more than it is given."""
+    from jinja2 import nodes
+
+    if node.dyn_args is not None or node.dyn_kwargs is not None:
+        return False
+    if isinstance(node, nodes.Filter):
+        name = node.name
+    elif isinstance(node.node, nodes.ExtensionAttribute):  # a generation tag
+        return True
+    elif isinstance(node.node, nodes.Name):
+        return node.node.name in functions
+    else:
+        name = node.node.attr if isinstance(node.node, nodes.Getattr) else ""
+    arguments = [*node.args, *(keyword.value for keyword in node.kwargs)]
+    return name in _BOUNDED or (name in _BY_ARGUMENTS and all(map(_is_small, arguments)))
+
+
+def _doubles(parsed: Any, made: set[str]) -> bool:
+    """Whether a value that the template has made may come into another one twice: [x, x], or x + x."""
+    from jinja2 import nodes
+
     for node in parsed.find_all((nodes.List, nodes.Tuple, nodes.Dict, nodes.Call)):
         if not isinstance(node, nodes.Call):
             held = node.items if getattr(node, "ctx", "load") == "load" else []
-        elif _called(node.node) in _CONTAINERS:
-            held = [*node.args, *(keyword.value for keyword in node.kwargs)]
+        elif getattr(node.node, "name", "") in ("dict", "namespace"):
+            held = [keyword.value for keyword in node.kwargs] + node.args
         else:
             continue
         if any(_holds(item, made) for item in held):
             return True
-    return False
+    sums = (
+        added for node in parsed.find_all((nodes.Assign, nodes.Call)) for added in node.find_all(nodes.Add)
+    )
+    return any(_holds(added.left, made) and _holds(added.right, made) for added in sums)
 
 
 def _is_name(node: Any) -> bool:
@@ -241,11 +287,6 @@ def _holds(node: Any, names: set[str]) -> bool:
     if isinstance(node, nodes.Filter) and node.name in _OF_PLAIN:
         return False
     return any(_holds(child, names) for child in node.iter_child_nodes())
-
-
-def _called(node: Any) -> str:
-    """The name of what is called: a function's or a method's."""
-    return str(getattr(node, "attr", None) or getattr(node, "name", ""))
 
 
 def _is_number(node: Any) -> bool:
