@@ -252,6 +252,12 @@ def test_sdpa_is_refused_where_there_is_no_fused_kernel_or_a_random_one() -> Non
         fs.apply_sac(tiny_model("llama", attn_implementation="eager"), save="sdpa")
     with pytest.raises(ValueError, match=r"attention_dropout=0\.2: the kernel has to draw"):
         fs.apply_sac(tiny_model("llama", attention_dropout=0.2), save=["sdpa", "o_proj"])
+    changed = tiny_model("llama", attention_dropout=0.2)
+    changed.config.attention_dropout = 0.0  # the modules keep what they were built with
+    with pytest.raises(
+        ValueError, match=r"attention_dropout=0\.2: .*build the model with attention_dropout=0"
+    ):
+        fs.apply_sac(changed, save="sdpa")
 
 
 def test_what_torch_would_ignore_is_refused() -> None:

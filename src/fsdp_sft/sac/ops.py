@@ -168,7 +168,11 @@ def _check_sdpa(model: nn.Module) -> None:
             "save='sdpa' keeps fused attention kernels, and this model runs attn_implementation='eager'; "
             "load it with 'sdpa', or name the attention module"
         )
-    for name, value in vars(getattr(model, "config", object)).items():
+    # A module has a copy of the rate from when it was built, whatever the config says since.
+    rates = (
+        item for part in (getattr(model, "config", model), *model.modules()) for item in vars(part).items()
+    )
+    for name, value in rates:
         if "drop" in name and "att" in name and isinstance(value, float) and value > 0:
             raise ValueError(
                 f"save='sdpa' cannot be kept with {name}={value}: the kernel has to draw its numbers again; "
