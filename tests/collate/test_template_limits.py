@@ -29,6 +29,10 @@ HIDDEN = {
     "a method by a filter": "{{ ('x'|attr('ljust'))(20000000000) }}",
     "a method by a text": "{{ 'x'['lj' ~ 'ust'](20000000000) }}",
     "an indent of JSON": "{{ messages|tojson(indent=20000000000) }}",
+    "a power in a filter": "{{ 5|round(-999999999) }}",
+    "a number of another base": "{{ messages[0].content|int(0, 16) }}",
+    "a function that is another": "{% for range in ['a'.center] %}{{ range(2500000000) }}{% endfor %}",
+    "a width in a name": "{% set length = '%020000000000d' %}{{ length % 1 }}",
     "bytes": "{{ (1).to_bytes(20000000000, 'big') }}",
     "a translation": "{{ messages[0].content.translate({120: messages[0].content}) }}",
     "a width in a mapping": "{{ '{x:20000000000}'.format_map({'x': 1}) }}",
@@ -140,6 +144,18 @@ def test_a_template_apart_renders_and_fails_as_one_here(monkeypatch: pytest.Monk
     assert apart[:5] == here[:5]
     assert "nofilter" in apart[5]
     assert "nofilter" in here[5]
+
+
+def test_a_process_that_was_ended_is_started_again() -> None:
+    own = _with("{{ '-' * 3 }}")
+    before = fs.encode_chat(chat("q", "a"), own)
+    assert template_limits._apart._process is not None
+    template_limits._apart._process.kill()
+    template_limits._apart._process.wait()
+    assert fs.encode_chat(chat("q", "a"), own) == before
+    text = template.ChatTemplate(own, kwargs={"odd": lambda: 0})
+    with pytest.raises(fs.ChatTemplateError, match="cannot be sent to the process"):
+        text.render([{"role": "user", "content": "q"}])
 
 
 def test_what_real_templates_do_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

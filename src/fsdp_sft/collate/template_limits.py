@@ -26,7 +26,7 @@ _START_SECONDS = 120  # for importing transformers
 # small arguments only.
 _BOUNDED = {
     *("trim", "length", "count", "upper", "lower", "title", "capitalize", "string", "int", "float", "list"),
-    *("first", "last", "default", "d", "safe", "escape", "e", "abs", "round", "min", "max", "sort", "unique"),
+    *("first", "last", "default", "d", "safe", "escape", "e", "abs", "min", "max", "sort", "unique"),
     *(
         "reverse",
         "items",
@@ -127,8 +127,15 @@ class _Apart:
 
     def render(self, job: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         """The text and the spans; raises OverLimitError at a limit, or if the process ends."""
-        sent = pickle.dumps(job)
+        try:
+            sent = pickle.dumps(job)
+        except Exception as error:
+            raise ValueError(
+                f"its variables cannot be sent to the process that renders it: {error}"
+            ) from None
         with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self.end()  # by the system, or by hand, between two jobs
             process = self._process or self._start()
             try:
                 found = self._ask(process, sent, SECONDS)
@@ -210,8 +217,11 @@ def may_grow(parsed: Any) -> bool:
     from jinja2 import nodes
 
     made = _made(parsed)
-    functions = (_FUNCTIONS | {macro.name for macro in parsed.find_all(nodes.Macro)}) - made
-    for node in parsed.find_all((nodes.Mul, nodes.Pow, nodes.Mod, nodes.Filter, nodes.Call, nodes.Name)):
+    set_here = {name.name for name in parsed.find_all(nodes.Name) if name.ctx != "load"}
+    functions = (_FUNCTIONS | {macro.name for macro in parsed.find_all(nodes.Macro)}) - set_here
+    for node in parsed.find_all(
+        (nodes.Mul, nodes.Pow, nodes.Mod, nodes.FloorDiv, nodes.Filter, nodes.Call, nodes.Name)
+    ):
         if isinstance(node, nodes.Name):
             if node.name in ("varargs", "kwargs"):
                 return True
@@ -250,6 +260,8 @@ def _is_bounded(node: Any, functions: set[str]) -> bool:
     else:
         name = node.node.attr if isinstance(node.node, nodes.Getattr) else ""
     arguments = [*node.args, *(keyword.value for keyword in node.kwargs)]
+    if name == "int" and arguments:  # another base than 10, for which Python has no limit of digits
+        return False
     return name in _BOUNDED or (name in _BY_ARGUMENTS and all(map(_is_small, arguments)))
 
 
@@ -295,8 +307,10 @@ def _is_number(node: Any) -> bool:
 
     if isinstance(node, nodes.Const):
         return isinstance(node.value, (int, float))
-    counts = {"index", "index0", "revindex", "revindex0", "length"}
-    return getattr(node, "attr", "") in counts or getattr(node, "name", "") in ("length", "count", "int")
+    if isinstance(node, nodes.Getattr):
+        counts = {"index", "index0", "revindex", "revindex0", "length"}
+        return getattr(node.node, "name", "") == "loop" and node.attr in counts
+    return isinstance(node, nodes.Filter) and node.name in ("length", "count", "int")
 
 
 def _is_small(node: Any) -> bool:

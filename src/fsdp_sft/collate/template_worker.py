@@ -24,9 +24,9 @@ def main() -> None:
         grown = int.from_bytes(sys.stdin.buffer.read(8), "little")
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + grown,) * 2)
         while length := int.from_bytes(sys.stdin.buffer.read(8), "little"):
-            job = pickle.loads(sys.stdin.buffer.read(length))  # from the process that started this one
+            data = sys.stdin.buffer.read(length)
             try:
-                text, spans = render_chat(**job)
+                text, spans = render_chat(**pickle.loads(data))  # from the process that started this one
                 if len(text) > grown // 8:  # the other process makes several copies
                     raise MemoryError
                 _answer(answers, {"text": text, "spans": spans})
