@@ -331,7 +331,6 @@ def test_every_private_name_is_watched() -> None:
         "experts_implementation_of",
         "experts_forward",
     }
-    watched |= {"parsed_template"}  # by collate/test_template_limits.py
     watched |= {"attention_asked_for", "ask_for_attention"}  # by weights/test_remote_code.py
     watched |= {"compiled_call_of", "set_compiled_call"}  # by sac/test_offload.py
     watched |= {"is_compiled", "varlen_attn_takes_gqa", "checkpointing_flag"}

@@ -56,9 +56,7 @@ def settings() -> dict[str, Any]:
     return {
         "environment": {name: os.environ[name] for name in os.environ.keys() - _NOBODYS},
         "folder": os.getcwd(),
-        "threads": sorted(
-            t.name for t in threading.enumerate() if "tqdm" not in t.name and t.name != "watched"
-        ),
+        "threads": sorted(t.name for t in threading.enumerate() if "tqdm" not in t.name),
         "signals": [signal.getsignal(number) for number in _SIGNALS],
         "logging": logging.root.manager.disable,
         "warnings": [str(entry) for entry in warnings.filters],

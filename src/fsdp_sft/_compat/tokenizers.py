@@ -37,18 +37,6 @@ def render_chat(
     return texts[0], [(int(start), int(end)) for start, end in (spans[0] if tagged else ())]
 
 
-def parsed_template(template: str) -> Any:
-    """The syntax tree of a chat template, with transformers' extensions of Jinja.
-
-    The function that has them, ``_cached_compile_jinja_template``, has no public form; it compiles, and so
-    evaluates constants. Nothing of this template is compiled here.
-    """
-    from transformers.utils import chat_template_utils
-
-    compile_template: Any = chat_template_utils._compile_jinja_template
-    return compile_template("").environment.parse(template)
-
-
 @functools.lru_cache(maxsize=64)
 def _has_generation_tag(template: str) -> bool:
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None

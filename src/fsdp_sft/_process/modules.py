@@ -1,17 +1,17 @@
-"""A module of this library that runs in a process of its own, and talks through pipes."""
+"""A module of this library that runs in a process of its own."""
 
 import os
 import subprocess
 import sys
-from typing import IO, Any
+from typing import Any
 
 
-def start_module(name: str, errors: "IO[bytes] | None" = None) -> "subprocess.Popen[bytes]":
-    """Start ``python -P -m name`` without accelerators, with pipes to its standard input and output.
+def start_module(name: str, **files: Any) -> "subprocess.Popen[bytes]":
+    """Start ``python -P -m name`` without accelerators.
 
     Args:
         name: The module.
-        errors: File for its standard error; None shares this process's.
+        files: ``stdin``, ``stdout`` and ``stderr``, as ``subprocess.Popen`` takes them.
     """
     environment = {
         **os.environ,
@@ -21,6 +21,4 @@ def start_module(name: str, errors: "IO[bytes] | None" = None) -> "subprocess.Po
         "CUDA_VISIBLE_DEVICES": "",
     }
     # -P: otherwise the current folder, which may be a stranger's, would come first on the path.
-    command, pipe = [sys.executable, "-P", "-m", name], subprocess.PIPE
-    options: dict[str, Any] = {"env": environment, "stdin": pipe, "stdout": pipe, "stderr": errors}
-    return subprocess.Popen(command, **options)
+    return subprocess.Popen([sys.executable, "-P", "-m", name], env=environment, **files)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
-from fsdp_sft.collate.template_limits import TemplateRunError, is_rendered_apart, render
+from fsdp_sft.collate.rendering import TemplateRunError, render
 from fsdp_sft.collate.tokens import starts_in_a_token, tokenise
 from fsdp_sft.errors import ChatTemplateError
 
@@ -148,8 +148,6 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: If the template refuses the conversation.
         """
-        import jinja2
-
         if self._in_parts or self._thinks_in_parts:
             messages = [self._as_parts(message) for message in messages]
         try:
@@ -160,14 +158,10 @@ class ChatTemplate:
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
             )
-        except (
-            *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
-            *(ArithmeticError, RecursionError, MemoryError, SyntaxError),
-        ) as error:
-            kind = "" if isinstance(error, TemplateRunError) else f"{type(error).__name__}: "
+        except TemplateRunError as error:
             raise ChatTemplateError(
                 f"the chat template of {describe_tokenizer(self.tokenizer)} does not take this conversation: "
-                f"{kind}{error}; change the row, or pass another chat_template="
+                f"{error}; change the row, or pass another chat_template="
             ) from None  # a cause would be printed as its template wrote it
         return text, tags if self._tags_count else []
 
@@ -450,15 +444,10 @@ def check_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
 @lru_cache(maxsize=64)
 def _syntax_error(template: str) -> str | None:
     """What is wrong with the syntax of a template; None if it parses."""
-    import jinja2
-
     try:
-        if not is_rendered_apart(template):  # else its constants are not evaluated here
-            render(template, [], variables={})
-    except jinja2.TemplateSyntaxError as error:
-        return f"line {error.lineno}: {error.message}"
-    except Exception:  # it parses, but needs a conversation
-        return None
+        render(template, [], variables={})
+    except TemplateRunError as error:
+        return error.syntax  # else it parses, but needs a conversation
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -214,7 +215,10 @@ class _Worker:
 
     def __init__(self, job: Any, log: Path, tick: Callable[[int], None]) -> None:
         with open(log, "xb") as errors:
-            self._process = start_module("fsdp_sft.collate.encoded.worker", errors)
+            pipe = subprocess.PIPE
+            self._process = start_module(
+                "fsdp_sft.collate.encoded.worker", stdin=pipe, stdout=pipe, stderr=errors
+            )
         self._job, self._log, self._tick = pickle.dumps(job), log, tick
         self._result: tuple[FilterCounts, int] | None = None
         self._thread = threading.Thread(target=self._talk, daemon=True)
