@@ -150,6 +150,14 @@ def test_a_file_that_says_nothing_counts_by_its_age(text: str, tmp_path: Path) -
     _save(tmp_path, 1)
 
 
+def test_a_pipe_of_that_name_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / in_use.FILE_NAME)
+    started = time.monotonic()
+    with pytest.raises(fs.CheckpointInUseError, match=r"by process 0 on \?: one job"):
+        _save(tmp_path, 1)
+    assert time.monotonic() - started < 5
+
+
 def test_who_was_taken_over_does_not_go_on(tmp_path: Path) -> None:
     _save(tmp_path, 1)
     _save(tmp_path, 2)

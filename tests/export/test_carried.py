@@ -68,6 +68,17 @@ def test_files_of_the_processor_come_along(load: str, tmp_path: Path) -> None:
     assert not (out / "notes.json").exists()
 
 
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "model")
+    (tmp_path / "secret.json").write_text("{}")
+    (source / "processor_config.json").symlink_to(tmp_path / "secret.json")
+    model = transformers.LlamaForCausalLM.from_pretrained(source)
+    with pytest.warns(UserWarning, match=r"processor_config\.json.*it is not copied into the export"):
+        out = fs.export_hf(model, tmp_path / "out")
+    assert not (out / "processor_config.json").exists()
+    assert (out / "config.json").exists()
+
+
 def test_a_model_of_another_kind_or_from_nowhere_takes_nothing(tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "model")
     (source / "processor_config.json").write_text("{}")

@@ -209,6 +209,8 @@ def test_the_command_line_finds_the_longest_row(
     assert lengths["4"] > 3.5 * lengths["1"]
     assert "the config gives the model 32768 positions" in text
     assert "█" in text
+    assert main([*given, "--longest", "--replicas", "3"]) == 2
+    assert "--replicas must divide --gpus" in capsys.readouterr().err
     assert main(given) == 2
     assert "--seq and --global-batch are needed, or --longest" in capsys.readouterr().err
     image = pytest.importorskip("matplotlib.image")

@@ -51,17 +51,18 @@ with torch.device("meta"):
     model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu"))
+    fs.shard_model(model, mesh=fs.build_mesh(device_type="cpu", **json.loads(sys.argv[4])))
 own = sum(p.to_local().numel() for p in model.parameters())
+ranks //= json.loads(sys.argv[4]).get("dp_replicate", 1)
 said = [str(w.message) for w in caught if "times the mean" in str(w.message)]
 print(json.dumps([own * ranks / sum(p.numel() for p in model.parameters()), said]))
 """
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "said"),
+    ("kind", "fields", "mesh", "said"),
     [
-        ("MixtralConfig", {"num_hidden_layers": 2}, None),
+        ("MixtralConfig", {"num_hidden_layers": 2}, {}, None),
         (
             "GptOssConfig",
             {
@@ -70,18 +71,30 @@ print(json.dumps([own * ranks / sum(p.numel() for p in model.parameters()), said
                 "num_hidden_layers": 2,
                 "num_local_experts": 128,
             },
+            {},
             "build_mesh(dp_replicate=2) shards over 128, evenly",
+        ),
+        (
+            "GptOssConfig",
+            {
+                "hidden_size": 2880,
+                "intermediate_size": 2880,
+                "num_hidden_layers": 2,
+                "num_local_experts": 64,
+            },
+            {"dp_replicate": 2, "cp": 2},
+            "build_mesh(dp_replicate=4, cp=2) shards over 64, evenly",
         ),
     ],
 )
 def test_experts_lie_evenly_on_many_ranks_or_are_named(
-    kind: str, fields: dict[str, Any], said: str | None, tmp_path: Path
+    kind: str, fields: dict[str, Any], mesh: dict[str, int], said: str | None, tmp_path: Path
 ) -> None:
     import json
 
     script = tmp_path / "fake.py"
     script.write_text(FAKE)
-    code, text = Program(script, "256", kind, json.dumps(fields)).wait(120)
+    code, text = Program(script, "256", kind, json.dumps(fields), json.dumps(mesh)).wait(120)
     assert code == 0, text[-2000:]
     found, messages = json.loads(next(line for line in text.splitlines() if line.startswith("[")))
     if said is None:
@@ -91,7 +104,8 @@ def test_experts_lie_evenly_on_many_ranks_or_are_named(
         assert found > 1.05
         assert len(messages) == 1
         assert said in messages[0]
-        assert "mlp.experts.gate_up_proj (128, 2880, 5760)" in messages[0]
+        uneven = "gate_up_proj (128, 2880, 5760)" if not mesh else "down_proj (64, 2880, 2880)"
+        assert f"mlp.experts.{uneven}" in messages[0]
 
 
 def _model(*, compiled: bool = False, **options: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from fsdp_sft._compat.models import original_class
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.weights.hub import PROCESSOR_FILES
 from fsdp_sft.weights.resolve import resolved_inside
 
@@ -71,8 +73,13 @@ def _cached(name: str, file: str) -> Path | None:
     if not name:
         return None
     if Path(name).is_dir():
-        found = Path(name) / file
-        return resolved_inside(Path(name), file) if found.is_file() else None
+        if not (Path(name) / file).is_file():
+            return None
+        try:
+            return resolved_inside(Path(name), file)
+        except CheckpointFormatError as error:  # no reason to end a training without its export
+            warn_caller(f"{error}; it is not copied into the export")
+            return None
     try:
         cached = try_to_load_from_cache(name, file)
     except ValueError:  # no name of a repository
