@@ -83,6 +83,14 @@ def test_a_template_that_does_not_end_or_is_too_large(name: str, monkeypatch: py
     assert fs.encode_chat(chat("q", "a"), _with("")).num_targets, "the limit has outlived its template"
 
 
+@pytest.mark.parametrize("text", ["{{ ('x' * 3000000000)|length }}", "{{ 'x' * 200000000 }}"])
+def test_memory_is_limited_whatever_the_time(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the process that renders, and of what comes back, which is copied here."""
+    monkeypatch.setattr(rendering, "SECONDS", 60.0)
+    with pytest.raises(rendering.TemplateRunError, match="more than 60 s, or 1 GiB of memory"):
+        rendering.render(text, [], variables={})
+
+
 def test_what_only_some_rows_set_off() -> None:
     own = _with("{% if messages[0].content|length > 5 %}{{ 'x' * 20000000000 }}{% endif %}{{ '-' * 3 }}")
     assert own.decode(fs.encode_chat(chat("q", "a"), own).input_ids).startswith("---")
