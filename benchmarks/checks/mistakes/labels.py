@@ -155,7 +155,7 @@ MISTAKES = [
     ),
     Mistake(
         "half a tag is a header",
-        "collate/template.py",
+        "collate/headers.py",
         "            length = at\n",
         "            pass\n",
         ("tests/collate/test_end_of_turn.py",),
@@ -183,7 +183,7 @@ MISTAKES = [
     ),
     Mistake(
         "half of the tag that ends an answer",
-        "collate/template.py",
+        "collate/headers.py",
         "return length + closed.end() if opened and closed else length",
         "return length",
         ("tests/collate/test_end_of_turn.py",),

@@ -16,16 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from fsdp_sft.collate.headers import common_length
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
-from fsdp_sft.collate.template import (
-    NUMERIC_SENTINEL,
-    ChatTemplate,
-    TemplateFacts,
-    common_length,
-    numeric_sentinel,
-    sentinel,
-    split_at_sentinels,
-)
+from fsdp_sft.collate.sentinels import NUMERIC_SENTINEL, numeric_sentinel, sentinel, split_at_sentinels
+from fsdp_sft.collate.template import ChatTemplate, TemplateFacts
 from fsdp_sft.errors import ChatTemplateError
 
 # By message index and key of a text ("content", ...): (characters, weight) of each part of that text.

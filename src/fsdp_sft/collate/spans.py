@@ -54,19 +54,12 @@ from itertools import pairwise
 from typing import Any
 
 from fsdp_sft.collate.forms import other_forms
+from fsdp_sft.collate.headers import OPENED_REASONING, common_length, is_a_header, shared_header
 from fsdp_sft.collate.layout import THINK, Dropped, Layout, MessageSpan, SlotSpan, lay_out, mark_text
 from fsdp_sft.collate.messages import Message
 from fsdp_sft.collate.rows import Conversation
-from fsdp_sft.collate.template import (
-    OPEN,
-    OPENED_REASONING,
-    ChatTemplate,
-    TemplateFacts,
-    common_length,
-    is_a_header,
-    shared_header,
-    split_at_sentinels,
-)
+from fsdp_sft.collate.sentinels import OPEN, split_at_sentinels
+from fsdp_sft.collate.template import ChatTemplate, TemplateFacts
 from fsdp_sft.errors import ChatTemplateError
 
 # Tags that open and close reasoning in the rendered text: <think>, [THINK], <|END_THINKING|>, <|end|> ...

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from fsdp_sft.collate.headers import common_length, is_a_header, is_begun_by, shared_header, through_the_tag
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
-from fsdp_sft.collate.rendering import TemplateRunError, render
+from fsdp_sft.collate.sentinels import has_sentinel, sentinel
+from fsdp_sft.collate.template_process import TemplateRunError, render
 from fsdp_sft.collate.tokens import starts_in_a_token, tokenise
 from fsdp_sft.errors import ChatTemplateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# A sentinel is a number between two private-use characters, which mean nothing to templates and strip().
-OPEN, CLOSE = "\U000f5b01", "\U000f5b02"
-_SENTINEL = re.compile(f"{OPEN}([0-9]+){CLOSE}")
-_ESCAPED = repr(OPEN)[1:-1]
-# The sentinel of a number, which templates print without quotes, must be a number itself: fourteen digits, of
-# which the middle six are the sentinel's number.
-NUMERIC_SENTINEL = re.compile("7351([0-9]{6})1537")
-_EITHER_SENTINEL = re.compile(f"{_SENTINEL.pattern}|{NUMERIC_SENTINEL.pattern}")
 
 # A macro or a block set captures its output, and transformers counts the offsets of generation tags in it
 # from the start of that output, which makes them useless.
@@ -35,12 +28,6 @@ _CAPTURED_TAG = re.compile(
     re.DOTALL,
 )
 
-
-# Reasoning that a generation prompt opens, and may close again: <think>, [THINK], <|START_THINKING|>,
-# <|channel|>analysis<|message|>, "<|channel>thought" ...
-OPENED_REASONING = re.compile(
-    r"\s*[<\[][^<>\[\]]*(?:think|thought|reason|channel)[^<>\[\]]*[>\]].*", re.DOTALL | re.IGNORECASE
-)
 
 # A tokenizer that joins " " and one of these usual first words joins it with most other words.
 _FIRST_WORDS = ("The", "I", "Yes", "a")
@@ -292,10 +279,10 @@ class ChatTemplate:
             stop_has_more=first != end_of_turn,
             prompt=prompted_later,
             prompt_varies=not (
-                _is_begun_by(prompted, prompted_later) or _is_begun_by(prompted_later, prompted)
+                is_begun_by(prompted, prompted_later) or is_begun_by(prompted_later, prompted)
             ),
             opens_reasoning=opens_reasoning,
-            prompt_differs=not (opens_reasoning or _is_begun_by(before_answer, prompted_later)),
+            prompt_differs=not (opens_reasoning or is_begun_by(before_answer, prompted_later)),
             no_generation_prompt=not prompted_later[common_length(asked_later, prompted_later) :].strip()
             and is_a_header(before_answer[common_length(prompted_later, before_answer) :]),
             prompt_merges=self._is_joined(headers, before_answer),
@@ -323,7 +310,7 @@ class ChatTemplate:
         first, later = (re.sub(r"\d", "0", text)[::-1] for text in (before_question, after_past_answer))
         length = len(after_past_answer) - common_length(first, later)
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
-        length = _through_the_tag(after_past_answer, length, [token for token in added if token])
+        length = through_the_tag(after_past_answer, length, [token for token in added if token])
         eos = str(self.tokenizer.eos_token or "")
         more = re.match(rf"\s*{re.escape(eos)}", after_past_answer[length:]) if eos else None
         return after_past_answer[: length + more.end() if more else length]
@@ -466,88 +453,3 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Class and name of a tokenizer, for error messages."""
     name = tokenizer.name_or_path
     return f"{type(tokenizer).__name__} {name!r}" if name else type(tokenizer).__name__
-
-
-def _through_the_tag(text: str, length: int, tokens: Iterable[str]) -> int:
-    """`length`, or the end of the token or tag of `text` that a cut there would split."""
-    for token in tokens:
-        at = text.find(token, max(0, length - len(token) + 1))
-        if 0 <= at < length:
-            return at + len(token)
-    opened = re.search(r"[<\[][^\s<>\[\]]*$", text[:length])
-    closed = re.match(r"[^\s<>\[\]]*[>\]]+", text[length:])
-    return length + closed.end() if opened and closed else length
-
-
-def _is_begun_by(before_answer: str, prompt: str) -> bool:
-    """Whether the text in front of an answer begins with the generation prompt, except for a think block.
-
-    Templates of reasoning models open one in the prompt, or write an empty one, which an answer without
-    reasoning lacks or writes differently.
-    """
-    shared = shared_header(prompt, before_answer)
-    extra = prompt[len(shared) :]
-    return not extra or OPENED_REASONING.fullmatch(extra) is not None
-
-
-def is_a_header(text: str) -> bool:
-    """Whether the text in front of an answer is more than white space or an opening of reasoning."""
-    return bool(text.strip()) and OPENED_REASONING.fullmatch(text) is None
-
-
-def shared_header(prompt: str, before: str) -> str:
-    """Common prefix of the two, without the beginning of a tag or word at its end.
-
-    So ``<|start_a|>`` and ``<|start_b|>`` have nothing in common.
-    """
-    length = common_length(prompt, before)
-    for opening, closing in (("<", ">"), ("[", "]"), ("{", "}")):
-        at = prompt.rfind(opening, 0, length)
-        if at > prompt.rfind(closing, 0, length) and re.match(r"[<\[{]\S*[>\]}]", prompt[at:]):
-            length = at
-    if length < max(len(prompt), len(before)):
-        word = re.search(r"\w+$", prompt[:length])
-        if word and re.match(r"\w", prompt[length:] or before[length:]):
-            length = word.start()
-    return prompt[:length]
-
-
-def common_length(first: str, second: str) -> int:
-    """Length of the longest common prefix."""
-    pairs = zip(first, second, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
-
-
-def sentinel(number: int) -> str:
-    """The sentinel of the text `number`."""
-    return f"{OPEN}{number}{CLOSE}"
-
-
-def numeric_sentinel(number: int) -> int:
-    """The sentinel of the text `number` where that text is a number."""
-    return int(f"7351{number:06d}1537")
-
-
-def split_at_sentinels(text: str, *, numeric: bool) -> tuple[list[str], list[int]]:
-    """Split a text at its sentinels.
-
-    Args:
-        text: The text.
-        numeric: Whether to look for numeric sentinels too.
-
-    Returns:
-        (the N + 1 texts around the sentinels, the numbers of the N sentinels).
-    """
-    if _ESCAPED in text:  # some templates print nested arguments with Python's repr, which escapes sentinels
-        text = text.replace(_ESCAPED, OPEN).replace(repr(CLOSE)[1:-1], CLOSE)
-    if not numeric:
-        pieces = _SENTINEL.split(text)
-        return pieces[::2], [int(number) for number in pieces[1::2]]
-    pieces = _EITHER_SENTINEL.split(text)
-    numbers = [int(a or b) for a, b in zip(pieces[1::3], pieces[2::3], strict=True)]
-    return pieces[::3], numbers
-
-
-def has_sentinel(text: str) -> bool:
-    """Whether a sentinel occurs in the text."""
-    return _SENTINEL.search(text) is not None

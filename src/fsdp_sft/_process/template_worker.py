@@ -1,4 +1,4 @@
-"""A process that renders chat templates: ``python -P -m fsdp_sft._process.rendering_worker``.
+"""A process that renders chat templates: ``python -P -m fsdp_sft._process.template_worker``.
 
 Jobs come and answers go through its standard input, which is a socket. Answers are JSON, since a template
 is a stranger's. What others print goes to its standard error.

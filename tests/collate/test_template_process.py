@@ -14,7 +14,7 @@ import pytest
 
 import fsdp_sft as fs
 from fsdp_sft._compat.tokenizers import render_chat
-from fsdp_sft.collate import rendering, template
+from fsdp_sft.collate import template, template_process
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat
 
@@ -73,7 +73,7 @@ def _peak_bytes() -> int:
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_template_that_does_not_end_or_is_too_large(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "SECONDS", 1.0)
+    monkeypatch.setattr(template_process, "SECONDS", 1.0)
     own, started, before = _with(BOMBS[name]), time.monotonic(), _peak_bytes()
     for _ in range(3):
         with pytest.raises(fs.ChatTemplateError, match=r"more than 1 s, or 1 GiB of memory.*another"):
@@ -86,9 +86,9 @@ def test_a_template_that_does_not_end_or_is_too_large(name: str, monkeypatch: py
 @pytest.mark.parametrize("text", ["{{ ('x' * 3000000000)|length }}", "{{ 'x' * 200000000 }}"])
 def test_memory_is_limited_whatever_the_time(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the process that renders, and of what comes back, which is copied here."""
-    monkeypatch.setattr(rendering, "SECONDS", 60.0)
-    with pytest.raises(rendering.TemplateRunError, match="more than 60 s, or 1 GiB of memory"):
-        rendering.render(text, [], variables={})
+    monkeypatch.setattr(template_process, "SECONDS", 60.0)
+    with pytest.raises(template_process.TemplateRunError, match="more than 60 s, or 1 GiB of memory"):
+        template_process.render(text, [], variables={})
 
 
 def test_what_only_some_rows_set_off() -> None:
@@ -117,13 +117,13 @@ def test_it_is_what_transformers_renders(text: str) -> None:
     given: Any = {"variables": {"extra": [1, None, {"a": 2.5}]}, "tools": tools}
     outcome = _outcome(lambda: render_chat(text, messages, **given))
     if isinstance(outcome, Exception):
-        with pytest.raises(rendering.TemplateRunError) as caught:
-            rendering.render(text, messages, **given)
+        with pytest.raises(template_process.TemplateRunError) as caught:
+            template_process.render(text, messages, **given)
         assert str(caught.value).startswith(type(outcome).__name__)
         assert getattr(outcome, "message", str(outcome)) in str(caught.value)
         assert (caught.value.syntax is not None) == isinstance(outcome, jinja2.TemplateSyntaxError)
     else:
-        assert rendering.render(text, messages, **given) == outcome
+        assert template_process.render(text, messages, **given) == outcome
 
 
 def _outcome(function: Callable[[], Any]) -> Any:
@@ -134,7 +134,7 @@ def _outcome(function: Callable[[], Any]) -> Any:
 
 
 def _process() -> Any:
-    process = rendering._renderer._process
+    process = template_process._renderer._process
     assert process is not None
     return process
 
@@ -170,7 +170,7 @@ class _OnlyHere:
 def test_an_interrupted_answer_is_not_the_next_ones() -> None:
     own = _with("")
     fs.encode_chat(chat("q", "a"), own)
-    connection: Any = rendering._renderer._connection
+    connection: Any = template_process._renderer._connection
 
     class Interrupted:
         def recv_bytes(self) -> bytes:
@@ -180,16 +180,16 @@ def test_an_interrupted_answer_is_not_the_next_ones() -> None:
             return getattr(connection, name)
 
     broken: Any = Interrupted()
-    rendering._renderer._connection = broken
+    template_process._renderer._connection = broken
     with pytest.raises(KeyboardInterrupt):
         fs.encode_chat(chat("q", "interrupted"), own)
     expected = render_chat(ct.CHATML, [{"role": "user", "content": "next"}], variables={})
-    assert rendering.render(ct.CHATML, [{"role": "user", "content": "next"}], variables={}) == expected
+    assert template_process.render(ct.CHATML, [{"role": "user", "content": "next"}], variables={}) == expected
 
 
 def test_threads_and_forks_get_their_own_answers() -> None:
     def texts(who: str) -> list[str]:
-        return [rendering.render("{{ x }}", [], variables={"x": f"{who} {i}"})[0] for i in range(50)]
+        return [template_process.render("{{ x }}", [], variables={"x": f"{who} {i}"})[0] for i in range(50)]
 
     with ThreadPoolExecutor(4) as pool:
         for who, found in zip("abcd", pool.map(texts, "abcd"), strict=True):
@@ -200,7 +200,7 @@ def test_threads_and_forks_get_their_own_answers() -> None:
     if not child:
         try:
             os.write(writing, json.dumps([texts("child")[-1], _process().pid]).encode())
-            rendering._renderer.end()
+            template_process._renderer.end()
         finally:
             os._exit(0)
     os.close(writing)

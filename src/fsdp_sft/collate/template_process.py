@@ -105,7 +105,7 @@ class _Renderer:
     def _start(self) -> Connection:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = start_module("fsdp_sft._process.rendering_worker", stdin=theirs)
+            self._process = start_module("fsdp_sft._process.template_worker", stdin=theirs)
         self._connection = connection = Connection(ours.detach())
         connection.send_bytes(GROWN_BYTES.to_bytes(8, "little"))
         try:
