@@ -1,6 +1,7 @@
 """Options, batches, filtering and rendering of chats."""
 
 import json
+import math
 import os
 import pickle
 from pathlib import Path
@@ -459,3 +460,23 @@ def test_real_data(name, capsys):
                 else [value]
             )
             assert answer.get("from") == "function_call" or all(part in text for part in parts)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input_ids": [1, 1 << 70], "labels": [1, 2]},
+        {"input_ids": [1, 2], "labels": [1, -(1 << 70)]},
+        {"input_ids": [1, 2.5], "labels": [1, 2]},
+        {"input_ids": [1, None], "labels": [1, 2]},
+        {"input_ids": [1, 2], "labels": [1, 2], "loss_weights": [1, math.nan]},
+        {"input_ids": [1, 2], "labels": [1, 2], "loss_weights": [1, 10**400]},
+        {"input_ids": [1, 2], "labels": [1, 2], "loss_weights": [1, "2"]},
+    ],
+    ids=range(7),
+)
+def test_numbers_that_no_batch_can_hold(row):
+    collate = SFTCollator(TOKENIZERS["chatml"], max_length=8)
+    for one in (row, EncodedChat(**row)):
+        with pytest.raises(ValueError, match="must be"):
+            collate([one])

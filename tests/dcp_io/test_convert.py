@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -442,6 +443,15 @@ def test_damaged_metadata_is_a_typed_error(tmp_path: Path) -> None:
             continue
         with pytest.raises(fs.CheckpointCorruptError, match="cannot be read"):
             tensor.read(whole(tensor.shape))
+    metadata = pickle.loads(sound)
+    named = metadata.state_dict_metadata
+    named["step"] = named["net.lm_head.weight"]
+    for index, info in list(metadata.storage_data.items()):
+        if index.fqn == "net.lm_head.weight":
+            metadata.storage_data[replace(index, fqn="step")] = info
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(fs.CheckpointFormatError, match="'step' has the shape"):
+        open_foreign(source, "auto", allow_pickle=False)
     metadata = pickle.loads(sound)
     for entry in metadata.state_dict_metadata.values():
         entry.properties.dtype = None

@@ -217,3 +217,13 @@ def _refused_on_all(root: str) -> None:
 def test_all_ranks_are_told(tmp_path: Path) -> None:
     _claimed(tmp_path, 1)
     run_distributed(_refused_on_all, 2, str(tmp_path))
+
+
+def test_a_folder_in_the_place_of_a_lock(tmp_path: Path) -> None:
+    file = tmp_path / ".lock"
+    (file / "of somebody").mkdir(parents=True)
+    os.utime(file, (0, 0))  # touched by nobody for long
+    own = lock.Lock(file)
+    assert own.take() is None
+    own.end()
+    assert [path.name for path in tmp_path.glob(".lock-*/*")] == ["of somebody"]

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard
 
 import fsdp_sft as fs
+from fsdp_sft._tensors.stored import file_header
 from fsdp_sft.weights import (
     CheckpointFormatError,
     build_meta_model,
@@ -296,6 +297,24 @@ def test_indices_that_lie(tmp_path: Path, weight_map: Any) -> None:
     _set_index(folder, weight_map)
     with pytest.raises(CheckpointFormatError):
         open_checkpoint(folder)
+
+
+def test_links_to_one_file_are_one_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny(tmp_path)
+    file, *_ = open_checkpoint(folder).file_bytes
+    names = [name for name, stored in open_checkpoint(folder).sources.items() if stored.file == file]
+    for index, _ in enumerate(names):
+        (folder / f"part-{index}.safetensors").symlink_to(file.name)
+    _set_index(folder, {name: f"part-{index}.safetensors" for index, name in enumerate(names)})
+    read: list[Path] = []
+
+    def counted(path: Path, *rest: Any) -> Any:
+        read.append(path)
+        return file_header(path, *rest)
+
+    monkeypatch.setattr("fsdp_sft.weights.resolve.file_header", counted)
+    assert list(open_checkpoint(folder).sources) == names
+    assert read == [file]
 
 
 def test_an_index_that_is_not_text(tmp_path: Path) -> None:

@@ -1,13 +1,27 @@
 """A model's config, or its tokenizer, by the name of a folder or of a model on the Hub."""
 
 import os
-from collections.abc import Callable
+import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdp_sft._compat.attention import attention_asked_for
-from fsdp_sft.errors import CheckpointFormatError, CheckpointNotFoundError
+from fsdp_sft._process.bounds import MAX_LABELS, MAX_LAYERS, MAX_SETTINGS_BYTES
+from fsdp_sft._process.limits import blame_no_file
+from fsdp_sft.errors import CheckpointFormatError, CheckpointNotFoundError, FsdpSftError
+
+_SETTINGS = (
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+)  # what transformers' configs and tokenizers are read from
+# Fields of a config that say of how many parts a model is built, each in time of its own.
+_COUNTS = {re.compile(r"(layers?|blocks)$"): MAX_LAYERS, re.compile(r"(experts|labels)$"): MAX_LABELS}
 
 
 def config_of(name: str | os.PathLike[str]) -> Any:
@@ -16,11 +30,60 @@ def config_of(name: str | os.PathLike[str]) -> Any:
     Raises:
         CheckpointNotFoundError: If there is no such folder, and the Hub does not give it.
     """
-    from transformers import AutoConfig
-
-    config = _named(name, partial(AutoConfig.from_pretrained, trust_remote_code=False))
+    config = _named(name, partial(auto_config, trust_remote_code=False), "config")
     refuse_kernels(os.fspath(name), config)
     return config
+
+
+def auto_config(name: str, **options: Any) -> Any:
+    """What ``AutoConfig.from_pretrained`` returns, after the config's numbers have been looked at.
+
+    Raises:
+        CheckpointFormatError: If it claims more layers than a model has: transformers builds lists of them.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    revision = options.get("revision")
+    _check_counts(PreTrainedConfig.get_config_dict(name, revision=revision)[0], name)
+    return AutoConfig.from_pretrained(name, **options)
+
+
+def check_settings(folder: Path) -> None:
+    """Refuse settings that are no regular files, or too large: others would wait for a pipe, or read on.
+
+    Raises:
+        CheckpointFormatError: If there is such a file.
+    """
+    for path in (path for pattern in _SETTINGS for path in folder.glob(pattern)):
+        try:
+            found = path.stat()
+        except OSError:
+            continue  # a link to nothing: whoever needs the file will say so
+        if stat.S_ISDIR(found.st_mode):
+            continue
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointFormatError(f"{path} is not a regular file")
+        if found.st_size > MAX_SETTINGS_BYTES and not path.name.endswith(".index.json"):
+            raise CheckpointFormatError(f"{path} has {found.st_size} bytes, more than {MAX_SETTINGS_BYTES}")
+
+
+@contextmanager
+def read_by_transformers(name: str, what: str) -> Iterator[None]:
+    """Turn what transformers raises for a field that it does not understand into an error about the folder.
+
+    Raises:
+        CheckpointFormatError: Instead of any error but this library's own and those that no file has caused,
+            such as a package that is missing.
+    """
+    try:
+        yield
+    except (FsdpSftError, ImportError):
+        raise
+    except Exception as error:
+        blame_no_file(error, name)
+        raise CheckpointFormatError(
+            f"transformers does not read the {what} of {name}: {type(error).__name__}: {error!s:.500}"
+        ) from error
 
 
 def refuse_kernels(name: str, config: Any) -> None:
@@ -47,13 +110,24 @@ def tokenizer_of(name: str | os.PathLike[str]) -> Any:
     """
     from transformers import AutoTokenizer
 
-    return _named(name, partial(AutoTokenizer.from_pretrained, trust_remote_code=False))
+    return _named(name, partial(AutoTokenizer.from_pretrained, trust_remote_code=False), "tokenizer")
 
 
-def _named(name: str | os.PathLike[str], load: Callable[[str], Any]) -> Any:
+def _check_counts(fields: Any, name: str) -> None:
+    """Refuse numbers of layers and the like that no model has, in a config and in those inside it."""
+    for key, value in fields.items() if isinstance(fields, dict) else ():
+        most = next((most for pattern, most in _COUNTS.items() if pattern.search(str(key))), None)
+        if most is not None and isinstance(value, int) and value > most:
+            raise CheckpointFormatError(f"the config of {name} has {key}={value!s:.50}, more than {most}")
+        _check_counts(value, name)
+
+
+def _named(name: str | os.PathLike[str], load: Callable[[str], Any], what: str) -> Any:
     path = os.path.expanduser(name)
     if Path(path).is_dir():
-        return load(path)
+        check_settings(Path(path))
+        with read_by_transformers(path, what):
+            return load(path)
     try:
         return load(path)
     except (OSError, ValueError) as error:

@@ -7,6 +7,8 @@
 | manifest and other JSON | ``MAX_JSON_BYTES`` | parsed, it takes up to 24 times as much memory |
 | metadata of torch's distributed checkpoint | ``MAX_METADATA_BYTES`` | 1 GiB |
 | settings of a model | ``MAX_SETTINGS_BYTES`` | 64 MiB: a tokenizer with its merges has 20 |
+| layers or blocks, by a config | ``MAX_LAYERS`` | transformers builds each |
+| experts or labels, by a config | ``MAX_LABELS`` | it makes lists of them |
 | dimensions of a tensor | ``MAX_DIMS`` | torch's own |
 | a size, an offset, a stride | ``MAX_SIZE`` | torch's own, a signed integer of 64 bits |
 | ranks of a checkpoint | ``MAX_RANKS`` | a million |
@@ -21,6 +23,8 @@ MAX_INDEX_BYTES = 1 << 28
 MAX_JSON_BYTES = 1 << 27
 MAX_METADATA_BYTES = 1 << 30
 MAX_SETTINGS_BYTES = 1 << 26
+MAX_LAYERS = 4096
+MAX_LABELS = 1 << 16
 MAX_DIMS = 64
 MAX_SIZE = (1 << 63) - 1
 MAX_RANKS = 1 << 20

@@ -125,7 +125,8 @@ def remove(file: Path, stale: Owner | None) -> None:
         return
     if read(aside) != stale:
         _link(aside, file)
-    aside.unlink()
+    with suppress(IsADirectoryError, PermissionError):  # a folder of somebody's stays under its new name
+        aside.unlink()
 
 
 def _job() -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,13 +73,21 @@ def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int], list[flo
 
 
 def check_encoded(ids: Sequence[int], labels: Sequence[int], weights: Sequence[float] | None) -> None:
-    """Refuse ids, labels and weights that do not belong together.
+    """Refuse ids, labels and weights that do not belong together, or that no tensor can hold.
 
     Raises:
-        ValueError: If their lengths differ or are 0.
+        ValueError: If their lengths differ or are 0, an id or a label is no integer of 64 bits, or a weight
+            is negative or not finite.
     """
-    if weights is not None and len(weights) != len(ids):
-        raise ValueError(f"loss_weights has {len(weights)} entries, input_ids {len(ids)}: give one a token")
+    for key, values in (("input_ids", ids), ("labels", labels)):
+        try:
+            array("q", values)
+        except (TypeError, OverflowError):
+            raise ValueError(
+                f'"{key}" must be a flat list of integers of 64 bits, got {shortened(values)}'
+            ) from None
+    if weights is not None:
+        _check_weights(weights, len(ids))
     if len(ids) != len(labels) or not ids:
         raise ValueError(
             "a tokenised row needs input_ids and labels of one length of at least 1, "
@@ -184,10 +193,20 @@ def _weight_list(values: Any) -> list[float]:
         values = values.tolist()
     if not isinstance(values, Sequence) or not set(map(type, values)) <= {int, float}:
         raise ValueError(f'"loss_weights" must be a flat list of numbers, got {shortened(values)}')
-    wrong = next((value for value in values if not 0 <= value <= MAX_WEIGHT), None)
-    if wrong is not None:
-        raise ValueError(f"loss_weights must be finite and not negative, got {wrong}")
+    _check_weights(values, len(values))
     return [float(value) for value in values]
+
+
+def _check_weights(weights: Sequence[float], number: int) -> None:
+    """Refuse weights that are not one for each of ``number`` tokens."""
+    if len(weights) != number:
+        raise ValueError(f"loss_weights has {len(weights)} entries, input_ids {number}: give one a token")
+    try:
+        wrong = [weight for weight in array("d", weights) if not 0 <= weight <= MAX_WEIGHT]
+    except (TypeError, OverflowError):
+        raise ValueError(f'"loss_weights" must be a flat list of numbers, got {shortened(weights)}') from None
+    if wrong:
+        raise ValueError(f"loss_weights must be finite and not negative, got {wrong[0]}")
 
 
 def _refuse_undesired(row: Mapping[str, Any]) -> None:

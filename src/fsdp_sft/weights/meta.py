@@ -17,19 +17,18 @@ from fsdp_sft._compat.models import (
     tie_by_names,
     tied_names,
 )
-from fsdp_sft._model.configs import refuse_kernels
+from fsdp_sft._model.configs import auto_config, check_settings, read_by_transformers, refuse_kernels
 from fsdp_sft._model.quantised import refuse_quantised
 from fsdp_sft._model.twin import meta_twin
-from fsdp_sft._process.codec import MALFORMED
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._tensors.boxes import Box, whole
 from fsdp_sft._tensors.reader import read_jobs
 from fsdp_sft._tensors.safetensors import bytes_of
-from fsdp_sft.errors import CheckpointFormatError
+from fsdp_sft.errors import CheckpointFormatError, FsdpSftError
 from fsdp_sft.weights.prepared_note import prepared_at
-from fsdp_sft.weights.resolve import check_settings, open_checkpoint, told_of_adapter
-from fsdp_sft.weights.vocabulary import build_with_vocabulary
+from fsdp_sft.weights.resolve import open_checkpoint, told_of_adapter
+from fsdp_sft.weights.vocabulary import build_with_vocabulary, check_vocab_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,12 +130,13 @@ def meta_model(
         name, revision, attn_implementation, trust_remote_code, config_overrides or {}
     )
     config.name_or_path = called
-    if new_vocab_size is None:
-        model = build_like_from_pretrained(cls, config, dtype)
-    else:
-        model = build_with_vocabulary(cls, config, dtype, new_vocab_size)
-    _set_requires_grad(model)
-    _take_generation_config(model, Path(name))
+    with read_by_transformers(called, "config"):
+        if new_vocab_size is None:
+            model = build_like_from_pretrained(cls, config, dtype)
+        else:
+            model = build_with_vocabulary(cls, config, dtype, check_vocab_size(new_vocab_size))
+        _set_requires_grad(model)
+        _take_generation_config(model, Path(name))
     _tie(model, Path(name), allow_pickle)
     model.name_or_path = called
     return model.train()  # type: ignore[no-any-return]
@@ -185,9 +185,10 @@ def _class_and_config(
     if attention is not None:
         options["attn_implementation"] = attention
     if cls.config_class is not None:  # the text model of a multimodal one reads its own part of the config
-        config, unused = cls.config_class.from_pretrained(
-            name, return_unused_kwargs=True, **options, **overrides
-        )
+        with read_by_transformers(name, "config"):
+            config, unused = cls.config_class.from_pretrained(
+                name, return_unused_kwargs=True, **options, **overrides
+            )
         unknown = sorted(set(unused) & set(overrides))
         if unknown:
             raise TypeError(f"{cls.config_class.__name__} has no field {', '.join(unknown)}")
@@ -242,8 +243,10 @@ def _auto_config(name: str, options: dict[str, Any]) -> Any:
 
     check_settings(Path(name))
     try:
-        return transformers.AutoConfig.from_pretrained(name, **options)
-    except (*MALFORMED, OSError) as error:
+        return auto_config(name, **options)
+    except (FsdpSftError, ImportError):
+        raise
+    except Exception as error:
         blame_no_file(error, Path(name))
         if Path(name, "MANIFEST.json").is_file() or any(Path(name).glob("*/MANIFEST.json")):
             raise CheckpointFormatError(
@@ -256,7 +259,8 @@ def _auto_config(name: str, options: dict[str, Any]) -> Any:
         if options["trust_remote_code"] or "trust_remote_code" not in str(error):
             if not Path(name).is_dir():
                 raise
-            raise CheckpointFormatError(f"transformers does not read the config of {name}: {error}") from None
+            with read_by_transformers(name, "config"):
+                raise
         raise CheckpointFormatError(
             f"{name} brings code of its own, which has not been run; read it, and if you trust it pass "
             "trust_remote_code=True"

@@ -70,20 +70,6 @@ def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: boo
     return found
 
 
-def check_settings(folder: Path) -> None:
-    """Refuse settings that are no regular files, or too large: others would wait for a pipe, or read on.
-
-    Raises:
-        CheckpointFormatError: If there is such a file.
-    """
-    for path in (folder / "config.json", folder / "generation_config.json"):
-        try:
-            if path.exists():
-                read_bytes(path.resolve(), MAX_SETTINGS_BYTES)
-        except CheckpointCorruptError as error:
-            raise CheckpointFormatError(str(error)) from None
-
-
 def told_of_adapter(name: str | os.PathLike[str], settings: Path) -> str:
     """Advice, for an error, on a folder with a peft adapter, which ``from_pretrained`` would apply.
 
@@ -187,21 +173,23 @@ def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: b
     found = find_manifest(folder, variant, allow_pickle=allow_pickle)
     weight_map = read_index(folder / found) if found.endswith(_INDEX_ENDING) else {}
     names = sorted(set(weight_map.values())) or [found]
-    files = [resolved_inside(folder, name) for name in names]
-    headers = [_header(path, name) for path, name in zip(files, names, strict=True)]
+    files = {name: resolved_inside(folder, name) for name in names}
+    headers: dict[Path, Header] = {}
+    for name, path in files.items():
+        if path not in headers:  # many names may be links to one file
+            headers[path] = _header(path, name)
     sources: dict[str, Stored] = {}
-    for path, header in zip(files, headers, strict=True):
+    for path, header in headers.items():
         for key, entry in header.entries.items():
             sources.setdefault(key, _stored(path, entry))
     for key, name in weight_map.items():
-        number = names.index(name)
-        if key not in headers[number].entries:
+        path = files[name]
+        if key not in headers[path].entries:
             raise CheckpointFormatError(
                 f"{folder / found} says that {key!r} is in {name}, which does not have it"
             )
-        sources[key] = _stored(files[number], headers[number].entries[key])
-    sizes = {path: header.file_bytes for path, header in zip(files, headers, strict=True)}
-    return Checkpoint(sizes, sources)
+        sources[key] = _stored(path, headers[path].entries[key])
+    return Checkpoint({path: header.file_bytes for path, header in headers.items()}, sources)
 
 
 def _stored(path: Path, entry: TensorEntry) -> Stored:

@@ -20,6 +20,17 @@ _SHORT = "_fsdp_sft_shapes_before_new_tokens"  # attribute of a model that has r
 Shape = tuple[int, ...]
 
 
+def check_vocab_size(size: Any) -> int:
+    """The size.
+
+    Raises:
+        ValueError: If it is not a positive integer.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"new_vocab_size must be a positive integer or None, got {size!r}")
+    return size
+
+
 def build_with_vocabulary(cls: Any, config: Any, dtype: torch.dtype, new_vocab_size: int) -> Any:
     """A model on the meta device whose embedding and head have rows for ``new_vocab_size`` tokens.
 
@@ -28,12 +39,9 @@ def build_with_vocabulary(cls: Any, config: Any, dtype: torch.dtype, new_vocab_s
     many checkpoints have spare rows, and rows are never taken away.
 
     Raises:
-        ValueError: If the size is not a positive integer.
         UnsupportedModelError: If the class has tensors that depend on the size in another way than by a row
             for each token.
     """
-    if isinstance(new_vocab_size, bool) or not isinstance(new_vocab_size, int) or new_vocab_size < 1:
-        raise ValueError(f"new_vocab_size must be a positive integer or None, got {new_vocab_size!r}")
     before = build_like_from_pretrained(cls, copy.deepcopy(config), dtype)
     old = _set_vocab_size(config, new_vocab_size)
     model = build_like_from_pretrained(cls, config, dtype)

@@ -1,6 +1,7 @@
 """Opening another tool's checkpoint: which tool has written it, and what it holds by name."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from fsdp_sft.errors import (
     FsdpSftError,
 )
 
+_MOST_OF_AN_OPTION = 64  # numbers; the step is one, and options are a few
 FORMATS = ("auto", "accelerate", "dcp", "full")
 _SHARDED, _OPTIMIZER, _FULL, _FULL_OPTIMIZER = (
     "pytorch_model_fsdp_0",
@@ -185,10 +187,12 @@ def _in_memory(tensor: torch.Tensor) -> ForeignTensor:
 
 
 def _value(folder: DcpFolder, key: str) -> Any:
-    """An entry of a folder as a Python value; a tensor as a number or nested lists."""
+    """An entry of a folder, which is the step or an option, as a Python value; a tensor as nested lists."""
     if key not in folder.tensors:
         return folder.value(key)
     tensor = folder.tensors[key]
+    if math.prod(tensor.shape) > _MOST_OF_AN_OPTION:
+        raise CheckpointFormatError(f"{key!r} has the shape {tensor.shape}, and is a number or a few")
     return tensor.read(Box((0,) * len(tensor.shape), tensor.shape)).tolist()
 
 

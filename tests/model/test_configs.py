@@ -1,0 +1,95 @@
+"""Configs and tokenizers of strangers: odd fields, and numbers that no model has."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsdp_sft as fs
+from fsdp_sft._model.configs import config_of, tokenizer_of
+from tests.harness.hf_folders import save_tiny
+
+ODD: dict[str, dict[str, Any]] = {
+    "ten million layers": {"num_hidden_layers": 10**7, "layer_types": None},
+    "a billion labels": {"num_labels": 10**9},
+    "a million layers further in": {"text_config": {"n_layer": 10**6}},
+    "a text for a number": {"hidden_size": "abc"},
+    "a number for a text": {"hidden_act": 3},
+    "a fraction of a layer": {"num_hidden_layers": 2.5},
+    "below zero": {"hidden_size": -3},
+    "more than can be": {"hidden_size": 2**62},
+    "a division by zero": {"num_attention_heads": 0},
+    "positions of an unknown kind": {"rope_parameters": {"rope_type": "unknown"}},
+    "positions as a list": {"rope_parameters": [1]},
+    "many layers of an unknown kind": {"layer_types": ["unknown"] * 10**5},
+    "an unknown activation": {"hidden_act": "unknown"},
+    "an unknown dtype": {"dtype": "unknown"},
+    "padding outside the vocabulary": {"pad_token_id": 10**9},
+    "a list for a name": {"model_type": ["llama"]},
+    "code as a number": {"auto_map": 7},
+    "labels without numbers": {"id2label": {"first": 1}},
+}
+
+
+def _with(folder: Path, name: str, fields: Any) -> Path:
+    """The folder, with more fields in one of its files."""
+    path = folder / name
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**before, **fields} if isinstance(fields, dict) else fields))
+    return folder
+
+
+@pytest.mark.parametrize("fields", ODD.values(), ids=ODD)
+def test_an_odd_field_is_an_error_about_the_folder(fields: dict[str, Any], tmp_path: Path) -> None:
+    folder = _with(save_tiny(tmp_path), "config.json", fields)
+    started = time.perf_counter()
+    with pytest.raises(fs.CheckpointFormatError, match="config of ") as found:
+        fs.build_meta_model(folder)
+    assert str(folder) in str(found.value)
+    assert len(str(found.value)) < 1000
+    assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize("name", ["ten million layers", "a text for a number", "an unknown dtype"])
+def test_an_odd_field_on_the_command_line(name: str, tmp_path: Path) -> None:
+    folder = _with(save_tiny(tmp_path), "config.json", ODD[name])
+    with pytest.raises(fs.CheckpointFormatError, match="config of "):
+        config_of(folder)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"dtype": 7}', "\0"])
+def test_odd_settings_of_generation(text: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(fs.CheckpointFormatError, match="config of "):
+        fs.build_meta_model(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"version": 1}', '{"model": {"type": "BPE", "vocab": 3}}', "\0"]
+)
+def test_an_odd_tokenizer(text: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    (folder / "tokenizer.json").write_text(text)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(fs.CheckpointFormatError, match="tokenizer of "):
+        tokenizer_of(folder)
+
+
+@pytest.mark.parametrize("read", [config_of, tokenizer_of])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
+def test_a_pipe_among_the_settings(read: Callable[[Path], Any], name: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(fs.CheckpointFormatError, match="not a regular file"):
+        read(folder)
+
+
+def test_layers_as_many_as_models_have(tmp_path: Path) -> None:
+    folder = _with(save_tiny(tmp_path), "config.json", {"num_hidden_layers": 200, "layer_types": None})
+    assert fs.build_meta_model(folder).config.num_hidden_layers == 200
