@@ -49,7 +49,8 @@ def main() -> int:
             differing += 0 if "*" in meant else len(lines)
             changed = {key for key in frozen.keys() | found.keys() if frozen.get(key) != found.get(key)}
             as_meant = len(changed) - len(changed & {*_without(frozen, meant), *_without(found, meant)})
-            print(f"{name}: {len(frozen)} entries, {as_meant} differ as is meant, {len(lines)} others")
+            new = f"{len(found.keys() - frozen.keys())} new"
+            print(f"{name}: {len(frozen)} entries, {as_meant} differ as is meant, {len(lines)} others; {new}")
             print("\n".join(lines))
     return min(differing, 100)
 
@@ -63,15 +64,14 @@ def _without(entries: dict[str, object], left_out: dict[str, str]) -> dict[str, 
 
 
 def _differences(frozen: dict[str, object], found: dict[str, object]) -> "list[str]":
-    """What differs, a line each."""
+    """What differs, a line each; what is new, such as what a new test notes, differs from nothing."""
     gone = [f"  gone: {key}" for key in sorted(frozen.keys() - found.keys())]
-    new = [f"  new: {key}" for key in sorted(found.keys() - frozen.keys())]
     other = [
         f"  {key}\n    was {json.dumps(frozen[key])}\n    is  {json.dumps(found[key])}"
         for key in sorted(frozen.keys() & found.keys())
         if json.dumps(frozen[key]) != json.dumps(found[key])
     ]
-    return gone + new + other
+    return gone + other
 
 
 if __name__ == "__main__":
