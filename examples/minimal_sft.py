@@ -141,7 +141,9 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
         print(fs.render_labels(tokenizer, first.input_ids, first.labels, color=False))
         page = args.output / "labels.html"
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(fs.render_labels_html(tokenizer, **collate(rows[:8])), encoding="utf-8")
+        ids, mask, labels = (collate(rows[:8])[key] for key in ("input_ids", "attention_mask", "labels"))
+        html = fs.render_labels_html(tokenizer, ids, labels, attention_mask=mask)
+        page.write_text(html, encoding="utf-8")
         print(f"eight of them, as a page with the trained text in colour: {page}")
         if args.data is None:
             share, _ = answer(args.model, test_rows, context.device)
