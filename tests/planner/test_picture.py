@@ -14,6 +14,9 @@ from fsdp_sft.planner.picture import draw, draw_lengths, lengths_to_draw
 from tests.planner.families import qwen
 
 BUDGET = budget_of(gpu_named("h100-3gib"), 2)
+TITLE = (
+    "A model: memory per GPU\na model of 7.62B parameters, on 8 x h100, 64 sequences of 4096 tokens a step"
+)
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ def _overlaps(figure: Any) -> list[tuple[str, str]]:
 
 def test_no_number_covers_the_line_and_equal_bars_are_one(figures: list[Any], tmp_path: Path) -> None:
     for end in (4, 5):
-        draw(tmp_path / "plans.png", _estimates()[:end], budget=BUDGET)
+        draw(tmp_path / "plans.png", _estimates()[:end], budget=BUDGET, title=TITLE)
         axes = figures[-1].axes[0]
         labels = [label.get_text() for label in axes.get_yticklabels()]
         assert labels == ["one\nfour", "two\nthree", "five"][: end - 2]
@@ -84,5 +87,5 @@ def test_labels_of_curves_lie_apart(figures: list[Any], tmp_path: Path) -> None:
     rows = fs.longest_rows(config, num_gpus=4, gpu="h100-3gib", attention_mask=False)
     lengths = lengths_to_draw(rows)
     curves = [(row, [row.peak_bytes for length in lengths if length <= row.seq_length]) for row in rows]
-    draw_lengths(tmp_path / "rows.png", lengths, curves, budget=BUDGET)
+    draw_lengths(tmp_path / "rows.png", lengths, curves, budget=BUDGET, title=TITLE)
     assert _overlaps(figures[-1]) == []

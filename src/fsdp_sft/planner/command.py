@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -257,7 +258,7 @@ def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
             print(f"\nFewest such GPUs (in powers of two) that hold this training at all: {fewest}.")
     if args.png:
         labelled = [(f"plan {i}: {_label(plan)}", plan.estimate) for i, plan in enumerate(shown, start=1)]
-        target = draw(args.png, labelled, budget=budget)
+        target = draw(args.png, labelled, budget=budget, title=_title(args, config, estimate, budget))
         print(f"Picture: {target}", file=sys.stderr if args.json else sys.stdout)
 
 
@@ -284,7 +285,8 @@ def _report_longest(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
         for row in rows:
             near = [length for length in lengths if length <= 2 * row.seq_length]
             curves.append((row, peaks_by_length(config, row, near, num_gpus=args.gpus, **options)))
-        target = draw_lengths(args.png, lengths, curves, budget=budget)
+        title = _title(args, config, best.estimate, budget)
+        target = draw_lengths(args.png, lengths, curves, budget=budget, title=title)
         print(f"Picture: {target}", file=sys.stderr if args.json else sys.stdout)
 
 
@@ -340,6 +342,14 @@ def _headline(args: argparse.Namespace, config: Any, estimate: MemoryEstimate, b
         f"{config.model_type}, {size}, on {args.gpus} x {args.gpu} "
         f"({budget.memory_bytes / GIB:.1f} GiB each), {'the longest row that fits' if args.longest else what}"
     )
+
+
+def _title(args: argparse.Namespace, config: Any, estimate: MemoryEstimate, budget: Budget) -> str:
+    """What a picture shows, and of which model and job."""
+    by = ", by the length of a row and the GPUs (cp) that share it" if args.longest else ""
+    lora = f", LoRA of rank {args.lora}" if args.lora else ""
+    name = Path(args.model).name
+    return f"{name}{lora}: memory per GPU at the peak{by}\n{_headline(args, config, estimate, budget)}"
 
 
 def _label(plan: RunPlan) -> str:

@@ -130,7 +130,7 @@ def draw(
     estimates: Sequence[tuple[str, MemoryEstimate]],
     *,
     budget: Budget | None = None,
-    title: str = "Memory per GPU at the peak",
+    title: str,
 ) -> Path:
     """Draw one stacked bar for each labelled estimate: a PNG, or what the suffix names.
 
@@ -195,7 +195,7 @@ def draw_lengths(
     curves: Sequence[tuple[LongestRow, Sequence[int]]],
     *,
     budget: Budget,
-    title: str = "Memory per GPU at the peak, by the length of a row and the GPUs (cp) that share it",
+    title: str,
 ) -> Path:
     """Draw a curve for each number of ranks that share a row: a PNG, or what the suffix names.
 
@@ -274,7 +274,7 @@ def _tokens(number: int) -> str:
 def _finished(figure: Any, title: str, path: str | os.PathLike[str]) -> Path:
     """Write a figure with its title, without the frame's upper and right line; returns the file's path."""
     figure.axes[0].spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=10)
     return save_figure(figure, Path(path))
 
 
