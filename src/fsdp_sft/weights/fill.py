@@ -112,6 +112,7 @@ def fill(
         strategy=reading.strategy,
         reason=reason,
         class_bytes=plan.class_bytes,
+        formats=checkpoint.formats,
         sources=sources,
     )
     tell(_logger, "%s: %s", getattr(model, "name_or_path", "") or type(model).__name__, report)

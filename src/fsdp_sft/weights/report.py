@@ -28,6 +28,8 @@ class LoadReport:
         class_bytes: Bytes of the checkpoint by how they become parameters: ``"identity"`` (a stored tensor as
             it is), ``"separable"`` (whole tensors side by side), ``"region"`` (parts of tensors) and
             ``"other"`` (converted as a whole).
+        formats: Bytes of the checkpoint's tensors by the format in which they are stored, such as
+            ``"bfloat16"``.
         sources: Source of the values of every parameter and buffer, by name: ``"checkpoint"``, ``"tie"``
             (another name of a tensor listed before), ``"initialised"``, ``"computed"``, ``"copy"`` (of
             ``modules_to_save``) or ``"kept"`` (it had values already, as adapters have).
@@ -53,6 +55,7 @@ class LoadReport:
     strategy: str
     reason: str
     class_bytes: dict[str, int]
+    formats: dict[str, int]
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -68,7 +71,8 @@ class LoadReport:
         speed = self.job_bytes_read / self.seconds / 1e9 if self.seconds > 0 else 0.0
         shares = ", ".join(f"{kind} {share:.1%}" for kind, share in self.class_shares.items() if share)
         return (
-            f"loaded {len(self.loaded)} tensors: {_readable(self.job_bytes_read)} read by all ranks, "
+            f"loaded {len(self.loaded)} tensors: {_readable(self.job_bytes_read)} of "
+            f"{' and '.join(self.formats)} read by all ranks, "
             f"{_readable(self.bytes_read)} by this one, in {self.seconds:.2f} s ({speed:.2f} GB/s), "
             f"strategy {self.strategy}: {self.reason} [{shares}]"
         )

@@ -1,6 +1,7 @@
 """The weight files of a checkpoint's folder: their names, checked, and the headers of all their tensors."""
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,14 @@ class Checkpoint:
 
     file_bytes: dict[Path, int]
     sources: dict[str, Stored]
+
+    @property
+    def formats(self) -> dict[str, int]:
+        """Bytes of all tensors by the format in which they are stored, the commonest first."""
+        found: Counter[str] = Counter()
+        for source in self.sources.values():
+            found[str(source.entry.dtype).removeprefix("torch.")] += source.entry.num_bytes
+        return dict(found.most_common())
 
     @property
     def total_bytes(self) -> int:
