@@ -209,3 +209,26 @@ def test_a_program_that_ends_waits_for_its_save(tmp_path: Path, outcome: str, co
     steps = [info.step for info in fs.find_checkpoints(tmp_path) if info.sound]
     assert steps == ([] if code else [1])
     assert [name for name in os.listdir(tmp_path) if name.startswith(".tmp")] == []
+
+
+def _destroy_meanwhile(root: str, slow: int) -> bool:
+    model = make_model(0, {})
+    optimizer = make_adamw(model)
+    train(model, optimizer, 0, 1)
+    fs.save_checkpoint(root, 1, model=model, optimizer=optimizer)
+    rank, told = this_rank(), fs.save_checkpoint
+    with pytest.MonkeyPatch.context() as patch:
+        if slow in (rank, -1):
+            patch.setattr(folder, "write_tensors", slow_write)
+        saved = told(root, 2, model=model, optimizer=optimizer, async_=True, keep_last=1)
+        torch.distributed.destroy_process_group()  # as programs do at their end
+        saved.wait()
+    return saved.path.exists()
+
+
+@pytest.mark.parametrize("slow", [0, 1, -1])
+def test_a_save_outlives_the_process_group(slow: int, tmp_path: Path) -> None:
+    """Otherwise its ranks would each be a job of one, name an unsound step, and delete the one before."""
+    assert run_distributed(_destroy_meanwhile, 2, str(tmp_path), slow) == [True, True]
+    assert dcp_io.verify_checkpoint(tmp_path / "step-2") == []
+    assert sorted(path.name for path in tmp_path.glob("*step*")) == ["step-2"]

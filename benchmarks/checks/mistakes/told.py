@@ -62,8 +62,8 @@ MISTAKES = [
     Mistake(
         "an optimizer that was left behind begins anew without a word",
         "dcp_io/left_behind.py",
-        "_LeftBehind(step if left_behind else None)",
-        "_LeftBehind(None)",
+        "_Loaded(step, loaded)",
+        "_Loaded(step, None)",
         ("tests/test_mistakes.py",),
     ),
     Mistake(

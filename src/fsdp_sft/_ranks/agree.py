@@ -47,7 +47,14 @@ def is_distributed() -> bool:
 
 
 def this_rank() -> int:
-    """This process's rank in the default process group; 0 without one."""
+    """This process's rank in the default process group; 0 without one.
+
+    In a thread with a group of its own it is the rank there, also after ``destroy_process_group``: a save in
+    the background must not take itself for a job of one.
+    """
+    own: dist.ProcessGroup | None = getattr(_this_thread, "group", None)
+    if own is not None:
+        return own.rank()
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
@@ -58,7 +65,10 @@ def tell(logger: logging.Logger, message: str, *values: Any) -> None:
 
 
 def world_size() -> int:
-    """Number of ranks in the default process group; 1 without one."""
+    """Number of ranks in the default process group; 1 without one. In a thread as for ``this_rank``."""
+    own: dist.ProcessGroup | None = getattr(_this_thread, "group", None)
+    if own is not None:
+        return own.size()
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -423,7 +433,7 @@ _Verdict = tuple[float, int, dict[str, Any]]  # when, rank, error
 
 def _verdict(error: Exception | None, when: float) -> _Verdict | None:
     """This rank's error and its time, in a form that can be sent; None without an error."""
-    return None if error is None else (when, dist.get_rank(), portable(error))
+    return None if error is None else (when, this_rank(), portable(error))
 
 
 def _raise_earliest(verdicts: list[_Verdict | None], own: Exception | None, phase: str) -> None:
@@ -432,7 +442,7 @@ def _raise_earliest(verdicts: list[_Verdict | None], own: Exception | None, phas
     if not failed:
         return
     _, first_rank, told = min(failed, key=lambda verdict: verdict[:2])
-    first = own if first_rank == dist.get_rank() and own is not None else revived(told, first_rank)
+    first = own if first_rank == this_rank() and own is not None else revived(told, first_rank)
     ranks = [verdict[1] for verdict in failed]
     first.add_note(f"rank {first_rank} failed first while {phase} (failed: {_listed(ranks)})")
     raise first

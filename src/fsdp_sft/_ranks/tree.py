@@ -27,6 +27,7 @@ Combine = Callable[[bytes, bytes], bytes]
 
 _HEAD = struct.Struct("<BqI96p")  # the news; length of the payload; the call by number and by name
 _FINE, _LOST, _APART = range(3)
+_AGAIN = ", which one of them has come to more often (other numbers of rows, micro-batches or steps)"
 _INLINE_BYTES = 512  # size of a message's first part, which both ends know; short payloads fit into it
 _MOST_BYTES = 1 << 28  # per message, whose length gloo limits
 
@@ -117,9 +118,9 @@ class Tree:
         _HEAD.pack_into(first, 0, kind, len(payload), self._number, self._call.site.encode()[:95])
         first[_HEAD.size : _HEAD.size + len(payload)] = payload[:room]
         try:
-            self._pass(dist.send, first, peer)
+            self._pass("send", first, peer)
             if len(payload) > room:
-                self._pass(dist.send, bytearray(payload[room:]), peer)
+                self._pass("send", bytearray(payload[room:]), peer)
         except RuntimeError as error:  # gloo's errors have no type of their own
             return news or _told(peer, error)
         return news
@@ -128,12 +129,12 @@ class Tree:
         """Receive a value; returns (the news known by then, the value)."""
         first = bytearray(_INLINE_BYTES)
         try:
-            self._pass(dist.recv, first, peer)
+            self._pass("recv", first, peer)
             kind, length, number, site = _HEAD.unpack_from(first)
             payload = bytes(first[_HEAD.size : _HEAD.size + length])
             if length > len(payload):
                 rest = bytearray(length - len(payload))
-                self._pass(dist.recv, rest, peer)
+                self._pass("recv", rest, peer)
                 payload += rest
         except RuntimeError as error:
             return news or _told(peer, error), b""
@@ -142,18 +143,22 @@ class Tree:
         if news is None and number != self._number:
             here = {self._group.rank(): self._call.site, peer: site.decode(errors="replace")}
             said = [f"rank {rank} is in {here[rank] or 'another call'}" for rank in sorted(here)]
+            again = _AGAIN if here[peer] and len(set(here.values())) == 1 else ""
             news = _News(
                 _APART,
-                f"{' and '.join(said)}: all ranks have to make the same calls in the same order. A call that "
-                "is for all of them, made by one (if rank == 0: ...), is the usual reason",
+                f"{' and '.join(said)}{again}: all ranks have to make the same calls in the same order. A "
+                "call that is for all of them, made by one (if rank == 0: ...), is the usual reason",
             )
         return news, payload
 
-    def _pass(self, way: Callable[..., object], memory: bytearray, peer: int) -> None:
-        """Send or receive a block of memory in pieces that gloo takes."""
-        end = "group_dst" if way is dist.send else "group_src"
+    def _pass(self, way: str, memory: bytearray, peer: int) -> None:
+        """Send or receive a block of memory in pieces that gloo takes.
+
+        Through the group itself and not torch.distributed's functions, which know it no more after
+        ``destroy_process_group``: a save in the background then still comes to its end.
+        """
         for piece in torch.frombuffer(memory, dtype=torch.uint8).split(_MOST_BYTES):
-            way(piece, group=self._group, **{end: peer})
+            getattr(self._group, way)([piece], peer, 0).wait()
 
 
 def _told(peer: int, error: RuntimeError) -> _News:

@@ -11,9 +11,10 @@ from typing_extensions import Unpack
 
 from fsdp_sft._model.vocabulary import check_row
 from fsdp_sft._model.wrappers import tokenizer_of
+from fsdp_sft._process.callers import warn_caller
 from fsdp_sft.collate.encode import EncodedChat, encode_rows, truncate
 from fsdp_sft.collate.filtering import let_pass
-from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count
+from fsdp_sft.collate.options import EncodeKeywords, check_choice, check_count, options_of
 from fsdp_sft.collate.rows import check_encoded
 from fsdp_sft.collate.template import describe_tokenizer
 from fsdp_sft.targets import IGNORE_INDEX
@@ -39,7 +40,8 @@ class SFTCollator:
             tokenizer in this process, so that no row that it kept raises; without such a call, "error".
         vocab_size: Number of embeddings of the model, such as `model.config.vocab_size`; a row with an id
             outside of them raises. None leaves that check to `train_step`.
-        **options: Further options of `encode_chat`.
+        **options: Further options of `encode_chat`. Without `truncation` among them, the first row of which
+            `max_length` leaves nothing of an answer is warned of.
 
     Raises:
         ValueError: For an option that is not allowed, or a tokenizer without a padding token.
@@ -84,11 +86,9 @@ class SFTCollator:
         self.padding_side = padding_side
         self.pad_to_multiple_of = pad_to_multiple_of or 1
         self.vocab_size = vocab_size
-        self._options = EncodeOptions(
-            max_length=max_length,
-            on_dropped=let_pass(tokenizer) if on_dropped is None else on_dropped,
-            **options,
-        )
+        self._tells_of_cuts = "truncation" not in options
+        dropped = let_pass(tokenizer) if on_dropped is None else on_dropped
+        self._options = options_of("SFTCollator", options, max_length=max_length, on_dropped=dropped)
 
     def __repr__(self) -> str:
         tokenizer = describe_tokenizer(self.tokenizer)
@@ -120,6 +120,12 @@ class SFTCollator:
         ]
         for chat in chats:
             check_encoded(chat.input_ids, chat.labels, chat.loss_weights)
+            if self._tells_of_cuts and "answer_cut_off" in chat.notes:
+                self._tells_of_cuts = False
+                warn_caller(
+                    f"a row is cut at max_length={self.max_length} and nothing of an answer is left: "
+                    "filter_rows counts such rows (answer_cut_off). truncation= says that it is meant"
+                )
         if self.vocab_size is not None:
             for chat in chats:
                 check_row(chat.input_ids, self.vocab_size)

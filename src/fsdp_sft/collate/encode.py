@@ -17,9 +17,9 @@ from fsdp_sft.collate.rows import (
     read_row,
 )
 from fsdp_sft.collate.spans import Turn, find_turns, not_in_the_text
-from fsdp_sft.collate.template import ChatTemplate, describe_tokenizer
+from fsdp_sft.collate.template import ChatTemplate, check_template, describe_tokenizer
 from fsdp_sft.collate.tokens import Tokens, starts_in_a_token, tokenise
-from fsdp_sft.errors import ChatTemplateError, RowError
+from fsdp_sft.errors import ChatTemplateError, RowError, row_error
 from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -153,10 +153,17 @@ def encode_rows(
     rendered: dict[int, _Rendering] = {}
     templates: dict[Any, ChatTemplate] = {}
     for index, row in enumerate(rows):
-        if is_encoded(row, options.row_format):
-            encoded[index] = EncodedChat(*read_encoded(row))
-        else:
-            rendered[index] = _render(row, tokenizer, options, templates)
+        try:
+            if is_encoded(row, options.row_format):
+                encoded[index] = EncodedChat(*read_encoded(row))
+            else:
+                rendered[index] = _render(row, tokenizer, options, templates)
+        except ValueError as error:
+            if not is_encoded(row, options.row_format) and getattr(tokenizer, "is_fast", False):
+                check_template(tokenizer, options.chat_template)  # a template for no row is no row's fault
+            place = f"row {index} of {len(rows)}: " if len(rows) > 1 else ""
+            reason = error.reason if isinstance(error, RowError) else "malformed"
+            raise row_error(f"{place}{error}", reason) from error
     tokenised = tokenise(tokenizer, [rendering.text for rendering in rendered.values()])
     for (index, rendering), tokens in zip(rendered.items(), tokenised, strict=True):
         labels, weights = _labels(tokens, rendering, options.train_eot)

@@ -14,7 +14,7 @@ from fsdp_sft._model.wrappers import tokenizer_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft.collate.encode import EncodedChat, encode_row, selected_turns, truncate, turns_of_roles
 from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS
-from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice
+from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, options_of
 from fsdp_sft.collate.rows import is_encoded, read_row
 from fsdp_sft.collate.template import check_template
 from fsdp_sft.errors import RowError, printable, row_error
@@ -163,7 +163,7 @@ def filter_rows(
         {'kept': 8, 'no_assistant_turn': 1}
     """
     tokenizer = tokenizer_of(tokenizer)
-    wanted = EncodeOptions(max_length=max_length, on_dropped=on_dropped, **options)
+    wanted = options_of("filter_rows", options, max_length=max_length, on_dropped=on_dropped)
     check_choice("on_error", on_error, ("raise", "count"))
     kept: list[Row] = []
     counts = FilterCounts()

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from fsdp_sft.collate.media import PARTS, refuse_media
@@ -20,6 +21,16 @@ _FLAG_KEYS = ("train", "loss_weight", "weight", "loss_scale")
 _YES_OR_NO = ("loss", "training", "trainable")  # ms-swift's, axolotl's; numbers there are no weights
 _BY_CHARACTERS = ("train_detail", "training_detail")  # axolotl's
 _ORDER = ("thinking", "reasoning", "text", "tool_call")  # of the parts of a content
+_MEANT = {
+    "role",
+    "content",
+    "tool_calls",
+    "weight",
+    "train",
+    *REASONING_KEYS,
+}  # by keys that are spelt nearly so
+_KNOWN = {*_MEANT, *_FLAG_KEYS, *_YES_OR_NO, *_BY_CHARACTERS, "function_call", "tool_call_id", "name"}
+_NEAR = 0.83  # difflib's ratio: "tool_call", "toolCalls", and not "reason"
 # Keys under which a message carries notes while its row is read; take_notes removes them.
 _IN_PARTS = "reasoning given as a part of type thinking"
 _WEIGHED = "characters and weights of a content's parts"
@@ -49,6 +60,10 @@ def read_message(item: Any, where: str) -> Message:
     # In a row from an Arrow table each message has the keys of all, with None for those that it lacks.
     message = {str(key): value for key, value in item.items() if value is not None}
     refuse_media(message, where)
+    for key in message.keys() - _KNOWN:
+        near = get_close_matches(key.lower(), _MEANT - message.keys(), 1, _NEAR)
+        if near:
+            raise ValueError(f"{where} has the key {key!r}, which is not read: is it {near[0]}?")
     role = message.get("role")
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r}; known roles: {', '.join(ROLES)}")

@@ -9,7 +9,7 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft.collate.layout import Dropped
 from fsdp_sft.collate.messages import REASONING_KEYS
 from fsdp_sft.collate.options import EncodeOptions
-from fsdp_sft.collate.rows import Conversation
+from fsdp_sft.collate.rows import Conversation, tool_name
 from fsdp_sft.collate.spans import Found
 from fsdp_sft.collate.template import ChatTemplate, TemplateFacts, describe_tokenizer
 from fsdp_sft.errors import ChatTemplateError
@@ -27,8 +27,8 @@ NOTES = {
     "asked has to write the header of its answer itself; pass a chat_template= that writes the header there",
     "start_in_a_token": "one token holds the end of the generation prompt and the beginning "
     "of an answer, and is not trained; pass a chat_template= whose prompt does not end with a space",
-    "context_dropped": "the template leaves out a text of the system, a user or a tool, so the model is "
-    "trained without it; pass a chat_template= that prints it",
+    "context_dropped": "the template leaves out a text of the system, a user or a tool, or the tools, so the "
+    "model is trained without it; pass a chat_template= that prints it",
     "end_of_answer_alone": "only the end of an answer is trained: its beginning is cut off by "
     "truncation='left', or not within the template's generation tags",
     "longer_than_model": "the row has more tokens than the tokenizer says that its model takes "
@@ -110,7 +110,16 @@ def _on_dropped(found: Found, template: ChatTemplate, options: EncodeOptions) ->
 def _on_context(
     found: Found, template: ChatTemplate, conversation: Conversation, options: EncodeOptions
 ) -> Iterator[str]:
-    """The note on texts of other roles that the template leaves out."""
+    """The note on texts of other roles, or schemas of tools, that the template leaves out."""
+    names = [tool_name(tool) for tool in conversation.tools or ()]
+    printed = any(name in found.text for name in names if name)
+    if any(names) and not printed and options.on_dropped != "ignore":
+        yield "context_dropped"
+        _warn(
+            template,
+            "does not print the tools of some conversations: the model is trained to call what it was not "
+            "told of; pass a chat_template= that prints them",
+        )
     if found.context and options.on_dropped != "ignore":
         yield "context_dropped"
         role = conversation.messages[found.context[0].message]["role"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any, Literal, TypedDict
 
 from fsdp_sft.collate.messages import ROLES
@@ -68,6 +69,21 @@ class EncodeOptions:
         check_choice("on_dropped", self.on_dropped, ON_DROPPED)
         object.__setattr__(self, "train_on", roles)
         object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs))
+
+
+def options_of(function: str, options: Mapping[str, Any], **own: Any) -> EncodeOptions:
+    """The options that a caller has given to a public function, and those that it knows itself.
+
+    Raises:
+        TypeError: For an option that does not exist; the message names the function.
+        ValueError: For the first option that is wrong.
+    """
+    known = {field.name for field in fields(EncodeOptions)}
+    for name in options.keys() - known:
+        near = get_close_matches(name, known, 1)
+        meant = f"do you mean {near[0]}=?" if near else f"its options are {', '.join(sorted(known))}"
+        raise TypeError(f"{function} takes no {name}=; {meant}")
+    return EncodeOptions(**options, **own)
 
 
 def check_choice(name: str, value: Any, allowed: tuple[str, ...], hint: str = "") -> None:

@@ -225,6 +225,12 @@ def _refuse_undesired(row: Mapping[str, Any]) -> None:
         )
 
 
+def tool_name(schema: Mapping[str, Any]) -> str:
+    """The name in a tool's schema; "" if it has none."""
+    function = schema.get("function")
+    return str((function if isinstance(function, Mapping) else schema).get("name") or "")
+
+
 def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
     """Tool schemas as a list of dicts; None if there are none."""
     if isinstance(tools, str):

@@ -47,9 +47,8 @@ class RowShape:
 
 
 def _read_messages(row: Mapping[str, Any]) -> list[Message]:
-    return [
-        read_message(item, f"messages[{i}]") for i, item in enumerate(as_list(row["messages"], "messages"))
-    ]
+    items = as_list(row["messages"], "messages")
+    return _with_system(row, [read_message(item, f"messages[{i}]") for i, item in enumerate(items)])
 
 
 def _read_conversations(row: Mapping[str, Any]) -> list[Message]:
@@ -128,7 +127,7 @@ def _pair(user: Any, assistant: Any, where: str) -> list[Message]:
 
 
 SHAPES = (
-    RowShape("messages", "messages", '"messages" (role/content)', _read_messages, "messages"),
+    RowShape("messages", "messages", '"messages" (role/content)', _read_messages, "messages", ("system",)),
     RowShape(
         "sharegpt",
         "conversations",

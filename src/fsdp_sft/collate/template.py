@@ -106,7 +106,7 @@ class ChatTemplate:
         self._tags_count = not _has_captured_tag(self.text)
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(kwargs or {})}
         self._tools = tools
-        self._thinks_in_parts = thinks_in_parts
+        self._thinks_in_parts = False
         self._key = (self.text, repr(self._variables), len(tokenizer), tools is not None)
         self._facts: TemplateFacts | None = None
         skeletons = _SKELETONS.setdefault(tokenizer, {})
@@ -119,6 +119,7 @@ class ChatTemplate:
         self._in_parts = False
         with suppress(ChatTemplateError):  # a failed probe matters only when a turn is to be found
             self._in_parts = self.facts().in_parts
+        self._thinks_in_parts = thinks_in_parts and self._takes_thinking()
 
     def render(
         self,
@@ -151,6 +152,19 @@ class ChatTemplate:
                 f"{error}; change the row, or pass another chat_template="
             ) from None  # a cause would be printed as its template wrote it
         return text, tags if self._tags_count else []
+
+    def _takes_thinking(self) -> bool:
+        """Whether the template reads parts of type "thinking"; others print the list of parts as Python does.
+
+        Where it does not, reasoning is given as ``reasoning_content``, like parts of type "reasoning".
+        """
+        self._thinks_in_parts = True
+        answer = {"role": "assistant", "content": "said", "reasoning_content": "thought"}
+        try:
+            text, _ = self.render([{"role": "user", "content": "asked"}, answer], tools=self._tools)
+        except ChatTemplateError:
+            return False
+        return re.search(r"""['"]type['"]: ?['"]thinking['"]""", text) is None
 
     def holds_special_token(self, text: str) -> bool:
         """Whether a text holds a special token of the tokenizer, which is then one in the rendering too."""

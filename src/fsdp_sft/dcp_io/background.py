@@ -59,6 +59,7 @@ class BackgroundSave:
             self.error = error
         finally:
             del self._work  # it refers to the model, which could then not be freed
+            self._group = None  # gloo's threads end with it, for which the end of the program is too late
 
 
 _last: BackgroundSave | None = None

@@ -24,6 +24,7 @@ from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.adapter_settings import check_adapters
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last
 from fsdp_sft.dcp_io.choice import choose_step, deleted_meanwhile
+from fsdp_sft.dcp_io.config_settings import change_of_config
 from fsdp_sft.dcp_io.global_batch import change_of_batch
 from fsdp_sft.dcp_io.left_behind import note_optimizer
 from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, TRAIN_STATE_NAME, Manifest
@@ -217,8 +218,9 @@ def load_checkpoint(
     """Resume from a step: exactly at the same world size and mesh, resharded at another.
 
     Everything is checked on all ranks before the model or the optimizer is touched. Random number generators
-    are restored if the world size is the same. If another number of ranks reads distinct rows, a warning says
-    how many rows a step of the optimizer had and has now.
+    are restored if the world size is the same. Warnings say if the model's config has other fields than the
+    step's model had, and if a step of the optimizer has another number of rows: here if another number of
+    ranks reads distinct rows, in the third ``train_step`` if windows have changed.
 
     Args:
         path_or_root: Folder of one step, or root of all steps, of which the newest is taken.
@@ -265,7 +267,7 @@ def load_checkpoint(
         folder, manifest = found
         try:
             loaded = _load_step(folder, manifest, model, optimizer)
-            _tell_of_other_ranks(loaded, model)
+            _tell_of_changes(loaded, model)
             seconds = time.perf_counter() - started
             ranks = loaded.world_size
             tell(
@@ -307,8 +309,8 @@ def _load_step(
         read_model(files, manifest, model, tensors, sources)
         if optimizer is not None:
             apply_optimizer(manifest, model, optimizer, files)
-        left_behind = optimizer is None and bool(manifest.optimizer)
-        note_optimizer(model, int(manifest.step or 0), left_behind=left_behind)
+        has_loaded = optimizer is not None if manifest.optimizer else None
+        note_optimizer(model, int(manifest.step or 0), loaded=has_loaded)
         if rng is not None:
             set_generator_states(rng)
     return LoadedCheckpoint(
@@ -316,14 +318,17 @@ def _load_step(
     )
 
 
-def _tell_of_other_ranks(loaded: LoadedCheckpoint, model: nn.Module) -> None:
-    """Warn, on rank 0, of what differs because another number of ranks saved the step.
+def _tell_of_changes(loaded: LoadedCheckpoint, model: nn.Module) -> None:
+    """Warn, on rank 0, of a model with another config, and of what another number of ranks changes.
 
     Collective: all ranks.
     """
     with agreed(f"comparing this job with that of {loaded.path}"):
         if this_rank() != 0:
             return
+        other_config = change_of_config(loaded.path, loaded._manifest, model)
+        if other_config:
+            warn_caller(other_config)
         told = [change_of_batch(loaded.path, loaded._manifest, model)]
         others = loaded.world_size != world_size() and loaded._manifest.rank_states
         if others and read_rank_content(loaded.path, loaded._manifest, 0)[1] is not None:

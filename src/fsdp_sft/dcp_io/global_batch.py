@@ -11,8 +11,9 @@ from torch import nn
 
 from fsdp_sft._model.record import kept_of, record_of
 from fsdp_sft._model.sharded import mesh_of
+from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.codec import MALFORMED, dumps, loads
-from fsdp_sft._ranks.agree import world_size
+from fsdp_sft._ranks.agree import this_rank, world_size
 from fsdp_sft._ranks.mesh import CP, copies_of_rows
 from fsdp_sft._tensors.disk import read_bytes
 from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, Manifest
@@ -40,20 +41,48 @@ class GlobalBatch:
 
 
 @dataclass
-class _LastWindow:
-    """Number of micro-batches of the last window."""
+class _LastWindows:
+    """Number of micro-batches of the last window, its rows, and how many windows in a row had as many."""
 
     micro_batches: int = 0
+    rows: int = 0
+    times: int = 0
+
+
+@dataclass
+class _Resumed:
+    """Number of the step that the model was loaded from, and the rows of all ranks in its windows."""
+
+    step: int
+    rows: int
+
+
+_STEADY = 3  # windows in a row with the same number of rows, from which on that counts as the usual one
 
 
 def remember_batch(model: nn.Module, micro_batches: Sequence[Any], mesh: "DeviceMesh | None") -> None:
     """Record the window of a completed step."""
     record = record_of(model)
-    known, last = record.kept_or_new(GlobalBatch), record.kept_or_new(_LastWindow)
-    number = len(micro_batches)
+    known, last = record.kept_or_new(GlobalBatch), record.kept_or_new(_LastWindows)
+    number, rows, readers = len(micro_batches), sum(map(_rows_of, micro_batches)), readers_of(mesh)
     if number == last.micro_batches or number >= known.micro_batches:
-        record.keep(GlobalBatch(number, sum(map(_rows_of, micro_batches)), readers_of(mesh)))
-    last.micro_batches = number
+        record.keep(GlobalBatch(number, rows, readers))
+    last.times = last.times + 1 if (number, rows) == (last.micro_batches, last.rows) else 1
+    last.micro_batches, last.rows = number, rows
+    resumed = kept_of(model, _Resumed)
+    if resumed is not None and last.times == _STEADY:
+        _compare(resumed, rows * readers)
+        resumed.rows = 0
+
+
+def _compare(resumed: _Resumed, rows: int) -> None:
+    """Warn, on rank 0, of steps with another number of rows than before the resume."""
+    if this_rank() == 0 and resumed.rows and rows and rows != resumed.rows:
+        warn_caller(
+            f"a step of the optimizer had {resumed.rows:,} rows when step {resumed.step} was saved, and has "
+            f"{rows:,} now (micro-batch x grad_accum_steps x ranks): learning rate and schedule were chosen "
+            "for as many as before"
+        )
 
 
 def _rows_of(batch: Any) -> int:
@@ -86,6 +115,8 @@ def batch_settings(model: nn.Module) -> dict[str, bytes]:
 def change_of_batch(folder: Path, manifest: Manifest, model: nn.Module) -> str:
     """How the global batch of a step changes when other ranks load it, in words; "" if it does not.
 
+    What the step had is kept, to be compared with the first windows.
+
     Raises:
         CheckpointCorruptError: If the file is not what was written.
     """
@@ -94,6 +125,7 @@ def change_of_batch(folder: Path, manifest: Manifest, model: nn.Module) -> str:
     path = folder / "settings" / NAME
     try:
         saved = GlobalBatch(**loads(read_bytes(path, MAX_JSON_BYTES), NAME))
+        record_of(model).keep(_Resumed(int(manifest.step or 0), saved.rows * saved.readers))
         now = _readers_now(model, saved, manifest)
         wanted = Fraction(saved.micro_batches * saved.readers, now)
     except (*MALFORMED, ZeroDivisionError) as error:

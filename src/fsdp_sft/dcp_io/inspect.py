@@ -45,15 +45,17 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, hashes: bool = False) ->
     steps = [] if is_step_folder(folder) else find_checkpoints(folder)
     if not steps:
         return _of_step(folder, hashes)
-    lines = [f"{len(steps)} steps below {folder}"]
+    looked = "contents compared with checksums" if hashes else "names and sizes compared"
+    lines, found = [f"{len(steps)} steps below {folder}; {looked}"], []
     for info in steps:
+        problems = verify_folder(info.path, hashes=True) if hashes and info.sound else []
+        sound = info.sound and not problems
         metric = "" if info.metric is None else f", metric {info.metric:g}"
-        lines.append(f"  {info.path.name}: {'sound' if info.sound else 'NOT SOUND'}{metric}")
-    found = [
-        {"path": str(info.path), "step": info.step, "sound": info.sound, "metric": info.metric}
-        for info in steps
-    ]
-    return Inspection({"steps": found}, printable("\n".join(lines)), all(info.sound for info in steps))
+        lines.append(f"  {info.path.name}: {'sound' if sound else 'NOT SOUND'}{metric}")
+        lines += [f"    PROBLEM  {problem}" for problem in problems[:20]]
+        one = {"path": str(info.path), "step": info.step, "sound": sound, "metric": info.metric}
+        found.append(one | ({"problems": problems} if problems else {}))
+    return Inspection({"steps": found}, printable("\n".join(lines)), all(one["sound"] for one in found))
 
 
 def _of_step(folder: Path, hashes: bool) -> Inspection:

@@ -51,11 +51,13 @@ class Differences:
         compared: Number of labels that are not -100.
         different: Number of those that differ from the id at their place.
         padding: Number of those at places that the attention mask calls padding.
+        unmasked: Places of padding tokens in rows without a mask that are trained, or that text attends to.
     """
 
     compared: int = 0
     different: int = 0
     padding: int = 0
+    unmasked: int = 0
 
 
 def is_to_be_looked_at(model: nn.Module) -> bool:
@@ -63,12 +65,16 @@ def is_to_be_looked_at(model: nn.Module) -> bool:
     return record_of(model).kept_or_new(_Looked).windows < _WINDOWS
 
 
-def look_at(micro_batches: list[Any]) -> Differences:
+def look_at(micro_batches: list[Any], pad: int | None) -> Differences:
     """Refuse a window of this rank whose labels show a recognised mistake.
 
     Three mistakes are recognised: labels that have been shifted already, ``shift_labels`` that have not been
     shifted, and labels that are the attention mask. A shift is reported only from 16 targets on, if at least
     8 of them are different ids; places where an id equals the next one show nothing and do not count.
+
+    Args:
+        micro_batches: The window on this rank.
+        pad: Id of the padding token; None if the model does not say.
 
     Raises:
         BatchError: If there is such a mistake.
@@ -81,7 +87,7 @@ def look_at(micro_batches: list[Any]) -> Differences:
     plain = [batch for batch in batches if not is_shifted(batch)]
     _refuse_shift(plain, "labels")
     _refuse_shift([batch for batch in batches if is_shifted(batch)], "shift_labels")
-    compared = different = padding = 0
+    compared = different = padding = unmasked = 0
     for batch in plain:
         held = batch["labels"] != IGNORE_INDEX
         compared += int(held.sum())
@@ -89,7 +95,22 @@ def look_at(micro_batches: list[Any]) -> Differences:
         mask = batch.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.shape == held.shape:
             padding += int((held & (mask == 0)).sum())
-    return Differences(compared, different, padding)
+        elif mask is None and pad is not None and "position_ids" not in batch:
+            unmasked += _unmasked(batch["input_ids"], held, pad)
+    return Differences(compared, different, padding, unmasked)
+
+
+def _unmasked(ids: torch.Tensor, held: torch.Tensor, pad: int) -> int:
+    """Places at the ends of rows that hold padding and no mask, where it is trained or attended to.
+
+    One such token at an end may end the text, since many models pad with that; so only runs of two or more
+    count, without the first or last of them. Padding on the right that is not trained harms nothing.
+    """
+    padding = ids == pad
+    right = padding.flip(1).cumprod(1).flip(1).bool()
+    left = padding.cumprod(1).bool() & ~right
+    text = right & ~right.roll(1, 1)  # the first of the run
+    return int((right & ~text & held).sum()) + int((left & left.roll(-1, 1)).sum())
 
 
 def say_what_was_seen(
@@ -120,6 +141,13 @@ def say_what_was_seen(
             "%d of %d labels are of padding (attention_mask 0), which the model would learn to write: set "
             "them to -100, as SFTCollator does",
             *(everywhere.padding, everywhere.compared),
+        )
+    if everywhere.unmasked and first and first_time(model, "unmasked"):
+        _logger.warning(
+            "%d places at the ends of rows hold the model's pad_token_id, and the batch has no "
+            "attention_mask: the model would learn to write padding, or read it before the text. Give the "
+            "mask, and labels of -100 there, as SFTCollator does",
+            everywhere.unmasked,
         )
     if looked.windows == 1 and mesh is not None and mesh.size() > 1:
         _compare_rows(micro_batches, mesh, first)

@@ -1,5 +1,6 @@
 """One warning each of what is probably a mistake in a step, but may be meant."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from fsdp_sft._compat.fsdp import compute_dtypes
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
-from fsdp_sft.dcp_io.left_behind import loaded_without_optimizer
+from fsdp_sft.dcp_io.left_behind import loaded_without_optimizer, resumed_with_optimizer
 from fsdp_sft.errors import abridged
 from fsdp_sft.sac import draws_random_numbers
 from fsdp_sft.step.once import done_with, first_time
@@ -19,7 +20,9 @@ _AT_A_RATE = "was trained at a learning rate above 0"
 def warn_of_what_may_be_meant(
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
     scaler: torch.amp.GradScaler | None,
+    names: dict[nn.Parameter, str],
     left_out: list[str],
 ) -> None:
     """Warn, on rank 0, of what makes a training wrong or useless, unless it is meant.
@@ -27,7 +30,9 @@ def warn_of_what_may_be_meant(
     Args:
         model: Model that is to be trained.
         optimizers: Those that step it.
+        schedulers: Those of their learning rates.
         scaler: Scaler of the loss; None without one.
+        names: Its parameters with their names.
         left_out: Names of parameters that require gradients and are in no optimizer.
     """
     if this_rank() != 0:
@@ -47,6 +52,21 @@ def warn_of_what_may_be_meant(
             f"{len(left_out)} parameters that require gradients are in no optimizer ({abridged(left_out)}): "
             "they stay as they are, and their gradients cost memory and count in the norm that is clipped. "
             "Give them to the optimizer, or freeze them with requires_grad_(False)"
+        )
+    left = [name for parameter, name in names.items() if parameter.grad is not None]
+    if left and first_time(model, "gradients"):
+        warn_caller(
+            f"{len(left)} parameters have a gradient before the step ({abridged(left)}), as a backward of "
+            "your own leaves it, and this window's are added to it. If that is not meant, leave that "
+            "backward to train_step, or call optimizer.zero_grad() before it"
+        )
+    resumed = resumed_with_optimizer(model)
+    behind = [one for one in schedulers if getattr(one, "last_epoch", None) == 0]
+    if resumed and behind and first_time(model, f"scheduler {resumed}"):
+        warn_caller(
+            f"the optimizer goes on from step {resumed} and its {type(behind[0]).__name__} begins at 0, so "
+            "that its warm-up comes again: save its state_dict() in train_state, and load_state_dict() it "
+            "from load_checkpoint(...).train_state, unless a new schedule is meant"
         )
     step = loaded_without_optimizer(model)
     if step is not None and not any(one.state for one in optimizers) and first_time(model, f"step {step}"):

@@ -35,6 +35,7 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if isinstance(ids, torch.Tensor):
             _refuse_numbers_that_are_no_ids(ids)
+            _refuse_other_shapes(batch, ids)
         vocabulary.check_ids(batch)
         if isinstance(ids, torch.Tensor):
             _refuse_placeholders(batch, ids, placeholders)
@@ -54,6 +55,17 @@ def _refuse_numbers_that_are_no_ids(ids: torch.Tensor) -> None:
             f"input_ids are {ids.dtype}, and ids are integers: make them torch.long (vectors go into "
             "inputs_embeds)"
         )
+
+
+def _refuse_other_shapes(batch: Any, ids: torch.Tensor) -> None:
+    """Refuse a mask or positions for other tokens than those that the batch has."""
+    for name in ("attention_mask", "position_ids"):
+        value = batch.get(name)
+        if isinstance(value, torch.Tensor) and value.ndim == ids.ndim == 2 and value.shape[1] != ids.shape[1]:
+            raise BatchError(
+                f"{name} is {tuple(value.shape)} and input_ids are {tuple(ids.shape)}: it has an entry a "
+                "token"
+            )
 
 
 # By the name of an id in the config: what it stands for, and parts of the keys of its features.

@@ -10,9 +10,12 @@ from torch import nn
 from fsdp_sft._compat.fsdp import forget_held_back
 from fsdp_sft._compat.optim import forget_unscaled, known_scale
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
+from fsdp_sft._model.vocabulary import padding_token
+from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.former import told_of_former
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._process.trace_spans import part
+from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._ranks.mesh import copies_of_rows
 from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.dcp_io.global_batch import remember_batch
@@ -35,6 +38,7 @@ from fsdp_sft.step.labels import is_to_be_looked_at, say_what_was_seen
 from fsdp_sft.step.loss_is_sum import refuse_mean
 from fsdp_sft.step.meant import warn_of_what_may_be_meant
 from fsdp_sft.step.model_checks import check_of, refuse_noise_on_same_rows
+from fsdp_sft.step.once import first_time
 from fsdp_sft.step.optimizers import (
     Optimizers,
     checked_optimizers,
@@ -185,7 +189,7 @@ def train_step(
     def check_model() -> None:
         refuse_untrainable(model, names, optimizers, mesh, look=bool(anew))
         refuse_stepped_twice(model, schedulers)
-        warn_of_what_may_be_meant(model, optimizers, scaler, left_out)
+        warn_of_what_may_be_meant(model, optimizers, schedulers, scaler, names, left_out)
 
     window = agree_on_window(
         micro_batches,
@@ -194,6 +198,7 @@ def train_step(
         check=check_of(model, own_loss=objective.is_own),
         check_model=check_model,
         look=look,
+        pad=padding_token(model),
         anew=anew,
         group=group,
         options={
@@ -230,6 +235,11 @@ def _without_step(model: nn.Module, window: Window) -> StepResult:
         counter.is_empty = True
     forget_stepped(model)
     reason = "no weight" if window.targets else "no targets"
+    if this_rank() == 0 and first_time(model, reason):
+        warn_caller(
+            f"a window has {reason} on any rank, so its step is skipped and its loss is NaN: look at its "
+            "rows with render_labels. If max_length cuts off the answers, filter_rows leaves such rows out"
+        )
     return StepResult(math.nan, math.nan, 0, window.tokens, skipped=True, skip_reason=reason)
 
 

@@ -1,11 +1,13 @@
 """Checks that trained tensors get their gradients from the reduction over all ranks and from nothing else."""
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -16,6 +18,7 @@ from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.named import parameter_names
 from fsdp_sft._model.record import findings
 from fsdp_sft._model.wrappers import replicated_by, unwrapped
+from fsdp_sft._ranks.agree import world_size
 from fsdp_sft._ranks.mesh import DP_REPLICATE, copies_of_rows, raise_on_mesh
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft.errors import OptimizerError, UnsupportedModelError, abridged
@@ -118,6 +121,8 @@ def _refuse_unreduced(model: nn.Module, names: dict[nn.Parameter, str], mesh: "D
     Raises:
         UnsupportedModelError: If a trained parameter is not sharded, or has a hook that would not run.
     """
+    if mesh is None:
+        _refuse_alone(model)
     if mesh is None or mesh.size() == 1 or copies_of_rows(mesh) > 1:
         return
     is_sharded = any(isinstance(parameter, DTensor) for parameter in names)
@@ -131,6 +136,23 @@ def _refuse_unreduced(model: nn.Module, names: dict[nn.Parameter, str], mesh: "D
             "add_adapters, or load_pretrained(peft_config=)), or freeze them with requires_grad_(False)"
         )
     refuse_hooks(names, are_shards=True, gathered=hooked_while_gathered(model))
+
+
+def _refuse_alone(model: nn.Module) -> None:
+    """Refuse a model of this process alone in a job of several."""
+    name, started = type(unwrapped(model)).__name__, os.environ.get("WORLD_SIZE", "1")
+    if world_size() > 1:
+        raise UnsupportedModelError(
+            f"{name} is neither sharded nor inside DistributedDataParallel, so that each of the "
+            f"{world_size()} ranks would train a model of its own: call shard_model(model, "
+            "mesh=build_mesh()) before the optimizer is made"
+        )
+    if not dist.is_initialized() and started.isdecimal() and int(started) > 1:
+        raise UnsupportedModelError(
+            f"{started} processes were started (WORLD_SIZE) and have not met, so that each would train a "
+            "model of its own: call init_distributed() first, and shard the model. Processes that are meant "
+            "to be apart have no WORLD_SIZE in their environment"
+        )
 
 
 def _has_statistics(module: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """Facts about a window's micro-batches that ranks agree on before the first forward."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,6 +112,7 @@ def agree_on_window(
     check: Check,
     check_model: Callable[[], None],
     look: bool,
+    pad: int | None,
     anew: Anew,
     group: SequenceGroup | None,
     options: dict[str, Any],
@@ -126,6 +127,7 @@ def agree_on_window(
         check: Function that raises for a batch that the model cannot take.
         check_model: Function that raises if the model cannot be trained.
         look: Whether to look for mistakes in labels.
+        pad: Id of the model's padding token; None if it does not say.
         anew: What this rank has to find out anew.
         group: Ranks that share the rows; each counts the targets and tokens of its part.
         options: Options of the step that must be the same on every rank.
@@ -151,7 +153,7 @@ def agree_on_window(
             weight += objective.weight(one.part, count)
             tokens += tokens_of(one.part, needs_ids=not objective.is_own)
         if look:
-            found = look_at(seen)
+            found = look_at(seen, pad)
         for batch in seen:
             check(batch)
     except Exception as caught:
@@ -161,7 +163,8 @@ def agree_on_window(
     compared = to_compare([*digest(repr(options)), len(keys), *digest(keys)])
     own = [targets, tokens, *astuple(found), *astuple(anew), error is not None]
     all_weight, *sums = sum_over_mesh([weight, *own, *same_rows, *compared], mesh)
-    all_targets, all_tokens, looked_at, different, padding, *any_anew, failed = map(int, sums[: len(own)])
+    all_targets, all_tokens, *rest, failed = map(int, sums[: len(own)])
+    looked_at, any_anew = rest[: len(fields(Differences))], rest[len(fields(Differences)) :]
     copies = copies_of_rows(mesh)
     all_weight, all_targets, all_tokens = all_weight / copies, all_targets // copies, all_tokens // copies
     rows_apart, equal = sums[len(own) : len(own) + 2], sums[len(own) + 2 :]
@@ -178,8 +181,8 @@ def agree_on_window(
     if not are_equal(equal, ranks):
         refuse_different_keys(keys)
     refuse_different_rows(rows_apart)
-    found = Differences(looked_at, different, padding)
-    return Window(all_targets, all_tokens, all_weight, tuple(batches), found, Anew(*any_anew))
+    differences = Differences(*looked_at)
+    return Window(all_targets, all_tokens, all_weight, tuple(batches), differences, Anew(*any_anew))
 
 
 def _checked_window(micro_batches: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from fsdp_sft.collate.encoded.source import RowSource
 from fsdp_sft.collate.encoded.store import EncodedDataset, is_sound
 from fsdp_sft.collate.filtering import warn_of_notes
 from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS, WARNED_OF_TEMPLATES
-from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count
+from fsdp_sft.collate.options import EncodeKeywords, check_choice, check_count, options_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,7 +91,7 @@ def encode_dataset(
         (8, {'kept': 8})
     """
     tokenizer = tokenizer_of(tokenizer)
-    wanted = EncodeOptions(max_length=max_length, on_dropped=on_dropped, **options)
+    wanted = options_of("encode_dataset", options, max_length=max_length, on_dropped=on_dropped)
     check_count("max_length", max_length)
     check_choice("on_error", on_error, ("raise", "count"))
     if num_proc is not None:

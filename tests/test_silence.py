@@ -1,0 +1,279 @@
+"""Mistakes that would train something else than was meant, without an error: told at once, and once."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+import fsdp_sft as fs
+from fsdp_sft.commands import main
+from tests.harness.chats import TOKENIZERS, chat
+from tests.harness.device import mesh_here
+from tests.harness.models import ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+
+
+def _told(call: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        call()
+    return [str(one.message) for one in told]
+
+
+def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def _train_alone() -> None:
+    model = tiny_model("llama")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(
+        fs.UnsupportedModelError, match=r"each of the 2 ranks would train .*: call shard_model"
+    ):
+        fs.train_step(model, ragged_batches(1), _sgd(model))
+    assert all(map(torch.equal, before, model.parameters()))
+    model = fs.shard_model(model, mesh=mesh_here())  # the advice
+    assert not fs.train_step(model, ragged_batches(1), _sgd(model)).skipped
+
+
+def test_a_model_that_was_never_sharded() -> None:
+    run_distributed(_train_alone, 2)
+
+
+def test_processes_that_have_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    model = tiny_model("llama")
+    with pytest.raises(fs.UnsupportedModelError, match=r"4 processes .*: call init_distributed\(\) first"):
+        fs.train_step(model, ragged_batches(1), _sgd(model))
+    monkeypatch.delenv("WORLD_SIZE")  # the advice for processes that are apart
+    assert not fs.train_step(model, ragged_batches(1), _sgd(model)).skipped
+
+
+def test_gradients_of_a_backward_of_ones_own() -> None:
+    model = tiny_model("llama")
+    optimizer, (batch,) = _sgd(model), ragged_batches(1)
+
+    def backward() -> None:
+        fs.causal_lm_loss(model, batch, num_targets=fs.count_targets([batch])).backward()
+
+    backward()
+    (told,) = _told(lambda: fs.train_step(model, [batch], optimizer))
+    assert "have a gradient before the step" in told
+    backward()
+    optimizer.zero_grad()
+    assert _told(lambda: fs.train_step(model, [batch], optimizer)) == []
+
+
+def test_a_window_without_targets() -> None:
+    model = tiny_model("llama")
+    optimizer, (batch,) = _sgd(model), ragged_batches(1)
+    empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    told = [text for _ in range(3) for text in _told(lambda: fs.train_step(model, [empty], optimizer))]
+    assert len(told) == 1
+    assert "no targets on any rank, so its step is skipped" in told[0]
+
+
+def test_answers_that_are_cut_off() -> None:
+    rows = [chat("a", "hello", "a longer question", "and its answer"), chat("a", "hi")]
+    collate = fs.SFTCollator(TOKENIZERS["chatml"], max_length=40)
+    (told,) = _told(lambda: [collate(rows), collate(rows)])
+    assert "cut at max_length=40" in told
+    meant = fs.SFTCollator(TOKENIZERS["chatml"], max_length=40, truncation="right")
+    assert _told(lambda: meant(rows)) == []
+    _, counts = fs.filter_rows(rows, TOKENIZERS["chatml"], max_length=40)
+    assert counts["answer_cut_off"] == 1
+
+
+@pytest.mark.parametrize("call", ["SFTCollator", "filter_rows", "encode_dataset"])
+def test_an_option_that_does_not_exist(call: str, tmp_path: Path) -> None:
+    tokenizer, rows = TOKENIZERS["chatml"], [chat("a", "b")]
+    calls: dict[str, Callable[..., Any]] = {
+        "SFTCollator": lambda **o: fs.SFTCollator(tokenizer, max_length=9, **o),
+        "filter_rows": lambda **o: fs.filter_rows(rows, tokenizer, **o),
+        "encode_dataset": lambda **o: fs.encode_dataset(
+            rows, tokenizer, max_length=9, cache_dir=tmp_path, **o
+        ),
+    }
+    with pytest.raises(TypeError, match=rf"{call} takes no train_om=; do you mean train_on=\?"):
+        calls[call](train_om="all")
+    with pytest.raises(TypeError, match=rf"{call} takes no colour=; its options are chat_template, "):
+        calls[call](colour="red")
+
+
+def _padded(side: str, *, mask: bool, train_padding: bool) -> dict[str, torch.Tensor]:
+    model_pad, ids = 0, torch.randint(5, 60, (2, 12))
+    places = slice(8, None) if side == "right" else slice(None, 4)
+    ids[1, places] = model_pad
+    labels = ids.clone()
+    if not train_padding:
+        labels[1, places] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    return {**batch, "attention_mask": (ids != model_pad).long()} if mask else batch
+
+
+@pytest.mark.parametrize(
+    ("side", "mask", "train_padding", "number"),
+    [
+        ("right", False, True, 3),
+        ("right", False, False, 0),
+        ("left", False, False, 3),
+        ("left", True, False, 0),
+    ],
+)
+def test_padding_without_a_mask(
+    side: str, mask: bool, train_padding: bool, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama")
+    model.config.pad_token_id = 0
+    optimizer = _sgd(model)
+    for _ in range(2):
+        fs.train_step(model, [_padded(side, mask=mask, train_padding=train_padding)], optimizer)
+    told = [text for text in caplog.messages if "pad_token_id" in text]
+    assert len(told) == (number > 0)
+    assert all(text.startswith(f"{number} places at the ends of rows") for text in told)
+
+
+def test_a_mask_of_another_length() -> None:
+    model, (batch,) = tiny_model("llama"), ragged_batches(1)
+    for name in ("attention_mask", "position_ids"):
+        short = {**batch, name: torch.ones_like(batch["input_ids"][:, 1:])}
+        with pytest.raises(fs.BatchError, match=rf"{name} is \(\d+, \d+\) and input_ids are"):
+            fs.train_step(model, [short], _sgd(model))
+
+
+@pytest.mark.parametrize(("number", "says"), [(2, None), (4, r"had 4 rows when step 5 .* has 8 now")])
+def test_other_windows_after_a_resume(number: int, says: str | None, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    optimizer = _sgd(model)
+    for _ in range(3):
+        fs.train_step(model, ragged_batches(2), optimizer)
+    fs.save_checkpoint(tmp_path, 5, model=model, optimizer=optimizer)
+    model = tiny_model("llama")
+    optimizer = _sgd(model)
+    fs.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    window = ragged_batches(number)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if says is None else "ignore")
+        fs.train_step(model, window, optimizer)
+        fs.train_step(model, window, optimizer)
+    if says is None:
+        assert _told(lambda: fs.train_step(model, window, optimizer)) == []
+        return
+    with pytest.warns(UserWarning, match=says):
+        fs.train_step(model, window, optimizer)
+    assert _told(lambda: [fs.train_step(model, window, optimizer) for _ in range(4)]) == []
+
+
+def test_a_schedule_that_begins_anew(tmp_path: Path) -> None:
+    def made() -> tuple[Any, Any, Any]:
+        model = tiny_model("llama")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return model, optimizer, LambdaLR(optimizer, lambda step: min(1.0, 0.1 + step / 10))
+
+    model, optimizer, schedule = made()
+    for _ in range(2):
+        fs.train_step(model, ragged_batches(1), optimizer, scheduler=schedule)
+    state = {"schedule": schedule.state_dict()}
+    fs.save_checkpoint(tmp_path, 2, model=model, optimizer=optimizer, train_state=state)
+    for with_schedule in (False, True):
+        model, optimizer, schedule = made()
+        loaded = fs.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+        if with_schedule:
+            schedule.load_state_dict(loaded.train_state["schedule"])
+        told = [
+            text
+            for _ in range(2)
+            for text in _told(lambda: fs.train_step(model, ragged_batches(1), optimizer, scheduler=schedule))
+        ]
+        assert ["goes on from step 2 and its LambdaLR begins at 0" in one for one in told] == (
+            [] if with_schedule else [True]
+        )
+
+
+def test_a_model_with_another_config(tmp_path: Path) -> None:
+    fs.save_checkpoint(tmp_path, 1, model=tiny_model("llama"))
+    other = tiny_model("llama")
+    other.config.rms_norm_eps = 1e-5
+    other.config.use_cache = not other.config.use_cache
+    told = _told(lambda: fs.load_checkpoint(tmp_path, model=other))
+    assert len(told) == 1
+    assert "not that of the step: rms_norm_eps was 1e-06 and is 1e-05. " in told[0]
+    assert _told(lambda: fs.load_checkpoint(tmp_path, model=tiny_model("llama"))) == []
+
+
+def test_a_root_is_verified_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        saved = fs.save_checkpoint(tmp_path, step, model=tiny_model("llama"))
+    (shards,) = saved.path.glob("shards/*")
+    data = bytearray(shards.read_bytes())
+    data[-1] ^= 1
+    shards.write_bytes(data)
+    assert main(["inspect-checkpoint", str(tmp_path)]) == 0
+    assert "names and sizes compared" in capsys.readouterr().out
+    for options in (["--verify"], ["--verify", "--json"]):
+        assert main(["inspect-checkpoint", str(tmp_path), *options]) == 1
+        out = capsys.readouterr().out
+        assert "SHA-256 differs" in out
+        assert ("step-2: NOT SOUND" in out) is ("--json" not in options)
+
+
+def _shown(row: dict[str, Any], template: str | None = None, **options: Any) -> str:
+    tokenizer = TOKENIZERS["chatml"]
+    encoded = fs.encode_chat(row, tokenizer, chat_template=template, **options)
+    return fs.render_labels(tokenizer, encoded.input_ids, encoded.labels, color=False)
+
+
+_OWN = (
+    "{% for m in messages %}[{{ m.role }}]{{ X }}[END]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_thinking_in_parts_where_the_template_reads_none() -> None:
+    thinking = {"type": "thinking", "thinking": "why"}
+    answer = {"role": "assistant", "content": [thinking, {"type": "text", "text": "so"}]}
+    row = {"messages": [{"role": "user", "content": "q"}, answer]}
+    for printed in ("m.content", "m.content | trim", "m.content + ''"):
+        with pytest.raises(fs.ChatTemplateError, match="does not print the reasoning of message 1, 'why'"):
+            _shown(row, _OWN.replace("X", printed))
+    both = _OWN.replace("X", "(m.reasoning_content or '') + m.content")
+    assert _shown(row, both) == "[user]q[END][assistant]⟦whyso[END]⟧"
+
+
+def test_tools_that_the_template_does_not_print() -> None:
+    tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
+    row = {**chat("q", "a"), "tools": [tool]}
+    told = _told(lambda: _shown(row, _OWN.replace("X", "m.content")))
+    assert sum("does not print the tools" in text for text in told) == 1
+    told = _told(lambda: _shown(row, "{{ tools }}" + _OWN.replace("X", "m.content")))
+    assert not any("tools" in text for text in told)
+
+
+def test_a_system_prompt_beside_the_messages() -> None:
+    row = {**chat("q", "a"), "system": "Be brief."}
+    assert _shown(row, _OWN.replace("X", "m.content")).startswith("[system]Be brief.[END][user]q")
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"), [("tool_call", "tool_calls"), ("toolCalls", "tool_calls"), ("weig" + "th", "weight")]
+)
+def test_a_key_that_is_misspelt(key: str, meant: str) -> None:
+    row = chat("q", "a")
+    row["messages"][1][key] = []
+    with pytest.raises(fs.RowError, match=rf"'{key}', which is not read: is it {meant}\?") as found:
+        _shown(row)
+    assert found.value.reason == "malformed"
+    row["messages"][1] = {**row["messages"][1], "id": "7", "reason": "r", "name": "n"}
+    del row["messages"][1][key]
+    _shown(row)
+
+
+def test_the_row_of_a_batch_is_named() -> None:
+    collate = fs.SFTCollator(TOKENIZERS["chatml"], max_length=64)
+    wrong = {"messages": [{"role": "robot", "content": "a"}]}
+    with pytest.raises(fs.RowError, match=r"^row 1 of 2: messages\[0\] has the role 'robot'"):
+        collate([chat("q", "a"), wrong])
