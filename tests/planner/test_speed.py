@@ -127,7 +127,7 @@ def test_a_plan_says_what_binds_it_and_how_to_run_it() -> None:
     code = plan.code("Qwen/Qwen2.5-14B")
     assert "fs.load_pretrained('Qwen/Qwen2.5-14B', mesh=mesh" in code
     assert f"fs.apply_sac(model, '{plan.sac_ratio}', placement='prefix'" in code
-    assert f"batch_size={plan.micro_batch_size}" in code
+    assert f"DataLoader(rows, {plan.micro_batch_size}, sampler=fs.ResumableSampler(rows)" in code
     assert f"grad_accum_steps={plan.grad_accum_steps}" in code
     found = plan.to_dict()
     assert found["peak_bytes"] == plan.peak_bytes == sum(found["breakdown_bytes"].values())
@@ -147,7 +147,7 @@ def test_shards_on_the_host_travel_with_every_gather() -> None:
     assert device.time.offload == 0
     assert host.time.offload >= least
     assert host.time.total >= device.time.total + least / 2
-    assert any("shards live on the host" in reason for reason in host.reasons)
+    assert any("of host memory per GPU: copies take" in reason for reason in host.reasons)
 
 
 def test_ranks_that_share_out_experts_are_the_fewest() -> None:

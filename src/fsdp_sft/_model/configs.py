@@ -32,6 +32,7 @@ def config_of(name: str | os.PathLike[str]) -> Any:
     """
     config = _named(name, partial(auto_config, trust_remote_code=False), "config")
     refuse_kernels(os.fspath(name), config)
+    _check_heads(os.fspath(name), config)
     return config
 
 
@@ -46,6 +47,28 @@ def auto_config(name: str, **options: Any) -> Any:
     revision = options.get("revision")
     _check_counts(PreTrainedConfig.get_config_dict(name, revision=revision)[0], name)
     return AutoConfig.from_pretrained(name, **options)
+
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def sizes_by_default(name: str, config: Any) -> dict[str, Any]:
+    """The sizes of a model that its config file does not say, and so are its class's, by their names.
+
+    Files that transformers writes say all of them; one that was written by hand, or has a name misspelt,
+    describes another model than was meant.
+    """
+    from transformers import PreTrainedConfig
+
+    raw = PreTrainedConfig.get_config_dict(os.path.expanduser(name))[0]
+    said = {str(key) for part in (raw, *raw.values()) if isinstance(part, dict) for key in part}
+    text = config.get_text_config(decoder=True)
+    found = {}
+    for size in _SIZES:
+        field = getattr(text, "attribute_map", {}).get(size, size)
+        if said.isdisjoint({size, field}) and isinstance(getattr(text, field, None), int):
+            found[field] = getattr(text, field)
+    return found
 
 
 def check_settings(folder: Path) -> None:
@@ -111,6 +134,17 @@ def tokenizer_of(name: str | os.PathLike[str]) -> Any:
     from transformers import AutoTokenizer
 
     return _named(name, partial(AutoTokenizer.from_pretrained, trust_remote_code=False), "tokenizer")
+
+
+def _check_heads(name: str, config: Any) -> None:
+    """Refuse heads that cannot share keys: transformers would build the model, and its forward fail."""
+    text = config.get_text_config(decoder=True)
+    heads, shared = (getattr(text, f"num_{what}_heads", None) for what in ("attention", "key_value"))
+    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+        raise CheckpointFormatError(
+            f"the config of {name} has {heads} attention heads, which is no multiple of its {shared} heads "
+            "of keys and values"
+        )
 
 
 def _check_counts(fields: Any, name: str) -> None:

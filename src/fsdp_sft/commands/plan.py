@@ -39,7 +39,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "with a size if unusual (a100-40gb, h100-79.1gib), or NAME=GiB,TFLOPs,GB/s "
         "of its memory, after which link=GB/s, network=GB/s, per_node=N may follow; cpu is for memory only",
     )
-    add("--seq", type=int, help="tokens per sequence")
+    add("--seq", type=_length, help="tokens per sequence; 8k is 8192")
     add("--global-batch", type=int, help="sequences per optimizer step, over all GPUs")
     add("--tokens", metavar="N", help="of the whole training, as 300M: says its hours and GPU-hours")
     add("--list-gpus", action="store_true", help="print the known GPUs with memory, rates and links")
@@ -87,3 +87,11 @@ def _run(args: argparse.Namespace) -> int:
     from fsdp_sft.planner.command import run
 
     return run(args)
+
+
+def _length(text: str) -> int:
+    """A number of tokens; k is 1024 of them."""
+    number, thousands = (text[:-1], 1024) if text[-1:] in "kK" else (text, 1)
+    if not number.isdecimal():
+        raise argparse.ArgumentTypeError(f"takes a number of tokens such as 8192 or 8k, got {text!r}")
+    return int(number) * thousands

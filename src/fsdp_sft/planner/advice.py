@@ -12,7 +12,7 @@ from fsdp_sft._process.gpus import GIB, GPUS
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate, estimate
-from fsdp_sft.planner.groups import group_sizes
+from fsdp_sft.planner.groups import group_sizes, with_leanest_update
 from fsdp_sft.planner.setup import Setup
 
 _MOST_GPUS = 4096
@@ -42,7 +42,7 @@ def what_would_fit(
 ) -> str:
     """Say in several lines what the leanest run needs, and which changes would fit, the cheapest first."""
     smallest = replace(
-        setup,
+        with_leanest_update(setup, options),
         micro_batch_size=1,
         sac_ratio=Fraction(1),
         sac_placement="prefix",
@@ -54,6 +54,7 @@ def what_would_fit(
     least, cp = advisor.leanest(smallest)
     largest = max(least.breakdown, key=lambda part: least.breakdown[part])
     shared = f", {cp} GPUs to a row" if cp > 1 else ""
+    shared += ", fused AdamW" if smallest.optimizer != setup.optimizer else ""
     lines = [
         f"nothing fits on {setup.num_gpus} x {budget.memory_bytes / GIB:.1f} GiB, {budget}: the leanest way "
         f"(micro-batch 1, every block checkpointed{shared}) needs {least.peak_bytes / GIB:.1f} GiB in its "
@@ -103,6 +104,13 @@ class _Advisor:
         needed = self._fitting(tried)
         if needed is None:
             return ""
+        if tried.cpu_offload:
+            host = estimate(self.config, tried).host_bytes
+            return f"{self._said(ways, needed)}; {host / GIB:.0f} GiB of host memory per GPU"
+        return self._said(ways, needed)
+
+    def _said(self, ways: tuple[_Way, ...], needed: int) -> str:
+        """The line about changes with which a training needs so many bytes."""
         arguments = ", ".join(way.argument for way in ways)
         flags, costs = (" ".join(way.flag for way in ways), "; ".join(way.cost for way in ways))
         return f"{arguments}: {needed / GIB:.1f} GiB ({flags}): {costs}"

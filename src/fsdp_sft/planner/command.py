@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._model.configs import sizes_by_default
 from fsdp_sft._process.gpus import GB, GIB, GPUS, Gpu, gpu_named
 from fsdp_sft.errors import NoPlanError
 from fsdp_sft.planner.budget import Budget, budget_of
@@ -133,8 +134,9 @@ def _report_machines(args: argparse.Namespace, names: list[str], numbers: list[i
 
 
 def _short(error: Exception) -> str:
-    """The first sentence of an error."""
-    return str(error).splitlines()[0].partition(":")[0]
+    """An error in a few words."""
+    needed = re.search(r"needs ([\d.]+ GiB)", str(error)) if isinstance(error, NoPlanError) else None
+    return f"needs {needed[1]}" if needed else str(error).splitlines()[0].partition(":")[0]
 
 
 def _duration(tokens: int | None, plan: RunPlan) -> dict[str, float]:
@@ -246,7 +248,7 @@ def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
             print(
                 f"{args.tokens} tokens take {needed['hours']:.3g} hours, {needed['gpu_hours']:.3g} GPU-hours."
             )
-        for note in estimate.notes:
+        for note in (*estimate.notes, *_notes_on_config(args, config, args.seq)):
             print(f"Note: {note}.")
         if args.calibrate:
             print(f"\n{measured}")
@@ -274,7 +276,8 @@ def _report_longest(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
     else:
         print(_headline(args, config, best.estimate, budget))
         print(f"\n{row_table(rows)}")
-        for note in (*best.estimate.notes, *_notes_on_rows(args, config, best.seq_length)):
+        notes = (*_notes_on_config(args, config, best.seq_length), *_notes_on_rows(args))
+        for note in (*best.estimate.notes, *notes):
             print(f"Note: {note}.")
         phase = best.estimate.peak_phase
         print(f"\nMemory of the row of {best.seq_length} tokens on each GPU, in the {phase} phase:\n")
@@ -322,11 +325,19 @@ def _row(row: LongestRow) -> dict[str, Any]:
     }
 
 
-def _notes_on_rows(args: argparse.Namespace, config: Any, longest: int) -> Iterator[str]:
-    """Remarks on rows of this length."""
+def _notes_on_config(args: argparse.Namespace, config: Any, longest: int) -> Iterator[str]:
+    """Remarks on a config, and on rows of this length."""
+    taken = sizes_by_default(args.model, config)
+    if taken:
+        named = ", ".join(f"{name}={value}" for name, value in taken.items())
+        yield f"the config does not say {named}, but its class has these defaults: see whether it is complete"
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if isinstance(positions, int) and positions < longest:
         yield f"the config gives the model {positions} positions"
+
+
+def _notes_on_rows(args: argparse.Namespace) -> Iterator[str]:
+    """Remarks on the longest rows."""
     if not args.no_padding:
         yield (
             "attention gets a mask of S x S; packs have none where use_varlen_attention runs (--no-padding)"

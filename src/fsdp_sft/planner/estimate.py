@@ -1,14 +1,14 @@
 """How much memory a training step needs on each GPU, from the config alone."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_sft._process.former import told_of_former
 from fsdp_sft.attention.context_parallel import check_shareable
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.model import CHECKED_FAMILIES, Skeleton, as_config, build_skeleton
-from fsdp_sft.planner.replay import replay
+from fsdp_sft.planner.replay import GRADIENTS, MASTERS, OPTIMIZER, replay
 from fsdp_sft.planner.run import Run
 from fsdp_sft.planner.setup import Setup, make_setup
 from fsdp_sft.planner.shards import ShardBalance, shard_balance
@@ -37,7 +37,8 @@ class MemoryEstimate:
         active_parameters: Number of parameters that one token passes through; fewer than ``parameters`` for a
             mixture of experts.
         activation_bytes: Bytes that the forward of all blocks leaves on the device for the backward.
-        host_bytes: Pinned host memory per GPU in which activations wait (``sac_offload``).
+        host_bytes: Host memory per GPU: pinned, in which activations wait (``sac_offload``), or that of
+            shards, gradients and optimizer states (``cpu_offload``).
         sharding: How evenly the ranks share the parameters, and which parameter they share least evenly.
         notes: Caveats, such as a family that was never compared with a measurement.
     """
@@ -106,6 +107,12 @@ def estimate_memory(config: "PreTrainedConfig | str | os.PathLike[str]", run: Ru
     return estimate(as_config(config), make_setup(run))
 
 
+def _states_on_host(config: "PreTrainedConfig", setup: Setup) -> int:
+    """Bytes of a rank's shards, gradients and optimizer states, which an offload moves to the host."""
+    on_device = estimate(config, replace(setup, cpu_offload=False, sac_offload=False)).breakdown
+    return sum(on_device.get(part, 0) for part in (MASTERS, OPTIMIZER, GRADIENTS))
+
+
 def check_options(**options: Any) -> Setup:
     """The setup of a ``Run`` with these fields.
 
@@ -142,7 +149,7 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
         parameters=skeleton.parameters,
         active_parameters=skeleton.active_parameters,
         activation_bytes=activations,
-        host_bytes=sum(map(host_bytes_for, left)),
+        host_bytes=_states_on_host(config, setup) if setup.cpu_offload else sum(map(host_bytes_for, left)),
         sharding=balance,
         notes=_notes(skeleton, setup, balance),
     )

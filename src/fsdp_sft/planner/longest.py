@@ -11,9 +11,10 @@ from typing_extensions import Unpack
 from fsdp_sft.errors import NoPlanError
 from fsdp_sft.planner.budget import budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
+from fsdp_sft.planner.groups import with_leanest_update
 from fsdp_sft.planner.model import as_config
 from fsdp_sft.planner.run import RunKeywords
-from fsdp_sft.planner.search import group_sizes, least_checkpointed
+from fsdp_sft.planner.search import group_sizes, least_checkpointed, smallest_num_gpus
 from fsdp_sft.planner.setup import Setup, check_integer
 from fsdp_sft.sac import Placement
 
@@ -36,6 +37,7 @@ class LongestRow:
         sac_placement: Placement of the checkpointed blocks: ``"even"`` or ``"prefix"``.
         sac_offload: Whether what checkpointed blocks keep is offloaded to the host.
         estimate: Memory per GPU.
+        optimizer: The optimizer, by the planner's name for it.
     """
 
     cp: int
@@ -44,6 +46,7 @@ class LongestRow:
     sac_placement: Placement
     sac_offload: bool
     estimate: MemoryEstimate
+    optimizer: str = "adamw"
 
     @property
     def peak_bytes(self) -> int:
@@ -67,7 +70,7 @@ def longest_rows(
     """Find the longest row that fits into memory, for each number of ranks that could share it.
 
     A micro-batch is one row, and as many blocks are checkpointed as it needs. ``sac_offload=True`` offloads
-    what these blocks keep.
+    what these blocks keep. AdamW is fused if nothing fits otherwise and no ``optimizer`` is given.
 
     Args:
         config: The config, as for ``estimate_memory``.
@@ -116,10 +119,16 @@ def longest_rows(
         length = _longest(_leanest_peak(known, setup, options), budget.usable_bytes, multiple_of, expected)
         if length:
             found.append(_row(known, replace(setup, seq_length=length), options, budget.usable_bytes))
+    leanest, given = with_leanest_update(first, options), dict[str, Any](estimate_options)
+    sizes: dict[str, Any] = {"gpu_memory_bytes": gpu_memory_bytes}
+    if not found and leanest != first:
+        given["optimizer"] = leanest.optimizer
+        return longest_rows(known, num_gpus=num_gpus, multiple_of=multiple_of, **sizes, **given)
     if not found:
+        enough = smallest_num_gpus(known, seq_length=multiple_of, **sizes, **given)
         raise NoPlanError(
-            f"not even {multiple_of} tokens fit on {num_gpus} GPUs, {budget}; take more (smallest_num_gpus "
-            "finds how many)"
+            f"not even {multiple_of} tokens fit on {num_gpus} GPUs, {budget}: "
+            + (f"{enough} would hold them" if enough else "adapters (lora_rank, --lora) may fit")
         )
     return found
 
@@ -178,5 +187,11 @@ def _row(config: Any, setup: Setup, options: dict[str, Any], budget: int) -> Lon
     ways = least_checkpointed(config, setup, options, budget)
     way, memory = min(ways, key=lambda found: found[0].sac_ratio)
     return LongestRow(
-        way.cp, way.seq_length, way.sac_ratio, way.sac_placement, way.sac_offload, estimate=memory
+        way.cp,
+        way.seq_length,
+        way.sac_ratio,
+        way.sac_placement,
+        way.sac_offload,
+        estimate=memory,
+        optimizer=way.optimizer,
     )

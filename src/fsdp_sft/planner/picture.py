@@ -72,14 +72,24 @@ def plan_table(plans: Sequence[RunPlan]) -> str:
 
 def row_table(longest: Sequence[LongestRow]) -> str:
     """The longest rows as a table, one line for each number of GPUs that share a row."""
+    fused = any(row.optimizer == "adamw_fused" for row in longest)
     rows: list[tuple[str, ...]] = [
-        ("cp", "longest row", "checkpointed", "GiB per GPU", "peak in", "most of it")
+        (
+            "cp",
+            "longest row",
+            "checkpointed",
+            *(["optimizer"] * fused),
+            "GiB per GPU",
+            "peak in",
+            "most of it",
+        )
     ]
     rows += [
         (
             str(row.cp),
             str(row.seq_length),
             _checkpointed(row),
+            *([row.optimizer] * fused),
             f"{row.peak_bytes / _GIB:.1f}",
             row.estimate.peak_phase,
             row.largest_part,

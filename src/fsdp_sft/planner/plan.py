@@ -158,15 +158,16 @@ def _reasons(setup: Setup, time: StepTime, why: str, host_bytes: int) -> Iterato
     )
     if time.recompute:
         yield f"recomputation is {time.recompute / time.compute:.0%} of the compute"
-    if host_bytes:
+    if host_bytes and not setup.cpu_offload:
         yield (
             f"what checkpointed blocks keep waits in {host_bytes / _GIB:.1f} GiB of host memory per GPU: "
             f"copies take {time.offload:.2f} s of a micro-step, beside the compute"
         )
     elif setup.cpu_offload:
         yield (
-            f"shards live on the host: copies take {time.offload:.2f} s of a micro-step, beside the compute, "
-            f"and the update {time.optimizer:.2f} s"
+            f"shards, gradients and states take {host_bytes / _GIB:.1f} GiB of host memory per GPU: copies "
+            f"take {time.offload:.2f} s of a micro-step, beside the compute, and the update "
+            f"{time.optimizer:.2f} s"
         )
     if setup.cp > 1:
         because = f", since {why}" if why else ""
@@ -210,6 +211,11 @@ def _code(plan: RunPlan, model: str) -> Iterator[str]:
     """Lines of code that run the plan."""
     setup = plan.setup
     mesh = {"dp_replicate": (plan.dp_replicate, 1), "cp": (plan.cp, 1)}
+    if setup.lora is not None:
+        yield "import peft"
+    if setup.optimizer == "adamw8bit":
+        yield "import torchao.optim"
+    yield "fs.init_distributed()"
     yield f"mesh = fs.build_mesh({_arguments(mesh)})"
     yield from _model(plan, model)
     if setup.chunk_size is not None and setup.loss_impl == "chunked":
@@ -219,7 +225,8 @@ def _code(plan: RunPlan, model: str) -> Iterator[str]:
     if setup.experts_impl != "grouped_mm":
         yield f"fs.prepare_experts(model, impl={setup.experts_impl!r})"
     yield f"optimizer = {_OPTIMIZERS[setup.optimizer]}"
-    yield f"loader = DataLoader(rows, batch_size={plan.micro_batch_size}, ...)"
+    sampler = "sampler=fs.ResumableSampler(rows)"
+    yield f"loader = DataLoader(rows, {plan.micro_batch_size}, {sampler}, collate_fn=...)"
     yield f"for window in fs.windows(loader, grad_accum_steps={plan.grad_accum_steps}):"
     step = _arguments({"grad_sync": (plan.grad_sync, "each"), "loss_impl": (setup.loss_impl, "chunked")})
     yield f"    fs.train_step(model, window, optimizer{', ' if step else ''}{step})"

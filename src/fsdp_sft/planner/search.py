@@ -14,7 +14,7 @@ from fsdp_sft.errors import NoPlanError, UnsupportedModelError
 from fsdp_sft.planner.advice import what_would_fit
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
-from fsdp_sft.planner.groups import group_divisors, group_sizes
+from fsdp_sft.planner.groups import group_divisors, group_sizes, with_leanest_update
 from fsdp_sft.planner.model import as_config, build_skeleton
 from fsdp_sft.planner.plan import TIGHT, RunPlan, make_plan
 from fsdp_sft.planner.run import RunKeywords
@@ -85,10 +85,11 @@ def plan_run(
         ...     config, num_gpus=2, gpu="4090", seq_length=2048, global_batch_size=8
         ... )
         >>> print(plans[0].code("my-model"))
+        fs.init_distributed()
         mesh = fs.build_mesh()
         model = fs.load_pretrained('my-model', mesh=mesh, compile=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=...)
-        loader = DataLoader(rows, batch_size=4, ...)
+        loader = DataLoader(rows, 4, sampler=fs.ResumableSampler(rows), collate_fn=...)
         for window in fs.windows(loader, grad_accum_steps=1):
             fs.train_step(model, window, optimizer)
     """
@@ -146,8 +147,8 @@ def smallest_num_gpus(
 ) -> int | None:
     """Find the smallest power of two of GPUs on which a training fits at all.
 
-    A micro-batch is one sequence, and every block is checkpointed. If a rank cannot hold a sequence, ranks
-    share it (``cp``).
+    A micro-batch is one sequence, every block is checkpointed, and AdamW is fused unless ``optimizer`` is
+    given. If a rank cannot hold a sequence, ranks share it (``cp``).
 
     Args:
         config: The config, as for ``estimate_memory``.
@@ -182,7 +183,8 @@ def smallest_num_gpus(
     while num_gpus <= _LARGEST_SEARCH:
         setup = check_options(num_gpus=num_gpus, micro_batch_size=1, seq_length=seq_length, **options)
         usable = budget_of(setup.device, num_gpus, gpu_memory_bytes).usable_bytes
-        shared = (replace(setup, cp=cp) for cp in group_sizes(known, setup, options))
+        leanest = with_leanest_update(setup, options)
+        shared = (replace(leanest, cp=cp) for cp in group_sizes(known, setup, options))
         if any(estimate(known, way).peak_bytes <= usable for way in shared):
             return int(num_gpus)
         num_gpus *= 2
@@ -232,8 +234,9 @@ class _PlanSearch:
         could_help = (
             not found or min(found, key=lambda plan: plan.time.total).estimate.peak_phase == "optimizer"
         )
-        if could_help and "optimizer" not in self.options and first.device.name != "cpu":
-            found += self._plans_of_all_groups(replace(first, optimizer="adamw_fused"), sizes, dealt)
+        leanest = with_leanest_update(first, self.options)
+        if could_help and leanest != first:
+            found += self._plans_of_all_groups(leanest, sizes, dealt)
         return found
 
     def _plans_of_all_groups(self, first: Setup, sizes: list[int], dealt: list[int]) -> list[RunPlan]:

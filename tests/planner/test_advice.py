@@ -1,0 +1,84 @@
+"""What the command says where a plan does not fit, or a config is not what was meant: numbers agree."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import fsdp_sft as fs
+from fsdp_sft._model.configs import config_of, sizes_by_default
+from fsdp_sft.commands import main
+from tests.harness.places import EXAMPLES
+
+QWEN = EXAMPLES / "data" / "qwen2.5-7b"
+
+
+def _printed(capsys: pytest.CaptureFixture[str], *given: str, code: int = 0) -> str:
+    assert main(["plan", *given]) == code
+    found = capsys.readouterr()
+    return found.out + found.err
+
+
+def test_fewest_gpus_are_those_for_which_there_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """The search may fuse AdamW, and so do the advice and the fewest that it names."""
+    job = ["--model", str(QWEN), "--seq", "1k", "--global-batch", "64", "--gpu", "h100-40gib"]
+    text = _printed(capsys, *job, "--gpus", "4")
+    fewest = re.search(r"hold this training at all: (\d+)", text)
+    assert fewest is not None and int(fewest[1]) <= 4  # noqa: PT018
+    text = _printed(capsys, *job, "--gpus", "2", code=1)
+    enough = re.search(r"(\d+) GPUs of this kind", text)
+    assert enough is not None
+    assert int(enough[1]) == int(fewest[1])
+    assert "fused AdamW" in text
+
+
+def test_longest_rows_exist_where_a_plan_does() -> None:
+    memory = 36 << 30
+    plan = fs.plan_run(
+        QWEN, num_gpus=4, gpu="h100", gpu_memory_bytes=memory, seq_length=1024, global_batch_size=4
+    )
+    rows = fs.longest_rows(QWEN, num_gpus=4, gpu="h100", gpu_memory_bytes=memory)
+    assert plan[0].setup.optimizer == rows[0].optimizer == "adamw_fused"
+    with pytest.raises(
+        fs.NoPlanError, match=r"not even 1024 tokens fit on 2 GPUs, .*: (\d+) would hold them"
+    ):
+        fs.longest_rows(QWEN, num_gpus=2, gpu="h100", gpu_memory_bytes=memory)
+
+
+def test_an_offload_says_what_the_host_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--model", str(QWEN), "--seq", "1024", "--global-batch", "4", "--gpu", "4090", "--gpus", "1"]
+    text = _printed(capsys, *job, code=1)
+    found = re.search(r"--cpu-offload\): the update runs on the host; (\d+) GiB of host memory", text)
+    assert found is not None
+    assert int(found[1]) == round(16 * 7.616e9 / 2**30)  # masters, gradients and two states in float32
+    assert f"{16 * 7.616e9 / 2**30:.0f}" in _printed(capsys, *job, "--cpu-offload")
+
+
+@pytest.mark.parametrize("left_out", ["hidden_size", "num_hidden_layers", "vocab_size"])
+def test_a_config_that_does_not_say_its_sizes(
+    left_out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = json.loads((QWEN / "config.json").read_text())
+    fields[left_out + "x"] = fields.pop(left_out)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert list(sizes_by_default(str(tmp_path), config_of(tmp_path))) == [left_out]
+    job = ["--gpus", "8", "--gpu", "h100", "--seq", "1024", "--global-batch", "8"]
+    assert f"the config does not say {left_out}=" in _printed(capsys, "--model", str(tmp_path), *job)
+    assert "does not say" not in _printed(capsys, "--model", str(QWEN), *job)
+
+
+def test_heads_that_cannot_share_keys(tmp_path: Path) -> None:
+    fields = json.loads((QWEN / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "num_attention_heads": 27}))
+    with pytest.raises(fs.CheckpointFormatError, match="27 attention heads, which is no multiple of its 4"):
+        config_of(tmp_path)
+
+
+def test_the_code_of_a_plan_imports_what_it_needs() -> None:
+    job = {"num_gpus": 8, "gpu": "h100", "seq_length": 1024, "global_batch_size": 8}
+    lora = fs.plan_run(QWEN, lora_rank=8, **job)[0].code()
+    rounded = fs.plan_run(QWEN, optimizer="adamw8bit", **job)[0].code()
+    assert lora.startswith("import peft\nfs.init_distributed()\nmesh = fs.build_mesh()\n")
+    assert rounded.startswith("import torchao.optim\nfs.init_distributed()\n")
+    assert "sampler=fs.ResumableSampler(rows)" in lora
