@@ -277,3 +277,50 @@ def test_the_row_of_a_batch_is_named() -> None:
     wrong = {"messages": [{"role": "robot", "content": "a"}]}
     with pytest.raises(fs.RowError, match=r"^row 1 of 2: messages\[0\] has the role 'robot'"):
         collate([chat("q", "a"), wrong])
+
+
+@pytest.mark.parametrize("where", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_weights_that_are_not_finite(where: str) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_parameter(where).fill_(torch.nan)
+    with pytest.raises(fs.NonFiniteGradientError, match=rf"is nan on a tiny batch.*: {where} hold"):
+        fs.train_step(model, ragged_batches(1), _sgd(model))
+
+
+def _lose_on_one_rank(lost: list[int]) -> str:
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
+    scale = torch.nan if torch.distributed.get_rank() in lost else 1.0
+
+    def loss_fn(module: Any, batch: Any) -> torch.Tensor:
+        return scale * fs.loss_sum(module, batch)[0]
+
+    with pytest.raises(fs.NonFiniteGradientError) as found:
+        fs.train_step(model, ragged_batches(1), _sgd(model), loss_fn=loss_fn, check_labels=False)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("lost", [[1], [0, 1]])
+def test_the_rank_whose_loss_is_not_finite_is_named(lost: list[int]) -> None:
+    first, second = run_distributed(_lose_on_one_rank, 2, lost)
+    assert first == second
+    assert f"(that of rank {', '.join(map(str, lost))} is not finite)" in first
+
+
+def test_weights_on_the_page() -> None:
+    row = chat("q", "half as much")
+    row["messages"][1]["weight"] = 0.5
+    tokenizer = TOKENIZERS["chatml"]
+    batch = fs.SFTCollator(tokenizer, max_length=64)([row, chat("q", "whole")])
+    page = fs.render_labels_html(tokenizer, **batch)
+    assert "half as much&lt;|im_end|&gt;<sub>&times;0.5</sub></mark>" in page
+    assert page.count("<sub>") == 1
+    assert "<sub>" not in fs.render_labels_html(tokenizer, batch["input_ids"], batch["labels"])
+
+
+def test_a_new_schedule_that_begins_at_0() -> None:
+    model = tiny_model("llama")
+    optimizer = _sgd(model)
+    fs.train_step(model, ragged_batches(1), optimizer)
+    schedule = LambdaLR(optimizer, lambda step: float(step > 0))
+    assert _told(lambda: fs.train_step(model, ragged_batches(1), optimizer, scheduler=schedule)) == []

@@ -183,6 +183,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "smallest_num_gpus": lambda: fs.smallest_num_gpus(config, **memory),
         "watch_experts": lambda: fs.watch_experts(mixture),
         "update_router_bias": lambda: (
+            fs.shard_model(mixture, mesh=kept["mesh"]),
             fs.train_step(mixture, [batches[0]], torch.optim.SGD(mixture.parameters(), lr=0.0)),
             fs.update_router_bias(mixture, rate=0.1),
         ),

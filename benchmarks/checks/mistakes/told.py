@@ -55,7 +55,7 @@ MISTAKES = [
     Mistake(
         "rates that have become 0 are stepped without a word",
         "step/meant.py",
-        "    if _AT_A_RATE in done_with(model) and not above and first_time(",
+        "    if _AT_A_RATE in done_with(model) and not (above or begins) and first_time(",
         "    if False and first_time(",
         ("tests/test_mistakes.py",),
     ),

@@ -74,7 +74,7 @@ def init_distributed(
     *,
     device_type: str | None = None,
     backend: str | None = None,
-    timeout: timedelta = timedelta(minutes=30),
+    timeout: timedelta | float = timedelta(minutes=30),
 ) -> DistributedContext:
     """Join the job's process group, under any launcher, and choose this process's device.
 
@@ -91,7 +91,7 @@ def init_distributed(
         backend: Backend of the default group. None takes torch's default for the device beside gloo, such as
             ``"cpu:gloo,cuda:nccl"`` (gloo serves CPU tensors, which CPU offload and checkpoints need), and
             ``"gloo"`` on the CPU.
-        timeout: Time after which a collective fails if some rank does not enter it.
+        timeout: Time after which a collective fails if some rank does not enter it; a number is of seconds.
 
     Raises:
         ValueError: If the launcher's variables are incomplete or contradict each other, or the device does
@@ -107,6 +107,8 @@ def init_distributed(
         >>> print(context)
         rank 0 of 1 (local 0 of 1) on ..., launcher: ...
     """
+    if not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
     if device_type is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device_type = accelerator.type if accelerator is not None else "cpu"

@@ -141,7 +141,8 @@ def save_checkpoint(
         async_: Whether to copy everything to host memory and write it in a thread while training continues.
             Only one such save runs at a time: the next one waits for it. An error of the thread is raised on
             all ranks by the next save or by ``wait``; a program that ends without either prints it and exits
-            with code 1. Wait before ``destroy_process_group``, which would interrupt the save.
+            with code 1. ``destroy_process_group`` does
+            not interrupt the save.
         keep_last: Number of the newest sound steps to keep, this one included. Older ones are deleted, and a
             line of the log names them. None deletes nothing.
         metric: Metric of this step, lower being better, the same on all ranks. A value that is not finite

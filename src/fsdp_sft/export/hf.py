@@ -46,7 +46,7 @@ def export_hf(
 ) -> Path:
     """Write a folder that ``from_pretrained`` and serving engines read: weights, index, configuration, card.
 
-    Names, shapes and dtypes are those of ``save_pretrained`` on the unsharded model. Tied weights are written
+    Names and shapes are those of ``save_pretrained`` on the unsharded model. Tied weights are written
     once. Where transformers loads an architecture in another format than the Hub has it (Mixtral's experts,
     for instance, are one tensor in memory and many on the Hub), the Hub's format is written. The folder
     appears under its name only when it is complete.

@@ -14,11 +14,12 @@ from fsdp_sft._model.sharded import training_mesh_of
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._ranks.mesh import sum_over_mesh
-from fsdp_sft.errors import ModelLossError
+from fsdp_sft.errors import ModelLossError, NonFiniteGradientError
 from fsdp_sft.loss.own import (
     Coefficient,
     Different,
     Incomparable,
+    NotFinite,
     OwnLoss,
     ask,
     coefficient_of,
@@ -186,6 +187,8 @@ def _find_out(model: nn.Module, flag: bool | None, wanted: bool, router_loss: st
     balanced = isinstance(own, OwnLoss) and own.is_balanced
     failed, differ = sum_over_mesh([bool(reason), not balanced], mesh)
     if failed:
+        if isinstance(reason, NotFinite):
+            raise NonFiniteGradientError(reason)
         reason = reason or "another rank of the mesh has found a difference"
         raise ModelLossError(
             f"the own loss of {_name(model)} is not what is computed here: {reason}. {way_out}"
@@ -203,6 +206,8 @@ def _explain(model: nn.Module, own: OwnLoss | str) -> tuple[Coefficient | None, 
     if coefficient is not None:
         return coefficient, ""
     different = own.why_different(model)
+    if isinstance(different, NotFinite):
+        return None, different
     if different and own.aux_loss is not None:
         different = "it adds a router's loss (aux_loss), and what it multiplies that with cannot be told"
     numbers = f" ({float(own.loss):.6g} against {own.expected:.6g} on a tiny batch)"

@@ -6,6 +6,7 @@ is compared with the cross entropy of the logits that the same forward returns, 
 the loss can differ.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fsdp_sft._model.adapters import forward_parameters
+from fsdp_sft._model.named import parameter_names
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.generators import unmoved
+from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft.errors import abridged
 from fsdp_sft.loss.balance import Balance, balanced_by, intercept
 from fsdp_sft.loss.head import no_cache
@@ -66,6 +69,8 @@ class OwnLoss:
 
     def why_different(self, model: nn.Module) -> str:
         """How the loss differs from the cross entropy, as far as is known; empty if it does not."""
+        if not math.isfinite(self.expected) and not math.isfinite(float(self.loss)):
+            return _not_finite(model, float(self.loss))
         if self.near(float(self.loss), self.expected):
             return ""
         smoothing, ignored = self.used.get("label_smoothing"), self.used.get("ignore_index", IGNORE_INDEX)
@@ -78,6 +83,27 @@ class OwnLoss:
         named = [f"{name}={value:g}" for name, value in numbers_of_a_loss(model).items() if value]
         seen = f" (numbers of it that a loss may have: {abridged(named)})" if named else ""
         return f"it adds something to the cross entropy, or computes something else{seen}"
+
+
+class NotFinite(str):
+    """Why a model's loss is NaN or infinite on any batch."""
+
+    __slots__ = ()
+
+
+def _not_finite(model: nn.Module, loss: float) -> NotFinite:
+    """The reason for a loss that is not finite, with the weights that are not, of those on this rank."""
+    broken = [
+        name
+        for parameter, name in parameter_names(model).items()
+        if not bool(local_of(parameter.detach()).isfinite().all())
+    ]
+    where = f": {abridged(broken)} hold values that are not finite" if broken else ""
+    return NotFinite(
+        f"the loss of {type(unwrapped(model)).__name__} is {loss} on a tiny batch, before any step{where}. "
+        "Load the weights again (load_weights checks that they are finite), or start from an earlier "
+        "checkpoint"
+    )
 
 
 class Different(str):

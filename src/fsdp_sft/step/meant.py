@@ -76,7 +76,8 @@ def warn_of_what_may_be_meant(
             "optimizer=optimizer)"
         )
     above = any(_is_above_0(group.get("lr")) for one in optimizers for group in one.param_groups)
-    if _AT_A_RATE in done_with(model) and not above and first_time(model, "rates"):
+    begins = any(getattr(one, "last_epoch", None) == 0 for one in schedulers)  # a warm-up from 0
+    if _AT_A_RATE in done_with(model) and not (above or begins) and first_time(model, "rates"):
         warn_caller(
             "every learning rate has become 0, and a step changes nothing. If the schedule does not rise "
             "again, it was made for fewer steps: count them as the loop takes them, for each epoch the "

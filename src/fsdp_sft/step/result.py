@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_sft._process.streams import LateValues
+from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, sum_over_mesh
 from fsdp_sft.errors import NonFiniteGradientError
 from fsdp_sft.experts import ExpertLoad, LateLoad
@@ -74,6 +75,15 @@ class QueuedStep:
         """Whether a scaler found an inf; the host waits for the device."""
         return any(self.values.read()[3:])
 
+    def _where(self) -> str:
+        """On which ranks the loss was not finite, in words; collective, like ``result``."""
+        if self.mesh is None or self.mesh.size() == 1:
+            return ""
+        finite = all_gather_objects(math.isfinite(self.values.read()[1]))
+        ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
+        whose = f"that of rank {', '.join(ranks[:8])} is not finite" if ranks else "finite on every rank"
+        return f" ({whose})"
+
     @property
     def is_finite(self) -> bool:
         """Whether the gradient's norm is finite; the host waits for the device."""
@@ -101,9 +111,9 @@ class QueuedStep:
         loss, added = (total / (window.weight * copies_of_rows(self.mesh)) for total in (loss, added))
         if not self.is_finite and not self.has_infs:
             raise NonFiniteGradientError(
-                f"the gradient norm is {norm} at a loss of {loss:.4g}; parameters and optimizer are "
-                "unchanged. Look at the last batches, lower the learning rate, or start from the last "
-                "checkpoint"
+                f"the gradient norm is {norm} at a loss of {loss:.4g}{self._where()}; parameters and "
+                "optimizer are unchanged. Look at the last batches, lower the learning rate, or start from "
+                "the last checkpoint"
             )
         reason = "inf gradients" if self.has_infs else None
         load = None if self.expert_load is None else self.expert_load.read()

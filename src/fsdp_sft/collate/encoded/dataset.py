@@ -74,7 +74,7 @@ def encode_dataset(
     Raises:
         ValueError: If more rows are refused than ``max_refused`` allows, with the counts and an example of
             each reason: within seconds, from a sample of 500 rows, or at the end. According to the most
-            frequent reason it is a `ChatTemplateError`, `ChatTemplateError`, `RowError` or `RowError`.
+            frequent reason it is a `ChatTemplateError` or another `RowError`.
             Also for no rows, and for ranks with different numbers of rows.
         ChatTemplateError: If there is no chat template, or it does not parse.
         FileNotFoundError: If a file does not exist.
