@@ -1,5 +1,6 @@
 """Mistakes that would train something else than was meant, without an error: told at once, and once."""
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import fsdp_sft as fs
 from fsdp_sft.commands import main
+from fsdp_sft.metrics.plot import _read
 from tests.harness.chats import TOKENIZERS, chat
 from tests.harness.device import mesh_here
 from tests.harness.models import ragged_batches, tiny_model
@@ -324,3 +326,40 @@ def test_a_new_schedule_that_begins_at_0() -> None:
     fs.train_step(model, ragged_batches(1), optimizer)
     schedule = LambdaLR(optimizer, lambda step: float(step > 0))
     assert _told(lambda: fs.train_step(model, ragged_batches(1), optimizer, scheduler=schedule)) == []
+
+
+def _raise_in_a_dataset(rank: int) -> list[str]:
+    class Rows(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Any:
+            if torch.distributed.get_rank() == rank:
+                raise KeyError("a row without an answer")
+            return ragged_batches(4)[index]
+
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
+    with pytest.raises(KeyError) as found:
+        fs.evaluate(model, torch.utils.data.DataLoader(Rows(), batch_size=None))
+    return found.value.__notes__
+
+
+def test_the_line_of_another_ranks_error_is_told() -> None:
+    for notes in run_distributed(_raise_in_a_dataset, 2, 1):
+        assert any(
+            re.search(r"rank 1 failed first .*, at test_silence.py:\d+ in __getitem__", n) for n in notes
+        )
+
+
+def test_a_log_that_a_second_run_begins_anew(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    for steps, loss in ((range(1, 13), 5.0), (range(1, 5), 4.0)):
+        with fs.MetricLogger(jsonl=log, stdout=False) as logger:
+            for step in steps:
+                logger.log({"loss": loss}, step)
+    assert {step: row["loss"] for step, row in _read(log).items()} == dict.fromkeys(range(1, 5), 4.0)
+    with fs.MetricLogger(jsonl=log, stdout=False) as logger:  # a resume, and two logs of one step
+        logger.log({"loss": 3.0}, 4)
+        logger.log({"eval_loss": 2.0}, 4)
+    assert [row["loss"] for row in _read(log).values()] == [4.0, 4.0, 4.0, 3.0]
+    assert _read(log)[4]["eval_loss"] == 2.0

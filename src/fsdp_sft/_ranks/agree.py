@@ -444,7 +444,8 @@ def _raise_earliest(verdicts: list[_Verdict | None], own: Exception | None, phas
     _, first_rank, told = min(failed, key=lambda verdict: verdict[:2])
     first = own if first_rank == this_rank() and own is not None else revived(told, first_rank)
     ranks = [verdict[1] for verdict in failed]
-    first.add_note(f"rank {first_rank} failed first while {phase} (failed: {_listed(ranks)})")
+    at = f", at {told['place']}" if told.get("place") else ""
+    first.add_note(f"rank {first_rank} failed first while {phase} (failed: {_listed(ranks)}){at}")
     raise first
 
 

@@ -6,7 +6,10 @@ name of its class, its arguments and its attributes.
 
 import builtins
 import dataclasses
+import os
+import re
 import sys
+import traceback
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -76,7 +79,18 @@ def _described(error: Exception) -> dict[str, Any]:
         "arguments": list(made_of) if _can_be_sent(made_of) else [str(error)],
         "attributes": {name: value for name, value in vars(error).items() if _can_be_sent(value)},
         "text": f"{type(error).__name__}: {error}",
+        "place": _place(error),
     }
+
+
+def _place(error: Exception) -> str:
+    """Where an error was raised: the innermost line that is not of this library or of torch; "" for none.
+
+    A launcher may end a rank before its own traceback is printed.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if not _NOT_THE_CALLERS.search(one.filename)]
+    return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno} in {own[-1].name}" if own else ""
 
 
 def revived(told: dict[str, Any], rank: int) -> Exception:
@@ -93,6 +107,7 @@ def revived(told: dict[str, Any], rank: int) -> Exception:
     return error
 
 
+_NOT_THE_CALLERS = re.compile(r"[/\\](fsdp_sft|torch)[/\\]")
 _OF_TORCH = {"OutOfMemoryError": torch.OutOfMemoryError}  # which loops catch by name
 
 

@@ -24,6 +24,11 @@ class Transform:
     scale: float = 1.0
     softcap: float | None = None
 
+    def __str__(self) -> str:
+        scaled = "" if self.scale == 1 else f"logits times {self.scale:g}"
+        capped = "" if self.softcap is None else f"logits capped at {self.softcap:g}"
+        return ", ".join(filter(None, (scaled, capped))) or "logits as they are"
+
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """The model's logits from its head's output, of any shape."""
         scaled = logits * self.scale

@@ -23,9 +23,9 @@ def plot_run(jsonl: str | Path, out: str | Path) -> Path:
     """Draw the JSONL file of a `MetricLogger` as one PNG with four panels.
 
     The panels are `loss` with `eval_loss`, `grad_norm` with `lr` (or `learning_rate`), `tokens_per_second`
-    with `mfu`, and the peak of `memory_stats`. A panel whose metric was not logged says so. If a resumed run
-    has logged a step twice, the later line counts. Steps with a value that is not finite are marked red on
-    the lower edge; a broken last line is left out.
+    with `mfu`, and the peak of `memory_stats`. A panel whose metric was not logged says so. Where a run was
+    resumed, or begun anew in the same file, what had been logged from that step on is left out. Steps with a
+    value that is not finite are marked red on the lower edge; a broken last line is left out.
 
     Args:
         jsonl: File written by `MetricLogger(jsonl=...)`.
@@ -57,13 +57,18 @@ def plot_run(jsonl: str | Path, out: str | Path) -> Path:
 def _read(path: Path) -> Rows:
     """Rows by step, ascending; where a step has a metric twice, the later value counts."""
     rows: Rows = {}
+    last = 0
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue  # the line a crash cut off
         if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.setdefault(row["step"], {}).update(row)
+            step = row["step"]
+            if step < last:  # a run that was resumed, or begun anew in the same file: what came after is gone
+                rows = {number: known for number, known in rows.items() if number < step}
+            rows.setdefault(step, {}).update(row)
+            last = step
     if not rows:
         raise ValueError(f"{path} holds no line with a step; it should be the jsonl of a MetricLogger")
     return dict(sorted(rows.items()))
