@@ -27,6 +27,7 @@ def test_an_index_or_none_without_an_accelerator() -> None:
 
 def _memory() -> dict[str, Any]:
     index = torch.accelerator.current_device_index()
+    fs.reset_peak_memory()  # of what this rank has run before
     base = fs.memory_stats()
     held = torch.empty(MIB, dtype=torch.uint8, device="sim")
     during = fs.memory_stats(index)
