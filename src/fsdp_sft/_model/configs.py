@@ -14,12 +14,7 @@ from fsdp_sft._process.bounds import MAX_LABELS, MAX_LAYERS, MAX_SETTINGS_BYTES
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft.errors import CheckpointFormatError, CheckpointNotFoundError, FsdpSftError
 
-_SETTINGS = (
-    "*.json",
-    "*.jinja",
-    "*.txt",
-    "*.model",
-)  # what transformers' configs and tokenizers are read from
+_SETTINGS = ("*.json", "*.jinja", "*.txt", "*.model")  # of which configs and tokenizers are read
 # Fields of a config that say of how many parts a model is built, each in time of its own.
 _COUNTS = {re.compile(r"(layers?|blocks)$"): MAX_LAYERS, re.compile(r"(experts|labels)$"): MAX_LABELS}
 
@@ -66,8 +61,9 @@ def sizes_by_default(name: str, config: Any) -> dict[str, Any]:
     found = {}
     for size in _SIZES:
         field = getattr(text, "attribute_map", {}).get(size, size)
-        if said.isdisjoint({size, field}) and isinstance(getattr(text, field, None), int):
-            found[field] = getattr(text, field)
+        number = _number(text, field)
+        if said.isdisjoint({size, field}) and number is not None:
+            found[field] = number
     return found
 
 
@@ -136,11 +132,20 @@ def tokenizer_of(name: str | os.PathLike[str]) -> Any:
     return _named(name, partial(AutoTokenizer.from_pretrained, trust_remote_code=False), "tokenizer")
 
 
+def _number(config: Any, name: str) -> int | None:
+    """A whole number of a config; None if it has none, or one for each layer: transformers raises then."""
+    try:
+        value = getattr(config, name, None)
+    except Exception:
+        return None
+    return value if isinstance(value, int) else None
+
+
 def _check_heads(name: str, config: Any) -> None:
     """Refuse heads that cannot share keys: transformers would build the model, and its forward fail."""
     text = config.get_text_config(decoder=True)
-    heads, shared = (getattr(text, f"num_{what}_heads", None) for what in ("attention", "key_value"))
-    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+    heads, shared = (_number(text, f"num_{what}_heads") for what in ("attention", "key_value"))
+    if heads and shared and heads % shared:
         raise CheckpointFormatError(
             f"the config of {name} has {heads} attention heads, which is no multiple of its {shared} heads "
             "of keys and values"

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from fsdp_sft.collate.media import PARTS, refuse_media
@@ -61,9 +62,9 @@ def read_message(item: Any, where: str) -> Message:
     message = {str(key): value for key, value in item.items() if value is not None}
     refuse_media(message, where)
     for key in message.keys() - _KNOWN:
-        near = get_close_matches(key.lower(), _MEANT - message.keys(), 1, _NEAR)
-        if near:
-            raise ValueError(f"{where} has the key {key!r}, which is not read: is it {near[0]}?")
+        meant = _meant_by(key)
+        if meant and meant not in message:
+            raise ValueError(f"{where} has the key {key!r}, which is not read: is it {meant}?")
     role = message.get("role")
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r}; known roles: {', '.join(ROLES)}")
@@ -94,6 +95,12 @@ def read_message(item: Any, where: str) -> Message:
         if key in message:
             as_text(message[key], f"{where}.{key}")
     return message
+
+
+@lru_cache(maxsize=1024)  # messages of a data set have the same keys
+def _meant_by(key: str) -> str:
+    """The key that is read and is spelt nearly as this one; "" if there is none."""
+    return next(iter(get_close_matches(key.lower(), _MEANT, 1, _NEAR)), "")
 
 
 @dataclass

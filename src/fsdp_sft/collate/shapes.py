@@ -113,7 +113,7 @@ def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
 def _with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
     """The messages, with the row's ``system`` in front unless they begin with a system message."""
     system = row.get("system")
-    if not system or (messages and messages[0]["role"] == "system"):
+    if not system or (messages and messages[0]["role"] in ("system", "developer")):
         return messages
     return [{"role": "system", "content": as_text(system, "system")}, *messages]
 

@@ -45,7 +45,7 @@ def change_of_config(folder: Path, manifest: Manifest, model: nn.Module) -> str:
     apart = [
         f"{name} was {saved.get(name)!r:.80} and is {own.get(name)!r:.80}"
         for name in sorted({*saved, *own})
-        if saved.get(name) != own.get(name)
+        if repr(saved.get(name)) != repr(own.get(name))  # also of NaN, which differs from itself
     ]
     if not apart:
         return ""
@@ -60,7 +60,7 @@ def _fields(model: nn.Module) -> dict[str, Any]:
     config: Any = getattr(unwrapped(model), "config", None)
     if not hasattr(config, "to_dict"):
         return {}
-    plain = json.loads(json.dumps(config.to_dict(), default=str))
+    plain = json.loads(json.dumps(config.to_dict(), default=lambda value: type(value).__name__))
     return {name: value for name, value in _flat(plain, "") if not _NOT_OF_THE_MODEL.fullmatch(name)}
 
 

@@ -108,7 +108,9 @@ def estimate_memory(config: "PreTrainedConfig | str | os.PathLike[str]", run: Ru
 
 
 def _states_on_host(config: "PreTrainedConfig", setup: Setup) -> int:
-    """Bytes of a rank's shards, gradients and optimizer states, which an offload moves to the host."""
+    """Bytes of a rank's shards, gradients and optimizer states where an offload moves them to the host."""
+    if not setup.cpu_offload:
+        return 0
     on_device = estimate(config, replace(setup, cpu_offload=False, sac_offload=False)).breakdown
     return sum(on_device.get(part, 0) for part in (MASTERS, OPTIMIZER, GRADIENTS))
 
@@ -149,7 +151,7 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
         parameters=skeleton.parameters,
         active_parameters=skeleton.active_parameters,
         activation_bytes=activations,
-        host_bytes=_states_on_host(config, setup) if setup.cpu_offload else sum(map(host_bytes_for, left)),
+        host_bytes=sum(map(host_bytes_for, left)) + _states_on_host(config, setup),
         sharding=balance,
         notes=_notes(skeleton, setup, balance),
     )

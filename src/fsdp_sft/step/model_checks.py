@@ -35,7 +35,8 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if isinstance(ids, torch.Tensor):
             _refuse_numbers_that_are_no_ids(ids)
-            _refuse_other_shapes(batch, ids)
+            if not own_loss:
+                _refuse_other_shapes(batch, ids)
         vocabulary.check_ids(batch)
         if isinstance(ids, torch.Tensor):
             _refuse_placeholders(batch, ids, placeholders)

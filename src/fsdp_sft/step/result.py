@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, sum_over_mesh
-from fsdp_sft.errors import NonFiniteGradientError
+from fsdp_sft.errors import NonFiniteGradientError, abridged
 from fsdp_sft.experts import ExpertLoad, LateLoad
 from fsdp_sft.loss import HeadChecks
 from fsdp_sft.step.window import Window
@@ -81,7 +81,7 @@ class QueuedStep:
             return ""
         finite = all_gather_objects(math.isfinite(self.values.read()[1]))
         ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
-        whose = f"that of rank {', '.join(ranks[:8])} is not finite" if ranks else "finite on every rank"
+        whose = f"that of rank {abridged(ranks)} is not finite" if ranks else "finite on every rank"
         return f" ({whose})"
 
     @property
