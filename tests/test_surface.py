@@ -25,6 +25,7 @@ STOREYS = [
     "_process",
     "_ranks",
     "_tensors",
+    "_quantised",
     "_model",
     "jobs",
     "metrics",

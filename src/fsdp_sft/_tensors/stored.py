@@ -1,10 +1,8 @@
 """Tensors in files, and the reads that fill a rank's box of one."""
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,29 +12,32 @@ from fsdp_sft._tensors.boxes import Box
 from fsdp_sft._tensors.disk import closing
 from fsdp_sft._tensors.jobs import ByteRange, Computation, Job, Mode
 from fsdp_sft._tensors.pieces import Ints, Piece, contiguous_strides, intersect
-from fsdp_sft._tensors.safetensors import Header, TensorEntry, open_file, read_header
+from fsdp_sft._tensors.safetensors import DTYPE_NAMES, Header, TensorEntry, open_file, read_header
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError
 
-_ROWS_BYTES = 8 << 20  # of values that are computed at once, unless they can only be computed together
+AT_ONCE = 1 << 20  # values that are computed at once
 
 
 @dataclass(frozen=True)
 class About:
-    """Attributes of a job that do not depend on where it reads; see ``Job``."""
+    """Attributes of a job that do not depend on where it reads; see ``Job`` and ``Stored.jobs``."""
 
     name: str
     check_finite: bool
     mode: Mode
+    at_once: int
 
 
 class Stored(ABC):
     """A tensor, or one part of a tensor, that is stored somewhere.
 
     Attributes:
-        entry: Dtype and shape in which it is published, and how many bytes that takes.
+        entry: Dtype and shape in which it is published, and how many bytes it takes where it is stored.
+        format: Name of the format in which its values are stored.
     """
 
     entry: TensorEntry
+    format: str
 
     @abstractmethod
     def all_runs(self) -> tuple[ByteRange, ...]:
@@ -62,6 +63,7 @@ class Stored(ABC):
         *,
         check_finite: bool = False,
         mode: Mode = "copy",
+        at_once: int = AT_ONCE,
     ) -> Iterator[Job | Computation]:
         """Jobs that read the part of ``piece`` inside a rank's box; none if there is no such part.
 
@@ -72,11 +74,12 @@ class Stored(ABC):
             local: This rank's shard, the memory of ``box``.
             check_finite: See ``Job``.
             mode: See ``Job``.
+            at_once: About how many values may be computed at once, if they are computed.
         """
         part = intersect(piece, box)
         if part is not None:
             place = local[Box(part.start, part.size).relative_to(box).slices]
-            yield from self._read(part, place, About(name, check_finite, mode))
+            yield from self._read(part, place, About(name, check_finite, mode, at_once))
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,11 @@ class InFile(Stored):
 
     file: Path
     entry: TensorEntry
+
+    @property
+    def format(self) -> str:  # type: ignore[override]
+        """The name that safetensors has for its dtype, such as ``"bf16"``."""
+        return DTYPE_NAMES.get(self.entry.dtype, str(self.entry.dtype).removeprefix("torch.")).lower()
 
     def all_runs(self) -> tuple[ByteRange, ...]:
         """The bytes of all of it."""
@@ -109,59 +117,6 @@ class InFile(Stored):
             about.check_finite,
             about.mode,
         )
-
-
-@dataclass(frozen=True)
-class Computed(Stored):
-    """A tensor whose values are computed from what is stored, such as packed bytes and scales.
-
-    It is read in whole rows: a rank that needs some columns reads all of their rows. Before they read, ranks
-    compare the ``runs`` of all rows, so these should be few.
-
-    Attributes:
-        entry: Dtype and shape in which it is published, with the bytes that it would take.
-        each: Number of rows whose values can only be computed together.
-        runs: Function from the first of some rows and one past the last, both multiples of ``each`` or the
-            end, to the runs of bytes that hold them.
-        compute: Function from the bytes of these runs (uint8) and the two numbers to the rows, of the entry's
-            dtype and on the device of the bytes.
-    """
-
-    entry: TensorEntry
-    each: int
-    runs: Callable[[int, int], tuple[ByteRange, ...]]
-    compute: Callable[[list[torch.Tensor], int, int], torch.Tensor]
-
-    def all_runs(self) -> tuple[ByteRange, ...]:
-        """The bytes of all of it."""
-        return self.runs(0, self.entry.shape[0])
-
-    def _read(self, part: Piece, place: torch.Tensor, about: About) -> Iterator[Computation]:
-        # The piece is cut along its dimension of the largest stride: each cut then lies within the fewest
-        # rows, and about _ROWS_BYTES are computed at once, whatever has been transposed or joined.
-        row = math.prod(self.entry.shape[1:])
-        outer = max(range(len(part.size)), key=lambda d: (part.size[d] > 1, part.stride[d]), default=None)
-        if outer is None:
-            cuts = [(part, place)]
-        else:
-            held = max(self.each, _ROWS_BYTES // max(1, row * self.entry.dtype.itemsize))
-            count = max(1, held * row // max(1, part.stride[outer]))
-            cuts = [
-                (part.narrowed(outer, at, min(count, part.size[outer] - at)), view)
-                for at, view in zip(range(0, part.size[outer], count), place.split(count, outer), strict=True)
-            ]
-        for cut, view in cuts:
-            first = cut.offset // row // self.each * self.each
-            last = (cut.offset + cut.span - 1) // row + 1
-            last = min(-(-last // self.each) * self.each, self.entry.shape[0])
-            compute = partial(self._box, cut, first, last)
-            runs = self.runs(first, last)
-            yield Computation(about.name, cut.key, runs, compute, view, about.check_finite, about.mode)
-
-    def _box(self, cut: Piece, first: int, last: int, raws: list[torch.Tensor]) -> torch.Tensor:
-        rows = self.compute(raws, first, last).reshape(-1)
-        row = math.prod(self.entry.shape[1:])
-        return rows.as_strided(cut.size, cut.stride, cut.offset - first * row)
 
 
 def file_header(path: Path, damaged: type[Exception], advice: str = "") -> Header:

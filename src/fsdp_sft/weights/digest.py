@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._quantised.settings import CONFIG, OTHER_FILES
 from fsdp_sft._tensors.disk import closing
 from fsdp_sft._tensors.safetensors import open_file, read_at
 from fsdp_sft.weights.prepared_note import FORMAT_VERSION
@@ -41,7 +42,7 @@ def source_digest(
     described: list[Any] = [FORMAT_VERSION, str(master_dtype), missing, remote, check_finite]
     described += [torch.__version__, transformers.__version__]
     names = weight_file_names(source, allow_pickle=allow_pickle)
-    small = ["config.json", "generation_config.json", find_manifest(source, allow_pickle=allow_pickle)]
+    small = [CONFIG, "generation_config.json", *OTHER_FILES, find_manifest(source, allow_pickle=allow_pickle)]
     small += [path.name for path in sorted(source.glob("*.py"))] if remote else []
     there = [name for name in dict.fromkeys(small) if name not in names and (source / name).exists()]
     described += [

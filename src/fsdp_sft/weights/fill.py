@@ -19,6 +19,7 @@ from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of, replicate_di
 from fsdp_sft._tensors.jobs import Computation, Job
 from fsdp_sft._tensors.prefault import HostPages
 from fsdp_sft._tensors.reader import check_all_finite, check_same, read_jobs
+from fsdp_sft._tensors.stored import AT_ONCE
 from fsdp_sft.weights.account import Source, check_nothing_empty
 from fsdp_sft.weights.finish import check_shards_finite, initialise_rest, materialise
 from fsdp_sft.weights.plan import ConvertedGroup, LoadPlan, Target
@@ -146,6 +147,9 @@ class _Reads:
             if target.group is not None
         }
         self.readers = _readers(self) if self.how.strategy == "exchange" else {}
+        # Values that each thread may compute at once, from packed ones: with what they are computed from, and
+        # what comes in between, they take up to 16 bytes each.
+        self.at_once = min(AT_ONCE, max(1, self.how.host_budget_bytes // (16 * self.how.workers)))
 
     def is_checked(self, target: Target) -> bool:
         """Whether NaN and infinity among a target's values are errors."""
@@ -261,7 +265,9 @@ def _jobs(
         checked = reads.is_checked(target)
         for piece in target.pieces:
             stored = reads.checkpoint.sources[piece.key]
-            yield from stored.jobs(target.name, piece, box, local, check_finite=checked, mode=mode)
+            yield from stored.jobs(
+                target.name, piece, box, local, check_finite=checked, mode=mode, at_once=reads.at_once
+            )
 
 
 def _fill_converted(reads: _Reads) -> int:
@@ -310,7 +316,7 @@ def _convert(reads: _Reads, group: ConvertedGroup) -> tuple[int, dict[str, torch
         stored = reads.checkpoint.sources[key]
         sources[key] = torch.empty(stored.entry.shape, dtype=group.dtype)
         box = whole(stored.entry.shape)
-        jobs += stored.jobs(key, stored.piece(key), box, sources[key])
+        jobs += stored.jobs(key, stored.piece(key), box, sources[key], at_once=reads.at_once)
     bytes_read = reads.run(jobs)
     # Nothing but `made` may refer to the sources, so that the conversion can free each one after its use.
     made = {pattern: [sources.pop(key) for key in keys] for pattern, keys in group.sources.items()}

@@ -6,6 +6,8 @@ import time
 import uuid
 from pathlib import Path
 
+from fsdp_sft._quantised.find import check
+from fsdp_sft._quantised.settings import CONFIG, OTHER_FILES, settings_of
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, this_rank, while_others_wait
 from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.weights.resolve import (
@@ -20,7 +22,7 @@ from fsdp_sft.weights.resolve import (
 
 # Read by AutoProcessor, AutoImageProcessor and AutoVideoProcessor; an export copies them.
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-_CONFIG_FILES = ["config.json", "generation_config.json", ADAPTER, *PROCESSOR_FILES]
+_CONFIG_FILES = [CONFIG, "generation_config.json", ADAPTER, *OTHER_FILES, *PROCESSOR_FILES]
 _ATTEMPTS = 4
 
 
@@ -75,9 +77,15 @@ def _snapshot(repo: str, revision: str | None, variant: str | None, code: bool, 
     leader = _cache_leaders(Path(constants.HF_HUB_CACHE))
     rank = this_rank()
     small = [*_CONFIG_FILES, *(["*.py"] if code else [])]
-    first = while_others_wait(
-        rank == 0, lambda: _fetch(repo, revision, small), f"downloading the config of {repo}"
-    )
+
+    def settle() -> Path:
+        folder = _fetch(repo, revision, small)
+        quantised = settings_of(folder)
+        if quantised is not None:
+            check(quantised)  # before hundreds of gigabytes follow
+        return folder
+
+    first = while_others_wait(rank == 0, settle, f"downloading the config of {repo}")
     commit = next(path.name for path in all_gather_objects(first) if path is not None)
 
     def fetch() -> Path:

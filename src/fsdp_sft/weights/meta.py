@@ -18,10 +18,12 @@ from fsdp_sft._compat.models import (
     tied_names,
 )
 from fsdp_sft._model.configs import auto_config, check_settings, read_by_transformers, refuse_kernels
-from fsdp_sft._model.quantised import refuse_quantised
+from fsdp_sft._model.record import record_of
 from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._process.limits import blame_no_file
+from fsdp_sft._quantised.find import check
+from fsdp_sft._quantised.settings import Quantised, settings_of_config, without_settings
 from fsdp_sft._tensors.boxes import Box, whole
 from fsdp_sft._tensors.reader import read_jobs
 from fsdp_sft._tensors.safetensors import bytes_of
@@ -79,7 +81,8 @@ def build_meta_model(
         except those that the class freezes when it initialises weights.
 
     Raises:
-        CheckpointFormatError: If the config names no class that can be built, or describes a quantised model.
+        CheckpointFormatError: If the config names no class that can be built, or a way to quantise weights
+            that is not read.
         TypeError: If the config does not have a field of ``config_overrides``.
         UnsupportedModelError: If rows cannot be added for ``new_vocab_size`` tokens.
         ValueError: If ``new_vocab_size`` is not a positive integer.
@@ -126,7 +129,7 @@ def meta_model(
     prepared = prepared_at(Path(name))
     if prepared is not None:
         name, called = str(prepared.settings), prepared.name
-    cls, config = _class_and_config(
+    cls, config, quantised = _class_and_config(
         name, revision, attn_implementation, trust_remote_code, config_overrides or {}
     )
     config.name_or_path = called
@@ -139,6 +142,8 @@ def meta_model(
         _take_generation_config(model, Path(name))
     _tie(model, Path(name), allow_pickle)
     model.name_or_path = called
+    if quantised is not None:
+        record_of(model).keep(quantised)
     return model.train()  # type: ignore[no-any-return]
 
 
@@ -163,13 +168,15 @@ def _set_requires_grad(model: nn.Module) -> None:
 
 def _class_and_config(
     name: str, revision: str | None, attention: str | None, remote: bool, overrides: dict[str, Any]
-) -> tuple[Any, Any]:
-    """Class and config of the model, with the overrides applied."""
+) -> tuple[Any, Any, Quantised | None]:
+    """Class and config of the model, with the overrides applied, and how its checkpoint is quantised."""
     import transformers
 
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": remote}
     config = _auto_config(name, options)
-    refuse_quantised(name, config)
+    quantised = settings_of_config(name, config)
+    if quantised is not None:
+        check(quantised)
     architecture = _architecture(name, config, overrides)
     cls: Any = _remote_class(config, architecture, name, revision) if remote else None
     cls = cls or getattr(transformers, architecture, None)
@@ -196,7 +203,8 @@ def _class_and_config(
         ask_for_attention(config, attention)
     elif not remote:
         refuse_kernels(name, config)
-    return cls, config
+    without_settings(config)  # the model's weights will not be quantised
+    return cls, config, Quantised(quantised.method) if quantised is not None else None
 
 
 def _is_model_class(cls: Any) -> bool:

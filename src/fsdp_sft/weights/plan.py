@@ -17,10 +17,11 @@ from fsdp_sft._compat.conversions import (
 )
 from fsdp_sft._compat.models import tied_names
 from fsdp_sft._model.named import named_tensors
-from fsdp_sft._model.quantised import WITHOUT_A_WORD, is_scaled, refuse_packed
 from fsdp_sft._model.twin import meta_twin
+from fsdp_sft._quantised.settings import IN_16_BITS
+from fsdp_sft._quantised.unsaid import is_scaled, refuse_packed
+from fsdp_sft._tensors.packed import Packed
 from fsdp_sft._tensors.pieces import Piece, is_row_major
-from fsdp_sft._tensors.stored import Computed
 from fsdp_sft.errors import CheckpointFormatError, abridged
 from fsdp_sft.weights.meta import matches_any
 from fsdp_sft.weights.provenance import Traced, UntraceableError, source
@@ -127,7 +128,7 @@ class LoadPlan:
         }  # paths differ between nodes
         for key, tensor in sorted(checkpoint.sources.items()):
             runs = [(numbers[run.file], run.start, run.num_bytes) for run in tensor.all_runs()]
-            hashed.update(repr((key, tensor.entry, runs)).encode())
+            hashed.update(repr((key, tensor.format, tensor.entry, runs)).encode())
         for target in [*self.targets.values(), *self.duplicates]:
             hashed.update(repr(target).encode())
         hashed.update(repr((self.missing, self.initialised, self.unexpected, dict(self.before))).encode())
@@ -267,7 +268,7 @@ def _check_fits(
     if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and is_scaled(read.dtype):
         raise CheckpointFormatError(
             f"{name!r} is stored as {read.dtype} (from {abridged(keys)}): it is quantised, and its "
-            f"config does not say how: {WITHOUT_A_WORD}"
+            f"config does not say how: {IN_16_BITS}"
         )
     if tensor.shape != read.shape and tuple(read.shape) != before:
         raise CheckpointFormatError(
@@ -283,7 +284,7 @@ def _is_direct(tensor: torch.Tensor, checkpoint: Checkpoint) -> bool:
 
 def _is_readable(piece: Piece, checkpoint: Checkpoint) -> bool:
     """Whether a piece is small, or consists of contiguous runs in the file that are worth one read each."""
-    if isinstance(checkpoint.sources[piece.key], Computed):
+    if isinstance(checkpoint.sources[piece.key], Packed):
         return True  # by rows, whatever its strides
     itemsize = checkpoint.sources[piece.key].entry.dtype.itemsize
     if piece.span * itemsize <= _SMALL_BYTES:
@@ -333,8 +334,8 @@ def _count_classes(plan: LoadPlan, checkpoint: Checkpoint) -> None:
     plan.class_bytes = dict.fromkeys(KINDS, 0)
     for target in plan.targets.values():
         for piece in target.pieces:
-            itemsize = checkpoint.sources[piece.key].entry.dtype.itemsize
-            plan.class_bytes[target.kind] += piece.numel * itemsize
+            entry = checkpoint.sources[piece.key].entry
+            plan.class_bytes[target.kind] += entry.num_bytes * piece.numel // max(1, math.prod(entry.shape))
     whole = [checkpoint.sources[key].entry for group in plan.groups for key in group.keys]
     plan.class_bytes["other"] += sum(entry.num_bytes for entry in whole)
 

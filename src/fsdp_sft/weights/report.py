@@ -28,8 +28,8 @@ class LoadReport:
         class_bytes: Bytes of the checkpoint by how they become parameters: ``"identity"`` (a stored tensor as
             it is), ``"separable"`` (whole tensors side by side), ``"region"`` (parts of tensors) and
             ``"other"`` (converted as a whole).
-        formats: Bytes of the checkpoint's tensors by the format in which they are stored, such as
-            ``"bfloat16"``.
+        formats: Number of the checkpoint's tensors by the format in which they are stored, such as
+            ``"bf16"``, ``"fp8 128x128"`` or ``"mxfp4"``.
         sources: Source of the values of every parameter and buffer, by name: ``"checkpoint"``, ``"tie"``
             (another name of a tensor listed before), ``"initialised"``, ``"computed"``, ``"copy"`` (of
             ``modules_to_save``) or ``"kept"`` (it had values already, as adapters have).

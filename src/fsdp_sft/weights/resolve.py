@@ -7,8 +7,10 @@ from pathlib import Path
 
 from fsdp_sft._process.bounds import MAX_INDEX_BYTES, MAX_SETTINGS_BYTES, parse_json
 from fsdp_sft._process.limits import blame_no_file
+from fsdp_sft._quantised.find import published
+from fsdp_sft._quantised.settings import settings_of
 from fsdp_sft._tensors.disk import read_bytes
-from fsdp_sft._tensors.safetensors import Header, TensorEntry
+from fsdp_sft._tensors.safetensors import Header
 from fsdp_sft._tensors.stored import InFile, Stored, file_header
 from fsdp_sft._tensors.torch_file import read_pickled
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError, abridged
@@ -27,7 +29,8 @@ class Checkpoint:
 
     Attributes:
         file_bytes: Size of each file when its header was read, by its path with every symbolic link resolved.
-        sources: Stored tensors by their names in the checkpoint.
+        sources: Tensors by the names under which they are published. Of a quantised checkpoint these are the
+            values that its packed tensors and their scales hold.
     """
 
     file_bytes: dict[Path, int]
@@ -35,11 +38,8 @@ class Checkpoint:
 
     @property
     def formats(self) -> dict[str, int]:
-        """Bytes of all tensors by the format in which they are stored, the commonest first."""
-        found: Counter[str] = Counter()
-        for source in self.sources.values():
-            found[str(source.entry.dtype).removeprefix("torch.")] += source.entry.num_bytes
-        return dict(found.most_common())
+        """Number of tensors by the format in which they are stored, the commonest first."""
+        return dict(Counter(source.format for source in self.sources.values()).most_common())
 
     @property
     def total_bytes(self) -> int:
@@ -177,7 +177,8 @@ def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: b
 
     Raises:
         CheckpointFormatError: If a file is missing, damaged or outside the folder, or the index assigns a
-            tensor to a file that does not have it.
+            tensor to a file that does not have it; and if it is quantised in a way that is not read, or
+            packed weights and scales do not belong together.
     """
     found = find_manifest(folder, variant, allow_pickle=allow_pickle)
     weight_map = read_index(folder / found) if found.endswith(_INDEX_ENDING) else {}
@@ -187,23 +188,20 @@ def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: b
     for name, path in files.items():
         if path not in headers:  # many names may be links to one file
             headers[path] = _header(path, name)
-    sources: dict[str, Stored] = {}
+    stored: dict[str, InFile] = {}
     for path, header in headers.items():
         for key, entry in header.entries.items():
-            sources.setdefault(key, _stored(path, entry))
+            stored.setdefault(key, InFile(path, entry))
     for key, name in weight_map.items():
         path = files[name]
         if key not in headers[path].entries:
             raise CheckpointFormatError(
                 f"{folder / found} says that {key!r} is in {name}, which does not have it"
             )
-        sources[key] = _stored(path, headers[path].entries[key])
+        stored[key] = InFile(path, headers[path].entries[key])
+    settings = settings_of(folder)
+    sources: dict[str, Stored] = {**stored} if settings is None else published(stored, settings)
     return Checkpoint({path: header.file_bytes for path, header in headers.items()}, sources)
-
-
-def _stored(path: Path, entry: TensorEntry) -> Stored:
-    """A tensor of a weight file, as it is published."""
-    return InFile(path, entry)
 
 
 def resolved_inside(folder: Path, name: str) -> Path:

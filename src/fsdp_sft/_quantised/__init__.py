@@ -1,0 +1,1 @@
+"""Quantised formats: which stored tensors belong together, and the values that they hold."""

@@ -1,0 +1,44 @@
+"""Weights of AWQ: integers of 4 bits in a transposed matrix, eight columns to a word in an order of its own.
+
+value = (q - z) * s, in float32, which is exact: the scales have 16 bits.
+
+Source: AutoAWQ 0.2.9, awq/modules/linear/gemm.py (``from_linear``) and awq/utils/packing_utils.py.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from fsdp_sft._quantised.tensors import Tensors
+from fsdp_sft._quantised.values import of_words
+from fsdp_sft._tensors.packed import Part
+
+_WORDS = (torch.int32,)
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of columns 0, 1, 2, ... in a word
+
+
+def find(tensors: Tensors, module: str) -> None:
+    """Add one such weight: ``qweight``, ``qzeros`` and ``scales`` of a module."""
+    key = f"{module}.qweight"
+    codes = tensors.take(key, key, _WORDS)
+    if len(codes.entry.shape) != 2:
+        raise tensors.settings.refused(f"{key!r} of shape {codes.entry.shape} is no matrix")
+    height, words = codes.entry.shape
+    width = words * 8
+    group = tensors.settings.fields.get("group_size", tensors.settings.fields.get("q_group_size", 128))
+    group = height if group == -1 else tensors.settings.block(group, "group_size")
+    groups = -(-height // group)
+    zeros = tensors.shaped(f"{module}.qzeros", (groups, words), key, _WORDS)
+    scales = tensors.shaped(f"{module}.scales", (groups, width), key)
+    parts = {
+        "codes": Part(codes, (1, 8), words),
+        "zero": Part(zeros, (group, 8), words),
+        "scale": Part(scales, (group, 1), width),
+    }
+    shape, stored = (width, height), (height, width)
+    tensors.add(f"{module}.weight", key, "awq int4", shape, parts, _decode, rows=stored, stride=(1, width))
+
+
+def _decode(parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:
+    values, zeros = (of_words(parts[name], 4, _PLACES) for name in ("codes", "zero"))
+    return values.sub_(zeros).mul_(parts["scale"].to(torch.float32))

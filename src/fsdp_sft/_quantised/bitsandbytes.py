@@ -1,0 +1,81 @@
+"""Weights of bitsandbytes in 4 bits (NF4, FP4): codes of a table in the file, the high half of a byte first.
+
+The matrix is flattened: a scale (``absmax``) belongs to 64 values in a row, and where scales are packed too,
+one of float32 to 256 of these. value = table[q] * a, where a = nested_table[absmax] * nested_absmax +
+nested_offset, all in float32 and in this order.
+
+Source: bitsandbytes/functional.py (``QuantState``, ``dequantize_4bit``, ``dequantize_blockwise``).
+"""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from fsdp_sft._process.bounds import check_sizes, parse_json
+from fsdp_sft._quantised.tensors import Tensors
+from fsdp_sft._quantised.values import of_nibbles, scale
+from fsdp_sft._tensors.packed import Part
+
+STATE = ".quant_state.bitsandbytes__"
+_FLOAT = (torch.float32,)
+
+
+def find(tensors: Tensors, key: str) -> None:
+    """Add one such weight: the tensor ``key`` of bytes, and those whose names begin with its name."""
+    settings = tensors.settings
+    stated = tensors.first(f"{key}{STATE}{kind}" for kind in ("nf4", "fp4"))
+    if stated is None:
+        raise settings.refused(f"{key!r} is packed, and {key + STATE!r}nf4, which it needs, is not there")
+    codes = tensors.take(key, key, (torch.uint8,))
+    tensors.take(stated, key, (torch.uint8,))
+    state = _state(tensors, stated)
+    shape, block = state["shape"], settings.block(state.get("blocksize"), f"blocksize of {stated}")
+    count = math.prod(shape)
+    if len(shape) < 2 or math.prod(codes.entry.shape) != -(-count // 2) or block % 2:
+        raise settings.refused(
+            f"{key!r} has shape {codes.entry.shape}, which does not hold the {shape} values that {stated!r} "
+            f"names, in blocks of {block}"
+        )
+    blocks = -(-count // block)
+    parts = {
+        "codes": Part(codes, (1, 2), -(-count // 2)),
+        "table": Part(tensors.shaped(f"{key}.quant_map", (16,), key, _FLOAT)),
+    }
+    nested = 0
+    if tensors.is_free(f"{key}.nested_absmax"):
+        nested = settings.block(state.get("nested_blocksize"), f"nested_blocksize of {stated}")
+        absmax = tensors.shaped(f"{key}.absmax", (blocks,), key, (torch.uint8,))
+        outer = tensors.shaped(f"{key}.nested_absmax", (-(-blocks // nested),), key, _FLOAT)
+        parts["outer"] = Part(outer, (1, block * nested), -(-blocks // nested))
+        parts["outer_table"] = Part(tensors.shaped(f"{key}.nested_quant_map", (256,), key, _FLOAT))
+    else:
+        absmax = tensors.shaped(f"{key}.absmax", (blocks,), key, _FLOAT)
+    parts["absmax"] = Part(absmax, (1, block), blocks)
+    offset = state.get("nested_offset", 0.0) if nested else 0.0
+    if not isinstance(offset, (int, float)) or not math.isfinite(offset):
+        raise settings.refused(f"nested_offset={offset!r:.80} of {stated!r} is no number")
+    decode = partial(_decode, block, nested, float(offset))
+    tensors.add(key, key, stated.rpartition("__")[2], shape, parts, decode, rows=(1, count))
+
+
+def _state(tensors: Tensors, key: str) -> dict[str, Any]:
+    """What the JSON in a tensor says of another one."""
+    try:
+        state = parse_json(bytes(tensors.read(key).reshape(-1).tolist()), "it")
+        return {**state, "shape": check_sizes(state["shape"], "shape")}
+    except (KeyError, TypeError, ValueError) as error:
+        raise tensors.settings.refused(f"{key!r} does not say how values are packed: {error}") from None
+
+
+def _decode(
+    block: int, nested: int, offset: float, parts: Mapping[str, torch.Tensor], rows: range, columns: range
+) -> torch.Tensor:
+    absmax = parts["absmax"]
+    if nested:
+        absmax = torch.nn.functional.embedding(absmax.int(), parts["outer_table"][:, None])[..., 0]
+        absmax = scale(absmax, parts["outer"], nested) + offset
+    values = of_nibbles(parts["codes"], parts["table"], low_first=False)
+    return scale(values[:, : len(columns)], absmax, block)

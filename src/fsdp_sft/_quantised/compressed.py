@@ -1,0 +1,97 @@
+"""Checkpoints of compressed-tensors: each group of modules has a scheme, and the tensors show whose it is.
+
+Source: compressed_tensors/quantization (``quant_args.py``, ``quant_config.py``).
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from fsdp_sft._quantised import elements, fp4, packs
+from fsdp_sft._quantised.settings import IN_16_BITS, Settings
+from fsdp_sft._quantised.tensors import Tensors
+from fsdp_sft._tensors.pieces import Ints
+
+_PACKED = "_packed"
+_FORMATS = (
+    "dense",
+    "float-quantized",
+    "int-quantized",
+    "mixed-precision",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "pack-quantized",
+)
+
+
+def check(settings: Settings) -> None:
+    """Refuse what no reader reads, by the config alone."""
+    settings.one_of("format", _FORMATS, "mixed-precision")
+    sparse = settings.fields.get("sparsity_config") or {}
+    if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
+        raise settings.refused(f"sparsity_config.format={sparse['format']!r:.80} is not read: {IN_16_BITS}")
+    transform = settings.fields.get("transform_config") or {}
+    if isinstance(transform, Mapping) and transform.get("config_groups"):
+        raise settings.refused(f"transform_config rotates weights and activations: {IN_16_BITS}")
+    for scheme in _schemes(settings):
+        _block(settings, scheme)
+
+
+def find(tensors: Tensors, keys: Iterable[str]) -> None:
+    """Add all weights that are packed, or have scales."""
+    schemes = _schemes(tensors.settings)
+    integers = [
+        packs.Scheme(s["num_bits"], _block(tensors.settings, s), bool(s.get("symmetric", True)))
+        for s in schemes
+        if s.get("type", "int") == "int" and s.get("num_bits") in (4, 8)
+    ]
+    blocks = [_block(tensors.settings, s) for s in schemes if s.get("num_bits") == 8]
+    for key in keys:
+        if not tensors.is_free(key):
+            continue
+        dtype, name = tensors.entry(key).dtype, key.removesuffix(_PACKED)
+        if name != key and dtype == torch.int32:
+            packs.find(tensors, name, integers)
+        elif name != key and dtype == torch.uint8:
+            scales, whole = f"{name}_scale", f"{name}_global_scale"
+            if tensors.is_free(whole):
+                fp4.find_nv(tensors, name, key, scales, whole, divide=True)
+            else:
+                fp4.find_mx(tensors, name, key, scales)
+        elif dtype in (*elements.FLOATS, torch.int8) and tensors.is_free(f"{key}_scale"):
+            zeros = f"{key}_zero_point"
+            elements.find(tensors, key, f"{key}_scale", blocks, zeros if tensors.is_free(zeros) else None)
+
+
+def _schemes(settings: Settings) -> list[Mapping[str, Any]]:
+    """How the weights of each group of modules are quantised."""
+    groups = settings.fields.get("config_groups") or {}
+    found = (
+        [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
+        if isinstance(groups, Mapping)
+        else []
+    )
+    return [weights for weights in found if isinstance(weights, Mapping)]
+
+
+def _block(settings: Settings, scheme: Mapping[str, Any]) -> Ints | None:
+    """Number of (rows, columns) that share a scale; see ``Tensors.grid``."""
+    strategy = getattr(scheme.get("strategy"), "value", scheme.get("strategy"))
+    group = scheme.get("group_size")
+    if strategy is None:
+        strategy = "tensor" if group is None else "channel" if group == -1 else "group"
+    if strategy == "tensor":
+        return None
+    if strategy in ("channel", "token"):
+        return (1, 0)
+    if strategy in ("group", "tensor_group"):
+        return (1, settings.block(group, "group_size"))
+    if strategy == "block":
+        structure = scheme.get("block_structure")
+        if isinstance(structure, (list, tuple)) and len(structure) == 2:
+            down, across = (settings.block(each, "block_structure") for each in structure)
+            return (down, across)
+    raise settings.refused(f"the strategy {strategy!r:.80} of a group of weights is not known: {IN_16_BITS}")

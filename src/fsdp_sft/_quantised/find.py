@@ -1,0 +1,153 @@
+"""Which stored tensors of a quantised checkpoint belong together, by what there is and what the config says.
+
+Skip lists are not looked at: whether a weight is packed is seen by its dtype and the tensors beside it. Every
+scale must belong to a weight, and every packed weight must have its scales, or the checkpoint is refused.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_sft._quantised import awq, bitsandbytes, compressed, finegrained, fp4, gptq, modelopt
+from fsdp_sft._quantised.settings import IN_16_BITS, Settings
+from fsdp_sft._quantised.tensors import Tensors
+from fsdp_sft._tensors.stored import InFile, Stored
+from fsdp_sft.errors import abridged
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to quantise, under the name that configs have for it.
+
+    Attributes:
+        check: Refuses what is not read, by the config alone.
+        find: Adds the weights among some stored tensors.
+    """
+
+    check: Callable[[Settings], None]
+    find: Callable[[Tensors, Iterable[str]], None]
+
+
+def _gpt_oss(tensors: Tensors, keys: Iterable[str]) -> None:
+    for key in keys:
+        name = key.removesuffix("_blocks")
+        if name != key and tensors.is_free(key) and tensors.entry(key).dtype == torch.uint8:
+            fp4.find_experts(tensors, name, key, f"{name}_scales")
+
+
+def _bitsandbytes(tensors: Tensors, keys: Iterable[str]) -> None:
+    for key in keys:
+        if tensors.is_free(f"{key}.absmax"):
+            bitsandbytes.find(tensors, key)
+
+
+def _awq(tensors: Tensors, keys: Iterable[str]) -> None:
+    for key in keys:
+        if key.endswith(".qweight"):
+            awq.find(tensors, key.removesuffix(".qweight"))
+
+
+def _gptq(tensors: Tensors, keys: Iterable[str]) -> None:
+    for key in keys:
+        if key.endswith(".qweight"):
+            gptq.find(tensors, key.removesuffix(".qweight"))
+
+
+def _check_awq(settings: Settings) -> None:
+    settings.one_of("version", ("gemm",), "gemm")
+    settings.one_of("bits" if "bits" in settings.fields else "w_bit", (4,), 4)
+
+
+def _check_gptq(settings: Settings) -> None:
+    settings.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    settings.one_of("bits", (2, 4, 8))
+
+
+def _check_bitsandbytes(settings: Settings) -> None:
+    if not (settings.fields.get("load_in_4bit") or settings.fields.get("_load_in_4bit")):
+        raise settings.refused(f"load_in_4bit is not set, and 8 bits are not read: {IN_16_BITS}")
+
+
+METHODS = {
+    "awq": Method(_check_awq, _awq),
+    "bitsandbytes": Method(_check_bitsandbytes, _bitsandbytes),
+    "compressed-tensors": Method(compressed.check, compressed.find),
+    "fbgemm_fp8": Method(finegrained.check, finegrained.find),
+    "fp8": Method(finegrained.check, finegrained.find),
+    "gptq": Method(_check_gptq, _gptq),
+    "modelopt": Method(modelopt.check, modelopt.find),
+    "mxfp4": Method(lambda settings: None, _gpt_oss),
+}
+
+# What belongs to activations: training does not use it.
+_OF_ACTIVATIONS = re.compile(
+    r"[._]((input|output|activation|input_activation)_(scale(_inv)?|zero_point|global_scale)"
+    r"|[qkv]_(scale|zero_point)|kv_scale)$"
+)
+# What no weight in 16 or 32 bits has beside it.
+_OF_PACKED = re.compile(
+    r"_scale_inv$|_packed$|weight_(scale|scale_2|global_scale|zero_point|shape|g_idx)$|_(blocks|scales)$"
+    r"|\.(qweight|qzeros|scales|g_idx|absmax|quant_map|nested_absmax|nested_quant_map|SCB|pre_quant_scale)$"
+    r"|\.quant_state\.|svdquant_"
+)
+_ONE_BYTE = (torch.uint8, torch.int8, torch.int32)
+
+
+def check(settings: Settings) -> None:
+    """Refuse a way to quantise that is not read, by the config alone.
+
+    Raises:
+        CheckpointFormatError: If it is not; the message names it.
+    """
+    if settings.method not in METHODS:
+        raise settings.refused(
+            f"it is not among the methods that are read ({abridged(METHODS, most=len(METHODS))}): "
+            f"{IN_16_BITS}"
+        )
+    METHODS[settings.method].check(settings)
+
+
+def published(stored: Mapping[str, InFile], settings: Settings) -> dict[str, Stored]:
+    """The tensors of a quantised checkpoint by the names, and in the shapes, of one in 16 bits.
+
+    Args:
+        stored: Its tensors as they are stored, by name.
+        settings: How it is quantised, according to its config.
+
+    Raises:
+        CheckpointFormatError: If it is quantised in a way that is not read, or a tensor is missing, left
+            over, or of a shape that does not go with the others; the message names it.
+    """
+    check(settings)
+    tensors = Tensors(stored, settings)
+    METHODS[settings.method].find(tensors, list(stored))
+    _drop_activations(tensors, stored)
+    left = [key for key in stored if key not in tensors.used]
+    scales = [key for key in left if _OF_PACKED.search(key)]
+    if scales and (tensors.packed or any(stored[key].entry.dtype in _ONE_BYTE for key in left)):
+        raise settings.refused(f"{abridged(scales)} belong to no weight that is packed: {IN_16_BITS}")
+    for key in left:
+        dtype = stored[key].entry.dtype
+        small = dtype.is_floating_point and dtype.itemsize == 1
+        if small or (dtype in _ONE_BYTE and key.endswith(".weight")):
+            raise settings.refused(f"{key!r} is stored as {dtype}, and there are no scales for it")
+    return {**{key: stored[key] for key in left}, **tensors.packed}
+
+
+def _drop_activations(tensors: Tensors, stored: Mapping[str, InFile]) -> None:
+    """Leave out what belongs to the activations of a module that has packed weights."""
+    modules = {name[:at] for name in tensors.packed for at in _dots(name)}
+    for key in stored:
+        found = _OF_ACTIVATIONS.search(key)
+        if (
+            found
+            and key not in tensors.used
+            and (key[: found.start()] in modules or key[: found.start()] in tensors.packed)
+        ):
+            tensors.used[key] = "activations"
+
+
+def _dots(name: str) -> list[int]:
+    return [at for at, character in enumerate(name) if character == "."]

@@ -1,0 +1,81 @@
+"""Weights in 4-bit floats (E2M1), two in a byte, the low half first: MXFP4 and NVFP4.
+
+MXFP4: value = e2m1 * 2^(s - 127), a scale for 32 columns; exact in bfloat16. NVFP4: a scale in FP8 for 16
+columns and one float32 number g for the tensor; value = e2m1 * (s / g) in compressed-tensors, and
+e2m1 * (s * g) in ModelOpt, in which the scales are combined first.
+
+Sources: OCP Microscaling Formats 1.0, section 5.2; for gpt-oss transformers/integrations/mxfp4.py
+(``convert_moe_packed_tensors``: transposed afterwards); compressed_tensors/compressors/nvfp4 and mxfp4;
+modelopt/torch/quantization/qtensor/nvfp4_tensor.py (``dequantize``).
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from fsdp_sft._quantised.tensors import Tensors
+from fsdp_sft._quantised.values import E2M1, as_scales, of_nibbles, scale
+from fsdp_sft._tensors.packed import Part
+
+BYTES = (torch.uint8, torch.int8)
+_OF_32, _OF_16 = 32, 16
+
+
+def find_mx(tensors: Tensors, name: str, codes: str, scales: str) -> None:
+    """Add an MXFP4 weight, whose columns are those of the model."""
+    *lead, half = tensors.entry(codes).shape
+    stored = tensors.take(codes, codes, BYTES)
+    shape = (*lead, 2 * half)
+    columns = -(-shape[-1] // _OF_32)
+    exponents = tensors.shaped(scales, (*lead, columns), codes, (torch.uint8, torch.float8_e8m0fnu))
+    parts = {"codes": Part(stored, (1, 2), half), "scale": Part(exponents, (1, _OF_32), columns)}
+    tensors.add(name, codes, "mxfp4", shape, parts, _mx, dtype=torch.bfloat16)
+
+
+def find_experts(tensors: Tensors, name: str, blocks: str, scales: str) -> None:
+    """Add the MXFP4 experts of gpt-oss: (experts, rows, n, 16) bytes for (experts, 32 n, rows) values."""
+    stored = tensors.take(blocks, blocks, (torch.uint8,))
+    shape = stored.entry.shape
+    if len(shape) != 4 or shape[-1] * 2 != _OF_32:
+        raise tensors.settings.refused(f"{blocks!r} has shape {shape}, and not (experts, rows, blocks, 16)")
+    experts, height, columns, _ = shape
+    exponents = tensors.shaped(scales, shape[:-1], blocks, (torch.uint8, torch.float8_e8m0fnu))
+    width = columns * _OF_32
+    parts = {"codes": Part(stored, (1, 2), width // 2), "scale": Part(exponents, (1, _OF_32), columns)}
+    tensors.add(
+        name,
+        blocks,
+        "mxfp4",
+        (experts, width, height),
+        parts,
+        _mx,
+        rows=(height, width),
+        stride=(height * width, 1, width),
+        dtype=torch.bfloat16,
+    )
+
+
+def find_nv(tensors: Tensors, name: str, codes: str, scales: str, whole: str, *, divide: bool) -> None:
+    """Add an NVFP4 weight; ``whole`` is the number for the tensor, by which scales are divided or not."""
+    *lead, half = tensors.entry(codes).shape
+    stored = tensors.take(codes, codes, (torch.uint8,))
+    shape = (*lead, 2 * half)
+    columns = -(-shape[-1] // _OF_16)
+    scaled = tensors.shaped(scales, (*lead, columns), codes, (torch.float8_e4m3fn,))
+    parts = {
+        "codes": Part(stored, (1, 2), half),
+        "scale": Part(scaled, (1, _OF_16), columns),
+        "whole": tensors.one(whole, codes),
+    }
+    tensors.add(name, codes, "nvfp4", shape, parts, partial(_nv, divide))
+
+
+def _mx(parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:
+    return scale(of_nibbles(parts["codes"], E2M1), as_scales(parts["scale"]), _OF_32)
+
+
+def _nv(divide: bool, parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:
+    scales, whole = parts["scale"].to(torch.float32), parts["whole"].reshape(())
+    scales = scales / whole if divide else scales * whole
+    return scale(of_nibbles(parts["codes"], E2M1), scales, _OF_16)

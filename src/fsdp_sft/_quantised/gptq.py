@@ -1,0 +1,86 @@
+"""Weights of GPTQ: integers of 2, 4 or 8 bits in a transposed matrix, packed along its rows.
+
+value = (q - z) * s, in float32, which is exact: the scales have 16 bits. Zero points lie along the columns,
+and are stored as z - 1 unless the checkpoint's format is gptq_v2. ``g_idx`` assigns rows to groups, in
+sequence unless activations gave them an order (``desc_act``).
+
+Sources: AutoGPTQ 0.7, nn_modules/qlinear/qlinear_cuda_old.py (``pack``, ``forward``); for gptq_v2
+GPTQModel, utils/model.py (``convert_gptq_v1_to_v2_format``).
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from fsdp_sft._quantised.tensors import Tensors
+from fsdp_sft._quantised.values import of_words
+from fsdp_sft._tensors.packed import Part
+from fsdp_sft.errors import CheckpointFormatError
+
+_WORDS = (torch.int32,)
+
+
+def find(tensors: Tensors, module: str) -> None:
+    """Add one such weight: ``qweight``, ``qzeros``, ``scales`` and ``g_idx`` of a module."""
+    key, order = f"{module}.qweight", f"{module}.g_idx"
+    settings = tensors.settings
+    bits = settings.one_of("bits", (2, 4, 8))
+    in_word = 32 // bits
+    codes = tensors.take(key, key, _WORDS)
+    if len(codes.entry.shape) != 2:
+        raise settings.refused(f"{key!r} of shape {codes.entry.shape} is no matrix")
+    words, width = codes.entry.shape
+    height = words * in_word
+    if width % in_word:
+        raise settings.refused(f"{key!r} has {width} columns, which are not packed in words of {bits} bits")
+    ordered = bool(settings.fields.get("desc_act", False))
+    group = settings.fields.get("group_size", 128)
+    group = height if group == -1 else settings.block(group, "group_size")
+    groups = -(-height // group)
+    # In an order of their own, rows may belong to any group: the scales of all are read.
+    down = 0 if ordered else group
+    zeros = tensors.shaped(f"{module}.qzeros", (groups, width // in_word), key, _WORDS)
+    scales = tensors.shaped(f"{module}.scales", (groups, width), key)
+    parts = {
+        "codes": Part(codes, (in_word, 1), width),
+        "zero": Part(zeros, (down, in_word), width // in_word),
+        "scale": Part(scales, (down, 1), width),
+    }
+    if ordered or tensors.is_free(order):
+        parts["group"] = Part(tensors.shaped(order, (height,), key, (torch.int32, torch.int64)), (1, 0))
+    added = 0 if settings.fields.get("checkpoint_format") == "gptq_v2" else 1
+    decode = partial(_decode, order, bits, 0 if ordered else group, groups, added)
+    shape, stored = (width, height), (height, width)
+    tensors.add(
+        f"{module}.weight", key, f"gptq int{bits}", shape, parts, decode, rows=stored, stride=(1, width)
+    )
+
+
+def _decode(
+    order: str,
+    bits: int,
+    group: int,
+    groups: int,
+    added: int,
+    parts: Mapping[str, torch.Tensor],
+    rows: range,
+    columns: range,
+) -> torch.Tensor:
+    words = parts["codes"]
+    places = torch.tensor([row * bits % 32 for row in rows], dtype=torch.int32, device=words.device)
+    values = (words >> places[:, None] & ((1 << bits) - 1)).to(torch.float32)
+    scales, zeros = parts["scale"].to(torch.float32), of_words(parts["zero"], bits).add_(added)
+    if "group" in parts:
+        of_row = parts["group"][:, 0].long()
+        if group:
+            in_sequence = torch.arange(rows.start, rows.stop, device=of_row.device) // group
+            if not torch.equal(of_row, in_sequence):
+                raise CheckpointFormatError(
+                    f"{order!r} gives rows an order, and the config says desc_act=false"
+                )
+        else:
+            if int(of_row.min()) < 0 or int(of_row.max()) >= groups:
+                raise CheckpointFormatError(f"{order!r} names groups that have no scale")
+            scales, zeros = scales[of_row], zeros[of_row]
+    return values.sub_(zeros).mul_(scales)

@@ -1,0 +1,32 @@
+"""Checkpoints of NVIDIA's ModelOpt: FP8 and NVFP4, told apart by the tensors.
+
+Source: modelopt/torch/export (``convert_hf_config.py``, ``unified_export_hf.py``).
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from fsdp_sft._quantised import elements, fp4
+from fsdp_sft._quantised.settings import Settings
+from fsdp_sft._quantised.tensors import Tensors
+
+_ALGORITHMS = ("fp8", "fp8_per_channel_per_token", "mixed_precision", "mxfp8", "nvfp4", "w4a16_nvfp4")
+_BLOCKS = [None, (1, 0), (1, 32)]
+
+
+def check(settings: Settings) -> None:
+    """Refuse what no reader reads, by the config alone."""
+    settings.one_of("quant_algo", _ALGORITHMS)
+
+
+def find(tensors: Tensors, keys: Iterable[str]) -> None:
+    """Add all weights that have scales."""
+    for key in keys:
+        if not (tensors.is_free(key) and tensors.is_free(f"{key}_scale")):
+            continue
+        dtype = tensors.entry(key).dtype
+        if dtype == torch.uint8:
+            fp4.find_nv(tensors, key, key, f"{key}_scale", f"{key}_scale_2", divide=False)
+        elif dtype in elements.FLOATS:
+            elements.find(tensors, key, f"{key}_scale", list(_BLOCKS))

@@ -1,0 +1,142 @@
+"""What a checkpoint's folder says of how it is quantised."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_sft._process.bounds import MAX_SETTINGS_BYTES, parse_json
+from fsdp_sft._tensors.disk import read_bytes
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError, abridged
+
+IN_16_BITS = "take the model's checkpoint in 16 bits, or write one with the tool that quantised this one"
+CONFIG = "config.json"
+# Files of their own in which tools say it, when the config does not.
+OTHER_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+_KEYS = ("quantization_config", "compression_config")  # the second of compressed-tensors' first releases
+_MAX_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a checkpoint is quantised, according to its folder.
+
+    Attributes:
+        folder: The folder, for messages.
+        method: ``quant_method``, such as ``"fp8"``.
+        fields: All that the folder says of it; not trusted.
+    """
+
+    folder: str
+    method: str
+    fields: Mapping[str, Any]
+
+    def refused(self, why: str) -> CheckpointFormatError:
+        """The error that says why it cannot be read."""
+        return CheckpointFormatError(f"{self.folder} is quantised ({self.method}): {why}")
+
+    def one_of(self, field: str, known: tuple[Any, ...], otherwise: Any = None) -> Any:
+        """A field whose value must be among ``known``; ``otherwise`` if it is not there.
+
+        Raises:
+            CheckpointFormatError: If it has another value.
+        """
+        value = self.fields.get(field)
+        value = otherwise if value is None else value
+        value = value.lower() if isinstance(value, str) else value
+        if not any(value == other and type(value) is type(other) for other in known):
+            raise self.refused(
+                f"{field}={value!r:.80} is not among those that are read ({abridged(known)}): {IN_16_BITS}"
+            )
+        return value
+
+    def block(self, value: Any, what: str) -> int:
+        """A number of rows or columns that share a scale.
+
+        Raises:
+            CheckpointFormatError: If it is none.
+        """
+        if type(value) is not int or not 0 < value <= _MAX_BLOCK:
+            raise self.refused(f"{what}={value!r:.80} is no number of values that share a scale")
+        return value
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """What is remembered of a model whose checkpoint is published in a quantised format.
+
+    Attributes:
+        method: ``quant_method`` of the checkpoint's config.
+    """
+
+    method: str
+
+
+def settings_of(folder: Path) -> Settings | None:
+    """How the checkpoint in a folder is quantised; None if nothing there says that it is.
+
+    Raises:
+        CheckpointFormatError: If two parts of its config say different things, or a file is not JSON.
+    """
+    config = _read(folder / CONFIG)
+    found = list(settings_in(config))
+    for name, method in OTHER_FILES.items():
+        if not found and (folder / name).is_file():
+            fields = _read(folder / name)
+            inner = fields.get("quantization", fields)
+            found = [{"quant_method": method, **(inner if isinstance(inner, dict) else {})}]
+    return _one(str(folder), found)
+
+
+def settings_of_config(folder: str, config: Any) -> Settings | None:
+    """The same of a config that transformers has read, or of its fields."""
+    return _one(folder, list(settings_in(config)))
+
+
+def settings_in(config: Any) -> Iterator[dict[str, Any]]:
+    """The quantisation settings of a config and of the configs within it, as mappings."""
+    own = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    for key in _KEYS:
+        if own.get(key) is not None:
+            value = own[key]
+            yield value if isinstance(value, dict) else value.to_dict() if hasattr(value, "to_dict") else {}
+    for name, value in own.items():
+        if str(name).endswith("_config") and name not in _KEYS and _is_config(value):
+            yield from settings_in(value)
+
+
+def without_settings(config: Any) -> None:
+    """Take the quantisation settings out of a config and the configs within it."""
+    own = config if isinstance(config, dict) else config.__dict__
+    for key in _KEYS:
+        own.pop(key, None)
+    for name, value in own.items():
+        if str(name).endswith("_config") and _is_config(value):
+            without_settings(value)
+
+
+def _is_config(value: Any) -> bool:
+    return isinstance(value, dict) or hasattr(value, "to_dict")
+
+
+def _one(folder: str, found: list[dict[str, Any]]) -> Settings | None:
+    if not found:
+        return None
+    if any(other != found[0] for other in found[1:]):
+        raise CheckpointFormatError(f"{folder} is quantised in two ways, by the parts of its config")
+    method = found[0].get("quant_method")
+    method = getattr(method, "value", method)
+    if method is None and str(found[0].get("producer", "")).find("modelopt") >= 0:
+        method = "modelopt"
+    return Settings(folder, str(method or "of a format without quant_method")[:80], found[0])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not os.path.lexists(path):
+        return {}
+    try:
+        fields = parse_json(read_bytes(path.resolve(), MAX_SETTINGS_BYTES), path.name)
+    except (OSError, CheckpointCorruptError, ValueError) as error:
+        raise CheckpointFormatError(f"{path} cannot be read: {error}") from None
+    return fields if isinstance(fields, dict) else {}

@@ -1,0 +1,79 @@
+"""Values of packed bytes and scales, in float32: what several formats have in common."""
+
+from collections.abc import Sequence
+
+import torch
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of the codes 0 to 15 of a 4-bit float (OCP Microscaling Formats 1.0, table 5)."""
+
+
+def of_nibbles(
+    packed: torch.Tensor, table: Sequence[float] | torch.Tensor, *, low_first: bool = True
+) -> torch.Tensor:
+    """The values of 4-bit codes, two of which are in each byte.
+
+    Args:
+        packed: Bytes, of any dtype of one byte, or words of several in the order of their bytes; (rows, n).
+        table: Value of each of the 16 codes.
+        low_first: Whether the low half of a byte comes before the high one.
+
+    Returns:
+        Float32, (rows, twice the number of bytes in a row).
+    """
+    codes = packed.contiguous().view(torch.uint8)
+    values = torch.as_tensor(table, dtype=torch.float32, device=codes.device)
+    low, high = values.repeat(16), values.repeat_interleave(16)
+    pairs = torch.stack((low, high) if low_first else (high, low), dim=1)
+    return torch.nn.functional.embedding(codes.int(), pairs).flatten(-2)
+
+
+def of_words(words: torch.Tensor, bits: int, places: Sequence[int] | None = None) -> torch.Tensor:
+    """The numbers in words of 32 bits, the lowest first.
+
+    Args:
+        words: Int32, (rows, n).
+        bits: Bits of a number.
+        places: Where a word holds its numbers 0, 1, 2, ...; None is in sequence.
+
+    Returns:
+        Float32, (rows, n times 32 / bits).
+    """
+    shifts = torch.tensor(places or range(32 // bits), dtype=torch.int32, device=words.device) * bits
+    return (words[..., None] >> shifts & ((1 << bits) - 1)).flatten(-2).to(torch.float32)
+
+
+def as_scales(stored: torch.Tensor) -> torch.Tensor:
+    """Scales in float32; bytes are exponents of 2 (E8M0), of which 255 is NaN."""
+    if stored.dtype == torch.uint8:
+        stored = stored.view(torch.float8_e8m0fnu)
+    return stored.to(torch.float32)
+
+
+def scale(values: torch.Tensor, scales: torch.Tensor, across: int) -> torch.Tensor:
+    """Multiply values in place with the scale of their block, and return them.
+
+    Args:
+        values: Float32, (rows, columns); the first column begins a block.
+        scales: Float32: one, or (rows, blocks).
+        across: Number of columns of a block; the last one may have fewer.
+    """
+    if scales.numel() == 1 or scales.shape[-1] == 1:
+        return values.mul_(scales)
+    return _by_blocks(values, scales, across, "mul_")
+
+
+def shift(values: torch.Tensor, zeros: torch.Tensor, across: int) -> torch.Tensor:
+    """Subtract from values in place the zero point of their block, and return them; see ``scale``."""
+    if zeros.numel() == 1 or zeros.shape[-1] == 1:
+        return values.sub_(zeros)
+    return _by_blocks(values, zeros, across, "sub_")
+
+
+def _by_blocks(values: torch.Tensor, each: torch.Tensor, across: int, operation: str) -> torch.Tensor:
+    full = values.shape[-1] // across
+    whole = values[:, : full * across].unflatten(-1, (full, across))
+    getattr(whole, operation)(each[:, :full, None])
+    if full * across < values.shape[-1]:
+        getattr(values[:, full * across :], operation)(each[:, full : full + 1])
+    return values

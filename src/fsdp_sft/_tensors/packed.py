@@ -1,0 +1,201 @@
+"""Tensors whose values are computed from what is stored: packed bytes, and the scales that belong to them.
+
+A rank that holds rows 100 to 200 of a matrix needs the packed bytes of these rows, and of the scales those
+that the same rows share. Which these are follows from one number for each stored tensor and dimension: how
+many values have one of its elements in common (``Part.each``). So a format says only what its tensors are
+called, how many values share each of their elements, and how values are made of them (``Packed.decode``).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from fsdp_sft._tensors.jobs import ByteRange, Computation
+from fsdp_sft._tensors.pieces import Ints, Piece
+from fsdp_sft._tensors.safetensors import TensorEntry
+from fsdp_sft._tensors.stored import About, InFile, Stored
+
+_MIN_RUN_BYTES = 512  # reading shorter runs one by one costs more than reading the rows that they lie in
+
+Decode = Callable[[Mapping[str, torch.Tensor], range, range], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stored tensor that values are computed from.
+
+    Attributes:
+        stored: The tensor.
+        each: Number of rows, and of columns, of the values that share one of its elements. 0: each of its
+            rows, or columns, belongs to all values in that dimension. None: all of it is read for any value.
+        columns: Number of its elements in each row.
+    """
+
+    stored: InFile
+    each: tuple[int, int] | None = None
+    columns: int = 1
+
+    def read(self, rows: range, columns: range, height: int) -> "_Read":
+        """What to read of it for a box of values.
+
+        Args:
+            rows: The box's rows, counted over all matrices.
+            columns: Its columns.
+            height: Number of rows of each matrix.
+        """
+        entry = self.stored.entry
+        if self.each is None:
+            return _Read(self.stored.all_runs(), entry.dtype, entry.shape, None, None)
+        down, across = self.each
+        first, last, place = 0, math.prod(entry.shape) // self.columns - 1, None
+        if down:
+            first, last = self._row(rows[0], height), self._row(rows[-1], height)
+        if down > 1:
+            place = torch.tensor([self._row(row, height) - first for row in rows])
+        left, right = (columns.start // across, -(-columns.stop // across)) if across else (0, self.columns)
+        count, size = last + 1 - first, entry.dtype.itemsize
+        row_bytes, wanted = self.columns * size, (right - left) * size
+        start = entry.start + first * row_bytes
+        if wanted == row_bytes or wanted < _MIN_RUN_BYTES or 2 * wanted >= row_bytes:
+            whole = ByteRange(self.stored.file, start, count * row_bytes)
+            cut = None if wanted == row_bytes else slice(left, right)
+            return _Read((whole,), entry.dtype, (count, self.columns), cut, place)
+        starts = range(start + left * size, start + left * size + count * row_bytes, row_bytes)
+        runs = tuple(ByteRange(self.stored.file, at, wanted) for at in starts)
+        return _Read(runs, entry.dtype, (count, right - left), None, place)
+
+    def _row(self, row: int, height: int) -> int:
+        """The row of its elements that belongs to a row of values."""
+        assert self.each is not None
+        matrix, within = divmod(row, height)
+        return matrix * -(-height // self.each[0]) + within // self.each[0]
+
+
+class _Read(NamedTuple):
+    """Runs of a part, and how a tensor is made of their bytes."""
+
+    runs: tuple[ByteRange, ...]
+    dtype: torch.dtype
+    shape: Ints
+    cut: slice | None  # columns to keep
+    place: torch.Tensor | None  # for each row of values, the row that belongs to it; None: one for each
+
+    def tensor(self, raws: list[torch.Tensor]) -> torch.Tensor:
+        raw = raws[0] if len(raws) == 1 else torch.cat(raws)
+        tensor = raw.view(self.dtype).view(self.shape)
+        if self.cut is not None:
+            tensor = tensor[:, self.cut]
+        return tensor if self.place is None else _taken(tensor, self.place.to(tensor.device))
+
+
+def _taken(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    # Not every dtype of one byte can be indexed on every device.
+    if tensor.dtype.itemsize == 1:
+        return tensor.view(torch.uint8)[rows].view(tensor.dtype)
+    return tensor[rows]
+
+
+class _Block(NamedTuple):
+    """The rows and columns of values that a piece needs, and the view of them that it is."""
+
+    rows: range
+    columns: range
+    row_steps: Ints  # by how many rows neighbours of the piece are apart, per dimension
+    column_steps: Ints
+    column: int  # of the piece's first value
+
+    @property
+    def numel(self) -> int:
+        return len(self.rows) * len(self.columns)
+
+    def view(self, values: torch.Tensor, size: Ints) -> torch.Tensor:
+        step = values.stride(0)
+        strides = [r * step + c for r, c in zip(self.row_steps, self.column_steps, strict=True)]
+        return values.as_strided(size, strides, self.column - self.columns.start)
+
+
+@dataclass(frozen=True)
+class Packed(Stored):
+    """A tensor whose values are computed from several stored ones.
+
+    Its values lie in rows: those of a matrix, and of further matrices of the same size behind it. ``entry``
+    says how the published tensor lies in these, by its strides, so it may be transposed.
+
+    Attributes:
+        entry: Shape and strides of the published tensor. The dtype holds all of its values: float32, or a
+            narrower one if they are exact in it. Start and end say how many bytes its parts take.
+        format: Name of the format.
+        width: Number of values in each row.
+        height: Number of rows of each matrix.
+        parts: Stored tensors that the values are computed from, by what they are.
+        decode: Function from the parts of some rows and columns, and the numbers of these, to their values
+            in float32. The columns begin where an element of every part begins. A part has a row for each row
+            of values, unless its ``each`` says that all of its rows belong to all. Values of further columns
+            may follow those that were asked for.
+    """
+
+    entry: TensorEntry
+    format: str
+    width: int
+    height: int
+    parts: Mapping[str, Part]
+    decode: Decode
+
+    def all_runs(self) -> tuple[ByteRange, ...]:
+        """The bytes of all parts."""
+        return tuple(run for part in self.parts.values() for run in part.stored.all_runs())
+
+    def _read(self, part: Piece, place: torch.Tensor, about: About) -> Iterator[Computation]:
+        unit = math.lcm(*(p.each[1] for p in self.parts.values() if p.each is not None and p.each[1]))
+        for cut, view in _cuts(part, place, self.width, max(about.at_once, 2 * unit)):
+            block = _block(cut, self.width)
+            begin, end = block.columns.start // unit * unit, -(-block.columns.stop // unit) * unit
+            block = block._replace(columns=range(begin, min(end, self.width)))
+            reads = {name: p.read(block.rows, block.columns, self.height) for name, p in self.parts.items()}
+            runs = tuple(run for read in reads.values() for run in read.runs)
+            compute = partial(self._values, block, reads, cut.size)
+            yield Computation(about.name, cut.key, runs, compute, view, about.check_finite, about.mode)
+
+    def _values(
+        self, block: _Block, reads: Mapping[str, _Read], size: Ints, raws: list[torch.Tensor]
+    ) -> torch.Tensor:
+        tensors, taken = {}, 0
+        for name, read in reads.items():
+            tensors[name] = read.tensor(raws[taken : taken + len(read.runs)])
+            taken += len(read.runs)
+        return block.view(self.decode(tensors, block.rows, block.columns), size)
+
+
+def _cuts(part: Piece, place: torch.Tensor, width: int, at_once: int) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """A piece in parts that need about ``at_once`` values at most, and the views that these fill.
+
+    It is cut along its dimension of the largest stride, so that each part lies within the fewest rows.
+    """
+    if part.numel == 1 or _block(part, width).numel <= at_once:
+        yield part, place
+        return
+    outer = max(range(len(part.size)), key=lambda d: (part.size[d] > 1, part.stride[d]))
+    size = part.size[outer]
+    count = max(1, min(at_once // max(1, part.stride[outer]), -(-size // 2)))
+    for at, view in zip(range(0, size, count), place.split(count, outer), strict=True):
+        yield from _cuts(part.narrowed(outer, at, min(count, size - at)), view, width, at_once)
+
+
+def _block(part: Piece, width: int) -> _Block:
+    """The block of rows and columns that a piece lies in."""
+    row, column = divmod(part.offset, width)
+    downwards = [step >= width and step % width == 0 for step in part.stride]
+    span = 1 + sum(
+        (n - 1) * step for n, step, down in zip(part.size, part.stride, downwards, strict=True) if not down
+    )
+    if column + span > width:  # it goes on in the next row: all columns, side by side
+        last = (part.offset + part.span - 1) // width
+        return _Block(range(row, last + 1), range(width), tuple(0 for _ in part.size), part.stride, column)
+    row_steps = tuple(step // width if down else 0 for step, down in zip(part.stride, downwards, strict=True))
+    column_steps = tuple(0 if down else step for step, down in zip(part.stride, downwards, strict=True))
+    rows = 1 + sum((n - 1) * step for n, step in zip(part.size, row_steps, strict=True))
+    return _Block(range(row, row + rows), range(column, column + span), row_steps, column_steps, column)

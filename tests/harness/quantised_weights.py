@@ -1,0 +1,383 @@
+"""Matrices in each quantised format, written at random, and their values by plain loops over elements.
+
+The loops follow the published references of the formats (named at each), and share no code with the library.
+Numbers are Python's, rounded to float32 after each operation by ``struct``.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+@dataclass
+class Written:
+    """One matrix in a quantised format.
+
+    Attributes:
+        tensors: What is stored, by the ending of its name that replaces ``.weight``.
+        values: Its values, float32, in the shape of the model.
+        settings: ``quantization_config``.
+        loose: Half a unit of the dtype to which the format's own code rounds; None: equal to the bit.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    values: torch.Tensor
+    settings: dict[str, Any]
+    kinds: set[str] = field(default_factory=set)
+
+
+def f32(value: float) -> float:
+    """A number rounded to float32."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def _loop(rows: int, columns: int, value: Callable[[int, int], float]) -> torch.Tensor:
+    return torch.tensor([[value(i, j) for j in range(columns)] for i in range(rows)], dtype=torch.float32)
+
+
+def _fp8(rows: int, columns: int) -> tuple[torch.Tensor, list[list[float]]]:
+    """Random FP8 numbers, and what they are by the definition of E4M3 (OCP 8-bit Floating Point, 1.0)."""
+    codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
+    codes[codes & 127 == 127] = 0  # NaN
+    return codes.view(torch.float8_e4m3fn), [[_e4m3(code) for code in row] for row in codes.tolist()]
+
+
+def _e4m3(code: int) -> float:
+    sign, exponent, mantissa = -1.0 if code & 128 else 1.0, code >> 3 & 15, code & 7
+    if exponent == 0:
+        return sign * mantissa / 8 * 2.0**-6
+    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
+def _scales(*shape: int) -> torch.Tensor:
+    return torch.rand(*shape) / 50 + 0.001
+
+
+def _e2m1(code: int) -> float:
+    return -E2M1[code & 7] if code & 8 else E2M1[code & 7]
+
+
+def fp8_block(rows: int, columns: int, block: tuple[int, int] = (128, 128), scales: str = "float32") -> Written:
+    """DeepSeek-V3: ``weight_scale_inv`` multiplies (inference/kernel.py, ``weight_dequant_kernel``)."""
+    down, across = block
+    stored, q = _fp8(rows, columns)
+    grid = (math.ceil(rows / down), math.ceil(columns / across))
+    if scales == "float32":
+        kept = _scales(*grid)
+        s = kept.tolist()
+    else:
+        exponents = torch.randint(110, 124, grid, dtype=torch.uint8)
+        kept = exponents if scales == "uint8" else exponents.view(torch.float8_e8m0fnu)
+        s = [[2.0 ** (e - 127) for e in row] for row in exponents.tolist()]
+    values = _loop(rows, columns, lambda i, j: f32(q[i][j] * s[i // down][j // across]))
+    settings = {"quant_method": "fp8", "weight_block_size": list(block), "activation_scheme": "dynamic"}
+    return Written({".weight": stored, ".weight_scale_inv": kept}, values, settings)
+
+
+def fp8_v4(rows: int, columns: int) -> Written:
+    """DeepSeek-V4: the same, with exponents under ``.scale``."""
+    made = fp8_block(rows, columns, scales="e8m0")
+    return Written(
+        {".weight": made.tensors[".weight"], ".scale": made.tensors[".weight_scale_inv"]},
+        made.values,
+        made.settings | {"scale_fmt": "ue8m0", "expert_dtype": "fp4"},
+    )
+
+
+def fp4_v4(rows: int, columns: int) -> Written:
+    """Experts of DeepSeek-V4: two E2M1 in an int8, the low half first, exponents for 32 columns."""
+    made = mxfp4_compressed(rows, columns)
+    stored = made.tensors
+    tensors = {
+        ".weight": stored[".weight_packed"].view(torch.int8),
+        ".scale": stored[".weight_scale"].view(torch.float8_e8m0fnu),
+    }
+    return Written(tensors, made.values, fp8_v4(2, 2).settings)
+
+
+def fp8_tensor(rows: int, columns: int) -> Written:
+    """Ministral 3: one scale, and one of the activations, which is not used."""
+    stored, q = _fp8(rows, columns)
+    scale = _scales(1).reshape(())
+    values = _loop(rows, columns, lambda i, j: f32(q[i][j] * scale.item()))
+    tensors = {".weight": stored, ".weight_scale_inv": scale, ".activation_scale": _scales(1).reshape(())}
+    settings = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
+    return Written(tensors, values, settings)
+
+
+def _compressed(form: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def fp8_channel(rows: int, columns: int) -> Written:
+    """compressed-tensors, FP8_DYNAMIC: a scale for each row, here in bfloat16."""
+    stored, q = _fp8(rows, columns)
+    scale = _scales(rows, 1).bfloat16()
+    s = scale.float().tolist()
+    values = _loop(rows, columns, lambda i, j: f32(q[i][j] * s[i][0]))
+    settings = _compressed("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel")
+    return Written({".weight": stored, ".weight_scale": scale}, values, settings)
+
+
+def fp8_block_compressed(rows: int, columns: int) -> Written:
+    """compressed-tensors, FP8_BLOCK."""
+    made = fp8_block(rows, columns)
+    settings = _compressed(
+        "float-quantized", num_bits=8, type="float", symmetric=True, strategy="block", block_structure=[128, 128]
+    )
+    tensors = {".weight": made.tensors[".weight"], ".weight_scale": made.tensors[".weight_scale_inv"]}
+    return Written(tensors, made.values, settings)
+
+
+def mxfp8_compressed(rows: int, columns: int) -> Written:
+    """compressed-tensors, MXFP8: exponents for 32 columns."""
+    made = fp8_block(rows, columns, (1, 32), "uint8")
+    settings = _compressed(
+        "mxfp8-quantized", num_bits=8, type="float", symmetric=True, strategy="group", group_size=32
+    )
+    tensors = {".weight": made.tensors[".weight"], ".weight_scale": made.tensors[".weight_scale_inv"]}
+    return Written(tensors, made.values, settings)
+
+
+def fp8_modelopt(rows: int, columns: int) -> Written:
+    """ModelOpt, FP8: one scale, and one of the activations."""
+    made = fp8_tensor(rows, columns)
+    tensors = {
+        ".weight": made.tensors[".weight"],
+        ".weight_scale": made.tensors[".weight_scale_inv"],
+        ".input_scale": made.tensors[".activation_scale"],
+    }
+    return Written(tensors, made.values, {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]})
+
+
+def _fp4(rows: int, columns: int) -> tuple[torch.Tensor, list[list[float]]]:
+    packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+    codes = [[half for byte in row for half in (byte & 15, byte >> 4)] for row in packed.tolist()]
+    return packed, [[_e2m1(code) for code in row] for row in codes]
+
+
+def mxfp4_experts(experts: int, rows: int, columns: int) -> Written:
+    """gpt-oss: blocks of 32 in 16 bytes; the model has the transpose (transformers' integrations/mxfp4.py)."""
+    blocks, scales, values = [], [], []
+    for _ in range(experts):
+        packed, q = _fp4(columns, rows)
+        exponents = torch.randint(110, 124, (columns, rows // 32), dtype=torch.uint8)
+        e = exponents.tolist()
+        values.append(_loop(rows, columns, lambda i, j, q=q, e=e: f32(math.ldexp(q[j][i], e[j][i // 32] - 127))))
+        blocks.append(packed.view(columns, rows // 32, 16))
+        scales.append(exponents)
+    tensors = {"_blocks": torch.stack(blocks), "_scales": torch.stack(scales)}
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    return Written(tensors, torch.stack(values), settings)
+
+
+def mxfp4_compressed(rows: int, columns: int) -> Written:
+    """compressed-tensors, MXFP4."""
+    packed, q = _fp4(rows, columns)
+    exponents = torch.randint(110, 124, (rows, math.ceil(columns / 32)), dtype=torch.uint8)
+    e = exponents.tolist()
+    values = _loop(rows, columns, lambda i, j: f32(math.ldexp(q[i][j], e[i][j // 32] - 127)))
+    settings = _compressed(
+        "mxfp4-pack-quantized", num_bits=4, type="float", symmetric=True, strategy="group", group_size=32
+    )
+    return Written({".weight_packed": packed, ".weight_scale": exponents}, values, settings)
+
+
+def nvfp4(rows: int, columns: int, tool: str = "compressed-tensors") -> Written:
+    """NVFP4: compressed-tensors divides the scales by a number, ModelOpt multiplies them, both at first."""
+    packed, q = _fp4(rows, columns)
+    codes = torch.randint(1, 127, (rows, math.ceil(columns / 16)), dtype=torch.uint8)
+    s = [[_e4m3(code) for code in row] for row in codes.tolist()]
+    scale, whole = codes.view(torch.float8_e4m3fn), torch.rand(()) * 300 + 1
+    g = whole.item()
+    if tool == "modelopt":
+        whole = 1 / whole
+        g = whole.item()
+        values = _loop(rows, columns, lambda i, j: f32(q[i][j] * f32(s[i][j // 16] * g)))
+        tensors = {".weight": packed, ".weight_scale": scale, ".weight_scale_2": whole, ".input_scale": whole + 1}
+        return Written(tensors, values, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []})
+    values = _loop(rows, columns, lambda i, j: f32(q[i][j] * f32(s[i][j // 16] / g)))
+    tensors = {".weight_packed": packed, ".weight_scale": scale, ".weight_global_scale": whole.reshape(1)}
+    settings = _compressed(
+        "nvfp4-pack-quantized", num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16
+    )
+    return Written(tensors, values, settings)
+
+
+def _words(numbers: list[list[int]], bits: int) -> torch.Tensor:
+    """Rows of numbers packed in words of 32 bits, the lowest first, the last word filled with zeros."""
+    packed = []
+    for row in numbers:
+        big = sum(number << bits * place for place, number in enumerate(row))
+        count = math.ceil(len(row) * bits / 32)
+        packed.append([(big >> 32 * word) & 0xFFFFFFFF for word in range(count)])
+    signed = [[word - (1 << 32) if word >> 31 else word for word in row] for row in packed]
+    return torch.tensor(signed, dtype=torch.int32)
+
+
+def _transposed(rows: list[list[Any]]) -> list[list[Any]]:
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _random(rows: int, columns: int, bits: int) -> list[list[int]]:
+    return torch.randint(0, 1 << bits, (rows, columns)).tolist()  # type: ignore[no-any-return]
+
+
+def integers(
+    rows: int, columns: int, bits: int = 4, group: int | None = 32, *, symmetric: bool = True, ordered: bool = False
+) -> Written:
+    """compressed-tensors' packs (pack_quantized/helpers.py): q and z have 2^(bits-1) added."""
+    width = group or columns
+    groups, half = math.ceil(columns / width), 1 << (bits - 1)
+    q, z = _random(rows, columns, bits), _random(rows, groups, bits)
+    scale = _scales(rows, groups).bfloat16()
+    s = scale.float().tolist()
+    of = [j // width for j in range(columns)]
+    if ordered:
+        of = [of[j] for j in torch.randperm(columns).tolist()]
+    zero = (lambda i, j: z[i][of[j]] - half) if not symmetric else (lambda i, j: 0)
+    values = _loop(rows, columns, lambda i, j: f32((q[i][j] - half - zero(i, j)) * s[i][of[j]]))
+    tensors = {
+        ".weight_packed": _words(q, bits),
+        ".weight_scale": scale,
+        ".weight_shape": torch.tensor([rows, columns]),
+    }
+    if not symmetric:
+        tensors[".weight_zero_point"] = _words(_transposed(z), bits).t().contiguous()
+    if ordered:
+        tensors[".weight_g_idx"] = torch.tensor(of, dtype=torch.int32)
+    scheme = {"strategy": "group", "group_size": group} if group else {"strategy": "channel", "group_size": None}
+    scheme["actorder"] = "group" if ordered else None
+    return Written(tensors, values, _compressed("pack-quantized", num_bits=bits, type="int", symmetric=symmetric, **scheme))
+
+
+def int8_channel(rows: int, columns: int) -> Written:
+    """compressed-tensors, int-quantized: one int8 for each value."""
+    q = [[number - 128 for number in row] for row in _random(rows, columns, 8)]
+    scale = _scales(rows, 1)
+    s = scale.tolist()
+    values = _loop(rows, columns, lambda i, j: f32(q[i][j] * s[i][0]))
+    settings = _compressed("int-quantized", num_bits=8, type="int", symmetric=True, strategy="channel")
+    return Written({".weight": torch.tensor(q, dtype=torch.int8), ".weight_scale": scale}, values, settings)
+
+
+def awq(rows: int, columns: int, group: int = 32) -> Written:
+    """AutoAWQ's gemm layout: the transpose, eight columns to a word in the order 0 2 4 6 1 3 5 7."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    q, z = _random(columns, rows, 4), _random(columns // group, rows, 4)
+    scale = _scales(columns // group, rows).half()
+    s = scale.float().tolist()
+
+    def packed(numbers: list[list[int]]) -> torch.Tensor:
+        return _words([[row[at // 8 * 8 + order[at % 8]] for at in range(rows)] for row in numbers], 4)
+
+    values = _loop(rows, columns, lambda i, j: f32((q[j][i] - z[j // group][i]) * s[j // group][i]))
+    tensors = {".qweight": packed(q), ".qzeros": packed(z), ".scales": scale}
+    settings = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
+    return Written(tensors, values, settings)
+
+
+def gptq(
+    rows: int, columns: int, bits: int = 4, group: int = 32, *, ordered: bool = False, form: str = "gptq"
+) -> Written:
+    """AutoGPTQ: the transpose, packed along its rows; the first format stores z - 1."""
+    added = 1 if form == "gptq" else 0
+    groups = math.ceil(columns / group)
+    q, z = _random(columns, rows, bits), _random(groups, rows, bits)
+    scale = _scales(groups, rows).half()
+    s = scale.float().tolist()
+    of = [j // group for j in range(columns)]
+    if ordered:
+        of = [of[j] for j in torch.randperm(columns).tolist()]
+    values = _loop(rows, columns, lambda i, j: f32((q[j][i] - (z[of[j]][i] + added)) * s[of[j]][i]))
+    tensors = {
+        ".qweight": _words(_transposed(q), bits).t().contiguous(),
+        ".qzeros": _words(z, bits),
+        ".scales": scale,
+        ".g_idx": torch.tensor(of, dtype=torch.int32),
+    }
+    settings = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "desc_act": ordered,
+        "checkpoint_format": form,
+    }
+    return Written(tensors, values, settings)
+
+
+def nf4(rows: int, columns: int, *, nested: bool = True, block: int = 64) -> Written:
+    """bitsandbytes: the matrix in a row, the high half of a byte first; a scale, itself packed, for a block."""
+    count = rows * columns
+    codes = torch.randint(0, 16, (count,)).tolist()
+    table = torch.linspace(-1, 1, 16)
+    t = table.tolist()
+    blocks = math.ceil(count / block)
+    pairs = zip(codes[::2], [*codes[1::2], *[0] * (count % 2)], strict=True)
+    packed = torch.tensor([high << 4 | low for high, low in pairs], dtype=torch.uint8)[:, None]
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [rows, columns]}
+    tensors = {".weight": packed, ".weight.quant_map": table}
+    if nested:
+        inner = torch.randint(0, 256, (blocks,), dtype=torch.uint8)
+        outer, outer_table = _scales(math.ceil(blocks / 256)), torch.rand(256) * 2 - 1
+        offset, i, o, m = f32(0.0312), inner.tolist(), outer.tolist(), outer_table.tolist()
+        a = [f32(f32(m[code] * o[at // 256]) + offset) for at, code in enumerate(i)]
+        tensors |= {
+            ".weight.absmax": inner,
+            ".weight.nested_absmax": outer,
+            ".weight.nested_quant_map": outer_table,
+        }
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    else:
+        absmax = _scales(blocks)
+        a = absmax.tolist()
+        tensors[".weight.absmax"] = absmax
+    flat = [f32(t[code] * a[at // block]) for at, code in enumerate(codes)]
+    values = torch.tensor(flat, dtype=torch.float32).view(rows, columns)
+    text = json.dumps(state).encode()
+    tensors[".weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    return Written(tensors, values, settings)
+
+
+FORMATS: dict[str, Callable[[int, int], Written]] = {
+    "fp8 block": fp8_block,
+    "fp8 block, e8m0": lambda r, c: fp8_block(r, c, scales="e8m0"),
+    "fp8 block, uint8": lambda r, c: fp8_block(r, c, (1, 32), "uint8"),
+    "fp8 of deepseek-v4": fp8_v4,
+    "fp4 of deepseek-v4": fp4_v4,
+    "fp8 per tensor": fp8_tensor,
+    "fp8 per channel": fp8_channel,
+    "fp8 block, compressed-tensors": fp8_block_compressed,
+    "mxfp8": mxfp8_compressed,
+    "fp8 of modelopt": fp8_modelopt,
+    "mxfp4": mxfp4_compressed,
+    "nvfp4": nvfp4,
+    "nvfp4 of modelopt": lambda r, c: nvfp4(r, c, "modelopt"),
+    "int4": integers,
+    "int8": lambda r, c: integers(r, c, 8, 32),
+    "int4 per channel": lambda r, c: integers(r, c, 4, None),
+    "int4 asymmetric": lambda r, c: integers(r, c, symmetric=False),
+    "int4 ordered": lambda r, c: integers(r, c, symmetric=False, ordered=True),
+    "int8 unpacked": int8_channel,
+    "awq": awq,
+    "gptq": gptq,
+    "gptq v2": lambda r, c: gptq(r, c, form="gptq_v2"),
+    "gptq ordered": lambda r, c: gptq(r, c, ordered=True),
+    "gptq 8 bits": lambda r, c: gptq(r, c, 8, 64),
+    "nf4": lambda r, c: nf4(r, c, nested=False),
+    "nf4 nested": nf4,
+}
