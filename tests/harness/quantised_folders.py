@@ -1,13 +1,15 @@
 """Folders in quantised formats, written by hand, and the values that they hold."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from tests.harness.hf_folders import rewrite, tensors_of
+from tests.harness.hf_folders import rewrite, save_tiny, tensors_of
+from tests.harness.quantised_weights import Written
 
 _BLOCK = 16
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -86,3 +88,37 @@ def fp8_experts_folder(folder: Path) -> None:
     rewrite(folder, stored)
     settings = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK], "activation_scheme": "dynamic"}
     configure(folder, quantization_config=settings)
+
+
+def quantised(
+    folder: Path,
+    make: Callable[[int, int], Written],
+    family: str = "llama",
+    *,
+    marked: str = "_proj",
+    files: int = 3,
+    **sizes: Any,
+) -> Written:
+    """Two folders of one model, whose marked matrices are quantised at random, and the last of these.
+
+    ``stored`` has them as ``make`` writes them, over several files, ``published`` their values in float32.
+    """
+    torch.manual_seed(0)
+    for name in ("published", "stored"):
+        save_tiny(folder / name, family, **sizes)
+    published = {name: t.float() for name, t in tensors_of(folder / "published").items()}
+    stored: dict[str, torch.Tensor] = {}
+    made = None
+    for name, tensor in list(published.items()):
+        module = name.removesuffix(".weight")
+        if marked in name and tensor.ndim == 2:
+            made = make(*tensor.shape)
+            published[name] = made.values
+            stored |= {f"{module}{ending}": part for ending, part in made.tensors.items()}
+        else:
+            stored[name] = tensor.bfloat16()
+    assert made is not None
+    rewrite(folder / "published", published)
+    rewrite(folder / "stored", stored, files=files)
+    configure(folder / "stored", quantization_config=made.settings)
+    return made

@@ -8,7 +8,7 @@ import json
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,13 +24,11 @@ class Written:
         tensors: What is stored, by the ending of its name that replaces ``.weight``.
         values: Its values, float32, in the shape of the model.
         settings: ``quantization_config``.
-        loose: Half a unit of the dtype to which the format's own code rounds; None: equal to the bit.
     """
 
     tensors: dict[str, torch.Tensor]
     values: torch.Tensor
     settings: dict[str, Any]
-    kinds: set[str] = field(default_factory=set)
 
 
 def f32(value: float) -> float:
@@ -64,7 +62,9 @@ def _e2m1(code: int) -> float:
     return -E2M1[code & 7] if code & 8 else E2M1[code & 7]
 
 
-def fp8_block(rows: int, columns: int, block: tuple[int, int] = (128, 128), scales: str = "float32") -> Written:
+def fp8_block(
+    rows: int, columns: int, block: tuple[int, int] = (128, 128), scales: str = "float32"
+) -> Written:
     """DeepSeek-V3: ``weight_scale_inv`` multiplies (inference/kernel.py, ``weight_dequant_kernel``)."""
     down, across = block
     stored, q = _fp8(rows, columns)
@@ -136,7 +136,12 @@ def fp8_block_compressed(rows: int, columns: int) -> Written:
     """compressed-tensors, FP8_BLOCK."""
     made = fp8_block(rows, columns)
     settings = _compressed(
-        "float-quantized", num_bits=8, type="float", symmetric=True, strategy="block", block_structure=[128, 128]
+        "float-quantized",
+        num_bits=8,
+        type="float",
+        symmetric=True,
+        strategy="block",
+        block_structure=[128, 128],
     )
     tensors = {".weight": made.tensors[".weight"], ".weight_scale": made.tensors[".weight_scale_inv"]}
     return Written(tensors, made.values, settings)
@@ -160,7 +165,9 @@ def fp8_modelopt(rows: int, columns: int) -> Written:
         ".weight_scale": made.tensors[".weight_scale_inv"],
         ".input_scale": made.tensors[".activation_scale"],
     }
-    return Written(tensors, made.values, {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]})
+    return Written(
+        tensors, made.values, {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+    )
 
 
 def _fp4(rows: int, columns: int) -> tuple[torch.Tensor, list[list[float]]]:
@@ -170,13 +177,15 @@ def _fp4(rows: int, columns: int) -> tuple[torch.Tensor, list[list[float]]]:
 
 
 def mxfp4_experts(experts: int, rows: int, columns: int) -> Written:
-    """gpt-oss: blocks of 32 in 16 bytes; the model has the transpose (transformers' integrations/mxfp4.py)."""
+    """gpt-oss: blocks of 32 in 16 bytes; the model has the transpose (transformers/integrations/mxfp4.py)."""
     blocks, scales, values = [], [], []
     for _ in range(experts):
         packed, q = _fp4(columns, rows)
         exponents = torch.randint(110, 124, (columns, rows // 32), dtype=torch.uint8)
         e = exponents.tolist()
-        values.append(_loop(rows, columns, lambda i, j, q=q, e=e: f32(math.ldexp(q[j][i], e[j][i // 32] - 127))))
+        values.append(
+            _loop(rows, columns, lambda i, j, q=q, e=e: f32(math.ldexp(q[j][i], e[j][i // 32] - 127)))
+        )
         blocks.append(packed.view(columns, rows // 32, 16))
         scales.append(exponents)
     tensors = {"_blocks": torch.stack(blocks), "_scales": torch.stack(scales)}
@@ -207,12 +216,22 @@ def nvfp4(rows: int, columns: int, tool: str = "compressed-tensors") -> Written:
         whole = 1 / whole
         g = whole.item()
         values = _loop(rows, columns, lambda i, j: f32(q[i][j] * f32(s[i][j // 16] * g)))
-        tensors = {".weight": packed, ".weight_scale": scale, ".weight_scale_2": whole, ".input_scale": whole + 1}
+        tensors = {
+            ".weight": packed,
+            ".weight_scale": scale,
+            ".weight_scale_2": whole,
+            ".input_scale": whole + 1,
+        }
         return Written(tensors, values, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []})
     values = _loop(rows, columns, lambda i, j: f32(q[i][j] * f32(s[i][j // 16] / g)))
     tensors = {".weight_packed": packed, ".weight_scale": scale, ".weight_global_scale": whole.reshape(1)}
     settings = _compressed(
-        "nvfp4-pack-quantized", num_bits=4, type="float", symmetric=True, strategy="tensor_group", group_size=16
+        "nvfp4-pack-quantized",
+        num_bits=4,
+        type="float",
+        symmetric=True,
+        strategy="tensor_group",
+        group_size=16,
     )
     return Written(tensors, values, settings)
 
@@ -237,7 +256,13 @@ def _random(rows: int, columns: int, bits: int) -> list[list[int]]:
 
 
 def integers(
-    rows: int, columns: int, bits: int = 4, group: int | None = 32, *, symmetric: bool = True, ordered: bool = False
+    rows: int,
+    columns: int,
+    bits: int = 4,
+    group: int | None = 32,
+    *,
+    symmetric: bool = True,
+    ordered: bool = False,
 ) -> Written:
     """compressed-tensors' packs (pack_quantized/helpers.py): q and z have 2^(bits-1) added."""
     width = group or columns
@@ -259,9 +284,15 @@ def integers(
         tensors[".weight_zero_point"] = _words(_transposed(z), bits).t().contiguous()
     if ordered:
         tensors[".weight_g_idx"] = torch.tensor(of, dtype=torch.int32)
-    scheme = {"strategy": "group", "group_size": group} if group else {"strategy": "channel", "group_size": None}
+    scheme = (
+        {"strategy": "group", "group_size": group} if group else {"strategy": "channel", "group_size": None}
+    )
     scheme["actorder"] = "group" if ordered else None
-    return Written(tensors, values, _compressed("pack-quantized", num_bits=bits, type="int", symmetric=symmetric, **scheme))
+    return Written(
+        tensors,
+        values,
+        _compressed("pack-quantized", num_bits=bits, type="int", symmetric=symmetric, **scheme),
+    )
 
 
 def int8_channel(rows: int, columns: int) -> Written:
@@ -320,7 +351,7 @@ def gptq(
 
 
 def nf4(rows: int, columns: int, *, nested: bool = True, block: int = 64) -> Written:
-    """bitsandbytes: the matrix in a row, the high half of a byte first; a scale, itself packed, for a block."""
+    """bitsandbytes: all in one row, the high half of a byte first; a scale for a block, maybe packed."""
     count = rows * columns
     codes = torch.randint(0, 16, (count,)).tolist()
     table = torch.linspace(-1, 1, 16)
@@ -328,7 +359,12 @@ def nf4(rows: int, columns: int, *, nested: bool = True, block: int = 64) -> Wri
     blocks = math.ceil(count / block)
     pairs = zip(codes[::2], [*codes[1::2], *[0] * (count % 2)], strict=True)
     packed = torch.tensor([high << 4 | low for high, low in pairs], dtype=torch.uint8)[:, None]
-    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [rows, columns]}
+    state: dict[str, Any] = {
+        "quant_type": "nf4",
+        "blocksize": block,
+        "dtype": "bfloat16",
+        "shape": [rows, columns],
+    }
     tensors = {".weight": packed, ".weight.quant_map": table}
     if nested:
         inner = torch.randint(0, 256, (blocks,), dtype=torch.uint8)

@@ -11,7 +11,7 @@ import torch
 
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._quantised.values import of_words
-from fsdp_sft._tensors.packed import Part
+from fsdp_sft._tensors.packed import StoredPart
 
 _WORDS = (torch.int32,)
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of columns 0, 1, 2, ... in a word
@@ -31,9 +31,9 @@ def find(tensors: Tensors, module: str) -> None:
     zeros = tensors.shaped(f"{module}.qzeros", (groups, words), key, _WORDS)
     scales = tensors.shaped(f"{module}.scales", (groups, width), key)
     parts = {
-        "codes": Part(codes, (1, 8), words),
-        "zero": Part(zeros, (group, 8), words),
-        "scale": Part(scales, (group, 1), width),
+        "codes": StoredPart(codes, (1, 8), words),
+        "zero": StoredPart(zeros, (group, 8), words),
+        "scale": StoredPart(scales, (group, 1), width),
     }
     shape, stored = (width, height), (height, width)
     tensors.add(f"{module}.weight", key, "awq int4", shape, parts, _decode, rows=stored, stride=(1, width))

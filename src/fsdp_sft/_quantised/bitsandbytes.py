@@ -17,7 +17,7 @@ import torch
 from fsdp_sft._process.bounds import check_sizes, parse_json
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._quantised.values import of_nibbles, scale
-from fsdp_sft._tensors.packed import Part
+from fsdp_sft._tensors.packed import StoredPart
 
 STATE = ".quant_state.bitsandbytes__"
 _FLOAT = (torch.float32,)
@@ -41,19 +41,19 @@ def find(tensors: Tensors, key: str) -> None:
         )
     blocks = -(-count // block)
     parts = {
-        "codes": Part(codes, (1, 2), -(-count // 2)),
-        "table": Part(tensors.shaped(f"{key}.quant_map", (16,), key, _FLOAT)),
+        "codes": StoredPart(codes, (1, 2), -(-count // 2)),
+        "table": StoredPart(tensors.shaped(f"{key}.quant_map", (16,), key, _FLOAT)),
     }
     nested = 0
     if tensors.is_free(f"{key}.nested_absmax"):
         nested = settings.block(state.get("nested_blocksize"), f"nested_blocksize of {stated}")
         absmax = tensors.shaped(f"{key}.absmax", (blocks,), key, (torch.uint8,))
         outer = tensors.shaped(f"{key}.nested_absmax", (-(-blocks // nested),), key, _FLOAT)
-        parts["outer"] = Part(outer, (1, block * nested), -(-blocks // nested))
-        parts["outer_table"] = Part(tensors.shaped(f"{key}.nested_quant_map", (256,), key, _FLOAT))
+        parts["outer"] = StoredPart(outer, (1, block * nested), -(-blocks // nested))
+        parts["outer_table"] = StoredPart(tensors.shaped(f"{key}.nested_quant_map", (256,), key, _FLOAT))
     else:
         absmax = tensors.shaped(f"{key}.absmax", (blocks,), key, _FLOAT)
-    parts["absmax"] = Part(absmax, (1, block), blocks)
+    parts["absmax"] = StoredPart(absmax, (1, block), blocks)
     offset = state.get("nested_offset", 0.0) if nested else 0.0
     if not isinstance(offset, (int, float)) or not math.isfinite(offset):
         raise settings.refused(f"nested_offset={offset!r:.80} of {stated!r} is no number")

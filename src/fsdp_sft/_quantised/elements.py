@@ -14,7 +14,7 @@ import torch
 
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._quantised.values import as_scales, scale, shift
-from fsdp_sft._tensors.packed import Part
+from fsdp_sft._tensors.packed import StoredPart
 from fsdp_sft._tensors.pieces import Ints
 
 FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -37,12 +37,12 @@ def find(
     weight = tensors.take(key, key, (*FLOATS, torch.int8))
     if len(shape) < 2:
         raise tensors.settings.refused(f"{key!r} of shape {shape} is packed, and no matrix")
-    parts = {"weight": Part(weight, (1, 1), shape[-1])}
+    parts = {"weight": StoredPart(weight, (1, 1), shape[-1])}
     parts["scale"], layout = tensors.grid(scales, shape, blocks, key)
     if zeros is not None:
         like = tensors.entry(scales).shape
         stored = tensors.shaped(zeros, like, key, (torch.int8, *FLOATS))
-        parts["zero"] = Part(stored, parts["scale"].each, parts["scale"].columns)
+        parts["zero"] = StoredPart(stored, parts["scale"].each, parts["scale"].columns)
     across = (parts["scale"].each or (0, 0))[1]
     form = f"{_KIND.get(weight.entry.dtype, 'fp8')} {layout}"
     tensors.add(key, key, form, shape, parts, partial(_decode, across))

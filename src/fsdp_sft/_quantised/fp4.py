@@ -16,7 +16,7 @@ import torch
 
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._quantised.values import E2M1, as_scales, of_nibbles, scale
-from fsdp_sft._tensors.packed import Part
+from fsdp_sft._tensors.packed import StoredPart
 
 BYTES = (torch.uint8, torch.int8)
 _OF_32, _OF_16 = 32, 16
@@ -29,7 +29,7 @@ def find_mx(tensors: Tensors, name: str, codes: str, scales: str) -> None:
     shape = (*lead, 2 * half)
     columns = -(-shape[-1] // _OF_32)
     exponents = tensors.shaped(scales, (*lead, columns), codes, (torch.uint8, torch.float8_e8m0fnu))
-    parts = {"codes": Part(stored, (1, 2), half), "scale": Part(exponents, (1, _OF_32), columns)}
+    parts = {"codes": StoredPart(stored, (1, 2), half), "scale": StoredPart(exponents, (1, _OF_32), columns)}
     tensors.add(name, codes, "mxfp4", shape, parts, _mx, dtype=torch.bfloat16)
 
 
@@ -42,7 +42,10 @@ def find_experts(tensors: Tensors, name: str, blocks: str, scales: str) -> None:
     experts, height, columns, _ = shape
     exponents = tensors.shaped(scales, shape[:-1], blocks, (torch.uint8, torch.float8_e8m0fnu))
     width = columns * _OF_32
-    parts = {"codes": Part(stored, (1, 2), width // 2), "scale": Part(exponents, (1, _OF_32), columns)}
+    parts = {
+        "codes": StoredPart(stored, (1, 2), width // 2),
+        "scale": StoredPart(exponents, (1, _OF_32), columns),
+    }
     tensors.add(
         name,
         blocks,
@@ -64,8 +67,8 @@ def find_nv(tensors: Tensors, name: str, codes: str, scales: str, whole: str, *,
     columns = -(-shape[-1] // _OF_16)
     scaled = tensors.shaped(scales, (*lead, columns), codes, (torch.float8_e4m3fn,))
     parts = {
-        "codes": Part(stored, (1, 2), half),
-        "scale": Part(scaled, (1, _OF_16), columns),
+        "codes": StoredPart(stored, (1, 2), half),
+        "scale": StoredPart(scaled, (1, _OF_16), columns),
         "whole": tensors.one(whole, codes),
     }
     tensors.add(name, codes, "nvfp4", shape, parts, partial(_nv, divide))

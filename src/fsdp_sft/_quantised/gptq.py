@@ -15,7 +15,7 @@ import torch
 
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._quantised.values import of_words
-from fsdp_sft._tensors.packed import Part
+from fsdp_sft._tensors.packed import StoredPart
 from fsdp_sft.errors import CheckpointFormatError
 
 _WORDS = (torch.int32,)
@@ -43,12 +43,12 @@ def find(tensors: Tensors, module: str) -> None:
     zeros = tensors.shaped(f"{module}.qzeros", (groups, width // in_word), key, _WORDS)
     scales = tensors.shaped(f"{module}.scales", (groups, width), key)
     parts = {
-        "codes": Part(codes, (in_word, 1), width),
-        "zero": Part(zeros, (down, in_word), width // in_word),
-        "scale": Part(scales, (down, 1), width),
+        "codes": StoredPart(codes, (in_word, 1), width),
+        "zero": StoredPart(zeros, (down, in_word), width // in_word),
+        "scale": StoredPart(scales, (down, 1), width),
     }
     if ordered or tensors.is_free(order):
-        parts["group"] = Part(tensors.shaped(order, (height,), key, (torch.int32, torch.int64)), (1, 0))
+        parts["group"] = StoredPart(tensors.shaped(order, (height,), key, (torch.int32, torch.int64)), (1, 0))
     added = 0 if settings.fields.get("checkpoint_format") == "gptq_v2" else 1
     decode = partial(_decode, order, bits, 0 if ordered else group, groups, added)
     shape, stored = (width, height), (height, width)

@@ -15,7 +15,7 @@ import torch
 
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._quantised.values import as_scales, of_nibbles, scale, shift
-from fsdp_sft._tensors.packed import Part
+from fsdp_sft._tensors.packed import StoredPart
 from fsdp_sft._tensors.pieces import Ints
 from fsdp_sft.errors import CheckpointFormatError
 
@@ -45,9 +45,9 @@ def find(tensors: Tensors, name: str, schemes: Sequence[Scheme]) -> None:
     fitting = [scheme for scheme in schemes if scheme.bits == bits]
     scales, layout = tensors.grid(f"{name}_scale", shape, [scheme.block for scheme in fitting], key)
     parts = {
-        "codes": Part(stored, (1, 32 // bits), tensors.entry(key).shape[-1]),
+        "codes": StoredPart(stored, (1, 32 // bits), tensors.entry(key).shape[-1]),
         "scale": scales,
-        "shape": Part(shape_part),
+        "shape": StoredPart(shape_part),
     }
     zeros = f"{name}_zero_point"
     if tensors.is_free(zeros):
@@ -56,10 +56,10 @@ def find(tensors: Tensors, name: str, schemes: Sequence[Scheme]) -> None:
         raise tensors.settings.refused(f"{key!r} is packed asymmetrically, and {zeros!r} is not there")
     order = f"{name}_g_idx"
     if tensors.is_free(order):
-        parts["group"] = Part(tensors.shaped(order, shape[-1:], key, (torch.int32, torch.int64)))
+        parts["group"] = StoredPart(tensors.shaped(order, shape[-1:], key, (torch.int32, torch.int64)))
         for each in ("scale", "zero"):  # any column may belong to any group
             if each in parts and (given := parts[each].each) is not None:
-                parts[each] = Part(parts[each].stored, (given[0], 0), parts[each].columns)
+                parts[each] = StoredPart(parts[each].stored, (given[0], 0), parts[each].columns)
     across = (scales.each or (0, 0))[1]
     decode = partial(_decode, name, shape, bits, across)
     tensors.add(name, key, f"int{bits} {layout}", shape, parts, decode)
@@ -103,15 +103,15 @@ def _words(width: int, bits: int) -> int:
     return -(-width * bits // 32)
 
 
-def _zeros(tensors: Tensors, zeros: str, shape: Ints, bits: int, scales: Part, key: str) -> Part:
+def _zeros(tensors: Tensors, zeros: str, shape: Ints, bits: int, scales: StoredPart, key: str) -> StoredPart:
     """The zero points, one for each scale: packed along the rows, or one alone."""
     if scales.each is None:
-        return Part(tensors.shaped(zeros, tensors.entry(scales_of(zeros)).shape, key, (torch.int8,)))
+        return StoredPart(tensors.shaped(zeros, tensors.entry(scales_of(zeros)).shape, key, (torch.int8,)))
     down, across = scales.each
     if down != 1:
         raise tensors.settings.refused(f"{zeros!r} belongs to blocks of {down} rows, which is not known")
     packed = (*shape[:-2], _words(shape[-2], bits), scales.columns)
-    return Part(tensors.shaped(zeros, packed, key, _WORDS), (32 // bits, across), scales.columns)
+    return StoredPart(tensors.shaped(zeros, packed, key, _WORDS), (32 // bits, across), scales.columns)
 
 
 def scales_of(zeros: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_sft._process.bounds import MAX_SETTINGS_BYTES, parse_json
+from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._tensors.disk import read_bytes
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError, abridged
 
@@ -138,5 +139,6 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         fields = parse_json(read_bytes(path.resolve(), MAX_SETTINGS_BYTES), path.name)
     except (OSError, CheckpointCorruptError, ValueError) as error:
+        blame_no_file(error, path)
         raise CheckpointFormatError(f"{path} cannot be read: {error}") from None
     return fields if isinstance(fields, dict) else {}

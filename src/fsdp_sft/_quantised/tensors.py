@@ -8,7 +8,7 @@ import torch
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._tensors.disk import closing
-from fsdp_sft._tensors.packed import Decode, Packed, Part
+from fsdp_sft._tensors.packed import Decode, Packed, StoredPart
 from fsdp_sft._tensors.pieces import Ints
 from fsdp_sft._tensors.safetensors import TensorEntry, bytes_of, open_file, read_at
 from fsdp_sft._tensors.stored import InFile
@@ -89,7 +89,7 @@ class Tensors:
             f"{tuple(self.entry(owner).shape)} needs {wanted}"
         )
 
-    def one(self, key: str, owner: str) -> Part:
+    def one(self, key: str, owner: str) -> StoredPart:
         """A tensor of one float32 number, for all values.
 
         Raises:
@@ -98,9 +98,11 @@ class Tensors:
         stored = self.take(key, owner, (torch.float32,))
         if math.prod(stored.entry.shape) != 1:
             raise self.mismatch(key, "one number", owner)
-        return Part(stored)
+        return StoredPart(stored)
 
-    def grid(self, key: str, shape: Ints, blocks: Iterable[Ints | None], owner: str) -> tuple[Part, str]:
+    def grid(
+        self, key: str, shape: Ints, blocks: Iterable[Ints | None], owner: str
+    ) -> tuple[StoredPart, str]:
         """The scales of a tensor, and how they are laid out, in words.
 
         Args:
@@ -120,7 +122,7 @@ class Tensors:
             if block is None:
                 wanted.append((1,))
                 if math.prod(there) == 1:
-                    return Part(stored), "per tensor"
+                    return StoredPart(stored), "per tensor"
                 continue
             down, across = block[0] or height, block[1] or width
             rows, columns = -(-height // down), -(-width // across)
@@ -128,7 +130,7 @@ class Tensors:
             if there == wanted[-1] or (columns == 1 and there == wanted[-1][:-1]):
                 named = "per channel" if block == (1, 0) else "per tensor" if block == (0, 0) else None
                 each = (down, across if columns > 1 else 0)
-                return Part(stored, each, columns), named or f"{down}x{across}"
+                return StoredPart(stored, each, columns), named or f"{down}x{across}"
         raise self.mismatch(key, " or ".join(map(str, dict.fromkeys(wanted))), owner)
 
     def add(
@@ -137,7 +139,7 @@ class Tensors:
         owner: str,
         form: str,
         shape: Ints,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, StoredPart],
         decode: Decode,
         *,
         rows: Ints | None = None,

@@ -2,8 +2,9 @@
 
 A rank that holds rows 100 to 200 of a matrix needs the packed bytes of these rows, and of the scales those
 that the same rows share. Which these are follows from one number for each stored tensor and dimension: how
-many values have one of its elements in common (``Part.each``). So a format says only what its tensors are
-called, how many values share each of their elements, and how values are made of them (``Packed.decode``).
+many values have one of its elements in common (``StoredPart.each``). So a format says only what its tensors
+are called, how many values share each of their elements, and how values are made of them
+(``Packed.decode``).
 """
 
 import math
@@ -25,7 +26,7 @@ Decode = Callable[[Mapping[str, torch.Tensor], range, range], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """A stored tensor that values are computed from.
 
     Attributes:
@@ -39,7 +40,7 @@ class Part:
     each: tuple[int, int] | None = None
     columns: int = 1
 
-    def read(self, rows: range, columns: range, height: int) -> "_Read":
+    def read(self, rows: range, columns: range, height: int) -> "_PartRead":
         """What to read of it for a box of values.
 
         Args:
@@ -49,7 +50,7 @@ class Part:
         """
         entry = self.stored.entry
         if self.each is None:
-            return _Read(self.stored.all_runs(), entry.dtype, entry.shape, None, None)
+            return _PartRead(self.stored.all_runs(), entry.dtype, entry.shape, None, None)
         down, across = self.each
         first, last, place = 0, math.prod(entry.shape) // self.columns - 1, None
         if down:
@@ -63,10 +64,10 @@ class Part:
         if wanted == row_bytes or wanted < _MIN_RUN_BYTES or 2 * wanted >= row_bytes:
             whole = ByteRange(self.stored.file, start, count * row_bytes)
             cut = None if wanted == row_bytes else slice(left, right)
-            return _Read((whole,), entry.dtype, (count, self.columns), cut, place)
+            return _PartRead((whole,), entry.dtype, (count, self.columns), cut, place)
         starts = range(start + left * size, start + left * size + count * row_bytes, row_bytes)
         runs = tuple(ByteRange(self.stored.file, at, wanted) for at in starts)
-        return _Read(runs, entry.dtype, (count, right - left), None, place)
+        return _PartRead(runs, entry.dtype, (count, right - left), None, place)
 
     def _row(self, row: int, height: int) -> int:
         """The row of its elements that belongs to a row of values."""
@@ -75,7 +76,7 @@ class Part:
         return matrix * -(-height // self.each[0]) + within // self.each[0]
 
 
-class _Read(NamedTuple):
+class _PartRead(NamedTuple):
     """Runs of a part, and how a tensor is made of their bytes."""
 
     runs: tuple[ByteRange, ...]
@@ -142,7 +143,7 @@ class Packed(Stored):
     format: str
     width: int
     height: int
-    parts: Mapping[str, Part]
+    parts: Mapping[str, StoredPart]
     decode: Decode
 
     def all_runs(self) -> tuple[ByteRange, ...]:
@@ -161,7 +162,7 @@ class Packed(Stored):
             yield Computation(about.name, cut.key, runs, compute, view, about.check_finite, about.mode)
 
     def _values(
-        self, block: _Block, reads: Mapping[str, _Read], size: Ints, raws: list[torch.Tensor]
+        self, block: _Block, reads: Mapping[str, _PartRead], size: Ints, raws: list[torch.Tensor]
     ) -> torch.Tensor:
         tensors, taken = {}, 0
         for name, read in reads.items():

@@ -1,0 +1,136 @@
+"""A folder in each format, on several meshes: the shards of the published values, to the bit."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+import fsdp_sft as fs
+from tests.harness.composed import composed
+from tests.harness.device import mesh_here
+from tests.harness.hf_folders import difference, plain, rewrite, tensors_of
+from tests.harness.quantised_folders import configure, quantised
+from tests.harness.quantised_weights import FORMATS, fp8_block, integers
+from tests.harness.ranks import run_distributed
+
+# Rows and columns that neither blocks of 128 nor 3 ranks divide.
+SIZES = {
+    "hidden_size": 192,
+    "intermediate_size": 576,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 80,
+}
+TIED = {"hidden_size": 64, "num_hidden_layers": 1}
+HYBRID = {"dp_replicate": 2}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("formats")
+    for name, make in FORMATS.items():
+        quantised(root / name, make, **SIZES)
+    return root
+
+
+def _load(root: Path, mesh_shape: dict[str, int], strategy: str) -> None:
+    mesh = mesh_here(**mesh_shape)
+    for name in FORMATS:
+        model: Any = composed(root / name / "stored", mesh=mesh, strategy=strategy)
+        assert difference(model, plain(root / name / "published")) == [], name
+        assert model.load_report.class_bytes["other"] == 0, name
+        assert not hasattr(model.config, "quantization_config")
+        assert {"bf16", *model.load_report.formats} == set(model.load_report.formats)
+        assert len(model.load_report.formats) == 2, name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh_shape", "strategy"),
+    [(2, {}, "slice"), (3, {}, "auto"), (4, HYBRID, "auto")],
+    ids=["2", "3", "hybrid"],
+)
+def test_every_format(folders: Path, ranks: int, mesh_shape: dict[str, int], strategy: str) -> None:
+    run_distributed(_load, ranks, folders, mesh_shape, strategy)
+
+
+def _experts(root: Path, columns: bool) -> None:
+    for name in ("fp8", "int4"):
+        model: Any = fs.build_meta_model(root / name / "stored")
+        if columns:
+            fully_shard(model, mesh=mesh_here(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+        else:
+            fs.shard_model(model, mesh=mesh_here())
+        report = fs.load_weights(model, root / name / "stored")
+        assert difference(model, plain(root / name / "published")) == []
+        assert report.class_bytes["other"] == 0
+        assert report.class_bytes["separable"] > 0
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["by rows", "by columns"])
+def test_experts_that_are_stored_one_by_one(tmp_path: Path, columns: bool) -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 1}
+    quantised(tmp_path / "fp8", fp8_block, "mixtral", marked=".w", **sizes)
+    quantised(tmp_path / "int4", integers, "mixtral", marked=".w", **sizes)
+    run_distributed(_experts, 2, tmp_path, columns)
+
+
+def test_tied_names_of_different_values_stay_apart(tmp_path: Path) -> None:
+    quantised(tmp_path, fp8_block, "qwen2-tied", marked="embed_tokens", **TIED)
+    stored = tensors_of(tmp_path / "stored") | {"lm_head.weight": torch.randn(101, 64).bfloat16()}
+    rewrite(tmp_path / "stored", stored)
+    published = tensors_of(tmp_path / "published") | {"lm_head.weight": stored["lm_head.weight"].float()}
+    rewrite(tmp_path / "published", published)
+    model = fs.build_meta_model(tmp_path / "stored")
+    fs.load_weights(model, tmp_path / "stored")
+    assert difference(model, plain(tmp_path / "published")) == []
+
+
+def test_one_process_and_a_tight_budget(folders: Path) -> None:
+    for name in ("fp8 block", "mxfp4", "awq", "nf4 nested"):
+        model = fs.build_meta_model(folders / name / "stored")
+        fs.load_weights(model, folders / name / "stored", host_budget_bytes=1 << 16)
+        assert difference(model, plain(folders / name / "published")) == [], name
+
+
+def test_the_report_counts_formats(folders: Path) -> None:
+    model = fs.build_meta_model(folders / "fp8 block" / "stored")
+    report = fs.load_weights(model, folders / "fp8 block" / "stored")
+    assert report.formats == {"fp8 128x128": 7, "bf16": 5}
+    assert report.checkpoint_bytes == report.bytes_read < 0.6 * 2 * sum(p.numel() for p in model.parameters())
+    assert "fp8 128x128" in str(report)
+
+
+def test_a_stale_word_in_the_config(folders: Path, tmp_path: Path) -> None:
+    """Weights that are not packed are what they are, whatever the config says."""
+    quantised(tmp_path, fp8_block, **SIZES)
+    rewrite(
+        folder := tmp_path / "stored",
+        {n: t.bfloat16() for n, t in tensors_of(tmp_path / "published").items()},
+    )
+    model = fs.build_meta_model(folder)
+    report = fs.load_weights(model, folder)
+    assert set(report.formats) == {"bf16"}
+    configure(folder, quantization_config=None)
+    assert difference(model, plain(folder)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "method"), [("hf_quant_config.json", "fp8 of modelopt"), ("quantize_config.json", "gptq")]
+)
+def test_a_file_of_its_own_says_it(folders: Path, tmp_path: Path, file: str, method: str) -> None:
+    folder = shutil.copytree(folders / method / "stored", tmp_path / "stored")
+    said = FORMATS[method](32, 64).settings
+    configure(folder, quantization_config=None)
+    inner = {k: v for k, v in said.items() if k != "quant_method"}
+    (folder / file).write_text(
+        json.dumps({"producer": {"name": "modelopt"}, "quantization": inner} if "hf" in file else inner)
+    )
+    model = fs.build_meta_model(folder)
+    fs.load_weights(model, folder)
+    assert difference(model, plain(folders / method / "published")) == []

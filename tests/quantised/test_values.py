@@ -1,0 +1,180 @@
+"""Any box of a packed matrix, in every format: the values of plain loops, to the bit."""
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import fsdp_sft as fs
+from fsdp_sft._quantised.find import published
+from fsdp_sft._quantised.settings import Settings
+from fsdp_sft._tensors.boxes import Box, chunk_of, whole
+from fsdp_sft._tensors.reader import read_jobs
+from fsdp_sft._tensors.stored import InFile, Stored, file_header
+from fsdp_sft.weights import provenance
+from tests.harness.quantised_weights import FORMATS, Written, fp8_block, gptq, integers, mxfp4_experts, nf4
+
+SIZES = [(576, 192), (160, 192), (24, 64)]
+
+
+def opened(folder: Path, made: Written, name: str = "m") -> dict[str, Stored]:
+    """What a checkpoint of one matrix holds, its tensors in two files."""
+    stored: dict[str, InFile] = {}
+    for number in range(2):
+        part = {f"{name}{end}": t for end, t in list(made.tensors.items())[number::2]}
+        path = folder / f"{number}.safetensors"
+        save_file(part, path)
+        entries = file_header(path, AssertionError).entries
+        stored |= {key: InFile(path, entry) for key, entry in entries.items()}
+    return published(stored, Settings(str(folder), made.settings["quant_method"], made.settings))
+
+
+def read(source: Stored, box: Box, at_once: int = 1 << 20) -> tuple[torch.Tensor, int]:
+    """The values in a box, and the bytes that it took."""
+    out = torch.full(box.shape, torch.nan)
+    count = read_jobs(source.jobs("m", source.piece("m"), box, out, at_once=at_once))
+    return out, count
+
+
+def _boxes(shape: tuple[int, ...], count: int) -> list[Box]:
+    boxes = [whole(shape)]
+    for number in range(count):
+        ends = [sorted(random.sample(range(n + 1), 2)) for n in shape]
+        if number % 2:
+            ends[-1] = [0, shape[-1]]
+        boxes.append(Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends)))
+    return boxes
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_box(name: str, tmp_path: Path) -> None:
+    random.seed(name)
+    torch.manual_seed(0)
+    for rows, columns in SIZES:
+        made = FORMATS[name](rows, columns)
+        (source,) = opened(tmp_path, made).values()
+        assert source.entry.shape == (rows, columns)
+        for box in _boxes((rows, columns), 10):
+            for at_once in (1 << 20, 5000) if box.numel < 10_000 else (1 << 20,):
+                out, _ = read(source, box, at_once)
+                assert torch.equal(out, made.values[box.slices]), (box, at_once)
+
+
+def test_boxes_of_single_values(tmp_path: Path) -> None:
+    """However little may be computed at once, blocks are read as wholes."""
+    random.seed(0)
+    for name in ("fp8 block", "int4 asymmetric", "awq", "gptq ordered", "nf4 nested"):
+        made = FORMATS[name](24, 64)
+        (source,) = opened(tmp_path, made).values()
+        out, _ = read(source, whole((24, 64)), at_once=1)
+        assert torch.equal(out, made.values), name
+
+
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+    made = mxfp4_experts(3, 64, 40)
+    (source,) = opened(tmp_path, made, "m.experts.down_proj").values()
+    assert (source.entry.shape, source.entry.dtype) == ((3, 64, 40), torch.bfloat16)
+    for box in _boxes((3, 64, 40), 20):
+        for at_once in (1 << 20, 100):
+            assert torch.equal(read(source, box, at_once)[0], made.values[box.slices]), box
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        integers(33, 75, 4, None),
+        integers(33, 75, 8, None, symmetric=False),
+        integers(33, 75, 4, 32, symmetric=False),
+        gptq(32, 80, 2, 64),
+        nf4(33, 7, nested=True),
+        nf4(3, 1001, nested=False, block=128),
+    ],
+    ids=["channel", "8 bits, asymmetric", "a partial group", "2 bits", "an odd number", "blocks of 128"],
+)
+def test_sizes_that_nothing_divides(made: Written, tmp_path: Path) -> None:
+    random.seed(0)
+    (source,) = opened(tmp_path, made).values()
+    for box in _boxes(tuple(made.values.shape), 10):
+        assert torch.equal(read(source, box)[0], made.values[box.slices]), box
+
+
+@pytest.mark.parametrize("name", ["fp8 block", "mxfp4", "int4", "nf4 nested"])
+def test_a_rank_reads_its_rows_and_their_scales(name: str, tmp_path: Path) -> None:
+    made = FORMATS[name](512, 256)
+    (source,) = opened(tmp_path, made).values()
+    _, count = read(source, Box((128, 0), (128, 256)))
+    assert count <= source.entry.num_bytes / 4 * 1.1
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "mxfp4", "fp8 block"])
+def test_a_rank_reads_its_columns_if_they_are_long_enough(name: str, tmp_path: Path) -> None:
+    rows, columns = (8192, 32) if name in ("awq", "gptq") else (32, 8192)
+    made = FORMATS[name](rows, columns)
+    (source,) = opened(tmp_path, made).values()
+    part = (slice(0, 2048), slice(None)) if rows > columns else (slice(None), slice(0, 2048))
+    box = Box((0, 0), (min(rows, 2048), min(columns, 2048)))
+    out, count = read(source, box)
+    assert torch.equal(out, made.values[part])
+    assert count <= source.entry.num_bytes * 0.4
+
+
+def _moved(a: Any, b: Any) -> Any:
+    """Two matrices as a conversion may lay them out: transposed, cut, joined, stacked."""
+    halves = [
+        torch.cat([one.t().chunk(2, 1)[0], other.t().chunk(2, 1)[1]]) for one, other in ((a, b), (b, a))
+    ]
+    return torch.stack(halves)
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8 block", "nvfp4", "int4 asymmetric", "awq", "gptq ordered", "nf4 nested"]
+)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_any_box_of_what_a_conversion_made(name: str, workers: int, tmp_path: Path) -> None:
+    made = {key: FORMATS[name](24, 64) for key in ("a", "b")}
+    stored = {}
+    for key, one in made.items():
+        (tmp_path / key).mkdir()
+        (stored[key],) = opened(tmp_path / key, one).values()
+    moved = _moved(
+        *(provenance.source(k, s.entry.shape, s.entry.dtype, s.entry.stride) for k, s in stored.items())
+    )
+    expected = _moved(made["a"].values, made["b"].values)
+    every = whole(expected.shape)
+    boxes = [every, Box((1, 3, 2), (1, 5, 7)), Box((0, 11, 10), (2, 1, 1))]
+    boxes += [chunk_of(every, dim, 5, index) for dim, index in itertools.product((1, 2), range(5))]
+    for box in boxes:
+        out = torch.full(box.shape, torch.nan)
+        jobs = [
+            job
+            for piece in moved.pieces
+            for job in stored[piece.key].jobs("moved", piece, box, out, at_once=1000)
+        ]
+        assert read_jobs(jobs, workers=workers) > 0 or not box.numel
+        assert torch.equal(out, expected[box.slices]), box
+
+
+def test_a_run_that_is_missing_names_its_file(tmp_path: Path) -> None:
+    made = fp8_block(24, 64)
+    (source,) = opened(tmp_path, made).values()
+    path = tmp_path / "1.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(fs.CheckpointFormatError, match=r"1\.safetensors cannot be read .*'m'"):
+        read(source, whole((24, 64)))
+
+
+def test_an_exponent_of_255_is_no_number(tmp_path: Path) -> None:
+    made = FORMATS["mxfp4"](24, 64)
+    made.tensors[".weight_scale"][3, 1] = 255
+    (source,) = opened(tmp_path, made).values()
+    out, _ = read(source, whole((24, 64)))
+    assert out[3, 32:].isnan().all()
+    assert out.isnan().sum() == 32
+    with pytest.raises(fs.CheckpointFormatError, match=r"'layer' has 32 values .* NaN"):
+        read_jobs(source.jobs("layer", source.piece("m"), whole((24, 64)), out, check_finite=True))
