@@ -14,6 +14,7 @@ from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._tensors.pieces import Ints
 
 _PACKED = "_packed"
+_ORDERED = (True, "group", "dynamic")  # values of actorder that are stored with an index of groups
 _FORMATS = (
     "dense",
     "float-quantized",
@@ -44,7 +45,12 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
     """Add all weights that are packed, or have scales."""
     schemes = _schemes(tensors.settings)
     integers = [
-        packs.Scheme(s["num_bits"], _block(tensors.settings, s), bool(s.get("symmetric", True)))
+        packs.Scheme(
+            s["num_bits"],
+            _block(tensors.settings, s),
+            symmetric=bool(s.get("symmetric", True)),
+            ordered=s.get("actorder") in _ORDERED,
+        )
         for s in schemes
         if s.get("type", "int") == "int" and s.get("num_bits") in (4, 8)
     ]
@@ -57,7 +63,7 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
             packs.find(tensors, name, integers)
         elif name != key and dtype == torch.uint8:
             scales, whole = f"{name}_scale", f"{name}_global_scale"
-            if tensors.is_free(whole):
+            if tensors.is_free(whole) or tensors.is_of(scales, torch.float8_e4m3fn):
                 fp4.find_nv(tensors, name, key, scales, whole, divide=True)
             else:
                 fp4.find_mx(tensors, name, key, scales)

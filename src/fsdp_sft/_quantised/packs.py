@@ -30,11 +30,13 @@ class Scheme:
         bits: Bits of a value, 4 or 8.
         block: Numbers of (rows, columns) that share a scale; see ``Tensors.grid``.
         symmetric: Whether there are no zero points.
+        ordered: Whether ``weight_g_idx`` assigns columns to groups.
     """
 
     bits: int
     block: Ints | None
     symmetric: bool
+    ordered: bool
 
 
 def find(tensors: Tensors, name: str, schemes: Sequence[Scheme]) -> None:
@@ -60,6 +62,10 @@ def find(tensors: Tensors, name: str, schemes: Sequence[Scheme]) -> None:
         for each in ("scale", "zero"):  # any column may belong to any group
             if each in parts and (given := parts[each].each) is not None:
                 parts[each] = StoredPart(parts[each].stored, (given[0], 0), parts[each].columns)
+    elif all(scheme.ordered for scheme in fitting):
+        raise tensors.settings.refused(
+            f"{key!r} has its columns in an order of their own: {order!r} is missing"
+        )
     across = (scales.each or (0, 0))[1]
     decode = partial(_decode, name, shape, bits, across)
     tensors.add(name, key, f"int{bits} {layout}", shape, parts, decode)

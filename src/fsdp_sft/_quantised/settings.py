@@ -48,7 +48,8 @@ class Settings:
         value = value.lower() if isinstance(value, str) else value
         if not any(value == other and type(value) is type(other) for other in known):
             raise self.refused(
-                f"{field}={value!r:.80} is not among those that are read ({abridged(known)}): {IN_16_BITS}"
+                f"{field}={value!r:.80} is not among those that are read ({abridged(map(str, known))}): "
+                f"{IN_16_BITS}"
             )
         return value
 

@@ -37,6 +37,10 @@ class Tensors:
         """Whether there is such a tensor that nothing has used."""
         return key in self._stored and key not in self.used
 
+    def is_of(self, key: str, *dtypes: torch.dtype) -> bool:
+        """Whether there is such a tensor of one of these dtypes that nothing has used."""
+        return self.is_free(key) and self._stored[key].entry.dtype in dtypes
+
     def entry(self, key: str) -> TensorEntry:
         """Dtype and shape of a tensor."""
         return self._stored[key].entry
