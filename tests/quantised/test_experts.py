@@ -1,0 +1,35 @@
+"""Mixtures in quantised formats: experts stored one by one, or as one tensor, and whole families."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_sft._tensors.boxes import Box, whole
+from tests.harness.quantised_weights import Written, fp8_block
+from tests.quantised.test_values import opened, read
+
+
+def stacked(count: int, rows: int, columns: int, **options: Any) -> Written:
+    """Experts of one tensor in FP8, whose blocks begin anew with each expert."""
+    each = [fp8_block(rows, columns, **options) for _ in range(count)]
+    tensors = {
+        "": torch.stack([one.tensors[".weight"].view(torch.uint8) for one in each]).view(torch.float8_e4m3fn),
+        "_scale_inv": torch.stack([one.tensors[".weight_scale_inv"] for one in each]),
+    }
+    return Written(tensors, torch.stack([one.values for one in each]), each[0].settings)
+
+
+@pytest.mark.parametrize("rows", [160, 128, 40])
+def test_experts_of_one_tensor(rows: int, tmp_path: Path) -> None:
+    made = stacked(3, rows, 192)
+    (source,) = opened(tmp_path, made, "experts.gate_up_proj").values()
+    assert source.entry.shape == (3, rows, 192)
+    for box in (
+        whole((3, rows, 192)),
+        Box((1, rows // 2, 0), (2, rows // 2, 192)),
+        Box((0, 3, 70), (3, 20, 90)),
+    ):
+        for at_once in (1 << 20, 3000):
+            assert torch.equal(read(source, box, at_once)[0], made.values[box.slices]), box
