@@ -52,7 +52,7 @@ def fp8_folder(folder: Path) -> dict[str, torch.Tensor]:
 def mxfp4_folder(folder: Path) -> dict[str, torch.Tensor]:
     """A folder with the experts in MXFP4, and its values."""
     config = transformers.GptOssConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64,
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=101,
         num_key_value_heads=1, head_dim=16, num_local_experts=2, num_experts_per_tok=1,
     )  # fmt: skip
     model = transformers.GptOssForCausalLM(config)
@@ -122,3 +122,30 @@ def quantised(
     rewrite(folder / "stored", stored, files=files)
     configure(folder / "stored", quantization_config=made.settings)
     return made
+
+
+def deepseek_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """A DeepSeek-V3 in FP8 with matrices of 576 rows and blocks of 128, and its values in float32."""
+    config = transformers.DeepseekV3Config(
+        hidden_size=192, intermediate_size=160, moe_intermediate_size=96, num_hidden_layers=2, vocab_size=101,
+        num_attention_heads=2, num_key_value_heads=2, q_lora_rank=160, kv_lora_rank=512, qk_rope_head_dim=64,
+        qk_nope_head_dim=32, v_head_dim=32, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
+        topk_group=2, first_k_dense_replace=1, max_position_embeddings=128, rope_parameters=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.DeepseekV3ForCausalLM(config).save_pretrained(folder)
+    stored, values = {}, {}
+    for name, weight in tensors_of(folder).items():
+        stored[name] = weight.bfloat16()
+        values[name] = stored[name].float()
+        if "_proj" in name and weight.ndim == 2:
+            rows, columns = weight.shape
+            scale = torch.rand(-(-rows // 128), -(-columns // 128)) / 1000 + 1e-4
+            spread = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+            stored[name] = (weight / spread).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+            values[name] = stored[name].float() * spread
+    rewrite(folder, stored, files=3)
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    configure(folder, quantization_config=settings)
+    return values

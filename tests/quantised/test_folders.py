@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
@@ -82,9 +81,10 @@ def test_experts_that_are_stored_one_by_one(tmp_path: Path, columns: bool) -> No
 
 def test_tied_names_of_different_values_stay_apart(tmp_path: Path) -> None:
     quantised(tmp_path, fp8_block, "qwen2-tied", marked="embed_tokens", **TIED)
-    stored = tensors_of(tmp_path / "stored") | {"lm_head.weight": torch.randn(101, 64).bfloat16()}
-    rewrite(tmp_path / "stored", stored)
-    published = tensors_of(tmp_path / "published") | {"lm_head.weight": stored["lm_head.weight"].float()}
+    head = fp8_block(101, 64)
+    own = {f"lm_head{end}": tensor for end, tensor in head.tensors.items()}
+    rewrite(tmp_path / "stored", tensors_of(tmp_path / "stored") | own)
+    published = tensors_of(tmp_path / "published") | {"lm_head.weight": head.values}
     rewrite(tmp_path / "published", published)
     model = fs.build_meta_model(tmp_path / "stored")
     fs.load_weights(model, tmp_path / "stored")

@@ -34,7 +34,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "scales that belong to no weight are left unread",
         "_quantised/find.py",
-        "    scales = [key for key in left if _OF_PACKED.search(key)]",
+        "    scales = [key for key in left if parts.search(key)]",
         "    scales: list[str] = []",
         ("tests/quantised/test_faults.py",),
     ),

@@ -24,10 +24,12 @@ class Method:
     Attributes:
         check: Refuses what is not read, by the config alone.
         find: Adds the weights among some stored tensors.
+        parts: Pattern of the names that tensors of packed weights have, and no others.
     """
 
     check: Callable[[Settings], None]
     find: Callable[[Tensors, Iterable[str]], None]
+    parts: str
 
 
 def _gpt_oss(tensors: Tensors, keys: Iterable[str]) -> None:
@@ -70,15 +72,24 @@ def _check_bitsandbytes(settings: Settings) -> None:
         raise settings.refused(f"load_in_4bit is not set, and 8 bits are not read: {IN_16_BITS}")
 
 
+_FP8 = r"weight_scale(_inv)?$|_scale_inv$"
 METHODS = {
-    "awq": Method(_check_awq, _awq),
-    "bitsandbytes": Method(_check_bitsandbytes, _bitsandbytes),
-    "compressed-tensors": Method(compressed.check, compressed.find),
-    "fbgemm_fp8": Method(finegrained.check, finegrained.find),
-    "fp8": Method(finegrained.check, finegrained.find),
-    "gptq": Method(_check_gptq, _gptq),
-    "modelopt": Method(modelopt.check, modelopt.find),
-    "mxfp4": Method(lambda settings: None, _gpt_oss),
+    "awq": Method(_check_awq, _awq, r"\.(qweight|qzeros|scales)$"),
+    "bitsandbytes": Method(
+        _check_bitsandbytes,
+        _bitsandbytes,
+        r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB)$|\.quant_state\.",
+    ),
+    "compressed-tensors": Method(
+        compressed.check,
+        compressed.find,
+        r"_packed$|weight_(scale|global_scale|zero_point|shape|g_idx)$",
+    ),
+    "fbgemm_fp8": Method(finegrained.check, finegrained.find, _FP8),
+    "fp8": Method(finegrained.check, finegrained.find, _FP8),
+    "gptq": Method(_check_gptq, _gptq, r"\.(qweight|qzeros|scales|g_idx)$"),
+    "modelopt": Method(modelopt.check, modelopt.find, r"weight_scale(_2)?$|\.pre_quant_scale$|svdquant_"),
+    "mxfp4": Method(lambda settings: None, _gpt_oss, r"_(blocks|scales)$"),
 }
 
 # What belongs to activations: training does not use it.
@@ -86,12 +97,8 @@ _OF_ACTIVATIONS = re.compile(
     r"[._]((input|output|activation|input_activation)_(scale(_inv)?|zero_point|global_scale)"
     r"|[qkv]_(scale|zero_point)|kv_scale)$"
 )
-# What no weight in 16 or 32 bits has beside it.
-_OF_PACKED = re.compile(
-    r"_scale_inv$|_packed$|weight_(scale|scale_2|global_scale|zero_point|shape|g_idx)$|_(blocks|scales)$"
-    r"|\.(qweight|qzeros|scales|g_idx|absmax|quant_map|nested_absmax|nested_quant_map|SCB|pre_quant_scale)$"
-    r"|\.quant_state\.|svdquant_"
-)
+# What some tool leaves beside a weight, whatever the method.
+_OF_ANY = r"weight_(scale|scale_inv|scale_2|packed)$|\.(qweight|weight\.absmax)$"
 _ONE_BYTE = (torch.uint8, torch.int8, torch.int32)
 
 
@@ -125,8 +132,9 @@ def published(stored: Mapping[str, InFile], settings: Settings) -> dict[str, Sto
     METHODS[settings.method].find(tensors, list(stored))
     _drop_activations(tensors, stored)
     left = [key for key in stored if key not in tensors.used]
-    scales = [key for key in left if _OF_PACKED.search(key)]
-    if scales and (tensors.packed or any(stored[key].entry.dtype in _ONE_BYTE for key in left)):
+    parts = re.compile(f"{METHODS[settings.method].parts}|{_OF_ANY}")
+    scales = [key for key in left if parts.search(key)]
+    if scales:
         raise settings.refused(f"{abridged(scales)} belong to no weight that is packed: {IN_16_BITS}")
     for key in left:
         dtype = stored[key].entry.dtype

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._model.record import kept_of
+from fsdp_sft._quantised.settings import Quantised
+
 _AUTO_CLASSES = {
     "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
     "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
@@ -30,6 +33,9 @@ def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> 
     metadata += [f"pipeline_tag: {task}"] if task else []
     metadata += [f"base_model: {base}"] if base else []
     origin = f", fine-tuned from [{base}](https://huggingface.co/{base})" if base else ", fine-tuned"
+    quantised = kept_of(model, Quantised)
+    if quantised is not None:
+        origin += f", of which the checkpoint is published quantised ({quantised.method}),"
     lines = [
         "---",
         *metadata,
