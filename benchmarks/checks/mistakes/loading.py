@@ -13,8 +13,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "scales of a block are counted from the first row that is read",
         "_tensors/packed.py",
-        "return matrix * -(-height // self.each[0]) + within // self.each[0]",
-        "return (matrix * height + within) // self.each[0]",
+        "return numbers // height * -(-height // down) + numbers % height // down",
+        "return numbers // down",
         ("tests/quantised/test_values.py", "tests/quantised/test_experts.py"),
     ),
     Mistake(

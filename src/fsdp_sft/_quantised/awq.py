@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from fsdp_sft._quantised.tensors import Tensors
-from fsdp_sft._quantised.values import of_words
+from fsdp_sft._quantised.values import of_nibbles
 from fsdp_sft._tensors.packed import StoredPart
 
 _WORDS = (torch.int32,)
@@ -40,5 +40,13 @@ def find(tensors: Tensors, module: str) -> None:
 
 
 def _decode(parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:
-    values, zeros = (of_words(parts[name], 4, _PLACES) for name in ("codes", "zero"))
+    values, zeros = _numbers(parts["codes"]), _numbers(parts["zero"])
     return values.sub_(zeros).mul_(parts["scale"].to(torch.float32))
+
+
+def _numbers(words: torch.Tensor) -> torch.Tensor:
+    """The numbers of each word in the order of their columns."""
+    ordered = torch.zeros_like(words)
+    for column, place in enumerate(_PLACES):
+        ordered |= (words >> 4 * place & 15) << 4 * column
+    return of_nibbles(ordered, range(16))

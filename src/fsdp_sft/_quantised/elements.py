@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from fsdp_sft._quantised.tensors import Tensors
-from fsdp_sft._quantised.values import as_scales, scale, shift
+from fsdp_sft._quantised.values import as_scales, of_floats, scale, shift
 from fsdp_sft._tensors.packed import StoredPart
 from fsdp_sft._tensors.pieces import Ints
 
@@ -49,7 +49,8 @@ def find(
 
 
 def _decode(across: int, parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:
-    values = parts["weight"].to(torch.float32)
+    weight = parts["weight"]
+    values = of_floats(weight) if weight.dtype in FLOATS else weight.to(torch.float32)
     if "zero" in parts:
         values = shift(values, parts["zero"].to(torch.float32), across)
     return scale(values, as_scales(parts["scale"]), across)

@@ -21,25 +21,38 @@ def of_nibbles(
     Returns:
         Float32, (rows, twice the number of bytes in a row).
     """
-    codes = packed.contiguous().view(torch.uint8)
-    values = torch.as_tensor(table, dtype=torch.float32, device=codes.device)
+    values = torch.as_tensor(table, dtype=torch.float32, device=packed.device)
     low, high = values.repeat(16), values.repeat_interleave(16)
     pairs = torch.stack((low, high) if low_first else (high, low), dim=1)
-    return torch.nn.functional.embedding(codes.int(), pairs).flatten(-2)
+    return _looked_up(packed, pairs.view(torch.int64)[:, 0])
 
 
-def of_words(words: torch.Tensor, bits: int, places: Sequence[int] | None = None) -> torch.Tensor:
+def of_floats(stored: torch.Tensor) -> torch.Tensor:
+    """The values of floats of one byte, (rows, columns), in float32."""
+    every = torch.arange(256, dtype=torch.uint8, device=stored.device).view(stored.dtype)
+    return _looked_up(stored, every.to(torch.float32))
+
+
+def _looked_up(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """For each byte its entry of a table of 256, of one value or two, as float32.
+
+    On CPUs five times as fast as torch's cast of FP8 to float32, and twice as fast as ``embedding``.
+    """
+    index = codes.contiguous().view(torch.uint8)
+    return torch.index_select(table, 0, index.flatten().int()).view(torch.float32).view(len(index), -1)
+
+
+def of_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     """The numbers in words of 32 bits, the lowest first.
 
     Args:
         words: Int32, (rows, n).
         bits: Bits of a number.
-        places: Where a word holds its numbers 0, 1, 2, ...; None is in sequence.
 
     Returns:
         Float32, (rows, n times 32 / bits).
     """
-    shifts = torch.tensor(places or range(32 // bits), dtype=torch.int32, device=words.device) * bits
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return (words[..., None] >> shifts & ((1 << bits) - 1)).flatten(-2).to(torch.float32)
 
 

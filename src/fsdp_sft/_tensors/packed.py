@@ -54,9 +54,9 @@ class StoredPart:
         down, across = self.each
         first, last, place = 0, math.prod(entry.shape) // self.columns - 1, None
         if down:
-            first, last = self._row(rows[0], height), self._row(rows[-1], height)
+            first, last = (int(_rows_of(range(at, at + 1), height, down)) for at in (rows[0], rows[-1]))
         if down > 1:
-            place = torch.tensor([self._row(row, height) - first for row in rows])
+            place = _rows_of(rows, height, down) - first
         left, right = (columns.start // across, -(-columns.stop // across)) if across else (0, self.columns)
         count, size = last + 1 - first, entry.dtype.itemsize
         row_bytes, wanted = self.columns * size, (right - left) * size
@@ -69,11 +69,11 @@ class StoredPart:
         runs = tuple(ByteRange(self.stored.file, at, wanted) for at in starts)
         return _PartRead(runs, entry.dtype, (count, right - left), None, place)
 
-    def _row(self, row: int, height: int) -> int:
-        """The row of its elements that belongs to a row of values."""
-        assert self.each is not None
-        matrix, within = divmod(row, height)
-        return matrix * -(-height // self.each[0]) + within // self.each[0]
+
+def _rows_of(rows: range, height: int, down: int) -> torch.Tensor:
+    """The rows of a part that belong to rows of values, ``down`` of which share one; int64."""
+    numbers = torch.arange(rows.start, rows.stop)
+    return numbers // height * -(-height // down) + numbers % height // down
 
 
 class _PartRead(NamedTuple):
@@ -168,7 +168,19 @@ class Packed(Stored):
         for name, read in reads.items():
             tensors[name] = read.tensor(raws[taken : taken + len(read.runs)])
             taken += len(read.runs)
-        return block.view(self.decode(tensors, block.rows, block.columns), size)
+        return _in_order(block.view(self.decode(tensors, block.rows, block.columns), size))
+
+
+def _in_order(values: torch.Tensor) -> torch.Tensor:
+    """The same values, if they are a transposed matrix in the order of its rows.
+
+    On CPUs torch transposes six times as fast from and into contiguous memory as into a part of a shard.
+    """
+    matrix = values.squeeze()
+    if matrix.ndim != 2 or matrix.stride(0) != 1 or matrix.stride(1) == 1:
+        return values
+    ordered = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
+    return ordered.copy_(matrix.t().contiguous().t()).view(values.shape)
 
 
 def _cuts(part: Piece, place: torch.Tensor, width: int, at_once: int) -> Iterator[tuple[Piece, torch.Tensor]]:

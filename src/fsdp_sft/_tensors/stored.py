@@ -15,7 +15,7 @@ from fsdp_sft._tensors.pieces import Ints, Piece, contiguous_strides, intersect
 from fsdp_sft._tensors.safetensors import DTYPE_NAMES, Header, TensorEntry, open_file, read_header
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError
 
-AT_ONCE = 1 << 20  # values that are computed at once
+AT_ONCE = 1 << 19  # values that are computed at once
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,8 @@ class _Reads:
         }
         self.readers = _readers(self) if self.how.strategy == "exchange" else {}
         # Values that each thread may compute at once, from packed ones: with what they are computed from, and
-        # what comes in between, they take up to 16 bytes each.
-        self.at_once = min(AT_ONCE, max(1, self.how.host_budget_bytes // (16 * self.how.workers)))
+        # what comes in between, they take up to 48 bytes each.
+        self.at_once = min(AT_ONCE, max(1, self.how.host_budget_bytes // (48 * self.how.workers)))
 
     def is_checked(self, target: Target) -> bool:
         """Whether NaN and infinity among a target's values are errors."""
