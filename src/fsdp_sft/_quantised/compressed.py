@@ -38,6 +38,8 @@ def check(settings: Settings) -> None:
     if isinstance(transform, Mapping) and transform.get("config_groups"):
         raise settings.refused(f"transform_config rotates weights and activations: {IN_16_BITS}")
     for scheme in _schemes(settings):
+        if type(scheme.get("num_bits")) is not int:
+            raise settings.refused(f"num_bits={scheme.get('num_bits')!r:.80} is no number of bits")
         _block(settings, scheme)
 
 
@@ -70,6 +72,14 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
         elif dtype in (*elements.FLOATS, torch.int8) and tensors.is_free(f"{key}_scale"):
             zeros = f"{key}_zero_point"
             elements.find(tensors, key, f"{key}_scale", blocks, zeros if tensors.is_free(zeros) else None)
+
+
+def bits(settings: Settings) -> float:
+    """Bits of a packed value with its share of the scales, by the first scheme."""
+    scheme = next(iter(_schemes(settings)), {"num_bits": 8})
+    block, width = _block(settings, scheme), scheme.get("num_bits", 8)
+    shared = block[0] * block[1] if block else 0
+    return float(width + (8 if scheme.get("type") == "float" else 16) / shared) if shared else float(width)
 
 
 def _schemes(settings: Settings) -> list[Mapping[str, Any]]:

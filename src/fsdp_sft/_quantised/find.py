@@ -25,11 +25,15 @@ class Method:
         check: Refuses what is not read, by the config alone.
         find: Adds the weights among some stored tensors.
         parts: Pattern of the names that tensors of packed weights have, and no others.
+        bits: Bits that a packed value takes with its share of the scales, by the config.
+        only_experts: Whether none but the weights of experts are packed.
     """
 
     check: Callable[[Settings], None]
     find: Callable[[Tensors, Iterable[str]], None]
     parts: str
+    bits: Callable[[Settings], float]
+    only_experts: bool = False
 
 
 def _gpt_oss(tensors: Tensors, keys: Iterable[str]) -> None:
@@ -72,24 +76,36 @@ def _check_bitsandbytes(settings: Settings) -> None:
         raise settings.refused(f"load_in_4bit is not set, and 8 bits are not read: {IN_16_BITS}")
 
 
+def _bits_of_groups(settings: Settings) -> float:
+    """With a scale of 16 bits and a zero point for each group."""
+    bits, group = settings.fields.get("bits", 4), settings.fields.get("group_size", 128)
+    return float(bits) if group == -1 else bits + (16 + bits) / settings.block(group, "group_size")
+
+
 _FP8 = r"weight_scale(_inv)?$|_scale_inv$"
 METHODS = {
-    "awq": Method(_check_awq, _awq, r"\.(qweight|qzeros|scales)$"),
+    "awq": Method(_check_awq, _awq, r"\.(qweight|qzeros|scales)$", _bits_of_groups),
     "bitsandbytes": Method(
         _check_bitsandbytes,
         _bitsandbytes,
         r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB)$|\.quant_state\.",
+        lambda settings: 4 + 8 / 64 + 32 / (64 * 256),
     ),
     "compressed-tensors": Method(
         compressed.check,
         compressed.find,
         r"_packed$|weight_(scale|global_scale|zero_point|shape|g_idx)$",
+        compressed.bits,
     ),
-    "fbgemm_fp8": Method(finegrained.check, finegrained.find, _FP8),
-    "fp8": Method(finegrained.check, finegrained.find, _FP8),
-    "gptq": Method(_check_gptq, _gptq, r"\.(qweight|qzeros|scales|g_idx)$"),
-    "modelopt": Method(modelopt.check, modelopt.find, r"weight_scale(_2)?$|\.pre_quant_scale$|svdquant_"),
-    "mxfp4": Method(lambda settings: None, _gpt_oss, r"_(blocks|scales)$"),
+    "fbgemm_fp8": Method(finegrained.check, finegrained.find, _FP8, lambda settings: 8),
+    "fp8": Method(finegrained.check, finegrained.find, _FP8, lambda settings: 8),
+    "gptq": Method(_check_gptq, _gptq, r"\.(qweight|qzeros|scales|g_idx)$", _bits_of_groups),
+    "modelopt": Method(
+        modelopt.check, modelopt.find, r"weight_scale(_2)?$|\.pre_quant_scale$|svdquant_", modelopt.bits
+    ),
+    "mxfp4": Method(
+        lambda settings: None, _gpt_oss, r"_(blocks|scales)$", lambda settings: 4.25, only_experts=True
+    ),
 }
 
 # What belongs to activations: training does not use it.

@@ -30,3 +30,8 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
             fp4.find_nv(tensors, key, key, f"{key}_scale", f"{key}_scale_2", divide=False)
         elif dtype in elements.FLOATS:
             elements.find(tensors, key, f"{key}_scale", list(_BLOCKS))
+
+
+def bits(settings: Settings) -> float:
+    """Bits of a packed value with its share of the scales."""
+    return 4.5 if "nvfp4" in str(settings.fields.get("quant_algo")).lower() else 8

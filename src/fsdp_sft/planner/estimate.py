@@ -170,7 +170,8 @@ def _check_experts(skeleton: Skeleton, ep_size: int) -> None:
 
 def _notes(skeleton: Skeleton, setup: Setup, balance: ShardBalance) -> tuple[str, ...]:
     """Caveats of the estimate."""
-    notes = []
+    published = skeleton.published
+    notes = [] if published is None else [published.note(skeleton.parameters)]
     if skeleton.family not in CHECKED_FAMILIES:
         notes.append(
             f"model type {skeleton.family} was followed like any other but never compared with a measurement"

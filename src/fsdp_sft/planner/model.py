@@ -15,6 +15,8 @@ from torch import nn
 from fsdp_sft._compat.experts import experts_to_place
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._model.configs import config_of
+from fsdp_sft._quantised.find import METHODS, check
+from fsdp_sft._quantised.settings import settings_of_config, without_settings
 from fsdp_sft._tensors.shard_dims import shard_dim, shard_numel
 from fsdp_sft.shard.embeddings import needs_weight_in_backward, own_vocabulary
 
@@ -101,6 +103,32 @@ class Group:
         return [shape for shape, flag in self.shapes if trained is None or flag is trained]
 
 
+@dataclass(frozen=True)
+class Published:
+    """How a quantised checkpoint is published.
+
+    Attributes:
+        method: ``quant_method`` of its config.
+        bits: Bits that a packed value takes with its share of the scales.
+        num_bytes: About how many bytes its files have, if all matrices of the blocks are packed (for MXFP4
+            those of experts), and the rest has 16 bits.
+    """
+
+    method: str
+    bits: float
+    num_bytes: int
+
+    def note(self, parameters: int) -> str:
+        """A remark on it; ``parameters`` is the number of the model's."""
+        size, plain = self.num_bytes / 1e9, 2 * parameters / 1e9
+        digits = 0 if plain >= 100 else 1
+        return (
+            f"the checkpoint is published quantised ({self.method}, {self.bits:.3g} bits a packed value): "
+            f"about {size:,.{digits}f} GB to read, and {plain:,.{digits}f} in bfloat16; loading dequantises "
+            "it, so memory is that of any other"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Skeleton:
     """What the planner knows of a model; as a key of a cache only equal to itself.
@@ -115,6 +143,7 @@ class Skeleton:
         embedding: Parameters of the input embedding, if they are a separate group.
         head: Parameters of the head, likewise.
         gathers_embedding_again: Whether the embedding's backward gathers its parameters again.
+        published: How the checkpoint is quantised; None if it is not.
         first_backward: Index of the first block that the backward reaches. Blocks before it have nothing to
             train in or below them, and keep nothing.
         parameters: Number of parameters of the whole model; tied ones count once.
@@ -135,6 +164,7 @@ class Skeleton:
     embedding: Group | None = None
     head: Group | None = None
     gathers_embedding_again: bool = False
+    published: Published | None = None
 
     @property
     def outside(self) -> tuple[Group, ...]:
@@ -219,7 +249,26 @@ def _cached_skeleton(
         embedding=embedding,
         head=head,
         gathers_embedding_again=own[0] is not None and needs_weight_in_backward(own[0]),
+        published=_published(keyed.config, blocks.values(), total),
     )
+
+
+def _published(config: Any, blocks: Iterable[nn.Module], total: int) -> Published | None:
+    """How a checkpoint is quantised by its config; None if it is not.
+
+    Raises:
+        CheckpointFormatError: If it is a way that ``load_weights`` does not read.
+    """
+    name = str(getattr(config, "name_or_path", "") or f"a config of type {config.model_type!r}")
+    settings = settings_of_config(name, config)
+    if settings is None:
+        return None
+    check(settings)
+    method = METHODS[settings.method]
+    dims = 3 if method.only_experts else 2
+    packed = sum(p.numel() for block in blocks for p in block.parameters() if p.ndim >= dims)
+    bits = method.bits(settings)
+    return Published(settings.method, bits, int(packed * bits / 8) + 2 * (total - packed))
 
 
 def _named_within(model: nn.Module, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -238,6 +287,7 @@ def _build(config: Any, dtype: torch.dtype) -> Any:
         raise ValueError(f"{config.model_type} is an encoder-decoder; the planner knows decoder-only models")
     config = copy.deepcopy(config)
     config.use_cache = False
+    without_settings(config)
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
