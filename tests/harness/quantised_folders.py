@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
+from fsdp_sft._quantised.find import published
+from fsdp_sft._quantised.settings import Settings
+from fsdp_sft._tensors.boxes import Box
+from fsdp_sft._tensors.reader import read_jobs
+from fsdp_sft._tensors.stored import InFile, Stored, file_header
 from tests.harness.hf_folders import rewrite, save_tiny, tensors_of
 from tests.harness.quantised_weights import Written
 
@@ -149,3 +155,22 @@ def deepseek_folder(folder: Path) -> dict[str, torch.Tensor]:
     settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     configure(folder, quantization_config=settings)
     return values
+
+
+def opened(folder: Path, made: Written, name: str = "m") -> dict[str, Stored]:
+    """What a checkpoint of one matrix holds, its tensors in two files."""
+    stored: dict[str, InFile] = {}
+    for number in range(2):
+        part = {f"{name}{end}": t for end, t in list(made.tensors.items())[number::2]}
+        path = folder / f"{number}.safetensors"
+        save_file(part, path)
+        entries = file_header(path, AssertionError).entries
+        stored |= {key: InFile(path, entry) for key, entry in entries.items()}
+    return published(stored, Settings(str(folder), made.settings["quant_method"], made.settings))
+
+
+def read(source: Stored, box: Box, at_once: int = 1 << 20) -> tuple[torch.Tensor, int]:
+    """The values in a box, and the bytes that it took."""
+    out = torch.full(box.shape, torch.nan)
+    count = read_jobs(source.jobs("m", source.piece("m"), box, out, at_once=at_once))
+    return out, count

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fsdp_sft._tensors.boxes import Box, whole
+from tests.harness.quantised_folders import opened, read
 from tests.harness.quantised_weights import Written, fp8_block
-from tests.quantised.test_values import opened, read
 
 
 def stacked(count: int, rows: int, columns: int, **options: Any) -> Written:

@@ -9,9 +9,8 @@ import torch
 
 import fsdp_sft as fs
 from tests.harness.hf_folders import rewrite, tensors_of
-from tests.harness.quantised_folders import configure, quantised
+from tests.harness.quantised_folders import configure, opened, quantised
 from tests.harness.quantised_weights import FORMATS, mxfp4_experts
-from tests.quantised.test_values import opened
 
 SIZES = {
     "hidden_size": 192,

@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 
 from fsdp_sft._tensors.boxes import whole
+from tests.harness.quantised_folders import opened, read
 from tests.harness.quantised_weights import Written
-from tests.quantised.test_values import opened, read
 
 FILES = sorted((Path(__file__).parent / "golden").glob("*.safetensors"))
 

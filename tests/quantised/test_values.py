@@ -7,37 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import fsdp_sft as fs
-from fsdp_sft._quantised.find import published
-from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._tensors.boxes import Box, chunk_of, whole
 from fsdp_sft._tensors.reader import read_jobs
-from fsdp_sft._tensors.stored import InFile, Stored, file_header
 from fsdp_sft.weights import provenance
+from tests.harness.quantised_folders import opened, read
 from tests.harness.quantised_weights import FORMATS, Written, fp8_block, gptq, integers, mxfp4_experts, nf4
 
 SIZES = [(576, 192), (160, 192), (24, 64)]
-
-
-def opened(folder: Path, made: Written, name: str = "m") -> dict[str, Stored]:
-    """What a checkpoint of one matrix holds, its tensors in two files."""
-    stored: dict[str, InFile] = {}
-    for number in range(2):
-        part = {f"{name}{end}": t for end, t in list(made.tensors.items())[number::2]}
-        path = folder / f"{number}.safetensors"
-        save_file(part, path)
-        entries = file_header(path, AssertionError).entries
-        stored |= {key: InFile(path, entry) for key, entry in entries.items()}
-    return published(stored, Settings(str(folder), made.settings["quant_method"], made.settings))
-
-
-def read(source: Stored, box: Box, at_once: int = 1 << 20) -> tuple[torch.Tensor, int]:
-    """The values in a box, and the bytes that it took."""
-    out = torch.full(box.shape, torch.nan)
-    count = read_jobs(source.jobs("m", source.piece("m"), box, out, at_once=at_once))
-    return out, count
 
 
 def _boxes(shape: tuple[int, ...], count: int) -> list[Box]:
