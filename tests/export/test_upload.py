@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -87,6 +88,20 @@ def test_push_to_hub(tmp_path: Path) -> None:
             hub.refuse = refuse
             hub.repositories.clear()
             run_distributed(_refused, 2, str(tmp_path), hub.address, refuse)
+
+
+def test_the_card_of_a_vision_language_model() -> None:
+    config = transformers.LlavaConfig(
+        text_config={"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+                     "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 32},
+        vision_config={"model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 8,
+                       "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 28, "patch_size": 14},
+    )  # fmt: skip
+    model: Any = transformers.LlavaForConditionalGeneration(config)
+    card = model_card(model, "out", "LlavaForConditionalGeneration", torch.bfloat16)
+    assert "pipeline_tag: image-text-to-text" in card
+    assert 'AutoModelForImageTextToText.from_pretrained("out")' in card
+    assert 'processor = AutoProcessor.from_pretrained("out")' in card
 
 
 def test_the_model_card(tmp_path: Path) -> None:

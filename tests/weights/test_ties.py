@@ -60,6 +60,28 @@ def test_values_that_differ_where_no_sample_looks(tmp_path: Path) -> None:
     run_distributed(_check_different, 2, folder, {"dp_replicate": 2, "dp_shard": 1})
 
 
+def test_names_that_the_checkpoint_has_otherwise(tmp_path: Path) -> None:
+    """A vision-language folder, whose two tensors have other names in it than in the model."""
+    import transformers
+
+    text = {"model_type": "qwen2", "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = transformers.InternVLConfig(
+        text_config=text, vision_config=vision, image_token_id=5, tie_word_embeddings=True
+    )
+    transformers.InternVLForConditionalGeneration(config).save_pretrained(tmp_path)
+    tensors = tensors_of(tmp_path)
+    embedding = tensors["language_model.model.embed_tokens.weight"]
+    for apart in (0.0, 1.0):
+        rewrite(tmp_path, tensors | {"language_model.lm_head.weight": embedding + apart})
+        model = fs.build_meta_model(tmp_path)
+        fs.load_weights(model, tmp_path)
+        assert difference(model, plain(tmp_path)) == []
+        assert (model.lm_head.weight is model.get_input_embeddings().weight) == (not apart)
+
+
 def _check_converted(folder: Path, mesh_shape: dict[str, int], equal: bool) -> None:
     """The head alone is computed from what is stored, by code that cannot be cut."""
     from transformers import conversion_mapping

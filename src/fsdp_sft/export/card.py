@@ -27,7 +27,7 @@ def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> 
     """
     from fsdp_sft import __version__
 
-    auto, task = next((v for k, v in _AUTO_CLASSES.items() if architecture.endswith(k)), ("AutoModel", None))
+    auto, task, reader = _classes(getattr(model.config, "model_type", ""), architecture)
     base = _hub_id(model.name_or_path)
     metadata = ["library_name: transformers"]
     metadata += [f"pipeline_tag: {task}"] if task else []
@@ -49,14 +49,24 @@ def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> 
         f"{origin} and exported with fsdp_sft {__version__}.",
         "",
         "```python",
-        f"from transformers import {auto}, AutoTokenizer",
+        f"from transformers import {auto}, {reader}",
         "",
         f'model = {auto}.from_pretrained("{name}")',
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+        f'{reader.removeprefix("Auto").lower()} = {reader}.from_pretrained("{name}")',
         "```",
         "",
     ]
     return "\n".join(lines)
+
+
+def _classes(model_type: str, architecture: str) -> tuple[str, str | None, str]:
+    """The classes that load a model and what makes its inputs, and the Hub's name of its task."""
+    from transformers.models.auto import modeling_auto
+
+    if modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type) == architecture:
+        return "AutoModelForImageTextToText", "image-text-to-text", "AutoProcessor"
+    auto, task = next((v for k, v in _AUTO_CLASSES.items() if architecture.endswith(k)), ("AutoModel", None))
+    return auto, task, "AutoTokenizer"
 
 
 def _hub_id(name_or_path: str) -> str | None:

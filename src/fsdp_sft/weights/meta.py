@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.attention import ask_for_attention
+from fsdp_sft._compat.conversions import match_checkpoint_keys, weight_conversions
 from fsdp_sft._compat.models import (
     build_like_from_pretrained,
     drop_tie,
@@ -303,11 +304,28 @@ def _tie(model: nn.Module, folder: Path, allow_pickle: bool) -> None:
             checkpoint = open_checkpoint(folder, allow_pickle=allow_pickle)
         except CheckpointFormatError:
             checkpoint = None  # loading will say what is wrong; the architecture can be built without weights
-        for target, source in ties.items() if checkpoint is not None else ():
-            if checkpoint is not None and _differ(checkpoint, target, source):
-                drop_tie(model, target)
+        if checkpoint is not None:
+            keys = _keys_of(model, checkpoint, {*ties, *ties.values()})
+            for target, source in ties.items():
+                if target in keys and source in keys and _differ(checkpoint, keys[target], keys[source]):
+                    drop_tie(model, target)
     if ties:
         tie_by_names(model)
+
+
+def _keys_of(model: nn.Module, checkpoint: "Checkpoint", names: set[str]) -> dict[str, str]:
+    """The keys under which a checkpoint has tensors of the model, by their names in the model.
+
+    A tensor that a conversion makes of others has none.
+    """
+    if names <= checkpoint.sources.keys():
+        return {name: name for name in names}
+    matched, _ = match_checkpoint_keys(model, list(checkpoint.sources), weight_conversions(model))
+    return {
+        name: next(iter(sources.values()))[0]
+        for name, (converter, sources) in matched.items()
+        if name in names and converter is None
+    }
 
 
 def _differ(checkpoint: "Checkpoint", target: str, source: str) -> bool:
@@ -315,9 +333,7 @@ def _differ(checkpoint: "Checkpoint", target: str, source: str) -> bool:
 
     Loading the weights compares every element.
     """
-    first, second = (checkpoint.sources.get(name) for name in (target, source))
-    if first is None or second is None:
-        return False
+    first, second = (checkpoint.sources[name] for name in (target, source))
     if (first.entry.dtype, first.entry.shape) != (second.entry.dtype, second.entry.shape):
         return True
     shape = first.entry.shape
