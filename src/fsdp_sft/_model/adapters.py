@@ -64,8 +64,11 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
     with unmoved(seed=seed):  # peft draws on the CPU
         adapted = cast("PeftModel", get_peft_model(model, peft_config))
         torch.default_generator.manual_seed(seed)
-        for fqn, layer in _tuner_layers(adapted).items():
-            _initialise(fqn, layer, peft_config)
+        layers = _tuner_layers(adapted)
+        # peft makes adapters of parameters, such as those of experts, after all others.
+        for fqn in sorted(layers, key=lambda fqn: _is_of_parameter(layers[fqn])):
+            for wrapper in reversed(_nested(layers[fqn])):
+                _initialise(fqn, wrapper, peft_config)
     return adapted
 
 
@@ -164,28 +167,31 @@ def copy_saved_modules(model: nn.Module) -> None:
 
 @torch.no_grad()
 def merged_weights(layer: Any, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters of a base layer after peft has merged the active adapters into them.
+    """The parameters and buffers of a base layer after peft has merged the active adapters into them.
 
     Args:
         layer: Layer with adapters; left as it was.
         full: Full tensors of all its parameters and buffers by name; those of the base layer are changed.
 
     Returns:
-        The base layer's parameters by their names in it.
+        The base layer's parameters and buffers by their names in it.
     """
     # peft merges within the layer, which holds only this rank's shards: swap in the full tensors, let peft
     # merge, and swap the layer's own tensors back in.
     slots = {name: slot(layer, name) for name in full}
     own = {name: getattr(module, leaf) for name, (module, leaf) in slots.items()}
-    merged = list(layer.merged_adapters)
+    wrappers = _nested(layer)
+    merged = [list(wrapper.merged_adapters) for wrapper in wrappers]
     try:
         for name, (module, leaf) in slots.items():
             is_parameter = isinstance(own[name], nn.Parameter)
             setattr(module, leaf, nn.Parameter(full[name], False) if is_parameter else full[name])
-        layer.merge()
-        return {name: p.detach() for name, p in layer.get_base_layer().named_parameters()}
+        for wrapper in wrappers:
+            wrapper.merge()
+        return {name: tensor.detach() for name, tensor in named_tensors(layer.get_base_layer()).items()}
     finally:
-        layer.merged_adapters[:] = merged
+        for wrapper, before in zip(wrappers, merged, strict=True):
+            wrapper.merged_adapters[:] = before
         for name, (module, leaf) in slots.items():
             setattr(module, leaf, own[name])
 
@@ -231,6 +237,23 @@ def _saved_modules(model: nn.Module) -> dict[str, Any]:
     return {fqn: m for fqn, m in model.named_modules() if isinstance(m, AuxiliaryTrainingWrapper)}
 
 
+def _nested(layer: Any) -> list[Any]:
+    """A layer with adapters, and those within it: peft nests one around each parameter of a module."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = [layer]
+    while isinstance(inner := getattr(found[-1], "base_layer", None), BaseTunerLayer):
+        found.append(inner)
+    return found
+
+
+def _is_of_parameter(layer: Any) -> bool:
+    """Whether adapters belong to a parameter, and not to what a layer computes."""
+    from peft.tuners.lora import ParamWrapper
+
+    return isinstance(layer, ParamWrapper)
+
+
 def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
     """The module inside a wrapper of peft."""
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -241,7 +264,7 @@ def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
         return cast(nn.Module, chosen)
     if isinstance(wrapper, BaseTunerLayer) and getattr(wrapper, "base_layer", None) is not None:
         layer = wrapper.get_base_layer()
-        if layer is wrapper.base_layer:
+        if layer is wrapper.base_layer or all(map(_is_of_parameter, _nested(wrapper))):
             return cast(nn.Module, layer)
     raise UnsupportedModelError(
         f"{fqn} is a {type(wrapper).__name__} of peft, whose base weights cannot be told apart here; load "
@@ -279,13 +302,13 @@ def _initialise(fqn: str, layer: Any, peft_config: Any) -> None:
 
     peft makes adapters on the device of the base layer, so without values if that is the meta device.
     """
-    base = {id(p) for p in layer.get_base_layer().parameters()}
-    empty = [name for name, p in layer.named_parameters() if p.is_meta and id(p) not in base]
+    inside = {id(p) for p in layer.base_layer.parameters()}
+    empty = [name for name, p in layer.named_parameters() if p.is_meta and id(p) not in inside]
     strange = [name for name in empty if not name.startswith(("lora_A.", "lora_B."))]
     if strange:
         raise UnsupportedModelError(
             f"{fqn} is on the meta device, where {', '.join(strange)} cannot be initialised: adapters go to "
-            "linear layers there; load the base model with from_pretrained for others"
+            "linear layers and parameters there; load the base model with from_pretrained for others"
         )
     for name in layer.lora_A if empty else ():
         for module in (layer.lora_A[name], layer.lora_B[name]):
