@@ -3,7 +3,9 @@
 Only ``add_adapters`` imports peft. If the caller has not imported it either, no model can have adapters.
 """
 
+import copy
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +15,8 @@ import torch
 from torch import nn
 
 from fsdp_sft._model.named import named_tensors, slot
-from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._model.towers import frozen_towers, pattern_of
+from fsdp_sft._model.wrappers import base_of, unwrapped
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
@@ -61,6 +64,7 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
 
     if any(p.is_meta for p in model.parameters()):
         _refuse_unless_initialised_alone(peft_config)
+    peft_config = _without_towers(peft_config, frozen_towers(model))
     with unmoved(seed=seed):  # peft draws on the CPU
         adapted = cast("PeftModel", get_peft_model(model, peft_config))
         torch.default_generator.manual_seed(seed)
@@ -72,15 +76,24 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
     return adapted
 
 
+def _without_towers(peft_config: "PeftConfig", towers: tuple[str, ...]) -> "PeftConfig":
+    """A configuration that puts no adapters into these modules; the same one if there are none."""
+    if not towers or not hasattr(peft_config, "exclude_modules"):
+        return peft_config
+    given = peft_config.exclude_modules
+    excluded = [pattern_of(towers)]
+    if isinstance(given, str):
+        excluded.append(given)
+    elif given:
+        excluded += [rf"(.*\.)?{re.escape(name)}" for name in given]
+    changed = copy.copy(peft_config)
+    changed.exclude_modules = "|".join(f"(?:{each})" for each in excluded)
+    return changed
+
+
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     """Parameters of a model's forward; with adapters those of the inner model, which peft passes on."""
     return inspect.signature(base_of(unwrapped(model)).forward).parameters
-
-
-def base_of(model: nn.Module) -> Any:
-    """The transformers model inside a peft model, still with its adapters; any other model as it is."""
-    unwrap: Any = getattr(model, "get_base_model", None)
-    return unwrap() if unwrap is not None else model
 
 
 @contextmanager

@@ -83,3 +83,9 @@ def _inside(model: nn.Module) -> nn.Module | None:
     name = "module" if isinstance(model, DistributedDataParallel) else _INSIDE.get(type(model).__name__, "")
     inner: Any = getattr(model, name, None)
     return inner if isinstance(inner, nn.Module) else None
+
+
+def base_of(model: nn.Module) -> Any:
+    """The transformers model inside a peft model, still with its adapters; any other model as it is."""
+    unwrap: Any = getattr(model, "get_base_model", None)
+    return unwrap() if unwrap is not None else model

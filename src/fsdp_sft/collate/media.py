@@ -12,7 +12,7 @@ _KEYS = ("image", "images", "video", "videos", "audio", "audios")
 # Types of content parts, in OpenAI's and transformers' formats.
 PARTS = (*_KEYS, "image_url", "video_url", "audio_url", "input_image", "input_audio")
 # Keys that a processor adds to a tokenised row, for the vision or audio encoder of a model.
-_OF_TOWERS = (
+KEYS_OF_TOWERS = (
     "pixel_values",
     "pixel_values_videos",
     "pixel_values_images",
@@ -31,7 +31,7 @@ def refuse_media(row: Mapping[Any, Any], where: str = "the row") -> None:
     Raises:
         RowError: If it has one that is not empty.
     """
-    found = [key for key in (*_KEYS, *_OF_TOWERS) if key in row and not _is_empty(row[key])]
+    found = [key for key in (*_KEYS, *KEYS_OF_TOWERS) if key in row and not _is_empty(row[key])]
     if found:
         raise RowError(
             f"{where} has {' and '.join(map(repr, found))}: only text is encoded here, and the row would be "

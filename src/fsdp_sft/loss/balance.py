@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_sft._compat.models import intercept_balance_loss
-from fsdp_sft._model.adapters import base_of
-from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._model.wrappers import base_of, unwrapped
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.loss.transform import wide
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._model.adapters import base_of
 from fsdp_sft._model.twin import text_config
-from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._model.wrappers import base_of, unwrapped
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Recompute blocks in the backward: a ratio or a list of them, whole or except for named submodules."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ from torch import nn
 
 from fsdp_sft._compat.compile import compile_memory_budget
 from fsdp_sft._model.blocks import find_blocks, is_never_called
+from fsdp_sft._model.towers import frozen_towers, pattern_of
 from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, enter_mode, restore
 from fsdp_sft.sac.decisions import checkpoint_of
 from fsdp_sft.sac.groups import check_before_forward
@@ -43,7 +45,8 @@ def apply_sac(
     Args:
         model: Any model that ``find_blocks`` reads.
         ratio: Fraction of blocks in [0, 1]: a number or a text such as ``"1/3"``. It may be left out with
-            ``save``, which then applies to all blocks.
+            ``save``, which then applies to all blocks. Blocks of towers that ``freeze_towers`` has frozen
+            do not count: text does not pass through them.
         save: Names of submodules within a block whose costly outputs are kept, given by their last
             components: ``"self_attn"``, ``"o_proj"``, ``"mlp.down_proj"``; or ``"sdpa"`` for the fused
             attention kernels alone. None recomputes the chosen blocks as a whole.
@@ -137,7 +140,8 @@ def _chosen_blocks(
         return named_blocks(model, blocks)
     if blocks is not None or (ratio is None and save is None):
         raise ValueError("give either a ratio such as '1/3' or blocks=, a list of FQNs or positions")
-    found = list(find_blocks(model).items())
+    unused = re.compile(pattern_of(frozen_towers(model)))
+    found = [(name, block) for name, block in find_blocks(model).items() if not unused.fullmatch(name)]
     wanted: Ratio = 1 if ratio is None else ratio
     return dict(found[i] for i in select_block_indices(len(found), wanted, placement=placement))
 

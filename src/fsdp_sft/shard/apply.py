@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
-from fsdp_sft._model.adapters import base_of, copied_modules
+from fsdp_sft._model.adapters import copied_modules
 from fsdp_sft._model.blocks import find_blocks, is_never_called
 from fsdp_sft._model.quantised import refuse_quantised_model
 from fsdp_sft._model.sharded import remember_mesh
-from fsdp_sft._model.wrappers import replicas_of
+from fsdp_sft._model.wrappers import base_of, replicas_of
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft._ranks.mesh import EP, cp_size, parameter_mesh

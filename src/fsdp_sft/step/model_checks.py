@@ -1,5 +1,6 @@
 """Checks on the host, before the first forward, that the model can take a batch."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -8,18 +9,24 @@ from torch import nn
 
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.towers import frozen_towers
 from fsdp_sft._model.vocabulary import vocabulary_of
 from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._ranks.agree import tell
 from fsdp_sft._ranks.mesh import copies_of_rows
 from fsdp_sft.collate import refuse_masked_pack
+from fsdp_sft.collate.media import KEYS_OF_TOWERS
 from fsdp_sft.errors import BatchError, UnsupportedModelError
 from fsdp_sft.loss import LABEL_KEYS
 from fsdp_sft.sac import draws_random_numbers
 from fsdp_sft.step.lengths import check_length
+from fsdp_sft.step.once import first_time
 from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_logger = logging.getLogger(__name__)
 
 
 def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
@@ -29,6 +36,7 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
     unless the attention is transformers'.
     """
     vocabulary, placeholders = vocabulary_of(model), _placeholders(model)
+    towers = frozen_towers(model)
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
 
     def check(batch: Any) -> None:
@@ -40,6 +48,8 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
         vocabulary.check_ids(batch)
         if isinstance(ids, torch.Tensor):
             _refuse_placeholders(batch, ids, placeholders)
+        if towers and isinstance(batch, Mapping) and any(key in batch for key in KEYS_OF_TOWERS):
+            _say_that_towers_are_frozen(model, towers)
         check_length(model, batch)
         if knows_packs:
             refuse_masked_pack(batch)
@@ -67,6 +77,17 @@ def _refuse_other_shapes(batch: Any, ids: torch.Tensor) -> None:
                 f"{name} is {tuple(value.shape)} and input_ids are {tuple(ids.shape)}: it has an entry a "
                 "token"
             )
+
+
+def _say_that_towers_are_frozen(model: nn.Module, towers: tuple[str, ...]) -> None:
+    """Say once that a batch has images, or the like, for towers that are not trained."""
+    if first_time(model, "features for frozen towers"):
+        tell(
+            _logger,
+            "the batch has images or the like, and %s stay as they are: load_pretrained(freeze_towers=False) "
+            "trains them too",
+            " and ".join(towers),
+        )
 
 
 # By the name of an id in the config: what it stands for, and parts of the keys of its features.

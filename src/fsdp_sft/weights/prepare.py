@@ -169,6 +169,7 @@ def load_prepared(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     reshard_after_forward: bool | int = True,
+    freeze_towers: bool = True,
 ) -> "PreTrainedModel":
     """Build a prepared model, shard it and read its shards: bitwise the result of ``load_pretrained``.
 
@@ -190,6 +191,7 @@ def load_prepared(
         attn_implementation: See ``build_meta_model``.
         trust_remote_code: See ``build_meta_model``.
         reshard_after_forward: See ``shard_model``.
+        freeze_towers: See ``load_pretrained``.
 
     Returns:
         The model in ``train()`` mode; ``model.load_report`` is a ``LoadReport``.
@@ -227,6 +229,7 @@ def load_prepared(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         reshard_after_forward=reshard_after_forward,
+        towers_too=not freeze_towers,
     )
     model.load_report = load_prepared_base(model, base, manifest, check_finite=False, started=started)
     return model.train()  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_sft._model.adapters import add_adapters
+from fsdp_sft._model.towers import freeze_towers
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._process.former import told_of_former
 from fsdp_sft._ranks.agree import agreed
@@ -40,18 +41,20 @@ def load_pretrained(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     reshard_after_forward: bool | int = True,
+    freeze_towers: bool = True,
 ) -> "PreTrainedModel":
     """Build a checkpoint's model on the meta device, prepare its blocks, shard it, and load it.
 
-    It calls ``build_meta_model``, ``add_adapters``, ``apply_sac``, ``compile_blocks``, ``shard_model`` and
-    ``load_weights``, in this order. Call these yourself for options that it does not take.
+    It calls ``build_meta_model``, ``freeze_towers``, ``add_adapters``, ``apply_sac``, ``compile_blocks``,
+    ``shard_model`` and ``load_weights``, in this order. Call these yourself for options that it does not
+    take.
 
     Args:
         name_or_path: A folder, or a Hub id.
         mesh: Device mesh from ``build_mesh``.
         master_dtype: Dtype of the stored shards that are trained.
         frozen_dtype: Dtype of the stored shards that are frozen; None is the policy's compute dtype with
-            adapters and ``master_dtype`` without.
+            adapters or frozen towers, and ``master_dtype`` without.
         mp_policy: See ``shard_model``.
         sac_ratio: Fraction of blocks whose activations are recomputed; see ``apply_sac``.
         compile: Whether to compile each block.
@@ -64,6 +67,8 @@ def load_pretrained(
         attn_implementation: See ``build_meta_model``.
         trust_remote_code: See ``build_meta_model``.
         reshard_after_forward: See ``shard_model``.
+        freeze_towers: Whether the vision and audio towers of a multimodal model, which training on text does
+            not use, are frozen; see ``freeze_towers``. A model of text alone has none.
 
     Returns:
         The model in ``train()`` mode; ``model.load_report`` is the ``LoadReport``.
@@ -100,6 +105,7 @@ def load_pretrained(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         reshard_after_forward=reshard_after_forward,
+        towers_too=not freeze_towers,
     )
     model.load_report = load_weights(model, folder)
     return model.train()  # type: ignore[no-any-return]
@@ -120,10 +126,12 @@ def sharded_model(
     attn_implementation: str | None,
     trust_remote_code: bool,
     reshard_after_forward: bool | int,
+    towers_too: bool,
 ) -> Any:
     """A folder's model, sharded and on the meta device, for the keywords of ``load_pretrained``.
 
-    ``called`` is the name that the model keeps of its source; see ``meta_model``.
+    ``called`` is the name that the model keeps of its source; see ``meta_model``. ``towers_too`` is whether
+    towers are trained as well.
 
     Collective: all ranks.
     """
@@ -136,6 +144,7 @@ def sharded_model(
             trust_remote_code=trust_remote_code,
             new_vocab_size=new_vocab_size,
         )
+        towers = [] if towers_too else freeze_towers(model)
         if peft_config is not None:
             model = add_adapters(model, peft_config)
         if sac_ratio:
@@ -146,7 +155,7 @@ def sharded_model(
         model,
         mesh=mesh,
         master_dtype=master_dtype,
-        frozen_dtype=frozen_dtype_of(frozen_dtype, peft_config, mp_policy),
+        frozen_dtype=frozen_dtype_of(frozen_dtype, bool(towers) or peft_config is not None, mp_policy),
         mp_policy=mp_policy,
         reshard_after_forward=reshard_after_forward,
     )
@@ -154,9 +163,9 @@ def sharded_model(
 
 
 def frozen_dtype_of(
-    frozen_dtype: torch.dtype | None, peft_config: "PeftConfig | None", mp_policy: MixedPrecisionPolicy | None
+    frozen_dtype: torch.dtype | None, is_frozen: bool, mp_policy: MixedPrecisionPolicy | None
 ) -> torch.dtype | None:
-    """The dtype in which frozen shards are stored: with adapters the compute dtype, unless one is given."""
-    if frozen_dtype is not None or peft_config is None:
+    """The dtype in which frozen shards are stored: if some were frozen, the compute dtype by default."""
+    if frozen_dtype is not None or not is_frozen:
         return frozen_dtype
     return mp_policy.param_dtype if mp_policy is not None else torch.bfloat16

@@ -1,0 +1,65 @@
+"""Tiny vision-language models, in the shape in which they are published."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as tf
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_VISION = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+SECTIONS = {"mrope_section": [1, 1, 2], "rope_type": "default"}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llava": lambda: tf.LlavaConfig(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config={"model_type": "clip_vision_model", **VISION},
+        image_token_index=2,
+    ),
+    "mistral3": lambda: tf.Mistral3Config(
+        text_config={"model_type": "mistral", **TEXT},
+        vision_config={"model_type": "pixtral", **VISION, "head_dim": 8},
+        image_token_index=2,
+    ),
+    "internvl": lambda: tf.InternVLConfig(
+        text_config={"model_type": "qwen2", **TEXT}, vision_config=VISION, image_token_id=2
+    ),
+    "gemma3": lambda: tf.Gemma3Config(
+        text_config={**TEXT, "head_dim": 8},
+        vision_config={"model_type": "siglip_vision_model", **VISION},
+        mm_tokens_per_image=4,
+        image_token_index=2,
+    ),
+    "qwen2.5-vl": lambda: tf.Qwen2_5_VLConfig(
+        text_config={**TEXT, "rope_scaling": SECTIONS}, vision_config=QWEN_VISION, image_token_id=2
+    ),
+    "qwen3-vl": lambda: tf.Qwen3VLConfig(
+        text_config={**TEXT, "head_dim": 8, "rope_scaling": SECTIONS},
+        vision_config={**QWEN_VISION, "deepstack_visual_indexes": [0]},
+    ),
+}
+
+
+def tiny(name: str) -> Any:
+    """A model of that family."""
+    torch.manual_seed(0)
+    return tf.AutoModelForImageTextToText.from_config(CONFIGS[name]()).train()

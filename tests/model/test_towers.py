@@ -1,0 +1,134 @@
+"""Towers of vision-language models: found, frozen in 16 bits, and left out of what is counted and adapted."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from fsdp_sft._model.towers import towers_of
+from tests.harness.device import mesh_here
+from tests.harness.hf_folders import plain
+from tests.harness.models import full, oracle_loss, ragged_batches, tiny_model
+from tests.harness.multimodal import CONFIGS, tiny
+from tests.harness.ranks import run_distributed
+
+BATCHES = ragged_batches(4)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_they_are_what_text_gives_no_gradient(family: str) -> None:
+    model = tiny(family)
+    oracle_loss(model, BATCHES).backward()
+    towers = {p for name in towers_of(model) for p in model.get_submodule(name).parameters()}
+    assert towers
+    for name, parameter in model.named_parameters():
+        is_used = parameter.grad is not None and bool(parameter.grad.any())
+        assert is_used != (parameter in towers), name
+
+
+def test_models_of_text_have_none() -> None:
+    for family in ("llama", "gpt2", "t5", "bert", "mixtral"):
+        assert fs.freeze_towers(tiny_model(family)) == []
+
+
+def _train(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model: Any = fs.load_pretrained(folder, mesh=mesh_here(), sac_ratio=1, mp_policy=MixedPrecisionPolicy())
+    towers = towers_of(model)
+    dtypes = {name: (p.requires_grad, p.dtype) for name, p in model.named_parameters()}
+    for name, (is_trained, dtype) in dtypes.items():
+        assert is_trained == (not name.startswith(tuple(towers))), name
+        assert dtype == torch.float32
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    losses = [
+        fs.train_step(model, BATCHES[rank::ranks], optimizer, max_grad_norm=None).loss for _ in range(2)
+    ]
+    fs.export_hf(model, folder.parent / "export", dtype=torch.float32)
+    return losses, {name: full(p).detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_text_trains_as_in_one_process(family: str, tmp_path: Path) -> None:
+    model = tiny(family)
+    model.save_pretrained(tmp_path / "base")
+    oracle = plain(tmp_path / "base")
+    optimizer = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    expected = []
+    for _ in range(2):
+        loss = oracle_loss(oracle, BATCHES)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    losses, trained = run_distributed(_train, 2, tmp_path / "base")[0]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, parameter in oracle.named_parameters():
+        assert torch.allclose(trained[name], parameter, rtol=1e-4, atol=1e-6), name
+    again = plain(tmp_path / "export")
+    assert type(again) is type(oracle)
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, trained[name]), name
+
+
+def _by_default(folder: Path) -> None:
+    model: Any = fs.load_pretrained(folder, mesh=mesh_here(), sac_ratio="1/2")
+    assert model.model.vision_tower.dtype == torch.bfloat16
+    assert next(model.model.language_model.parameters()).dtype == torch.float32
+    trained: Any = fs.load_pretrained(folder, mesh=mesh_here(), freeze_towers=False)
+    assert {p.dtype for p in trained.parameters()} == {torch.float32}
+    assert all(p.requires_grad for p in trained.parameters())
+
+
+def test_frozen_in_16_bits_unless_told(tmp_path: Path) -> None:
+    tiny("llava").save_pretrained(tmp_path)
+    run_distributed(_by_default, 2, tmp_path)
+
+
+def test_fractions_count_blocks_of_text(tmp_path: Path) -> None:
+    model = tiny("llava")
+    assert len(fs.find_blocks(model)) == 4
+    fs.freeze_towers(model)
+    assert fs.apply_sac(model, 1) == [f"model.language_model.layers.{i}" for i in range(2)]
+    assert fs.apply_sac(model, "1/2") == ["model.language_model.layers.0"]
+
+
+@pytest.mark.parametrize("given", [None, ["o_proj"], ".*layers.1.*"])
+def test_adapters_are_not_put_into_them(given: Any) -> None:
+    peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
+    config = peft.LoraConfig(target_modules=["q_proj", "o_proj"], r=2, exclude_modules=given)
+    everywhere = fs.add_adapters(tiny("mistral3"), config)
+    assert any("vision_tower" in name and "lora_" in name for name, _ in everywhere.named_parameters())
+    model = tiny("mistral3")
+    fs.freeze_towers(model)
+    adapted = {name for name, _ in fs.add_adapters(model, config).named_parameters() if "lora_" in name}
+    assert adapted
+    assert not [name for name in adapted if "vision_tower" in name]
+    assert any("o_proj" in name for name in adapted) == (given != ["o_proj"])
+    assert any("layers.1" in name for name in adapted) == (given != ".*layers.1.*")
+    assert config.exclude_modules == (set(given) if isinstance(given, list) else given), "as it was"
+
+
+def test_images_for_a_frozen_tower_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("gemma3")
+    image = model.config.image_token_id
+    with caplog.at_level(logging.INFO, logger="fsdp_sft"):
+        fs.freeze_towers(model)
+        assert "model.vision_tower and model.multi_modal_projector frozen" in caplog.text
+        ids = torch.full((1, 8), 7)
+        ids[0, 1:5] = image
+        labels = ids.masked_fill(ids == image, -100)
+        batch = {
+            "input_ids": ids,
+            "labels": labels,
+            "pixel_values": torch.randn(1, 3, 28, 28),
+            "token_type_ids": (ids == image).long(),
+        }
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):
+            fs.train_step(model, [batch], optimizer)
+    assert caplog.text.count("freeze_towers=False") == 1
