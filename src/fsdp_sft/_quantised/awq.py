@@ -21,11 +21,11 @@ def find(tensors: Tensors, module: str) -> None:
     """Add one such weight: ``qweight``, ``qzeros`` and ``scales`` of a module."""
     key = f"{module}.qweight"
     codes = tensors.take(key, key, _WORDS)
-    if len(codes.entry.shape) != 2:
+    if len(tensors.matrix(key)) != 2:
         raise tensors.settings.refused(f"{key!r} of shape {codes.entry.shape} is no matrix")
     height, words = codes.entry.shape
     width = words * 8
-    group = tensors.settings.fields.get("group_size", tensors.settings.fields.get("q_group_size", 128))
+    group = tensors.settings.group_size
     group = height if group == -1 else tensors.settings.block(group, "group_size")
     groups = -(-height // group)
     zeros = tensors.shaped(f"{module}.qzeros", (groups, words), key, _WORDS)

@@ -21,6 +21,7 @@ from fsdp_sft._tensors.packed import StoredPart
 
 STATE = ".quant_state.bitsandbytes__"
 _FLOAT = (torch.float32,)
+_MAX_OFFSET = 3e38
 
 
 def find(tensors: Tensors, key: str) -> None:
@@ -54,9 +55,9 @@ def find(tensors: Tensors, key: str) -> None:
     else:
         absmax = tensors.shaped(f"{key}.absmax", (blocks,), key, _FLOAT)
     parts["absmax"] = StoredPart(absmax, (1, block), blocks)
-    offset = state.get("nested_offset", 0.0) if nested else 0.0
-    if not isinstance(offset, (int, float)) or not math.isfinite(offset):
-        raise settings.refused(f"nested_offset={offset!r:.80} of {stated!r} is no number")
+    offset: Any = state.get("nested_offset") if nested else 0.0
+    if type(offset) not in (int, float) or not abs(offset) < _MAX_OFFSET:
+        raise settings.refused(f"nested_offset={offset!s:.80} of {stated!r} is no number")
     decode = partial(_decode, block, nested, float(offset))
     tensors.add(key, key, stated.rpartition("__")[2], shape, parts, decode, rows=(1, count))
 

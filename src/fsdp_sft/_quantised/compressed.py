@@ -35,10 +35,10 @@ def check(settings: Settings) -> None:
     if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
         raise settings.refused(f"sparsity_config.format={sparse['format']!r:.80} is not read: {IN_16_BITS}")
     transform = settings.fields.get("transform_config") or {}
-    if isinstance(transform, Mapping) and transform.get("config_groups"):
+    if not isinstance(transform, Mapping) or transform.get("config_groups"):
         raise settings.refused(f"transform_config rotates weights and activations: {IN_16_BITS}")
     for scheme in _schemes(settings):
-        if type(scheme.get("num_bits")) is not int:
+        if type(scheme.get("num_bits")) is not int or not 0 < scheme["num_bits"] <= 16:
             raise settings.refused(f"num_bits={scheme.get('num_bits')!r:.80} is no number of bits")
         _block(settings, scheme)
 

@@ -33,10 +33,8 @@ def find(
         blocks: Layouts that the scales may have; see ``Tensors.grid``.
         zeros: Name of its zero points, in the layout of the scales, if there are any.
     """
-    shape = tensors.entry(key).shape
+    shape = tensors.matrix(key)
     weight = tensors.take(key, key, (*FLOATS, torch.int8))
-    if len(shape) < 2:
-        raise tensors.settings.refused(f"{key!r} of shape {shape} is packed, and no matrix")
     parts = {"weight": StoredPart(weight, (1, 1), shape[-1])}
     parts["scale"], layout = tensors.grid(scales, shape, blocks, key)
     if zeros is not None:

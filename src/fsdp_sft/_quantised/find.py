@@ -67,8 +67,10 @@ def _check_awq(settings: Settings) -> None:
 
 
 def _check_gptq(settings: Settings) -> None:
-    settings.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    gptq.form_of(settings)
     settings.one_of("bits", (2, 4, 8))
+    if settings.fields.get("dynamic"):
+        raise settings.refused(f"its field dynamic gives modules other bits or groups: {IN_16_BITS}")
 
 
 def _check_bitsandbytes(settings: Settings) -> None:
@@ -78,7 +80,7 @@ def _check_bitsandbytes(settings: Settings) -> None:
 
 def _bits_of_groups(settings: Settings) -> float:
     """With a scale of 16 bits and a zero point for each group."""
-    bits, group = settings.fields.get("bits", 4), settings.fields.get("group_size", 128)
+    bits, group = settings.fields.get("bits") or 4, settings.group_size
     return float(bits) if group == -1 else bits + (16 + bits) / settings.block(group, "group_size")
 
 
@@ -113,6 +115,7 @@ _OF_ACTIVATIONS = re.compile(
     r"[._]((input|output|activation|input_activation)_(scale(_inv)?|zero_point|global_scale)"
     r"|[qkv]_(scale|zero_point)|kv_scale)$"
 )
+_OF_CACHES = re.compile(r"[._]([qkv]_(scale|zero_point)|kv_scale|[kv]_proj\.output_scale)$")
 # What some tool leaves beside a weight, whatever the method.
 _OF_ANY = r"weight_(scale|scale_inv|scale_2|packed)$|\.(qweight|weight\.absmax)$"
 _ONE_BYTE = (torch.uint8, torch.int8, torch.int32)
@@ -163,7 +166,11 @@ def published(stored: Mapping[str, InFile], settings: Settings) -> dict[str, Sto
 def _drop_activations(tensors: Tensors, stored: Mapping[str, InFile]) -> None:
     """Leave out what belongs to the activations of a module that has packed weights."""
     modules = {name[:at] for name in tensors.packed for at in _dots(name)}
+    fields = tensors.settings.fields
+    caches = any(fields.get(name) for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
     for key in stored:
+        if caches and _OF_CACHES.search(key) and tensors.is_free(key):
+            tensors.used[key] = "the cache"
         found = _OF_ACTIVATIONS.search(key)
         if (
             found

@@ -24,7 +24,7 @@ _OF_32, _OF_16 = 32, 16
 
 def find_mx(tensors: Tensors, name: str, codes: str, scales: str) -> None:
     """Add an MXFP4 weight, whose columns are those of the model."""
-    *lead, half = tensors.entry(codes).shape
+    *lead, half = tensors.matrix(codes)
     stored = tensors.take(codes, codes, BYTES)
     shape = (*lead, 2 * half)
     columns = -(-shape[-1] // _OF_32)
@@ -61,7 +61,7 @@ def find_experts(tensors: Tensors, name: str, blocks: str, scales: str) -> None:
 
 def find_nv(tensors: Tensors, name: str, codes: str, scales: str, whole: str, *, divide: bool) -> None:
     """Add an NVFP4 weight; ``whole`` is the number for the tensor, by which scales are divided or not."""
-    *lead, half = tensors.entry(codes).shape
+    *lead, half = tensors.matrix(codes)
     stored = tensors.take(codes, codes, (torch.uint8,))
     shape = (*lead, 2 * half)
     columns = -(-shape[-1] // _OF_16)

@@ -4,8 +4,12 @@ value = (q - z) * s, in float32, which is exact: the scales have 16 bits. Zero p
 and are stored as z - 1 unless the checkpoint's format is gptq_v2. ``g_idx`` assigns rows to groups, in
 sequence unless activations gave them an order (``desc_act``).
 
-Sources: AutoGPTQ 0.7, nn_modules/qlinear/qlinear_cuda_old.py (``pack``, ``forward``); for gptq_v2
-GPTQModel, utils/model.py (``convert_gptq_v1_to_v2_format``).
+z - 1 of a zero point 0 is where tools differ. GPTQModel subtracts 1 from all numbers of a word at once, and
+so it is added here for its checkpoints. Those of AutoGPTQ have z + 1 for each number, as the kernels of
+ExLlama have it: 16 for a stored 15.
+
+Sources: AutoGPTQ 0.7, nn_modules/qlinear/qlinear_cuda_old.py (``pack``, ``forward``); GPTQModel 7.7,
+utils/model.py (``convert_gptq_v1_to_v2_format`` and its inverse).
 """
 
 from collections.abc import Mapping
@@ -13,6 +17,7 @@ from functools import partial
 
 import torch
 
+from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._quantised.values import of_words
 from fsdp_sft._tensors.packed import StoredPart
@@ -28,14 +33,14 @@ def find(tensors: Tensors, module: str) -> None:
     bits = settings.one_of("bits", (2, 4, 8))
     in_word = 32 // bits
     codes = tensors.take(key, key, _WORDS)
-    if len(codes.entry.shape) != 2:
+    if len(tensors.matrix(key)) != 2:
         raise settings.refused(f"{key!r} of shape {codes.entry.shape} is no matrix")
     words, width = codes.entry.shape
     height = words * in_word
     if width % in_word:
         raise settings.refused(f"{key!r} has {width} columns, which are not packed in words of {bits} bits")
     ordered = bool(settings.fields.get("desc_act", False))
-    group = settings.fields.get("group_size", 128)
+    group = settings.group_size
     group = height if group == -1 else settings.block(group, "group_size")
     groups = -(-height // group)
     # In an order of their own, rows may belong to any group: the scales of all are read.
@@ -49,12 +54,31 @@ def find(tensors: Tensors, module: str) -> None:
     }
     if ordered or tensors.is_free(order):
         parts["group"] = StoredPart(tensors.shaped(order, (height,), key, (torch.int32, torch.int64)), (1, 0))
-    added = 0 if settings.fields.get("checkpoint_format") == "gptq_v2" else 1
-    decode = partial(_decode, order, bits, 0 if ordered else group, groups, added)
+    added = 0 if form_of(settings) == "gptq_v2" else 1
+    decode = partial(_decode, order, bits, 0 if ordered else group, groups, added, _is_by_words(settings))
     shape, stored = (width, height), (height, width)
     tensors.add(
         f"{module}.weight", key, f"gptq int{bits}", shape, parts, decode, rows=stored, stride=(1, width)
     )
+
+
+def form_of(settings: Settings) -> str:
+    """The form in which zero points are stored.
+
+    Raises:
+        CheckpointFormatError: If it is none that is read, or two fields differ.
+    """
+    known = ("gptq", "gptq_v2")
+    form = settings.one_of("checkpoint_format", known, settings.fields.get("format") or "gptq")
+    if settings.fields.get("format") is not None and settings.one_of("format", known) != form:
+        raise settings.refused("its checkpoint_format and its format differ")
+    return str(form)
+
+
+def _is_by_words(settings: Settings) -> bool:
+    """Whether 1 was subtracted from all zero points of a word at once, as GPTQModel does."""
+    about = settings.fields.get("meta")
+    return isinstance(about, Mapping) and "gptqmodel" in str(about.get("quantizer")).lower()
 
 
 def _decode(
@@ -63,6 +87,7 @@ def _decode(
     group: int,
     groups: int,
     added: int,
+    by_words: bool,
     parts: Mapping[str, torch.Tensor],
     rows: range,
     columns: range,
@@ -70,12 +95,17 @@ def _decode(
     words = parts["codes"]
     places = torch.tensor([row * bits % 32 for row in rows], dtype=torch.int32, device=words.device)
     values = (words >> places[:, None] & ((1 << bits) - 1)).to(torch.float32)
-    scales, zeros = parts["scale"].to(torch.float32), of_words(parts["zero"], bits).add_(added)
+    scales, zeros = parts["scale"].to(torch.float32), parts["zero"]
+    if by_words and added:
+        ones = sum(1 << at for at in range(0, 32, bits))
+        zeros = of_words(zeros + ones, bits)  # int32 wraps at the end of the word
+    else:
+        zeros = of_words(zeros, bits).add_(added)
     if "group" in parts:
         of_row = parts["group"][:, 0].long()
         if group:
             in_sequence = torch.arange(rows.start, rows.stop, device=of_row.device) // group
-            if not torch.equal(of_row, in_sequence):
+            if of_row.any() and not torch.equal(of_row, in_sequence):  # all zeros stand for no order
                 raise CheckpointFormatError(
                     f"{order!r} gives rows an order, and the config says desc_act=false"
                 )

@@ -58,6 +58,8 @@ def find(tensors: Tensors, name: str, schemes: Sequence[Scheme]) -> None:
         raise tensors.settings.refused(f"{key!r} is packed asymmetrically, and {zeros!r} is not there")
     order = f"{name}_g_idx"
     if tensors.is_free(order):
+        if scales.each is None:
+            raise tensors.settings.refused(f"{order!r} names groups, and {key!r} has one scale")
         parts["group"] = StoredPart(tensors.shaped(order, shape[-1:], key, (torch.int32, torch.int64)))
         for each in ("scale", "zero"):  # any column may belong to any group
             if each in parts and (given := parts[each].each) is not None:
@@ -78,10 +80,10 @@ def _shape_and_bits(tensors: Tensors, name: str, schemes: Sequence[Scheme]) -> t
     values: a model with 384 experts has 70,000 of them.
     """
     key, scales = f"{name}_packed", f"{name}_scale"
-    there = tensors.entry(key).shape
-    if len(there) < 2:
-        raise tensors.settings.refused(f"{key!r} of shape {there} is packed, and no matrix")
+    there = tensors.matrix(key)
     *lead, words = there
+    if not schemes:
+        raise tensors.settings.refused(f"{key!r} is packed, and the config has no scheme of 4 or 8 bits")
     groups = tensors.entry(scales).shape[-1:] if tensors.is_free(scales) else ()
     widths = {
         (groups[0] * scheme.block[1], scheme.bits)
@@ -91,7 +93,7 @@ def _shape_and_bits(tensors: Tensors, name: str, schemes: Sequence[Scheme]) -> t
     fitting = [found for found in widths if _words(*found) == words]
     if len(fitting) == 1:
         return (*lead, fitting[0][0]), fitting[0][1]
-    shape = tuple(tensors.read(f"{name}_shape").tolist())
+    shape = tuple(tensors.read(f"{name}_shape").reshape(-1).tolist())
     bits = sorted({scheme.bits for scheme in schemes})
     known = [
         each for each in bits if shape and shape[:-1] == tuple(lead) and _words(shape[-1], each) == words
@@ -116,6 +118,9 @@ def _zeros(tensors: Tensors, zeros: str, shape: Ints, bits: int, scales: StoredP
     down, across = scales.each
     if down != 1:
         raise tensors.settings.refused(f"{zeros!r} belongs to blocks of {down} rows, which is not known")
+    if tensors.is_of(zeros, torch.int8):  # not packed, as in early releases
+        like = tensors.entry(scales_of(zeros)).shape
+        return StoredPart(tensors.shaped(zeros, like, key, (torch.int8,)), scales.each, scales.columns)
     packed = (*shape[:-2], _words(shape[-2], bits), scales.columns)
     return StoredPart(tensors.shaped(zeros, packed, key, _WORDS), (32 // bits, across), scales.columns)
 
@@ -134,7 +139,7 @@ def _decode(
     rows: range,
     columns: range,
 ) -> torch.Tensor:
-    said = tuple(parts["shape"].tolist())
+    said = tuple(parts["shape"].reshape(-1).tolist())
     if said != shape:
         raise CheckpointFormatError(f"{name + '_shape'!r} says {said}, and the packed values are {shape}")
     offset = 1 << (bits - 1)
@@ -153,6 +158,8 @@ def _decode(
         zeros = zeros.to(torch.float32)
     if "group" in parts:
         groups = parts["group"][columns.start : columns.stop].long()
+        if bool((groups == -1).all()):  # the package's word for no order
+            groups = torch.arange(columns.start, columns.stop, device=groups.device) // (across or shape[-1])
         if int(groups.min()) < 0 or int(groups.max()) >= scales.shape[-1]:
             raise CheckpointFormatError(f"{name + '_g_idx'!r} names groups that have no scale")
         scales, zeros, across = scales[:, groups], None if zeros is None else zeros[:, groups], 1

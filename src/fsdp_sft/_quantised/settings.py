@@ -35,7 +35,14 @@ class Settings:
 
     def refused(self, why: str) -> CheckpointFormatError:
         """The error that says why it cannot be read."""
-        return CheckpointFormatError(f"{self.folder} is quantised ({self.method}): {why}")
+        advice = "" if IN_16_BITS in why else f"; if a new download has the same, {IN_16_BITS}"
+        return CheckpointFormatError(f"{self.folder} is quantised ({self.method}): {why}{advice}")
+
+    @property
+    def group_size(self) -> Any:
+        """Number of values that share a scale, in AWQ and GPTQ; -1 is all of a column."""
+        found = (self.fields.get(name) for name in ("group_size", "q_group_size"))
+        return next((value for value in found if value is not None), 128)
 
     def one_of(self, field: str, known: tuple[Any, ...], otherwise: Any = None) -> Any:
         """A field whose value must be among ``known``; ``otherwise`` if it is not there.
@@ -94,6 +101,12 @@ def settings_of(folder: Path) -> Settings | None:
 def settings_of_config(folder: str, config: Any) -> Settings | None:
     """The same of a config that transformers has read, or of its fields."""
     return _one(folder, list(settings_in(config)))
+
+
+def settings_for(name: str, config: Any) -> Settings | None:
+    """How a checkpoint is quantised, by its config, or a file beside it if ``name`` is a folder."""
+    found = settings_of_config(name, config)
+    return settings_of(Path(name)) if found is None and name and Path(name).is_dir() else found
 
 
 def settings_in(config: Any) -> Iterator[dict[str, Any]]:

@@ -56,6 +56,17 @@ class Tensors:
             raise self.settings.refused(f"{abridged(there)} are scales of one tensor, in two ways")
         return there[0] if there else None
 
+    def matrix(self, key: str) -> Ints:
+        """The shape of a tensor, which must be a matrix or several.
+
+        Raises:
+            CheckpointFormatError: If it has fewer than two dimensions, or is empty.
+        """
+        shape = self.entry(key).shape
+        if len(shape) < 2 or 0 in shape:
+            raise self.settings.refused(f"{key!r} of shape {shape} is packed, and no matrix")
+        return shape
+
     def take(self, key: str, owner: str, dtypes: Sequence[torch.dtype] = _OF_SCALES) -> InFile:
         """A tensor that belongs to ``owner``, which no other may use.
 
@@ -127,15 +138,21 @@ class Tensors:
                 wanted.append((1,))
                 if math.prod(there) == 1:
                     return StoredPart(stored), "per tensor"
-                continue
+                if not lead:
+                    continue
+                block = (0, 0)  # one for each of several matrices
             down, across = block[0] or height, block[1] or width
             rows, columns = -(-height // down), -(-width // across)
             wanted.append((*lead, rows, columns))
-            if there == wanted[-1] or (columns == 1 and there == wanted[-1][:-1]):
+            shapes = [wanted[-1]]
+            shapes += [wanted[-1][:-1]] if columns == 1 else []
+            shapes += [tuple(lead)] if columns == rows == 1 and lead else []
+            if there in shapes:
                 named = "per channel" if block == (1, 0) else "per tensor" if block == (0, 0) else None
                 each = (down, across if columns > 1 else 0)
                 return StoredPart(stored, each, columns), named or f"{down}x{across}"
-        raise self.mismatch(key, " or ".join(map(str, dict.fromkeys(wanted))), owner)
+        named = " or ".join(map(str, dict.fromkeys(wanted))) or "a scheme of its dtype in the config"
+        raise self.mismatch(key, named, owner)
 
     def add(
         self,

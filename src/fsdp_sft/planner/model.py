@@ -16,7 +16,7 @@ from fsdp_sft._compat.experts import experts_to_place
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._model.configs import config_of
 from fsdp_sft._quantised.find import METHODS, check
-from fsdp_sft._quantised.settings import settings_of_config, without_settings
+from fsdp_sft._quantised.settings import settings_for, without_settings
 from fsdp_sft._tensors.shard_dims import shard_dim, shard_numel
 from fsdp_sft.shard.embeddings import needs_weight_in_backward, own_vocabulary
 
@@ -260,7 +260,7 @@ def _published(config: Any, blocks: Iterable[nn.Module], total: int) -> Publishe
         CheckpointFormatError: If it is a way that ``load_weights`` does not read.
     """
     name = str(getattr(config, "name_or_path", "") or f"a config of type {config.model_type!r}")
-    settings = settings_of_config(name, config)
+    settings = settings_for(name, config)
     if settings is None:
         return None
     check(settings)

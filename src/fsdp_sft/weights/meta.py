@@ -24,7 +24,7 @@ from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._quantised.find import check
-from fsdp_sft._quantised.settings import Quantised, settings_of_config, without_settings
+from fsdp_sft._quantised.settings import Quantised, settings_for, without_settings
 from fsdp_sft._tensors.boxes import Box, whole
 from fsdp_sft._tensors.reader import read_jobs
 from fsdp_sft._tensors.safetensors import bytes_of
@@ -175,7 +175,7 @@ def _class_and_config(
 
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": remote}
     config = _auto_config(name, options)
-    quantised = settings_of_config(name, config)
+    quantised = settings_for(name, config)
     if quantised is not None:
         check(quantised)
     architecture = _architecture(name, config, overrides)

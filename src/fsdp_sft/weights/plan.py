@@ -356,6 +356,15 @@ def _refuse_missing(
     """Refuse missing values, if that is an error; in any case those that are stored in a quantised form."""
     stored = {name: checkpoint.sources.get(key) for name, key in left_over.items()}
     refuse_packed(plan.missing, {name: kept.entry.dtype for name, kept in stored.items() if kept is not None})
+    within = tuple(f"{name.rpartition('.')[0]}." for name in plan.missing if "." in name)
+    unplaced = sorted(
+        name for name, kept in stored.items() if isinstance(kept, Packed) and name.startswith(within)
+    )
+    if unplaced:
+        raise CheckpointFormatError(
+            f"the checkpoint has no values for {abridged(plan.missing)}, and quantised ones under names that "
+            f"transformers has no place for ({abridged(unplaced)}): {IN_16_BITS}"
+        )
     if plan.missing and policy == "error":
         raise CheckpointFormatError(
             f"the checkpoint has no values for {abridged(plan.missing)} of {type(plan.twin).__name__}; "

@@ -1,0 +1,138 @@
+"""Odd forms of published formats, and settings and tensors that no tool writes: right, or refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_sft as fs
+from fsdp_sft._tensors.boxes import whole
+from tests.harness.hf_folders import difference, plain, rewrite, tensors_of
+from tests.harness.quantised_folders import configure, opened, quantised, read
+from tests.harness.quantised_weights import FORMATS, Written, fp8_block, fp8_tensor, gptq, integers, nf4
+
+
+def _values(folder: Path, made: Written, name: str = "m") -> torch.Tensor:
+    (source,) = opened(folder, made, name).values()
+    return read(source, whole(tuple(source.entry.shape)))[0]
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_zero_points_that_gptqmodel_wrote(bits: int, tmp_path: Path) -> None:
+    """It subtracts 1 from all numbers of a word at once, so a zero point of 0 borrows from the next."""
+    made = gptq(32, 64, bits, 32, form="gptq_v2")
+    ones = sum(1 << at for at in range(0, 32, bits))
+    made.tensors[".qzeros"] = (made.tensors[".qzeros"].long() - ones).to(torch.int32)
+    made.settings |= {"checkpoint_format": "gptq", "meta": {"quantizer": ["gptqmodel:2.2.0"]}}
+    assert torch.equal(_values(tmp_path, made), made.values)
+
+
+def test_forms_of_gptq_by_any_name(tmp_path: Path) -> None:
+    made = gptq(32, 64, form="gptq_v2")
+    for fields in ({"checkpoint_format": "GPTQ_V2"}, {"checkpoint_format": None, "format": "gptq_v2"}):
+        made.settings |= fields
+        assert torch.equal(_values(tmp_path, made), made.values), fields
+    made.settings |= {"checkpoint_format": "gptq", "format": "gptq_v2"}
+    with pytest.raises(fs.CheckpointFormatError, match="differ"):
+        _values(tmp_path, made)
+
+
+def test_orders_that_are_none(tmp_path: Path) -> None:
+    made = gptq(32, 64)
+    made.tensors[".g_idx"] = torch.zeros(64, dtype=torch.int32)
+    assert torch.equal(_values(tmp_path, made), made.values)
+    made = integers(24, 64, symmetric=False)
+    made.tensors[".weight_g_idx"] = torch.full((64,), -1, dtype=torch.int32)
+    assert torch.equal(_values(tmp_path, made), made.values)
+
+
+def test_zero_points_that_are_not_packed(tmp_path: Path) -> None:
+    made = integers(24, 64)
+    zeros = torch.randint(-8, 8, (24, 2), dtype=torch.int8)
+    made.tensors[".weight_zero_point"] = zeros
+    shift = zeros.float().repeat_interleave(32, 1) * made.tensors[".weight_scale"].float().repeat_interleave(
+        32, 1
+    )
+    assert torch.equal(_values(tmp_path, made), made.values - shift)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1, 1)])
+def test_one_scale_for_each_expert(shape: tuple[int, ...], tmp_path: Path) -> None:
+    each = [fp8_tensor(24, 32) for _ in range(3)]
+    weights = torch.stack([one.tensors[".weight"].view(torch.uint8) for one in each])
+    tensors = {
+        "": weights.view(torch.float8_e4m3fn),
+        "_scale_inv": torch.stack([one.tensors[".weight_scale_inv"] for one in each]).view(shape),
+    }
+    made = Written(tensors, torch.stack([one.values for one in each]), each[0].settings)
+    assert torch.equal(_values(tmp_path, made, "experts.down_proj"), made.values)
+
+
+def test_scales_of_a_cache_beside_attention_in_16_bits(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1}
+    made = quantised(tmp_path, FORMATS["fp8 of modelopt"], marked="mlp", **sizes)
+    scales = {f"model.layers.0.self_attn.{n}_proj.{n}_scale": torch.ones(()) for n in "kv"}
+    rewrite(tmp_path / "stored", tensors_of(tmp_path / "stored") | scales)
+    model = fs.build_meta_model(tmp_path / "stored")
+    with pytest.raises(fs.CheckpointFormatError, match="k_scale"):
+        fs.load_weights(model, tmp_path / "stored")
+    configure(tmp_path / "stored", quantization_config=made.settings | {"kv_cache_quant_algo": "FP8"})
+    fs.load_weights(model, tmp_path / "stored")
+    assert difference(model, plain(tmp_path / "published")) == []
+
+
+def _state(made: Written, **fields: Any) -> Written:
+    key = ".weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(made.tensors[key].tolist())) | fields
+    state = {name: value for name, value in state.items() if value is not ...}
+    made.tensors[key] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return made
+
+
+@pytest.mark.parametrize("offset", [..., None, True, "0.1", 10**400, float("inf")], ids=str)
+def test_offsets_that_are_no_numbers(offset: Any, tmp_path: Path) -> None:
+    made = _state(nf4(8, 64), nested_offset=offset)
+    with pytest.raises(fs.CheckpointFormatError, match="nested_offset"):
+        _values(tmp_path, made)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(), (4,), (0, 4), (4, 0)], ids=str)
+def test_weights_that_are_no_matrices(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    made = FORMATS[name](32, 64)
+    first = next(iter(made.tensors))
+    made.tensors[first] = torch.zeros(shape, dtype=torch.uint8).to(made.tensors[first].dtype)
+    with pytest.raises(fs.CheckpointFormatError):
+        _values(tmp_path, made)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("gptq", {"dynamic": {"+:.*q_proj": {"bits": 8}}}),
+        ("int4", {"config_groups": {}}),
+        ("int4", {"config_groups": {"a": {"weights": {"num_bits": -4}}}}),
+        ("int4", {"config_groups": [1]}),
+        ("int4", {"transform_config": ["r1"]}),
+        ("fp8 block", {"weight_block_size": [128, True]}),
+        ("awq", {"bits": "4"}),
+        ("awq", {"group_size": None, "q_group_size": 64}),
+    ],
+)
+def test_settings_that_no_tool_writes(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    made = FORMATS[name](32, 64)
+    made.settings |= fields
+    with pytest.raises(fs.CheckpointFormatError, match="is quantised"):
+        _values(tmp_path, made)
+
+
+def test_packed_experts_that_no_conversion_joins(tmp_path: Path) -> None:
+    """They are never initialised at random in their place."""
+    quantised(tmp_path, fp8_block, "mixtral", marked=".w", hidden_size=64, intermediate_size=64)
+    stored = {name.replace(".w1.", ".gate."): t for name, t in tensors_of(tmp_path / "stored").items()}
+    rewrite(tmp_path / "stored", stored)
+    model = fs.build_meta_model(tmp_path / "stored")
+    with pytest.raises(fs.CheckpointFormatError):
+        fs.load_weights(model, tmp_path / "stored", missing="initialise", unexpected="ignore")
