@@ -1,6 +1,7 @@
 """The files of an export beside its weights: configuration, generation config, tokenizer and card."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from fsdp_sft._tensors.disk import write_bytes
 from fsdp_sft.export.card import model_card
 from fsdp_sft.export.carried import carry_code, carry_processor
 from fsdp_sft.export.chat import end_of_turn, with_stop, write_tokenizer
+
+_MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+_OF_MTP = re.compile(r"(^|[._])(mtp|nextn)([._]|$)")
 
 
 def export_config(model: Any, content: ModelTensors, caching: list[Any], dtype: torch.dtype | None) -> Any:
@@ -33,9 +37,23 @@ def export_config(model: Any, content: ModelTensors, caching: list[Any], dtype: 
     if _has_come_apart(model, content):
         for part in {id(c): c for c in (config, config.get_text_config())}.values():
             part.tie_word_embeddings = False
+    _without_further_predictions(config, content)
     config.dtype = str(dtype or model.dtype).removeprefix("torch.")
     config.architectures = [original_class(model).__name__]
     return config
+
+
+def _without_further_predictions(config: Any, content: ModelTensors) -> None:
+    """Let a config say 0 layers for predicting several tokens (MTP) where the model has none.
+
+    transformers reads no such weights, and a server that finds the number in the config would look for them.
+    """
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        layers = getattr(part, "num_hidden_layers", 0)
+        has_them = any(_OF_MTP.search(name) or f".layers.{layers}." in name for name in content.names)
+        for field in _MTP_LAYERS:
+            if isinstance(getattr(part, field, None), int) and not has_them:
+                setattr(part, field, 0)
 
 
 def _has_come_apart(model: Any, content: ModelTensors) -> bool:

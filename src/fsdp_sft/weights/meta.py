@@ -1,5 +1,6 @@
 """Building a checkpoint's model on the meta device as ``from_pretrained`` builds it, ready to be sharded."""
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._quantised.find import check
 from fsdp_sft._quantised.settings import Quantised, settings_for, without_settings
+from fsdp_sft._ranks.agree import tell
 from fsdp_sft._tensors.boxes import Box, whole
 from fsdp_sft._tensors.reader import read_jobs
 from fsdp_sft._tensors.safetensors import bytes_of
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
     from fsdp_sft.weights.resolve import Checkpoint
 
+_logger = logging.getLogger(__name__)
 # Tied weights are compared before loading: small ones whole, larger ones in _PROBES rows.
 _SMALL_BYTES = 1 << 20
 _PROBES = 64
@@ -178,7 +181,7 @@ def _class_and_config(
     quantised = settings_for(name, config)
     if quantised is not None:
         check(quantised)
-    architecture = _architecture(name, config, overrides)
+    architecture = _with_head(_architecture(name, config, overrides), config, overrides)
     cls: Any = _remote_class(config, architecture, name, revision) if remote else None
     cls = cls or getattr(transformers, architecture, None)
     if cls is not None and not _is_model_class(cls):
@@ -227,6 +230,22 @@ def _architecture(name: str, config: Any, overrides: dict[str, Any]) -> str:
             raise TypeError(f"architectures must be a list with the name of one class, got {wanted}")
         overrides["architectures"] = wanted
     return str(wanted[0])
+
+
+def _with_head(architecture: str, config: Any, overrides: dict[str, Any]) -> str:
+    """The class with a head for a checkpoint that names the bare one of a causal LM, as BLOOM's does.
+
+    The bare class of a model for masked words stays, and so does one that the caller asks for.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    kind, bare = config.model_type, auto.MODEL_MAPPING_NAMES.get(config.model_type)
+    if "architectures" in overrides or architecture != bare or kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return architecture
+    with_head = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, architecture)
+    if with_head != architecture:
+        tell(_logger, "the config names %s, which has no head: %s is built", architecture, with_head)
+    return str(with_head)
 
 
 def _check_same_kind(name: str, cls: Any, config: Any) -> None:
