@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch import nn
 from fsdp_sft._compat.experts import experts_to_place
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._model.configs import config_of
+from fsdp_sft._model.towers import pattern_of, towers_of
 from fsdp_sft._quantised.find import METHODS, check
 from fsdp_sft._quantised.settings import settings_for, without_settings
 from fsdp_sft._tensors.shard_dims import shard_dim, shard_numel
@@ -142,6 +144,7 @@ class Skeleton:
         root: Parameters outside of all other groups: the last norm, and embedding and head if they are tied.
         embedding: Parameters of the input embedding, if they are a separate group.
         head: Parameters of the head, likewise.
+        towers: Parameters of each vision or audio tower, frozen, which text never gathers.
         gathers_embedding_again: Whether the embedding's backward gathers its parameters again.
         published: How the checkpoint is quantised; None if it is not.
         first_backward: Index of the first block that the backward reaches. Blocks before it have nothing to
@@ -163,6 +166,7 @@ class Skeleton:
     experts: tuple[int, ...] = ()
     embedding: Group | None = None
     head: Group | None = None
+    towers: tuple[Group, ...] = ()
     gathers_embedding_again: bool = False
     published: Published | None = None
 
@@ -181,7 +185,7 @@ class Skeleton:
     @functools.cached_property
     def distinct_groups(self) -> tuple[tuple[Group, int], ...]:
         """The distinct groups, each with its number of occurrences."""
-        return tuple(Counter([*self.groups, *self.outside]).items())
+        return tuple(Counter([*self.groups, *self.outside, *self.towers]).items())
 
     def parts(self, setup: "Setup") -> list[tuple[Group, int, int]]:
         """``Group.parts`` of the distinct groups: (part, ranks it is sharded over, occurrences)."""
@@ -221,20 +225,25 @@ def _cached_skeleton(
 ) -> Skeleton:
     """The skeleton for one config, compute dtype and choice of trained parameters."""
     model = _build(keyed.config, dtype)
-    blocks = find_blocks(model)
+    names = tuple(towers_of(model))
+    unused = re.compile(pattern_of(names))
+    blocks = {name: block for name, block in find_blocks(model).items() if not unused.fullmatch(name)}
     if lora is not None:
         _add_lora(blocks, *lora)
     _choose_trained(model, trainable, lora)
+    for name in names:
+        model.get_submodule(name).requires_grad_(False)
     inside: set[int] = set()
     known: dict[Group, Group] = {}
     plan = experts_to_place(model)
     groups = [_group(block.named_parameters(), inside, _within(name, plan)) for name, block in blocks.items()]
     groups = [known.setdefault(group, group) for group in groups]
+    towers = tuple(_group(_named_within(model, model.get_submodule(name)), inside) for name in names)
     own = own_vocabulary(model, blocks.values())
     embedding, head = (None if m is None else _group(_named_within(model, m), inside) for m in own)
     root = _group(model.named_parameters(), inside)
     outside = [group for group in (root, embedding, head) if group is not None]
-    total = sum(group.elements() for group in (*groups, *outside))
+    total = sum(group.elements() for group in (*groups, *outside, *towers))
     return Skeleton(
         model=model,
         family=keyed.config.model_type,
@@ -248,6 +257,7 @@ def _cached_skeleton(
         experts=tuple(plan.values()),
         embedding=embedding,
         head=head,
+        towers=towers,
         gathers_embedding_again=own[0] is not None and needs_weight_in_backward(own[0]),
         published=_published(keyed.config, blocks.values(), total),
     )
@@ -281,16 +291,19 @@ def _build(config: Any, dtype: torch.dtype) -> Any:
     """The model on the meta device, in ``train()`` mode and without a cache."""
     import copy
 
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
 
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{config.model_type} is an encoder-decoder; the planner knows decoder-only models")
     config = copy.deepcopy(config)
     config.use_cache = False
     without_settings(config)
+    has_towers = config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    cls: Any = AutoModelForImageTextToText if has_towers else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+            return cls.from_config(config, dtype=dtype).train()
     except ValueError as error:
         raise ValueError(
             f"no causal language model can be built from a config of type {config.model_type!r}: "
@@ -351,8 +364,6 @@ def _choose_trained(model: nn.Module, trainable: tuple[str, ...] | None, lora: A
     """Freeze all parameters but adapters and those whose names match ``trainable``."""
     if trainable is None and lora is None:
         return
-    import re
-
     patterns = trainable or ()
     for name, parameter in model.named_parameters():
         adapter = name.endswith(("lora_A.weight", "lora_B.weight"))
