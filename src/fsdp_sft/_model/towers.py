@@ -37,15 +37,15 @@ def towers_of(model: nn.Module) -> list[str]:
     config = getattr(inner, "config", None)
     if config is None or not hasattr(config, "get_text_config") or not hasattr(inner, "get_decoder"):
         return []
-    base = getattr(inner, "base_model", inner)
-    if config.get_text_config(decoder=True) is config or base is inner:
+    if config.get_text_config(decoder=True) is config:
         return []
+    base = getattr(inner, "base_model", inner)
     text = [inner.get_decoder(), inner.get_input_embeddings(), inner.get_output_embeddings()]
     used = {id(p) for module in text if module is not None for p in module.parameters()}
     if all(id(p) in used for p in base.parameters()):
         return []
-    prefix = next((name for name, module in inner.named_modules() if module is base), "")
-    return [f"{prefix}.{name}" for name in _outermost(base, used)]
+    prefix = next(f"{name}." if name else "" for name, module in inner.named_modules() if module is base)
+    return [prefix + name for name in _outermost(base, used)]
 
 
 def _outermost(module: nn.Module, used: set[int]) -> list[str]:

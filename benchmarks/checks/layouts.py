@@ -1,0 +1,209 @@
+r"""Folders of every kind of model that transformers builds: what loads, trains on text and comes back.
+
+    torchrun --nproc-per-node 2 -m benchmarks.checks.layouts --output benchmarks/results/layouts.md
+
+Each class is built tiny, with the names and the config that transformers publishes for it, and saved in
+bfloat16. Then, on all ranks: it is loaded into float32 shards and compared bit by bit with plain
+``from_pretrained``; it trains a step on text, whose loss and parameters stand beside one plain process; and
+it is exported, and the export's keys, config and values are compared with the folder and the trained model.
+Classes that cannot be built tiny by these rules, or whose plain forward wants more than text, are listed.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from benchmarks.tables import publish, table
+from tests.harness.architectures import class_names, quiet_for_good, tiny_architecture
+from tests.harness.hf_folders import difference, plain, tensors_of
+from tests.harness.models import full
+
+SECONDS = 40  # for what is done plainly
+RATE = 0.05
+# What an export may say otherwise than a folder that save_pretrained has written.
+OF_NO_MATTER = {"transformers_version", "use_cache", "dtype", "torch_dtype", "_name_or_path"}
+
+
+def vision_names() -> list[str]:
+    from transformers.models.auto import modeling_auto
+
+    mapped = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    return sorted({name for name in mapped if isinstance(name, str) and not name.endswith("ForCausalLM")})
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """A block that is given up after some seconds."""
+
+    def give_up(*_: Any) -> None:
+        raise TimeoutError(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.arange(3, 35).view(4, 8)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+def plainly(name: str, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """Save the tiny model of a class, and train its plain copy for a step: the loss, and the parameters."""
+    with within(SECONDS):
+        tiny_architecture(name).to(torch.bfloat16).save_pretrained(folder)
+        model = plain(folder)
+        rows = batch()
+        logits = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), rows["labels"][:, 1:].flatten()
+        )
+        loss.backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.data -= RATE * parameter.grad
+        return loss.item(), {name: p.detach() for name, p in model.named_parameters()}
+
+
+def try_one(name: str, root: Path, mesh: Any) -> dict[str, str] | None:
+    """The row of a class; None if it is not tried, with the reason on rank 0."""
+    folder, out, rank = root / name, root / f"{name}-out", dist.get_rank()
+    begun: list[Any] = [None]
+    if rank == 0:
+        try:
+            begun = [plainly(name, folder)]
+        except Exception as error:
+            begun = [f"{type(error).__name__}: {str(error)[:90]}".replace("\n", " ").replace("|", "/")]
+    dist.broadcast_object_list(begun)
+    if isinstance(begun[0], str):
+        return {"not": begun[0]}
+    loss, expected = begun[0]
+    row = {"class": name}
+    try:
+        model: Any = fs.build_meta_model(folder)
+        towers = fs.freeze_towers(model)
+        policy = MixedPrecisionPolicy()
+        fs.shard_model(model, mesh=mesh, mp_policy=policy)
+        fs.load_weights(model, folder)
+        model.train()
+        row["towers"] = ", ".join(n.rpartition(".")[2] for n in towers) or "none"
+        oracle = plain(folder)
+        for tower in towers:
+            oracle.get_submodule(tower).requires_grad_(False)
+        row["bitwise"] = "yes" if difference(model, oracle) == [] else "NO"
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+        rows = {key: value.chunk(dist.get_world_size())[rank] for key, value in batch().items()}
+        result = fs.train_step(model, [rows], optimizer, max_grad_norm=None, router_loss="off")
+        worst = 0.0
+        for key, parameter in model.named_parameters():
+            change = (full(parameter) - expected[key]).abs().max() / expected[key].abs().max().clamp_min(1e-6)
+            worst = max(worst, change.item())
+        row["step"] = f"loss {abs(result.loss - loss) / abs(loss):.0e}, parameters {worst:.0e}"
+        fs.export_hf(model, out, dtype=torch.bfloat16)
+        trained = {key: full(parameter).bfloat16() for key, parameter in model.named_parameters()}
+        if rank == 0:
+            row["export"] = exported(folder, out, trained)
+    except Exception as error:
+        row["refused"] = f"{type(error).__name__}: {str(error)[:160]}".replace("\n", " ").replace("|", "/")
+    for path in (folder, out):
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+    return row
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The fields of a config and of those within it that matter, by their paths."""
+    fields: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            fields |= flat(value, f"{prefix}{key}.")
+        elif key not in OF_NO_MATTER:
+            fields[prefix + key] = value
+    return fields
+
+
+def exported(folder: Path, out: Path, trained: dict[str, torch.Tensor]) -> str:
+    """How an export differs from the folder, in its keys, its config and what is read back from it."""
+    notes = []
+    before, after = tensors_of(folder), tensors_of(out)
+    if before.keys() != after.keys():
+        only = sorted(before.keys() ^ after.keys())
+        notes.append(f"{len(only)} keys, such as {only[0]}")
+    old, new = (flat(json.loads((path / "config.json").read_text())) for path in (folder, out))
+    notes += [f"config {key}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    again = dict(plain(out, dtype=torch.bfloat16).named_parameters())
+    wrong = [key for key, value in trained.items() if key in again and not torch.equal(again[key], value)]
+    notes += [f"{len(wrong)} values read back otherwise"] if wrong else []
+    return "; ".join(notes) or "same keys and config, reads back"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="classes whose name has this in it")
+    parser.add_argument("--text", type=int, default=70, help="how many classes of text")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    quiet_for_good()
+    torch.set_num_threads(1)
+    fs.init_distributed(device_type="cpu")
+    mesh, started = fs.build_mesh(device_type="cpu"), time.perf_counter()
+    share = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(share)
+    lines: list[str] = []
+    texts = class_names()
+    kinds = {
+        "Vision-language": vision_names(),
+        "Text": texts[:: max(1, len(texts) // options.text)][: options.text],
+    }
+    for kind, names in kinds.items():
+        rows, left = [], []
+        for name in (n for n in names if options.only in n):
+            row = try_one(name, Path(str(share[0])), mesh)
+            if row is not None and "not" in row:
+                left.append(f"{name} ({row['not']})")
+            elif row is not None:
+                cells = ("class", "towers", "bitwise", "step", "export", "refused")
+                rows.append([row.get(cell, "") for cell in cells])
+                if dist.get_rank() == 0:
+                    print(rows[-1], flush=True)
+        whole = sum(row[2] == "yes" and not row[5] for row in rows)
+        lines += [
+            f"## {kind}",
+            "",
+            f"{len(rows)} tried on {dist.get_world_size()} ranks: {whole} load bitwise, train and come back.",
+            "",
+            *table(("class", "frozen", "bitwise", "a step beside one process", "export", "refused"), rows),
+            "",
+            f"Not tried, {len(left)}: {'; '.join(left) or 'none'}.",
+            "",
+        ]
+    if dist.get_rank() == 0:
+        lines.append(f"{time.perf_counter() - started:.0f} s; torch {torch.__version__}.")
+        publish("Which layouts load, train on text and come back", lines, options.output)
+        shutil.rmtree(str(share[0]), ignore_errors=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
