@@ -31,13 +31,14 @@ def towers_of(model: nn.Module) -> list[str]:
     """FQNs of the outermost modules of a multimodal model that text does not pass through.
 
     These are the modules of its base model, such as a vision tower and the projector after it, that have no
-    parameter of the text decoder or of the embeddings. Empty for a model of text alone.
+    parameter of the text decoder or of the embeddings. Empty for a model of text alone, with an encoder or
+    without.
     """
     inner: Any = base_of(unwrapped(model))
     config = getattr(inner, "config", None)
     if config is None or not hasattr(config, "get_text_config") or not hasattr(inner, "get_decoder"):
         return []
-    if config.get_text_config(decoder=True) is config:
+    if getattr(config, "is_encoder_decoder", False) or config.get_text_config(decoder=True) is config:
         return []
     base = getattr(inner, "base_model", inner)
     text = [inner.get_decoder(), inner.get_input_embeddings(), inner.get_output_embeddings()]
