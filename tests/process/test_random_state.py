@@ -109,6 +109,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "check_export": lambda: fs.check_export(prefix("out")),
         "build_meta_model": lambda: keep("meta", fs.build_meta_model(base)),
         "find_blocks": lambda: fs.find_blocks(kept["meta"]),
+        "freeze_towers": lambda: fs.freeze_towers(kept["meta"]),
         "apply_sac": lambda: fs.apply_sac(kept["meta"], "1/3"),
         "remove_sac": lambda: fs.remove_sac(kept["meta"]),
         "compile_blocks": lambda: fs.compile_blocks(fs.build_meta_model(base), backend="eager"),

@@ -76,7 +76,7 @@ def freeze_towers(model: nn.Module) -> list[str]:
 
     Example:
         >>> model = fs.build_meta_model(path)
-        >>> fs.freeze_towers(model)  # ['model.vision_tower', 'model.multi_modal_projector'] of a LLaVA
+        >>> fs.freeze_towers(model)  # a LLaVA: ['model.vision_tower', ...]
         []
     """
     names = towers_of(model)
