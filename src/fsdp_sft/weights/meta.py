@@ -240,7 +240,8 @@ def _with_head(architecture: str, config: Any, overrides: dict[str, Any]) -> str
     from transformers.models.auto import modeling_auto as auto
 
     kind, bare = config.model_type, auto.MODEL_MAPPING_NAMES.get(config.model_type)
-    if "architectures" in overrides or architecture != bare or kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+    is_bare = architecture == bare and architecture.endswith("Model")
+    if "architectures" in overrides or not is_bare or kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return architecture
     with_head = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, architecture)
     if with_head != architecture:
