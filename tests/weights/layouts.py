@@ -1,6 +1,6 @@
 r"""Folders of every kind of model that transformers builds: what loads, trains on text and comes back.
 
-    torchrun --nproc-per-node 2 -m benchmarks.checks.layouts --output benchmarks/results/layouts.md
+    torchrun --nproc-per-node 2 -m tests.weights.layouts --output benchmarks/results/layouts.md
 
 Each class is built tiny, with the names and the config that transformers publishes for it, and saved in
 bfloat16. Then, on all ranks: it is loaded into float32 shards and compared bit by bit with plain
@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from benchmarks.tables import publish, table
 from tests.harness.architectures import class_names, quiet_for_good, tiny_architecture
 from tests.harness.hf_folders import difference, plain, tensors_of
 from tests.harness.models import full
@@ -202,14 +201,26 @@ def main() -> None:
             "",
             f"{len(rows)} tried on {dist.get_world_size()} ranks: {whole} load bitwise, train and come back.",
             "",
-            *table(("class", "frozen", "bitwise", "a step beside one process", "export", "refused"), rows),
+            "| class | frozen | bitwise | a step beside one process | export | refused |",
+            "|---|---|---|---|---|---|",
+            *("| " + " | ".join(row) + " |" for row in rows),
             "",
             f"Not tried, {len(left)}: {'; '.join(left) or 'none'}.",
             "",
         ]
     if dist.get_rank() == 0:
         lines.append(f"{time.perf_counter() - started:.0f} s; torch {torch.__version__}.")
-        publish("Which layouts load, train on text and come back", lines, options.output)
+        command = "`OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m tests.weights.layouts`"
+        lines[:0] = [
+            "# Which layouts load, train on text and come back",
+            "",
+            f"{command}: tiny models of transformers' classes, with the names",
+            "and configs that are published, from folder to export.",
+            "",
+        ]
+        print("\n".join(lines), flush=True)
+        if options.output is not None:
+            options.output.write_text("\n".join(lines) + "\n")
         shutil.rmtree(str(share[0]), ignore_errors=True)
     dist.barrier()
     dist.destroy_process_group()
