@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.compositions.rows import VOCABULARY
-from tests.harness.models import tiny_model
+from tests.harness.models import TINY, tiny_model
 
 EXTRA_TOKENS = 5
 ROUTER_COEFFICIENT = 0.5
@@ -75,19 +75,7 @@ def build(architecture: str, *, seed: int = 0) -> Any:
         return tiny_model(family, seed=seed, **overrides)
     import transformers as tf
 
-    common = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "head_dim": 8,
-    }
+    common = {**TINY, "vocab_size": VOCABULARY, "num_hidden_layers": 3, "head_dim": 8}
     made = {
         "soft cap": lambda: tf.Gemma2ForCausalLM(
             tf.Gemma2Config(

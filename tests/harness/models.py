@@ -8,23 +8,24 @@ import torch.nn.functional as F
 from torch import nn
 
 VOCAB = 101  # not divisible by any number of ranks used here
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Sizes of a decoder, but for its layers."""
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
     import transformers as tf
 
-    common = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    common = {**TINY, "num_hidden_layers": 3}
     no_kv = {name: value for name, value in common.items() if name != "num_key_value_heads"}
     table = {
         "llama": lambda: tf.LlamaConfig(**{**common, **overrides}),

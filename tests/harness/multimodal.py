@@ -6,18 +6,9 @@ from typing import Any
 import torch
 import transformers as tf
 
-TEXT: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+from tests.harness.models import TINY
+
+TEXT = {**TINY, "num_hidden_layers": 2}
 VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,

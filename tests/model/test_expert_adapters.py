@@ -14,21 +14,14 @@ import fsdp_sft as fs
 from tests.harness.composed import composed
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import plain
-from tests.harness.models import full, oracle_loss, ragged_batches
+from tests.harness.models import TINY, full, oracle_loss, ragged_batches
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import assert_same, everything
 
 peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES = {**TINY, "num_hidden_layers": 2}
 SPARSE = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 LATENT = {
     "q_lora_rank": 16,

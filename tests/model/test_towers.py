@@ -132,3 +132,49 @@ def test_images_for_a_frozen_tower_are_said_once(caplog: pytest.LogCaptureFixtur
         for _ in range(2):
             fs.train_step(model, [batch], optimizer)
     assert caplog.text.count("freeze_towers=False") == 1
+
+
+def test_it_comes_before_adapters() -> None:
+    peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
+    adapted = fs.add_adapters(tiny("llava"), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    with pytest.raises(ValueError, match="before add_adapters"):
+        fs.freeze_towers(adapted)
+    outside = fs.add_adapters(tiny("qwen3-vl"), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    assert fs.freeze_towers(outside) == ["model.visual"]
+
+
+def _late() -> None:
+    model = tiny("llava")
+    fs.shard_model(model, mesh=mesh_here())
+    with pytest.raises(ValueError, match="before shard_model"):
+        fs.freeze_towers(model)
+
+
+def test_and_before_sharding() -> None:
+    run_distributed(_late, 1)
+
+
+def _resumes(folder: Path, mesh_shape: dict[str, int], steps: int) -> list[float]:
+    """The default path on replicas: bfloat16, compiled blocks, checkpointing, a save and other ranks."""
+    model: Any = fs.build_meta_model(folder / "base")
+    fs.freeze_towers(model)
+    fs.apply_sac(model, "1/2")
+    fs.compile_blocks(model, backend="aot_eager")
+    fs.shard_model(model, mesh=mesh_here(**mesh_shape), frozen_dtype=torch.bfloat16)
+    fs.load_weights(model, folder / "base")
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    if steps:
+        fs.load_checkpoint(folder / "steps", model=model, optimizer=optimizer)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    losses = [fs.train_step(model, BATCHES[rank::ranks], optimizer).loss for _ in range(2)]
+    fs.save_checkpoint(folder / "steps", steps + 2, model=model, optimizer=optimizer)
+    return losses
+
+
+def test_a_run_goes_on_at_other_ranks(tmp_path: Path) -> None:
+    tiny("llava").save_pretrained(tmp_path / "base")
+    first = run_distributed(_resumes, 4, tmp_path, {"dp_replicate": 2}, 0)[0]
+    rest = run_distributed(_resumes, 1, tmp_path, {}, 2)[0]
+    losses = first + rest
+    assert losses == sorted(losses, reverse=True), losses

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_sft._model.record import kept_of, record_of
 from fsdp_sft._model.wrappers import base_of, unwrapped
@@ -74,6 +75,9 @@ def freeze_towers(model: nn.Module) -> list[str]:
     Returns:
         FQNs of what was frozen: towers and the projectors after them.
 
+    Raises:
+        ValueError: If the model has towers and is sharded already, or adapters are in them.
+
     Example:
         >>> model = fs.build_meta_model(path)
         >>> fs.freeze_towers(model)  # a LLaVA: ['model.vision_tower', ...]
@@ -83,11 +87,21 @@ def freeze_towers(model: nn.Module) -> list[str]:
     if not names:
         return []
     inner = base_of(unwrapped(model))
+    inside = [parameter for name in names for parameter in inner.get_submodule(name).named_parameters()]
+    if any(isinstance(parameter, DTensor) for _, parameter in inside):
+        raise ValueError(
+            f"{type(inner).__name__} is sharded already, and its towers as parts that are trained: call "
+            "freeze_towers before shard_model"
+        )
+    if any("lora_" in name for name, _ in inside):
+        raise ValueError(
+            f"there are adapters in {' and '.join(names)}, which would stay as they are: call freeze_towers "
+            "before add_adapters"
+        )
     frozen = 0
-    for name in names:
-        for parameter in inner.get_submodule(name).parameters():
-            frozen += parameter.numel() if parameter.requires_grad else 0
-            parameter.requires_grad_(False)
+    for _, parameter in inside:
+        frozen += parameter.numel() if parameter.requires_grad else 0
+        parameter.requires_grad_(False)
     record_of(inner).keep(FrozenTowers(tuple(names)))
     tell(
         _logger,
