@@ -55,7 +55,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "GPTQ of the second format is read as of the first",
         "_quantised/gptq.py",
-        'added = 0 if form_of(settings) == "gptq_v2" else 1',
+        'added = 0 if _form_of(settings) == "gptq_v2" else 1',
         "added = 1",
         ("tests/quantised/test_values.py",),
     ),

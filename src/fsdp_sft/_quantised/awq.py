@@ -5,10 +5,12 @@ value = (q - z) * s, in float32, which is exact: the scales have 16 bits.
 Source: AutoAWQ 0.2.9, awq/modules/linear/gemm.py (``from_linear``) and awq/utils/packing_utils.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
+from fsdp_sft._quantised.method import Method, bits_of_groups
+from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._quantised.values import of_nibbles
 from fsdp_sft._tensors.packed import StoredPart
@@ -17,8 +19,20 @@ _WORDS = (torch.int32,)
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of columns 0, 1, 2, ... in a word
 
 
-def find(tensors: Tensors, module: str) -> None:
-    """Add one such weight: ``qweight``, ``qzeros`` and ``scales`` of a module."""
+def check(settings: Settings) -> None:
+    """Refuse what is not read, by the config alone."""
+    settings.one_of("version", ("gemm",), "gemm")
+    settings.one_of("bits" if "bits" in settings.fields else "w_bit", (4,), 4)
+
+
+def find(tensors: Tensors, keys: Iterable[str]) -> None:
+    """Add all weights: ``qweight``, ``qzeros`` and ``scales`` of modules."""
+    for key in keys:
+        if key.endswith(".qweight"):
+            _add(tensors, key.removesuffix(".qweight"))
+
+
+def _add(tensors: Tensors, module: str) -> None:
     key = f"{module}.qweight"
     codes = tensors.take(key, key, _WORDS)
     if len(tensors.matrix(key)) != 2:
@@ -50,3 +64,6 @@ def _numbers(words: torch.Tensor) -> torch.Tensor:
     for column, place in enumerate(_PLACES):
         ordered |= (words >> 4 * place & 15) << 4 * column
     return of_nibbles(ordered, range(16))
+
+
+METHOD = Method(check, find, r"\.(qweight|qzeros|scales)$", bits_of_groups)

@@ -8,28 +8,43 @@ Source: bitsandbytes/functional.py (``QuantState``, ``dequantize_4bit``, ``dequa
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from fsdp_sft._process.bounds import check_sizes, parse_json
+from fsdp_sft._quantised.method import Method
+from fsdp_sft._quantised.settings import IN_16_BITS, Settings
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._quantised.values import of_nibbles, scale
 from fsdp_sft._tensors.packed import StoredPart
 
-STATE = ".quant_state.bitsandbytes__"
+_STATE = ".quant_state.bitsandbytes__"
 _FLOAT = (torch.float32,)
 _MAX_OFFSET = 3e38
 
 
-def find(tensors: Tensors, key: str) -> None:
+def check(settings: Settings) -> None:
+    """Refuse what is not read, by the config alone."""
+    if not (settings.fields.get("load_in_4bit") or settings.fields.get("_load_in_4bit")):
+        raise settings.refused(f"load_in_4bit is not set, and 8 bits are not read: {IN_16_BITS}")
+
+
+def find(tensors: Tensors, keys: Iterable[str]) -> None:
+    """Add all weights that have scales."""
+    for key in keys:
+        if tensors.is_free(f"{key}.absmax"):
+            _add(tensors, key)
+
+
+def _add(tensors: Tensors, key: str) -> None:
     """Add one such weight: the tensor ``key`` of bytes, and those whose names begin with its name."""
     settings = tensors.settings
-    stated = tensors.first(f"{key}{STATE}{kind}" for kind in ("nf4", "fp4"))
+    stated = tensors.first(f"{key}{_STATE}{kind}" for kind in ("nf4", "fp4"))
     if stated is None:
-        raise settings.refused(f"{key!r} is packed, and {key + STATE!r}nf4, which it needs, is not there")
+        raise settings.refused(f"{key!r} is packed, and {key + _STATE!r}nf4, which it needs, is not there")
     codes = tensors.take(key, key, (torch.uint8,))
     tensors.take(stated, key, (torch.uint8,))
     state = _state(tensors, stated)
@@ -80,3 +95,11 @@ def _decode(
         absmax = scale(absmax, parts["outer"], nested) + offset
     values = of_nibbles(parts["codes"], parts["table"], low_first=False)
     return scale(values[:, : len(columns)], absmax, block)
+
+
+METHOD = Method(
+    check,
+    find,
+    r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB)$|\.quant_state\.",
+    lambda settings: 4 + 8 / 64 + 32 / (64 * 256),
+)

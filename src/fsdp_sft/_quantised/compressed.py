@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_sft._quantised import elements, fp4, packs
+from fsdp_sft._quantised.method import Method
 from fsdp_sft._quantised.settings import IN_16_BITS, Settings
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._tensors.pieces import Ints
@@ -111,3 +112,6 @@ def _block(settings: Settings, scheme: Mapping[str, Any]) -> Ints | None:
             down, across = (settings.block(each, "block_structure") for each in structure)
             return (down, across)
     raise settings.refused(f"the strategy {strategy!r:.80} of a group of weights is not known: {IN_16_BITS}")
+
+
+METHOD = Method(check, find, r"_packed$|weight_(scale|global_scale|zero_point|shape|g_idx)$", bits)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from fsdp_sft._quantised import elements, fp4
+from fsdp_sft._quantised.method import Method
 from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._tensors.pieces import Ints
@@ -50,3 +51,6 @@ def _blocks(settings: Settings) -> list[Ints | None]:
         raise settings.refused(f"weight_block_size={size!r:.80} is not two numbers, of rows and columns")
     down, across = (settings.block(each, "weight_block_size") for each in size)
     return [(down, across)]
+
+
+METHOD = Method(check, find, r"weight_scale(_inv)?$|_scale_inv$", lambda settings: 8)

@@ -12,12 +12,13 @@ Sources: AutoGPTQ 0.7, nn_modules/qlinear/qlinear_cuda_old.py (``pack``, ``forwa
 utils/model.py (``convert_gptq_v1_to_v2_format`` and its inverse).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
 
-from fsdp_sft._quantised.settings import Settings
+from fsdp_sft._quantised.method import Method, bits_of_groups
+from fsdp_sft._quantised.settings import IN_16_BITS, Settings
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._quantised.values import of_words
 from fsdp_sft._tensors.packed import StoredPart
@@ -26,8 +27,22 @@ from fsdp_sft.errors import CheckpointFormatError
 _WORDS = (torch.int32,)
 
 
-def find(tensors: Tensors, module: str) -> None:
-    """Add one such weight: ``qweight``, ``qzeros``, ``scales`` and ``g_idx`` of a module."""
+def check(settings: Settings) -> None:
+    """Refuse what is not read, by the config alone."""
+    _form_of(settings)
+    settings.one_of("bits", (2, 4, 8))
+    if settings.fields.get("dynamic"):
+        raise settings.refused(f"its field dynamic gives modules other bits or groups: {IN_16_BITS}")
+
+
+def find(tensors: Tensors, keys: Iterable[str]) -> None:
+    """Add all weights: ``qweight``, ``qzeros``, ``scales`` and ``g_idx`` of modules."""
+    for key in keys:
+        if key.endswith(".qweight"):
+            _add(tensors, key.removesuffix(".qweight"))
+
+
+def _add(tensors: Tensors, module: str) -> None:
     key, order = f"{module}.qweight", f"{module}.g_idx"
     settings = tensors.settings
     bits = settings.one_of("bits", (2, 4, 8))
@@ -54,7 +69,7 @@ def find(tensors: Tensors, module: str) -> None:
     }
     if ordered or tensors.is_free(order):
         parts["group"] = StoredPart(tensors.shaped(order, (height,), key, (torch.int32, torch.int64)), (1, 0))
-    added = 0 if form_of(settings) == "gptq_v2" else 1
+    added = 0 if _form_of(settings) == "gptq_v2" else 1
     decode = partial(_decode, order, bits, 0 if ordered else group, groups, added, _is_by_words(settings))
     shape, stored = (width, height), (height, width)
     tensors.add(
@@ -62,7 +77,7 @@ def find(tensors: Tensors, module: str) -> None:
     )
 
 
-def form_of(settings: Settings) -> str:
+def _form_of(settings: Settings) -> str:
     """The form in which zero points are stored.
 
     Raises:
@@ -114,3 +129,6 @@ def _decode(
                 raise CheckpointFormatError(f"{order!r} names groups that have no scale")
             scales, zeros = scales[of_row], zeros[of_row]
     return values.sub_(zeros).mul_(scales)
+
+
+METHOD = Method(check, find, r"\.(qweight|qzeros|scales|g_idx)$", bits_of_groups)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from fsdp_sft._quantised import elements, fp4
+from fsdp_sft._quantised.method import Method
 from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._quantised.tensors import Tensors
 
@@ -35,3 +36,6 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
 def bits(settings: Settings) -> float:
     """Bits of a packed value with its share of the scales."""
     return 4.5 if "nvfp4" in str(settings.fields.get("quant_algo")).lower() else 8
+
+
+METHOD = Method(check, find, r"weight_scale(_2)?$|\.pre_quant_scale$|svdquant_", bits)

@@ -1,0 +1,32 @@
+"""What a way to quantise is made of; each is a file, which ``find.METHODS`` lists by the name in configs."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from fsdp_sft._quantised.settings import Settings
+from fsdp_sft._quantised.tensors import Tensors
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to quantise.
+
+    Attributes:
+        check: Refuses what is not read, by the config alone.
+        find: Adds the weights among some stored tensors.
+        parts: Pattern of the names that tensors of packed weights have, and no others.
+        bits: Bits that a packed value takes with its share of the scales, by the config.
+        only_experts: Whether none but the weights of experts are packed.
+    """
+
+    check: Callable[[Settings], None]
+    find: Callable[[Tensors, Iterable[str]], None]
+    parts: str
+    bits: Callable[[Settings], float]
+    only_experts: bool = False
+
+
+def bits_of_groups(settings: Settings) -> float:
+    """Bits with a scale of 16 bits and a zero point for each group."""
+    bits, group = settings.fields.get("bits") or 4, settings.group_size
+    return float(bits) if group == -1 else bits + (16 + bits) / settings.block(group, "group_size")
