@@ -1,5 +1,6 @@
 """The plain models that are composed, by what is special about them."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from tests.compositions.rows import VOCABULARY
 from tests.harness.models import TINY, tiny_model
+from tests.harness.quantised_folders import quantise
 
 EXTRA_TOKENS = 5
 ROUTER_COEFFICIENT = 0.5
@@ -118,12 +120,19 @@ def read(folder: Path, architecture: str) -> Any:
         model = build(architecture)
         model.load_state_dict(torch.load(folder / "model.pt"))
         return model
+    if (values := _values_of(folder)).is_dir():  # transformers' own dequantisation rounds to 16 bits
+        folder = values
     model = auto_class(architecture).from_pretrained(folder, dtype=torch.float32).train()
     for parameter in model.parameters():
         # It maps the file, where tensors begin anywhere. A product with one row (a classifier's pooler) adds
         # up in another order there than in memory of its own, which every other way of training has.
         parameter.data = parameter.data.clone()
     return model
+
+
+def _values_of(folder: Path) -> Path:
+    """Where the values of a quantised folder lie, beside it."""
+    return folder.with_name(f"{folder.name}-values")
 
 
 def write(model: Any, folder: Path, stored: str) -> None:
@@ -133,6 +142,9 @@ def write(model: Any, folder: Path, stored: str) -> None:
         torch.save(model.state_dict(), folder / "model.pt")
         return
     model.to(torch.bfloat16 if stored == "bfloat16" else torch.float32).save_pretrained(folder)
+    if stored == "fp8":
+        shutil.copytree(folder, _values_of(folder))
+        quantise(folder, _values_of(folder))
     if stored == "both names of a tie":
         from safetensors.torch import load_file, save_file
 

@@ -15,7 +15,7 @@ AXES: dict[str, tuple[str, ...]] = {
         *("convolution", "float32 modules", "encoder-decoder", "classifier", "not of transformers"),
     ),
     "start": ("materialised", "load_pretrained", "load_prepared", "meta"),
-    "stored": ("float32", "bfloat16", "both names of a tie"),
+    "stored": ("float32", "bfloat16", "both names of a tie", "fp8"),
     "mesh": (
         *("single", "1", "fsdp 2", "fsdp 3", "hsdp 2x2", "replicas 2", "torch DDP 2", "cp 2"),
         "cp 2 fsdp 2",
@@ -105,6 +105,8 @@ def settled(draw: Draw) -> dict[str, str]:
             own["resume"] = "same ranks"
     if own["stored"] == "both names of a tie" and own["architecture"] not in ("tied", "sliding window"):
         plainest("stored")
+    if own["stored"] == "fp8" and own["architecture"] not in TRANSFORMERS_CAUSAL - {"learned positions"}:
+        plainest("stored")  # whose matrices have other names
     if own["start"] == "materialised":
         plainest("vocabulary")
         if own["stored"] != "bfloat16":

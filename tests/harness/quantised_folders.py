@@ -1,6 +1,7 @@
 """Folders in quantised formats, written by hand, and the values that they hold."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,28 @@ def quantised(
     return made
 
 
+def _in_blocks(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A matrix in FP8, a scale for each block, and the values that they hold."""
+    rows, columns = weight.shape
+    scale = torch.rand(-(-rows // block), -(-columns // block)) / 1000 + 1e-3
+    spread = scale.repeat_interleave(block, 0)[:rows].repeat_interleave(block, 1)[:, :columns]
+    stored = (weight.float() / spread).to(torch.float8_e4m3fn)
+    return stored, scale, stored.float() * spread
+
+
+def quantise(folder: Path, values: Path, *, block: int = 16) -> None:
+    """Put projections and experts of a folder into FP8, and what they hold into ``values``, in float32."""
+    stored, plain = {}, {}
+    for name, weight in tensors_of(folder).items():
+        stored[name] = plain[name] = weight
+        if weight.ndim == 2 and ("_proj" in name or ".experts." in name):
+            stored[name], stored[f"{name}_scale_inv"], plain[name] = _in_blocks(weight, block)
+    rewrite(folder, stored, files=3)
+    rewrite(values, plain)
+    settings = {"quant_method": "fp8", "weight_block_size": [block, block], "activation_scheme": "dynamic"}
+    configure(folder, quantization_config=settings)
+
+
 def deepseek_folder(folder: Path) -> dict[str, torch.Tensor]:
     """A DeepSeek-V3 in FP8 with matrices of 576 rows and blocks of 128, and its values in float32."""
     config = transformers.DeepseekV3Config(
@@ -139,22 +162,13 @@ def deepseek_folder(folder: Path) -> dict[str, torch.Tensor]:
         topk_group=2, first_k_dense_replace=1, max_position_embeddings=128, rope_parameters=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    transformers.DeepseekV3ForCausalLM(config).save_pretrained(folder)
-    stored, values = {}, {}
-    for name, weight in tensors_of(folder).items():
-        stored[name] = weight.bfloat16()
-        values[name] = stored[name].float()
-        if "_proj" in name and weight.ndim == 2:
-            rows, columns = weight.shape
-            scale = torch.rand(-(-rows // 128), -(-columns // 128)) / 1000 + 1e-4
-            spread = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
-            stored[name] = (weight / spread).to(torch.float8_e4m3fn)
-            stored[f"{name}_scale_inv"] = scale
-            values[name] = stored[name].float() * spread
-    rewrite(folder, stored, files=3)
-    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    configure(folder, quantization_config=settings)
-    return values
+    transformers.DeepseekV3ForCausalLM(config).bfloat16().save_pretrained(folder)
+    values = folder.with_name(f"{folder.name}-values")
+    values.mkdir()
+    quantise(folder, values, block=128)
+    found = {name: tensor.float() for name, tensor in tensors_of(values).items()}
+    shutil.rmtree(values)
+    return found
 
 
 def opened(folder: Path, made: Written, name: str = "m") -> dict[str, Stored]:
