@@ -325,7 +325,6 @@ def test_every_private_name_is_watched() -> None:
         "reduction_dtype",
         "native_mesh",
         "experts_to_place",
-        "_stack_length",
         "attention_of",
         "switchable_experts",
         "experts_implementation_of",

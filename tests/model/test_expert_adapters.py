@@ -70,7 +70,7 @@ def _spread(model: Any) -> None:
                 parameter.copy_(values)
 
 
-def _check(folder: Path, every: bool) -> tuple[float, dict[str, torch.Tensor]]:
+def _check(folder: Path, every: bool, ep_size: int) -> tuple[float, dict[str, torch.Tensor]]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = composed(
         folder / "base",
@@ -80,6 +80,7 @@ def _check(folder: Path, every: bool) -> tuple[float, dict[str, torch.Tensor]]:
         frozen_dtype=torch.float32,
         mp_policy=MixedPrecisionPolicy(),
         sac_ratio="1/2",
+        ep_size=ep_size,
     )
     assert_same(everything(model), everything(_oracle(folder / "base", every)))
     _spread(model)
@@ -90,10 +91,12 @@ def _check(folder: Path, every: bool) -> tuple[float, dict[str, torch.Tensor]]:
     return result.loss, {name: full(parameter).detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "ep_size"), [(1, 1), (2, 1), (2, 2)], ids=["1", "2", "ep2"])
 @pytest.mark.parametrize("every", [True, False], ids=["all-linear", "experts"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_they_train_and_export_as_in_plain_peft(family: str, every: bool, ranks: int, tmp_path: Path) -> None:
+def test_they_train_and_export_as_in_plain_peft(
+    family: str, every: bool, ranks: int, ep_size: int, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(CONFIGS[family]())
     model.save_pretrained(tmp_path / "base")
@@ -102,7 +105,7 @@ def test_they_train_and_export_as_in_plain_peft(family: str, every: bool, ranks:
     before = {name: p.detach().clone() for name, p in oracle.named_parameters()}
     loss = oracle_loss(oracle, BATCHES)
     loss.backward()
-    got, trained = run_distributed(_check, ranks, tmp_path, every)[0]
+    got, trained = run_distributed(_check, ranks, tmp_path, every, ep_size)[0]
     assert got == pytest.approx(loss.item(), rel=1e-5)
     for name, parameter in oracle.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

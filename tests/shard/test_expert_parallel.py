@@ -372,9 +372,9 @@ def _check_refused(mixtral: str, without: str, dense: str) -> None:
             composed(folder, mesh=mesh, ep_size=2)
     with pytest.raises(ValueError, match="without cp"):
         composed(mixtral, mesh=mesh_here(cp=2), ep_size=2)
-    lora = LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"], task_type="CAUSAL_LM")
-    with pytest.raises(fs.UnsupportedModelError, match="which have adapters"):
-        composed(mixtral, mesh=mesh, ep_size=2, peft_config=lora)
+    copied = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["experts"], task_type="CAUSAL_LM")
+    with pytest.raises(fs.UnsupportedModelError, match="cannot share out experts that peft copies"):
+        composed(mixtral, mesh=mesh, ep_size=2, peft_config=copied)
     with pytest.raises(fs.UnsupportedModelError, match="group of its own"):
         fs.apply_sac(composed(mixtral, mesh=mesh, ep_size=2), save="self_attn")
     with pytest.raises(fs.UnsupportedModelError, match="that ranks share out by ep_size") as early:
@@ -390,24 +390,49 @@ def test_what_cannot_be_shared_out_is_refused_by_name(mixtral: str, tmp_path: Pa
     run_distributed(_check_refused, 4, mixtral, without, dense)
 
 
-def _check_adapters(folder: str, out: str) -> None:
-    """Attention's adapters are trained, and the experts are only passed through."""
-    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+def _check_adapters(folder: str, targets: dict[str, list[str]], out: str) -> None:
+    """Beside ranks that gather all experts: steps, and the loss without the adapters."""
     batches = rows_of_rank(ragged_batches(8), OURS2)
     results = []
     for ep_size in (1, 2):
-        options = {"mp_policy": MixedPrecisionPolicy(), "peft_config": lora, "frozen_dtype": torch.float32}
-        options["sac_ratio"] = 1
-        model = composed(folder, mesh=mesh_here(), ep_size=ep_size, **options)
+        model = composed(
+            folder,
+            mesh=mesh_here(),
+            peft_config=LoraConfig(r=2, task_type="CAUSAL_LM", **targets),
+            frozen_dtype=torch.float32,
+            mp_policy=MixedPrecisionPolicy(),
+            sac_ratio=1,
+            ep_size=ep_size,
+        )
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
         steps = [fs.train_step(model, batches, optimizer, router_loss="off") for _ in range(2)]
         trained = {n: full(p.detach()) for n, p in model.named_parameters() if p.requires_grad}
-        results.append(([step.loss for step in steps], trained))
+        with model.disable_adapter():
+            base = fs.evaluate(model, batches).loss
+        results.append(([step.loss for step in steps] + [base], trained))
     fs.export_hf(model, out, dtype=None)
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-5)
+    assert base == pytest.approx(steps[0].loss, rel=1e-5) and steps[1].loss < steps[0].loss
     assert largest_error(results[1][1], results[0][1]) <= 1e-4
 
 
-def test_adapters_of_other_modules_are_trained_beside_shared_experts(mixtral: str, tmp_path: Path) -> None:
-    run_distributed(_check_adapters, 4, mixtral, str(tmp_path / "out"))
+ADAPTED = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "experts": {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+    "biases": {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj_bias", "mlp.experts.gate_up_proj"],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_adapters_are_trained_beside_and_in_shared_experts(kind: str, tmp_path: Path) -> None:
+    needs_native_sharding()
+    name = "GptOssForCausalLM" if kind == "biases" else "MixtralForCausalLM"
+    folder = save_mixture(tmp_path / "base", name, **EIGHT[name])
+    run_distributed(_check_adapters, 4, folder, ADAPTED[kind], str(tmp_path / "out"))
     load_native(str(tmp_path / "out"), None)

@@ -137,6 +137,13 @@ MISTAKES: list[Mistake] = [
         ("tests/model/test_expert_adapters.py",),
     ),
     Mistake(
+        "shared experts take the adapters of the first rank's",
+        "shard/expert_adapters.py",
+        "adapter, rank * len(own))",
+        "adapter, 0)",
+        ("tests/model/test_expert_adapters.py",),
+    ),
+    Mistake(
         "the planner gathers towers",
         "planner/model.py",
         "    blocks = {name: block for name, block in find_blocks(model).items() if not "

@@ -8,8 +8,7 @@ from torch import nn
 def experts_to_place(model: nn.Module) -> dict[str, int]:
     """The modules whose experts transformers can distribute over ranks: FQN to number of experts.
 
-    The number is 0 for a module without parameters of its own, such as peft's around experts with adapters.
-    The result is empty if transformers has no plan for the model, or is older than 5.20. Only the private
+    The model must be without peft's wrappers around experts. The result is empty if transformers has no plan for the model, or is older than 5.20. Only the private
     ``_expand_parallel_plan`` expands a plan to a model's layers.
     """
     plan: dict[str, str] = getattr(model, "ep_plan", None) or {}
@@ -17,12 +16,7 @@ def experts_to_place(model: nn.Module) -> dict[str, int]:
         return {}
     expanded = model._expand_parallel_plan(plan)  # type: ignore[operator]
     dispatched = [name for name, style in expanded.items() if style == "ep_dispatch_experts"]
-    return {name: _stack_length(model.get_submodule(name)) for name in dispatched}
-
-
-def _stack_length(experts: nn.Module) -> int:
-    """Number of experts in a module: the length of its first own parameter; 0 without one."""
-    return next((len(parameter) for parameter in experts.parameters(recurse=False)), 0)
+    return {name: len(next(model.get_submodule(name).parameters())) for name in dispatched}
 
 
 def place_experts_on(model: nn.Module, ep_mesh: Any, alone: Any) -> None:

@@ -137,6 +137,12 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     return _tuner_layers(base_of(model))
 
 
+def parameter_adapters(model: nn.Module) -> list[Any]:
+    """Peft's wrappers around parameters, such as those of experts: of one module the outermost first."""
+    layers = _tuner_layers(base_of(model)).values()
+    return [wrapper for layer in layers for wrapper in _nested(layer) if _is_of_parameter(wrapper)]
+
+
 def refuse_initialised_from_base(model: nn.Module) -> None:
     """Refuse adapters that depend on the base weights they were made with, before others are loaded.
 

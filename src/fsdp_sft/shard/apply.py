@@ -138,8 +138,8 @@ def shard_model(
     if isinstance(prefetch, bool) or prefetch < 0:
         raise ValueError(f"prefetch must be a number of blocks, 0 or more, got {prefetch!r}")
     offload = checked_offload(offload_policy)
-    check_placeable_experts(base_of(model), given, ep_size)
-    place_experts(base_of(model), given, ep_size)
+    check_placeable_experts(model, given, ep_size)
+    place_experts(model, given, ep_size)
 
     copied = copied_modules(model)
     plan = plan_float32(model, policy, chosen, warn=mesh.get_rank() == 0)

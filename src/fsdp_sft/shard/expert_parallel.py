@@ -13,11 +13,13 @@ from fsdp_sft._compat.experts import experts_to_place, place_experts_on
 from fsdp_sft._compat.fsdp import reduction_dtype
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.adapters import copied_modules, without_adapters
 from fsdp_sft._model.record import findings, kept_of, record_of
 from fsdp_sft._model.sharded import mesh_of, reshard
-from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._model.wrappers import base_of, unwrapped
 from fsdp_sft._ranks.mesh import CP, DP_REPLICATE, DP_SHARD, EP
-from fsdp_sft.errors import UnsupportedModelError
+from fsdp_sft.errors import UnsupportedModelError, abridged
+from fsdp_sft.shard.expert_adapters import adapt_placed, placed_adapters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,7 +64,8 @@ def check_placeable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) 
     Raises:
         ValueError: If ``ep_size`` does not divide the ranks or the experts (the message lists values that
             do), the mesh has ``cp``, or the experts are not on the meta device.
-        UnsupportedModelError: If transformers has no plan for the model's experts, or they have adapters.
+        UnsupportedModelError: If transformers has no plan for the model's experts, or there are trained
+            copies of them (``modules_to_save``).
     """
     if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
         raise ValueError(f"ep_size must be a number of ranks, 1 or more, got {ep_size!r}")
@@ -72,20 +75,21 @@ def check_placeable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) 
     if CP in names or DP_SHARD not in names:
         raise ValueError(f"ep_size={ep_size} needs a mesh of build_mesh without cp, got {mesh}")
     shards = mesh[DP_SHARD].size()
-    experts = experts_to_place(model)
-    name = original_class(model).__name__
+    name = original_class(base_of(model)).__name__
+    with without_adapters(model) as base:
+        experts = experts_to_place(base)
+        modules = [base.get_submodule(fqn) for fqn in experts]
     if not experts:
         raise UnsupportedModelError(
             f"transformers has no plan by which ranks share out the experts of {name} (ep_plan): use "
             "ep_size=1, which shards them as other parameters are"
         )
-    if not all(experts.values()):
-        wrapped = next(fqn for fqn, number in experts.items() if not number)
+    if copied_modules(model).intersection(modules):
         raise UnsupportedModelError(
-            f"ranks cannot share out the experts of {wrapped}, which have adapters: use ep_size=1, or "
-            "adapters of other modules"
+            "ranks cannot share out experts that peft copies to train them (modules_to_save: "
+            f"{abridged(experts)}): use ep_size=1, or adapters of them (target_parameters)"
         )
-    if not all(p.is_meta for fqn in experts for p in model.get_submodule(fqn).parameters()):
+    if not all(p.is_meta for module in modules for p in module.parameters()):
         raise ValueError(
             f"ep_size={ep_size} needs a model on the meta device (build_meta_model), whose weights are "
             "loaded afterwards (load_weights)"
@@ -120,11 +124,16 @@ def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
         with careful_gloo():
             kept[ep_size] = split_axis(mesh, DP_SHARD, sizes)
     parts = kept[ep_size]
-    place_experts_on(model, parts[EP], parts[_ALONE])
     axes = (DP_REPLICATE, EXPERTS_SHARD) if DP_REPLICATE in (mesh.mesh_dim_names or ()) else (EXPERTS_SHARD,)
     shared = ExpertPlacement(parts[axes], float(mesh.size()), ep_size)
-    for name in experts_to_place(model):
-        record_of(model.get_submodule(name)).keep(shared)
+    with without_adapters(model) as base:
+        placed = {name: base.get_submodule(name) for name in experts_to_place(base)}
+    adapters = placed_adapters(model, placed)
+    with without_adapters(model) as base:
+        for name, module in placed.items():
+            adapt_placed(module, adapters[name], parts[EP].get_local_rank())
+            record_of(module).keep(shared)
+        place_experts_on(base, parts[EP], parts[_ALONE])
 
 
 def expert_placement(module: nn.Module) -> ExpertPlacement | None:
