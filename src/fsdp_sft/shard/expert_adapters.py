@@ -68,6 +68,7 @@ def _sum(own: torch.Tensor, wrapper: Any, adapter: str, first: int) -> torch.Ten
     """Rows of a parameter and of one adapter: ``(experts, in, out)``, or ``(experts, out)`` for biases."""
     mine = slice(first, first + len(own))
     if own.ndim == 2:
-        return own + wrapper.get_delta_weight(adapter)[mine]
+        delta: torch.Tensor = wrapper.get_delta_weight(adapter)
+        return own + delta[mine]
     left, right, scale = wrapper.get_delta_factors(adapter)
     return torch.baddbmm(own, left[mine].to(own.dtype), right[mine].to(own.dtype), alpha=scale)
