@@ -19,6 +19,21 @@ VISION: dict[str, Any] = {
 }
 QWEN_VISION = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
 SECTIONS = {"mrope_section": [1, 1, 2], "rope_type": "default"}
+AXES = {**SECTIONS, "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+GLM_VISION = {**QWEN_VISION, "image_size": 28, "patch_size": 14}
+EXPERTS = {
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+MODAL_EXPERTS = {
+    "moe_intermediate_size": [16, 16],
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "mlp_layer_types": ["dense", "sparse"],
+}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llava": lambda: tf.LlavaConfig(
@@ -46,6 +61,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3-vl": lambda: tf.Qwen3VLConfig(
         text_config={**TEXT, "head_dim": 8, "rope_scaling": SECTIONS},
         vision_config={**QWEN_VISION, "deepstack_visual_indexes": [0]},
+    ),
+    "glm4v": lambda: tf.Glm4vConfig(text_config={**TEXT, "rope_parameters": AXES}, vision_config=GLM_VISION),
+    "glm4v-moe": lambda: tf.Glm4vMoeConfig(
+        text_config={**TEXT, **EXPERTS, "head_dim": 8, "rope_parameters": AXES}, vision_config=GLM_VISION
+    ),
+    "ernie-vl": lambda: tf.Ernie4_5_VLMoeConfig(
+        text_config={**TEXT, **MODAL_EXPERTS, "rope_parameters": AXES}, vision_config=GLM_VISION
     ),
 }
 

@@ -28,6 +28,8 @@ def test_they_are_what_text_gives_no_gradient(family: str) -> None:
     assert towers
     for name, parameter in model.named_parameters():
         is_used = parameter.grad is not None and bool(parameter.grad.any())
+        if name.endswith("e_score_correction_bias") or ".vision_moe." in name:
+            continue  # no gradient moves the one; ERNIE's experts of images lie within the blocks
         assert is_used != (parameter in towers), name
 
 

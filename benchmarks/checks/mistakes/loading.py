@@ -144,6 +144,20 @@ MISTAKES: list[Mistake] = [
         ("tests/model/test_expert_adapters.py",),
     ),
     Mistake(
+        "a cache is filled where a forward does not name it",
+        "_model/inputs.py",
+        "taken = {} if inner is None else forward_parameters(inner)",
+        "taken = {}",
+        ("tests/model/test_inputs.py",),
+    ),
+    Mistake(
+        "a text model's positions are those of images alone",
+        "_model/inputs.py",
+        "partial(_spread, axes + 1)",
+        "partial(_spread, axes)",
+        ("tests/model/test_inputs.py",),
+    ),
+    Mistake(
         "the planner gathers towers",
         "planner/model.py",
         "    blocks = {name: block for name, block in find_blocks(model).items() if not "

@@ -67,7 +67,8 @@ def freeze_towers(model: nn.Module) -> list[str]:
 
     Call it before ``add_adapters``, which then puts no adapters into them, and before ``shard_model``, whose
     ``frozen_dtype`` their shards are stored in. A frozen tower still runs if a batch has images, and their
-    loss trains the text model alone. Nothing happens to a model of text alone.
+    loss trains the text model alone. Nothing happens to a model of text alone, and nothing to experts of
+    images within the blocks (ERNIE-VL), which text gives no gradients.
 
     Args:
         model: A transformers model, materialised or on the meta device; not sharded.

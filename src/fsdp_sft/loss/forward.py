@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.sharded import training_mesh_of
 from fsdp_sft._ranks.mesh import CP, device_groups_of
 from fsdp_sft.attention.context_parallel import WholeRows, part_of_rows
@@ -26,7 +27,7 @@ from fsdp_sft.loss.counting import (
     weights_of,
     without_labels,
 )
-from fsdp_sft.loss.head import loss_at_head, no_cache
+from fsdp_sft.loss.head import loss_at_head
 from fsdp_sft.loss.part import BatchPart
 from fsdp_sft.loss.prepare import LossImpl, check_impl, choice_for, refuse_encoder_decoder
 from fsdp_sft.loss.terms import Terms, summed_loss

@@ -17,7 +17,6 @@ from torch import nn
 
 from fsdp_sft._compat.compile import is_compiled
 from fsdp_sft._compat.modules import foreign_hooks
-from fsdp_sft._model.adapters import forward_parameters
 from fsdp_sft._model.forward import look_with
 from fsdp_sft._model.wrappers import replicated_by, unwrapped, with_wrappers
 from fsdp_sft._process.streams import LateValues
@@ -163,14 +162,6 @@ def loss_at_head(
     if replicated_by(model) is not None:
         return returned if added[0] is not None else (returned, None)
     return losses[0], added[0]
-
-
-def no_cache(model: nn.Module) -> dict[str, Any]:
-    """Arguments that turn the cache of a model's forward off, if it has one.
-
-    Training needs none, and with a cache transformers does not separate the rows of a pack.
-    """
-    return {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
 
 
 @contextmanager

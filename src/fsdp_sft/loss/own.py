@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fsdp_sft._model.adapters import forward_parameters
+from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.named import parameter_names
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.wrappers import unwrapped
@@ -24,7 +25,6 @@ from fsdp_sft._process.generators import unmoved
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft.errors import abridged
 from fsdp_sft.loss.balance import Balance, balanced_by, intercept
-from fsdp_sft.loss.head import no_cache
 from fsdp_sft.loss.probe import ProbeError, evaluating, output_of
 from fsdp_sft.loss.transform import numbers_of, wide
 from fsdp_sft.targets import IGNORE_INDEX, shifted

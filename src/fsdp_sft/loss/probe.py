@@ -16,13 +16,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.preserved import preserved, uncompiled
 from fsdp_sft._model.record import findings, forget_findings
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss.choice import LossChoice
-from fsdp_sft.loss.head import checked_later, loss_at_head, no_cache, replaced_forward
+from fsdp_sft.loss.head import checked_later, loss_at_head, replaced_forward
 from fsdp_sft.loss.linear_head import num_logits
 from fsdp_sft.loss.transform import Transform, candidates, settings_of, tolerance, wide
 from fsdp_sft.targets import IGNORE_INDEX

@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import forward_parameters
+from fsdp_sft._model.inputs import no_cache, spread_positions
 from fsdp_sft._model.preserved import preserved, uncompiled
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.twin import text_config
@@ -71,6 +72,7 @@ class _PartsProbe:
         if not isinstance(vocabulary, int) or vocabulary < 2:
             raise UnsupportedModelError(f"{_name(model)}'s config has no vocab_size to draw a probe from")
         taken = forward_parameters(model)
+        spread_positions(model)
         if "position_ids" not in taken:
             raise UnsupportedModelError(
                 f"{_name(model)} takes no position_ids, by which a part of a row knows where it lies; train "
@@ -87,7 +89,9 @@ class _PartsProbe:
         self.whole = WholeRows(group, length, self.positions, None, None)
         self.own = slice(group.rank * each, (group.rank + 1) * each)
         # The router's loss of a part is not that of the whole row, so neither forward is asked for it.
-        self.options = {name: False for name in ("use_cache", "output_router_logits") if name in taken}
+        self.options = no_cache(model)
+        if "output_router_logits" in taken:
+            self.options["output_router_logits"] = False
         # Norms compute in float32 even in a float64 model, hence the least tolerance.
         self.tolerance = max(logits_tolerance(model, self.device), 1e-6)
         self._most_flipped = _MOST_FLIPPED if self.tolerance > 1e-3 else 0.0

@@ -10,6 +10,7 @@ from torch import nn
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import forward_parameters
+from fsdp_sft._model.inputs import no_cache, spread_positions
 from fsdp_sft._model.preserved import preserved, uncompiled
 from fsdp_sft._model.record import findings, forget_findings, is_changed
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
@@ -146,6 +147,7 @@ def verify(
     passed = findings(model, _Passed)
     try:
         _check_model(model)
+        spread_positions(model)
         with preserved(model), torch.no_grad(), uncompiled():
             model.eval()
             shortest = 1 if rope_depends_on_length(model) else _SHORTEST_PROBE
@@ -259,8 +261,7 @@ class _Probe:
         """float32 logits ``(positions kept, vocabulary)``, computed as training does."""
         keep = keep.to(self.device)
         taken = forward_parameters(self.model)
-        if "use_cache" in taken:
-            inputs["use_cache"] = False
+        inputs |= no_cache(self.model)
         if "logits_to_keep" in taken:
             inputs["logits_to_keep"] = keep
         logits: torch.Tensor = self.model(input_ids=ids.to(self.device), **inputs).logits[0]

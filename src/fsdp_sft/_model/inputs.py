@@ -1,0 +1,62 @@
+"""What a forward of a model is given besides a batch, so that it keeps the rows of a pack apart."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_sft._model.adapters import forward_parameters
+from fsdp_sft._model.twin import text_config
+from fsdp_sft._model.wrappers import base_of, unwrapped
+
+_SPREAD = "_fsdp_sft_spreads_positions"
+
+
+def no_cache(model: nn.Module) -> dict[str, Any]:
+    """Arguments that turn the cache of a model's forward off, if it has one.
+
+    Training needs none, and with a cache transformers does not separate the rows of a pack. Models of text
+    and images pass the argument on to their text model without naming it.
+    """
+    taken = forward_parameters(model)
+    if "use_cache" not in taken and any(p.kind == p.VAR_KEYWORD for p in taken.values()):
+        inner = _text_model(model)
+        taken = {} if inner is None else forward_parameters(inner)
+    return {"use_cache": False} if "use_cache" in taken else {}
+
+
+def spread_positions(model: nn.Module) -> None:
+    """Let a text model with rotary positions of several axes (time, height, width) take those of text.
+
+    It finds the rows of a pack by a further row before those of the axes: ``position_ids`` (4, B, S). Given
+    (B, S), Qwen2.5-VL, GLM-4V and others of transformers 5.23 rotate as they should and join the rows;
+    Qwen3-VL spreads them so itself. A second call adds nothing.
+    """
+    inner, axes = _text_model(model), _position_axes(model)
+    if inner is None or not axes or _SPREAD in vars(inner):
+        return
+    vars(inner)[_SPREAD] = True
+    inner.register_forward_pre_hook(partial(_spread, axes + 1), with_kwargs=True)
+
+
+def _position_axes(model: nn.Module) -> int:
+    """Number of axes of a text model's rotary positions; 0 if they are one."""
+    rotary = getattr(text_config(model), "rope_parameters", None)
+    sections = rotary.get("mrope_section") if isinstance(rotary, dict) else None
+    return len(sections) if sections else 0
+
+
+def _text_model(model: nn.Module) -> nn.Module | None:
+    """The text model inside a transformers model; None if it says none."""
+    find = getattr(base_of(unwrapped(model)), "get_decoder", None)
+    found = find() if callable(find) else None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _spread(rows: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Hook before the text model's forward."""
+    positions = kwargs.get("position_ids")
+    if not isinstance(positions, torch.Tensor) or positions.ndim != 2:
+        return None
+    return args, {**kwargs, "position_ids": positions.expand(rows, *positions.shape)}
