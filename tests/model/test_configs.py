@@ -110,3 +110,27 @@ def test_what_classes_say_by_themselves_is_not_refused() -> None:
             _check_heads(name, config)
             looked_at += 1
     assert looked_at > 150
+
+
+def test_a_model_under_another_name_is_read_as_told(tmp_path: Path) -> None:
+    """Kimi-K2 is DeepSeek-V3 with code of its own; what its config says is no type of transformers'."""
+    folder = save_tiny(tmp_path / "base", "llama")
+    own = {"AutoModelForCausalLM": "modeling_other.LlamaForCausalLM"}
+    for fields in ({}, {"auto_map": own}):
+        _with(folder, "config.json", {"model_type": "other", **fields})
+        with pytest.raises(fs.CheckpointFormatError, match=r"another name.*model_type='llama'"):
+            fs.build_meta_model(folder)
+        model = fs.build_meta_model(folder, model_type="llama")
+        assert type(model).__name__ == "LlamaForCausalLM"
+        assert model.config.model_type == "llama"
+        assert config_of(folder).model_type == "llama", "a plan needs its sizes alone"
+        with pytest.raises(fs.CheckpointFormatError, match="knows no models of type 'nothing'"):
+            fs.build_meta_model(folder, model_type="nothing")
+        with pytest.raises(fs.CheckpointFormatError, match="for models of type 'llama'"):
+            fs.build_meta_model(folder, model_type="mistral")
+    fs.load_weights(model, folder)
+    fs.export_hf(model, tmp_path / "out", dtype=None)
+    assert config_of(tmp_path / "out").model_type == "llama"
+    _with(folder, "config.json", {"architectures": ["OtherForCausalLM"]})
+    with pytest.raises(fs.CheckpointFormatError, match=r"other|brings code"):
+        fs.build_meta_model(folder)

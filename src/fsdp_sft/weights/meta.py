@@ -78,7 +78,8 @@ def build_meta_model(
             and never taken away: None, and a number for which the checkpoint has rows already, keep the
             checkpoint's, spare rows included. ``load_weights`` sets each new row to the mean of the old ones,
             taken in float64 and the same on all ranks.
-        **config_overrides: Fields of the config to replace.
+        **config_overrides: Fields of the config to replace. With ``model_type="deepseek_v3"`` a config of a
+            type that transformers does not know is read as one of that type.
 
     Returns:
         The model in ``train()`` mode, on the meta device. Every floating-point parameter requires a gradient,
@@ -177,7 +178,7 @@ def _class_and_config(
     import transformers
 
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": remote}
-    config = _auto_config(name, options)
+    config = _auto_config(name, {"kind": overrides.get("model_type"), **options})
     quantised = settings_for(name, config)
     if quantised is not None:
         check(quantised)
@@ -191,7 +192,7 @@ def _class_and_config(
             f"transformers {transformers.__version__} has no {architecture}, which the config of {name} "
             "names; update transformers, or pass trust_remote_code=True if the checkpoint brings the class"
         )
-    if "architectures" in overrides:
+    if "architectures" in overrides or "model_type" in overrides:
         _check_same_kind(name, cls, config)
     if attention is not None:
         options["attn_implementation"] = attention
