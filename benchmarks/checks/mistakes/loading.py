@@ -158,6 +158,20 @@ MISTAKES: list[Mistake] = [
         ("tests/model/test_inputs.py",),
     ),
     Mistake(
+        "towers that were left out are asked for in the checkpoint",
+        "weights/plan.py",
+        "expected = [name for name in plan.twin.state_dict() if not is_absent(name, towers)]",
+        "expected = list(plan.twin.state_dict())",
+        ("tests/model/test_absent.py",),
+    ),
+    Mistake(
+        "an export leaves out the towers that were left out",
+        "export/plan.py",
+        "for key, kept in untouched_tensors(model).items()}",
+        "for key, kept in {}.items()}",
+        ("tests/model/test_absent.py",),
+    ),
+    Mistake(
         "the planner gathers towers",
         "planner/model.py",
         "    blocks = {name: block for name, block in find_blocks(model).items() if not "

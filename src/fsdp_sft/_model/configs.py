@@ -47,23 +47,25 @@ def auto_config(name: str, *, kind: str | None = None, is_plan: bool = False, **
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-    said = PreTrainedConfig.get_config_dict(name, revision=options.get("revision"))[0]
+    revision: Any = options.get("revision")
+    said = PreTrainedConfig.get_config_dict(name, revision=revision)[0]
     _check_counts(said, name)
     own = said.get("model_type")
-    if kind is None and isinstance(own, str) and own not in CONFIG_MAPPING and not options.get("trust_remote_code"):
+    is_unknown = isinstance(own, str) and own not in CONFIG_MAPPING
+    if kind is None and is_unknown and not options.get("trust_remote_code"):
         alike = _type_of_class(said)
         if alike is not None and not is_plan:
             raise CheckpointFormatError(
-                f"{name} has models of type {own!r}, which transformers does not know, and names the class of "
-                f"type {alike!r}. If it is that model under another name, as Kimi-K2 is DeepSeek-V3, say so: "
-                f"build_meta_model(..., model_type={alike!r})"
+                f"{name} has models of type {own!r}, which transformers does not know, and names the class "
+                f"of type {alike!r}. If it is that model under another name, as Kimi-K2 is DeepSeek-V3, say "
+                f"so: build_meta_model(..., model_type={alike!r})"
             )
         kind = alike
     if kind is None:
         return AutoConfig.from_pretrained(name, **options)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise CheckpointFormatError(f"transformers knows no models of type {kind!r}, as which to read {name}")
-    return CONFIG_MAPPING[kind].from_pretrained(name, revision=options.get("revision"), model_type=kind)
+    return CONFIG_MAPPING[kind].from_pretrained(name, revision=revision, model_type=kind)
 
 
 def _type_of_class(said: dict[str, Any]) -> str | None:

@@ -27,6 +27,7 @@ from fsdp_sft.errors import abridged
 from fsdp_sft.export.hf_files import Described
 from fsdp_sft.export.readback import refuse_unreadable
 from fsdp_sft.export.settings import export_config
+from fsdp_sft.export.untouched import untouched_tensors
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def plan_export(
     written = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in final.items()}
     names = {id(tensor): name for name, tensor in final.items()}
     unchanged = {name: names[id(tensor)] for name, tensor in meta.items() if id(tensor) in names}
+    written |= {key: (kept.entry.dtype, kept.entry.shape) for key, kept in untouched_tensors(model).items()}
     plan = ExportPlan(sources, dtypes, groups, written, unchanged, converts)
     config = export_config(model, content, caching or [], dtype)
     refuse_unreadable(model, config, written, _buffers(content, plan))

@@ -4,8 +4,9 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from fsdp_sft._compat.models import (
     tie_by_names,
     tied_names,
 )
+from fsdp_sft._model.absent import leave_out_towers
 from fsdp_sft._model.configs import auto_config, check_settings, read_by_transformers, refuse_kernels
 from fsdp_sft._model.record import record_of
 from fsdp_sft._model.twin import meta_twin
@@ -55,6 +57,7 @@ def build_meta_model(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     new_vocab_size: int | None = None,
+    part: Literal["all", "text"] = "all",
     **config_overrides: Any,
 ) -> "PreTrainedModel":
     """Build the model that a checkpoint's config names, with no memory behind its tensors.
@@ -78,6 +81,9 @@ def build_meta_model(
             and never taken away: None, and a number for which the checkpoint has rows already, keep the
             checkpoint's, spare rows included. ``load_weights`` sets each new row to the mean of the old ones,
             taken in float64 and the same on all ranks.
+        part: ``"text"`` leaves the vision and audio towers of a multimodal model out: they are neither read
+            nor held, and ``export_hf`` copies them from the folder, byte for byte. A batch with pixels is
+            refused. ``"all"`` builds the whole model.
         **config_overrides: Fields of the config to replace. With ``model_type="deepseek_v3"`` a config of a
             type that transformers does not know is read as one of that type.
 
@@ -90,7 +96,8 @@ def build_meta_model(
             that is not read.
         TypeError: If the config does not have a field of ``config_overrides``.
         UnsupportedModelError: If rows cannot be added for ``new_vocab_size`` tokens.
-        ValueError: If ``new_vocab_size`` is not a positive integer.
+        ValueError: If ``new_vocab_size`` is not a positive integer, or ``part`` is given for what is no
+            folder of the whole model.
 
     Example:
         >>> model = fs.build_meta_model(path, attention_dropout=0.1)
@@ -107,6 +114,7 @@ def build_meta_model(
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
         new_vocab_size=new_vocab_size,
+        part=part,
         config_overrides=config_overrides,
     )
 
@@ -121,6 +129,7 @@ def meta_model(
     trust_remote_code: bool,
     allow_pickle: bool = False,
     new_vocab_size: int | None = None,
+    part: str = "all",
     config_overrides: dict[str, Any] | None = None,
 ) -> "PreTrainedModel":
     """``build_meta_model`` with the fields of the config in a mapping, so that they can have any name.
@@ -129,22 +138,28 @@ def meta_model(
     is what was prepared.
     """
     check_dtypes(dtype=dtype)
+    if part not in ("all", "text"):
+        raise ValueError(f"part must be 'all' or 'text', got {part!r}")
     name = os.path.expanduser(name_or_path)
     called = name if called is None else os.path.expanduser(called)
     prepared = prepared_at(Path(name))
     if prepared is not None:
+        if part != "all":
+            raise ValueError(f"{name} is a prepared base, of a whole model: leave part={part!r} out")
         name, called = str(prepared.settings), prepared.name
     cls, config, quantised = _class_and_config(
         name, revision, attn_implementation, trust_remote_code, config_overrides or {}
     )
     config.name_or_path = called
-    with read_by_transformers(called, "config"):
+    with read_by_transformers(called, "config"), _told_of_parts(config):
         if new_vocab_size is None:
             model = build_like_from_pretrained(cls, config, dtype)
         else:
             model = build_with_vocabulary(cls, config, dtype, check_vocab_size(new_vocab_size))
         _set_requires_grad(model)
         _take_generation_config(model, Path(name))
+    if part != "all":
+        leave_out_towers(model, name)
     _tie(model, Path(name), allow_pickle)
     model.name_or_path = called
     if quantised is not None:
@@ -191,6 +206,12 @@ def _class_and_config(
         raise CheckpointFormatError(
             f"transformers {transformers.__version__} has no {architecture}, which the config of {name} "
             "names; update transformers, or pass trust_remote_code=True if the checkpoint brings the class"
+            + _parts_with_text(config)
+        )
+    if cls.forward is nn.Module.forward:
+        raise CheckpointFormatError(
+            f"{architecture}, which the config of {name} names, has no forward, and so no loss"
+            + _parts_with_text(config)
         )
     if "architectures" in overrides or "model_type" in overrides:
         _check_same_kind(name, cls, config)
@@ -258,6 +279,25 @@ def _check_same_kind(name: str, cls: Any, config: Any) -> None:
             f"{cls.__name__} is a class for models of type {own!r}, and {name} holds one of type "
             f"{config.model_type!r}: name a class of that type in architectures"
         )
+
+
+def _parts_with_text(config: Any) -> str:
+    """Advice to build a part of a composite model that reads text; empty if there is no such class."""
+    from transformers.models.auto import modeling_auto as auto
+
+    tables = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    kinds = [kind for kind in _model_types(config) if kind != config.model_type]
+    found = [str(table[kind]) for kind in kinds for table in tables if kind in table]
+    return f". A part of it reads text: build_meta_model(..., architectures={found[:1]})" if found else ""
+
+
+@contextmanager
+def _told_of_parts(config: Any) -> Iterator[None]:
+    """Advice to build the text part where a package is missing that a tower needs."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{str(error).strip()}{_parts_with_text(config)}") from error
 
 
 def _model_types(config: Any) -> Iterator[str]:

@@ -16,6 +16,7 @@ from fsdp_sft._compat.conversions import (
     weight_conversions,
 )
 from fsdp_sft._compat.models import tied_names
+from fsdp_sft._model.absent import absent_towers, is_absent
 from fsdp_sft._model.named import named_tensors
 from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._quantised.settings import IN_16_BITS
@@ -153,12 +154,14 @@ def make_plan(
             or left over that it does not name as ignorable; the error has their names.
     """
     twin = meta_twin(model)
-    tensors = named_tensors(model)
-    _check_same_names(twin, tensors)
+    tensors, absent = named_tensors(model), absent_towers(model)
+    _check_same_names(twin, tensors, absent)
     plan = LoadPlan(twin=twin, conversions=weight_conversions(twin), before=shapes_before_new_tokens(model))
     matched, left_over = match_checkpoint_keys(twin, list(checkpoint.sources), plan.conversions)
     found: dict[str, Target] = {}
     for first, (converter, sources) in matched.items():
+        if is_absent(first, absent):
+            continue
         for target in _targets_of(plan, checkpoint, tensors, first, converter, sources):
             if target.name in tensors:
                 found[target.name] = target
@@ -166,15 +169,17 @@ def make_plan(
                 left_over[target.name] = first
     _resolve_ties(plan, model, tensors, found)
     _count_classes(plan, checkpoint)
-    _settle_missing(plan, tensors, found)
+    _settle_missing(plan, tensors, found, absent)
     _refuse_missing(plan, checkpoint, left_over, missing)
     _settle_unexpected(plan, left_over, unexpected)
     return plan
 
 
-def _check_same_names(twin: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a model whose tensors are not those that its config describes."""
+def _check_same_names(twin: Any, tensors: Mapping[str, torch.Tensor], absent: Mapping[str, Any]) -> None:
+    """Refuse a model whose tensors are not those that its config describes, but for towers left out."""
     for name, expected in twin.state_dict().items():
+        if is_absent(name, absent):
+            continue
         tensor = tensors.get(name)
         if tensor is None or tensor.shape != expected.shape:
             shape = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
@@ -340,9 +345,15 @@ def _count_classes(plan: LoadPlan, checkpoint: Checkpoint) -> None:
     plan.class_bytes["other"] += sum(entry.num_bytes for entry in whole)
 
 
-def _settle_missing(plan: LoadPlan, tensors: Mapping[str, torch.Tensor], found: Mapping[str, Target]) -> None:
+def _settle_missing(
+    plan: LoadPlan,
+    tensors: Mapping[str, torch.Tensor],
+    found: Mapping[str, Target],
+    towers: Mapping[str, Any],
+) -> None:
     """Note which tensors the checkpoint does not fill."""
-    absent = [name for name in plan.twin.state_dict() if name not in found]
+    expected = [name for name in plan.twin.state_dict() if not is_absent(name, towers)]
+    absent = [name for name in expected if name not in found]
     # Tied names are one tensor, which is initialised once, under the first of them.
     first_names = {id(tensors[name]): name for name in reversed(absent)}
     allowed, _ = ignored_on_load(plan.twin)

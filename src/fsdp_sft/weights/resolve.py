@@ -75,7 +75,13 @@ def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: boo
     if found is None:
         present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
         wanted = f"neither {safe[0]} nor {safe[1]}"
-        raise CheckpointFormatError(f"{folder} has {wanted}; it has {abridged(present)}")
+        advice = ""
+        if any(name.startswith("consolidated") for name in present):
+            advice = (
+                ". consolidated files are in the format of their maker (Mistral, Meta), with other names and "
+                "rotary rows in another order: put the repository's model*.safetensors beside them"
+            )
+        raise CheckpointFormatError(f"{folder} has {wanted}; it has {abridged(present)}{advice}")
     return found
 
 

@@ -1,0 +1,105 @@
+"""Repositories as some come: other formats beside, leftovers, composite models; and the advice, taken."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+
+import fsdp_sft as fs
+from tests.harness.device import mesh_here
+from tests.harness.hf_folders import plain, save_tiny
+from tests.harness.models import TINY
+from tests.harness.multimodal import SECTIONS
+from tests.harness.ranks import RankFailedError, run_distributed
+from tests.harness.trained import assert_same, everything
+
+
+def _add(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    file = folder / "model.safetensors"
+    before = load_file(file) if file.exists() else {}
+    save_file({**before, **tensors}, file, metadata={"format": "pt"})
+
+
+def _load(folder: Path, build: dict[str, Any], load: dict[str, Any]) -> Any:
+    model = fs.shard_model(fs.build_meta_model(folder, **build), mesh=mesh_here())
+    report = fs.load_weights(model, folder, **load)
+    assert report.missing == []
+    fs.export_hf(model, folder.parent / "out", dtype=torch.float32)
+    return everything(model)
+
+
+def test_a_makers_own_file_alone(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "base", max_shard_size="1GB")
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    with pytest.raises(RankFailedError, match=r"put the repository's model\*.safetensors beside"):
+        run_distributed(_load, 1, folder, {}, {})
+    (folder / "model.safetensors").write_bytes((folder / "consolidated.safetensors").read_bytes())
+    assert_same(run_distributed(_load, 1, folder, {}, {})[0], everything(plain(folder)))
+
+
+def test_masks_that_are_no_longer_stored(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = tf.GPTJConfig(vocab_size=101, n_embd=32, n_layer=2, n_head=4, rotary_dim=8, n_positions=64)
+    model = tf.GPTJForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    mask = torch.ones(64, 64, dtype=torch.bool).tril()[None, None]
+    _add(tmp_path / "base", {f"transformer.h.{i}.attn.bias": mask.clone() for i in range(2)})
+    with pytest.raises(RankFailedError, match=r"load_weights\(unexpected='ignore'\)"):
+        run_distributed(_load, 1, tmp_path / "base", {}, {})
+    loaded = run_distributed(_load, 1, tmp_path / "base", {}, {"unexpected": "ignore"})[0]
+    assert_same(loaded, everything(model))
+
+
+@pytest.mark.parametrize("named", ["Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration"])
+def test_the_part_of_a_composite_model_that_reads_text(named: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48}
+    thinker = tf.Qwen2_5OmniThinkerConfig(
+        text_config={**TINY, "num_hidden_layers": 2, "rope_parameters": {**SECTIONS, "rope_theta": 1e4}},
+        vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32},
+        audio_config={**audio, "output_dim": 32, "num_mel_bins": 16},
+    )
+    model = tf.Qwen2_5OmniThinkerForConditionalGeneration(thinker)
+    folder = tmp_path / "base"
+    tf.Qwen2_5OmniConfig(thinker_config=thinker.to_dict()).save_pretrained(folder)
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**said, "architectures": [named]}))
+    others = {f"{part}.weight": torch.ones(2, 2) for part in ("talker", "token2wav")}
+    _add(folder, others | {f"thinker.{name}": value for name, value in model.state_dict().items()})
+    with pytest.raises(fs.CheckpointFormatError, match="A part of it reads text") as refused:
+        fs.build_meta_model(folder)
+    advice = re.search(r"architectures=\['(\w+)'\]", str(refused.value))
+    assert advice is not None
+    loaded = run_distributed(_load, 1, folder, {"architectures": [advice[1]]}, {})[0]
+    assert_same(loaded, everything(model))
+    assert_same(everything(getattr(tf, advice[1]).from_pretrained(tmp_path / "out")), everything(model))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("timm") is not None, reason="timm is installed")
+def test_a_tower_whose_package_is_missing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    text = {**TINY, "num_hidden_layers": 5, "num_kv_shared_layers": 0, "laurel_rank": 4, "head_dim": 8}
+    own = {"activation_sparsity_pattern": None, "vocab_size_per_layer_input": 101}
+    config = tf.Gemma3nConfig(text_config={**text, **own, "hidden_size_per_layer_input": 8})
+    config.architectures = ["Gemma3nForConditionalGeneration"]
+    folder = tmp_path / "base"
+    config.save_pretrained(folder)
+    model = tf.Gemma3nForCausalLM(config.text_config)
+    inside = {
+        name.replace("model.", "model.language_model.", 1): value
+        for name, value in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    _add(folder, {**inside, "model.vision_tower.timm_model.head.weight": torch.ones(2, 2)})
+    with pytest.raises(ImportError, match=r"(?s)timm.*architectures=\['Gemma3nForCausalLM'\]"):
+        fs.build_meta_model(folder)
+    build = {"architectures": ["Gemma3nForCausalLM"]}
+    with pytest.raises(RankFailedError, match=r"load_weights\(unexpected='ignore'\)"):
+        run_distributed(_load, 1, folder, build, {})
+    assert_same(run_distributed(_load, 1, folder, build, {"unexpected": "ignore"})[0], everything(model))
