@@ -7,7 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,11 +54,13 @@ class Group:
         shapes: Shape of each parameter, and whether it is trained.
         names: Name of each parameter; a block's parameters have the names that they have within it.
         stacks: Whether each parameter is a stack of experts that can be distributed; empty if none is.
+        is_tower: Whether it is a vision or audio tower.
     """
 
     shapes: tuple[tuple[tuple[int, ...], bool], ...]
     names: tuple[str, ...] = ()
     stacks: tuple[bool, ...] = ()
+    is_tower: bool = False
 
     def parts(self, num_shards: int, ep_size: int) -> "tuple[tuple[Group, int], ...]":
         """Parts of the group that are sharded alike, each with the number of ranks it is sharded over.
@@ -238,7 +240,10 @@ def _cached_skeleton(
     plan = experts_to_place(model)
     groups = [_group(block.named_parameters(), inside, _within(name, plan)) for name, block in blocks.items()]
     groups = [known.setdefault(group, group) for group in groups]
-    towers = tuple(_group(_named_within(model, model.get_submodule(name)), inside) for name in names)
+    towers = tuple(
+        replace(_group(_named_within(model, model.get_submodule(name)), inside), is_tower=True)
+        for name in names
+    )
     own = own_vocabulary(model, blocks.values())
     embedding, head = (None if m is None else _group(_named_within(model, m), inside) for m in own)
     root = _group(model.named_parameters(), inside)

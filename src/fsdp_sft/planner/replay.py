@@ -181,7 +181,8 @@ class _Step:
         setup, masters, states = self.setup, 0, 0
         for part, shards, count in self.parts:
             trained, frozen = (part.shard_elements(shards, trained=flag) for flag in (True, False))
-            masters += count * (trained * setup.master_dtype.itemsize + frozen * setup.frozen_dtype.itemsize)
+            kept = setup.tower_dtype if part.is_tower else setup.frozen_dtype
+            masters += count * (trained * setup.master_dtype.itemsize + frozen * kept.itemsize)
             states += count * _state_bytes(setup.optimizer, trained, setup.master_dtype)
         self.hold(WORKSPACE, setup.device.workspace_bytes)
         self.shards_on_device = not setup.cpu_offload or setup.device.name == "cpu"

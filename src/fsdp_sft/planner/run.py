@@ -58,7 +58,8 @@ class Run:
         lora_rank: Rank of LoRA adapters. Above 0 all other parameters are frozen, except ``trainable``.
         lora_targets: Names of linear layers to adapt, such as ``["q_proj", "v_proj"]``; None takes all in the
             blocks.
-        frozen_dtype: Dtype of frozen shards; None is ``param_dtype`` with LoRA and ``master_dtype`` without.
+        frozen_dtype: Dtype of frozen shards; None is ``param_dtype`` with LoRA and for the towers of a
+            vision-language model, and ``master_dtype`` without.
         param_dtype: Dtype of the computation.
         reduce_dtype: Dtype of the gradients' reduction.
         logits_dtype: Dtype of the cross entropy with ``loss_impl="logits"``. None is ``param_dtype``: a plain

@@ -38,11 +38,13 @@ class Setup(Run):
 
     Attributes:
         device: The GPU that ``gpu`` names.
+        tower_dtype: Dtype of the shards of a vision-language model's towers, as ``load_pretrained`` has them.
     """
 
     device: Gpu
     sac_ratio: Fraction
     frozen_dtype: torch.dtype
+    tower_dtype: torch.dtype
     logits_dtype: torch.dtype
     sac_blocks: tuple[int, ...] | None
     trainable: tuple[str, ...] | None
@@ -114,6 +116,7 @@ def make_setup(run: Run) -> Setup:
             "device": gpu_named(run.gpu),
             "sac_ratio": ratio,
             "frozen_dtype": run.frozen_dtype or (run.param_dtype if run.lora_rank else run.master_dtype),
+            "tower_dtype": run.frozen_dtype or run.param_dtype,
             "logits_dtype": _logits_dtype(run),
             "sac_blocks": None if run.sac_blocks is None else tuple(sorted(set(run.sac_blocks))),
             "trainable": _patterns("trainable", run.trainable),
