@@ -375,6 +375,7 @@ def test_every_private_name_is_watched() -> None:
         "forget_held_back",
         "_held_parameters",
         "forget_unscaled",
+        "never_gathered",  # by step/test_trained.py
         "_states_within",  # all by step/test_trained.py and step/test_failed.py
     }  # below, by step/test_failed.py
     watched |= {"_patterns_compiled_at_use"}  # below

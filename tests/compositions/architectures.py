@@ -14,6 +14,7 @@ from tests.harness.quantised_folders import quantise
 
 EXTRA_TOKENS = 5
 ROUTER_COEFFICIENT = 0.5
+TOWERS = ("vision_tower", "multi_modal_projector")
 
 
 class Block(nn.Module):
@@ -95,6 +96,16 @@ def build(architecture: str, *, seed: int = 0) -> Any:
             tf.GptOssConfig(**common, num_local_experts=3, num_experts_per_tok=2, sliding_window=8)
         ),
     }
+    if architecture == "vision and text":
+        seen = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        made[architecture] = lambda: tf.LlavaForConditionalGeneration(
+            tf.LlavaConfig(
+                text_config={"model_type": "llama", **common},
+                vision_config={"model_type": "clip_vision_model", **seen, "image_size": 28, "patch_size": 14},
+                image_token_index=2,
+                tie_word_embeddings=False,
+            )
+        )
     torch.manual_seed(seed)
     model = made[architecture]()
     with torch.no_grad():
@@ -111,6 +122,7 @@ def auto_class(architecture: str) -> Any:
     return {
         "encoder-decoder": tf.AutoModelForSeq2SeqLM,
         "classifier": tf.AutoModelForSequenceClassification,
+        "vision and text": tf.AutoModelForImageTextToText,
     }.get(architecture, tf.AutoModelForCausalLM)
 
 
@@ -123,6 +135,9 @@ def read(folder: Path, architecture: str) -> Any:
     if (values := _values_of(folder)).is_dir():  # transformers' own dequantisation rounds to 16 bits
         folder = values
     model = auto_class(architecture).from_pretrained(folder, dtype=torch.float32).train()
+    if architecture == "vision and text":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in TOWERS))
     for parameter in model.parameters():
         # It maps the file, where tensors begin anywhere. A product with one row (a classifier's pooler) adds
         # up in another order there than in memory of its own, which every other way of training has.

@@ -12,7 +12,8 @@ from tests.harness.native import has_native_sharding
 AXES: dict[str, tuple[str, ...]] = {
     "architecture": (
         *("dense", "tied", "moe", "moe with router loss", "sliding window", "soft cap", "learned positions"),
-        *("convolution", "float32 modules", "encoder-decoder", "classifier", "not of transformers"),
+        *("convolution", "float32 modules", "vision and text", "encoder-decoder", "classifier"),
+        "not of transformers",
     ),
     "start": ("materialised", "load_pretrained", "load_prepared", "meta"),
     "stored": ("float32", "bfloat16", "both names of a tie", "fp8"),
@@ -116,7 +117,7 @@ def settled(draw: Draw) -> dict[str, str]:
         plainest("stored", "vocabulary")
     if own["adapters"] == "none" or own["start"] in ("load_pretrained", "load_prepared"):
         plainest("adapted by")
-    of_experts = own["architecture"] in ("moe", "moe with router loss") and own["adapters"] == "none"
+    of_experts = own["architecture"] in ("moe", "moe with router loss")
     loaded = own["start"] in ("load_pretrained", "load_prepared")
     if not of_experts or not loaded or not has_native_sharding():
         plainest("expert ranks")

@@ -272,6 +272,7 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
     if draw["start"] == "meta":
         grown = {"new_vocab_size": _grown_size()} if draw["vocabulary"] == "grown" else {}
         model = fs.build_meta_model(source, **grown)
+        fs.freeze_towers(model)
     else:
         model = architectures.read(source, draw["architecture"])
     if config is not None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.compositions import rows as make
+from tests.compositions.architectures import TOWERS
 from tests.compositions.axes import Draw
 from tests.compositions.rows import Row
 
@@ -61,6 +62,8 @@ def adapter_config(draw: Draw, *, name: str = "default") -> Any:
         "lora and saved modules": {"modules_to_save": [embedding]},
         "lora and tokens": {"trainable_token_indices": {embedding: [5, 53, 60]}},
     }.get(kind, {})
+    if draw["architecture"] == "vision and text":
+        more["exclude_modules"] = rf".*({'|'.join(TOWERS)}).*"
     return LoraConfig(
         r=4 if name == "default" else 2,
         lora_alpha=8,

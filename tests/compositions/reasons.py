@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.compositions.axes import ROUTING, Draw
+from tests.compositions.axes import Draw
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,6 @@ REASONS: tuple[Reason, ...] = (
         "load the base model with `from_pretrained`, put the adapters in, and shard it",
     ),
     Reason(
-        "adapters for experts, before there are weights",
-        "UnsupportedModelError",
-        r"adapters go to linear layers|base weights cannot be told apart",
-        lambda draw: (
-            draw["adapters"] != "none"
-            and _is(draw, architecture=tuple(ROUTING), start=("meta", "load_pretrained", "load_prepared"))
-        ),
-        ("adapters", "start", "architecture"),
-        "name the linear layers in `target_modules`, or load the base model with `from_pretrained`",
-    ),
-    Reason(
         "adapters that peft put into a model without weights",
         "CheckpointMismatchError",
         r"lora_",
@@ -77,15 +66,11 @@ REASONS: tuple[Reason, ...] = (
         "leave `loss_impl` at `auto`, which computes the logits then",
     ),
     Reason(
-        "trained tokens and adapters of experts, merged into an export",
+        "trained tokens, merged into an export",
         "UnsupportedModelError",
         r"whose base weights cannot be told apart here",
-        lambda draw: (
-            draw["export"] != "no"
-            and draw["adapters"] != "none"
-            and (draw["adapters"] == "lora and tokens" or draw["architecture"] in ROUTING)
-        ),
-        ("export", "adapters", "architecture"),
+        lambda draw: draw["export"] != "no" and draw["adapters"] == "lora and tokens",
+        ("export", "adapters"),
         "`export_adapter` writes the adapters alone; peft merges them",
     ),
     Reason(

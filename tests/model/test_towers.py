@@ -180,3 +180,43 @@ def test_a_run_goes_on_at_other_ranks(tmp_path: Path) -> None:
     rest = run_distributed(_resumes, 1, tmp_path, {}, 2)[0]
     losses = first + rest
     assert losses == sorted(losses, reverse=True), losses
+
+
+def _with_pixels(batch: dict[str, Any]) -> dict[str, Any]:
+    """An image, of four tokens, at the beginning of each row."""
+    rows = len(batch["input_ids"])
+    ids = torch.cat([torch.full((rows, 4), 2), batch["input_ids"]], 1)
+    labels = torch.cat([torch.full((rows, 4), -100), batch["labels"]], 1)
+    mask = torch.cat([torch.ones(rows, 4, dtype=torch.long), batch["attention_mask"]], 1)
+    pixels = torch.randn(rows, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask, "pixel_values": pixels}
+
+
+def _accumulate(folder: Path, freeze_towers: bool, pixels_in: int | None) -> None:
+    rank = dist.get_rank()
+    window = [ragged_batches(6)[2 * i + rank] for i in range(3)]
+    if pixels_in is not None:
+        window[pixels_in] = _with_pixels(window[pixels_in])
+    found = []
+    for grad_sync in ("each", "last"):
+        model: Any = fs.load_pretrained(folder, mesh=mesh_here(), freeze_towers=freeze_towers)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+        losses = [
+            fs.train_step(model, window, optimizer, grad_sync=grad_sync, max_grad_norm=None).loss
+            for _ in range(2)
+        ]
+        found.append((losses, {name: full(p).detach() for name, p in model.named_parameters()}))
+    (each, expected), (last, trained) = found
+    assert last == pytest.approx(each, rel=1e-2)
+    assert each[1] < each[0]
+    for name, parameter in expected.items():
+        assert torch.allclose(trained[name].float(), parameter.float(), rtol=2e-2, atol=2e-2), name
+
+
+@pytest.mark.parametrize("pixels_in", [None, 0, 1])
+@pytest.mark.parametrize("freeze_towers", [True, False])
+def test_towers_that_no_forward_has_gathered(
+    freeze_towers: bool, pixels_in: int | None, tmp_path: Path
+) -> None:
+    tiny("llava").save_pretrained(tmp_path)
+    run_distributed(_accumulate, 2, tmp_path, freeze_towers, pixels_in)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import distribute_tensor
 from transformers import AutoProcessor
 
 import fsdp_sft as fs
@@ -185,10 +186,12 @@ def try_one(name: str, root: Path, mesh: Any) -> dict[str, str] | None:
 
 def packs(model: Any) -> str:
     """Whether rows of a pack are kept apart, with weights so large that a row which sees another shows."""
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.3)
+        for parameter in (p for p in model.parameters() if p.ndim > 1):
+            # Of the whole: ranks with the same part of their own would have experts that are alike.
+            values = torch.randn(parameter.shape, generator=generator) * 0.3
+            parameter.copy_(distribute_tensor(values, parameter.device_mesh, parameter.placements))
     try:
         fs.verify_packing(model, max_length=64)
     except fs.PackingError:

@@ -105,6 +105,16 @@ def _held_parameters(model: nn.Module) -> Iterator[tuple[Any, nn.Parameter | Non
                 yield parameter, getattr(parameter, "_unsharded_param", None)
 
 
+def never_gathered(module: Any) -> bool:
+    """Whether no forward has gathered the parameters of a module that FSDP2 has sharded.
+
+    Without a reduction torch 2.13 looks in its backward at gradients of all gathered parameters, and fails
+    where there are none yet (``to_accumulated_grad_if_needed``); with one, it leaves such a group out.
+    """
+    held = [p for group in _parameter_groups(module._get_fsdp_state()) for p in group.fsdp_params]
+    return any(not hasattr(parameter, "_unsharded_param") for parameter in held)
+
+
 def _states_within(model: nn.Module) -> Iterator[Any]:
     """FSDP2's state of each module that it has sharded."""
     from torch.distributed.fsdp import FSDPModule
