@@ -375,7 +375,10 @@ def test_every_private_name_is_watched() -> None:
         "forget_held_back",
         "_held_parameters",
         "forget_unscaled",
-        "never_gathered",  # by step/test_trained.py
+        "allow_unused_groups",
+        "_accumulate_if_gathered",  # both by model/test_towers.py
+        "adopt_shards",
+        "put_shard",  # both by shard/test_packed.py
         "_states_within",  # all by step/test_trained.py and step/test_failed.py
     }  # below, by step/test_failed.py
     watched |= {"_patterns_compiled_at_use"}  # below
@@ -433,3 +436,10 @@ def test_fsdp_keeps_gradients_that_wait_when_an_iteration_is_reset() -> None:
         return
     source = inspect.getsource(_fsdp_param_group.FSDPParamGroup._reset_iter_state)
     assert "unsharded_accumulated_grad" not in source, "see whether the public reset_iter_state is enough now"
+
+
+def test_fsdp_fails_at_unused_groups_where_it_does_not_reduce() -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    source = inspect.getsource(_fsdp_param.FSDPParam.to_accumulated_grad_if_needed)
+    assert "hasattr" not in source, "see whether allow_unused_groups can go"

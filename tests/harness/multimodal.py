@@ -56,18 +56,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         image_token_index=2,
     ),
     "qwen2.5-vl": lambda: tf.Qwen2_5_VLConfig(
-        text_config={**TEXT, "rope_scaling": SECTIONS}, vision_config=QWEN_VISION, image_token_id=2
+        text_config={**TEXT, "rope_scaling": {**SECTIONS}}, vision_config=QWEN_VISION, image_token_id=2
     ),
     "qwen3-vl": lambda: tf.Qwen3VLConfig(
-        text_config={**TEXT, "head_dim": 8, "rope_scaling": SECTIONS},
+        text_config={**TEXT, "head_dim": 8, "rope_scaling": {**SECTIONS}},
         vision_config={**QWEN_VISION, "deepstack_visual_indexes": [0]},
     ),
-    "glm4v": lambda: tf.Glm4vConfig(text_config={**TEXT, "rope_parameters": AXES}, vision_config=GLM_VISION),
+    "glm4v": lambda: tf.Glm4vConfig(
+        text_config={**TEXT, "rope_parameters": {**AXES}}, vision_config=GLM_VISION
+    ),
     "glm4v-moe": lambda: tf.Glm4vMoeConfig(
-        text_config={**TEXT, **EXPERTS, "head_dim": 8, "rope_parameters": AXES}, vision_config=GLM_VISION
+        text_config={**TEXT, **EXPERTS, "head_dim": 8, "rope_parameters": {**AXES}}, vision_config=GLM_VISION
     ),
     "ernie-vl": lambda: tf.Ernie4_5_VLMoeConfig(
-        text_config={**TEXT, **MODAL_EXPERTS, "rope_parameters": AXES}, vision_config=GLM_VISION
+        text_config={**TEXT, **MODAL_EXPERTS, "rope_parameters": {**AXES}}, vision_config=GLM_VISION
     ),
 }
 

@@ -1,5 +1,6 @@
 """FSDP2's states, groups and policies."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,14 +106,47 @@ def _held_parameters(model: nn.Module) -> Iterator[tuple[Any, nn.Parameter | Non
                 yield parameter, getattr(parameter, "_unsharded_param", None)
 
 
-def never_gathered(module: Any) -> bool:
-    """Whether no forward has gathered the parameters of a module that FSDP2 has sharded.
+def put_shard(module: nn.Module, name: str, local: torch.Tensor) -> None:
+    """Put another tensor, such as one with a gather of its own, in place of a parameter's shard.
 
-    Without a reduction torch 2.13 looks in its backward at gradients of all gathered parameters, and fails
-    where there are none yet (``to_accumulated_grad_if_needed``); with one, it leaves such a group out.
+    FSDP2 takes it over at its next forward (``reset_sharded_param``, ``_init_extensions``). The public
+    ``DTensor.from_local`` would move a shard that lies on the host.
     """
-    held = [p for group in _parameter_groups(module._get_fsdp_state()) for p in group.fsdp_params]
-    return any(not hasattr(parameter, "_unsharded_param") for parameter in held)
+    from torch.distributed.tensor import DTensor
+
+    before: Any = module._parameters[name]
+    made: Any = DTensor(local, before._spec, requires_grad=False)
+    module._parameters[name] = nn.Parameter(made, requires_grad=False)
+
+
+def adopt_shards(model: nn.Module) -> None:
+    """Let FSDP2 know of shards that ``put_shard`` has replaced.
+
+    At its first forward it would find them itself, but first it compares the memory of the former shard with
+    that of the new one, and a tensor subclass has none (torch 2.13, ``reset_sharded_param``).
+    """
+    for held, _ in _held_parameters(model):
+        info = held._module_info
+        parameter = getattr(info.module, info.param_name)
+        if parameter is not held.sharded_param:
+            held.sharded_param, held._sharded_param_data = parameter, parameter._local_tensor
+            held._init_extensions()
+
+
+def allow_unused_groups(model: nn.Module) -> None:
+    """Let a backward without a reduction pass by groups that no forward has gathered, such as a tower's.
+
+    With a reduction torch 2.13 leaves them out; without one it looks at the gradients of all gathered
+    parameters, and fails where there are none yet (``FSDPParam.to_accumulated_grad_if_needed``).
+    """
+    for held, gathered in _held_parameters(model):
+        if gathered is None and "to_accumulated_grad_if_needed" not in vars(held):
+            held.to_accumulated_grad_if_needed = functools.partial(_accumulate_if_gathered, held)
+
+
+def _accumulate_if_gathered(held: Any) -> None:
+    if hasattr(held, "_unsharded_param"):
+        type(held).to_accumulated_grad_if_needed(held)
 
 
 def _states_within(model: nn.Module) -> Iterator[Any]:

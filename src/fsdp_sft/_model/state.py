@@ -11,6 +11,7 @@ from fsdp_sft._compat.modules import is_wrapper_subclass
 from fsdp_sft._model.named import clean_name, named_tensors
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._tensors.boxes import local_of
+from fsdp_sft._tensors.packed_shard import PackedShard, bits_of
 from fsdp_sft._tensors.safetensors import bytes_of
 from fsdp_sft.errors import CheckpointMismatchError, UnstorableStateError, abridged
 
@@ -113,7 +114,8 @@ def model_tensors(model: nn.Module, *, values: bool = True) -> ModelTensors:
         if name.rpartition(".")[2] == _EXTRA_STATE:
             extra[name] = value
             continue
-        if not isinstance(value, torch.Tensor) or is_wrapper_subclass(value):
+        is_packed = isinstance(value, torch.Tensor) and isinstance(local_of(value), PackedShard)
+        if not isinstance(value, torch.Tensor) or (is_wrapper_subclass(value) and not is_packed):
             raise UnstorableStateError(
                 f"{name} of {type(model).__name__} is a {type(value).__name__}, and a file holds plain "
                 "tensors: keep it in train_state or rank_state, or return it from get_extra_state"
@@ -191,7 +193,7 @@ def _refuse_left_out(model: nn.Module, tensors: dict[str, torch.Tensor], made: f
 
 def _memory(tensor: torch.Tensor) -> int:
     """A key for the memory of a tensor; an empty shard has none, so its ``id`` is used."""
-    local = local_of(tensor)
+    local = bits_of(tensor)
     return local.untyped_storage().data_ptr() if local.numel() else id(tensor)
 
 

@@ -43,7 +43,8 @@ def find(
         parts["zero"] = StoredPart(stored, parts["scale"].each, parts["scale"].columns)
     across = (parts["scale"].each or (0, 0))[1]
     form = f"{_KIND.get(weight.entry.dtype, 'fp8')} {layout}"
-    tensors.add(key, key, form, shape, parts, partial(_decode, across))
+    decode = partial(_decode, across)
+    tensors.add(key, key, form, shape, parts, decode, by_rows=decode)
 
 
 def _decode(across: int, parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:

@@ -30,7 +30,7 @@ def find_mx(tensors: Tensors, name: str, codes: str, scales: str) -> None:
     columns = -(-shape[-1] // _OF_32)
     exponents = tensors.shaped(scales, (*lead, columns), codes, (torch.uint8, torch.float8_e8m0fnu))
     parts = {"codes": StoredPart(stored, (1, 2), half), "scale": StoredPart(exponents, (1, _OF_32), columns)}
-    tensors.add(name, codes, "mxfp4", shape, parts, _mx, dtype=torch.bfloat16)
+    tensors.add(name, codes, "mxfp4", shape, parts, _mx, dtype=torch.bfloat16, by_rows=_mx)
 
 
 def find_experts(tensors: Tensors, name: str, blocks: str, scales: str) -> None:
@@ -56,6 +56,7 @@ def find_experts(tensors: Tensors, name: str, blocks: str, scales: str) -> None:
         rows=(height, width),
         stride=(height * width, 1, width),
         dtype=torch.bfloat16,
+        by_rows=_mx,
     )
 
 
@@ -71,7 +72,8 @@ def find_nv(tensors: Tensors, name: str, codes: str, scales: str, whole: str, *,
         "scale": StoredPart(scaled, (1, _OF_16), columns),
         "whole": tensors.one(whole, codes),
     }
-    tensors.add(name, codes, "nvfp4", shape, parts, partial(_nv, divide))
+    decode = partial(_nv, divide)
+    tensors.add(name, codes, "nvfp4", shape, parts, decode, by_rows=decode)
 
 
 def _mx(parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:
@@ -79,6 +81,6 @@ def _mx(parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch
 
 
 def _nv(divide: bool, parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:
-    scales, whole = parts["scale"].to(torch.float32), parts["whole"].reshape(())
+    scales, whole = parts["scale"].to(torch.float32), parts["whole"].reshape(-1, 1)
     scales = scales / whole if divide else scales * whole
     return scale(of_nibbles(parts["codes"], E2M1), scales, _OF_16)

@@ -70,7 +70,8 @@ def find(tensors: Tensors, name: str, schemes: Sequence[Scheme]) -> None:
         )
     across = (scales.each or (0, 0))[1]
     decode = partial(_decode, name, shape, bits, across)
-    tensors.add(name, key, f"int{bits} {layout}", shape, parts, decode)
+    by_rows = None if {"zero", "group"} & parts.keys() else partial(_by_rows, bits, across)
+    tensors.add(name, key, f"int{bits} {layout}", shape, parts, decode, by_rows=by_rows)
 
 
 def _shape_and_bits(tensors: Tensors, name: str, schemes: Sequence[Scheme]) -> tuple[Ints, int]:
@@ -130,6 +131,21 @@ def scales_of(zeros: str) -> str:
     return zeros.removesuffix("_zero_point") + "_scale"
 
 
+def _numbers(bits: int, codes: torch.Tensor, count: int) -> torch.Tensor:
+    """The first numbers of each row of words."""
+    offset = 1 << (bits - 1)
+    if bits == 4:
+        return of_nibbles(codes, range(-offset, offset))[:, :count]
+    return (codes.contiguous().view(torch.uint8).to(torch.float32) - offset)[:, :count]
+
+
+def _by_rows(
+    bits: int, across: int, parts: Mapping[str, torch.Tensor], rows: range, columns: range
+) -> torch.Tensor:
+    """Values of symmetric schemes, of which no shape was read: the reader of values compares it."""
+    return scale(_numbers(bits, parts["codes"], len(columns)), as_scales(parts["scale"]), across)
+
+
 def _decode(
     name: str,
     shape: Ints,
@@ -143,11 +159,7 @@ def _decode(
     if said != shape:
         raise CheckpointFormatError(f"{name + '_shape'!r} says {said}, and the packed values are {shape}")
     offset = 1 << (bits - 1)
-    if bits == 4:
-        values = of_nibbles(parts["codes"], range(-offset, offset))
-    else:
-        values = parts["codes"].contiguous().view(torch.uint8).to(torch.float32) - offset
-    values = values[:, : len(columns)]
+    values = _numbers(bits, parts["codes"], len(columns))
     scales, zeros = as_scales(parts["scale"]), None
     if "zero" in parts:
         zeros = parts["zero"]

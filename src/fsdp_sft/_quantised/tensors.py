@@ -166,6 +166,7 @@ class Tensors:
         rows: Ints | None = None,
         stride: Ints | None = None,
         dtype: torch.dtype = torch.float32,
+        by_rows: Decode | None = None,
     ) -> None:
         """Add a tensor that was made of stored ones, all of which are taken.
 
@@ -179,6 +180,7 @@ class Tensors:
             rows: (height, width) of each matrix as it is stored; None: as published.
             stride: Strides of the published tensor in the stored values.
             dtype: Dtype that holds all values.
+            by_rows: See ``Packed``.
 
         Raises:
             CheckpointFormatError: If the name is taken, by a packed tensor or a stored one.
@@ -190,7 +192,7 @@ class Tensors:
             raise self.settings.refused(f"{owner!r} is empty")
         size = sum(part.stored.entry.num_bytes for part in parts.values())
         entry = TensorEntry(dtype, shape, 0, size, stride)
-        self.packed[name] = Packed(entry, form, width, height, parts, decode)
+        self.packed[name] = Packed(entry, form, width, height, parts, decode, by_rows)
 
     def read(self, key: str) -> torch.Tensor:
         """The elements of a small tensor, which say how others are packed.

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_sft._ranks.agree import answered, control_group, raise_first, this_rank
-from fsdp_sft._tensors.boxes import Box, local_of, part_of, whole
+from fsdp_sft._tensors.boxes import Box, part_of, whole
+from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft._tensors.sharding import own_part, sharding_of
 
 
@@ -36,12 +37,12 @@ class Gatherer:
             return None
         parts = list(sharding_of(tensor).parts(tensor.shape))
         if parts == [(0, whole(tensor.shape))]:
-            return local_of(tensor).to("cpu", dtype).contiguous()
+            return values_of(tensor, dtype).to("cpu", dtype).contiguous()
         full = torch.empty(tensor.shape, dtype=dtype)
         for owner, box in parts:
             part = part_of(full, box)
             if owner == 0:
-                part.copy_(local_of(tensor))
+                part.copy_(values_of(tensor, dtype))
             else:
                 receive_into(part, owner)
         return full
@@ -64,7 +65,7 @@ class Gatherer:
 
         def prepare() -> None:
             nonlocal payload
-            payload = local_of(tensor).to("cpu", dtype).contiguous()
+            payload = values_of(tensor, dtype).to("cpu", dtype).contiguous()
 
         self.attempt(prepare)
         send(payload if payload is not None else torch.zeros(box.shape, dtype=dtype), 0)

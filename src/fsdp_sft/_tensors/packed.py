@@ -7,6 +7,7 @@ are called, how many values share each of their elements, and how values are mad
 (``Packed.decode``).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp_sft._tensors.jobs import ByteRange, Computation
+from fsdp_sft._tensors.packed_shard import RowFormat
 from fsdp_sft._tensors.pieces import Ints, Piece
 from fsdp_sft._tensors.safetensors import TensorEntry
 from fsdp_sft._tensors.stored import About, InFile, Stored
@@ -137,6 +139,8 @@ class Packed(Stored):
             in float32. The columns begin where an element of every part begins. A part has a row for each row
             of values, unless its ``each`` says that all of its rows belong to all. Values of further columns
             may follow those that were asked for.
+        by_rows: The same from parts that all have a row for each row of values, whatever the numbers of the
+            rows; None if a row has no bytes of its own. Parts of one element are repeated for each row.
     """
 
     entry: TensorEntry
@@ -145,6 +149,42 @@ class Packed(Stored):
     height: int
     parts: Mapping[str, StoredPart]
     decode: Decode
+    by_rows: Decode | None = None
+
+    def row_format(self) -> RowFormat | None:
+        """How a row's values are computed from its own bytes; None if it has none of its own."""
+        if self.by_rows is None:
+            return None
+        kept = [
+            (name, part.stored.entry.dtype, 1 if part.each is None else part.columns)
+            for name, part in self.parts.items()
+            if (part.each is not None and part.each[0]) or math.prod(part.stored.entry.shape) == 1
+        ]
+        kept.sort(key=lambda part: -part[1].itemsize)
+        return RowFormat(self.format, self.width, tuple(kept), self.by_rows)
+
+    def row_jobs(
+        self, name: str, key: str, first: int, place: torch.Tensor, at_once: int
+    ) -> Iterator[Computation]:
+        """Reads of the bytes of rows as they are.
+
+        Args:
+            name: Name of the parameter, for messages.
+            key: Name of this tensor.
+            first: The first row, counted over all matrices.
+            place: Where the bytes go, ``(rows, row_bytes)`` of ``row_format``.
+            at_once: Number of values whose bytes may be held at once.
+        """
+        form = self.row_format()
+        assert form is not None
+        every = range(self.width)
+        for at, part in zip(
+            itertools.count(first, step := max(1, at_once // self.width)), place.split(step), strict=False
+        ):
+            rows = range(at, at + len(part))
+            reads = {own: self.parts[own].read(rows, every, self.height) for own, *_ in form.parts}
+            runs = tuple(run for read in reads.values() for run in read.runs)
+            yield Computation(name, key, runs, partial(_joined, form, reads, len(part)), part)
 
     def all_runs(self) -> tuple[ByteRange, ...]:
         """The bytes of all parts."""
@@ -169,6 +209,17 @@ class Packed(Stored):
             tensors[name] = read.tensor(raws[taken : taken + len(read.runs)])
             taken += len(read.runs)
         return _in_order(block.view(self.decode(tensors, block.rows, block.columns), size))
+
+
+def _joined(
+    form: RowFormat, reads: Mapping[str, _PartRead], count: int, raws: list[torch.Tensor]
+) -> torch.Tensor:
+    """The bytes of rows, side by side."""
+    tensors, taken = {}, 0
+    for name, read in reads.items():
+        tensors[name] = read.tensor(raws[taken : taken + len(read.runs)])
+        taken += len(read.runs)
+    return form.joined(tensors, count)
 
 
 def _in_order(values: torch.Tensor) -> torch.Tensor:

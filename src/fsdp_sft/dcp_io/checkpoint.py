@@ -14,7 +14,6 @@ from torch import nn
 
 from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.state import model_tensors
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.codec import decode, loads
 from fsdp_sft._process.generators import set_generator_states
@@ -31,6 +30,7 @@ from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, TRAIN_STATE_NAME, Manifest
 from fsdp_sft.dcp_io.model_state import check_model, read_model
 from fsdp_sft.dcp_io.optimizer_content import Optimizers
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
+from fsdp_sft.dcp_io.packed_base import check_packed, stored_tensors
 from fsdp_sft.dcp_io.rank_files import read_rank_content
 from fsdp_sft.dcp_io.saving import Save
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError
@@ -298,7 +298,8 @@ def _load_step(
     with agreed(f"checking the model against {folder}"):
         refuse_merged(model, "loading a checkpoint")
         check_adapters(folder, manifest, model)
-        tensors = model_tensors(model)
+        check_packed(folder, manifest, model)
+        tensors = stored_tensors(model)
         sources = check_model(manifest, tensors)
         if optimizer is not None:
             check_optimizer(manifest, model, optimizer)

@@ -12,7 +12,6 @@ from torch import nn
 
 from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.state import model_tensors
 from fsdp_sft._process.codec import dumps, encode
 from fsdp_sft._ranks.agree import difference, tell, through_rank_0, world_size
 from fsdp_sft._tensors.disk import unsound_beside
@@ -26,6 +25,7 @@ from fsdp_sft.dcp_io.global_batch import batch_settings
 from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
 from fsdp_sft.dcp_io.manifest import checked_size
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, optimizer_content, with_inner_tensors
+from fsdp_sft.dcp_io.packed_base import packed_settings, stored_tensors
 from fsdp_sft.dcp_io.rank_files import rank_content
 from fsdp_sft.dcp_io.retention import prune
 from fsdp_sft.dcp_io.root import prepare_root
@@ -161,7 +161,7 @@ def _content(
     rank_state: Mapping[str, Any] | None,
 ) -> FolderContent:
     """What this rank contributes to a save."""
-    tensors = model_tensors(model)
+    tensors = stored_tensors(model)
     extra, extra_tensors = encode_extra(tensors)
     return FolderContent(
         step=step,
@@ -173,7 +173,10 @@ def _content(
         optimizer=optimizer_content(model, optimizer) if optimizer is not None else None,
         train_state=checked_size(_as_json(train_state), "train_state"),
         rank_content=rank_content(rank_state),
-        settings=adapter_settings(model) | batch_settings(model) | config_settings(model),
+        settings=adapter_settings(model)
+        | batch_settings(model)
+        | config_settings(model)
+        | packed_settings(model),
     )
 
 

@@ -20,9 +20,9 @@ from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
-from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.disk import check_room, sweep, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer
+from fsdp_sft._tensors.packed_shard import bits_of
 from fsdp_sft.export.hf_files import HfFiles
 from fsdp_sft.export.own_rows import has_whole_rows, open_own_rows
 from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, refuse_tied, unsharded_twin
@@ -237,7 +237,7 @@ def _gathered(
         part = gatherer.gather(tensor, wide)
         if part is not None:
             # An unsharded tensor on the host is the model's own memory, into which peft would merge.
-            is_own = part.untyped_storage().data_ptr() == local_of(tensor).untyped_storage().data_ptr()
+            is_own = part.untyped_storage().data_ptr() == bits_of(tensor).untyped_storage().data_ptr()
             full[clean_name(key)] = part.clone() if is_own else part
     if not full:
         return None

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from fsdp_sft._ranks.agree import all_gather_objects, share
-from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.disk import write_early
+from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft._tensors.safetensors import bytes_of, force_to_disk
 from fsdp_sft._tensors.sharding import own_part, sharding_of
 
@@ -40,7 +40,7 @@ class OwnRows:
         file, start = self._places[name]
         if tensor.dim():
             start += box.offset[0] * math.prod(tensor.shape[1:]) * dtype.itemsize
-        rows = local_of(tensor).reshape(-1)
+        rows = values_of(tensor, dtype).reshape(-1)
         for first in range(0, box.numel, _PIECE_ELEMENTS):
             piece = rows[first : first + _PIECE_ELEMENTS].to("cpu", dtype).contiguous()
             write_early(self._files[file], start + first * dtype.itemsize, bytes_of(piece))

@@ -22,7 +22,7 @@ from fsdp_sft._model.named import parameter_names
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.generators import unmoved
-from fsdp_sft._tensors.boxes import local_of
+from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft.errors import abridged
 from fsdp_sft.loss.balance import Balance, balanced_by, intercept
 from fsdp_sft.loss.probe import ProbeError, evaluating, output_of
@@ -96,7 +96,7 @@ def _not_finite(model: nn.Module, loss: float) -> NotFinite:
     broken = [
         name
         for parameter, name in parameter_names(model).items()
-        if not bool(local_of(parameter.detach()).isfinite().all())
+        if not bool(values_of(parameter.detach()).isfinite().all())
     ]
     where = f": {abridged(broken)} hold values that are not finite" if broken else ""
     return NotFinite(

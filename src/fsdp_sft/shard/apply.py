@@ -35,6 +35,7 @@ from fsdp_sft.shard.expert_parallel import check_placeable_experts, place_expert
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_sft.shard.packing import STORED, choose_packed, pack_loaded, packed_or_dtype
 from fsdp_sft.shard.units import (
     cast_shards,
     checked_offload,
@@ -54,7 +55,7 @@ def shard_model(
     *,
     mesh: "DeviceMesh",
     master_dtype: torch.dtype = torch.float32,
-    frozen_dtype: torch.dtype | None = None,
+    frozen_dtype: torch.dtype | str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     blocks: Mapping[str, nn.Module] | None = None,
     reshard_after_forward: bool | int = True,
@@ -83,7 +84,9 @@ def shard_model(
         mesh: Mesh from ``build_mesh``: 1-D for FSDP, 2-D for HSDP and DDP. If it has ``cp``, parameters are
             sharded over the ranks of ``dp_shard`` and ``cp`` together.
         master_dtype: Dtype of the stored trainable shards, and so of gradients and optimizer states.
-        frozen_dtype: Dtype of the stored frozen shards; None keeps the dtype that they have. Modules that
+        frozen_dtype: Dtype of the stored frozen shards; None keeps the dtype that they have. ``"stored"``
+            keeps the matrices of blocks as a quantised checkpoint has them, and ``"nf4"`` or ``"fp8"`` packs
+            them while they are loaded: ranks gather packed bytes, and compute with the values. Modules that
             peft's ``modules_to_save`` were copied from get ``master_dtype``, because the copies take their
             first values from them.
         mp_policy: Compute and reduction dtypes; None is bfloat16 compute with float32 reduction.
@@ -121,7 +124,8 @@ def shard_model(
         >>> model = fs.shard_model(model, mesh=mesh, master_dtype=torch.float32)
         >>> report = fs.load_weights(model, path)
     """
-    check_dtypes(master_dtype=master_dtype, frozen_dtype=frozen_dtype)
+    check_dtypes(master_dtype=master_dtype)
+    packed, kept_dtype = packed_or_dtype(frozen_dtype)
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(
             f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {mp_policy!r}; the dtype "
@@ -144,10 +148,17 @@ def shard_model(
 
     copied = copied_modules(model)
     plan = plan_float32(model, policy, chosen, warn=mesh.get_rank() == 0)
+    by_rows = set() if packed is None else choose_packed(model, chosen, packed, plan.kept)
+    kept_dtype = policy.param_dtype if packed is not None else kept_dtype
+    if packed is not None and type(reshard_after_forward) is int:
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward} keeps gathered values sharded, which torch does "
+            f"not do for weights that are packed (frozen_dtype={packed!r}): take True or False"
+        )
     for unit in units_of(model, chosen, plan, policy, reshard_after_forward):
-        shard_unit(unit, mesh, offload)
+        shard_unit(unit, mesh, offload, by_rows)
         for module in unit.modules:
-            cast_shards(module, master_dtype, frozen_dtype, copied)
+            cast_shards(module, master_dtype, kept_dtype, copied)
         if unit.float32 is not None:
             use_float32(unit.float32, policy)
     if base_of(model) is not model and hasattr(model, "generate"):
@@ -159,6 +170,8 @@ def shard_model(
     if mesh.get_rank() == 0:
         name_uneven(model, mesh.size(mesh.ndim - 1), mesh.size(0) if mesh.ndim > 1 else 1, cp_size(given))
     remember_mesh(model, given)
+    if packed is not None and packed != STORED:
+        pack_loaded(model)
     tell(
         _logger,
         "sharded %s: %d FSDP2 groups over %d ranks%s, %s parameters, computing in %s",

@@ -1,5 +1,7 @@
 """A table of a sharded model's FSDP2 groups, and a warning if ranks have unequal shares."""
 
+import math
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -8,12 +10,18 @@ from fsdp_sft._model.sharded import mesh_of, reshard
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.mesh import EP
 from fsdp_sft._tensors.boxes import local_of
+from fsdp_sft._tensors.packed_shard import PackedShard, bits_of
 from fsdp_sft._tensors.shard_dims import MOST_IMBALANCE, even_shards, shard_numel
+from fsdp_sft.errors import abridged
 from fsdp_sft.shard.names import innermost, without_indices
 
 
 def describe_sharding(model: nn.Module) -> str:
     """A table of the FSDP2 groups: FQN, parameters, local bytes, dtypes, placements.
+
+    Of weights that are packed the table has the format in place of the dtype, and a line says how many bits a
+    value takes on this rank, with its scales and with what fills shards up to equal parts, and what is frozen
+    and not packed.
 
     Groups that differ in their index only share a row, which names the first and the last. The model is
     resharded first.
@@ -44,7 +52,7 @@ def describe_sharding(model: nn.Module) -> str:
         local = sum(_local_bytes(p) for p in parameters)
         numel = sum(p.numel() for p in parameters)
         total, total_local = total + numel, total_local + local
-        dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
+        dtypes = ", ".join(sorted({_form(p) for p in parameters}))
         placements = ", ".join(
             sorted({str(p.placements) if isinstance(p, DTensor) else "not sharded" for p in parameters})
         )
@@ -64,7 +72,30 @@ def describe_sharding(model: nn.Module) -> str:
         f"{total:,} parameters, {total_local:,} bytes on this rank, the fullest rank has {fullest:.2f} times "
         f"the mean, mesh ({axes}) on {mesh.device_type}"
     )
-    return "\n".join([line.rstrip() for line in lines] + [summary])
+    return "\n".join([line.rstrip() for line in lines] + [summary, *_of_packed(model)])
+
+
+def _form(parameter: nn.Parameter) -> str:
+    """The format of a packed parameter, or its dtype."""
+    local = local_of(parameter)
+    packed = isinstance(local, PackedShard)
+    return local.lies.form.name if packed else str(parameter.dtype).removeprefix("torch.")
+
+
+def _of_packed(model: nn.Module) -> list[str]:
+    """Lines about packed weights: what a value takes, and which frozen ones are not packed."""
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    shards = [shard for p in frozen.values() if isinstance(shard := local_of(p), PackedShard)]
+    if not shards:
+        return []
+    values = sum(shard.count * math.prod(shard.shape[1:]) for shard in shards)
+    taken = sum(shard.rows.numel() for shard in shards)
+    others = {without_indices(n): p for n, p in frozen.items() if not isinstance(local_of(p), PackedShard)}
+    largest = sorted(others, key=lambda name: -others[name].numel())
+    return [
+        f"packed: {len(shards)} weights, {taken * 8 / max(1, values):.2f} bits a value on this rank; frozen "
+        f"and not packed, as embeddings, heads, routers, norms and small matrices are: {abridged(largest)}"
+    ]
 
 
 def name_uneven(model: nn.Module, num_shards: int, replicas: int, cp: int) -> None:
@@ -127,5 +158,5 @@ def _padded_numel(parameter: DTensor, num_shards: int) -> int:
 
 def _local_bytes(parameter: nn.Parameter) -> int:
     """Bytes of a parameter on this rank."""
-    local = local_of(parameter)
+    local = bits_of(parameter)
     return local.numel() * local.element_size()

@@ -100,8 +100,8 @@ def units_of(
     return [*units, Unit([model], policy, None)]
 
 
-def shard_unit(unit: Unit, mesh: "DeviceMesh", offload: OffloadPolicy) -> None:
-    """Shard the modules of a unit as one FSDP2 group."""
+def shard_unit(unit: Unit, mesh: "DeviceMesh", offload: OffloadPolicy, by_rows: Collection[int] = ()) -> None:
+    """Shard the modules of a unit as one FSDP2 group; parameters ``by_rows``, by id, are cut so."""
     experts, reshard = unit.experts, unit.reshard
     if experts is not None:
         mesh, reshard = experts.mesh, bool(reshard)
@@ -113,7 +113,9 @@ def shard_unit(unit: Unit, mesh: "DeviceMesh", offload: OffloadPolicy) -> None:
         mesh=mesh,
         mp_policy=unit.policy,
         offload_policy=offload,
-        shard_placement_fn=None if first_only else partial(_placement, num_shards=mesh.size(mesh.ndim - 1)),
+        shard_placement_fn=None
+        if first_only
+        else partial(_placement, num_shards=mesh.size(mesh.ndim - 1), by_rows=by_rows),
         **({} if reshard is None else {"reshard_after_forward": reshard}),
     )
     if experts is not None:
@@ -132,9 +134,9 @@ def use_float32(unit: Float32Unit, policy: MixedPrecisionPolicy) -> None:
         cast_at_use(owner, names, policy.param_dtype or torch.float32)
 
 
-def _placement(parameter: nn.Parameter, num_shards: int) -> Shard | None:
+def _placement(parameter: nn.Parameter, num_shards: int, by_rows: Collection[int]) -> Shard | None:
     """Placement of a parameter's shards; None leaves it to FSDP2, as for tensors with their own gather."""
-    if hasattr(parameter, "fsdp_pre_all_gather"):
+    if hasattr(parameter, "fsdp_pre_all_gather") or id(parameter) in by_rows:
         return None
     dim = shard_dim(tuple(local_of(parameter).shape), num_shards)
     return Shard(dim) if dim else None

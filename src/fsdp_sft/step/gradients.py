@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._compat.fsdp import forget_failed_iteration, never_gathered
+from fsdp_sft._compat.fsdp import allow_unused_groups, forget_failed_iteration
 from fsdp_sft._model.wrappers import replicated_by, unwrapped
 from fsdp_sft._tensors.boxes import local_of
 
@@ -53,9 +53,8 @@ def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
         yield
         return
     model.set_requires_gradient_sync(mode != "none")
-    for module in model.modules() if mode == "none" else ():
-        if isinstance(module, FSDPModule) and never_gathered(module):
-            module.set_requires_gradient_sync(True, recurse=False)
+    if mode == "none":
+        allow_unused_groups(model)
     model.set_requires_all_reduce(mode == "all")
     model.set_is_last_backward(mode == "all")
     try:

@@ -20,7 +20,7 @@ from fsdp_sft._model.record import findings
 from fsdp_sft._model.wrappers import replicated_by, unwrapped
 from fsdp_sft._ranks.agree import world_size
 from fsdp_sft._ranks.mesh import DP_REPLICATE, copies_of_rows, raise_on_mesh
-from fsdp_sft._tensors.boxes import local_of
+from fsdp_sft._tensors.packed_shard import bits_of
 from fsdp_sft.errors import OptimizerError, UnsupportedModelError, abridged
 from fsdp_sft.shard.apply import refuse_hooks
 from fsdp_sft.step.optimizers import stepped_by
@@ -230,7 +230,7 @@ def refuse_different_replicas(model: nn.Module, mesh: "DeviceMesh | None") -> No
     names, sums = [], []
     for parameter, name in parameter_names(model).items():
         names.append(name)
-        sums.append(_sum_of_bits(local_of(parameter.detach())).to(mesh.device_type))
+        sums.append(_sum_of_bits(bits_of(parameter.detach())).to(mesh.device_type))
     own = torch.stack(sums)
     most, least = own.clone(), own.clone()
     group = mesh.get_group(DP_REPLICATE)

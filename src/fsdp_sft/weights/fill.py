@@ -14,17 +14,29 @@ from torch import nn
 from fsdp_sft._compat.conversions import keep_used_conversions, run_conversion
 from fsdp_sft._model.adapters import copy_saved_modules, without_adapters
 from fsdp_sft._model.named import named_tensors
+from fsdp_sft._model.record import record_of
+from fsdp_sft._model.wrappers import base_of
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, control_group, tell, this_rank, world_size
 from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of, replicate_dims, whole
 from fsdp_sft._tensors.jobs import Computation, Job
+from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard
 from fsdp_sft._tensors.prefault import HostPages
 from fsdp_sft._tensors.reader import check_all_finite, check_same, read_jobs
 from fsdp_sft._tensors.stored import AT_ONCE
+from fsdp_sft.shard.packing import (
+    PackedSource,
+    empty_shard,
+    fill_packed,
+    is_as_stored,
+    packed_weights,
+    put_packed,
+)
 from fsdp_sft.weights.account import Source, check_nothing_empty
 from fsdp_sft.weights.finish import check_shards_finite, initialise_rest, materialise
 from fsdp_sft.weights.plan import ConvertedGroup, LoadPlan, Target
 from fsdp_sft.weights.report import LoadReport, progress_bar
 from fsdp_sft.weights.resolve import Checkpoint
+from fsdp_sft.weights.rows import layouts_of, row_jobs
 from fsdp_sft.weights.vocabulary import fill_new_rows
 
 _logger = logging.getLogger(__name__)
@@ -82,10 +94,16 @@ def fill(
     Collective: all ranks.
     """
     with agreed("reading the checkpoint"):
-        materialise(model)
+        with without_adapters(model) as base:
+            tensors = named_tensors(base)
+            packed = layouts_of(packed_weights(model), plan, checkpoint.sources, tensors)
+        device = materialise(model, {id(tensors[name]) for name in packed})
+    if packed:
+        kind, digest = str(getattr(packed_weights(model), "kind", "")), plan.digest(checkpoint)
+        record_of(base_of(model)).keep(PackedSource(kind, digest))
     with without_adapters(model) as base:
         with agreed("reading the checkpoint"):
-            reads = _Reads(base, plan, checkpoint, reading)
+            reads = _Reads(base, plan, checkpoint, reading, packed, device)
             bytes_read = _read_own(reads)
             staging = _staging(reads)
         bytes_read += _exchange(reads, staging)
@@ -129,12 +147,16 @@ class _Reads:
         plan: What to read for each tensor.
         checkpoint: The files.
         how: How they are read.
+        packed: How weights that stay packed lie in rows, by name.
+        device: Where shards lie.
     """
 
     model: nn.Module
     plan: LoadPlan
     checkpoint: Checkpoint
     how: Reading
+    packed: Mapping[str, PackedLayout]
+    device: torch.device
 
     def __post_init__(self) -> None:
         self.pages = HostPages()
@@ -186,9 +208,45 @@ class _Reads:
 def _read_own(reads: _Reads) -> int:
     """Read everything that this rank reads by itself into its shards; the number of bytes read."""
     targets = [target for target in reads.plan.targets.values() if target.group is None]
-    jobs = list(_jobs(reads, targets, "copy"))
+    jobs = list(_jobs(reads, [target for target in targets if target.name not in reads.packed], "copy"))
     with progress_bar(sum(job.num_bytes for job in jobs)) as progress:
-        return reads.run(jobs, progress)
+        done = reads.run(jobs, progress)
+    return done + sum(_read_packed(reads, target) for target in targets if target.name in reads.packed)
+
+
+def _read_packed(reads: _Reads, target: Target) -> int:
+    """Read this rank's part of a weight that stays packed, or is packed now; the number of bytes read.
+
+    Memory: What is packed now is held in its own dtype, one part of a weight at a time.
+    """
+    tensor, sources = reads.tensors[target.name], reads.checkpoint.sources
+    shard, box = _packed_shard(reads, target.name), box_of(tensor)
+    if is_as_stored(reads.model):
+        count = reads.run(row_jobs(target, sources, shard, box, reads.at_once))
+        if reads.is_checked(target):
+            check_all_finite({target.name: shard.dense(torch.float32)})
+        return count
+    values = torch.empty(box.shape, dtype=tensor.dtype, device=reads.device)
+    jobs: list[Job | Computation] = []
+    for piece in target.pieces:
+        checked = reads.is_checked(target)
+        jobs += sources[piece.key].jobs(
+            target.name, piece, box, values, check_finite=checked, at_once=reads.at_once
+        )
+    count = reads.run(jobs)
+    fill_packed(shard, values)
+    return count
+
+
+def _packed_shard(reads: _Reads, name: str) -> PackedShard:
+    """The shard of packed bytes that a weight has, or gets now."""
+    parameter: Any = reads.tensors[name]
+    local = local_of(parameter)
+    if isinstance(local, PackedShard):
+        return local
+    shard = empty_shard(parameter, reads.packed[name], reads.device)
+    put_packed(reads.model, name, shard)
+    return shard
 
 
 def _staging(reads: _Reads) -> dict[torch.dtype, torch.Tensor]:
@@ -241,7 +299,7 @@ def _readers(reads: _Reads) -> dict[str, tuple[Any, int, int]]:
     load: dict[int, int] = {}
     for name, target in reads.plan.targets.items():
         found = replicate_dims(reads.tensors[name])
-        if target.group is None and found is not None:
+        if target.group is None and found is not None and name not in reads.packed:
             mesh, dims = found
             reader = min(range(mesh.size(dims[0])), key=lambda index: load.get(index, 0))
             load[reader] = load.get(reader, 0) + reads.tensors[name].numel()
@@ -280,7 +338,7 @@ def _fill_converted(reads: _Reads) -> int:
     """
     bytes_read = 0
     world = world_size()
-    if reads.how.strategy != "exchange" or world == 1:
+    if reads.how.strategy != "exchange" or world == 1 or reads.packed:
         for group in reads.plan.groups:
             with agreed(f"converting {group.first_target!r}"):
                 count, converted = _convert(reads, group)
@@ -342,7 +400,10 @@ def _take(reads: _Reads, target: Target, values: torch.Tensor, where: Box) -> No
     """Copy into this rank's shard its intersection with ``values``, which fill the box ``where``."""
     box = box_of(reads.tensors[target.name])
     common = where.intersect(box)
-    if common is not None:
+    if target.name in reads.packed:
+        assert common == box
+        fill_packed(_packed_shard(reads, target.name), part_of(values, box))
+    elif common is not None:
         mine, theirs = part_of(reads.place_of(target), common.relative_to(box)), common.relative_to(where)
         reads.pages.prefault(mine)
         with torch.no_grad():

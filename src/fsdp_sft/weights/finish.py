@@ -1,5 +1,7 @@
 """The parts of a load before and after the reads: memory, computed buffers, missing keys, ties."""
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -12,6 +14,7 @@ from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._tensors.boxes import box_of, local_of, part_of
+from fsdp_sft._tensors.packed_shard import PackedShard
 from fsdp_sft._tensors.prefault import ask_for_large_pages, maps_ahead
 from fsdp_sft._tensors.reader import check_all_finite
 from fsdp_sft.weights.plan import LoadPlan
@@ -40,8 +43,16 @@ def make_ties(model: nn.Module) -> None:
     tie_by_names(model)
 
 
-def materialise(model: nn.Module) -> None:
-    """Give every meta tensor memory: shards where FSDP2 keeps them, the rest on the device that computes."""
+def materialise(model: nn.Module, packed: Collection[int] = ()) -> torch.device:
+    """Give every meta tensor memory: shards where FSDP2 keeps them, the rest on the device that computes.
+
+    Args:
+        model: The model.
+        packed: Ids of the parameters that get none, since their shards will be packed.
+
+    Returns:
+        The device of the shards.
+    """
     device = compute_device(model)
     if device.type == "meta":
         device = torch.device("cpu")
@@ -58,7 +69,7 @@ def materialise(model: nn.Module) -> None:
             setattr(*slot(model, name), made[id(tensor)])
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta:
+        if not tensor.is_meta or id(tensor) in packed:
             return tensor
         # Not DTensor.from_local, which moves shards that stay on the host to the mesh's device.
         filled = torch.empty_like(tensor, device=shard_device)
@@ -67,6 +78,7 @@ def materialise(model: nn.Module) -> None:
 
     if any(isinstance(tensor, DTensor) and tensor.is_meta for tensor in named.values()):
         apply_to_tensors(model, fill)
+    return shard_device
 
 
 def _advise(fresh: torch.Tensor) -> None:
@@ -121,7 +133,9 @@ def _computed_in_16_bits(
 
 
 def check_shards_finite(model: nn.Module, plan: LoadPlan) -> None:
-    """Refuse NaN and infinity in shards on an accelerator. Shards on the host were checked as they were read.
+    """Refuse NaN and infinity in shards on an accelerator.
+
+    Shards on the host, and those that are packed, were checked as they were read.
 
     Raises:
         CheckpointFormatError: If a parameter has such values; the message names it.
@@ -131,7 +145,7 @@ def check_shards_finite(model: nn.Module, plan: LoadPlan) -> None:
     for name, target in plan.targets.items():
         if target.is_parameter and parameters[name].is_floating_point():
             local = local_of(parameters[name])
-            if local.device.type != "cpu":
+            if local.device.type != "cpu" and not isinstance(local, PackedShard):
                 by_device.setdefault(local.device, {})[name] = local
     for tensors in by_device.values():
         check_all_finite(tensors)

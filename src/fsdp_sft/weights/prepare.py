@@ -160,7 +160,7 @@ def load_prepared(
     mesh: "DeviceMesh",
     master_dtype: torch.dtype | None = None,
     verify: bool = True,
-    frozen_dtype: torch.dtype | None = None,
+    frozen_dtype: torch.dtype | str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     sac_ratio: Ratio = 0,
     compile: bool = False,  # noqa: A002  the word that torch uses for it

@@ -15,6 +15,7 @@ from fsdp_sft._ranks.agree import agreed
 from fsdp_sft.sac import Ratio, apply_sac
 from fsdp_sft.shard.apply import shard_model
 from fsdp_sft.shard.compile import compile_blocks
+from fsdp_sft.shard.packing import packed_or_dtype
 from fsdp_sft.weights import load_weights
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.meta import meta_model
@@ -31,7 +32,7 @@ def load_pretrained(
     *,
     mesh: "DeviceMesh",
     master_dtype: torch.dtype = torch.float32,
-    frozen_dtype: torch.dtype | None = None,
+    frozen_dtype: torch.dtype | str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     sac_ratio: Ratio = 0,
     compile: bool = False,  # noqa: A002  the word that torch uses for it
@@ -54,7 +55,8 @@ def load_pretrained(
         name_or_path: A folder, or a Hub id.
         mesh: Device mesh from ``build_mesh``.
         master_dtype: Dtype of the stored shards that are trained.
-        frozen_dtype: Dtype of the stored shards that are frozen; None is the policy's compute dtype with
+        frozen_dtype: Dtype of the stored shards that are frozen, or ``"stored"``, ``"nf4"`` or ``"fp8"`` for
+            packed ones (see ``shard_model``); None is the policy's compute dtype with
             adapters or frozen towers, and ``master_dtype`` without.
         mp_policy: See ``shard_model``.
         sac_ratio: Fraction of blocks whose activations are recomputed; see ``apply_sac``.
@@ -91,7 +93,8 @@ def load_pretrained(
         >>> model.load_report.loaded[0]
         'model.embed_tokens.weight'
     """
-    check_dtypes(master_dtype=master_dtype, frozen_dtype=frozen_dtype)
+    check_dtypes(master_dtype=master_dtype)
+    packed_or_dtype(frozen_dtype)
     folder = resolve_folder(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     model = sharded_model(
         folder,
@@ -120,7 +123,7 @@ def sharded_model(
     called: str | os.PathLike[str] | None = None,
     mesh: "DeviceMesh",
     master_dtype: torch.dtype,
-    frozen_dtype: torch.dtype | None,
+    frozen_dtype: torch.dtype | str | None,
     mp_policy: MixedPrecisionPolicy | None,
     sac_ratio: Ratio,
     compile: bool,  # noqa: A002
@@ -168,8 +171,8 @@ def sharded_model(
 
 
 def frozen_dtype_of(
-    frozen_dtype: torch.dtype | None, is_frozen: bool, mp_policy: MixedPrecisionPolicy | None
-) -> torch.dtype | None:
+    frozen_dtype: torch.dtype | str | None, is_frozen: bool, mp_policy: MixedPrecisionPolicy | None
+) -> torch.dtype | str | None:
     """The dtype in which frozen shards are stored: if some were frozen, the compute dtype by default."""
     if frozen_dtype is not None or not is_frozen:
         return frozen_dtype

@@ -1,0 +1,220 @@
+"""Shards that keep packed bytes: FSDP2 gathers the bytes, and the model sees the values.
+
+A weight's values lie in rows: those of a matrix, or of the matrices of a stack. Each row keeps what its
+values are computed from side by side (codes and scales), so that any rows of any rank can be put next to each
+other: uneven shards, experts that ranks share out, and stacks that were published as many matrices.
+
+Which rank computes what is FSDP2's: a parameter's shard has ``fsdp_pre_all_gather``, which hands over bytes,
+and ``fsdp_post_all_gather``, which gets those of all ranks (torch 2.13, ``_fsdp_param.py``).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_sft._tensors.boxes import local_of
+from fsdp_sft._tensors.pieces import Ints
+
+_ALIGNMENT = 8  # bytes: a row of bytes begins where an element of any dtype can
+_AT_ONCE = 1 << 22  # values that are computed at once, of up to 24 bytes each in between
+
+Rows = Callable[[Mapping[str, torch.Tensor], range, range], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How the values of a row are computed from its bytes.
+
+    Attributes:
+        name: Name of the format, with what distinguishes it.
+        width: Number of values in a row.
+        parts: What each part is, its dtype and its number of elements in a row, in the order in which they
+            lie; those of larger elements first.
+        decode: Function from the parts of some rows, ``(rows, elements)``, to their values in float32; see
+            ``Packed.decode``.
+    """
+
+    name: str
+    width: int
+    parts: tuple[tuple[str, torch.dtype, int], ...]
+    decode: Rows
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, with what fills it up."""
+        used = sum(dtype.itemsize * count for _, dtype, count in self.parts)
+        return -(-used // _ALIGNMENT) * _ALIGNMENT
+
+    def is_like(self, other: "RowFormat") -> bool:
+        """Whether rows of both can lie in one tensor."""
+        return (self.name, self.width, self.parts) == (other.name, other.width, other.parts)
+
+    def joined(self, parts: Mapping[str, torch.Tensor], count: int) -> torch.Tensor:
+        """Bytes ``(count, row_bytes)`` of the parts of rows; a part of one row belongs to all."""
+        made = None
+        at = 0
+        for name, dtype, elements in self.parts:
+            part = parts[name].reshape(-1, elements)
+            if made is None:
+                made = torch.zeros((count, self.row_bytes), dtype=torch.uint8, device=part.device)
+            size = dtype.itemsize * elements
+            made[:, at : at + size] = part.contiguous().view(torch.uint8).view(-1, size)
+            at += size
+        assert made is not None
+        return made
+
+    def values_into(self, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Compute values ``(rows, width)``, in the dtype of where they go, a part of them at a time."""
+        step = max(1, _AT_ONCE // self.width)
+        for first in range(0, len(rows), step):
+            some = rows[first : first + step]
+            parts, at = {}, 0
+            for name, dtype, elements in self.parts:
+                size = dtype.itemsize * elements
+                parts[name] = some[:, at : at + size].contiguous().view(dtype)
+                at += size
+            found = self.decode(parts, range(len(some)), range(self.width))
+            values[first : first + step].copy_(found[:, : self.width])
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """How a parameter lies in rows.
+
+    Attributes:
+        form: Format of its rows.
+        shape: Shape of the whole parameter, or of the experts of the ranks that gather it.
+        transposed: Whether its columns are its next to last dimension, as in gpt-oss's experts.
+    """
+
+    form: RowFormat
+    shape: Ints
+    transposed: bool = False
+
+    @property
+    def rows_each(self) -> int:
+        """Number of rows for each index of the first dimension."""
+        return math.prod(self.shape[1:]) // self.form.width
+
+    def view(self, values: torch.Tensor) -> torch.Tensor:
+        """Values ``(rows, width)`` in the shape of the parameter, of as many indices as they are for."""
+        if len(self.shape) == 2:
+            return values
+        across = self.shape[1] if not self.transposed else self.shape[2]
+        stacked = values.view(-1, across, self.form.width)
+        return stacked.transpose(1, 2) if self.transposed else stacked
+
+    def fill(self, rows: torch.Tensor, place: torch.Tensor) -> None:
+        """Compute a parameter's values, from the bytes of its rows, in its own shape."""
+        if not self.transposed:
+            self.form.values_into(rows, place.view(-1, self.form.width))
+            return
+        for index, own in enumerate(rows.view(len(place), self.rows_each, self.form.row_bytes)):
+            values = torch.empty(self.rows_each, self.form.width, dtype=place.dtype, device=place.device)
+            self.form.values_into(own, values)
+            place[index].copy_(values.t())
+
+
+class PackedShard(torch.Tensor):
+    """A rank's shard of a frozen parameter, as bytes.
+
+    It says that it has the size of the fullest rank's shard, and has bytes for as many rows: FSDP2 gathers
+    equal parts only.
+
+    Attributes:
+        rows: Bytes of the rows, ``(rows, row_bytes)``; those beyond ``count`` are filler.
+        lies: How the parameter lies in them.
+        count: Number of indices of the first dimension that are this rank's.
+    """
+
+    rows: torch.Tensor
+    lies: PackedLayout
+    count: int
+
+    @staticmethod
+    def __new__(
+        cls, rows: torch.Tensor, layout: PackedLayout, count: int, dtype: torch.dtype
+    ) -> "PackedShard":
+        size = (len(rows) // layout.rows_each, *layout.shape[1:])
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=rows.device)
+        return made  # type: ignore[no-any-return]
+
+    def __init__(self, rows: torch.Tensor, layout: PackedLayout, count: int, dtype: torch.dtype) -> None:
+        self.rows, self.lies, self.count = rows, layout, count
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PackedShard({self.lies.form.name}, {tuple(self.shape)}, {self.rows.numel():,} bytes)"
+
+    @property
+    def own_rows(self) -> torch.Tensor:
+        """The bytes without the filler."""
+        return self.rows[: self.count * self.lies.rows_each]
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's part of the parameter as an ordinary tensor."""
+        made = torch.empty((self.count, *self.lies.shape[1:]), dtype=dtype, device=self.rows.device)
+        self.lies.fill(self.own_rows, made)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        shard, kwargs, name = args[0], kwargs or {}, func.overloadpacket.__name__
+        if isinstance(shard, cls):
+            # FSDP2 flattens its reference to a shard, which nothing reads, and narrows what it has pinned.
+            whole = name == "slice" and args[1:4] == (0, 0, shard.shape[0])
+            if whole or name in ("detach", "view", "alias"):
+                return cls(shard.rows, shard.lies, shard.count, shard.dtype)
+            if name == "is_pinned":
+                return shard.rows.is_pinned()
+            if name == "_pin_memory":
+                return cls(shard.rows.pin_memory(), shard.lies, shard.count, shard.dtype)
+            if name == "_to_copy" and kwargs.get("dtype") in (None, shard.dtype):
+                device, waits = kwargs.get("device"), not kwargs.get("non_blocking", False)
+                moved = shard.rows.to(device or shard.rows.device, non_blocking=not waits, copy=True)
+                return cls(moved, shard.lies, shard.count, shard.dtype)
+        raise NotImplementedError(
+            f"{name} of a frozen weight whose shards are kept in {_form_of(args)}: only its gathered values "
+            "can be computed with; fsdp_sft exports and merges it"
+        )
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """What FSDP2 gathers."""
+        return (self.rows.view(-1),), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """The values, from the bytes of all ranks."""
+        layout = self.lies
+        rows = outputs[0].view(-1, layout.form.row_bytes)[: layout.shape[0] * layout.rows_each]
+        if out is not None:
+            layout.fill(rows, (out._local_tensor if isinstance(out, DTensor) else out).data)
+            return None
+        made = torch.empty(layout.shape, dtype=param_dtype, device=rows.device)
+        layout.fill(rows, made)
+        return made, (made,)
+
+
+def values_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """This rank's part of a tensor; of packed bytes their values, in that dtype or the tensor's own."""
+    local = local_of(tensor)
+    return local.dense(dtype or tensor.dtype) if isinstance(local, PackedShard) else local
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor as it is held: its values, or its packed bytes."""
+    local = local_of(tensor)
+    return local.rows if isinstance(local, PackedShard) else local
+
+
+def _form_of(args: Any) -> str:
+    found = next((arg for arg in args if isinstance(arg, PackedShard)), None)
+    return "packed bytes" if found is None else found.lies.form.name

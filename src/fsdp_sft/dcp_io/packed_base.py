@@ -1,0 +1,77 @@
+"""Packed weights in a step: they do not change, so it names what they were packed of instead."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from fsdp_sft._model.record import kept_of
+from fsdp_sft._model.state import ModelTensors, model_tensors
+from fsdp_sft._model.wrappers import base_of
+from fsdp_sft._process.codec import MALFORMED, dumps, loads
+from fsdp_sft._tensors.boxes import local_of
+from fsdp_sft._tensors.disk import read_bytes
+from fsdp_sft._tensors.packed_shard import PackedShard
+from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, Manifest
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError, UnstorableStateError
+from fsdp_sft.shard.packing import PackedSource
+
+NAME = "packed.json"  # below settings/
+
+
+def stored_tensors(model: nn.Module) -> ModelTensors:
+    """The model's tensors but for those that are packed.
+
+    Raises:
+        UnstorableStateError: If these were packed of weights in memory, which no step could name.
+    """
+    content = model_tensors(model)
+    packed = {name for name, tensor in content.tensors.items() if isinstance(local_of(tensor), PackedShard)}
+    if not packed:
+        return content
+    if kept_of(base_of(model), PackedSource) is None:
+        raise UnstorableStateError(
+            "the packed weights of this model were in memory when shard_model packed them, so that a step "
+            "could not name them: build the model with build_meta_model, and load it with load_weights"
+        )
+    kept = {name: first for name, first in content.names.items() if first not in packed}
+    return replace(
+        content,
+        names=kept,
+        tensors={name: tensor for name, tensor in content.tensors.items() if name not in packed},
+        frozen=[name for name in content.frozen if name not in packed],
+    )
+
+
+def packed_settings(model: nn.Module) -> dict[str, bytes]:
+    """Content of ``packed.json``, by the file's name; empty if nothing is packed."""
+    source = kept_of(base_of(model), PackedSource)
+    return {} if source is None else {NAME: dumps({"kind": source.kind, "digest": source.digest})}
+
+
+def check_packed(folder: Path, manifest: Manifest, model: nn.Module) -> None:
+    """Refuse a model whose packed weights are not those with which a step was trained.
+
+    Raises:
+        CheckpointMismatchError: If they are not; the message says how they were packed.
+        CheckpointCorruptError: If the file is not what was written.
+    """
+    source, path = kept_of(base_of(model), PackedSource), folder / "settings" / NAME
+    if f"settings/{NAME}" not in manifest.files:
+        if source is not None:
+            raise CheckpointMismatchError(
+                f"{folder} has all weights of its model, none of them packed, and those of this model are "
+                f"(frozen_dtype={source.kind!r}): build the model without"
+            )
+        return
+    try:
+        saved = dict(loads(read_bytes(path, MAX_JSON_BYTES), NAME))
+    except MALFORMED as error:
+        raise CheckpointCorruptError(f"{path} is not what was written: {error}") from None
+    own = None if source is None else {"kind": source.kind, "digest": source.digest}
+    if saved != own:
+        how = f"packed as {saved.get('kind')!r:.20}"
+        raise CheckpointMismatchError(
+            f"{folder} was trained on a base {how} that it does not have, and this model has another: load "
+            f"that base with frozen_dtype={saved.get('kind')!r:.20}, from the same files"
+        )

@@ -1,0 +1,186 @@
+"""Which frozen weights a model keeps packed, and the swap of their shards."""
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_sft._compat.fsdp import adopt_shards, put_shard
+from fsdp_sft._model.adapters import copied_modules, without_adapters
+from fsdp_sft._model.named import slot
+from fsdp_sft._model.record import kept_of, record_of
+from fsdp_sft._model.towers import frozen_towers, pattern_of
+from fsdp_sft._model.wrappers import base_of
+from fsdp_sft._process.dtypes import check_dtypes
+from fsdp_sft._quantised.recipes import RECIPES
+from fsdp_sft._quantised.settings import Quantised
+from fsdp_sft._ranks.mesh import EP
+from fsdp_sft._tensors.boxes import box_of, local_of
+from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard, RowFormat
+
+STORED = "stored"
+KINDS = (STORED, *RECIPES)
+_NARROWEST = 32  # columns: what has fewer is no matrix of a layer
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """What is remembered of a model whose frozen weights are packed, or will be when they are loaded.
+
+    Attributes:
+        kind: ``"stored"``, or the name of a recipe.
+        names: Names of the parameters in the base model.
+    """
+
+    kind: str
+    names: frozenset[str]
+
+
+@dataclass(frozen=True)
+class PackedSource:
+    """What packed weights were packed of.
+
+    Attributes:
+        kind: ``"stored"``, or the name of a recipe.
+        digest: Fingerprint of the checkpoint's files and of how its tensors became the model's.
+    """
+
+    kind: str
+    digest: str
+
+
+def packed_weights(model: nn.Module) -> PackedWeights | None:
+    """The weights of a model that are packed, or will be; None if there are none."""
+    return kept_of(base_of(model), PackedWeights)
+
+
+def packed_or_dtype(frozen_dtype: torch.dtype | str | None) -> tuple[str | None, torch.dtype | None]:
+    """(a way to keep frozen weights packed, the dtype of frozen shards); one of the two is None.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if isinstance(frozen_dtype, str):
+        if frozen_dtype not in KINDS:
+            raise ValueError(
+                f"frozen_dtype must be a torch.dtype or one of {', '.join(map(repr, KINDS))}, got "
+                f"{frozen_dtype!r}"
+            )
+        return frozen_dtype, None
+    check_dtypes(frozen_dtype=frozen_dtype)
+    return None, frozen_dtype
+
+
+def is_as_stored(model: nn.Module) -> bool:
+    """Whether a model's packed weights are those of a quantised checkpoint."""
+    weights = packed_weights(model)
+    return weights is not None and weights.kind == STORED
+
+
+def choose_packed(
+    model: nn.Module, blocks: Mapping[str, nn.Module], kind: str, kept: Collection[int]
+) -> set[int]:
+    """Choose the frozen weights that are kept packed, and remember them; the ids of the parameters.
+
+    These are the matrices and stacks of matrices within blocks, but for those of routers, of towers and of
+    what computes in float32 (``kept``, by id): small, or of no use where they are rounded.
+
+    Raises:
+        ValueError: If nothing is frozen, or nothing says how the checkpoint is quantised.
+    """
+    base = base_of(model)
+    if kind == STORED and kept_of(base, Quantised) is None:
+        raise ValueError(
+            "frozen_dtype='stored' keeps weights as a quantised checkpoint has them, and this model was not "
+            f"built from one by build_meta_model: take a dtype, or {' or '.join(map(repr, RECIPES))}"
+        )
+    inside = {id(p) for block in blocks.values() for p in block.parameters()}
+    spared = {id(p) for module in copied_modules(model) for p in module.parameters()} | set(kept)
+    towers = pattern_of(frozen_towers(model))
+    with without_adapters(model) as plain:
+        named = dict(plain.named_parameters(remove_duplicate=False))
+    times = [id(parameter) for parameter in named.values()]
+    experts = {parameter.shape[0] for parameter in named.values() if parameter.ndim == 3}
+    chosen = {
+        name: parameter
+        for name, parameter in named.items()
+        if id(parameter) in inside
+        and id(parameter) not in spared
+        and times.count(id(parameter)) == 1
+        and not re.fullmatch(towers, name)
+        and _is_matrix(parameter, experts)
+    }
+    if not chosen:
+        raise ValueError(
+            f"frozen_dtype={kind!r} is for frozen weights, and no matrix in a block is frozen: give a "
+            "peft_config, or freeze what is not trained before shard_model"
+        )
+    record_of(base).keep(PackedWeights(kind, frozenset(chosen)))
+    return {id(parameter) for parameter in chosen.values()}
+
+
+def _is_matrix(parameter: nn.Parameter, experts: Collection[int]) -> bool:
+    """Whether a parameter is a frozen matrix, or a stack of them, and no router's."""
+    if parameter.requires_grad or not parameter.is_floating_point() or parameter.ndim not in (2, 3):
+        return False
+    shape = parameter.shape
+    is_router = parameter.ndim == 2 and (shape[0] in experts or shape[0] == 1)
+    return min(shape[-2:]) >= _NARROWEST and shape[-1] % 2 == 0 and not is_router
+
+
+def layout_of(parameter: DTensor, form: RowFormat, transposed: bool) -> PackedLayout:
+    """How a sharded parameter lies in rows of that format, among the ranks that gather it."""
+    mesh, shape = parameter.device_mesh, list(parameter.shape)
+    if EP in (mesh.mesh_dim_names or ()):
+        shape[0] //= mesh[EP].size()
+    return PackedLayout(form, tuple(shape), transposed)
+
+
+def empty_shard(parameter: DTensor, layout: PackedLayout, device: torch.device) -> PackedShard:
+    """A shard of packed bytes for a parameter, not filled yet."""
+    mesh = parameter.device_mesh
+    sizes = zip(mesh.mesh_dim_names or (None,), mesh.shape, parameter.placements, strict=True)
+    shards = math.prod(size for name, size, p in sizes if name != EP and not isinstance(p, Replicate))
+    each = -(-layout.shape[0] // shards) * layout.rows_each
+    rows = torch.zeros((each, layout.form.row_bytes), dtype=torch.uint8, device=device)
+    return PackedShard(rows, layout, box_of(parameter).shape[0], parameter.dtype)
+
+
+def put_packed(model: nn.Module, name: str, shard: PackedShard) -> None:
+    """Replace the shard of a parameter of the base model by packed bytes."""
+    module, leaf = slot(model, name)
+    put_shard(module, leaf, shard)
+
+
+@torch.no_grad()
+def pack_loaded(model: nn.Module) -> None:
+    """Pack the shards that have values already."""
+    weights = packed_weights(model)
+    assert weights is not None
+    recipe = RECIPES[weights.kind]
+    with without_adapters(model) as base:
+        for name in sorted(weights.names):
+            parameter = base.get_parameter(name)
+            assert isinstance(parameter, DTensor)
+            if parameter.is_meta:
+                continue
+            own = local_of(parameter)
+            layout = layout_of(parameter, recipe.form(own.shape[-1]), transposed=False)
+            shard = empty_shard(parameter, layout, own.device)
+            fill_packed(shard, own)
+            put_packed(base, name, shard)
+    adopt_shards(model)
+
+
+def fill_packed(shard: PackedShard, values: torch.Tensor) -> None:
+    """Pack a shard's values into its rows, about four million at a time."""
+    form = shard.lies.form
+    recipe, step = RECIPES[form.name], max(1, (1 << 22) // form.width)
+    flat = values.reshape(-1, form.width)
+    for first in range(0, len(flat), step):
+        some = flat[first : first + step].to(torch.float32)
+        shard.own_rows[first : first + step].copy_(form.joined(recipe.pack(some), len(some)))

@@ -1,0 +1,365 @@
+"""Frozen weights that stay packed, beside the same values in float32 shards, and beside one plain process."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as tf
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from fsdp_sft._tensors.boxes import local_of
+from fsdp_sft._tensors.packed_shard import PackedShard
+from fsdp_sft.shard.packing import packed_weights
+from tests.harness.composed import composed
+from tests.harness.device import mesh_here
+from tests.harness.hf_folders import plain, rewrite
+from tests.harness.models import TINY, full, oracle_loss, ragged_batches
+from tests.harness.quantised_folders import configure, deepseek_folder, mxfp4_folder, quantise
+from tests.harness.ranks import run_distributed
+from tests.harness.trained import assert_same, everything
+
+peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
+
+FLOAT32 = MixedPrecisionPolicy()
+BATCHES = ragged_batches(4)
+# bitsandbytes' table (functional.py, get_4bit_type), from arXiv 2305.14314, appendix E.
+TABLE = torch.tensor(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+        *(0.7229568362236023, 1.0),
+    ]
+)
+SIZES = {**TINY, "hidden_size": 64, "intermediate_size": 86, "num_hidden_layers": 2}
+SPARSE = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
+LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+GROUPS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: tf.LlamaConfig(**SIZES),
+    "qwen3-moe": lambda: tf.Qwen3MoeConfig(**SIZES, **SPARSE, num_experts=4, head_dim=16),
+    "gpt-oss": lambda: tf.GptOssConfig(
+        **SIZES | {"intermediate_size": 64}, num_local_experts=4, head_dim=16, num_experts_per_tok=2
+    ),
+    "deepseek-v3": lambda: tf.DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4}, **SPARSE, **LATENT, **GROUPS, v_head_dim=8
+    ),
+}
+
+
+def in_nf4(weight: torch.Tensor) -> torch.Tensor:
+    """The values of a matrix or a stack of them in NF4, a block of a row after the other."""
+    values = torch.empty(weight.shape)
+    for row, packed in zip(weight.float().flatten(0, -2), values.flatten(0, -2), strict=True):
+        for first in range(0, len(row), 64):
+            block = row[first : first + 64]
+            largest = block.abs().max().bfloat16().float()
+            nearest = (block[:, None] / largest - TABLE).abs().argmin(1)
+            packed[first : first + 64] = TABLE[nearest] * largest
+    return values
+
+
+def in_fp8(weight: torch.Tensor) -> torch.Tensor:
+    values = torch.empty(weight.shape)
+    for row, packed in zip(weight.float().flatten(0, -2), values.flatten(0, -2), strict=True):
+        for first in range(0, len(row), 128):
+            scale = row[first : first + 128].abs().max() / 448
+            packed[first : first + 128] = (row[first : first + 128] / scale).to(
+                torch.float8_e4m3fn
+            ).float() * scale
+    return values
+
+
+PACKED = {"nf4": in_nf4, "fp8": in_fp8}
+
+
+def is_packed(name: str, weight: torch.Tensor) -> bool:
+    """What the tests expect to be packed: matrices of layers that are not tiny, and no router."""
+    is_router = any(part in name for part in ("router", ".gate.", "bias", "lora_"))
+    return "layers." in name and weight.ndim > 1 and min(weight.shape[-2:]) >= 32 and not is_router
+
+
+def make(folder: Path, family: str, kind: str) -> None:
+    """``base`` in bfloat16, and ``values`` with what its packed weights hold."""
+    torch.manual_seed(0)
+    model = tf.AutoModelForCausalLM.from_config(CONFIGS[family]()).bfloat16()
+    model.save_pretrained(folder / "base")
+    model.float()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if is_packed(name, weight):
+                weight.copy_(PACKED[kind](weight))
+    model.save_pretrained(folder / "values")
+
+
+def lora(family: str) -> Any:
+    options = {"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
+    if family == "gpt-oss":
+        experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        return peft.LoraConfig(target_modules=["o_proj"], target_parameters=experts, **options)
+    return peft.LoraConfig(target_modules="all-linear", **options)
+
+
+def spread(model: Any) -> None:
+    """Give adapters whose product is zero values of their own."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 10
+            with torch.no_grad():
+                if isinstance(parameter, torch.distributed.tensor.DTensor):
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    values = torch.distributed.tensor.distribute_tensor(values, mesh, placements)
+                parameter.copy_(values)
+
+
+def train(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """(the loss, how the step of rate 1 moved what is trained)."""
+    spread(model)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    before = {name: full(p).detach().clone() for name, p in trained.items()}
+    optimizer = torch.optim.SGD(trained.values(), lr=1.0)
+    window = BATCHES[: 4 - 4 % ranks][rank::ranks]
+    result = fs.train_step(model, window, optimizer, max_grad_norm=None, router_loss="off")
+    after = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return result.loss, {name: before[name] - full(p).detach() for name, p in after.items()}
+
+
+def held(model: Any) -> tuple[int, int]:
+    """(values of the packed weights of this rank, bytes that they take)."""
+    shards = [s for p in model.parameters() if isinstance(s := local_of(p), PackedShard)]
+    assert shards
+    return sum(s.numel() for s in shards), sum(s.rows.numel() for s in shards)
+
+
+def check(folder: Path, family: str, kind: str, shape: dict[str, int], options: dict[str, Any]) -> Any:
+    common = {"mesh": mesh_here(**shape), "mp_policy": FLOAT32, "peft_config": lora(family), **options}
+    dense: Any = composed(folder / "values", frozen_dtype=torch.float32, **common)
+    expected = train(dense)
+    model: Any = composed(folder / "base", frozen_dtype=kind, **common)
+    found = train(model)
+    assert found[0] == expected[0]
+    for name, moved in expected[1].items():
+        assert torch.equal(found[1][name], moved), name
+    count, size = held(model)
+    names = {name for name, p in model.named_parameters() if isinstance(local_of(p), PackedShard)}
+    wanted = {name for name, p in dense.named_parameters() if is_packed(name, p)}
+    assert names == wanted
+    return found, size * 8 / count
+
+
+RANKS = [(1, {}), (2, {}), (4, {"dp_replicate": 2}), (3, {})]
+
+
+def beside_plain(folder: Path, family: str, found: tuple[float, dict[str, torch.Tensor]]) -> None:
+    oracle = peft.get_peft_model(plain(folder / "values"), lora(family)).train()
+    state = dict(oracle.named_parameters())
+    torch.manual_seed(0)
+    adapted = fs.add_adapters(plain(folder / "values"), lora(family))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            state[name].copy_(parameter)
+    spread(oracle)
+    loss = oracle_loss(oracle, BATCHES)
+    loss.backward()
+    assert found[0] == pytest.approx(loss.item(), rel=1e-5)
+    for name, moved in found[1].items():
+        gradient = state[name].grad
+        assert torch.allclose(
+            moved, torch.zeros_like(moved) if gradient is None else gradient, rtol=1e-3, atol=1e-6
+        ), name
+
+
+@pytest.mark.parametrize(("ranks", "shape"), RANKS, ids=["1", "2", "hsdp", "3"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_in_nf4(family: str, ranks: int, shape: dict[str, int], tmp_path: Path) -> None:
+    make(tmp_path, family, "nf4")
+    results = run_distributed(check, ranks, tmp_path, family, "nf4", shape, {})
+    found, bits = results[0]
+    assert bits < (6 if ranks < 3 else 9), "tiny rows are filled up to 8 bytes, and shards to equal parts"
+    if ranks < 3:
+        beside_plain(tmp_path, family, found)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_in_fp8(family: str, tmp_path: Path) -> None:
+    make(tmp_path, family, "fp8")
+    found, _ = run_distributed(check, 2, tmp_path, family, "fp8", {}, {})[0]
+    beside_plain(tmp_path, family, found)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "recomputed": {"sac_ratio": 1},
+    "kept gathered": {"reshard_after_forward": False},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "shared experts": {"ep_size": 2},
+}
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+def test_with_other_options(how: str, tmp_path: Path) -> None:
+    make(tmp_path, "qwen3-moe", "nf4")
+    run_distributed(check, 2, tmp_path, "qwen3-moe", "nf4", {}, OPTIONS[how])
+
+
+def published(folder: Path, family: str) -> None:
+    """``base`` in a quantised format, and ``values`` with what it holds."""
+    if family in ("gpt-oss", "deepseek-v3"):
+        values = (mxfp4_folder if family == "gpt-oss" else deepseek_folder)(folder / "base")
+        shutil.copytree(folder / "base", folder / "values")
+        configure(folder / "values", quantization_config=None)
+        rewrite(folder / "values", {name: value.float() for name, value in values.items()})
+        return
+    torch.manual_seed(0)
+    tf.AutoModelForCausalLM.from_config(CONFIGS[family]()).bfloat16().save_pretrained(folder / "base")
+    shutil.copytree(folder / "base", folder / "values")
+    quantise(folder / "base", folder / "values")
+
+
+def check_stored(folder: Path, family: str, shape: dict[str, int], options: dict[str, Any]) -> Any:
+    common = {"mesh": mesh_here(**shape), "mp_policy": FLOAT32, "peft_config": lora(family), **options}
+    expected = train(composed(folder / "values", frozen_dtype=torch.float32, **common))
+    model: Any = composed(folder / "base", frozen_dtype="stored", **common)
+    found = train(model)
+    assert found[0] == expected[0]
+    for name, moved in expected[1].items():
+        assert torch.equal(found[1][name], moved), name
+    count, size = held(model)
+    return found, size * 8 / count
+
+
+@pytest.mark.parametrize(("ranks", "shape"), RANKS, ids=["1", "2", "hsdp", "3"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_as_stored(family: str, ranks: int, shape: dict[str, int], tmp_path: Path) -> None:
+    published(tmp_path, family)
+    found, bits = run_distributed(check_stored, ranks, tmp_path, family, shape, {})[0]
+    assert bits < (8 if family == "gpt-oss" else 16)
+    if ranks < 3:
+        beside_plain(tmp_path, family, found)
+
+
+def test_as_stored_by_ranks_that_share_experts(tmp_path: Path) -> None:
+    for family in ("gpt-oss", "deepseek-v3"):
+        published(tmp_path / family, family)
+        run_distributed(check_stored, 2, tmp_path / family, family, {}, {"ep_size": 2})
+
+
+def _resume(folder: Path, kind: str, root: str, begin: bool) -> Any:
+    """Two steps in one go, or one that is saved, and the other on other ranks."""
+    common = {"mesh": mesh_here(), "mp_policy": FLOAT32, "peft_config": lora("llama")}
+    model: Any = composed(folder / "base", frozen_dtype=kind, **common)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    losses = []
+    if not begin:
+        fs.load_checkpoint(folder / root, model=model, optimizer=optimizer)
+    for step in range(2):
+        if (step == 0) == begin:
+            window = ragged_batches(6, seed=step)[rank::ranks]
+            losses.append(fs.train_step(model, window, optimizer).loss)
+    if begin:
+        fs.save_checkpoint(folder / root, 1, model=model, optimizer=optimizer)
+        size = sum(path.stat().st_size for path in (folder / root).rglob("*.safetensors"))
+        packed = held(model)[0] * ranks
+        assert size < 40_000 + 4 * packed, "the step has no packed weights"
+        return losses
+    fs.export_hf(model, folder / "merged", dtype=torch.float32)
+    fs.export_adapter(model, folder / "adapter")
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["nf4", "stored"])
+def test_a_step_names_its_base_and_exports_are_merged(kind: str, tmp_path: Path) -> None:
+    make(tmp_path, "llama", "nf4") if kind == "nf4" else published(tmp_path, "llama")
+    losses = run_distributed(_resume, 2, tmp_path, kind, "steps", True)[0]
+    losses += run_distributed(_resume, 3, tmp_path, kind, "steps", False)[0]
+
+    torch.manual_seed(0)
+    oracle = fs.add_adapters(plain(tmp_path / "values"), lora("llama")).train()
+    optimizer = torch.optim.AdamW([p for p in oracle.parameters() if p.requires_grad], lr=1e-2)
+    for step, found in enumerate(losses):
+        loss = oracle_loss(oracle, ragged_batches(6, seed=step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert found == pytest.approx(loss.item(), rel=1e-5)
+    read = peft.PeftModel.from_pretrained(plain(tmp_path / "values"), tmp_path / "adapter")
+    merged = read.merge_and_unload()
+    assert_same(everything(plain(tmp_path / "merged")), everything(merged))
+    for name, parameter in oracle.merge_and_unload().named_parameters():
+        assert torch.allclose(merged.get_parameter(name), parameter, rtol=1e-3, atol=1e-4), name
+    with pytest.raises(fs.CheckpointMismatchError, match="load that base with frozen_dtype="):
+        _other_base(tmp_path, "fp8" if kind == "nf4" else "nf4")
+    with pytest.raises(fs.CheckpointMismatchError, match=r"packed as .*load that base"):
+        _other_base(tmp_path, torch.float32)
+
+
+def _other_base(folder: Path, kind: Any) -> None:
+    for error in run_distributed(_loads, 1, folder, kind):
+        raise fs.CheckpointMismatchError(error)
+
+
+def _loads(folder: Path, kind: Any) -> str:
+    common = {"mesh": mesh_here(), "mp_policy": FLOAT32, "peft_config": lora("llama")}
+    model = composed(folder / "base", frozen_dtype=kind, **common)
+    with pytest.raises(fs.CheckpointMismatchError) as found:
+        fs.load_checkpoint(folder / "steps", model=model)
+    return str(found.value)
+
+
+def _check_refused(folder: Path) -> None:
+    mesh = mesh_here()
+    with pytest.raises(ValueError, match="no matrix in a block is frozen"):
+        fs.load_pretrained(folder, mesh=mesh, frozen_dtype="nf4")
+    with pytest.raises(ValueError, match=r"must be a torch\.dtype or one of 'stored', 'nf4', 'fp8'"):
+        fs.load_pretrained(folder, mesh=mesh, frozen_dtype="int4", peft_config=lora("llama"))
+    with pytest.raises(ValueError, match="this model was not built from one"):
+        fs.load_pretrained(folder, mesh=mesh, frozen_dtype="stored", peft_config=lora("llama"))
+    model = fs.add_adapters(plain(folder), lora("llama"))
+    fs.shard_model(model, mesh=mesh, frozen_dtype="nf4")
+    held(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    assert fs.train_step(model, BATCHES[dist.get_rank() :: dist.get_world_size()], optimizer).loss > 0
+    with pytest.raises(fs.UnstorableStateError, match="build the model with build_meta_model"):
+        fs.save_checkpoint(folder / "steps", 1, model=model)
+    with pytest.raises(NotImplementedError, match="kept in nf4"):
+        model.to(torch.float16)
+    table = fs.describe_sharding(model)
+    assert re.search(
+        r"bfloat16, float32, nf4 .*\n.*packed: 14 weights, [45]\.\d\d bits a value", table, re.DOTALL
+    )
+    assert "model.embed_tokens.weight" in table.splitlines()[-1]
+    shard = next(p for p in model.parameters() if isinstance(local_of(p), PackedShard))
+    with pytest.raises(NotImplementedError, match="kept in nf4"):
+        shard.full_tensor()
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, "llama", "nf4")
+    run_distributed(_check_refused, 2, tmp_path / "base")
+
+
+def _names(config: Any) -> frozenset[str]:
+    with torch.device("meta"):
+        model = tf.AutoModelForCausalLM.from_config(config)
+    fs.shard_model(fs.add_adapters(model, lora("llama")), mesh=mesh_here(), frozen_dtype="nf4")
+    found = packed_weights(model)
+    assert found is not None
+    return found.names
+
+
+def test_routers_and_what_lies_outside_of_blocks_are_not_packed() -> None:
+    config = tf.Qwen3MoeConfig(**SIZES, **SPARSE, num_experts=40, head_dim=16)
+    names = run_distributed(_names, 1, config)[0]
+    assert {name.rpartition("layers.0.")[2] for name in names if "layers.0." in name} == {
+        *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
+        *(f"mlp.experts.{part}_proj" for part in ("gate_up", "down")),
+    }
+    assert all("layers." in name for name in names)
