@@ -78,8 +78,9 @@ def describe_sharding(model: nn.Module) -> str:
 def _form(parameter: nn.Parameter) -> str:
     """The format of a packed parameter, or its dtype."""
     local = local_of(parameter)
-    packed = isinstance(local, PackedShard)
-    return local.lies.form.name if packed else str(parameter.dtype).removeprefix("torch.")
+    if isinstance(local, PackedShard):
+        return local.lies.form.name
+    return str(parameter.dtype).removeprefix("torch.")
 
 
 def _of_packed(model: nn.Module) -> list[str]:
