@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.compositions.rows import VOCABULARY
 from tests.harness.models import TINY, tiny_model
+from tests.harness.packed_values import in_nf4, is_packed
 from tests.harness.quantised_folders import quantise
 
 EXTRA_TOKENS = 5
@@ -150,12 +151,16 @@ def _values_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-values")
 
 
-def write(model: Any, folder: Path, stored: str) -> None:
-    """A folder of the model, with weights as they are to be stored."""
+def write(model: Any, folder: Path, stored: str, frozen: str) -> None:
+    """A folder of the model, with weights as they are to be stored, and such that packing changes none."""
     folder.mkdir(parents=True)
     if isinstance(model, ByHand):
         torch.save(model.state_dict(), folder / "model.pt")
         return
+    if frozen == "nf4":
+        for name, weight in model.named_parameters():
+            if is_packed(name, weight):
+                weight.data = in_nf4(weight.data)
     model.to(torch.bfloat16 if stored == "bfloat16" else torch.float32).save_pretrained(folder)
     if stored == "fp8":
         shutil.copytree(folder, _values_of(folder))

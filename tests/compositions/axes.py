@@ -27,6 +27,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "compile": ("no", "blocks", "fullgraph"),
     "adapters": ("none", "lora", "dora", "lora and saved modules", "lora and tokens", "two adapters"),
     "adapted by": ("add_adapters", "peft"),
+    "frozen": ("in its dtype", "nf4", "stored"),
     "loss": ("auto", "chunked", "logits", "loss_fn"),
     "router loss": ("of each", "global"),
     "experts": ("unseen", "watched", "one by one"),
@@ -117,6 +118,13 @@ def settled(draw: Draw) -> dict[str, str]:
         plainest("stored", "vocabulary")
     if own["adapters"] == "none" or own["start"] in ("load_pretrained", "load_prepared"):
         plainest("adapted by")
+    names_it = own["architecture"] in TRANSFORMERS_CAUSAL - {"learned positions"}
+    if own["adapters"] == "none" or own["start"] == "materialised" or not names_it:
+        plainest("frozen")
+    if own["frozen"] == "stored" and own["start"] == "load_prepared":  # which has what was computed
+        plainest("frozen")
+    if own["frozen"] != "in its dtype":  # which holds what the packed bytes do
+        own["stored"] = "fp8" if own["frozen"] == "stored" else "float32"
     of_experts = own["architecture"] in ("moe", "moe with router loss")
     loaded = own["start"] in ("load_pretrained", "load_prepared")
     if not of_experts or not loaded or not has_native_sharding():

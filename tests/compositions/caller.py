@@ -240,7 +240,8 @@ def _sharding(draw: Draw) -> dict[str, Any]:
         "prefetched": {"prefetch": 2},
         "offloaded": {"offload_policy": CPUOffloadPolicy()},
     }
-    return {"mp_policy": policy, **manners.get(draw["sharding"], {})}
+    packed = {} if draw["frozen"] == "in its dtype" else {"frozen_dtype": draw["frozen"]}
+    return {"mp_policy": policy, **manners.get(draw["sharding"], {}), **packed}
 
 
 def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:

@@ -66,7 +66,8 @@ def judge(draw: Draw, seed: int = 0) -> Outcome:
 
 def _judge(draw: Draw, seed: int, folder: Path) -> Outcome:
     rows, held_out = _rows(draw, seed), _rows(draw, seed + 1)[:5]
-    architectures.write(architectures.build(draw["architecture"], seed=seed), folder / "base", draw["stored"])
+    model = architectures.build(draw["architecture"], seed=seed)
+    architectures.write(model, folder / "base", draw["stored"], draw["frozen"])
     told: list[list[Told]] = []
     for first, last in options.parts(draw):
         mesh = draw["mesh"] if first == 1 else options.resumed_mesh(draw)

@@ -158,7 +158,7 @@ def _refused_saves(folder: str) -> None:
         assert Path(f"{folder}/model{suffix}").read_bytes() == before
     with pytest.MonkeyPatch.context() as patch:  # a rank that has no memory for its part
         if torch.distributed.get_rank() == 1:
-            patch.setattr("fsdp_sft._tensors.gather.local_of", full_disk)
+            patch.setattr("fsdp_sft._tensors.gather.values_of", full_disk)
         with pytest.raises(OSError, match="No space left"):
             fs.save_full_state_dict(model, f"{folder}/model.safetensors")
     with pytest.raises(ValueError, match="suffix"):

@@ -20,6 +20,7 @@ from tests.harness.composed import composed
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import plain, rewrite
 from tests.harness.models import TINY, full, oracle_loss, ragged_batches
+from tests.harness.packed_values import in_fp8, in_nf4, is_packed
 from tests.harness.quantised_folders import configure, deepseek_folder, mxfp4_folder, quantise
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import assert_same, everything
@@ -28,15 +29,6 @@ peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
 
 FLOAT32 = MixedPrecisionPolicy()
 BATCHES = ragged_batches(4)
-# bitsandbytes' table (functional.py, get_4bit_type), from arXiv 2305.14314, appendix E.
-TABLE = torch.tensor(
-    [
-        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
-        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
-        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
-        *(0.7229568362236023, 1.0),
-    ]
-)
 SIZES = {**TINY, "hidden_size": 64, "intermediate_size": 86, "num_hidden_layers": 2}
 SPARSE = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
@@ -53,36 +45,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def in_nf4(weight: torch.Tensor) -> torch.Tensor:
-    """The values of a matrix or a stack of them in NF4, a block of a row after the other."""
-    values = torch.empty(weight.shape)
-    for row, packed in zip(weight.float().flatten(0, -2), values.flatten(0, -2), strict=True):
-        for first in range(0, len(row), 64):
-            block = row[first : first + 64]
-            largest = block.abs().max().bfloat16().float()
-            nearest = (block[:, None] / largest - TABLE).abs().argmin(1)
-            packed[first : first + 64] = TABLE[nearest] * largest
-    return values
-
-
-def in_fp8(weight: torch.Tensor) -> torch.Tensor:
-    values = torch.empty(weight.shape)
-    for row, packed in zip(weight.float().flatten(0, -2), values.flatten(0, -2), strict=True):
-        for first in range(0, len(row), 128):
-            scale = row[first : first + 128].abs().max() / 448
-            packed[first : first + 128] = (row[first : first + 128] / scale).to(
-                torch.float8_e4m3fn
-            ).float() * scale
-    return values
-
-
 PACKED = {"nf4": in_nf4, "fp8": in_fp8}
-
-
-def is_packed(name: str, weight: torch.Tensor) -> bool:
-    """What the tests expect to be packed: matrices of layers that are not tiny, and no router."""
-    is_router = any(part in name for part in ("router", ".gate.", "bias", "lora_"))
-    return "layers." in name and weight.ndim > 1 and min(weight.shape[-2:]) >= 32 and not is_router
 
 
 def make(folder: Path, family: str, kind: str) -> None:
@@ -318,7 +281,7 @@ def _check_refused(folder: Path) -> None:
     mesh = mesh_here()
     with pytest.raises(ValueError, match="no matrix in a block is frozen"):
         fs.load_pretrained(folder, mesh=mesh, frozen_dtype="nf4")
-    with pytest.raises(ValueError, match=r"must be a torch\.dtype or one of 'stored', 'nf4', 'fp8'"):
+    with pytest.raises(ValueError, match="packed ones are 'stored', 'nf4', 'fp8'"):
         fs.load_pretrained(folder, mesh=mesh, frozen_dtype="int4", peft_config=lora("llama"))
     with pytest.raises(ValueError, match="this model was not built from one"):
         fs.load_pretrained(folder, mesh=mesh, frozen_dtype="stored", peft_config=lora("llama"))

@@ -170,6 +170,10 @@ class PackedShard(torch.Tensor):
             whole = name == "slice" and args[1:4] == (0, 0, shard.shape[0])
             if whole or name in ("detach", "view", "alias"):
                 return cls(shard.rows, shard.lies, shard.count, shard.dtype)
+            source = args[1] if len(args) > 1 else None
+            if name == "copy_" and isinstance(source, cls) and source.lies.form.is_like(shard.lies.form):
+                shard.rows.copy_(source.rows)
+                return shard
             if name == "is_pinned":
                 return shard.rows.is_pinned()
             if name == "_pin_memory":

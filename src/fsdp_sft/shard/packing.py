@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,15 +65,14 @@ def packed_or_dtype(frozen_dtype: torch.dtype | str | None) -> tuple[str | None,
     Raises:
         ValueError: If it is neither.
     """
-    if isinstance(frozen_dtype, str):
-        if frozen_dtype not in KINDS:
-            raise ValueError(
-                f"frozen_dtype must be a torch.dtype or one of {', '.join(map(repr, KINDS))}, got "
-                f"{frozen_dtype!r}"
-            )
+    if isinstance(frozen_dtype, str) and frozen_dtype in KINDS:
         return frozen_dtype, None
-    check_dtypes(frozen_dtype=frozen_dtype)
-    return None, frozen_dtype
+    wanted: Any = frozen_dtype
+    try:
+        check_dtypes(frozen_dtype=wanted)
+    except ValueError as error:
+        raise ValueError(f"{error}; packed ones are {', '.join(map(repr, KINDS))}") from None
+    return None, wanted
 
 
 def is_as_stored(model: nn.Module) -> bool:

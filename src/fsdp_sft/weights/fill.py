@@ -78,6 +78,7 @@ def fill(
     reason: str,
     checkpoint_bytes: int,
     started: float,
+    digest: str,
 ) -> LoadReport:
     """Allocate a model's tensors and fill them by a plan.
 
@@ -90,6 +91,7 @@ def fill(
         reason: Reason for the strategy, in words.
         checkpoint_bytes: See ``LoadReport``.
         started: When the load began, by ``time.perf_counter``.
+        digest: Fingerprint of the files, and of how their tensors become the model's.
 
     Collective: all ranks.
     """
@@ -99,7 +101,7 @@ def fill(
             packed = layouts_of(packed_weights(model), plan, checkpoint.sources, tensors)
         device = materialise(model, {id(tensors[name]) for name in packed})
     if packed:
-        kind, digest = str(getattr(packed_weights(model), "kind", "")), plan.digest(checkpoint)
+        kind = str(getattr(packed_weights(model), "kind", ""))
         record_of(base_of(model)).keep(PackedSource(kind, digest))
     with without_adapters(model) as base:
         with agreed("reading the checkpoint"):

@@ -132,6 +132,7 @@ def load_weights(
         reason=reason,
         checkpoint_bytes=checkpoint.total_bytes,
         started=started,
+        digest=digest,
     )
 
 
