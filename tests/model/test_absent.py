@@ -71,6 +71,31 @@ def test_text_trains_and_the_tower_comes_back(family: str, tmp_path: Path) -> No
         assert torch.equal(parameter, expected), name
 
 
+def _refused_pixels(family: str, folder: Path) -> str:
+    model: Any = fs.load_pretrained(folder, mesh=mesh_here(), part="text")
+    pixels = {"pixel_values": torch.zeros(4, 1176), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    with pytest.raises(fs.UnsupportedModelError) as found:
+        model(input_ids=torch.arange(3, 11)[None], **pixels)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "glm4v"])
+def test_pixels_are_refused_before_they_are_cast(family: str, tmp_path: Path) -> None:
+    tiny(family).save_pretrained(tmp_path)
+    assert "leave part='text' out" in run_distributed(_refused_pixels, 1, family, tmp_path)[0]
+
+
+def test_adapters_train_no_copy_of_what_was_left_out(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    tiny("llava").save_pretrained(tmp_path)
+    model = fs.build_meta_model(tmp_path, part="text")
+    for name in ("multi_modal_projector", "vision_tower"):
+        lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=[name])
+        with pytest.raises(fs.UnsupportedModelError, match="which part='text' has left out"):
+            fs.add_adapters(fs.build_meta_model(tmp_path, part="text"), lora)
+    assert fs.freeze_towers(model) == []
+
+
 def test_pixels_and_what_is_no_folder_are_refused(tmp_path: Path) -> None:
     tiny("llava").save_pretrained(tmp_path / "base")
     model: Any = fs.build_meta_model(tmp_path / "base", part="text")

@@ -277,6 +277,31 @@ def _loads(folder: Path, kind: Any) -> str:
     return str(found.value)
 
 
+def _check_other_values(folder: Path) -> None:
+    """Bases of the same shapes: the one that was saved, one in other files, and one changed by hand."""
+    common = {"mesh": mesh_here(), "mp_policy": FLOAT32, "peft_config": lora("llama"), "frozen_dtype": "nf4"}
+    model = composed(folder / "base", **common)
+    fs.save_checkpoint(folder / "steps", 1, model=model)
+    other = composed(folder / "values", **common)
+    assert fs.load_checkpoint(folder / "steps", model=other).step == 1, "packed again it holds the same"
+    other = composed(folder / "other", **common)
+    with pytest.raises(fs.CheckpointMismatchError, match="this model has another"):
+        fs.load_checkpoint(folder / "steps", model=other)
+    model.load_state_dict(other.state_dict())
+    with pytest.raises(fs.CheckpointMismatchError, match="this model has another"):
+        fs.load_checkpoint(folder / "steps", model=model)
+    fs.load_weights(model, folder / "base")
+    fs.load_checkpoint(folder / "steps", model=model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_is_not_resumed_on_another_base_of_the_same_shapes(ranks: int, tmp_path: Path) -> None:
+    make(tmp_path, "llama", "nf4")
+    torch.manual_seed(1)
+    tf.AutoModelForCausalLM.from_config(CONFIGS["llama"]()).bfloat16().save_pretrained(tmp_path / "other")
+    run_distributed(_check_other_values, ranks, tmp_path)
+
+
 def _check_refused(folder: Path) -> None:
     mesh = mesh_here()
     with pytest.raises(ValueError, match="no matrix in a block is frozen"):
@@ -290,8 +315,11 @@ def _check_refused(folder: Path) -> None:
     held(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     assert fs.train_step(model, BATCHES[dist.get_rank() :: dist.get_world_size()], optimizer).loss > 0
-    with pytest.raises(fs.UnstorableStateError, match="build the model with build_meta_model"):
-        fs.save_checkpoint(folder / "steps", 1, model=model)
+    fs.save_full_state_dict(model, folder / "full.safetensors")
+    with pytest.raises(fs.CheckpointMismatchError, match="whose frozen weights are packed"):
+        fs.load_full_state_dict(model, folder / "full.safetensors")
+    with pytest.raises(TypeError, match="is not pickled"):
+        torch.save(model.state_dict(), folder / "state.pt")
     with pytest.raises(NotImplementedError, match="kept in nf4"):
         model.to(torch.float16)
     table = fs.describe_sharding(model)

@@ -23,6 +23,11 @@ class AbsentTower(nn.Module):
         super().__init__()
         self.folder = folder
 
+    @property
+    def dtype(self) -> NoReturn:
+        """Raises as the forward does: some models cast pixels to it first."""
+        self.forward()
+
     def forward(self, *_: Any, **__: Any) -> NoReturn:
         """Raises UnsupportedModelError: the batch has images for a tower that was left out."""
         raise UnsupportedModelError(
@@ -50,6 +55,13 @@ def leave_out_towers(model: nn.Module, name: str | os.PathLike[str]) -> None:
 def absent_towers(model: nn.Module) -> dict[str, Path]:
     """FQNs of the towers that were left out of a model, and the folder that has them."""
     return {name: m.folder for name, m in model.named_modules() if isinstance(m, AbsentTower)}
+
+
+def take_towers_from(model: nn.Module, folder: Path) -> None:
+    """Let an export take the towers that were left out from the folder that the weights come from."""
+    for module in model.modules():
+        if isinstance(module, AbsentTower):
+            module.folder = folder.absolute()
 
 
 def is_absent(name: str, towers: Mapping[str, Path]) -> bool:

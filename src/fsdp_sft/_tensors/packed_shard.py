@@ -149,6 +149,12 @@ class PackedShard(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PackedShard({self.lies.form.name}, {tuple(self.shape)}, {self.rows.numel():,} bytes)"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a frozen weight whose shards are kept in {self.lies.form.name} is not pickled: save_checkpoint "
+            "writes a step that names it, and save_full_state_dict its values"
+        )
+
     @property
     def own_rows(self) -> torch.Tensor:
         """The bytes without the filler."""
@@ -173,6 +179,7 @@ class PackedShard(torch.Tensor):
             source = args[1] if len(args) > 1 else None
             if name == "copy_" and isinstance(source, cls) and source.lies.form.is_like(shard.lies.form):
                 shard.rows.copy_(source.rows)
+                torch.autograd.graph.increment_version(shard.rows)  # which nothing does below autograd
                 return shard
             if name == "is_pinned":
                 return shard.rows.is_pinned()

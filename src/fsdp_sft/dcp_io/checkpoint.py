@@ -34,6 +34,7 @@ from fsdp_sft.dcp_io.packed_base import check_packed, stored_tensors
 from fsdp_sft.dcp_io.rank_files import read_rank_content
 from fsdp_sft.dcp_io.saving import Save
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError
+from fsdp_sft.shard.packing import packed_digest, packed_weights
 
 _logger = logging.getLogger(__name__)
 _MOST_ATTEMPTS = 64  # to read a step before another job deletes it
@@ -295,6 +296,8 @@ def _load_step(
     """
     same_ranks = manifest.world_size == world_size()
     rng = rank_state = None
+    if packed_weights(model) is not None:
+        packed_digest(model)
     with agreed(f"checking the model against {folder}"):
         refuse_merged(model, "loading a checkpoint")
         check_adapters(folder, manifest, model)

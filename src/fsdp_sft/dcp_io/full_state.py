@@ -37,6 +37,7 @@ from fsdp_sft.errors import (
     CheckpointNotFoundError,
     abridged,
 )
+from fsdp_sft.shard.packing import packed_weights
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 _SUFFIXES = (*_TORCH_SUFFIXES, ".safetensors")
@@ -130,6 +131,11 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
     reshard(model)
     with agreed(f"preparing to load {source_path}"):
         refuse_merged(model, "loading the full state")
+        if packed_weights(model) is not None:
+            raise CheckpointMismatchError(
+                f"{source_path} cannot be loaded into a model whose frozen weights are packed: build it with "
+                "a dtype for frozen_dtype, or resume a step of save_checkpoint"
+            )
         _check_suffix(source_path)
         content = with_extra_tensors(model_tensors(model))
     sizes = all_gather_objects(source_path.stat().st_size if source_path.is_file() else None)

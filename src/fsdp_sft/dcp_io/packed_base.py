@@ -13,50 +13,45 @@ from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.disk import read_bytes
 from fsdp_sft._tensors.packed_shard import PackedShard
 from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, Manifest
-from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError, UnstorableStateError
-from fsdp_sft.shard.packing import PackedSource
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError
+from fsdp_sft.shard.packing import PackedDigest
 
 NAME = "packed.json"  # below settings/
 
 
 def stored_tensors(model: nn.Module) -> ModelTensors:
-    """The model's tensors but for those that are packed.
-
-    Raises:
-        UnstorableStateError: If these were packed of weights in memory, which no step could name.
-    """
+    """The model's tensors but for those that are packed."""
     content = model_tensors(model)
     packed = {name for name, tensor in content.tensors.items() if isinstance(local_of(tensor), PackedShard)}
     if not packed:
         return content
-    if kept_of(base_of(model), PackedSource) is None:
-        raise UnstorableStateError(
-            "the packed weights of this model were in memory when shard_model packed them, so that a step "
-            "could not name them: build the model with build_meta_model, and load it with load_weights"
-        )
-    kept = {name: first for name, first in content.names.items() if first not in packed}
     return replace(
         content,
-        names=kept,
+        names={name: first for name, first in content.names.items() if first not in packed},
         tensors={name: tensor for name, tensor in content.tensors.items() if name not in packed},
         frozen=[name for name in content.frozen if name not in packed],
     )
 
 
 def packed_settings(model: nn.Module) -> dict[str, bytes]:
-    """Content of ``packed.json``, by the file's name; empty if nothing is packed."""
-    source = kept_of(base_of(model), PackedSource)
-    return {} if source is None else {NAME: dumps({"kind": source.kind, "digest": source.digest})}
+    """Content of ``packed.json``, by the file's name; empty if nothing is packed.
+
+    ``packed_digest`` must have been called.
+    """
+    found = kept_of(base_of(model), PackedDigest)
+    return {} if found is None else {NAME: dumps({"kind": found.kind, "digest": found.digest})}
 
 
 def check_packed(folder: Path, manifest: Manifest, model: nn.Module) -> None:
     """Refuse a model whose packed weights are not those with which a step was trained.
 
+    ``packed_digest`` must have been called.
+
     Raises:
         CheckpointMismatchError: If they are not; the message says how they were packed.
         CheckpointCorruptError: If the file is not what was written.
     """
-    source, path = kept_of(base_of(model), PackedSource), folder / "settings" / NAME
+    source, path = kept_of(base_of(model), PackedDigest), folder / "settings" / NAME
     if f"settings/{NAME}" not in manifest.files:
         if source is not None:
             raise CheckpointMismatchError(

@@ -32,6 +32,7 @@ from fsdp_sft.dcp_io.root import prepare_root
 from fsdp_sft.dcp_io.snapshot import Snapshot
 from fsdp_sft.dcp_io.steps import step_folder
 from fsdp_sft.errors import CheckpointError
+from fsdp_sft.shard.packing import packed_digest, packed_weights
 
 _logger = logging.getLogger(__name__)
 # Memory that all asynchronous saves use, since only one runs at a time.
@@ -80,6 +81,9 @@ class Save:
 
         Collective: all ranks.
         """
+        if packed_weights(self._model) is not None:
+            reshard(self._model)
+            packed_digest(self._model)
         apart = through_rank_0(f"preparing to save {self.target}", self._collect, _agree_on)
         if apart and self._content.optimizer is not None:
             whole = self._content.optimizer

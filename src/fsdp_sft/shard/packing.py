@@ -1,5 +1,7 @@
 """Which frozen weights a model keeps packed, and the swap of their shards."""
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -19,12 +21,16 @@ from fsdp_sft._model.wrappers import base_of
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import Quantised
+from fsdp_sft._ranks.agree import all_reduce_sum
 from fsdp_sft._ranks.mesh import EP
 from fsdp_sft._tensors.boxes import box_of, local_of
 from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard, RowFormat
+from fsdp_sft._tensors.sharding import own_part
 
 STORED = "stored"
 KINDS = (STORED, *RECIPES)
+_MODULUS = 1 << 42  # a power of two, as sums wrap around at one; exact as floats of 1,000 ranks
+_WORDS_AT_ONCE = 1 << 20
 _NARROWEST = 32  # columns: what has fewer is no matrix of a layer
 
 
@@ -42,16 +48,18 @@ class PackedWeights:
 
 
 @dataclass(frozen=True)
-class PackedSource:
-    """What packed weights were packed of.
+class PackedDigest:
+    """A fingerprint of packed weights.
 
     Attributes:
         kind: ``"stored"``, or the name of a recipe.
-        digest: Fingerprint of the checkpoint's files and of how its tensors became the model's.
+        digest: SHA-256 of sums over the bytes of all rows, which is the same on any number of ranks.
+        versions: By which a change of the bytes is noticed.
     """
 
     kind: str
     digest: str
+    versions: tuple[tuple[int, int], ...]
 
 
 def packed_weights(model: nn.Module) -> PackedWeights | None:
@@ -73,6 +81,44 @@ def packed_or_dtype(frozen_dtype: torch.dtype | str | None) -> tuple[str | None,
     except ValueError as error:
         raise ValueError(f"{error}; packed ones are {', '.join(map(repr, KINDS))}") from None
     return None, wanted
+
+
+def packed_digest(model: nn.Module) -> PackedDigest | None:
+    """The fingerprint of a model's packed weights, anew if their bytes have changed; None without any.
+
+    Collective: all ranks.
+    """
+    weights, shards = packed_weights(model), {}
+    for name, parameter in base_of(model).named_parameters():
+        if isinstance(local := local_of(parameter), PackedShard):
+            shards[name] = (parameter, local)
+    if weights is None or not shards:
+        return None
+    versions = tuple((local.rows.data_ptr(), local.rows._version) for _, local in shards.values())
+    known = kept_of(base_of(model), PackedDigest)
+    is_known = known is not None and known.versions == versions
+    if not all_reduce_sum([not is_known])[0]:
+        return known
+    own = [0.0 if own_part(p) is None else float(_sum(p, local)) for p, local in shards.values()]
+    sums = [int(total) % _MODULUS for total in all_reduce_sum(own)]
+    forms = [local.lies.form.name for _, local in shards.values()]
+    text = json.dumps([weights.kind, list(zip(shards, forms, sums, strict=True))])
+    found = PackedDigest(weights.kind, hashlib.sha256(text.encode()).hexdigest(), versions)
+    record_of(base_of(model)).keep(found)
+    return found
+
+
+def _sum(parameter: nn.Parameter, shard: PackedShard) -> int:
+    """The bytes of this rank's rows, each word weighted by its place in the whole parameter."""
+    words = shard.own_rows.view(torch.int32)
+    first = box_of(parameter).offset[0] * shard.lies.rows_each
+    device, total = words.device, 0
+    across = torch.arange(words.shape[1], device=device) * 2654435761 * 2 + 1
+    for begin in range(0, len(words), step := max(1, _WORDS_AT_ONCE // words.shape[1])):
+        some = words[begin : begin + step].to(torch.int64)
+        down = (torch.arange(len(some), device=device) + first + begin) * 40503 * 2 + 1
+        total += int(((some * across).sum(1) * down).sum()) % _MODULUS  # integers that overflow wrap around
+    return total % _MODULUS
 
 
 def is_as_stored(model: nn.Module) -> bool:

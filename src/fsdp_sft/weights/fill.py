@@ -14,8 +14,6 @@ from torch import nn
 from fsdp_sft._compat.conversions import keep_used_conversions, run_conversion
 from fsdp_sft._model.adapters import copy_saved_modules, without_adapters
 from fsdp_sft._model.named import named_tensors
-from fsdp_sft._model.record import record_of
-from fsdp_sft._model.wrappers import base_of
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, control_group, tell, this_rank, world_size
 from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of, replicate_dims, whole
 from fsdp_sft._tensors.jobs import Computation, Job
@@ -24,7 +22,6 @@ from fsdp_sft._tensors.prefault import HostPages
 from fsdp_sft._tensors.reader import check_all_finite, check_same, read_jobs
 from fsdp_sft._tensors.stored import AT_ONCE
 from fsdp_sft.shard.packing import (
-    PackedSource,
     empty_shard,
     fill_packed,
     is_as_stored,
@@ -78,7 +75,6 @@ def fill(
     reason: str,
     checkpoint_bytes: int,
     started: float,
-    digest: str,
 ) -> LoadReport:
     """Allocate a model's tensors and fill them by a plan.
 
@@ -91,7 +87,6 @@ def fill(
         reason: Reason for the strategy, in words.
         checkpoint_bytes: See ``LoadReport``.
         started: When the load began, by ``time.perf_counter``.
-        digest: Fingerprint of the files, and of how their tensors become the model's.
 
     Collective: all ranks.
     """
@@ -100,9 +95,6 @@ def fill(
             tensors = named_tensors(base)
             packed = layouts_of(packed_weights(model), plan, checkpoint.sources, tensors)
         device = materialise(model, {id(tensors[name]) for name in packed})
-    if packed:
-        kind = str(getattr(packed_weights(model), "kind", ""))
-        record_of(base_of(model)).keep(PackedSource(kind, digest))
     with without_adapters(model) as base:
         with agreed("reading the checkpoint"):
             reads = _Reads(base, plan, checkpoint, reading, packed, device)
@@ -223,6 +215,7 @@ def _read_packed(reads: _Reads, target: Target) -> int:
     """
     tensor, sources = reads.tensors[target.name], reads.checkpoint.sources
     shard, box = _packed_shard(reads, target.name), box_of(tensor)
+    torch.autograd.graph.increment_version(shard.rows)  # reads do not
     if is_as_stored(reads.model):
         count = reads.run(row_jobs(target, sources, shard, box, reads.at_once))
         if reads.is_checked(target):
@@ -244,7 +237,7 @@ def _packed_shard(reads: _Reads, name: str) -> PackedShard:
     """The shard of packed bytes that a weight has, or gets now."""
     parameter: Any = reads.tensors[name]
     local = local_of(parameter)
-    if isinstance(local, PackedShard):
+    if isinstance(local, PackedShard) and local.lies == reads.packed[name]:
         return local
     shard = empty_shard(parameter, reads.packed[name], reads.device)
     put_packed(reads.model, name, shard)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from fsdp_sft._model.absent import take_towers_from
 from fsdp_sft._model.adapters import refuse_initialised_from_base, without_adapters
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, difference, is_distributed
@@ -108,6 +109,7 @@ def load_weights(
         return load_prepared_base(model, prepared, manifest, check_finite=check_finite, started=started)
     with agreed("planning the load"):
         with without_adapters(model) as base:
+            take_towers_from(base, folder)
             make_ties(base)
             checkpoint = open_checkpoint(folder, variant, allow_pickle=allow_pickle)
             plan = make_plan(base, checkpoint, missing=missing, unexpected=unexpected)
@@ -132,7 +134,6 @@ def load_weights(
         reason=reason,
         checkpoint_bytes=checkpoint.total_bytes,
         started=started,
-        digest=digest,
     )
 
 

@@ -90,7 +90,6 @@ def load_prepared_base(
         reason=reason,
         checkpoint_bytes=sum(shards),
         started=started,
-        digest=manifest.digest,
     )
 
 
