@@ -109,3 +109,16 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def this_rank() -> int:
     return torch.distributed.get_rank()
+
+
+def spread(model: Any) -> None:
+    """Give adapters whose product is zero values of their own, the same at any number of ranks."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 10
+            with torch.no_grad():
+                if isinstance(parameter, torch.distributed.tensor.DTensor):
+                    values = torch.distributed.tensor.distribute_tensor(
+                        values, parameter.device_mesh, parameter.placements
+                    )
+                parameter.copy_(values)

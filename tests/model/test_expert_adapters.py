@@ -16,7 +16,7 @@ from tests.harness.device import mesh_here
 from tests.harness.hf_folders import plain
 from tests.harness.models import TINY, full, oracle_loss, ragged_batches
 from tests.harness.ranks import run_distributed
-from tests.harness.trained import assert_same, everything
+from tests.harness.trained import assert_same, everything, spread
 
 peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
@@ -57,19 +57,6 @@ def _oracle(folder: Path, every: bool, seed: int = 3) -> Any:
     return peft.get_peft_model(base, _lora(every)).train()
 
 
-def _spread(model: Any) -> None:
-    """Give adapters whose product is zero values of their own, the same at any number of ranks."""
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 10
-            with torch.no_grad():
-                if isinstance(parameter, torch.distributed.tensor.DTensor):
-                    values = torch.distributed.tensor.distribute_tensor(
-                        values, parameter.device_mesh, parameter.placements
-                    )
-                parameter.copy_(values)
-
-
 def _check(folder: Path, every: bool, ep_size: int) -> tuple[float, dict[str, torch.Tensor]]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = composed(
@@ -83,7 +70,7 @@ def _check(folder: Path, every: bool, ep_size: int) -> tuple[float, dict[str, to
         ep_size=ep_size,
     )
     assert_same(everything(model), everything(_oracle(folder / "base", every)))
-    _spread(model)
+    spread(model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     result = fs.train_step(model, BATCHES[rank::ranks], optimizer, max_grad_norm=None)
     fs.export_hf(model, folder / "merged", dtype=torch.float32)
@@ -101,7 +88,7 @@ def test_they_train_and_export_as_in_plain_peft(
     model = tf.AutoModelForCausalLM.from_config(CONFIGS[family]())
     model.save_pretrained(tmp_path / "base")
     oracle = _oracle(tmp_path / "base", every)
-    _spread(oracle)
+    spread(oracle)
     before = {name: p.detach().clone() for name, p in oracle.named_parameters()}
     loss = oracle_loss(oracle, BATCHES)
     loss.backward()

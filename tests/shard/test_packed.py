@@ -23,7 +23,7 @@ from tests.harness.models import TINY, full, oracle_loss, ragged_batches
 from tests.harness.packed_values import in_fp8, in_nf4, is_packed
 from tests.harness.quantised_folders import configure, deepseek_folder, mxfp4_folder, quantise
 from tests.harness.ranks import run_distributed
-from tests.harness.trained import assert_same, everything
+from tests.harness.trained import assert_same, everything, spread
 
 peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
 
@@ -67,18 +67,6 @@ def lora(family: str) -> Any:
         experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         return peft.LoraConfig(target_modules=["o_proj"], target_parameters=experts, **options)
     return peft.LoraConfig(target_modules="all-linear", **options)
-
-
-def spread(model: Any) -> None:
-    """Give adapters whose product is zero values of their own."""
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 10
-            with torch.no_grad():
-                if isinstance(parameter, torch.distributed.tensor.DTensor):
-                    mesh, placements = parameter.device_mesh, parameter.placements
-                    values = torch.distributed.tensor.distribute_tensor(values, mesh, placements)
-                parameter.copy_(values)
 
 
 def train(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -171,7 +159,7 @@ def test_with_other_options(how: str, tmp_path: Path) -> None:
     run_distributed(check, 2, tmp_path, "qwen3-moe", "nf4", {}, OPTIONS[how])
 
 
-def published(folder: Path, family: str) -> None:
+def published(folder: Path, family: str, block: int = 16) -> None:
     """``base`` in a quantised format, and ``values`` with what it holds."""
     if family in ("gpt-oss", "deepseek-v3"):
         values = (mxfp4_folder if family == "gpt-oss" else deepseek_folder)(folder / "base")
@@ -182,7 +170,7 @@ def published(folder: Path, family: str) -> None:
     torch.manual_seed(0)
     tf.AutoModelForCausalLM.from_config(CONFIGS[family]()).bfloat16().save_pretrained(folder / "base")
     shutil.copytree(folder / "base", folder / "values")
-    quantise(folder / "base", folder / "values")
+    quantise(folder / "base", folder / "values", block=block)
 
 
 def check_stored(folder: Path, family: str, shape: dict[str, int], options: dict[str, Any]) -> Any:
@@ -302,6 +290,30 @@ def test_a_step_is_not_resumed_on_another_base_of_the_same_shapes(ranks: int, tm
     run_distributed(_check_other_values, ranks, tmp_path)
 
 
+def _check_again(folder: Path) -> None:
+    """Other files of a format are read into a model that has run; files in 16 bits are refused."""
+    common = {"mesh": mesh_here(), "mp_policy": FLOAT32, "peft_config": lora("llama")}
+    model: Any = composed(folder / "one" / "base", frozen_dtype="stored", **common)
+    first = fs.evaluate(model, BATCHES).loss
+    fs.load_weights(model, folder / "other" / "base")
+    other = composed(folder / "other" / "base", frozen_dtype="stored", **common)
+    assert fs.evaluate(model, BATCHES).loss == fs.evaluate(other, BATCHES).loss != first
+    assert train(model)[0] == train(other)[0]
+    with pytest.raises(fs.CheckpointMismatchError, match="build the model anew"):
+        fs.load_weights(model, folder / "one" / "values")
+    plainly = composed(folder / "one" / "values", frozen_dtype=torch.float32, **common)
+    fs.save_checkpoint(folder / "steps", 1, model=plainly)
+    with pytest.raises(fs.CheckpointMismatchError, match="none of them packed"):
+        fs.load_checkpoint(folder / "steps", model=model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_are_read_again_after_a_forward(ranks: int, tmp_path: Path) -> None:
+    for name, block in (("one", 16), ("other", 32)):
+        published(tmp_path / name, "llama", block=block)
+    run_distributed(_check_again, ranks, tmp_path)
+
+
 def _check_refused(folder: Path) -> None:
     mesh = mesh_here()
     with pytest.raises(ValueError, match="no matrix in a block is frozen"):
@@ -320,7 +332,7 @@ def _check_refused(folder: Path) -> None:
         fs.load_full_state_dict(model, folder / "full.safetensors")
     with pytest.raises(TypeError, match="is not pickled"):
         torch.save(model.state_dict(), folder / "state.pt")
-    with pytest.raises(NotImplementedError, match="kept in nf4"):
+    with pytest.raises(fs.UnsupportedModelError, match="kept in nf4"):
         model.to(torch.float16)
     table = fs.describe_sharding(model)
     assert re.search(
@@ -328,7 +340,7 @@ def _check_refused(folder: Path) -> None:
     )
     assert "model.embed_tokens.weight" in table.splitlines()[-1]
     shard = next(p for p in model.parameters() if isinstance(local_of(p), PackedShard))
-    with pytest.raises(NotImplementedError, match="kept in nf4"):
+    with pytest.raises(fs.UnsupportedModelError, match="kept in nf4"):
         shard.full_tensor()
 
 

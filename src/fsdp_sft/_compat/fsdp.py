@@ -131,6 +131,8 @@ def adopt_shards(model: nn.Module) -> None:
         if parameter is not held.sharded_param:
             held.sharded_param, held._sharded_param_data = parameter, parameter._local_tensor
             held._init_extensions()
+            held.all_gather_outputs = []  # of the size of what was gathered before
+            vars(held).pop("_unsharded_param", None)
 
 
 def allow_unused_groups(model: nn.Module) -> None:

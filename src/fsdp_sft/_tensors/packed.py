@@ -9,7 +9,7 @@ are called, how many values share each of their elements, and how values are mad
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -17,14 +17,12 @@ from typing import NamedTuple
 import torch
 
 from fsdp_sft._tensors.jobs import ByteRange, Computation
-from fsdp_sft._tensors.packed_shard import RowFormat
+from fsdp_sft._tensors.packed_shard import Decode, RowFormat
 from fsdp_sft._tensors.pieces import Ints, Piece
 from fsdp_sft._tensors.safetensors import TensorEntry
 from fsdp_sft._tensors.stored import About, InFile, Stored
 
 _MIN_RUN_BYTES = 512  # reading shorter runs one by one costs more than reading the rows that they lie in
-
-Decode = Callable[[Mapping[str, torch.Tensor], range, range], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -204,22 +202,24 @@ class Packed(Stored):
     def _values(
         self, block: _Block, reads: Mapping[str, _PartRead], size: Ints, raws: list[torch.Tensor]
     ) -> torch.Tensor:
-        tensors, taken = {}, 0
-        for name, read in reads.items():
-            tensors[name] = read.tensor(raws[taken : taken + len(read.runs)])
-            taken += len(read.runs)
-        return _in_order(block.view(self.decode(tensors, block.rows, block.columns), size))
+        values = self.decode(_parts_of(reads, raws), block.rows, block.columns)
+        return _in_order(block.view(values, size))
 
 
 def _joined(
     form: RowFormat, reads: Mapping[str, _PartRead], count: int, raws: list[torch.Tensor]
 ) -> torch.Tensor:
     """The bytes of rows, side by side."""
-    tensors, taken = {}, 0
+    return form.joined(_parts_of(reads, raws), count)
+
+
+def _parts_of(reads: Mapping[str, _PartRead], raws: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parts, from the bytes of all their runs."""
+    found, taken = {}, 0
     for name, read in reads.items():
-        tensors[name] = read.tensor(raws[taken : taken + len(read.runs)])
+        found[name] = read.tensor(raws[taken : taken + len(read.runs)])
         taken += len(read.runs)
-    return form.joined(tensors, count)
+    return found
 
 
 def _in_order(values: torch.Tensor) -> torch.Tensor:

@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.pieces import Ints
+from fsdp_sft.errors import UnsupportedModelError
 
 _ALIGNMENT = 8  # bytes: a row of bytes begins where an element of any dtype can
 _AT_ONCE = 1 << 22  # values that are computed at once, of up to 24 bytes each in between
 
-Rows = Callable[[Mapping[str, torch.Tensor], range, range], torch.Tensor]
+Decode = Callable[[Mapping[str, torch.Tensor], range, range], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class RowFormat:
     name: str
     width: int
     parts: tuple[tuple[str, torch.dtype, int], ...]
-    decode: Rows
+    decode: Decode
 
     @property
     def row_bytes(self) -> int:
@@ -55,16 +56,12 @@ class RowFormat:
 
     def joined(self, parts: Mapping[str, torch.Tensor], count: int) -> torch.Tensor:
         """Bytes ``(count, row_bytes)`` of the parts of rows; a part of one row belongs to all."""
-        made = None
-        at = 0
+        device, at = parts[self.parts[0][0]].device, 0
+        made = torch.zeros((count, self.row_bytes), dtype=torch.uint8, device=device)
         for name, dtype, elements in self.parts:
-            part = parts[name].reshape(-1, elements)
-            if made is None:
-                made = torch.zeros((count, self.row_bytes), dtype=torch.uint8, device=part.device)
             size = dtype.itemsize * elements
-            made[:, at : at + size] = part.contiguous().view(torch.uint8).view(-1, size)
+            made[:, at : at + size] = parts[name].contiguous().view(torch.uint8).view(-1, size)
             at += size
-        assert made is not None
         return made
 
     def values_into(self, rows: torch.Tensor, values: torch.Tensor) -> None:
@@ -189,7 +186,7 @@ class PackedShard(torch.Tensor):
                 device, waits = kwargs.get("device"), not kwargs.get("non_blocking", False)
                 moved = shard.rows.to(device or shard.rows.device, non_blocking=not waits, copy=True)
                 return cls(moved, shard.lies, shard.count, shard.dtype)
-        raise NotImplementedError(
+        raise UnsupportedModelError(
             f"{name} of a frozen weight whose shards are kept in {_form_of(args)}: only its gathered values "
             "can be computed with; fsdp_sft exports and merges it"
         )

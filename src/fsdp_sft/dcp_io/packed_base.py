@@ -55,8 +55,8 @@ def check_packed(folder: Path, manifest: Manifest, model: nn.Module) -> None:
     if f"settings/{NAME}" not in manifest.files:
         if source is not None:
             raise CheckpointMismatchError(
-                f"{folder} has all weights of its model, none of them packed, and those of this model are "
-                f"(frozen_dtype={source.kind!r}): build the model without"
+                f"{folder} has all weights of its model, none of them packed: build the model with a dtype "
+                f"for frozen_dtype, and not {source.kind!r}"
             )
         return
     try:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -149,14 +150,14 @@ def choose_packed(
     towers = pattern_of(frozen_towers(model))
     with without_adapters(model) as plain:
         named = dict(plain.named_parameters(remove_duplicate=False))
-    times = [id(parameter) for parameter in named.values()]
+    times = Counter(id(parameter) for parameter in named.values())
     experts = {parameter.shape[0] for parameter in named.values() if parameter.ndim == 3}
     chosen = {
         name: parameter
         for name, parameter in named.items()
         if id(parameter) in inside
         and id(parameter) not in spared
-        and times.count(id(parameter)) == 1
+        and times[id(parameter)] == 1
         and not re.fullmatch(towers, name)
         and _is_matrix(parameter, experts)
     }

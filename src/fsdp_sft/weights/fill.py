@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_sft._compat.conversions import keep_used_conversions, run_conversion
+from fsdp_sft._compat.fsdp import adopt_shards
 from fsdp_sft._model.adapters import copy_saved_modules, without_adapters
 from fsdp_sft._model.named import named_tensors
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, control_group, tell, this_rank, world_size
@@ -111,6 +112,8 @@ def fill(
                 check_shards_finite(base, plan)
             keep_used_conversions(base, plan.conversions)
     with agreed("finishing the load"):
+        if packed:
+            adopt_shards(model)
         copy_saved_modules(model)
         check_nothing_empty(model, sources)
     report = LoadReport(

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._quantised.recipes import RECIPES
-from fsdp_sft._tensors.boxes import Box
+from fsdp_sft._tensors.boxes import Box, local_of
 from fsdp_sft._tensors.jobs import Computation
 from fsdp_sft._tensors.packed import Packed
 from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard, RowFormat
@@ -47,6 +47,10 @@ def layouts_of(
             isinstance(sources[key], Packed) for key in plan.groups[target.group].keys
         ):
             raise _no_rows(name, "it is computed of several stored ones")
+        elif isinstance(local_of(tensor), PackedShard):
+            raise CheckpointMismatchError(
+                f"{name} is packed, and this checkpoint has it in 16 or 32 bits: build the model anew for it"
+            )
     return found
 
 
