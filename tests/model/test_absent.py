@@ -71,6 +71,24 @@ def test_text_trains_and_the_tower_comes_back(family: str, tmp_path: Path) -> No
         assert torch.equal(parameter, expected), name
 
 
+def _from_another_folder(folder: Path) -> None:
+    model = fs.shard_model(fs.build_meta_model(folder / "base", part="text"), mesh=mesh_here())
+    fs.load_weights(model, folder / "other")
+    fs.export_hf(model, folder / "out", dtype=None)
+
+
+def test_towers_come_with_the_weights(tmp_path: Path) -> None:
+    for name in ("base", "other"):
+        model = tiny("llava")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 if name == "other" else 0.0)
+        model.save_pretrained(tmp_path / name)
+    run_distributed(_from_another_folder, 1, tmp_path)
+    for name, tensor in _tensors(tmp_path / "out").items():
+        assert torch.equal(tensor, _tensors(tmp_path / "other")[name]), name
+
+
 def _refused_pixels(family: str, folder: Path) -> str:
     model: Any = fs.load_pretrained(folder, mesh=mesh_here(), part="text")
     pixels = {"pixel_values": torch.zeros(4, 1176), "image_grid_thw": torch.tensor([[1, 2, 2]])}

@@ -9,8 +9,10 @@ from benchmarks.checks.mistakes import (
     meshes,
     packs,
     planning,
+    quantised,
     steps,
     told,
+    vision,
 )
 from benchmarks.checks.mistakes.mistake import Mistake
 
@@ -25,5 +27,7 @@ MISTAKES = [
     *devices.MISTAKES,
     *data.MISTAKES,
     *planning.MISTAKES,
+    *quantised.MISTAKES,
+    *vision.MISTAKES,
 ]
 __all__ = ["MISTAKES", "Mistake"]

@@ -1,0 +1,118 @@
+"""Mistakes with quantised checkpoints, and with weights that stay packed."""
+
+from benchmarks.checks.mistakes.mistake import Mistake
+
+MISTAKES: list[Mistake] = [
+    Mistake(
+        "packed values are taken from their first column on",
+        "_tensors/packed.py",
+        "return values.as_strided(size, strides, self.column - self.columns.start)",
+        "return values.as_strided(size, strides, 0)",
+        ("tests/quantised/test_values.py",),
+    ),
+    Mistake(
+        "scales of a block are counted from the first row that is read",
+        "_tensors/packed.py",
+        "return numbers // height * -(-height // down) + numbers % height // down",
+        "return numbers // down",
+        ("tests/quantised/test_values.py", "tests/quantised/test_experts.py"),
+    ),
+    Mistake(
+        "columns of packed values do not begin where a block begins",
+        "_tensors/packed.py",
+        "begin, end = block.columns.start // unit * unit",
+        "begin, end = block.columns.start // 2 * 2",
+        ("tests/quantised/test_values.py",),
+    ),
+    Mistake(
+        "the scale of the last columns of a row is left out",
+        "_quantised/values.py",
+        "    if full * across < values.shape[-1]:\n",
+        "    if False:\n",
+        ("tests/quantised/test_values.py",),
+    ),
+    Mistake(
+        "scales that belong to no weight are left unread",
+        "_quantised/find.py",
+        "    scales = [key for key in left if parts.search(key)]",
+        "    scales: list[str] = []",
+        ("tests/quantised/test_faults.py",),
+    ),
+    Mistake(
+        "scales of a wrong layout are taken",
+        "_quantised/tensors.py",
+        "            if there in shapes:\n",
+        "            if len(there) == len(wanted[-1]):\n",
+        ("tests/quantised/test_faults.py",),
+    ),
+    Mistake(
+        "NVFP4 of compressed-tensors multiplies by its number",
+        "_quantised/fp4.py",
+        "scales = scales / whole if divide else scales * whole",
+        "scales = scales * whole",
+        ("tests/quantised/test_values.py", "tests/quantised/test_golden.py"),
+    ),
+    Mistake(
+        "GPTQ of the second format is read as of the first",
+        "_quantised/gptq.py",
+        'added = 0 if _form_of(settings) == "gptq_v2" else 1',
+        "added = 1",
+        ("tests/quantised/test_values.py",),
+    ),
+    Mistake(
+        "two methods on one tensor are not noticed",
+        "_quantised/tensors.py",
+        "        if name in self.packed or self.is_free(name):\n",
+        "        if False:\n",
+        ("tests/quantised/test_faults.py",),
+    ),
+    Mistake(
+        "a model keeps the settings of its quantised checkpoint",
+        "weights/meta.py",
+        "    without_settings(config)  # the model's weights will not be quantised\n",
+        "",
+        ("tests/quantised/test_folders.py",),
+    ),
+    Mistake(
+        "the planner does not say that a checkpoint is quantised",
+        "planner/estimate.py",
+        "    notes = [] if published is None else [published.note(skeleton.parameters)]\n",
+        "    notes: list[str] = []\n",
+        ("tests/planner/test_quantised.py",),
+    ),
+    Mistake(
+        "rows of experts that are joined go to the first place",
+        "weights/rows.py",
+        "place = (begin + index) * layout.rows_each + common.start[other]",
+        "place = (begin + index) * layout.rows_each",
+        ("tests/shard/test_packed.py",),
+    ),
+    Mistake(
+        "routers are packed",
+        "shard/packing.py",
+        "is_router = parameter.ndim == 2 and (shape[0] in experts or shape[0] == 1)",
+        "is_router = False",
+        ("tests/shard/test_packed.py",),
+    ),
+    Mistake(
+        "a step does not look what its base was packed of",
+        "dcp_io/packed_base.py",
+        "    if saved != own:",
+        "    if False:",
+        ("tests/shard/test_packed.py",),
+    ),
+    Mistake(
+        "a change of packed bytes is not noticed",
+        "shard/packing.py",
+        "    is_known = known is not None and known.versions == versions\n",
+        "    is_known = known is not None\n",
+        ("tests/shard/test_packed.py",),
+    ),
+    Mistake(
+        "FSDP2 goes on with the sizes of bytes that were replaced",
+        "_compat/fsdp.py",
+        "            held.all_gather_outputs = []  # of the size of what was gathered before\n",
+        "",
+        ("tests/shard/test_packed.py",),
+    ),
+]
