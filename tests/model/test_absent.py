@@ -14,6 +14,7 @@ import fsdp_sft as fs
 from fsdp_sft._model.towers import towers_of
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import plain, save_tiny
+from tests.harness.hub_server import serve, use_hub
 from tests.harness.models import full, oracle_loss, ragged_batches
 from tests.harness.multimodal import CONFIGS, tiny
 from tests.harness.ranks import run_distributed
@@ -87,6 +88,21 @@ def test_towers_come_with_the_weights(tmp_path: Path) -> None:
     run_distributed(_from_another_folder, 1, tmp_path)
     for name, tensor in _tensors(tmp_path / "out").items():
         assert torch.equal(tensor, _tensors(tmp_path / "other")[name]), name
+
+
+def _from_the_hub(address: str, cache: Path) -> None:
+    use_hub(address, cache)
+    with pytest.raises(ValueError, match="or use load_pretrained"):
+        fs.build_meta_model("someone/model", part="text")
+    model: Any = fs.load_pretrained("someone/model", mesh=mesh_here(), part="text")
+    fs.export_hf(model, cache / "out", dtype=None)
+
+
+def test_the_hubs_cache_is_a_folder(tmp_path: Path) -> None:
+    tiny("llava").save_pretrained(tmp_path / "model")
+    with serve(tmp_path / "model", drops=0) as (address, _):
+        run_distributed(_from_the_hub, 1, address, tmp_path / "cache")
+    assert _tensors(tmp_path / "cache" / "out").keys() == _tensors(tmp_path / "model").keys()
 
 
 def _refused_pixels(family: str, folder: Path) -> str:

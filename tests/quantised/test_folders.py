@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.fsdp import fully_shard
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import fsdp_sft as fs
 from tests.harness.composed import composed
-from tests.harness.device import mesh_here
-from tests.harness.hf_folders import difference, plain, rewrite, tensors_of
+from tests.harness.device import device_here, mesh_here
+from tests.harness.hf_folders import difference, plain, rewrite, state_of, tensors_of
 from tests.harness.quantised_folders import configure, quantised
 from tests.harness.quantised_weights import FORMATS, fp8_block, integers
 from tests.harness.ranks import run_distributed
@@ -56,6 +57,47 @@ def _load(root: Path, mesh_shape: dict[str, int], strategy: str) -> None:
 )
 def test_every_format(folders: Path, ranks: int, mesh_shape: dict[str, int], strategy: str) -> None:
     run_distributed(_load, ranks, folders, mesh_shape, strategy)
+
+
+# Whose rows have no bytes of their own: transposed, or with zero points, orders or blocks over several rows.
+NO_ROWS = {name for name in FORMATS if name.startswith(("awq", "gptq", "nf4"))}
+NO_ROWS |= {"int4 asymmetric", "int4 ordered"}
+
+
+def _frozen(folder: Path, mesh: Any, frozen_dtype: str) -> Any:
+    """A model whose blocks are frozen and stay packed."""
+    model: Any = fs.build_meta_model(folder)
+    for block in fs.find_blocks(model).values():
+        block.requires_grad_(False)
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), frozen_dtype=frozen_dtype)
+    fs.load_weights(model, folder)
+    return model
+
+
+def _stay_packed(root: Path, mesh_shape: dict[str, int]) -> None:
+    mesh = mesh_here(**mesh_shape)
+    for name in FORMATS:
+        if name in NO_ROWS:
+            with pytest.raises(fs.CheckpointMismatchError, match=r"'nf4' packs it anew"):
+                _frozen(root / name / "stored", mesh, "stored")
+            assert "nf4" in fs.describe_sharding(_frozen(root / name / "stored", mesh, "nf4"))
+            continue
+        model = _frozen(root / name / "stored", mesh, "stored")
+        assert "packed: 7 weights" in fs.describe_sharding(model), name
+        oracle = plain(root / name / "published")
+        held, expected = state_of(model), state_of(oracle)
+        assert held.keys() == expected.keys()
+        assert all(torch.equal(held[key], value) for key, value in expected.items()), name
+        ids = torch.arange(3, 19)[None]
+        computed = model(input_ids=ids.to(device_here())).logits.cpu()
+        assert torch.allclose(computed, oracle(input_ids=ids).logits, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize(("ranks", "mesh_shape"), [(2, {}), (3, {}), (4, HYBRID)], ids=["2", "3", "hybrid"])
+def test_every_format_stays_packed_or_is_refused(
+    folders: Path, ranks: int, mesh_shape: dict[str, int]
+) -> None:
+    run_distributed(_stay_packed, ranks, folders, mesh_shape)
 
 
 def _experts(root: Path, columns: bool) -> None:

@@ -366,3 +366,15 @@ def test_routers_and_what_lies_outside_of_blocks_are_not_packed() -> None:
         *(f"mlp.experts.{part}_proj" for part in ("gate_up", "down")),
     }
     assert all("layers." in name for name in names)
+
+
+def _check_number(folder: Path) -> None:
+    with pytest.raises(ValueError, match="take True or False"):
+        composed(
+            folder, mesh=mesh_here(), peft_config=lora("llama"), frozen_dtype="nf4", reshard_after_forward=2
+        )
+
+
+def test_a_number_for_reshard_after_forward_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, "llama", "nf4")
+    run_distributed(_check_number, 4, tmp_path / "base")

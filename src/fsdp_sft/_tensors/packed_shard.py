@@ -60,7 +60,8 @@ class RowFormat:
         made = torch.zeros((count, self.row_bytes), dtype=torch.uint8, device=device)
         for name, dtype, elements in self.parts:
             size = dtype.itemsize * elements
-            made[:, at : at + size] = parts[name].contiguous().view(torch.uint8).view(-1, size)
+            part = parts[name].reshape(-1, elements).contiguous()
+            made[:, at : at + size] = part.view(torch.uint8)
             at += size
         return made
 
