@@ -17,7 +17,7 @@ from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.packed_shard import PackedShard
 from fsdp_sft.shard.packing import packed_weights
 from tests.harness.composed import composed
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import plain, rewrite
 from tests.harness.models import TINY, full, oracle_loss, ragged_batches
 from tests.harness.packed_values import in_fp8, in_nf4, is_packed
@@ -48,9 +48,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 PACKED = {"nf4": in_nf4, "fp8": in_fp8}
 
 
-def make(folder: Path, family: str, kind: str) -> None:
+def make(folder: Path, family: str, kind: str, *, seed: int = 0) -> None:
     """``base`` in bfloat16, and ``values`` with what its packed weights hold."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = tf.AutoModelForCausalLM.from_config(CONFIGS[family]()).bfloat16()
     model.save_pretrained(folder / "base")
     model.float()
@@ -159,15 +159,15 @@ def test_with_other_options(how: str, tmp_path: Path) -> None:
     run_distributed(check, 2, tmp_path, "qwen3-moe", "nf4", {}, OPTIONS[how])
 
 
-def published(folder: Path, family: str, block: int = 16) -> None:
+def published(folder: Path, family: str, block: int = 16, *, seed: int = 0) -> None:
     """``base`` in a quantised format, and ``values`` with what it holds."""
+    torch.manual_seed(seed)
     if family in ("gpt-oss", "deepseek-v3"):
         values = (mxfp4_folder if family == "gpt-oss" else deepseek_folder)(folder / "base")
         shutil.copytree(folder / "base", folder / "values")
         configure(folder / "values", quantization_config=None)
         rewrite(folder / "values", {name: value.float() for name, value in values.items()})
         return
-    torch.manual_seed(0)
     tf.AutoModelForCausalLM.from_config(CONFIGS[family]()).bfloat16().save_pretrained(folder / "base")
     shutil.copytree(folder / "base", folder / "values")
     quantise(folder / "base", folder / "values", block=block)
@@ -288,6 +288,44 @@ def test_a_step_is_not_resumed_on_another_base_of_the_same_shapes(ranks: int, tm
     torch.manual_seed(1)
     tf.AutoModelForCausalLM.from_config(CONFIGS["llama"]()).bfloat16().save_pretrained(tmp_path / "other")
     run_distributed(_check_other_values, ranks, tmp_path)
+
+
+def _with_base(folder: Path, family: str, kind: str, begin: bool) -> Any:
+    """A step that has its base is written; then loaded into models of another base, or of none."""
+    common = {"mesh": mesh_here(), "mp_policy": FLOAT32, "peft_config": lora(family), "frozen_dtype": kind}
+    source = folder / ("one" if begin else "other") / "base"
+    model: Any = composed(source, **common)
+    if begin:
+        fs.save_checkpoint(folder / "steps", 1, model=model, include_base=True, async_=True).wait()
+        return fs.evaluate(model, BATCHES).loss
+    with pytest.raises(fs.CheckpointMismatchError, match="has its base packed as"):
+        fs.load_checkpoint(folder / "steps", model=composed(source, **common | {"frozen_dtype": None}))
+    losses = [fs.evaluate(model, BATCHES).loss]
+    fs.load_checkpoint(folder / "steps", model=model)
+    losses.append(fs.evaluate(model, BATCHES).loss)
+    fs.save_checkpoint(folder / "again", 1, model=model)
+    if kind == "nf4":  # nothing but the step is needed
+        model = fs.add_adapters(fs.build_meta_model(source), lora(family))
+        fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32, frozen_dtype=kind)
+        with pytest.raises(ValueError, match=r"give them memory with model.to_empty"):
+            fs.load_checkpoint(folder / "steps", model=model)
+        model.to_empty(device=device_here())
+        fs.load_checkpoint(folder / "steps", model=model)
+        fs.load_checkpoint(folder / "again", model=model)
+    return losses
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "nf4"), ("gpt-oss", "stored"), ("qwen3-moe", "nf4")])
+def test_a_step_with_its_base(family: str, kind: str, tmp_path: Path) -> None:
+    for seed, name in enumerate(("one", "other")):
+        if kind == "stored":
+            published(tmp_path / name, family, seed=seed)
+        else:
+            make(tmp_path / name, family, kind, seed=seed)
+    expected = run_distributed(_with_base, 2, tmp_path, family, kind, True)[0]
+    other, found = run_distributed(_with_base, 3, tmp_path, family, kind, False)[0]
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert other != pytest.approx(expected, rel=1e-4)
 
 
 def _check_again(folder: Path) -> None:
