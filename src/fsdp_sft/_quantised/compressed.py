@@ -114,4 +114,6 @@ def _block(settings: Settings, scheme: Mapping[str, Any]) -> Ints | None:
     raise settings.refused(f"the strategy {strategy!r:.80} of a group of weights is not known: {IN_16_BITS}")
 
 
-METHOD = Method(check, find, r"_packed$|weight_(scale|global_scale|zero_point|shape|g_idx)$", bits)
+METHOD = Method(
+    check, find, r"_packed$|weight_(scale|global_scale|zero_point|shape|g_idx)$", bits, skips=("ignore",)
+)

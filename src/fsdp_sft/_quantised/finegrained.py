@@ -53,4 +53,10 @@ def _blocks(settings: Settings) -> list[Ints | None]:
     return [(down, across)]
 
 
-METHOD = Method(check, find, r"weight_scale(_inv)?$|_scale_inv$", lambda settings: 8)
+METHOD = Method(
+    check,
+    find,
+    r"weight_scale(_inv)?$|_scale_inv$",
+    lambda settings: 8,
+    skips=("modules_to_not_convert", "ignored_layers"),
+)

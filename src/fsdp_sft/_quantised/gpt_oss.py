@@ -25,4 +25,11 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
             fp4.find_experts(tensors, name, key, f"{name}_scales")
 
 
-METHOD = Method(check, find, r"_(blocks|scales)$", lambda settings: 4.25, only_experts=True)
+METHOD = Method(
+    check,
+    find,
+    r"_(blocks|scales)$",
+    lambda settings: 4.25,
+    only_experts=True,
+    skips=("modules_to_not_convert",),
+)

@@ -17,6 +17,8 @@ class Method:
         parts: Pattern of the names that tensors of packed weights have, and no others.
         bits: Bits that a packed value takes with its share of the scales, by the config.
         only_experts: Whether none but the weights of experts are packed.
+        skips: Fields of the config that list modules in 16 bits; the first of them in ``config.json``, the
+            last in a file of its own. Empty if no field does.
     """
 
     check: Callable[[Settings], None]
@@ -24,6 +26,7 @@ class Method:
     parts: str
     bits: Callable[[Settings], float]
     only_experts: bool = False
+    skips: tuple[str, ...] = ()
 
 
 def bits_of_groups(settings: Settings) -> float:

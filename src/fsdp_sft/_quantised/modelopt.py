@@ -38,4 +38,6 @@ def bits(settings: Settings) -> float:
     return 4.5 if "nvfp4" in str(settings.fields.get("quant_algo")).lower() else 8
 
 
-METHOD = Method(check, find, r"weight_scale(_2)?$|\.pre_quant_scale$|svdquant_", bits)
+METHOD = Method(
+    check, find, r"weight_scale(_2)?$|\.pre_quant_scale$|svdquant_", bits, skips=("ignore", "exclude_modules")
+)
