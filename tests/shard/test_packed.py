@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def check(folder: Path, family: str, kind: str, shape: dict[str, int], options: 
     return found, size * 8 / count
 
 
-RANKS = [(1, {}), (2, {}), (4, {"dp_replicate": 2}), (3, {})]
+RANKS = [(1, {}), (2, {}), (4, {}), (4, {"dp_replicate": 2}), (3, {})]
 
 
 def beside_plain(folder: Path, family: str, found: tuple[float, dict[str, torch.Tensor]]) -> None:
@@ -127,7 +128,7 @@ def beside_plain(folder: Path, family: str, found: tuple[float, dict[str, torch.
         ), name
 
 
-@pytest.mark.parametrize(("ranks", "shape"), RANKS, ids=["1", "2", "hsdp", "3"])
+@pytest.mark.parametrize(("ranks", "shape"), RANKS, ids=["1", "2", "4", "hsdp", "3"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_in_nf4(family: str, ranks: int, shape: dict[str, int], tmp_path: Path) -> None:
     make(tmp_path, family, "nf4")
@@ -185,7 +186,7 @@ def check_stored(folder: Path, family: str, shape: dict[str, int], options: dict
     return found, size * 8 / count
 
 
-@pytest.mark.parametrize(("ranks", "shape"), RANKS, ids=["1", "2", "hsdp", "3"])
+@pytest.mark.parametrize(("ranks", "shape"), RANKS, ids=["1", "2", "4", "hsdp", "3"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_as_stored(family: str, ranks: int, shape: dict[str, int], tmp_path: Path) -> None:
     published(tmp_path, family)
@@ -193,6 +194,24 @@ def test_as_stored(family: str, ranks: int, shape: dict[str, int], tmp_path: Pat
     assert bits < (8 if family == "gpt-oss" else 16)
     if ranks < 3:
         beside_plain(tmp_path, family, found)
+
+
+def _few_experts(folder: Path) -> tuple[str, str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model = composed(
+            folder / "base", mesh=mesh_here(), frozen_dtype="stored", peft_config=lora("gpt-oss")
+        )
+    told = [str(warning.message) for warning in found if "the fullest of" in str(warning.message)]
+    return "".join(told), fs.describe_sharding(model)
+
+
+def test_fewer_experts_than_ranks_are_told(tmp_path: Path) -> None:
+    published(tmp_path, "gpt-oss")
+    results = run_distributed(_few_experts, 4, tmp_path)
+    assert "packed weights are cut along their first dimension" in results[0][0]
+    assert "build_mesh(dp_replicate=2) shards over 2, evenly" in results[0][0]
+    assert results[3][1].count("packed: 2 weights")
 
 
 def test_as_stored_by_ranks_that_share_experts(tmp_path: Path) -> None:
