@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.conversions import revert_weight_conversion
-from fsdp_sft._model.adapters import adapted_layers, merged_weights, without_adapters
+from fsdp_sft._model.adapters import adapted_layers, without_adapters
 from fsdp_sft._model.blocks import configs_without_caches
-from fsdp_sft._model.named import clean_name
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.wrappers import unwrapped
@@ -23,9 +22,9 @@ from fsdp_sft._quantised.carried import carry_settings
 from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
 from fsdp_sft._tensors.disk import check_room, sweep, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer
-from fsdp_sft._tensors.packed_shard import bits_of
 from fsdp_sft.export.as_loaded import Unchanged, check_format, find_unchanged
 from fsdp_sft.export.hf_files import HfFiles
+from fsdp_sft.export.merged import gathered
 from fsdp_sft.export.own_rows import has_whole_rows, open_own_rows
 from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, refuse_tied, unsharded_twin
 from fsdp_sft.export.settings import write_settings
@@ -215,7 +214,7 @@ def _write_weights(
             continue
         full = {}
         for name in group:
-            whole = _gathered(content, plan, merges, name, gatherer)
+            whole = gathered(content, plan, merges, name, gatherer)
             if whole is not None:
                 full[name] = whole
         if full:
@@ -234,28 +233,3 @@ def _write_converted(writer: HfFiles, twin: nn.Module | None, full: dict[str, to
     made = full if twin is None else revert_weight_conversion(twin, full)
     for name, tensor in made.items():
         writer.write(name, tensor)
-
-
-def _gathered(
-    content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any], name: str, gatherer: Gatherer
-) -> torch.Tensor | None:
-    """The full tensor on rank 0, with adapters merged into it if it has any."""
-    source, dtype = plan.sources[name], plan.dtypes[name]
-    fqn, _, leaf = source.rpartition(".")
-    if fqn not in merges:
-        return gatherer.gather(content.tensors[source], dtype)
-    full = {}
-    for key, tensor in merges[fqn].state_dict(keep_vars=True).items():
-        wide = (
-            torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
-        )
-        part = gatherer.gather(tensor, wide)
-        if part is not None:
-            # An unsharded tensor on the host is the model's own memory, into which peft would merge.
-            is_own = part.untyped_storage().data_ptr() == bits_of(tensor).untyped_storage().data_ptr()
-            full[clean_name(key)] = part.clone() if is_own else part
-    if not full:
-        return None
-    merged: dict[str, torch.Tensor] = {}
-    gatherer.attempt(lambda: merged.update(merged_weights(merges[fqn], full)))
-    return merged[leaf].to(dtype) if merged else None
