@@ -1,7 +1,10 @@
 """What a checkpoint's folder says of how it is quantised."""
 
+import fnmatch
 import os
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ CONFIG = "config.json"
 # Files of their own in which tools say it, when the config does not.
 OTHER_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 _KEYS = ("quantization_config", "compression_config")  # the second of compressed-tensors' first releases
+_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude")
 _MAX_BLOCK = 1 << 20
 
 
@@ -43,6 +47,12 @@ class Settings:
         """Number of values that share a scale, in AWQ and GPTQ; -1 is all of a column."""
         found = (self.fields.get(name) for name in ("group_size", "q_group_size"))
         return next((value for value in found if value is not None), 128)
+
+    def leaves_out(self, module: str) -> bool:
+        """Whether a list of the config says that a module is not packed; for where there are no files."""
+        found = (self.fields.get(name) for name in _LISTS)
+        entries = [entry for each in found if isinstance(each, (list, tuple)) for entry in each]
+        return any(_is_of(str(entry), module) for entry in entries)
 
     def one_of(self, field: str, known: tuple[Any, ...], otherwise: Any = None) -> Any:
         """A field whose value must be among ``known``; ``otherwise`` if it is not there.
@@ -129,6 +139,16 @@ def without_settings(config: Any) -> None:
     for name, value in own.items():
         if str(name).endswith("_config") and _is_config(value):
             without_settings(value)
+
+
+def _is_of(entry: str, module: str) -> bool:
+    """Whether an entry of a list of modules is this module, or one that it lies in."""
+    if entry.startswith("re:"):
+        with suppress(re.error):
+            return re.match(entry[3:], module) is not None
+    if "*" in entry:
+        return fnmatch.fnmatch(module, entry)
+    return f".{entry}." in f".{module}."
 
 
 def _is_config(value: Any) -> bool:

@@ -98,6 +98,10 @@ class PackedLayout:
         """Number of rows for each index of the first dimension."""
         return math.prod(self.shape[1:]) // self.form.width
 
+    def shard_rows(self, num_shards: int) -> int:
+        """Number of rows that each rank has memory for: those of the fullest one."""
+        return -(-self.shape[0] // num_shards) * self.rows_each
+
     def view(self, values: torch.Tensor) -> torch.Tensor:
         """Values ``(rows, width)`` in the shape of the parameter, of as many indices as they are for."""
         if len(self.shape) == 2:
