@@ -64,6 +64,4 @@ def stored_as(settings: Settings, shape: Ints) -> Entries | None:
     return {"w.weight": (torch.float8_e4m3fn, (1, width)), "w.weight_scale_inv": (of_scales, grid)}
 
 
-METHOD = Method(
-    check, find, r"weight_scale(_inv)?$|_scale_inv$", lambda settings: 8, stored_as=stored_as
-)
+METHOD = Method(check, find, r"weight_scale(_inv)?$|_scale_inv$", lambda settings: 8, stored_as=stored_as)

@@ -21,7 +21,7 @@ from fsdp_sft._tensors.pieces import Ints
 from fsdp_sft.errors import UnsupportedModelError
 
 _ALIGNMENT = 8  # bytes: a row of bytes begins where an element of any dtype can
-_AT_ONCE = 1 << 22  # values that are computed at once, of up to 24 bytes each in between
+VALUES_AT_ONCE = 1 << 22  # values that are computed at once, of up to 24 bytes each in between
 
 Decode = Callable[[Mapping[str, torch.Tensor], range, range], torch.Tensor]
 
@@ -67,7 +67,7 @@ class RowFormat:
 
     def values_into(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Compute values ``(rows, width)``, in the dtype of where they go, a part of them at a time."""
-        step = max(1, _AT_ONCE // self.width)
+        step = max(1, VALUES_AT_ONCE // self.width)
         for first in range(0, len(rows), step):
             some = rows[first : first + step]
             parts, at = {}, 0

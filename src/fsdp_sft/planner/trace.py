@@ -49,6 +49,7 @@ _UNTRACED: dict[str, Any] = {
     "reshard_after_forward": True,
     "cpu_offload": False,
     "optimizer": "adamw",
+    "packed": None,
     **dict.fromkeys(("master_dtype", "frozen_dtype", "reduce_dtype"), torch.float32),
 }
 
