@@ -92,6 +92,8 @@ class Skeleton:
         published: How the checkpoint is quantised; None if it is not.
         first_backward: Index of the first block that the backward reaches. Blocks before it have nothing to
             train in or below them, and keep nothing.
+        begins_backward: That block, if no gradient leaves it, as nothing below it is trained; a kind of its
+            own, since it keeps less.
         parameters: Number of parameters of the whole model; tied ones count once.
         active_parameters: Number of parameters that one token passes through.
         experts: Number of experts in each layer that expert parallelism can distribute; empty if none.
@@ -111,6 +113,7 @@ class Skeleton:
     head: Group | None = None
     towers: tuple[Group, ...] = ()
     gathers_embedding_again: bool = False
+    begins_backward: nn.Module | None = None
     published: Published | None = None
 
     @property
@@ -195,15 +198,19 @@ def _cached_skeleton(
     embedding, head = (None if m is None else _group(_named_within(model, m), inside) for m in own)
     root = _group(model.named_parameters(), inside)
     outside = [group for group in (root, embedding, head) if group is not None]
+    first = _first_backward(model, groups)
+    is_frozen_below = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
+    begins = first if is_frozen_below and first < len(blocks) else None
     total = sum(group.elements() for group in (*groups, *outside, *towers))
     return Skeleton(
         model=model,
         family=keyed.config.model_type,
         blocks=tuple(blocks.values()),
-        kinds=_kinds(list(blocks.values())),
+        kinds=_kinds(list(blocks.values()), begins),
         groups=tuple(groups),
         root=root,
-        first_backward=_first_backward(model, groups),
+        first_backward=first,
+        begins_backward=None if begins is None else list(blocks.values())[begins],
         parameters=total,
         active_parameters=total - _idle_expert_parameters(model, keyed.config),
         experts=tuple(plan.values()),
@@ -300,10 +307,11 @@ def _first_backward(model: Any, groups: list[Group]) -> int:
     return next(trained, len(groups))
 
 
-def _kinds(blocks: list[nn.Module]) -> tuple[int, ...]:
-    """For each block, the index of the first block like it."""
+def _kinds(blocks: list[nn.Module], begins: int | None) -> tuple[int, ...]:
+    """For each block, the index of the first block like it; ``begins`` is like no other."""
     first: dict[Any, int] = {}
-    return tuple(first.setdefault(_likeness(block), index) for index, block in enumerate(blocks))
+    likeness = [_likeness(block) if index != begins else index for index, block in enumerate(blocks)]
+    return tuple(first.setdefault(like, index) for index, like in enumerate(likeness))
 
 
 def _likeness(block: nn.Module) -> Any:
