@@ -53,6 +53,11 @@ def _blocks(settings: Settings) -> list[Ints | None]:
     return [(down, across)]
 
 
+def bits(settings: Settings) -> float:
+    """Bits of a packed value with its share of the scales: of an expert's, where these have fewer."""
+    return 4.25 if settings.fields.get("expert_dtype") == "fp4" else 8
+
+
 def stored_as(settings: Settings, shape: Ints) -> Entries | None:
     """One row; scales are float32, or exponents where experts are in MXFP4 (DeepSeek-V4)."""
     width, (block,) = shape[-1], _blocks(settings)[:1]
@@ -64,4 +69,4 @@ def stored_as(settings: Settings, shape: Ints) -> Entries | None:
     return {"w.weight": (torch.float8_e4m3fn, (1, width)), "w.weight_scale_inv": (of_scales, grid)}
 
 
-METHOD = Method(check, find, r"weight_scale(_inv)?$|_scale_inv$", lambda settings: 8, stored_as=stored_as)
+METHOD = Method(check, find, r"weight_scale(_inv)?$|_scale_inv$", bits, stored_as=stored_as)

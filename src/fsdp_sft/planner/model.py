@@ -63,14 +63,18 @@ class Published:
     bits: float
     num_bytes: int
 
-    def note(self, parameters: int) -> str:
+    def note(self, parameters: int, stays_packed: bool) -> str:
         """A remark on it; ``parameters`` is the number of the model's."""
         size, plain = self.num_bytes / 1e9, 2 * parameters / 1e9
         digits = 0 if plain >= 100 else 1
         return (
             f"the checkpoint is published quantised ({self.method}, {self.bits:.3g} bits a packed value): "
-            f"about {size:,.{digits}f} GB to read, and {plain:,.{digits}f} in bfloat16; loading dequantises "
-            "it, so memory is that of any other"
+            f"about {size:,.{digits}f} GB to read, and {plain:,.{digits}f} in bfloat16; "
+            + (
+                "what of it stays packed is assumed from the config alone"
+                if stays_packed
+                else "loading dequantises it, so memory is that of any other"
+            )
         )
 
 

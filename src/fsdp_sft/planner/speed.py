@@ -73,6 +73,7 @@ class StepTime:
             with ``cpu_offload`` shards and gradients.
         optimizer: Gradient norm and update.
         total: The whole step.
+        decoding: The part of ``compute`` that computes the values of packed weights in gathers.
     """
 
     compute: float
@@ -84,6 +85,7 @@ class StepTime:
     offload: float
     optimizer: float
     total: float
+    decoding: float = 0.0
 
     @property
     def bound(self) -> Bound:
@@ -127,6 +129,7 @@ def step_time(skeleton: Skeleton, setup: Setup, rates: Rates = RATES) -> StepTim
         offload=offload,
         optimizer=optimizer,
         total=total,
+        decoding=passes.decoding,
     )
 
 
@@ -143,6 +146,7 @@ class _Passes:
     backward: float
     recompute: float
     memory_bound: float
+    decoding: float
 
 
 def _passes(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> _Passes:
@@ -171,6 +175,7 @@ def _passes(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> _Pas
         backward + again + rest * 2 / 3 + copies * 2 / 3 + gathered_again,
         again,
         waits_forward + waits_backward + waits_again + waits + copies + decoded + gathered_again,
+        decoded + gathered_again,
     )
 
 

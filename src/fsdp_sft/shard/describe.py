@@ -14,6 +14,7 @@ from fsdp_sft._tensors.packed_shard import PackedShard, bits_of
 from fsdp_sft._tensors.shard_dims import MOST_IMBALANCE, even_shards, shard_numel
 from fsdp_sft.errors import abridged
 from fsdp_sft.shard.names import innermost, without_indices
+from fsdp_sft.shard.packing import packed_weights
 
 
 def describe_sharding(model: nn.Module) -> str:
@@ -109,12 +110,15 @@ def name_uneven(model: nn.Module, num_shards: int, replicas: int, cp: int) -> No
     for name in sorted(excess, key=excess.__getitem__, reverse=True):
         kinds.setdefault(without_indices(name), str(shapes[name]))
     worst = ", ".join(f"{kind} {shape}" for kind, shape in list(kinds.items())[:3])
-    fewer = even_shards(list(shapes.values()), num_shards)
+    is_packed = packed_weights(model) is not None
+    fewer = even_shards(list(shapes.values()), num_shards, 0 if is_packed else None)
     if fewer == num_shards:
         reason = f"with a number for reshard_after_forward {worst} is cut along its first dimension"
         advice = "reshard_after_forward=True takes others, evenly"
     else:
         reason = f"no dimension of {worst} divides by {num_shards}"
+        if is_packed:
+            reason = f"packed weights are cut along their first dimension, such as {worst}"
         more = f"dp_replicate={replicas * num_shards // fewer}" + (f", cp={cp}" if cp > 1 else "")
         advice = f"build_mesh({more}) shards over {fewer}, evenly"
     warn_caller(
