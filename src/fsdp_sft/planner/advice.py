@@ -109,7 +109,7 @@ class _Advisor:
         yield from self._more_gpus(setup)
 
     def _open(self, setup: Setup, fits: list[_Way]) -> Iterator[_Way]:
-        """The changes to try; a packed base only if adapters on one in 16 bits are not among those that fit."""
+        """The changes to try; a packed base only if adapters on one in 16 bits do not fit."""
         yield from _ways(setup)
         if not any("lora_rank" in way.changes for way in fits):
             yield from _packed_ways(setup, self._packs(setup))
