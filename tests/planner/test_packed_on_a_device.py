@@ -46,7 +46,6 @@ CASES: list[tuple[str, Any, int, dict[str, Any]]] = [
     ("sparse", "nf4", 1, {}),
     ("sparse", "nf4", 2, {"reshard_after_forward": False}),
     ("sparse", "nf4", 1, {"ep_size": 2}),
-    ("oss", None, 1, {}),
     ("oss", "stored", 1, {}),
     ("oss", None, 1, {"sac_ratio": "1"}),
     ("oss", "stored", 1, {"sac_ratio": "1"}),
