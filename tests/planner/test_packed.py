@@ -14,6 +14,7 @@ from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.packed_shard import PackedShard
 from fsdp_sft.commands import main
+from fsdp_sft.planner.advice import what_would_fit
 from fsdp_sft.planner.budget import budget_of
 from fsdp_sft.planner.estimate import check_options
 from fsdp_sft.planner.model import as_config, build_skeleton
@@ -234,8 +235,9 @@ def test_the_largest_mixtures_on_one_node_as_they_are_published() -> None:
     ]
     assert oss[1].peak_bytes < oss[0].peak_bytes < usable
     assert oss[1].breakdown["parameters (shards)"] < 0.3 * oss[0].breakdown["parameters (shards)"]
-    lines = _advice(_deepseek_v4_flash(), 8, "h100")
-    arguments = [line.partition(": ")[0] for line in lines]
+    setup = check_options(**JOB)
+    text = what_would_fit(_deepseek_v4_flash(), setup, {}, budget_of(setup.device, 8), 8)
+    arguments = [line.partition(": ")[0] for line in text.splitlines()]
     stored, nf4 = (f"- lora_rank=16, frozen_dtype={kind!r}" for kind in ("stored", "nf4"))
     assert arguments.index(stored) < arguments.index(nf4)
     assert "- lora_rank=16" not in arguments

@@ -14,7 +14,6 @@ from fsdp_sft.planner.setup import Setup, make_setup
 from fsdp_sft.planner.shards import ShardBalance, shard_balance
 from fsdp_sft.planner.trace import trace
 from fsdp_sft.sac import host_bytes_for
-from fsdp_sft.shard.packing import STORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -184,7 +183,7 @@ def _of_packed(skeleton: Skeleton, setup: Setup) -> str:
 def _notes(skeleton: Skeleton, setup: Setup, balance: ShardBalance) -> tuple[str, ...]:
     """Caveats of the estimate."""
     published = skeleton.published
-    notes = [] if published is None else [published.note(skeleton.parameters, setup.packed == STORED)]
+    notes = [] if published is None else [published.note(skeleton.parameters, setup.packed)]
     if setup.packed is not None:
         notes.append(_of_packed(skeleton, setup))
     if skeleton.family not in CHECKED_FAMILIES:

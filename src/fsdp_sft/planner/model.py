@@ -23,6 +23,7 @@ from fsdp_sft._tensors.packed_shard import PackedLayout
 from fsdp_sft.planner.packed import layouts_of
 from fsdp_sft.planner.parameters import Group
 from fsdp_sft.shard.embeddings import needs_weight_in_backward, own_vocabulary
+from fsdp_sft.shard.packing import STORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -63,18 +64,18 @@ class Published:
     bits: float
     num_bytes: int
 
-    def note(self, parameters: int, stays_packed: bool) -> str:
-        """A remark on it; ``parameters`` is the number of the model's."""
+    def note(self, parameters: int, packed: str | None) -> str:
+        """A remark on it, for a model of so many parameters, and the way to keep frozen ones packed."""
+        becomes = {
+            None: "loading dequantises it, so memory is that of any other",
+            STORED: "what of it stays packed is assumed from the config alone",
+        }
         size, plain = self.num_bytes / 1e9, 2 * parameters / 1e9
         digits = 0 if plain >= 100 else 1
         return (
             f"the checkpoint is published quantised ({self.method}, {self.bits:.3g} bits a packed value): "
             f"about {size:,.{digits}f} GB to read, and {plain:,.{digits}f} in bfloat16; "
-            + (
-                "what of it stays packed is assumed from the config alone"
-                if stays_packed
-                else "loading dequantises it, so memory is that of any other"
-            )
+            + becomes.get(packed, f"loading dequantises it, and packs frozen matrices anew ({packed})")
         )
 
 
