@@ -50,7 +50,7 @@ def layouts_of(
             f"frozen_dtype={kind!r} is for frozen weights, and no matrix in a block is frozen: give "
             "lora_rank, or trainable"
         )
-    rows = _Rows(kind, settings)
+    rows = _RowForms(kind, settings)
     found = {id(p): layout for name, p in matrices.items() if (layout := rows.layout(name, tuple(p.shape)))}
     if not found:
         assert settings is not None
@@ -61,7 +61,7 @@ def layouts_of(
     return found
 
 
-class _Rows:
+class _RowForms:
     """The formats of rows, each made once, so that blocks that are alike compare equal."""
 
     def __init__(self, kind: str, settings: Settings | None) -> None:
