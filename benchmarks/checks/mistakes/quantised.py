@@ -97,7 +97,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the planner packs what a checkpoint's config leaves in 16 bits",
         "planner/packed.py",
-        "self.settings is not None and self.settings.leaves_out(module)",
+        "self.settings is not None and is_left_out(self.settings, module)",
         "False",
         ("tests/planner/test_packed.py",),
     ),
@@ -118,9 +118,23 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a step does not look what its base was packed of",
         "dcp_io/packed_base.py",
-        "    if saved != own:",
+        '    if {"kind": kind, "digest": saved.get("digest")} != own:',
         "    if False:",
         ("tests/shard/test_packed.py",),
+    ),
+    Mistake(
+        "what was loaded is taken for what is there",
+        "export/as_loaded.py",
+        "        changed = [compare and _is_changed(",
+        "        changed = [False and _is_changed(",
+        ("tests/export/test_as_loaded.py",),
+    ),
+    Mistake(
+        "scales of weights that have changed are copied",
+        "export/as_loaded.py",
+        "            if within in owners or (within is None and _module(raw) in around):\n",
+        "            if within in changed or within in owners or _module(raw) in around:\n",
+        ("tests/export/test_as_loaded.py",),
     ),
     Mistake(
         "a change of packed bytes is not noticed",

@@ -97,8 +97,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "an export leaves out the towers that were left out",
         "export/plan.py",
-        "for key, kept in untouched_tensors(model).items()}",
-        "for key, kept in {}.items()}",
+        "    copied = untouched_tensors(model)\n",
+        "    copied: dict[str, InFile] = {}\n",
         ("tests/model/test_absent.py",),
     ),
     Mistake(

@@ -146,4 +146,5 @@ METHOD = Method(
     r"_packed$|weight_(scale|global_scale|zero_point|shape|g_idx)$",
     bits,
     stored_as=stored_as,
+    skips=("ignore",),
 )

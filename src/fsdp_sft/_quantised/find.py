@@ -4,9 +4,11 @@ Skip lists are not looked at: whether a weight is packed is seen by its dtype an
 scale must belong to a weight, and every packed weight must have its scales, or the checkpoint is refused.
 """
 
+import fnmatch
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -107,6 +109,21 @@ def row_by_config(settings: Settings, shape: Ints) -> tuple[RowFormat, bool] | N
     (packed,) = published(row, settings).values()
     form = packed.row_format() if isinstance(packed, Packed) else None
     return None if form is None else (form, packed.entry.stride is not None)
+
+
+def is_left_out(settings: Settings, module: str) -> bool:
+    """Whether a list of the config says that a module has 16 bits; for where there are no files."""
+    lists = (settings.fields.get(name) for name in METHODS[settings.method].skips)
+    entries = [str(entry) for each in lists if isinstance(each, (list, tuple)) for entry in each]
+    return any(_is_within(module, entry) for entry in entries)
+
+
+def _is_within(module: str, entry: str) -> bool:
+    """Whether a module is what an entry of such a list names, or lies in it."""
+    if entry.startswith("re:"):
+        with suppress(re.error):
+            return re.match(entry[3:], module) is not None
+    return fnmatch.fnmatch(module, entry) if "*" in entry else f".{entry}." in f".{module}."
 
 
 def _drop_activations(tensors: Tensors, stored: Mapping[str, InFile]) -> None:

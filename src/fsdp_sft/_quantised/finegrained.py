@@ -69,4 +69,11 @@ def stored_as(settings: Settings, shape: Ints) -> Entries | None:
     return {"w.weight": (torch.float8_e4m3fn, (1, width)), "w.weight_scale_inv": (of_scales, grid)}
 
 
-METHOD = Method(check, find, r"weight_scale(_inv)?$|_scale_inv$", bits, stored_as=stored_as)
+METHOD = Method(
+    check,
+    find,
+    r"weight_scale(_inv)?$|_scale_inv$",
+    bits,
+    skips=("modules_to_not_convert", "ignored_layers"),
+    stored_as=stored_as,
+)

@@ -34,4 +34,12 @@ def stored_as(settings: Settings, shape: Ints) -> Entries | None:
     return {"w_blocks": (torch.uint8, (1, 1, blocks, 16)), "w_scales": (torch.uint8, (1, 1, blocks))}
 
 
-METHOD = Method(check, find, r"_(blocks|scales)$", lambda settings: 4.25, True, stored_as)
+METHOD = Method(
+    check,
+    find,
+    r"_(blocks|scales)$",
+    lambda settings: 4.25,
+    only_experts=True,
+    stored_as=stored_as,
+    skips=("modules_to_not_convert",),
+)

@@ -50,4 +50,11 @@ def stored_as(settings: Settings, shape: Ints) -> Entries | None:
     return {**weight, "w.weight_scale": (torch.float32, () if algorithm == "fp8" else (1, 1))}
 
 
-METHOD = Method(check, find, r"weight_scale(_2)?$|\.pre_quant_scale$|svdquant_", bits, stored_as=stored_as)
+METHOD = Method(
+    check,
+    find,
+    r"weight_scale(_2)?$|\.pre_quant_scale$|svdquant_",
+    bits,
+    skips=("ignore", "exclude_modules"),
+    stored_as=stored_as,
+)

@@ -1,10 +1,7 @@
 """What a checkpoint's folder says of how it is quantised."""
 
-import fnmatch
 import os
-import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ CONFIG = "config.json"
 # Files of their own in which tools say it, when the config does not.
 OTHER_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 _KEYS = ("quantization_config", "compression_config")  # the second of compressed-tensors' first releases
-_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude")
 _MAX_BLOCK = 1 << 20
 
 
@@ -47,12 +43,6 @@ class Settings:
         """Number of values that share a scale, in AWQ and GPTQ; -1 is all of a column."""
         found = (self.fields.get(name) for name in ("group_size", "q_group_size"))
         return next((value for value in found if value is not None), 128)
-
-    def leaves_out(self, module: str) -> bool:
-        """Whether a list of the config says that a module is not packed; for where there are no files."""
-        found = (self.fields.get(name) for name in _LISTS)
-        entries = [entry for each in found if isinstance(each, (list, tuple)) for entry in each]
-        return any(_is_of(str(entry), module) for entry in entries)
 
     def one_of(self, field: str, known: tuple[Any, ...], otherwise: Any = None) -> Any:
         """A field whose value must be among ``known``; ``otherwise`` if it is not there.
@@ -98,11 +88,11 @@ def settings_of(folder: Path) -> Settings | None:
     Raises:
         CheckpointFormatError: If two parts of its config say different things, or a file is not JSON.
     """
-    config = _read(folder / CONFIG)
+    config = read_settings(folder / CONFIG)
     found = list(settings_in(config))
     for name, method in OTHER_FILES.items():
         if not found and (folder / name).is_file():
-            fields = _read(folder / name)
+            fields = read_settings(folder / name)
             inner = fields.get("quantization", fields)
             found = [{"quant_method": method, **(inner if isinstance(inner, dict) else {})}]
     return _one(str(folder), found)
@@ -122,12 +112,11 @@ def settings_for(name: str, config: Any) -> Settings | None:
 def settings_in(config: Any) -> Iterator[dict[str, Any]]:
     """The quantisation settings of a config and of the configs within it, as mappings."""
     own = config if isinstance(config, dict) else getattr(config, "__dict__", {})
-    for key in _KEYS:
-        if own.get(key) is not None:
-            value = own[key]
-            yield value if isinstance(value, dict) else value.to_dict() if hasattr(value, "to_dict") else {}
+    for key in settings_keys(own):
+        value = own[key]
+        yield value if isinstance(value, dict) else value.to_dict() if hasattr(value, "to_dict") else {}
     for name, value in own.items():
-        if str(name).endswith("_config") and name not in _KEYS and _is_config(value):
+        if is_config(name, value):
             yield from settings_in(value)
 
 
@@ -137,22 +126,19 @@ def without_settings(config: Any) -> None:
     for key in _KEYS:
         own.pop(key, None)
     for name, value in own.items():
-        if str(name).endswith("_config") and _is_config(value):
+        if is_config(name, value):
             without_settings(value)
 
 
-def _is_of(entry: str, module: str) -> bool:
-    """Whether an entry of a list of modules is this module, or one that it lies in."""
-    if entry.startswith("re:"):
-        with suppress(re.error):
-            return re.match(entry[3:], module) is not None
-    if "*" in entry:
-        return fnmatch.fnmatch(module, entry)
-    return f".{entry}." in f".{module}."
+def settings_keys(fields: Mapping[str, Any]) -> list[str]:
+    """Names of a config's fields that say how a checkpoint is quantised."""
+    return [key for key in _KEYS if fields.get(key) is not None]
 
 
-def _is_config(value: Any) -> bool:
-    return isinstance(value, dict) or hasattr(value, "to_dict")
+def is_config(name: Any, value: Any) -> bool:
+    """Whether a field of a config is a config within it, by its name and value."""
+    is_one = isinstance(value, dict) or hasattr(value, "to_dict")
+    return str(name).endswith("_config") and name not in _KEYS and is_one
 
 
 def _one(folder: str, found: list[dict[str, Any]]) -> Settings | None:
@@ -167,7 +153,12 @@ def _one(folder: str, found: list[dict[str, Any]]) -> Settings | None:
     return Settings(folder, str(method or "of a format without quant_method")[:80], found[0])
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
+    """The fields of a small JSON file; none if there is no such file.
+
+    Raises:
+        CheckpointFormatError: If it is not JSON.
+    """
     if not os.path.lexists(path):
         return {}
     try:

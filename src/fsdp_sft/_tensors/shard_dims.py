@@ -33,16 +33,16 @@ def shard_numel(shape: tuple[int, ...], num_shards: int, dim: int | None = None)
     return -(-shape[dim] // num_shards) * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
-def total_imbalance(shapes: Iterable[tuple[int, ...]], num_shards: int, dim: int | None = None) -> float:
+def total_imbalance(shapes: Iterable[tuple[int, ...]], num_shards: int) -> float:
     """Elements of all parameters that each rank has memory for, divided by the mean of what ranks hold."""
     most = total = 0
     for shape in shapes:
-        most += shard_numel(shape, num_shards, dim)
+        most += shard_numel(shape, num_shards)
         total += math.prod(shape)
     return most * num_shards / total if total else 1.0
 
 
-def even_shards(shapes: Sequence[tuple[int, ...]], num_shards: int, dim: int | None = None) -> int:
+def even_shards(shapes: Sequence[tuple[int, ...]], num_shards: int) -> int:
     """The largest divisor of ``num_shards`` at which the parameters lie evenly on that many ranks."""
     divisors = (n for n in range(num_shards, 1, -1) if num_shards % n == 0)
-    return next((n for n in divisors if total_imbalance(shapes, n, dim) <= MOST_IMBALANCE), 1)
+    return next((n for n in divisors if total_imbalance(shapes, n) <= MOST_IMBALANCE), 1)

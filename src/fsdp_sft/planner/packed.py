@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._quantised.find import row_by_config
+from fsdp_sft._quantised.find import is_left_out, row_by_config
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._tensors.packed_shard import VALUES_AT_ONCE, PackedLayout, RowFormat
@@ -76,7 +76,7 @@ class _RowForms:
     def layout(self, name: str, shape: tuple[int, ...]) -> PackedLayout | None:
         """How a weight lies in rows; None if it stays in 16 bits."""
         module = name.removesuffix(".weight").removesuffix(".base")
-        if self.settings is not None and self.settings.leaves_out(module):
+        if self.settings is not None and is_left_out(self.settings, module):
             return None
         found = self.of((1, *shape[1:]) if len(shape) == 3 else shape[1:])
         return None if found is None else PackedLayout(found[0], shape, found[1])
