@@ -76,9 +76,30 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the planner does not say that a checkpoint is quantised",
         "planner/estimate.py",
-        "    notes = [] if published is None else [published.note(skeleton.parameters)]\n",
-        "    notes: list[str] = []\n",
+        "notes = [] if published is None else [published",
+        "notes = [] if published else [published",
         ("tests/planner/test_quantised.py",),
+    ),
+    Mistake(
+        "the planner frees packed bytes once their values are computed",
+        "planner/sizes.py",
+        "gathered=(dense + packed) * shards + group.packed_elements() * compute,",
+        "gathered=dense * shards + group.packed_elements() * compute,",
+        ("tests/planner/test_packed_on_a_device.py",),
+    ),
+    Mistake(
+        "the planner computes packed values without memory in between",
+        "planner/sizes.py",
+        "decoding=decoding_peak(group.packed, setup.param_dtype),",
+        "decoding=0,",
+        ("tests/planner/test_packed_on_a_device.py",),
+    ),
+    Mistake(
+        "the planner packs what a checkpoint's config leaves in 16 bits",
+        "planner/packed.py",
+        "self.settings is not None and is_left_out(self.settings, module)",
+        "False",
+        ("tests/planner/test_packed.py",),
     ),
     Mistake(
         "rows of experts that are joined go to the first place",
