@@ -68,7 +68,7 @@ OWNERS = {
     "what a temporary folder is called": (r"[\"']\.tmp-", {"_tensors/disk.py"}),
     "how a step's folder is called": (r"[\"']step-", {"dcp_io/steps.py"}),
     "the label that is not trained": (r"= -100\b", {"targets.py"}),
-    "rows of a chunk": (r"def \w*chunk_size", {"loss/linear_cross_entropy.py"}),
+    "rows of a chunk": (r"def \w*chunk_size", {"loss/chunks.py"}),
     "which rank a sampler serves": (r"rank must be in \[0", {"sampling/sampler.py"}),
     "what is on the disk": (r"os\.fsync\(", {"_tensors/safetensors.py"}),
 }

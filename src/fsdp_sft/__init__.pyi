@@ -84,6 +84,7 @@ from fsdp_sft.loss import (
     prepare_loss as prepare_loss,
     scale_for_backward as scale_for_backward,
     target_weight as target_weight,
+    token_losses as token_losses,
 )
 from fsdp_sft.metrics import (
     MetricLogger as MetricLogger,
