@@ -9,7 +9,7 @@ window. Where it is proven to give the same result, the loss is computed without
 ``linear_cross_entropy`` and ``products`` compute it, ``head`` calls it inside the model's forward, ``probe``
 proves it and ``prepare`` decides. ``liger`` is an optional other implementation. ``own`` compares the
 model's own loss with it, and ``additions`` adds a router's loss or refuses what else a model adds. ``tokens``
-gives the loss of each token for losses of one's own, and ``chunks`` is what losses without logits share.
+and ``distillation`` are what losses of one's own are made of; losses without logits share ``chunks``.
 """
 
 from fsdp_sft.loss.additions import RouterLoss as RouterLoss, check_router_loss as check_router_loss
@@ -29,6 +29,7 @@ from fsdp_sft.loss.counting import (
     target_weight as target_weight,
     weight_of as weight_of,
 )
+from fsdp_sft.loss.distillation import distillation_loss as distillation_loss
 from fsdp_sft.loss.forward import loss_parts as loss_parts
 from fsdp_sft.loss.head import HeadChecks as HeadChecks, checked_later as checked_later
 from fsdp_sft.loss.linear_cross_entropy import linear_cross_entropy_sum as linear_cross_entropy_sum
