@@ -157,8 +157,8 @@ def _summed(loss_fn: LossFn, model: nn.Module, batch: Any) -> tuple[torch.Tensor
             else type(loss).__name__
         )
         raise TypeError(
-            "loss_fn must return the loss summed over the batch's targets, a scalar, or (that, a dict of "
-            f"summed values by name); got {got}"
+            f"loss_fn must return the loss summed over the batch's targets, a scalar; got {got}. Values to "
+            "report go beside it: (loss, {name: summed value})"
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ValueError(
