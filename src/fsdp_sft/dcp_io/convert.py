@@ -45,9 +45,8 @@ def convert_checkpoint(
 
     It reads folders of Accelerate and of transformers' Trainer (``SHARDED_STATE_DICT``, ``FULL_STATE_DICT``),
     of torchtitan and torchtune, and of torch's distributed checkpoint with Hugging Face names, also as its
-    recipe lays them out (``{"app": AppState}``). The model's
-    numbers are taken over unchanged, and so are the moments of Adam and AdamW with their options. Random
-    number generators, schedulers and loaders are not.
+    recipe lays them out (``{"app": AppState}``). The model's numbers are taken over unchanged, and so are the
+    moments of Adam and AdamW with their options. Random number generators, schedulers and loaders are not.
 
     Args:
         source: Folder of the other tool's checkpoint.
