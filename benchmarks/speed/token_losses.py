@@ -8,11 +8,13 @@ Each computes the loss of every token from hidden states and the head's weight, 
 of either sign for each token; the chunked cross entropy has one loss for all. "Frozen" is the gradient of the
 hidden states alone. "None" is no gradient at all, as for a reference model, whose time is held against that
 of the cross entropy with a trained head. Every round runs all of them in an order that turns; ratios are
-medians over rounds. Peaks are measured as in ``benchmarks.speed.loss``. The error is that of the losses,
-relative to the largest of float64 logits.
+medians over rounds. The peak is what a run allocates beyond its inputs, gradients included, as torch's
+profiler or CUDA's allocator counts it in a run before. The error is that of the losses, relative to the
+largest of float64 logits.
 """
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import fsdp_sft as fs
 from benchmarks.speed.loss import PeakMemory
@@ -64,13 +67,13 @@ def with_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tenso
 
 def run(
     name: str, inputs: tuple[torch.Tensor, ...], wanted: tuple[bool, bool], clock: Callable[[], float]
-) -> tuple[float, int, torch.Tensor]:
-    """Seconds, peak bytes and the losses of one forward and backward."""
+) -> tuple[float, torch.Tensor]:
+    """Seconds and the losses of one forward and backward."""
     hidden, weight = (t.detach().requires_grad_(want) for t, want in zip(inputs, wanted, strict=False))
     labels, factors = inputs[2:]
     functions = {PLAIN: plain, TRL: selective, OURS: ours, ENTROPY: with_entropy}
     device = hidden.device
-    with PeakMemory(device) as memory, torch.set_grad_enabled(any(wanted)):
+    with torch.set_grad_enabled(any(wanted)):
         start = clock()
         if name == SUM:
             total = fs.linear_cross_entropy_sum(hidden, weight, labels)
@@ -83,7 +86,21 @@ def run(
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds = clock() - start
-    return seconds, memory.bytes, losses.detach()
+    return seconds, losses.detach()
+
+
+def peak_of(name: str, inputs: tuple[torch.Tensor, ...], wanted: tuple[bool, bool]) -> int:
+    """Bytes that one forward and backward have allocated at once, at most."""
+    if inputs[0].is_cuda:
+        with PeakMemory(inputs[0].device) as memory:
+            run(name, inputs, wanted, time.perf_counter)
+        return memory.bytes
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run(name, inputs, wanted, time.perf_counter)
+    results = seen.profiler.kineto_results  # type: ignore[union-attr]
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))
 
 
 def compare(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> list[list[str]]:
@@ -101,29 +118,29 @@ def compare(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) 
     )
     clock = time.process_time if args.cpu_time else time.perf_counter
     cases = [(name, kind) for kind in GRADIENTS for name in (PLAIN, TRL, SUM, OURS, ENTROPY)]
-    results: dict[tuple[str, str], list[tuple[float, int, float]]] = {case: [] for case in cases}
-    for turn in range(args.rounds + 1):
+    results: dict[tuple[str, str], list[tuple[float, float]]] = {case: [] for case in cases}
+    peaks = {(name, kind): peak_of(name, inputs, GRADIENTS[kind]) for name, kind in cases}
+    for turn in range(args.rounds):
         first = 5 * turn % len(cases) + turn // 3
         for name, kind in cases[first:] + cases[:first]:
-            seconds, peak, losses = run(name, inputs, GRADIENTS[kind], clock)
+            seconds, losses = run(name, inputs, GRADIENTS[kind], clock)
             error = float((losses - exact).abs().max() / exact.abs().max()) if name != SUM else 0.0
-            if turn:  # the first round allocates
-                results[name, kind].append((seconds, peak, error))
+            results[name, kind].append((seconds, error))
     lines: list[list[str]] = []
     for name, kind in cases:
-        rows, base = results[name, kind], results[PLAIN, kind]
+        rows, peak = results[name, kind], peaks[name, kind]
         # A reference model is held against the training step beside which it runs.
         beside = results[SUM, "trained" if kind == "none" else kind]
         times = [row[0] / other[0] for row, other in zip(rows, beside, strict=True)]
-        memory = statistics.median(row[1] / other[1] for row, other in zip(rows, base, strict=True))
         lines.append(
             [
                 *(str(dtype).removeprefix("torch."), kind, name),
                 f"{statistics.median(row[0] for row in rows):.3f}",
                 median_and_range(times, 2),
-                f"{statistics.median(row[1] for row in rows) / 2**20:,.0f}",
-                f"{memory:.2f}",
-                "" if name == SUM else f"{max(row[2] for row in rows):.1e}",
+                f"{peak / 2**20:,.0f}",
+                f"{peak / peaks[PLAIN, kind]:.2f}",
+                f"{peak / peaks[TRL, kind]:.2f}",
+                "" if name == SUM else f"{max(row[1] for row in rows):.1e}",
             ]
         )
     return lines
@@ -158,7 +175,7 @@ def main() -> None:
         rows += compare(args, getattr(torch, dtype), device)
     taken = f"{'CPU ' if args.cpu_time else ''}seconds"
     head = ["dtype", "head's gradient", "losses", taken, "beside the chunked cross entropy (min to max)"]
-    lines += table([*head, "peak MiB", "of logits'", "largest error"], rows)
+    lines += table([*head, "peak MiB", "of log_softmax's", "of TRL's", "largest error"], rows)
     publish("Losses of tokens without logits", lines, args.output)
 
 
