@@ -1,0 +1,100 @@
+"""All checks, one after the other, below a watchdog: what each has found, and where the sequence has ended."""
+
+import importlib
+import pkgutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from fsdp_sft._ranks.agree import raise_first
+from fsdp_sft.check import checks
+from fsdp_sft.check.cluster import Cluster
+from fsdp_sft.check.mechanism import Check, Outcome, Trouble
+from fsdp_sft.check.results import Finished, ranks_named
+from fsdp_sft.errors import LostRankError, RemoteRankError
+from fsdp_sft.jobs.watchdog import Watchdog
+
+_PATIENCE = 3.0  # times its seconds that a check may take before the watchdog asks what it waits for
+_AT_LEAST = 15.0  # seconds that it may always take
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Why the sequence ended before its end.
+
+    Attributes:
+        check: The check in which it ended.
+        text: Which rank died, was lost or was elsewhere.
+        ranks: Ranks that the text names, as far as they are known.
+    """
+
+    check: str
+    text: str
+    ranks: tuple[int, ...]
+
+
+def all_checks() -> list[Check]:
+    """The checks of all files in ``checks/``, in the order in which they run."""
+    names = sorted(module.name for module in pkgutil.iter_modules(checks.__path__))
+    found = [importlib.import_module(f"{checks.__name__}.{name}").CHECK for name in names]
+    return sorted(found, key=lambda check: check.order)
+
+
+def run_checks(
+    cluster: Cluster,
+    which: Iterable[Check],
+    *,
+    watchdog: Watchdog | None = None,
+    tell: Callable[[Finished], None] = lambda one: None,
+) -> tuple[list[Finished], Stopped | None]:
+    """Run checks until all are done, or a rank is lost.
+
+    Args:
+        cluster: The ranks.
+        which: The checks, in order.
+        watchdog: The one that this is below; it learns which check runs.
+        tell: Called with each check that is done.
+
+    Returns:
+        What each check found, the same on all ranks that are left, and why the sequence stopped if it did.
+
+    Collective: all ranks.
+    """
+    done: list[Finished] = []
+    for number, check in enumerate(which):
+        limit = max(_PATIENCE * check.seconds * cluster.scale, _AT_LEAST) * cluster.crowding
+        start = time.perf_counter()
+        try:
+            if watchdog is not None:
+                watchdog.step(number)
+                with watchdog.phase(check.name, timeout=limit):
+                    outcome = _outcome(cluster, check)
+            else:
+                outcome = _outcome(cluster, check)
+        except (LostRankError, RemoteRankError) as lost:
+            return done, Stopped(check.name, str(lost), ranks_named(str(lost)))
+        cluster.measured[check.name] = outcome.measured
+        done.append(Finished(check, outcome, time.perf_counter() - start))
+        tell(done[-1])
+    return done, None
+
+
+def _outcome(cluster: Cluster, check: Check) -> Outcome:
+    """What a check says; an error that it raises becomes a trouble of the rank that raised it."""
+    error: Exception | None = None
+    outcome = Outcome()
+    try:
+        outcome = check.run(cluster)
+    except (LostRankError, RemoteRankError):
+        raise
+    except Exception as caught:
+        error = caught
+    try:
+        raise_first(error, f"checking {check.name}")
+    except (LostRankError, RemoteRankError):
+        raise
+    except Exception as first:
+        notes = " ".join(getattr(first, "__notes__", []))
+        text = f"raised {type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}"
+        return Outcome(troubles=(Trouble("fail", ranks_named(notes)[:1], text),))
+    return outcome
