@@ -1,4 +1,4 @@
-"""All checks, one after the other, below a watchdog: what each has found, and where the sequence has ended."""
+"""All checks, one after the other, below a watchdog: what each has found, and where they have ended."""
 
 import importlib
 import pkgutil

@@ -4,11 +4,11 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp_sft._process.devices import synchronize
 from fsdp_sft._ranks.agree import all_gather_objects, all_reduce_max, share
 from fsdp_sft.check.cluster import Cluster, axes_of
+from fsdp_sft.check.collectives import gather
 from fsdp_sft.check.mechanism import Check, Outcome
 from fsdp_sft.check.pace import seconds_of
 from fsdp_sft.check.work import block_shapes, make_product
@@ -32,7 +32,7 @@ def _run(cluster: Cluster) -> Outcome:
     once = seconds_of(product.run, cluster.device, at_least=0.02)
 
     def begin() -> list[Any]:
-        return [dist.all_gather_into_tensor(whole, part, group=group, async_op=True) for _ in range(_GATHERS)]
+        return [gather(whole, part, group, async_op=True) for _ in range(_GATHERS)]
 
     def gathers() -> float:
         all_reduce_max(0)

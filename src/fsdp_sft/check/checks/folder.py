@@ -168,7 +168,7 @@ def _kind_of(cluster: Cluster, folder: Path) -> list[Trouble]:
     """What rank 0 sees alone: whether renames are whole, whether a file is made once, and the room."""
     found = []
     if not renames_whole(folder):
-        text = "its folders are copied and not renamed, as by mounts of object stores: checkpoints need a file system"
+        text = "its folders are copied, not renamed, as by mounts of object stores: take a file system"
         found.append(Trouble("fail", (), text))
     (folder / "once").touch(exist_ok=False)
     try:

@@ -49,8 +49,8 @@ def _troubles(cluster: Cluster, alone: list[float], together: list[float]) -> li
         Trouble(
             "warn",
             (rank,),
-            f"copies between host and device run at {rate / usual:.2f} of the others' rate: look at the PCIe link "
-            "and the memory's node (NUMA)",
+            f"copies between host and device run at {rate / usual:.2f} of the others' rate: look at the PCIe "
+            "link and the memory's node (NUMA)",
             leave_out=True,
         )
         for rank, rate in enumerate(alone)

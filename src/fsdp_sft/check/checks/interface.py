@@ -64,8 +64,8 @@ def _troubles(cluster: Cluster, everyone: list[dict[str, Any]]) -> Iterator[Trou
             yield Trouble(
                 "warn",
                 (rank,),
-                f"gloo talks over {one['name']} at {mine / 1000:g} Gbit/s, and {best} has {fastest / 1000:g}: set "
-                "GLOO_SOCKET_IFNAME",
+                f"gloo talks over {one['name']} at {mine / 1000:g} Gbit/s, and {best} has {fastest / 1000:g}:"
+                " set GLOO_SOCKET_IFNAME",
             )
 
 

@@ -28,8 +28,8 @@ def _run(cluster: Cluster) -> Outcome:
         Trouble(
             "warn" if cluster.has_own_clock else "fail",
             (one.rank,),
-            f"its memory runs at {one.share:.2f} of the others' rate ({rates[one.rank] / 1e9:.3g} GB/s): look at "
-            "clocks and what else runs there",
+            f"its memory runs at {one.share:.2f} of the others' rate ({rates[one.rank] / 1e9:.3g} GB/s): "
+            "look at clocks and what else runs there",
             leave_out=True,
         )
         for one in slow

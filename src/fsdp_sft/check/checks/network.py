@@ -12,6 +12,7 @@ from fsdp_sft._process.devices import device_name, synchronize
 from fsdp_sft._process.gpus import known_device
 from fsdp_sft._ranks.agree import all_gather_objects, all_reduce_max, share
 from fsdp_sft.check.cluster import Cluster, axes_of
+from fsdp_sft.check.collectives import gather, reduce_scatter
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
 from fsdp_sft.check.work import block_bytes
 
@@ -68,14 +69,14 @@ def _collective(name: str, group: dist.ProcessGroup, size: int, device: torch.de
     whole = torch.zeros(each * group.size(), dtype=torch.bfloat16, device=device)
     part = torch.zeros(each, dtype=torch.bfloat16, device=device)
     if name == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+        return lambda: gather(whole, part, group)
     if name == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+        return lambda: reduce_scatter(part, whole, group)
     return lambda: dist.all_reduce(whole, group=group)
 
 
 def _seconds(cluster: Cluster, collective: Callable[[], object]) -> float:
-    """Seconds of a collective on this rank: the same number of runs on all ranks, of which the median counts."""
+    """Seconds of a collective on this rank, as the median of the same number of runs on all ranks."""
     collective()
     times = []
     for _ in range(_RUNS):
@@ -100,8 +101,8 @@ def _slow_groups(cluster: Cluster, axis: str, group: dist.ProcessGroup) -> list[
         Trouble(
             "warn",
             ranks,
-            f"gathers along {axis} run at {usual / own:.2f} of the rate of the other groups: look at the links of "
-            "these nodes",
+            f"gathers along {axis} run at {usual / own:.2f} of the rate of the other groups: look at the "
+            "links of these nodes",
             leave_out=True,
         )
         for ranks, own in by_group.items()
@@ -128,7 +129,7 @@ def _below_sheet(cluster: Cluster, measured: dict[str, Any]) -> list[Trouble]:
 
 
 def _slow_links(cluster: Cluster) -> list[Trouble]:
-    """Ranks whose every link to a neighbour is slow: a link has two ends, and a slow rank has two slow links."""
+    """Ranks all of whose links are slow: a link has two ends, and a slow rank has two slow links."""
     if cluster.world_size == 2:
         return []  # the one link has nothing to be held against
     limit = _OF_PAIRS if cluster.has_own_clock else _OF_PAIRS_ON_CPU
@@ -147,8 +148,8 @@ def _slow_links(cluster: Cluster) -> list[Trouble]:
         Trouble(
             "fail",
             (rank,),
-            f"its links run at {best[rank] / usual:.2f} of the others' ({best[rank] / 1e9:.3g} GB/s): look at its "
-            "adapter and cable, or leave the node out",
+            f"its links run at {best[rank] / usual:.2f} of the others' ({best[rank] / 1e9:.3g} GB/s): look "
+            "at its adapter and cable, or leave the node out",
             leave_out=True,
         )
         for rank in sorted(suspects or ())

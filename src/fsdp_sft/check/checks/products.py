@@ -48,8 +48,8 @@ def _run(cluster: Cluster) -> Outcome:
         Trouble(
             "fail" if one.share < (_FAILS if cluster.has_own_clock else 1) else "warn",
             (one.rank,),
-            f"products run at {one.share:.2f} of the others' rate ({_flops(rates[one.rank])}): look at heat, power "
-            "and what else runs there, or leave the node out",
+            f"products run at {one.share:.2f} of the others' rate ({_flops(rates[one.rank])}): look at heat, "
+            "power and what else runs there, or leave the node out",
             leave_out=True,
         )
         for one in slow
@@ -76,8 +76,8 @@ def _results(cluster: Cluster, products: list[Product]) -> tuple[list[Trouble], 
         Trouble(
             "fail",
             (rank,),
-            f"products are wrong ({wrong} rows, checksum {total:08x}, rightly {right:08x}): the device or its "
-            "memory is damaged; leave the node out and have it tested",
+            f"products are wrong ({wrong} rows, checksum {total:08x}, rightly {right:08x}): the device or "
+            "its memory is damaged; leave the node out and have it tested",
             leave_out=True,
         )
         for rank, (wrong, total) in enumerate(found)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft.check.cluster import Cluster, axes_of
+from fsdp_sft.check.collectives import gather, reduce_scatter
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
 
 _EACH = 1024  # elements of a rank's part
@@ -41,8 +42,8 @@ def _run(cluster: Cluster) -> Outcome:
         Trouble(
             "fail",
             ranks,
-            f"wrong results: {', '.join(names[:4])}{' and others' if len(names) > 4 else ''}: the gradients of a "
-            "training would be wrong too; try another version of torch or of NCCL, or NCCL_ALGO=Ring",
+            f"wrong results: {', '.join(names[:4])}{' and others' if len(names) > 4 else ''}: gradients would "
+            "be wrong too; try another version of torch or of NCCL, or NCCL_ALGO=Ring",
         )
         for ranks, names in by_ranks.items()
     ]
@@ -78,7 +79,7 @@ def _is(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def _gather(group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> bool:
     whole = torch.full((_EACH * group.size(),), -77, dtype=dtype, device=device)
-    dist.all_gather_into_tensor(whole, _numbers(group.rank(), _EACH, dtype).to(device), group=group)
+    gather(whole, _numbers(group.rank(), _EACH, dtype).to(device), group)
     return _is(whole, torch.cat([_numbers(rank, _EACH, dtype) for rank in range(group.size())]))
 
 
@@ -91,7 +92,7 @@ def _scatter(
 ) -> bool:
     count = _EACH * group.size()
     part = torch.full((_EACH,), -77, dtype=dtype, device=device)
-    dist.reduce_scatter_tensor(part, _numbers(group.rank(), count, dtype).to(device), op=op, group=group)
+    reduce_scatter(part, _numbers(group.rank(), count, dtype).to(device), group, op=op)
     own = _total(group, dtype, count)[group.rank() * _EACH :][:_EACH]
     return _judged(part, own, op, group)
 
