@@ -46,12 +46,15 @@ def check(args: argparse.Namespace) -> int:
     cluster = make_cluster(context, asked)
     report = _Report(cluster, start, full_path(args.json))
     try:
-        with ended_with_words(report.stopped), CheckWatchdog(report.stopped, timeout=_START) as watchdog:
-            with _folder(cluster):
-                done, stopped = run_checks(cluster, chosen, watchdog=watchdog, tell=report.finished)
-                if stopped is not None:
-                    raise _StoppedError(stopped)
-                through_rank_0("writing the results", lambda: None, lambda _: report.end())
+        with (
+            ended_with_words(report.stopped),
+            CheckWatchdog(report.stopped, timeout=_START) as watchdog,
+            _folder(cluster),
+        ):
+            done, stopped = run_checks(cluster, chosen, watchdog=watchdog, tell=report.finished)
+            if stopped is not None:
+                raise _StoppedError(stopped)
+            through_rank_0("writing the results", lambda: None, lambda _: report.end())
     except _StoppedError as error:
         notes = [note.removeprefix("watchdog: ") for note in getattr(error, "__notes__", [])]
         said = "; ".join(notes) or f"in the check {error.stopped.check}: {error.stopped.text}"

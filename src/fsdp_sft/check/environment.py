@@ -7,7 +7,7 @@ import re
 import socket
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -35,7 +35,7 @@ _HIDDEN = "set, not shown"
 
 def versions(device: torch.device) -> dict[str, str]:
     """Versions and the kind of device of this rank, by name; what is not installed is "none"."""
-    found = {
+    return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         **{name: _installed(name) for name in PACKAGES},
@@ -45,7 +45,6 @@ def versions(device: torch.device) -> dict[str, str]:
         "device": device_name(device) or device.type,
         "processor": platform.machine(),
     }
-    return found
 
 
 def extras() -> dict[str, str]:
@@ -99,7 +98,7 @@ def usable_processors() -> int:
 
 
 def minorities(
-    everyone: list[Mapping[str, str]],
+    everyone: Sequence[Mapping[str, str]],
 ) -> dict[str, tuple[str | None, dict[str | None, list[int]]]]:
     """What ranks have not in common.
 

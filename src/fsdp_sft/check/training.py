@@ -116,7 +116,8 @@ def sharded_model(cluster: Cluster, folder: Path, dtype: torch.dtype) -> nn.Modu
     load_weights(model, folder)
     if asked.cp > 1:
         use_context_parallel(model, mesh=mesh)
-    return model.train()
+    trained: nn.Module = model.train()
+    return trained
 
 
 def make_batches(cluster: Cluster, config: Any, *, rows: int, length: int) -> tuple[Batches, int]:
@@ -207,12 +208,13 @@ def plain_model(folder: Path, device: torch.device, values: dict[str, torch.Tens
         lost = [name for name in missing if name in dict(model.named_parameters())]
         if lost or unexpected:
             raise KeyError(f"the plain model has other parameters: {(lost or unexpected)[0]}")
-    return model.to(device).train()
+    trained: nn.Module = model.to(device).train()
+    return trained
 
 
 def _plain_model(config: Any, device: torch.device) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
     return model

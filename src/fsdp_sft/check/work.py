@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fsdp_sft._tensors.safetensors import bytes_of
+
 _DEFAULT = ((4096, 4096), (14336, 4096), (4096, 14336))  # (outputs, inputs), of a block of 8B parameters
 _ROWS = 4096
 _ON_CPU = (128, 1024)  # rows, and the most of the other sizes: a processor's rate needs no more
@@ -48,7 +50,7 @@ class Product:
 
 def checksum(result: torch.Tensor) -> int:
     """A checksum of a tensor's bytes."""
-    return zlib.crc32(result.contiguous().cpu().view(torch.uint8).numpy())
+    return zlib.crc32(bytes_of(result.detach().cpu().contiguous()))
 
 
 def block_shapes(config: Any | None) -> list[tuple[int, int]]:

@@ -47,7 +47,7 @@ def _heads(config: Any | None) -> tuple[int, int]:
     """(number of heads, width of each)."""
     text = None if config is None else config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int):
+    if text is None or not isinstance(heads, int):
         return 32, 128
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     return heads, int(width)

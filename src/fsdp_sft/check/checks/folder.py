@@ -195,7 +195,7 @@ def _checkpoint_bytes(config: Any | None) -> int:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return _A_PARAMETER * sum(parameter.numel() for parameter in model.parameters())
+    return _A_PARAMETER * int(sum(parameter.numel() for parameter in model.parameters()))
 
 
 CHECK = Check(

@@ -95,7 +95,7 @@ def _compared(
         off = abs(ours[0][0] / exact[0][0] - 1)
         if dtype == torch.float32:
             return [*_judge_steps(ours, exact), *_judge_weights(before, after, weights)], off
-        rounded, _ = _plain(source, cluster.device, values, dtype, batches)
+        rounded = _plain(source, cluster.device, values, dtype, batches)[0]
         return _judge_rounded(ours, exact, rounded), off
 
     found: tuple[list[Trouble], float] = through_rank_0("comparing with one process", lambda: None, judge)

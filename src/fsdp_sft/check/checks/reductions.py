@@ -42,8 +42,8 @@ def _run(cluster: Cluster) -> Outcome:
         Trouble(
             "fail",
             ranks,
-            f"wrong results: {', '.join(names[:4])}{' and others' if len(names) > 4 else ''}: gradients would "
-            "be wrong too; try another version of torch or of NCCL, or NCCL_ALGO=Ring",
+            f"wrong results: {', '.join(names[:4])}{' and others' if len(names) > 4 else ''}: gradients "
+            "would be wrong too; try another version of torch or of NCCL, or NCCL_ALGO=Ring",
         )
         for ranks, names in by_ranks.items()
     ]
