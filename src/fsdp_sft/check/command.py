@@ -98,7 +98,7 @@ class _Report:
 
     def stopped(self, why: str) -> None:
         """Print and write what is known, and why the checks ended; ranks other than 0 say why alone."""
-        ranks = ranks_named(why.splitlines()[0])
+        ranks = ranks_named(why)
         if self._cluster.rank != 0:
             if 0 in ranks:  # which prints no table then
                 print(f"rank {self._cluster.rank} of fsdp-sft check: {why}", file=sys.stderr, flush=True)

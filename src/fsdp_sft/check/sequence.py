@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from fsdp_sft._ranks.agree import raise_first
+from fsdp_sft._ranks.agree import agree_on, raise_first
 from fsdp_sft.check import checks
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
@@ -58,8 +58,13 @@ def run_checks(
     Returns:
         What each check found, the same on all ranks that are left, and why the sequence stopped if it did.
 
+    Raises:
+        ValueError: If ranks have other checks: another version of this library, or other options.
+
     Collective: all ranks.
     """
+    which = list(which)
+    agree_on("choosing checks", checks=tuple(check.name for check in which))
     done: list[Finished] = []
     for number, check in enumerate(which):
         limit = max(_PATIENCE * check.seconds * cluster.scale, _AT_LEAST) * cluster.crowding

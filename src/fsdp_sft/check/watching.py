@@ -3,14 +3,13 @@
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fsdp_sft.check.results import ranks_named
 from fsdp_sft.jobs.watchdog import Watchdog
+from fsdp_sft.jobs.watchdog.report import standing_out
 
 _TOLD_TO_END = 8.0  # seconds from a launcher's SIGTERM to the end, in which a lost rank is found and named
 WRONG = 1
@@ -20,7 +19,7 @@ class CheckWatchdog(Watchdog):
     """A watchdog that ends the checks with their table on rank 0, and not with a stack from each rank.
 
     Args:
-        report: Prints what is known on rank 0; called with why the checks end.
+        report: Prints what is known; called with why the checks end.
         timeout: As for ``Watchdog``.
     """
 
@@ -29,10 +28,11 @@ class CheckWatchdog(Watchdog):
         self._report = report
 
     def _announce(self, verdict: str) -> int:
-        if self._rank == 0:
-            self._report(verdict)
-        elif 0 in ranks_named(verdict.splitlines()[0]):  # rank 0 may not be there to say it
-            print(f"rank {self._rank} of fsdp-sft check: {verdict}", file=sys.stderr, flush=True)
+        odd = standing_out(verdict)
+        if self._rank in odd:
+            super()._announce(verdict)  # with the place at which it stands
+        # What the others do is no news: they wait.
+        self._report("; ".join(odd.values()) or verdict.splitlines()[0])
         return WRONG
 
 
