@@ -19,7 +19,7 @@ import fsdp_sft as fs
 from fsdp_sft.check.checks import interface
 from fsdp_sft.check.cluster import Asked, Cluster, make_cluster
 from fsdp_sft.check.mechanism import Trouble
-from fsdp_sft.check.results import Finished, ordered, text_of, to_json
+from fsdp_sft.check.results import ordered, text_of, to_json
 from fsdp_sft.check.sequence import all_checks, run_checks
 from tests.harness.ranks import run_distributed
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -23,7 +24,8 @@ from fsdp_sft.check.sequence import Stopped, all_checks, run_checks
 from fsdp_sft.check.watching import WRONG, CheckWatchdog, ended_with_words
 
 _TIMEOUT = timedelta(minutes=10)  # of a collective; the watchdog asks long before
-_START = 600.0  # seconds from the start of the first rank to that of the last
+_PLACE = r" in step \S+, phase \w+"  # what the watchdog calls a place, which says less than the check's name
+_BETWEEN = 30.0  # seconds without a sign of a rank, or between two checks, that are allowed
 
 
 def check(args: argparse.Namespace) -> int:
@@ -44,11 +46,11 @@ def check(args: argparse.Namespace) -> int:
     with agreed("reading the arguments of fsdp-sft check"):
         asked = _asked(args, context.world_size)
     cluster = make_cluster(context, asked)
-    report = _Report(cluster, start, full_path(args.json))
+    report = _Report(cluster, chosen, start, full_path(args.json))
     try:
         with (
             ended_with_words(report.stopped),
-            CheckWatchdog(report.stopped, timeout=_START) as watchdog,
+            CheckWatchdog(report.stopped, timeout=_BETWEEN * cluster.crowding) as watchdog,
             _folder(cluster),
         ):
             done, stopped = run_checks(cluster, chosen, watchdog=watchdog, tell=report.finished)
@@ -57,8 +59,7 @@ def check(args: argparse.Namespace) -> int:
             through_rank_0("writing the results", lambda: None, lambda _: report.end())
     except _StoppedError as error:
         notes = [note.removeprefix("watchdog: ") for note in getattr(error, "__notes__", [])]
-        said = "; ".join(notes) or f"in the check {error.stopped.check}: {error.stopped.text}"
-        report.stopped(said)
+        report.stopped("; ".join(re.sub(_PLACE, "", note) for note in notes) or error.stopped.text)
         return WRONG
     return WRONG if is_wrong(done, None) else 0
 
@@ -76,12 +77,13 @@ class _Report:
 
     Args:
         cluster: The ranks.
+        chosen: The checks that run.
         start: Time in ``time.perf_counter()`` at which the command began.
         file: The JSON file to write.
     """
 
-    def __init__(self, cluster: Cluster, start: float, file: Path) -> None:
-        self._cluster, self._start, self._file = cluster, start, file
+    def __init__(self, cluster: Cluster, chosen: list[Check], start: float, file: Path) -> None:
+        self._cluster, self._chosen, self._start, self._file = cluster, chosen, start, file
         self._done: list[Finished] = []
         self._lock = threading.Lock()
         self._is_out = False
@@ -99,6 +101,8 @@ class _Report:
     def stopped(self, why: str) -> None:
         """Print and write what is known, and why the checks ended; ranks other than 0 say why alone."""
         ranks = ranks_named(why)
+        if len(self._done) < len(self._chosen):
+            why += f" (in the check {self._chosen[len(self._done)].name})"
         if self._cluster.rank != 0:
             if 0 in ranks:  # which prints no table then
                 print(f"rank {self._cluster.rank} of fsdp-sft check: {why}", file=sys.stderr, flush=True)

@@ -82,8 +82,6 @@ def text_of(
         *_table(done),
         "",
     ]
-    if stopped_text:
-        lines.append(f"Stopped: {stopped_text}")
     lines.append(_summary(done, troubles, bool(stopped_text)))
     hosts = hosts_to_leave_out(cluster, troubles)
     if hosts:

@@ -148,7 +148,7 @@ class Report:
 
 def standing_out(text: str) -> dict[int, str]:
     """The ranks that stand out in the text of a report, each with its line."""
-    lines = re.finditer(r"^  rank (\d+)(?: \(host | ).*", text, re.M)
+    lines = re.finditer(r"^  rank (\d+) (?:\(host|has not entered).*", text, re.M)
     return {int(line[1]): line[0].strip() for line in lines}
 
 
