@@ -69,7 +69,7 @@ def _play(folder: Path, what: str, victim: int, ranks: int) -> tuple[list[tuple[
     [
         ("dies", r"rank 1 on \S+ died|rank 1 .*is dead"),
         ("hangs", "rank 1 .*hangs outside of a collective"),
-        ("stops", "rank 1 .*is stopped"),
+        pytest.param("stops", "rank 1 .*is stopped", marks=pytest.mark.slow),
     ],
 )
 def test_a_lost_rank_is_named_in_the_table(tmp_path: Path, what: str, says: str) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
-from fsdp_sft.check.checks import interface
+from fsdp_sft.check.checks import folder, interface
 from fsdp_sft.check.cluster import Asked, Cluster, make_cluster
 from fsdp_sft.check.mechanism import Trouble
 from fsdp_sft.check.results import ordered, text_of, to_json
@@ -90,16 +90,10 @@ def _reductions(of: Callable[..., Any]) -> Any:
 @contextmanager
 def _several_hosts(rank: int) -> Iterator[None]:
     with (
-        mock.patch.object(socket, "gethostname", lambda: f"node-{rank}"),
-        mock.patch.object(interface, "_address_of_name", lambda: "10.0.0.1"),
+        mock.patch.object(socket, "gethostname", return_value=f"node-{rank}"),
+        mock.patch.object(interface, "_address_of_name", return_value="10.0.0.1"),
     ):
         yield
-
-
-def _shared_memory(rank: int) -> Any:
-    return mock.patch.object(
-        torch.accelerator, "get_memory_info", lambda *_: (79 << 30, 80 << 30), create=True
-    )
 
 
 FAULTS = {
@@ -149,13 +143,11 @@ FAULTS = {
     "reductions of zeros": Fault(
         "reductions", "wrong results: reduce_scatter", lambda _: _reductions(_zeros)
     ),
-    "no rename": Fault(
-        "folder", "is not seen under its new name", lambda _: mock.patch.object(os, "rename", lambda *_: None)
-    ),
+    "no rename": Fault("folder", "is not seen under its new name", lambda _: mock.patch.object(os, "rename")),
     "a blind rank": Fault(
         "folder",
         "renames of the other ranks are not seen",
-        lambda path: mock.patch.object(os, "listdir", lambda _: [f"new-{VICTIM}"]),
+        lambda path: mock.patch.object(os, "listdir", return_value=[f"new-{VICTIM}"]),
     ),
     "a full disk": Fault(
         "folder",
@@ -172,29 +164,28 @@ FAULTS = {
 }
 
 
-def _cluster(folder: Path, **asked: Any) -> Cluster:
-    cluster = make_cluster(fs.init_distributed(), Asked(root=folder, seconds=12.0, **asked))
-    cluster.folder = folder / "own"
+def _cluster(root: Path, **asked: Any) -> Cluster:
+    cluster = make_cluster(fs.init_distributed(), Asked(root=root, seconds=12.0, **asked))
+    cluster.folder = root / "own"
     if cluster.rank == 0:
         cluster.folder.mkdir(exist_ok=True)
     dist.barrier()
     return cluster
 
 
-def _found(names: list[str], folder: Path) -> dict[str, list[Trouble]]:
+def _found(names: list[str], path: Path) -> dict[str, list[Trouble]]:
     """What each fault makes its check say, on this rank."""
     found = {}
     for name in names:
         fault = FAULTS[name]
-        own = folder / name.replace(" ", "-")
+        own = path / name.replace(" ", "-")
         own.mkdir(exist_ok=True)
         dist.barrier()
-        with fault.everywhere(dist.get_rank()):
+        with fault.everywhere(dist.get_rank()), mock.patch.object(folder, "_SEEN_WITHIN", 1.0):
             cluster = _cluster(own)
             checks = [one for one in all_checks() if one.name == fault.check]
             with fault.plant(own) if cluster.rank == VICTIM else mock.patch.dict(os.environ):
-                done, stopped = run_checks(cluster, checks)
-        assert stopped is None, stopped
+                done = run_checks(cluster, checks)
         found[name] = [trouble for one in done for trouble in one.outcome.troubles]
     return found
 
@@ -216,10 +207,9 @@ def test_every_fault_is_named_with_its_rank(tmp_path: Path) -> None:
     assert not missed, "\n".join(f"{name}: {found}" for name, found in missed.items())
 
 
-def _healthy(folder: Path) -> tuple[str, dict[str, Any], list[Trouble]]:
-    cluster = _cluster(folder)
-    done, stopped = run_checks(cluster, all_checks())
-    assert stopped is None
+def _healthy(root: Path) -> tuple[str, dict[str, Any], list[Trouble]]:
+    cluster = _cluster(root)
+    done = run_checks(cluster, all_checks())
     troubles = ordered([trouble for one in done for trouble in one.outcome.troubles])
     return text_of(cluster, done, "", troubles, 1.0), to_json(cluster, done, "", troubles, 1.0), troubles
 

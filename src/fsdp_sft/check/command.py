@@ -20,8 +20,9 @@ from fsdp_sft._tensors.disk import full_path, sweep, temporary_beside
 from fsdp_sft.check.cluster import Asked, Cluster, make_cluster
 from fsdp_sft.check.mechanism import Check, Trouble
 from fsdp_sft.check.results import Finished, is_wrong, ordered, ranks_named, text_of, to_json
-from fsdp_sft.check.sequence import Stopped, all_checks, run_checks
+from fsdp_sft.check.sequence import all_checks, run_checks
 from fsdp_sft.check.watching import WRONG, CheckWatchdog, ended_with_words
+from fsdp_sft.errors import LostRankError, RemoteRankError
 
 _TIMEOUT = timedelta(minutes=10)  # of a collective; the watchdog asks long before
 _PLACE = r" in step \S+, phase \w+"  # what the watchdog calls a place, which says less than the check's name
@@ -53,23 +54,13 @@ def check(args: argparse.Namespace) -> int:
             CheckWatchdog(report.stopped, timeout=_BETWEEN * cluster.crowding) as watchdog,
             _folder(cluster),
         ):
-            done, stopped = run_checks(cluster, chosen, watchdog=watchdog, tell=report.finished)
-            if stopped is not None:
-                raise _StoppedError(stopped)
+            done = run_checks(cluster, chosen, watchdog=watchdog, tell=report.finished)
             through_rank_0("writing the results", lambda: None, lambda _: report.end())
-    except _StoppedError as error:
+    except (LostRankError, RemoteRankError) as error:
         notes = [note.removeprefix("watchdog: ") for note in getattr(error, "__notes__", [])]
-        report.stopped("; ".join(re.sub(_PLACE, "", note) for note in notes) or error.stopped.text)
+        report.stopped("; ".join(re.sub(_PLACE, "", note) for note in notes) or str(error))
         return WRONG
-    return WRONG if is_wrong(done, None) else 0
-
-
-class _StoppedError(Exception):
-    """Carries through the watchdog why the checks have ended, so that it adds which rank has died."""
-
-    def __init__(self, stopped: Stopped) -> None:
-        super().__init__(stopped.text)
-        self.stopped = stopped
+    return WRONG if is_wrong(done) else 0
 
 
 class _Report:

@@ -5,6 +5,7 @@ suspects of one round are measured again, and only those that stay suspect are n
 processors of a host measure in turns.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from fsdp_sft.check.cluster import Cluster
 
 T = TypeVar("T")
 _ROUNDS = 3  # measurements of a rank before anybody is suspected
-_TRIALS = 3  # times that a rank must be suspect
+_TRIALS, _TRIALS_SHARED = 3, 6  # times that a rank must be suspect
+_FEWEST_CALLS = 5
 # Shares of the others' rate. A device has a rate of its own, which healthy ones keep within 5 %:
 # https://github.com/stas00/ml-engineering/tree/master/compute/accelerator. Processors that ranks share have
 # none, so that only half the speed says something.
@@ -54,6 +56,25 @@ def seconds_of(work: Callable[[], object], device: torch.device, *, at_least: fl
         if spent >= at_least or runs >= _MOST_RUNS:
             return spent / runs
         runs = min(_MOST_RUNS, max(runs + 1, int(runs * 1.2 * at_least / max(spent, 1e-6))))
+
+
+def own_seconds_of(cluster: Cluster, work: Callable[[], object], *, at_least: float) -> float:
+    """Seconds that ``work`` takes on this rank's device, whatever else the machine does.
+
+    A device of its own is timed over many calls. On a processor that others use the fastest of many single
+    calls counts: it is shorter than the time after which the system hands the processor on.
+    """
+    if cluster.has_own_clock:
+        return seconds_of(work, cluster.device, at_least=at_least)
+    work()
+    least, begun, calls = math.inf, time.perf_counter(), 0
+    while calls < _FEWEST_CALLS or time.perf_counter() - begun < at_least:
+        synchronize(cluster.device)
+        start = time.perf_counter()
+        work()
+        synchronize(cluster.device)
+        least, calls = min(least, time.perf_counter() - start), calls + 1
+    return least
 
 
 def all_at_once(measure: Callable[[], T], phase: str) -> T:
@@ -115,7 +136,7 @@ def slow_ranks(
     own: list[float] = []
     rates: list[float] = []
     suspects: list[Slow] | None = None
-    for _ in range(_TRIALS):
+    for _ in range(_TRIALS if cluster.has_own_clock else _TRIALS_SHARED):
         own += [in_turns(cluster, measure, phase) for _ in range(_ROUNDS)]
         # What else runs on a shared processor only slows: the best of the rounds is the rank's own speed.
         rates = all_gather_objects(statistics.median(own) if cluster.has_own_clock else max(own))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_sft.check.cluster import Cluster
-from fsdp_sft.check.mechanism import Check, Outcome, Trouble
+from fsdp_sft.check.mechanism import Check, Level, Outcome, Trouble
 from fsdp_sft.errors import printable
 from fsdp_sft.jobs.watchdog.report import ranges
 
@@ -48,9 +48,9 @@ def ranks_named(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def is_wrong(done: Sequence[Finished], stopped: object) -> bool:
-    """Whether something is wrong: a check failed, or a rank was lost."""
-    return stopped is not None or any(one.verdict == "FAIL" for one in done)
+def is_wrong(done: Sequence[Finished]) -> bool:
+    """Whether a check has failed."""
+    return any(one.verdict == "FAIL" for one in done)
 
 
 def hosts_to_leave_out(cluster: Cluster, troubles: Sequence[Trouble]) -> list[str]:
@@ -90,8 +90,15 @@ def text_of(
 
 
 def ordered(troubles: Sequence[Trouble]) -> list[Trouble]:
-    """Failures before warnings, in the order in which they were found."""
-    return sorted(troubles, key=lambda one: one.level != "fail")
+    """Failures before warnings, in the order in which they were found; the same one of several ranks once."""
+    merged: dict[tuple[Level, str, bool], set[int]] = {}
+    for one in troubles:
+        merged.setdefault((one.level, one.text, one.leave_out), set()).update(one.ranks)
+    found = [
+        Trouble(level, tuple(sorted(ranks)), text, leave_out)
+        for (level, text, leave_out), ranks in merged.items()
+    ]
+    return sorted(found, key=lambda one: one.level != "fail")
 
 
 def to_json(

@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import nullcontext
 
 from fsdp_sft._ranks.agree import agree_on, raise_first
 from fsdp_sft.check import checks
@@ -16,21 +16,6 @@ from fsdp_sft.jobs.watchdog import Watchdog
 
 _PATIENCE = 3.0  # times its seconds that a check may take before the watchdog asks what it waits for
 _AT_LEAST = 15.0  # seconds that it may always take
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """Why the sequence ended before its end.
-
-    Attributes:
-        check: The check in which it ended.
-        text: Which rank died, was lost or was elsewhere.
-        ranks: Ranks that the text names, as far as they are known.
-    """
-
-    check: str
-    text: str
-    ranks: tuple[int, ...]
 
 
 def all_checks() -> list[Check]:
@@ -46,8 +31,8 @@ def run_checks(
     *,
     watchdog: Watchdog | None = None,
     tell: Callable[[Finished], None] = lambda one: None,
-) -> tuple[list[Finished], Stopped | None]:
-    """Run checks until all are done, or a rank is lost.
+) -> list[Finished]:
+    """Run checks one after the other.
 
     Args:
         cluster: The ranks.
@@ -56,10 +41,12 @@ def run_checks(
         tell: Called with each check that is done.
 
     Returns:
-        What each check found, the same on all ranks that are left, and why the sequence stopped if it did.
+        What each check found, the same on all ranks.
 
     Raises:
         ValueError: If ranks have other checks: another version of this library, or other options.
+        LostRankError: If a rank has died.
+        RemoteRankError: If a rank has left a check that the others are in.
 
     Collective: all ranks.
     """
@@ -69,19 +56,14 @@ def run_checks(
     for number, check in enumerate(which):
         limit = max(_PATIENCE * check.seconds * cluster.scale, _AT_LEAST) * cluster.crowding
         start = time.perf_counter()
-        try:
-            if watchdog is not None:
-                watchdog.step(number)
-                with watchdog.phase(check.name, timeout=limit):
-                    outcome = _outcome(cluster, check)
-            else:
-                outcome = _outcome(cluster, check)
-        except (LostRankError, RemoteRankError) as lost:
-            return done, Stopped(check.name, str(lost), ranks_named(str(lost)))
+        if watchdog is not None:
+            watchdog.step(number)
+        with nullcontext() if watchdog is None else watchdog.phase(check.name, timeout=limit):
+            outcome = _outcome(cluster, check)
         cluster.measured[check.name] = outcome.measured
         done.append(Finished(check, outcome, time.perf_counter() - start))
         tell(done[-1])
-    return done, None
+    return done
 
 
 def _outcome(cluster: Cluster, check: Check) -> Outcome:

@@ -19,7 +19,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _CHECK, _CHECK_EXAMPLES
     parser.set_defaults(run=_run_check)
     add = parser.add_argument
-    add("--model", help="folder with a config.json, or a Hub id; no weights are read; default: one of our own")
+    add("--model", help="folder with a config.json, or a Hub id; no weights are read; default: a Llama")
     add("--root", type=Path, help="folder of the run, which all nodes see; default: none, or a temporary one")
     add("--seconds", type=_seconds, default=120.0, help="for all checks together; default: 120")
     add("--json", type=Path, default=Path("check.json"), metavar="FILE", help="default: check.json")

@@ -7,7 +7,7 @@ import torch
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
-from fsdp_sft.check.pace import all_at_once, seconds_of, slow_ranks
+from fsdp_sft.check.pace import all_at_once, own_seconds_of, seconds_of, slow_ranks
 from fsdp_sft.check.work import Product, block_shapes, checksum, make_product
 
 _FAILS, _WARNS = 0.85, 0.95
@@ -21,12 +21,16 @@ def _run(cluster: Cluster) -> Outcome:
     dtype = half if cluster.has_own_clock else wide
     products = [make_product(shape, cluster.device, dtype) for shape in shapes]
     least = 0.05 * cluster.scale / len(products)
+    flops = sum(one.flops for one in products)
+
+    def alone() -> float:
+        return flops / sum(own_seconds_of(cluster, one.run, at_least=least) for one in products)
 
     def rate_of(several: list[Product]) -> float:
         seconds = sum(seconds_of(one.run, cluster.device, at_least=least) for one in several)
         return sum(one.flops for one in several) / seconds
 
-    rates, slow = slow_ranks(cluster, lambda: rate_of(products), "timing products", warns=_WARNS)
+    rates, slow = slow_ranks(cluster, alone, "timing products", warns=_WARNS)
     wrong, sums = _results(cluster, products)
     other = [
         Product(
