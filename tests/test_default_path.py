@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
+from fsdp_sft._tensors.packed_shard import bits_of
 from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
@@ -16,12 +17,19 @@ from tests.harness.ranks import run_distributed
 STEPS = 6
 
 
-def _prepare(seed: int) -> tuple[Any, Any, Any]:
-    model = tiny_model("qwen2-tied", seed=seed, dtype=torch.bfloat16, attention_dropout=0.1)
-    assert fs.apply_sac(model, "1/3", offload=True) == ["model.layers.1"]
+def _prepare(seed: int, packed: str | None) -> tuple[Any, Any, Any]:
+    model: Any = tiny_model("qwen2-tied", seed=seed, dtype=torch.bfloat16, attention_dropout=0.1)
+    if packed is not None:
+        from peft import LoraConfig
+
+        lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
+        model = fs.add_adapters(model, lora).train()
+    assert [name.removeprefix("base_model.model.") for name in fs.apply_sac(model, "1/3", offload=True)] == [
+        "model.layers.1"
+    ]
     assert len(fs.compile_blocks(model, backend="aot_eager")) == 3
-    fs.shard_model(model, mesh=mesh_here())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    fs.shard_model(model, mesh=mesh_here(), frozen_dtype=packed)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
@@ -31,13 +39,13 @@ def _steps(model: Any, optimizer: Any, scheduler: Any, windows: list[Any]) -> li
     return [(result.loss, result.grad_norm) for result in results]
 
 
-def _check(root: Path) -> list[tuple[float, float]]:
+def _check(root: Path, packed: str | None = None) -> list[tuple[float, float]]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     windows = [ragged_batches(2 * ranks, seed=step)[rank::ranks] for step in range(STEPS)]
     held_out = ragged_batches(5, seed=99)[rank::ranks]
 
-    model, optimizer, scheduler = _prepare(seed=0)
+    model, optimizer, scheduler = _prepare(0, packed)
     first = _steps(model, optimizer, scheduler, windows[:3])
     evaluated = fs.evaluate(model, held_out)
     assert evaluated.perplexity == pytest.approx(math.exp(evaluated.loss))
@@ -45,11 +53,13 @@ def _check(root: Path) -> list[tuple[float, float]]:
     with torch.no_grad():
         model(input_ids=torch.tensor([[3, 4]]))
     state = {"scheduler": scheduler.state_dict()}
-    fs.save_checkpoint(root, 3, model=model, optimizer=optimizer, train_state=state)
+    fs.save_checkpoint(
+        root, 3, model=model, optimizer=optimizer, train_state=state, include_base=packed is not None
+    )
     rest = _steps(model, optimizer, scheduler, windows[3:])
     assert all(math.isfinite(loss) and norm > 0 for loss, norm in first + rest)
 
-    again, optimizer, scheduler = _prepare(seed=1)
+    again, optimizer, scheduler = _prepare(1, packed)
     loaded = fs.load_checkpoint(root, model=again, optimizer=optimizer)
     scheduler.load_state_dict(loaded.train_state["scheduler"])
     assert loaded.step == 3
@@ -59,8 +69,8 @@ def _check(root: Path) -> list[tuple[float, float]]:
     fs.load_checkpoint(root, model=again, optimizer=optimizer)
     assert _steps(again, optimizer, scheduler, windows[3:]) == rest, "losses and norms, bit for bit"
     for (name, p), q in zip(again.named_parameters(), model.parameters(), strict=True):
-        assert p.dtype == torch.float32
-        assert torch.equal(full(p), full(q)), name
+        assert p.dtype == torch.float32 or not p.requires_grad
+        assert torch.equal(bits_of(p), bits_of(q)), name
     fs.load_checkpoint(root, model=again, optimizer=optimizer)
     assert fs.evaluate(again, held_out) == evaluated
 
@@ -70,7 +80,7 @@ def _check(root: Path) -> list[tuple[float, float]]:
 
         plain = AutoModelForCausalLM.from_pretrained(exported)
         assert plain.dtype == torch.bfloat16
-    for name, p in model.named_parameters():
+    for name, p in () if packed is not None else model.named_parameters():
         value = full(p)
         if rank == 0:
             assert torch.equal(plain.state_dict()[name], value.bfloat16()), name
@@ -79,8 +89,11 @@ def _check(root: Path) -> list[tuple[float, float]]:
 
 @pytest.mark.accelerator
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_evaluate_save_load_continue_export(ranks: int, tmp_path: Path) -> None:
-    results = run_distributed(_check, ranks, tmp_path / "checkpoints", timeout=240)
+@pytest.mark.parametrize("packed", [None, "nf4"])
+def test_evaluate_save_load_continue_export(ranks: int, packed: str | None, tmp_path: Path) -> None:
+    if packed is not None:
+        pytest.importorskip("peft", reason="adapters need the 'peft' extra")
+    results = run_distributed(_check, ranks, tmp_path / "checkpoints", packed, timeout=240)
     assert all(result == results[0] for result in results), "every rank reports the same"
 
 

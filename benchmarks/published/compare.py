@@ -61,8 +61,8 @@ _KERNELS = {
 # What the wrong answers come from: (source, model, micro-batch, tokens of a row).
 _COPIES = "a loop that keeps several float32 copies of the logits; the planner has one at a time"
 WRONG = {
-    ("Lightning-AI/litgpt", "Llama-2-7b-hf", 4, 1304): "1.5 GiB short of the limit; that source's measured "
-    "runs need 3 to 7 % more than the planner says",
+    ("Lightning-AI/litgpt", "Llama-2-7b-hf", 4, 1304): "3.2 GiB short of the limit; that source's measured "
+    "runs need 6 to 12 % more than the planner says",
     ("whitecircle/halo", "Qwen3-8B", 4, 8192): "fused kernels (liger) keep less than transformers' layers",
     (
         "pytorch/torchtitan",

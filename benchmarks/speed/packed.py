@@ -4,7 +4,8 @@ r"""Bytes and steps of adapters on a frozen base that stays packed, beside the s
         --output benchmarks/results/packed.md
 
 Every way trains the same rows, a step of each after the other. Bytes held are those of the frozen weights of
-blocks on one rank, counted; bytes gathered are what a rank gets of them in a step, in forward and backward.
+blocks on one rank, counted; bytes gathered are what a rank gets in all gathers of a step, counted as they
+run, beside the sum over parameters: those of blocks twice, since every block is recomputed, the others once.
 Memory is what loading takes at its peak beyond the weights.
 """
 
@@ -21,12 +22,14 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import fsdp_sft as fs
 from benchmarks.host_memory import PeakMemory
 from benchmarks.tables import publish, table
-from fsdp_sft._tensors.packed_shard import bits_of
+from fsdp_sft._tensors.boxes import local_of
+from fsdp_sft._tensors.packed_shard import PackedShard, bits_of
 
 BASES = {"bfloat16": None, "fp8": "fp8", "nf4": "nf4"}
 
@@ -35,6 +38,30 @@ def frozen_of_blocks(model: Any) -> list[Any]:
     return [
         p for name, p in model.named_parameters() if ".layers." in name and p.ndim > 1 and not p.requires_grad
     ]
+
+
+class Gathered(TorchDispatchMode):
+    """Counts the bytes that this rank gets in gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allgather" in func.overloadpacket.__name__:
+            out = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+            self.num_bytes += out.numel() * out.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def gathered_by_formula(model: Any, dtype: torch.dtype) -> int:
+    """Bytes of a step's gathers: packed ones as they are held, others in the dtype of the compute."""
+    total = 0
+    for name, parameter in model.named_parameters():
+        is_packed = isinstance(local_of(parameter), PackedShard)
+        held = bits_of(parameter).numel() * dist.get_world_size() if is_packed else 0
+        total += (2 if ".layers." in name else 1) * (held or parameter.numel() * dtype.itemsize)
+    return total
 
 
 def load(folder: Path, kind: Any, policy: Any) -> tuple[Any, int]:
@@ -76,13 +103,16 @@ def measure(folder: Path, length: int, rounds: int, dtype: torch.dtype) -> list[
         weights = frozen_of_blocks(model)
         values = sum(p.numel() for p in weights)
         held = sum(bits_of(p).numel() * bits_of(p).element_size() for p in weights)
+        with Gathered() as gathered:
+            fs.train_step(model, window, optimizers[name], check_labels=False)
         ratios = [a / b for a, b in zip(seconds[name][1:], seconds["bfloat16"][1:], strict=True)]
         rows.append(
             [
                 name if name != "bfloat16" else str(dtype).removeprefix("torch."),
                 f"{held / 2**20:.1f}",
                 f"{held * ranks * 8 / values:.2f}",
-                f"{2 * held * ranks / 2**20:.1f}",
+                f"{gathered.num_bytes / 2**20:.1f}",
+                f"{gathered_by_formula(model, dtype) / 2**20:.1f}",
                 f"{took[name] / 2**20:.0f}",
                 f"{statistics.median(seconds[name][1:]):.2f}",
                 f"{statistics.median(ratios):.2f}",
@@ -93,6 +123,7 @@ def measure(folder: Path, length: int, rounds: int, dtype: torch.dtype) -> list[
         "MiB held",
         "bits a value",
         "MiB gathered a step",
+        "by formula",
         "MiB to load",
         "s a step",
         "x 16 bits",

@@ -69,6 +69,7 @@ from fsdp_sft.export import (
     check_export as check_export,
     export_adapter as export_adapter,
     export_hf as export_hf,
+    iter_hf_tensors as iter_hf_tensors,
 )
 from fsdp_sft.jobs.preemption import (
     REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE,

@@ -378,7 +378,8 @@ def test_every_private_name_is_watched() -> None:
         "allow_unused_groups",
         "_accumulate_if_gathered",  # both by model/test_towers.py
         "adopt_shards",
-        "put_shard",  # both by shard/test_packed.py
+        "put_shard",
+        "sharded_as",  # all by shard/test_packed.py
         "_states_within",  # all by step/test_trained.py and step/test_failed.py
     }  # below, by step/test_failed.py
     watched |= {"_patterns_compiled_at_use"}  # below

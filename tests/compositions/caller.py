@@ -172,6 +172,7 @@ def _train(
                 optimizer=given,
                 train_state=state,
                 async_=draw["save"] == "asynchronous",
+                include_base=draw["save"] == "asynchronous",  # of what is packed
             )
     if pending is not None:
         pending.wait()

@@ -184,7 +184,7 @@ def _compare(seed: int, draw: Callable[[int], tuple[Any, dict[str, Any]]]) -> tu
     setup = check_options(gpu="cpu", logits_dtype=torch.float32, **options)
     # The CPU's kernels, and what only accelerators have: products of 16-bit matrices into float32.
     device = dataclasses.replace(gpu_named("cpu"), name="simulated")
-    expected = estimate(config, dataclasses.replace(setup, gpu=device))
+    expected = estimate(config, dataclasses.replace(setup, device=device))
     error = expected.peak_bytes / found[0][0] - 1
     text = f"{seed} {config.model_type} {options}: {found[0][0]} counted, {expected.peak_bytes} "
     print(f"{text}({expected.peak_phase}) estimated, {error:+.2%}")

@@ -86,5 +86,5 @@ def test_the_planner_knows_what_frozen_towers_take(used: Any) -> None:
     options = {"num_gpus": RANKS, "micro_batch_size": BATCH, "seq_length": LENGTH, "sac_ratio": "1/2"}
     setup = check_options(gpu="cpu", logits_dtype=torch.float32, **options)
     device = dataclasses.replace(gpu_named("cpu"), name="simulated")
-    expected = estimate(_config(), dataclasses.replace(setup, gpu=device))
+    expected = estimate(_config(), dataclasses.replace(setup, device=device))
     assert expected.peak_bytes == pytest.approx(found["frozen"][1], rel=0.01)

@@ -172,6 +172,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
             kept["model"], kept["optimizer"], prefix("optimizer") + ".pt"
         ),
         "export_hf": lambda: fs.export_hf(kept["model"], prefix("out")),
+        "iter_hf_tensors": lambda: dict(fs.iter_hf_tensors(kept["model"])),
         "export_adapter": lambda: fs.export_adapter(_lora_of(kept["mesh"], base), prefix("adapter")),
         "memory_stats": fs.memory_stats,
         "reset_peak_memory": fs.reset_peak_memory,

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.packed_shard import PackedShard
 from fsdp_sft.shard.packing import packed_weights
 from tests.harness.composed import composed
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import plain, rewrite
 from tests.harness.models import TINY, full, oracle_loss, ragged_batches
 from tests.harness.packed_values import in_fp8, in_nf4, is_packed
@@ -48,9 +49,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 PACKED = {"nf4": in_nf4, "fp8": in_fp8}
 
 
-def make(folder: Path, family: str, kind: str) -> None:
+def make(folder: Path, family: str, kind: str, *, seed: int = 0) -> None:
     """``base`` in bfloat16, and ``values`` with what its packed weights hold."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = tf.AutoModelForCausalLM.from_config(CONFIGS[family]()).bfloat16()
     model.save_pretrained(folder / "base")
     model.float()
@@ -105,7 +106,7 @@ def check(folder: Path, family: str, kind: str, shape: dict[str, int], options: 
     return found, size * 8 / count
 
 
-RANKS = [(1, {}), (2, {}), (4, {"dp_replicate": 2}), (3, {})]
+RANKS = [(1, {}), (2, {}), (4, {}), (4, {"dp_replicate": 2}), (3, {})]
 
 
 def beside_plain(folder: Path, family: str, found: tuple[float, dict[str, torch.Tensor]]) -> None:
@@ -127,7 +128,7 @@ def beside_plain(folder: Path, family: str, found: tuple[float, dict[str, torch.
         ), name
 
 
-@pytest.mark.parametrize(("ranks", "shape"), RANKS, ids=["1", "2", "hsdp", "3"])
+@pytest.mark.parametrize(("ranks", "shape"), RANKS, ids=["1", "2", "4", "hsdp", "3"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_in_nf4(family: str, ranks: int, shape: dict[str, int], tmp_path: Path) -> None:
     make(tmp_path, family, "nf4")
@@ -159,15 +160,15 @@ def test_with_other_options(how: str, tmp_path: Path) -> None:
     run_distributed(check, 2, tmp_path, "qwen3-moe", "nf4", {}, OPTIONS[how])
 
 
-def published(folder: Path, family: str, block: int = 16) -> None:
+def published(folder: Path, family: str, block: int = 16, *, seed: int = 0) -> None:
     """``base`` in a quantised format, and ``values`` with what it holds."""
+    torch.manual_seed(seed)
     if family in ("gpt-oss", "deepseek-v3"):
         values = (mxfp4_folder if family == "gpt-oss" else deepseek_folder)(folder / "base")
         shutil.copytree(folder / "base", folder / "values")
         configure(folder / "values", quantization_config=None)
         rewrite(folder / "values", {name: value.float() for name, value in values.items()})
         return
-    torch.manual_seed(0)
     tf.AutoModelForCausalLM.from_config(CONFIGS[family]()).bfloat16().save_pretrained(folder / "base")
     shutil.copytree(folder / "base", folder / "values")
     quantise(folder / "base", folder / "values", block=block)
@@ -185,7 +186,7 @@ def check_stored(folder: Path, family: str, shape: dict[str, int], options: dict
     return found, size * 8 / count
 
 
-@pytest.mark.parametrize(("ranks", "shape"), RANKS, ids=["1", "2", "hsdp", "3"])
+@pytest.mark.parametrize(("ranks", "shape"), RANKS, ids=["1", "2", "4", "hsdp", "3"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_as_stored(family: str, ranks: int, shape: dict[str, int], tmp_path: Path) -> None:
     published(tmp_path, family)
@@ -193,6 +194,24 @@ def test_as_stored(family: str, ranks: int, shape: dict[str, int], tmp_path: Pat
     assert bits < (8 if family == "gpt-oss" else 16)
     if ranks < 3:
         beside_plain(tmp_path, family, found)
+
+
+def _few_experts(folder: Path) -> tuple[str, str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model = composed(
+            folder / "base", mesh=mesh_here(), frozen_dtype="stored", peft_config=lora("gpt-oss")
+        )
+    told = [str(warning.message) for warning in found if "the fullest of" in str(warning.message)]
+    return "".join(told), fs.describe_sharding(model)
+
+
+def test_fewer_experts_than_ranks_are_told(tmp_path: Path) -> None:
+    published(tmp_path, "gpt-oss")
+    results = run_distributed(_few_experts, 4, tmp_path)
+    assert "packed weights are cut along their first dimension" in results[0][0]
+    assert "build_mesh(dp_replicate=2) shards over 2, evenly" in results[0][0]
+    assert results[3][1].count("packed: 2 weights")
 
 
 def test_as_stored_by_ranks_that_share_experts(tmp_path: Path) -> None:
@@ -288,6 +307,44 @@ def test_a_step_is_not_resumed_on_another_base_of_the_same_shapes(ranks: int, tm
     torch.manual_seed(1)
     tf.AutoModelForCausalLM.from_config(CONFIGS["llama"]()).bfloat16().save_pretrained(tmp_path / "other")
     run_distributed(_check_other_values, ranks, tmp_path)
+
+
+def _with_base(folder: Path, family: str, kind: str, begin: bool) -> Any:
+    """A step that has its base is written; then loaded into models of another base, or of none."""
+    common = {"mesh": mesh_here(), "mp_policy": FLOAT32, "peft_config": lora(family), "frozen_dtype": kind}
+    source = folder / ("one" if begin else "other") / "base"
+    model: Any = composed(source, **common)
+    if begin:
+        fs.save_checkpoint(folder / "steps", 1, model=model, include_base=True, async_=True).wait()
+        return fs.evaluate(model, BATCHES).loss
+    with pytest.raises(fs.CheckpointMismatchError, match="has its base packed as"):
+        fs.load_checkpoint(folder / "steps", model=composed(source, **common | {"frozen_dtype": None}))
+    losses = [fs.evaluate(model, BATCHES).loss]
+    fs.load_checkpoint(folder / "steps", model=model)
+    losses.append(fs.evaluate(model, BATCHES).loss)
+    fs.save_checkpoint(folder / "again", 1, model=model)
+    if kind == "nf4":  # nothing but the step is needed
+        model = fs.add_adapters(fs.build_meta_model(source), lora(family))
+        fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32, frozen_dtype=kind)
+        with pytest.raises(ValueError, match=r"give them memory with model.to_empty"):
+            fs.load_checkpoint(folder / "steps", model=model)
+        model.to_empty(device=device_here())
+        fs.load_checkpoint(folder / "steps", model=model)
+        fs.load_checkpoint(folder / "again", model=model)
+    return losses
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "nf4"), ("gpt-oss", "stored"), ("qwen3-moe", "nf4")])
+def test_a_step_with_its_base(family: str, kind: str, tmp_path: Path) -> None:
+    for seed, name in enumerate(("one", "other")):
+        if kind == "stored":
+            published(tmp_path / name, family, seed=seed)
+        else:
+            make(tmp_path / name, family, kind, seed=seed)
+    expected = run_distributed(_with_base, 2, tmp_path, family, kind, True)[0]
+    other, found = run_distributed(_with_base, 3, tmp_path, family, kind, False)[0]
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert other != pytest.approx(expected, rel=1e-4)
 
 
 def _check_again(folder: Path) -> None:

@@ -82,7 +82,7 @@ MISTAKES = [
     ),
     Mistake(
         "an export merges adapters into the model's own weights",
-        "export/hf.py",
+        "export/merged.py",
         "part.clone() if is_own else part",
         "part",
         ("tests/model/test_adapters.py",),

@@ -156,7 +156,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "copies of parameters cut elsewhere left out of the plan",
-        "planner/replay.py",
+        "planner/sizes.py",
         "moved=sum(group.moved(shards)) * compute,",
         "moved=0,",
         ("tests/planner/test_tracker.py",),

@@ -76,9 +76,30 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the planner does not say that a checkpoint is quantised",
         "planner/estimate.py",
-        "    notes = [] if published is None else [published.note(skeleton.parameters)]\n",
-        "    notes: list[str] = []\n",
+        "notes = [] if published is None else [published",
+        "notes = [] if published else [published",
         ("tests/planner/test_quantised.py",),
+    ),
+    Mistake(
+        "the planner frees packed bytes once their values are computed",
+        "planner/sizes.py",
+        "gathered=(dense + packed) * shards + group.packed_elements() * compute,",
+        "gathered=dense * shards + group.packed_elements() * compute,",
+        ("tests/planner/test_packed_on_a_device.py",),
+    ),
+    Mistake(
+        "the planner computes packed values without memory in between",
+        "planner/sizes.py",
+        "decoding=decoding_peak(group.packed, setup.param_dtype),",
+        "decoding=0,",
+        ("tests/planner/test_packed_on_a_device.py",),
+    ),
+    Mistake(
+        "the planner packs what a checkpoint's config leaves in 16 bits",
+        "planner/packed.py",
+        "self.settings is not None and is_left_out(self.settings, module)",
+        "False",
+        ("tests/planner/test_packed.py",),
     ),
     Mistake(
         "rows of experts that are joined go to the first place",
@@ -97,9 +118,23 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a step does not look what its base was packed of",
         "dcp_io/packed_base.py",
-        "    if saved != own:",
+        '    if {"kind": kind, "digest": saved.get("digest")} != own:',
         "    if False:",
         ("tests/shard/test_packed.py",),
+    ),
+    Mistake(
+        "what was loaded is taken for what is there",
+        "export/as_loaded.py",
+        "        changed = [compare and _is_changed(",
+        "        changed = [False and _is_changed(",
+        ("tests/export/test_as_loaded.py",),
+    ),
+    Mistake(
+        "scales of weights that have changed are copied",
+        "export/as_loaded.py",
+        "            if within in owners or (within is None and _module(raw) in around):\n",
+        "            if within in changed or within in owners or _module(raw) in around:\n",
+        ("tests/export/test_as_loaded.py",),
     ),
     Mistake(
         "a change of packed bytes is not noticed",

@@ -97,8 +97,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "an export leaves out the towers that were left out",
         "export/plan.py",
-        "for key, kept in untouched_tensors(model).items()}",
-        "for key, kept in {}.items()}",
+        "    copied = untouched_tensors(model)\n",
+        "    copied: dict[str, InFile] = {}\n",
         ("tests/model/test_absent.py",),
     ),
     Mistake(
@@ -125,8 +125,8 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "the planner keeps towers in the masters' dtype",
-        "planner/replay.py",
-        "kept = setup.tower_dtype if part.is_tower else setup.frozen_dtype",
+        "planner/parameters.py",
+        "kept = setup.tower_dtype if self.is_tower else setup.frozen_dtype",
         "kept = setup.frozen_dtype",
         ("tests/planner/test_multimodal.py",),
     ),

@@ -1,7 +1,8 @@
 """FSDP2's states, groups and policies."""
 
+import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -109,14 +110,23 @@ def _held_parameters(model: nn.Module) -> Iterator[tuple[Any, nn.Parameter | Non
 def put_shard(module: nn.Module, name: str, local: torch.Tensor) -> None:
     """Put another tensor, such as one with a gather of its own, in place of a parameter's shard.
 
-    FSDP2 takes it over at its next forward (``reset_sharded_param``, ``_init_extensions``). The public
-    ``DTensor.from_local`` would move a shard that lies on the host.
+    FSDP2 takes it over at its next forward (``reset_sharded_param``, ``_init_extensions``).
+    """
+    before: Any = module._parameters[name]
+    module._parameters[name] = nn.Parameter(sharded_as(before, local, before.shape), requires_grad=False)
+
+
+def sharded_as(like: Any, local: torch.Tensor, shape: Sequence[int]) -> Any:
+    """A tensor of another shape, sharded like ``like``, with ``local`` as this rank's shard; nothing is sent.
+
+    The public ``DTensor.from_local`` would move a shard that lies on the host.
     """
     from torch.distributed.tensor import DTensor
 
-    before: Any = module._parameters[name]
-    made: Any = DTensor(local, before._spec, requires_grad=False)
-    module._parameters[name] = nn.Parameter(made, requires_grad=False)
+    spec = copy.copy(like._spec)
+    whole = torch.empty(tuple(shape), dtype=local.dtype, device="meta")
+    spec.tensor_meta = spec.tensor_meta._replace(shape=whole.shape, stride=whole.stride(), dtype=whole.dtype)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def adopt_shards(model: nn.Module) -> None:

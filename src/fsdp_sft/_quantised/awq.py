@@ -66,4 +66,4 @@ def _numbers(words: torch.Tensor) -> torch.Tensor:
     return of_nibbles(ordered, range(16))
 
 
-METHOD = Method(check, find, r"\.(qweight|qzeros|scales)$", bits_of_groups)
+METHOD = Method(check, find, r"\.(qweight|qzeros|scales)$", bits_of_groups, skips=("modules_to_not_convert",))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_sft._quantised import elements, fp4, packs
-from fsdp_sft._quantised.method import Method
+from fsdp_sft._quantised.method import Entries, Method
 from fsdp_sft._quantised.settings import IN_16_BITS, Settings
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._tensors.pieces import Ints
@@ -114,4 +114,37 @@ def _block(settings: Settings, scheme: Mapping[str, Any]) -> Ints | None:
     raise settings.refused(f"the strategy {strategy!r:.80} of a group of weights is not known: {IN_16_BITS}")
 
 
-METHOD = Method(check, find, r"_packed$|weight_(scale|global_scale|zero_point|shape|g_idx)$", bits)
+def stored_as(settings: Settings, shape: Ints) -> Entries | None:
+    """One row by the first scheme; scales of 16 bits where a format does not say their dtype."""
+    schemes, width = _schemes(settings), shape[-1]
+    if not schemes:
+        return None
+    scheme, block = schemes[0], _block(settings, schemes[0])
+    is_float, number = scheme.get("type", "int") == "float", scheme["num_bits"]
+    names = {part: f"w.weight_{part}" for part in ("packed", "scale", "global_scale", "shape")}
+    if is_float and number == 4:
+        if block is not None and block[1] == 16:
+            return fp4.nv_row(width, names["packed"], names["scale"], names["global_scale"])
+        return fp4.mx_row(width, names["packed"], names["scale"])
+    across = block[1] or width if block is not None else 0
+    grid = (1, -(-width // across)) if across else (1,)
+    of_scales = torch.uint8 if settings.fields.get("format") == "mxfp8-quantized" else torch.bfloat16
+    scales = {names["scale"]: (of_scales, grid)}
+    if number == 8 and (is_float or settings.fields.get("format") != "pack-quantized"):
+        return {"w.weight": (torch.float8_e4m3fn if is_float else torch.int8, (1, width)), **scales}
+    if is_float or number not in (4, 8) or not scheme.get("symmetric", True):
+        return None
+    if scheme.get("actorder") in _ORDERED or block is None or not block[1]:
+        return None  # scales of whole rows do not say how many columns there are: a stored tensor does
+    words = (1, packs.num_words(width, number))
+    return {names["packed"]: (torch.int32, words), **scales, names["shape"]: (torch.int64, (2,))}
+
+
+METHOD = Method(
+    check,
+    find,
+    r"_packed$|weight_(scale|global_scale|zero_point|shape|g_idx)$",
+    bits,
+    stored_as=stored_as,
+    skips=("ignore",),
+)

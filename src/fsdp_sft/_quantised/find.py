@@ -4,14 +4,22 @@ Skip lists are not looked at: whether a weight is packed is seen by its dtype an
 scale must belong to a weight, and every packed weight must have its scales, or the checkpoint is refused.
 """
 
+import fnmatch
+import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
 from fsdp_sft._quantised import awq, bitsandbytes, compressed, finegrained, gpt_oss, gptq, modelopt
 from fsdp_sft._quantised.settings import IN_16_BITS, Settings
 from fsdp_sft._quantised.tensors import Tensors
+from fsdp_sft._tensors.packed import Packed
+from fsdp_sft._tensors.packed_shard import RowFormat
+from fsdp_sft._tensors.pieces import Ints
+from fsdp_sft._tensors.safetensors import TensorEntry
 from fsdp_sft._tensors.stored import InFile, Stored
 from fsdp_sft.errors import abridged
 
@@ -77,6 +85,45 @@ def published(stored: Mapping[str, InFile], settings: Settings) -> dict[str, Sto
         if small or (dtype in _ONE_BYTE and key.endswith(".weight")):
             raise settings.refused(f"{key!r} is stored as {dtype}, and there are no scales for it")
     return {**{key: stored[key] for key in left}, **tensors.packed}
+
+
+def row_by_config(settings: Settings, shape: Ints) -> tuple[RowFormat, bool] | None:
+    """How rows of a weight are stored, by the config alone, for where there are no files.
+
+    Args:
+        settings: How the checkpoint is quantised.
+        shape: Shape of the weight in the model.
+
+    Returns:
+        Its rows' format, and whether its columns are the next to last dimension; None if such a weight is not
+        packed, or its rows have no bytes of their own.
+    """
+    method = METHODS[settings.method]
+    entries = method.stored_as(settings, shape) if method.stored_as is not None else None
+    if not entries:
+        return None
+    row = {
+        name: InFile(Path(), TensorEntry(dtype, size, 0, math.prod(size) * dtype.itemsize))
+        for name, (dtype, size) in entries.items()
+    }
+    (packed,) = published(row, settings).values()
+    form = packed.row_format() if isinstance(packed, Packed) else None
+    return None if form is None else (form, packed.entry.stride is not None)
+
+
+def is_left_out(settings: Settings, module: str) -> bool:
+    """Whether a list of the config says that a module has 16 bits; for where there are no files."""
+    lists = (settings.fields.get(name) for name in METHODS[settings.method].skips)
+    entries = [str(entry) for each in lists if isinstance(each, (list, tuple)) for entry in each]
+    return any(_is_within(module, entry) for entry in entries)
+
+
+def _is_within(module: str, entry: str) -> bool:
+    """Whether a module is what an entry of such a list names, or lies in it."""
+    if entry.startswith("re:"):
+        with suppress(re.error):
+            return re.match(entry[3:], module) is not None
+    return fnmatch.fnmatch(module, entry) if "*" in entry else f".{entry}." in f".{module}."
 
 
 def _drop_activations(tensors: Tensors, stored: Mapping[str, InFile]) -> None:

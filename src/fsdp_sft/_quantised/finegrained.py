@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from fsdp_sft._quantised import elements, fp4
-from fsdp_sft._quantised.method import Method
+from fsdp_sft._quantised.method import Entries, Method
 from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._tensors.pieces import Ints
@@ -53,4 +53,27 @@ def _blocks(settings: Settings) -> list[Ints | None]:
     return [(down, across)]
 
 
-METHOD = Method(check, find, r"weight_scale(_inv)?$|_scale_inv$", lambda settings: 8)
+def bits(settings: Settings) -> float:
+    """Bits of a packed value with its share of the scales: of an expert's, where these have fewer."""
+    return 4.25 if settings.fields.get("expert_dtype") == "fp4" else 8
+
+
+def stored_as(settings: Settings, shape: Ints) -> Entries | None:
+    """One row; scales are float32, or exponents where experts are in MXFP4 (DeepSeek-V4)."""
+    width, (block,) = shape[-1], _blocks(settings)[:1]
+    is_v4 = settings.fields.get("expert_dtype") == "fp4"
+    if is_v4 and len(shape) == 3:
+        return fp4.mx_row(width, "w.weight", "w.scale", torch.int8)
+    of_scales = torch.float8_e8m0fnu if is_v4 else torch.float32
+    grid = () if block is None else (1, -(-width // block[1]))
+    return {"w.weight": (torch.float8_e4m3fn, (1, width)), "w.weight_scale_inv": (of_scales, grid)}
+
+
+METHOD = Method(
+    check,
+    find,
+    r"weight_scale(_inv)?$|_scale_inv$",
+    bits,
+    skips=("modules_to_not_convert", "ignored_layers"),
+    stored_as=stored_as,
+)

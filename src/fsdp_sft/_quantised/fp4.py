@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from fsdp_sft._quantised.method import Entries
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._quantised.values import E2M1, as_scales, of_nibbles, scale
 from fsdp_sft._tensors.packed import StoredPart
@@ -74,6 +75,24 @@ def find_nv(tensors: Tensors, name: str, codes: str, scales: str, whole: str, *,
     }
     decode = partial(_nv, divide)
     tensors.add(name, codes, "nvfp4", shape, parts, decode, by_rows=decode)
+
+
+def mx_row(width: int, codes: str, scales: str, of: torch.dtype = torch.uint8) -> Entries | None:
+    """One row of an MXFP4 weight as ``find_mx`` finds it; None if it cannot have so many columns."""
+    if width % _OF_32:
+        return None
+    return {codes: (of, (1, width // 2)), scales: (torch.float8_e8m0fnu, (1, width // _OF_32))}
+
+
+def nv_row(width: int, codes: str, scales: str, whole: str) -> Entries | None:
+    """One row of an NVFP4 weight as ``find_nv`` finds it; None if it cannot have so many columns."""
+    if width % _OF_16:
+        return None
+    return {
+        codes: (torch.uint8, (1, width // 2)),
+        scales: (torch.float8_e4m3fn, (1, width // _OF_16)),
+        whole: (torch.float32, (1,)),
+    }
 
 
 def _mx(parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 import torch
 
 from fsdp_sft._quantised import fp4
-from fsdp_sft._quantised.method import Method
+from fsdp_sft._quantised.method import Entries, Method
 from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._quantised.tensors import Tensors
+from fsdp_sft._tensors.pieces import Ints
 
 
 def check(settings: Settings) -> None:
@@ -25,4 +26,20 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
             fp4.find_experts(tensors, name, key, f"{name}_scales")
 
 
-METHOD = Method(check, find, r"_(blocks|scales)$", lambda settings: 4.25, only_experts=True)
+def stored_as(settings: Settings, shape: Ints) -> Entries | None:
+    """One row of experts of that shape, which are transposed in the model."""
+    if len(shape) < 3 or shape[-2] % 32:
+        return None
+    blocks = shape[-2] // 32
+    return {"w_blocks": (torch.uint8, (1, 1, blocks, 16)), "w_scales": (torch.uint8, (1, 1, blocks))}
+
+
+METHOD = Method(
+    check,
+    find,
+    r"_(blocks|scales)$",
+    lambda settings: 4.25,
+    only_experts=True,
+    stored_as=stored_as,
+    skips=("modules_to_not_convert",),
+)

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 import torch
 
 from fsdp_sft._quantised import elements, fp4
-from fsdp_sft._quantised.method import Method
+from fsdp_sft._quantised.method import Entries, Method
 from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._quantised.tensors import Tensors
+from fsdp_sft._tensors.pieces import Ints
 
 _ALGORITHMS = ("fp8", "fp8_per_channel_per_token", "mixed_precision", "mxfp8", "nvfp4", "w4a16_nvfp4")
 _BLOCKS = [None, (1, 0), (1, 32)]
@@ -38,4 +39,22 @@ def bits(settings: Settings) -> float:
     return 4.5 if "nvfp4" in str(settings.fields.get("quant_algo")).lower() else 8
 
 
-METHOD = Method(check, find, r"weight_scale(_2)?$|\.pre_quant_scale$|svdquant_", bits)
+def stored_as(settings: Settings, shape: Ints) -> Entries | None:
+    """One row, of the only algorithm that the config names."""
+    width, algorithm = shape[-1], str(settings.fields.get("quant_algo")).lower()
+    if "nvfp4" in algorithm:
+        return fp4.nv_row(width, "w.weight", "w.weight_scale", "w.weight_scale_2")
+    weight = {"w.weight": (torch.float8_e4m3fn, (1, width))}
+    if algorithm == "mxfp8":
+        return None if width % 32 else {**weight, "w.weight_scale": (torch.uint8, (1, width // 32))}
+    return {**weight, "w.weight_scale": (torch.float32, () if algorithm == "fp8" else (1, 1))}
+
+
+METHOD = Method(
+    check,
+    find,
+    r"weight_scale(_2)?$|\.pre_quant_scale$|svdquant_",
+    bits,
+    skips=("ignore", "exclude_modules"),
+    stored_as=stored_as,
+)

@@ -91,13 +91,13 @@ def _shape_and_bits(tensors: Tensors, name: str, schemes: Sequence[Scheme]) -> t
         for scheme in schemes
         if groups and scheme.block is not None and scheme.block[1]
     }
-    fitting = [found for found in widths if _words(*found) == words]
+    fitting = [found for found in widths if num_words(*found) == words]
     if len(fitting) == 1:
         return (*lead, fitting[0][0]), fitting[0][1]
     shape = tuple(tensors.read(f"{name}_shape").reshape(-1).tolist())
     bits = sorted({scheme.bits for scheme in schemes})
     known = [
-        each for each in bits if shape and shape[:-1] == tuple(lead) and _words(shape[-1], each) == words
+        each for each in bits if shape and shape[:-1] == tuple(lead) and num_words(shape[-1], each) == words
     ]
     if not known:
         raise tensors.settings.refused(
@@ -107,7 +107,7 @@ def _shape_and_bits(tensors: Tensors, name: str, schemes: Sequence[Scheme]) -> t
     return shape, known[0]
 
 
-def _words(width: int, bits: int) -> int:
+def num_words(width: int, bits: int) -> int:
     """Number of words that hold so many values."""
     return -(-width * bits // 32)
 
@@ -122,7 +122,7 @@ def _zeros(tensors: Tensors, zeros: str, shape: Ints, bits: int, scales: StoredP
     if tensors.is_of(zeros, torch.int8):  # not packed, as in early releases
         like = tensors.entry(scales_of(zeros)).shape
         return StoredPart(tensors.shaped(zeros, like, key, (torch.int8,)), scales.each, scales.columns)
-    packed = (*shape[:-2], _words(shape[-2], bits), scales.columns)
+    packed = (*shape[:-2], num_words(shape[-2], bits), scales.columns)
     return StoredPart(tensors.shaped(zeros, packed, key, _WORDS), (32 // bits, across), scales.columns)
 
 

@@ -88,11 +88,11 @@ def settings_of(folder: Path) -> Settings | None:
     Raises:
         CheckpointFormatError: If two parts of its config say different things, or a file is not JSON.
     """
-    config = _read(folder / CONFIG)
+    config = read_settings(folder / CONFIG)
     found = list(settings_in(config))
     for name, method in OTHER_FILES.items():
         if not found and (folder / name).is_file():
-            fields = _read(folder / name)
+            fields = read_settings(folder / name)
             inner = fields.get("quantization", fields)
             found = [{"quant_method": method, **(inner if isinstance(inner, dict) else {})}]
     return _one(str(folder), found)
@@ -112,12 +112,11 @@ def settings_for(name: str, config: Any) -> Settings | None:
 def settings_in(config: Any) -> Iterator[dict[str, Any]]:
     """The quantisation settings of a config and of the configs within it, as mappings."""
     own = config if isinstance(config, dict) else getattr(config, "__dict__", {})
-    for key in _KEYS:
-        if own.get(key) is not None:
-            value = own[key]
-            yield value if isinstance(value, dict) else value.to_dict() if hasattr(value, "to_dict") else {}
+    for key in settings_keys(own):
+        value = own[key]
+        yield value if isinstance(value, dict) else value.to_dict() if hasattr(value, "to_dict") else {}
     for name, value in own.items():
-        if str(name).endswith("_config") and name not in _KEYS and _is_config(value):
+        if is_config(name, value):
             yield from settings_in(value)
 
 
@@ -127,12 +126,19 @@ def without_settings(config: Any) -> None:
     for key in _KEYS:
         own.pop(key, None)
     for name, value in own.items():
-        if str(name).endswith("_config") and _is_config(value):
+        if is_config(name, value):
             without_settings(value)
 
 
-def _is_config(value: Any) -> bool:
-    return isinstance(value, dict) or hasattr(value, "to_dict")
+def settings_keys(fields: Mapping[str, Any]) -> list[str]:
+    """Names of a config's fields that say how a checkpoint is quantised."""
+    return [key for key in _KEYS if fields.get(key) is not None]
+
+
+def is_config(name: Any, value: Any) -> bool:
+    """Whether a field of a config is a config within it, by its name and value."""
+    is_one = isinstance(value, dict) or hasattr(value, "to_dict")
+    return str(name).endswith("_config") and name not in _KEYS and is_one
 
 
 def _one(folder: str, found: list[dict[str, Any]]) -> Settings | None:
@@ -147,7 +153,12 @@ def _one(folder: str, found: list[dict[str, Any]]) -> Settings | None:
     return Settings(folder, str(method or "of a format without quant_method")[:80], found[0])
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
+    """The fields of a small JSON file; none if there is no such file.
+
+    Raises:
+        CheckpointFormatError: If it is not JSON.
+    """
     if not os.path.lexists(path):
         return {}
     try:

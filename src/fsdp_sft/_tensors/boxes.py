@@ -23,7 +23,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp_sft._compat.fsdp import split_factor_of
+from fsdp_sft._compat.fsdp import sharded_as, split_factor_of
 from fsdp_sft._ranks.agree import this_rank
 
 _MAX_CUTS = 16  # depth of the recursion that separates boxes
@@ -204,23 +204,9 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """A tensor that is sharded like ``tensor``, with ``local`` as this rank's shard. No communication.
-
-    ``DTensor.from_local`` would move a shard that has to stay on the host to the mesh's device. Such a shard
-    is copied instead.
-    """
-    if local.device.type not in (tensor.device_mesh.device_type, "meta"):
-        made: Any = torch.empty_like(tensor, dtype=local.dtype, device=local.device)
-        made.to_local().copy_(local)
-        return made  # type: ignore[no-any-return]
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    """A tensor that is sharded like ``tensor``, with ``local`` as this rank's shard. No communication."""
+    made: DTensor = sharded_as(tensor, local, tensor.shape)
+    return made
 
 
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:

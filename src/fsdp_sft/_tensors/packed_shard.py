@@ -21,7 +21,7 @@ from fsdp_sft._tensors.pieces import Ints
 from fsdp_sft.errors import UnsupportedModelError
 
 _ALIGNMENT = 8  # bytes: a row of bytes begins where an element of any dtype can
-_AT_ONCE = 1 << 22  # values that are computed at once, of up to 24 bytes each in between
+VALUES_AT_ONCE = 1 << 22  # values that are computed at once, of up to 24 bytes each in between
 
 Decode = Callable[[Mapping[str, torch.Tensor], range, range], torch.Tensor]
 
@@ -67,7 +67,7 @@ class RowFormat:
 
     def values_into(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Compute values ``(rows, width)``, in the dtype of where they go, a part of them at a time."""
-        step = max(1, _AT_ONCE // self.width)
+        step = max(1, VALUES_AT_ONCE // self.width)
         for first in range(0, len(rows), step):
             some = rows[first : first + step]
             parts, at = {}, 0
@@ -97,6 +97,10 @@ class PackedLayout:
     def rows_each(self) -> int:
         """Number of rows for each index of the first dimension."""
         return math.prod(self.shape[1:]) // self.form.width
+
+    def shard_rows(self, num_shards: int) -> int:
+        """Number of rows that each rank has memory for: those of the fullest one."""
+        return -(-self.shape[0] // num_shards) * self.rows_each
 
     def view(self, values: torch.Tensor) -> torch.Tensor:
         """Values ``(rows, width)`` in the shape of the parameter, of as many indices as they are for."""

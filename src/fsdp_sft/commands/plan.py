@@ -18,6 +18,7 @@ _EXAMPLES = """examples:
   %(prog)s --model Qwen/Qwen2.5-14B --gpus 8,16 --gpu h100,h200 --seq 4096 --global-batch 64 --tokens 300M
   %(prog)s --model ./my-model --gpus 4 --gpu mine=48,362,864,per_node=4 --seq 4096 --global-batch 32"""
 _EXPERTS = ("grouped_mm", "eager")
+_FROZEN = ("float32", "bfloat16", "nf4", "fp8", "stored")
 _OPTIMIZERS = (
     *("adamw", "adamw_foreach", "adamw_fused", "adamw_for_loop", "adamw_stochastic", "adamw8bit"),
     *("sgd", "sgd_momentum"),
@@ -72,6 +73,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--masters", choices=_DTYPES, default="float32", help="dtype of the stored parameters")
     add("--cpu-offload", action="store_true", help="shards and optimizer live on the host")
     add("--lora", type=int, default=0, metavar="RANK", help="train adapters of that rank only")
+    add("--frozen-dtype", choices=_FROZEN, help="how frozen weights are kept; nf4, fp8, stored: packed")
     add = parser.add_argument_group("output").add_argument
     add("--plans", type=int, default=8, help="how many plans to print")
     add("--json", action="store_true", help="print plans (or rows) as JSON, and nothing else")

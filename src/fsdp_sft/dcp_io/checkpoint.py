@@ -30,7 +30,7 @@ from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, TRAIN_STATE_NAME, Manifest
 from fsdp_sft.dcp_io.model_state import check_model, read_model
 from fsdp_sft.dcp_io.optimizer_content import Optimizers
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
-from fsdp_sft.dcp_io.packed_base import check_packed, stored_tensors
+from fsdp_sft.dcp_io.packed_base import check_packed, note_new_bytes, stored_tensors
 from fsdp_sft.dcp_io.rank_files import read_rank_content
 from fsdp_sft.dcp_io.saving import Save
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError
@@ -121,6 +121,7 @@ def save_checkpoint(
     keep_last: int | None = None,
     metric: float | None = None,
     keep_best: int = 0,
+    include_base: bool = False,
 ) -> SavedCheckpoint:
     """Write ``root/step-<step>``: weights, optimizer, random number generators, and the caller's own state.
 
@@ -149,6 +150,9 @@ def save_checkpoint(
         metric: Metric of this step, lower being better, the same on all ranks. A value that is not finite
             counts as None, which is never the best.
         keep_best: Number of the steps with the lowest metric to keep beside the newest ``keep_last``.
+        include_base: Whether the bytes of frozen weights that are kept packed (``frozen_dtype="nf4"``, for
+            instance) are written too. By default a step has a fingerprint of them, and is resumed with the
+            same base, loaded from wherever it lies. Frozen weights in a dtype are always written.
 
     Returns:
         The folder where the step is or will be, and how long training stood still.
@@ -197,6 +201,7 @@ def save_checkpoint(
         metric=finite,
         keep_last=keep_last,
         keep_best=keep_best,
+        include_base=include_base,
     )
     save.prepare()
     save.copy(in_background=async_)
@@ -301,8 +306,8 @@ def _load_step(
     with agreed(f"checking the model against {folder}"):
         refuse_merged(model, "loading a checkpoint")
         check_adapters(folder, manifest, model)
-        check_packed(folder, manifest, model)
-        tensors = stored_tensors(model)
+        has_base = check_packed(folder, manifest, model)
+        tensors = stored_tensors(model, with_base=has_base)
         sources = check_model(manifest, tensors)
         if optimizer is not None:
             check_optimizer(manifest, model, optimizer)
@@ -312,6 +317,8 @@ def _load_step(
     with agreed(f"reading {folder} (the model is loaded in part)"):
         files = StoredFolder(folder)
         read_model(files, manifest, model, tensors, sources)
+        if has_base:
+            note_new_bytes(model)
         if optimizer is not None:
             apply_optimizer(manifest, model, optimizer, files)
         has_loaded = optimizer is not None if manifest.optimizer else None

@@ -52,6 +52,7 @@ class Save:
         metric: Metric of the step, or None.
         keep_last: Number of the newest steps to keep; None deletes none.
         keep_best: Number of the best ones to keep beside them.
+        include_base: Whether the bytes of packed weights are written.
     """
 
     def __init__(
@@ -66,11 +67,12 @@ class Save:
         metric: float | None,
         keep_last: int | None,
         keep_best: int,
+        include_base: bool,
     ) -> None:
         self.root, self.step, self.target = root, step, step_folder(root, step)
         self._model, self._optimizer, self._metric = model, optimizer, metric
         self._train_state, self._rank_state = train_state, rank_state
-        self._keep_last, self._keep_best = keep_last, keep_best
+        self._keep_last, self._keep_best, self._include_base = keep_last, keep_best, include_base
         self._started = time.perf_counter()
         self._content: FolderContent
         self._parts: Parts
@@ -95,7 +97,13 @@ class Save:
         reshard(self._model)
         _check_numbers(self.step, self._keep_last, self._keep_best)
         content = self._content = _content(
-            self.step, self._metric, self._model, self._optimizer, self._train_state, self._rank_state
+            self.step,
+            self._metric,
+            self._model,
+            self._optimizer,
+            self._train_state,
+            self._rank_state,
+            self._include_base,
         )
         states = content.optimizer.tensors if content.optimizer is not None else {}
         return _SaveRequest(str(self.target), self._metric, own_digests(content), names_to_take_apart(states))
@@ -163,9 +171,10 @@ def _content(
     optimizer: Optimizers | None,
     train_state: Mapping[str, Any] | None,
     rank_state: Mapping[str, Any] | None,
+    include_base: bool,
 ) -> FolderContent:
     """What this rank contributes to a save."""
-    tensors = stored_tensors(model)
+    tensors = stored_tensors(model, with_base=include_base)
     extra, extra_tensors = encode_extra(tensors)
     return FolderContent(
         step=step,
@@ -180,7 +189,7 @@ def _content(
         settings=adapter_settings(model)
         | batch_settings(model)
         | config_settings(model)
-        | packed_settings(model),
+        | packed_settings(model, with_base=include_base),
     )
 
 

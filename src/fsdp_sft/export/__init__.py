@@ -3,5 +3,6 @@
 from fsdp_sft.export.adapter import export_adapter
 from fsdp_sft.export.check import check_export
 from fsdp_sft.export.hf import export_hf
+from fsdp_sft.export.tensors import iter_hf_tensors
 
-__all__ = ["check_export", "export_adapter", "export_hf"]
+__all__ = ["check_export", "export_adapter", "export_hf", "iter_hf_tensors"]

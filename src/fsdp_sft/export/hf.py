@@ -7,28 +7,29 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from fsdp_sft._compat.conversions import revert_weight_conversion
-from fsdp_sft._model.adapters import adapted_layers, merged_weights, without_adapters
+from fsdp_sft._model.adapters import adapted_layers, without_adapters
 from fsdp_sft._model.blocks import configs_without_caches
-from fsdp_sft._model.named import clean_name
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._quantised.carried import carry_settings
 from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
 from fsdp_sft._tensors.disk import check_room, sweep, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer
-from fsdp_sft._tensors.packed_shard import bits_of
+from fsdp_sft.export.as_loaded import Unchanged, check_format, find_unchanged
 from fsdp_sft.export.hf_files import HfFiles
+from fsdp_sft.export.merged import gathered
 from fsdp_sft.export.own_rows import has_whole_rows, open_own_rows
 from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, refuse_tied, unsharded_twin
 from fsdp_sft.export.settings import write_settings
 from fsdp_sft.export.target import export_target, put_in_place, reachable
-from fsdp_sft.export.untouched import copy_untouched
+from fsdp_sft.export.untouched import copy_stored
 from fsdp_sft.export.upload import make_repository, upload
 
 _logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ def export_hf(
     model: nn.Module,
     out_dir: str | os.PathLike[str],
     *,
+    format: Literal["as loaded"] | None = None,  # noqa: A002
     dtype: torch.dtype | None = torch.bfloat16,
     max_shard_size: int | str = "5GB",
     tokenizer: Any = None,
@@ -62,6 +64,11 @@ def export_hf(
             with ``-2`` or the next free number at the end of the name, and a warning says so: a trained model
             is not lost because of a folder's name. Every rank writes its rows if all of them see rank 0's
             folder; if not, rank 0 writes everything.
+        format: ``"as loaded"`` keeps a quantised checkpoint quantised: packed weights that training has not
+            changed, which is seen by comparing them with the checkpoint, are copied from it byte for byte,
+            with their scales. What has changed is written in ``dtype``, and the config names its modules as
+            not quantised. A gpt-oss whose attention was trained is served as gpt-oss. None writes all weights
+            in ``dtype``.
         dtype: Dtype of floating-point tensors in the files, except those of modules that transformers always
             keeps in float32; None keeps the dtypes that they have. It goes into the configuration too.
         max_shard_size: Largest size of one file, in bytes or as text such as ``"5GB"``.
@@ -82,8 +89,10 @@ def export_hf(
 
     Raises:
         TypeError: If the model is not a transformers model, or ``tokenizer`` cannot be saved.
-        ValueError: If the model has adapters that cannot be merged.
-        UnsupportedModelError: If ``from_pretrained`` would not read the export as what was trained.
+        ValueError: If the model has adapters that cannot be merged, or is to be written as it was loaded and
+            was not loaded from a quantised checkpoint.
+        UnsupportedModelError: If ``from_pretrained`` would not read the export as what was trained; and if
+            nothing is left as it was loaded, or the checkpoint's config cannot say what is not quantised.
         OSError: If writing or uploading fails; raised on all ranks. An incomplete export leaves nothing
             behind.
 
@@ -91,7 +100,7 @@ def export_hf(
     Memory: 4 Mi elements of a tensor on each rank. For tensors that are converted, or that are not sharded by
         rows, also: on rank 0 twice one full tensor or one group that is converted together, and on other
         ranks their own part of one tensor. All of it is CPU memory. A weight with adapters is at least
-        float32 while they are merged.
+        float32 while they are merged. ``format="as loaded"``: on each rank its part of one weight.
 
     Example:
         >>> folder = fs.export_hf(model, "out", tokenizer=tokenizer)
@@ -102,6 +111,7 @@ def export_hf(
     started = time.perf_counter()
     model = unwrapped(model)
     reshard(model)
+    check_format(format)
     target = export_target(out_dir)
     merges, caching = adapted_layers(model), configs_without_caches(model)
     with without_adapters(model, trained=True) as base:
@@ -110,6 +120,7 @@ def export_hf(
             merges,
             caching,
             target,
+            find_unchanged(base, merges, compare=True) if format else None,
             dtype,
             max_shard_size,
             (tokenizer, chat_template),
@@ -127,6 +138,7 @@ def _export(
     merges: Mapping[str, Any],
     caching: list[Any],
     target: Path,
+    unchanged: Unchanged | None,
     dtype: torch.dtype | None,
     max_shard_size: int | str,
     chat: tuple[Any, str | None],
@@ -145,7 +157,7 @@ def _export(
             content = exportable(model, dtype, *chat)
             refuse_tied(content, merges)
             if this_rank() == 0:
-                plan, config = plan_export(model, content, dtype, caching)
+                plan, config = plan_export(model, content, dtype, caching, unchanged)
                 if push_to_hub is not None:
                     make_repository(push_to_hub)
                 target = reachable(target)
@@ -154,7 +166,10 @@ def _export(
                 check_room(target.parent, plan.num_bytes, f"the export to {target}")
                 temporary = temporary_beside(target)
                 temporary.mkdir()
-                write_settings(model, config, temporary, push_to_hub or target.name, dtype, *chat)
+                title, as_loaded = push_to_hub or target.name, unchanged is not None
+                write_settings(model, config, temporary, title, dtype, *chat, as_loaded=as_loaded)
+                if unchanged is not None:
+                    carry_settings(unchanged.settings, unchanged.folder, temporary, plan.changed_modules)
         plan, folder = share((plan, temporary))
         assert plan is not None
         gatherer = Gatherer()
@@ -199,13 +214,12 @@ def _write_weights(
             continue
         full = {}
         for name in group:
-            whole = _gathered(content, plan, merges, name, gatherer)
+            whole = gathered(content, plan, merges, name, gatherer)
             if whole is not None:
                 full[name] = whole
         if full:
             gatherer.attempt(partial(_write_converted, writer, twin, full))
-    if this_rank() == 0:
-        gatherer.attempt(partial(copy_untouched, writer, model))
+    gatherer.attempt(partial(copy_stored, plan.copied, writer, own))
     if own is not None:
         gatherer.attempt(own.sync)
         own.close()
@@ -219,28 +233,3 @@ def _write_converted(writer: HfFiles, twin: nn.Module | None, full: dict[str, to
     made = full if twin is None else revert_weight_conversion(twin, full)
     for name, tensor in made.items():
         writer.write(name, tensor)
-
-
-def _gathered(
-    content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any], name: str, gatherer: Gatherer
-) -> torch.Tensor | None:
-    """The full tensor on rank 0, with adapters merged into it if it has any."""
-    source, dtype = plan.sources[name], plan.dtypes[name]
-    fqn, _, leaf = source.rpartition(".")
-    if fqn not in merges:
-        return gatherer.gather(content.tensors[source], dtype)
-    full = {}
-    for key, tensor in merges[fqn].state_dict(keep_vars=True).items():
-        wide = (
-            torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
-        )
-        part = gatherer.gather(tensor, wide)
-        if part is not None:
-            # An unsharded tensor on the host is the model's own memory, into which peft would merge.
-            is_own = part.untyped_storage().data_ptr() == bits_of(tensor).untyped_storage().data_ptr()
-            full[clean_name(key)] = part.clone() if is_own else part
-    if not full:
-        return None
-    merged: dict[str, torch.Tensor] = {}
-    gatherer.attempt(lambda: merged.update(merged_weights(merges[fqn], full)))
-    return merged[leaf].to(dtype) if merged else None

@@ -71,6 +71,8 @@ def write_settings(
     dtype: torch.dtype | None,
     tokenizer: Any,
     chat_template: str | None,
+    *,
+    as_loaded: bool = False,
 ) -> None:
     """Write configuration, code, generation config, tokenizer, processor and card into ``folder``.
 
@@ -82,6 +84,7 @@ def write_settings(
         dtype: Dtype of the export; None is the model's.
         tokenizer: See ``write_tokenizer``.
         chat_template: See ``write_tokenizer``.
+        as_loaded: See ``model_card``.
     """
     carry_code(model, config, folder)
     config.save_pretrained(folder)
@@ -89,7 +92,7 @@ def write_settings(
     carry_processor(model.config, folder)
     if model.can_generate():
         write_generation_config(folder, model, config, end_of_turn(tokenizer, template))
-    card = model_card(model, title, config.architectures[0], dtype or model.dtype)
+    card = model_card(model, title, config.architectures[0], dtype or model.dtype, as_loaded=as_loaded)
     write_bytes(folder / "README.md", card.encode())
 
 

@@ -1,5 +1,6 @@
-"""Towers that a model was built without, copied byte for byte from the folder that has them."""
+"""Stored tensors that an export copies byte for byte, such as the towers that a model was built without."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -7,11 +8,16 @@ import torch
 from fsdp_sft._compat.conversions import match_checkpoint_keys, weight_conversions
 from fsdp_sft._model.absent import absent_towers, is_absent
 from fsdp_sft._model.twin import meta_twin
-from fsdp_sft._tensors.safetensors import bytes_of
+from fsdp_sft._ranks.agree import this_rank, world_size
+from fsdp_sft._tensors.disk import closing
+from fsdp_sft._tensors.safetensors import bytes_of, open_file, read_at
 from fsdp_sft._tensors.stored import InFile
 from fsdp_sft.errors import CheckpointNotFoundError, UnsupportedModelError, abridged
 from fsdp_sft.export.hf_files import HfFiles
+from fsdp_sft.export.own_rows import OwnRows
 from fsdp_sft.weights.resolve import open_checkpoint
+
+_PIECE_BYTES = 16 << 20
 
 
 def untouched_tensors(model: Any) -> dict[str, InFile]:
@@ -48,11 +54,16 @@ def untouched_tensors(model: Any) -> dict[str, InFile]:
     return found
 
 
-def copy_untouched(writer: HfFiles, model: Any) -> None:
-    """Write them, one at a time."""
-    for name, stored in untouched_tensors(model).items():
-        values = torch.empty(stored.entry.shape, dtype=stored.entry.dtype)
-        with stored.file.open("rb", buffering=0) as file:
-            file.seek(stored.entry.start)
-            file.readinto(bytes_of(values))
-        writer.write(name, values)
+def copy_stored(copied: Mapping[str, InFile], writer: HfFiles, own: OwnRows | None) -> None:
+    """Write stored tensors piece by piece: each rank some, or rank 0 all if it alone has the new files."""
+    ranks = world_size() if own is not None else 1
+    for number, (name, stored) in enumerate(copied.items()):
+        if number % ranks == this_rank():
+            write = writer.write_piece if own is None else own.write_piece
+            fd, size = open_file(stored.file), stored.entry.num_bytes
+            with closing(fd):
+                for at in range(0, size, _PIECE_BYTES):
+                    piece = torch.empty(min(_PIECE_BYTES, size - at), dtype=torch.uint8)
+                    read_at(fd, stored.entry.start + at, bytes_of(piece))
+                    write(name, at, piece)
+        writer.expect_no_more(name)

@@ -13,7 +13,9 @@ from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate, estimate
 from fsdp_sft.planner.groups import group_sizes, with_leanest_update
+from fsdp_sft.planner.model import build_skeleton
 from fsdp_sft.planner.setup import Setup
+from fsdp_sft.shard.packing import STORED
 
 _MOST_GPUS = 4096
 _SHORTEST = 128  # tokens
@@ -86,21 +88,43 @@ class _Advisor:
 
     def ways(self, setup: Setup) -> Iterator[str]:
         """Lines for changes that suffice alone, for pairs of others, for shorter rows and for more GPUs."""
-        short = list[_Way]()
-        for way in _ways(setup):
+        fits, short = list[_Way](), list[_Way]()
+        for way in self._open(setup, fits):
             text = self._try(setup, (way,))
             if text:
                 yield text
-            else:
-                short.append(way)
-        pairs = (self._try(setup, pair) for pair in itertools.combinations(short, 2))
+            (fits if text else short).append(way)
+        # Packed shards take less of the host too, and are copied faster.
+        on_host = [way for way in fits if way.changes.get("cpu_offload")]
+        packed = [way for way in short if "packed" in way.changes]
+        others = (
+            (one, two)
+            for one, two in itertools.combinations(short, 2)
+            if not {"lora_rank", "packed"} & one.changes.keys() & two.changes.keys()
+        )
+        both = itertools.chain(itertools.product(on_host, packed), others)
+        pairs = (self._try(setup, pair) for pair in both)
         yield from itertools.islice(filter(None, pairs), 4)
         yield from self._shorter(setup)
         yield from self._more_gpus(setup)
 
+    def _open(self, setup: Setup, fits: list[_Way]) -> Iterator[_Way]:
+        """The changes to try; a packed base only if adapters on one in 16 bits do not fit."""
+        yield from _ways(setup)
+        if not any("lora_rank" in way.changes for way in fits):
+            yield from _packed_ways(setup, self._packs(setup))
+
+    def _packs(self, setup: Setup) -> list[str]:
+        """The ways to keep frozen weights packed, those that round nothing first."""
+        try:
+            build_skeleton(self.config, _with(setup, *_packed_ways(setup, [STORED])))
+        except ValueError:
+            return ["nf4"]
+        return [STORED, "nf4"]
+
     def _try(self, setup: Setup, ways: tuple[_Way, ...]) -> str:
         """The line for these changes together; empty if the training does not fit with them."""
-        tried = replace(setup, **{name: value for way in ways for name, value in way.changes.items()})
+        tried = _with(setup, *ways)
         needed = self._fitting(tried)
         if needed is None:
             return ""
@@ -150,6 +174,30 @@ class _Advisor:
         enough = sorted((gpu.memory_bytes, gpu.name) for gpu in GPUS.values() if gpu.memory_bytes >= needed)
         names = ",".join(name for _, name in enough[:3] if name != "cpu")
         yield f"GPUs of {needed / GIB:.1f} GiB" + (f" (--gpu {names})" if names else "")
+
+
+def _with(setup: Setup, *ways: _Way) -> Setup:
+    """The setup with changes."""
+    return replace(setup, **{name: value for way in ways for name, value in way.changes.items()})
+
+
+def _packed_ways(setup: Setup, kinds: list[str]) -> list[_Way]:
+    """Frozen weights that are kept packed, with adapters if the whole model is trained."""
+    if setup.packed is not None:
+        return []
+    changes: dict[str, Any] = dict.fromkeys(("frozen_dtype", "tower_dtype"), setup.param_dtype)
+    adapters = {"lora_rank": _RANK} if setup.lora is None and setup.trainable is None else {}
+    words = ("trains adapters, and not the model, whose matrices", "frozen matrices")[not adapters]
+    cost = {STORED: "stay as they are published", "nf4": "are rounded to 4 bits"}
+    return [
+        _Way(
+            "".join(f"{name}={value}, " for name, value in adapters.items()) + f"frozen_dtype={kind!r}",
+            "".join(f"--lora {rank} " for rank in adapters.values()) + f"--frozen-dtype {kind}",
+            f"{words} {cost[kind]}",
+            {**changes, **adapters, "packed": kind},
+        )
+        for kind in kinds
+    ]
 
 
 def _ways(setup: Setup) -> list[_Way]:

@@ -170,6 +170,7 @@ _NAMES = {
     "grad_sync": "--grad-sync",
     "ep_size": "--ep",
     "lora_rank": "--lora",
+    "frozen_dtype": "--frozen-dtype",
     "loss_impl": "--loss",
     "experts_impl": "--experts",
     "cp": "--cp",
@@ -208,6 +209,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "lora_rank": args.lora,
     }
     searched = {
+        "frozen_dtype": _DTYPES.get(args.frozen_dtype, args.frozen_dtype),
         "optimizer": args.optimizer,
         "cp": args.cp,
         "ep_size": args.ep,

@@ -168,10 +168,24 @@ def _check_experts(skeleton: Skeleton, ep_size: int) -> None:
         raise ValueError(f"ep_size={ep_size} does not divide the {uneven[0]} experts of a layer")
 
 
+def _of_packed(skeleton: Skeleton, setup: Setup) -> str:
+    """What is packed, and what a value takes."""
+    parts = skeleton.parts(setup)
+    values = sum(n * part.packed_elements() / over for part, over, n in parts)
+    taken = sum(n * part.packed_bytes(over) for part, over, n in parts)
+    packed = sum(n * group.packed_elements() for group, n in skeleton.distinct_groups)
+    return (
+        f"{packed / 1e9:.3g}B of {skeleton.parameters / 1e9:.3g}B parameters are frozen and kept packed "
+        f"({setup.packed}): {taken * 8 / values:.2f} bits each, with scales and what fills shards up"
+    )
+
+
 def _notes(skeleton: Skeleton, setup: Setup, balance: ShardBalance) -> tuple[str, ...]:
     """Caveats of the estimate."""
     published = skeleton.published
-    notes = [] if published is None else [published.note(skeleton.parameters)]
+    notes = [] if published is None else [published.note(skeleton.parameters, setup.packed)]
+    if setup.packed is not None:
+        notes.append(_of_packed(skeleton, setup))
     if skeleton.family not in CHECKED_FAMILIES:
         notes.append(
             f"model type {skeleton.family} was followed like any other but never compared with a measurement"

@@ -2,12 +2,12 @@
 
 import functools
 import json
-import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +18,12 @@ from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._model.configs import config_of
 from fsdp_sft._model.towers import pattern_of, towers_of
 from fsdp_sft._quantised.find import METHODS, check
-from fsdp_sft._quantised.settings import settings_for, without_settings
-from fsdp_sft._tensors.shard_dims import shard_dim, shard_numel
+from fsdp_sft._quantised.settings import Settings, settings_for, without_settings
+from fsdp_sft._tensors.packed_shard import PackedLayout
+from fsdp_sft.planner.packed import layouts_of
+from fsdp_sft.planner.parameters import Group
 from fsdp_sft.shard.embeddings import needs_weight_in_backward, own_vocabulary
+from fsdp_sft.shard.packing import STORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -47,67 +50,6 @@ CHECKED_FAMILIES = frozenset(
 
 
 @dataclass(frozen=True)
-class Group:
-    """The parameters of one FSDP2 group: those of a block, or of the root.
-
-    Attributes:
-        shapes: Shape of each parameter, and whether it is trained.
-        names: Name of each parameter; a block's parameters have the names that they have within it.
-        stacks: Whether each parameter is a stack of experts that can be distributed; empty if none is.
-        is_tower: Whether it is a vision or audio tower.
-    """
-
-    shapes: tuple[tuple[tuple[int, ...], bool], ...]
-    names: tuple[str, ...] = ()
-    stacks: tuple[bool, ...] = ()
-    is_tower: bool = False
-
-    def parts(self, num_shards: int, ep_size: int) -> "tuple[tuple[Group, int], ...]":
-        """Parts of the group that are sharded alike, each with the number of ranks it is sharded over.
-
-        Usually that is the whole group. With expert parallelism the second part is this rank's experts, which
-        are sharded over the ranks that have the same ones.
-        """
-        if ep_size == 1 or not any(self.stacks):
-            return ((self, num_shards),)
-        rows = list(zip(self.shapes, self.names, self.stacks, strict=True))
-        dense = [(shape, name) for shape, name, is_stack in rows if not is_stack]
-        own = [
-            (((shape[0] // ep_size, *shape[1:]), flag), name)
-            for (shape, flag), name, is_stack in rows
-            if is_stack
-        ]
-        return (
-            (Group(tuple(shape for shape, _ in dense), tuple(name for _, name in dense)), num_shards),
-            (Group(tuple(shape for shape, _ in own), tuple(name for _, name in own)), num_shards // ep_size),
-        )
-
-    def elements(self, *, trained: bool | None = None) -> int:
-        """Number of elements of all parameters, or only of the trained or the frozen ones."""
-        return sum(map(math.prod, self._chosen(trained)))
-
-    def shard_elements(self, num_shards: int, *, trained: bool | None = None) -> int:
-        """Number of elements in one rank's shard, padding included."""
-        return sum(shard_numel(shape, num_shards) for shape in self._chosen(trained))
-
-    def moved(self, num_shards: int, *, trained: bool | None = None) -> list[int]:
-        """Elements of each parameter that is not cut along its first dimension, in order."""
-        return [math.prod(shape) for shape in self._chosen(trained) if shard_dim(shape, num_shards)]
-
-    def last_trained(self) -> int:
-        """Elements of the trained parameter that comes last."""
-        return next((math.prod(shape) for shape in reversed(self._chosen(True))), 0)
-
-    def largest_shard(self, num_shards: int) -> int:
-        """Elements in one rank's shard of the largest trained parameter."""
-        return max((shard_numel(shape, num_shards) for shape in self._chosen(True)), default=0)
-
-    def _chosen(self, trained: bool | None) -> list[tuple[int, ...]]:
-        """Shapes of all parameters, or only of the trained or the frozen ones."""
-        return [shape for shape, flag in self.shapes if trained is None or flag is trained]
-
-
-@dataclass(frozen=True)
 class Published:
     """How a quantised checkpoint is published.
 
@@ -122,14 +64,18 @@ class Published:
     bits: float
     num_bytes: int
 
-    def note(self, parameters: int) -> str:
-        """A remark on it; ``parameters`` is the number of the model's."""
+    def note(self, parameters: int, packed: str | None) -> str:
+        """A remark on it, for a model of so many parameters, and the way to keep frozen ones packed."""
+        becomes = {
+            None: "loading dequantises it, so memory is that of any other",
+            STORED: "what of it stays packed is assumed from the config alone",
+        }
         size, plain = self.num_bytes / 1e9, 2 * parameters / 1e9
         digits = 0 if plain >= 100 else 1
         return (
             f"the checkpoint is published quantised ({self.method}, {self.bits:.3g} bits a packed value): "
-            f"about {size:,.{digits}f} GB to read, and {plain:,.{digits}f} in bfloat16; loading dequantises "
-            "it, so memory is that of any other"
+            f"about {size:,.{digits}f} GB to read, and {plain:,.{digits}f} in bfloat16; "
+            + becomes.get(packed, f"loading dequantises it, and packs frozen matrices anew ({packed})")
         )
 
 
@@ -151,6 +97,8 @@ class Skeleton:
         published: How the checkpoint is quantised; None if it is not.
         first_backward: Index of the first block that the backward reaches. Blocks before it have nothing to
             train in or below them, and keep nothing.
+        begins_backward: That block, if no gradient leaves it, as nothing below it is trained; a kind of its
+            own, since it keeps less.
         parameters: Number of parameters of the whole model; tied ones count once.
         active_parameters: Number of parameters that one token passes through.
         experts: Number of experts in each layer that expert parallelism can distribute; empty if none.
@@ -170,6 +118,7 @@ class Skeleton:
     head: Group | None = None
     towers: tuple[Group, ...] = ()
     gathers_embedding_again: bool = False
+    begins_backward: nn.Module | None = None
     published: Published | None = None
 
     @property
@@ -207,7 +156,7 @@ def as_config(config: "PreTrainedConfig | str | os.PathLike[str]") -> Any:
 def build_skeleton(config: Any, setup: "Setup") -> Skeleton:
     """The skeleton of a config's model, built once per config, dtype and choice of trained parameters."""
     key = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    return _cached_skeleton(_Keyed(key, config), setup.param_dtype, setup.trainable, setup.lora)
+    return _cached_skeleton(_Keyed(key, config), setup.param_dtype, setup.trainable, setup.lora, setup.packed)
 
 
 @dataclass(frozen=True)
@@ -224,8 +173,10 @@ def _cached_skeleton(
     dtype: torch.dtype,
     trainable: tuple[str, ...] | None,
     lora: tuple[int, tuple[str, ...]] | None,
+    packed: str | None,
 ) -> Skeleton:
-    """The skeleton for one config, compute dtype and choice of trained parameters."""
+    """The skeleton for one config, compute dtype, choice of trained parameters and way to keep others."""
+    settings = _settings(keyed.config)
     model = _build(keyed.config, dtype)
     names = tuple(towers_of(model))
     unused = re.compile(pattern_of(names))
@@ -238,7 +189,11 @@ def _cached_skeleton(
     inside: set[int] = set()
     known: dict[Group, Group] = {}
     plan = experts_to_place(model)
-    groups = [_group(block.named_parameters(), inside, _within(name, plan)) for name, block in blocks.items()]
+    layouts = {} if packed is None else layouts_of(model, blocks.values(), packed, settings)
+    groups = [
+        _group(block.named_parameters(), inside, _within(name, plan), layouts)
+        for name, block in blocks.items()
+    ]
     groups = [known.setdefault(group, group) for group in groups]
     towers = tuple(
         replace(_group(_named_within(model, model.get_submodule(name)), inside), is_tower=True)
@@ -248,15 +203,19 @@ def _cached_skeleton(
     embedding, head = (None if m is None else _group(_named_within(model, m), inside) for m in own)
     root = _group(model.named_parameters(), inside)
     outside = [group for group in (root, embedding, head) if group is not None]
+    first = _first_backward(model, groups)
+    is_frozen_below = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
+    begins = first if is_frozen_below and first < len(blocks) else None
     total = sum(group.elements() for group in (*groups, *outside, *towers))
     return Skeleton(
         model=model,
         family=keyed.config.model_type,
         blocks=tuple(blocks.values()),
-        kinds=_kinds(list(blocks.values())),
+        kinds=_kinds(list(blocks.values()), begins),
         groups=tuple(groups),
         root=root,
-        first_backward=_first_backward(model, groups),
+        first_backward=first,
+        begins_backward=None if begins is None else list(blocks.values())[begins],
         parameters=total,
         active_parameters=total - _idle_expert_parameters(model, keyed.config),
         experts=tuple(plan.values()),
@@ -264,11 +223,11 @@ def _cached_skeleton(
         head=head,
         towers=towers,
         gathers_embedding_again=own[0] is not None and needs_weight_in_backward(own[0]),
-        published=_published(keyed.config, blocks.values(), total),
+        published=None if settings is None else _published(settings, blocks.values(), total),
     )
 
 
-def _published(config: Any, blocks: Iterable[nn.Module], total: int) -> Published | None:
+def _settings(config: Any) -> Settings | None:
     """How a checkpoint is quantised by its config; None if it is not.
 
     Raises:
@@ -276,9 +235,13 @@ def _published(config: Any, blocks: Iterable[nn.Module], total: int) -> Publishe
     """
     name = str(getattr(config, "name_or_path", "") or f"a config of type {config.model_type!r}")
     settings = settings_for(name, config)
-    if settings is None:
-        return None
-    check(settings)
+    if settings is not None:
+        check(settings)
+    return settings
+
+
+def _published(settings: Settings, blocks: Iterable[nn.Module], total: int) -> Published:
+    """What a quantised checkpoint is, of a model of so many parameters."""
     method = METHODS[settings.method]
     dims = 3 if method.only_experts else 2
     packed = sum(p.numel() for block in blocks for p in block.parameters() if p.ndim >= dims)
@@ -317,16 +280,21 @@ def _build(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _group(
-    parameters: Iterable[tuple[str, nn.Parameter]], inside: set[int], experts: tuple[str, ...] = ()
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    inside: set[int],
+    experts: tuple[str, ...] = (),
+    layouts: Mapping[int, PackedLayout] = MappingProxyType({}),
 ) -> Group:
     """The group of those parameters that are in no earlier group; ``inside`` collects their ids."""
     own = [(name, p) for name, p in parameters if id(p) not in inside]
     inside.update(id(p) for _, p in own)
     stacks = tuple(name.rpartition(".")[0] in experts for name, _ in own)
+    packed = tuple(layouts.get(id(p)) for _, p in own)
     return Group(
         tuple((tuple(p.shape), p.requires_grad) for _, p in own),
         tuple(name for name, _ in own),
         stacks if any(stacks) else (),
+        layouts=packed if any(packed) else (),
     )
 
 
@@ -344,10 +312,11 @@ def _first_backward(model: Any, groups: list[Group]) -> int:
     return next(trained, len(groups))
 
 
-def _kinds(blocks: list[nn.Module]) -> tuple[int, ...]:
-    """For each block, the index of the first block like it."""
+def _kinds(blocks: list[nn.Module], begins: int | None) -> tuple[int, ...]:
+    """For each block, the index of the first block like it; ``begins`` is like no other."""
     first: dict[Any, int] = {}
-    return tuple(first.setdefault(_likeness(block), index) for index, block in enumerate(blocks))
+    likeness = [_likeness(block) if index != begins else index for index, block in enumerate(blocks)]
+    return tuple(first.setdefault(like, index) for index, like in enumerate(likeness))
 
 
 def _likeness(block: nn.Module) -> Any:
@@ -401,7 +370,9 @@ def _add_lora(blocks: dict[str, nn.Module], rank: int, targets: tuple[str, ...])
     for block in blocks.values():
         for name, module in list(block.named_modules()):
             parent, _, leaf = name.rpartition(".")
-            if isinstance(module, nn.Linear) and (leaf in targets or "all-linear" in targets):
+            # A subclass with a forward of its own (DeepSeek-V4's groups of heads) is no layer for adapters.
+            is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+            if is_linear and (leaf in targets or "all-linear" in targets):
                 setattr(block.get_submodule(parent), leaf, _LoraLinear(module, rank))
                 replaced += 1
     if not replaced:

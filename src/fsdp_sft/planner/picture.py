@@ -24,6 +24,7 @@ _COLOURS = {
     replay.UPDATE: "#c6dbef",
     replay.UNSHARDED: "#006d2c",
     replay.ALL_GATHER: "#41ab5d",
+    replay.DECODING: "#a1d99b",
     replay.WHOLE_GRADIENTS: "#807dba",
     replay.REDUCE_SCATTER: "#bcbddc",
     replay.KEPT: "#d94801",

@@ -114,6 +114,7 @@ class RunPlan:
             "left_bytes": self.left_bytes,
             "tight": self.is_tight,
             "optimizer": self.setup.optimizer,
+            "frozen_dtype": self.setup.packed or str(self.setup.frozen_dtype).removeprefix("torch."),
             "step_seconds": self.time.total,
             "tokens_per_second_per_gpu": self.tokens_per_second,
             "relative_speed": self.relative_speed,
@@ -158,6 +159,11 @@ def _reasons(setup: Setup, time: StepTime, why: str, host_bytes: int) -> Iterato
     )
     if time.recompute:
         yield f"recomputation is {time.recompute / time.compute:.0%} of the compute"
+    if setup.packed is not None:
+        yield (
+            f"values of the packed weights are computed in each gather, in {time.decoding:.2f} s of the "
+            "compute"
+        )
     if host_bytes and not setup.cpu_offload:
         yield (
             f"what checkpointed blocks keep waits in {host_bytes / _GIB:.1f} GiB of host memory per GPU: "
@@ -264,7 +270,7 @@ def _model(plan: RunPlan, name: str) -> Iterator[str]:
             "compile": (plan.compile, False),
             **shard,
             "peft_config": (peft, None),
-            "frozen_dtype": (setup.frozen_dtype, kept_frozen),
+            "frozen_dtype": (setup.packed or setup.frozen_dtype, kept_frozen),
         }
         yield f"model = fs.load_pretrained({_call(repr(name), 'mesh=mesh', _arguments(one))})"
         if _arguments(sac):
@@ -280,7 +286,7 @@ def _model(plan: RunPlan, name: str) -> Iterator[str]:
         yield apply_sac
     if plan.compile:
         yield "fs.compile_blocks(model)"
-    frozen = {"frozen_dtype": (setup.frozen_dtype, None if peft else setup.master_dtype)}
+    frozen = {"frozen_dtype": (setup.packed or setup.frozen_dtype, None if peft else setup.master_dtype)}
     yield f"fs.shard_model({_call('model', 'mesh=mesh', _arguments({**shard, **frozen, **parts}))})"
     yield f"fs.load_weights(model, {name!r})"
 

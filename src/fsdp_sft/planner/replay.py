@@ -51,14 +51,15 @@ tests/planner/test_replay.py draws the picture again and compares.
 
 import itertools
 from collections import defaultdict
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
 from fsdp_sft.optimizer import working_bytes
 from fsdp_sft.planner.footprint import Footprint, Trace
-from fsdp_sft.planner.model import Group, Skeleton
+from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.setup import Setup
+from fsdp_sft.planner.sizes import Sizes, group_sizes
 
 MASTERS = "parameters (shards)"
 OPTIMIZER = "optimizer states"
@@ -71,6 +72,7 @@ KEPT = "activations kept"
 CHECKPOINTED = "activations of checkpointed blocks"
 INPUTS = "embedding, rotary tables, mask"
 HEAD = "logits and loss"
+DECODING = "values of packed parameters at work"
 WORKING = "block at work"
 UPDATE = "optimizer at work"
 WORKSPACE = "cuBLAS workspace"
@@ -104,42 +106,6 @@ def replay(skeleton: Skeleton, trace: Trace, setup: Setup) -> Peak:
     return step.best
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Bytes of one FSDP2 group's buffers.
-
-    Attributes:
-        gathered: Parameters in the compute dtype, unsharded and padded.
-        buffer: The all-gather's output; 0 on one rank, which gathers nothing.
-        ahead: Part of ``buffer`` that is prefetched: all but the experts under expert parallelism, which are
-            a separate group within the block.
-        cast: The all-gather's input: this rank's shard in the compute dtype.
-        gradients: Unsharded gradients of the trained parameters, in the compute dtype.
-        reduced: The reduce-scatter's input: those gradients in the dtype of the reduction, padded.
-        scattered: The reduce-scatter's output: this rank's part of it.
-        last_gradient: Gradient of the last trained parameter, to which foreach_reduce's loop variable still
-            refers after its loop.
-        shard_gradients: This rank's gradients as the optimizer reads them, in the master dtype.
-        moved: Gathered parameters that are not cut along their first dimension; FSDP2 copies them once more.
-        largest_moved_gradient: The largest gradient of such a parameter.
-        last_moved_gradient: The gradient of the last such parameter, whose pieces outlive foreach_reduce's
-            loop too.
-    """
-
-    gathered: int
-    buffer: int
-    ahead: int
-    cast: int
-    gradients: int
-    reduced: int
-    scattered: int
-    last_gradient: int
-    shard_gradients: int
-    moved: int
-    largest_moved_gradient: int
-    last_moved_gradient: int
-
-
 class _Step:
     """The bytes alive at the current moment of a step, by kind, and the peak so far.
 
@@ -153,11 +119,11 @@ class _Step:
         self.footprints: list[Footprint] = [trace.blocks[kind] for kind in skeleton.kinds]
         self.first_backward = skeleton.first_backward
         self.checkpointed = setup.checkpointed(len(skeleton.blocks))
-        by_group = {id(group): _group_sizes(group, setup) for group, _ in skeleton.distinct_groups}
+        by_group = {id(group): group_sizes(group, setup) for group, _ in skeleton.distinct_groups}
         self.sizes = [by_group[id(group)] for group in skeleton.groups]
-        self.root = _group_sizes(skeleton.root, setup)
-        self.embedding = None if skeleton.embedding is None else _group_sizes(skeleton.embedding, setup)
-        self.head = None if skeleton.head is None else _group_sizes(skeleton.head, setup)
+        self.root = group_sizes(skeleton.root, setup)
+        self.embedding = None if skeleton.embedding is None else group_sizes(skeleton.embedding, setup)
+        self.head = None if skeleton.head is None else group_sizes(skeleton.head, setup)
         self.gathers_embedding_again = skeleton.gathers_embedding_again and setup.reshard_after_forward
         self.parts = skeleton.parts(setup)
         # A checkpointed block keeps the tensors that it was called with, such as the mask. Blocks of one kind
@@ -180,9 +146,8 @@ class _Step:
         """Hold what is always allocated: shards, optimizer states, cuBLAS's workspace."""
         setup, masters, states = self.setup, 0, 0
         for part, shards, count in self.parts:
-            trained, frozen = (part.shard_elements(shards, trained=flag) for flag in (True, False))
-            kept = setup.tower_dtype if part.is_tower else setup.frozen_dtype
-            masters += count * (trained * setup.master_dtype.itemsize + frozen * kept.itemsize)
+            masters += count * part.stored_bytes(shards, setup)
+            trained = part.shard_elements(shards, trained=True)
             states += count * _state_bytes(setup.optimizer, trained, setup.master_dtype)
         self.hold(WORKSPACE, setup.device.workspace_bytes)
         self.shards_on_device = not setup.cpu_offload or setup.device.name == "cpu"
@@ -237,14 +202,19 @@ class _Step:
                 self.free(UNSHARDED, self.sizes[index].gathered)
         return previous
 
-    def _gather(self, sizes: _Sizes, previous: int, phase: str = "loss") -> int:
+    def _gather(self, sizes: Sizes, previous: int, phase: str = "loss") -> int:
         """Gather a group; returns the size of its buffer, which the next gather frees after its own."""
         self.hold(ALL_GATHER, sizes.buffer)
         self.look(phase, ALL_GATHER, sizes.cast)
         self.free(ALL_GATHER, previous)
+        self._copy_out(sizes, phase)
+        return sizes.buffer
+
+    def _copy_out(self, sizes: Sizes, phase: str) -> None:
+        """Make parameters of what was gathered."""
         self.hold(UNSHARDED, sizes.gathered)
         self.look(phase, ALL_GATHER, sizes.moved)
-        return sizes.buffer
+        self.look(phase, DECODING, sizes.decoding)
 
     def _kept(self, index: int) -> tuple[str, int]:
         """What a block keeps for its backward: the kind, and the bytes."""
@@ -309,8 +279,7 @@ class _Step:
         """Backward of one block, from copying its parameters out of the prefetched buffer to freeing them."""
         sizes, footprint = self.sizes[index], self.footprints[index]
         if self.setup.reshard_after_forward:
-            self.hold(UNSHARDED, sizes.gathered)
-            self.look("backward", ALL_GATHER, sizes.moved)
+            self._copy_out(sizes, "backward")
             self.free(ALL_GATHER, sizes.ahead)
         self._prefetch(index - 1)
         self._input_leaves(self.visits.get(index), leaves=False)
@@ -336,7 +305,7 @@ class _Step:
         size = self.footprints[index].output
         self.hold(kind, -size if leaves else size)
 
-    def _reduce(self, index: int, sizes: _Sizes, *, reduce: bool) -> None:
+    def _reduce(self, index: int, sizes: Sizes, *, reduce: bool) -> None:
         """Reduce a group's gradients when its backward is over, or add them to those of earlier micro-steps.
 
         Allocations and frees are in the order of ``FSDPParamGroup.post_backward`` and ``foreach_reduce``.
@@ -392,44 +361,6 @@ class _Step:
         elif setup.optimizer == "adamw_stochastic":
             working = working_bytes(largest, setup.master_dtype)
         self.look("optimizer", UPDATE, working)
-
-
-def _group_sizes(group: Group, setup: Setup) -> _Sizes:
-    """Sizes of a block's buffers, including its experts, a second group under expert parallelism."""
-    first, *others = (_part_sizes(*part, setup) for part in group.parts(setup.num_shards, setup.ep_size))
-    for other in others:
-        first = _together(first, other)
-    return first
-
-
-def _together(dense: _Sizes, experts: _Sizes) -> _Sizes:
-    """Sizes while both groups are gathered: sums, or the larger of two where a single tensor is meant."""
-    largest = ("last_gradient", "largest_moved_gradient", "last_moved_gradient")
-    pairs = {f.name: (getattr(dense, f.name), getattr(experts, f.name)) for f in fields(_Sizes)}
-    sizes = {name: max(pair) if name in largest else sum(pair) for name, pair in pairs.items()}
-    return _Sizes(**{**sizes, "ahead": dense.ahead})
-
-
-def _part_sizes(group: Group, shards: int, setup: Setup) -> _Sizes:
-    """Sizes of the buffers of parameters that are all sharded over ``shards`` ranks."""
-    compute, reduce = setup.param_dtype.itemsize, setup.reduce_dtype.itemsize
-    shard = group.shard_elements(shards)
-    trained = group.shard_elements(shards, trained=True)
-    moved = group.moved(shards, trained=True)
-    return _Sizes(
-        gathered=shard * shards * compute,
-        buffer=shard * shards * compute if shards > 1 else 0,
-        ahead=shard * shards * compute if shards > 1 else 0,
-        cast=shard * compute if shards > 1 else 0,
-        gradients=group.elements(trained=True) * compute,
-        reduced=trained * shards * reduce,
-        scattered=trained * reduce,
-        last_gradient=group.last_trained() * compute,
-        shard_gradients=trained * setup.master_dtype.itemsize,
-        moved=sum(group.moved(shards)) * compute,
-        largest_moved_gradient=max(moved, default=0) * compute,
-        last_moved_gradient=(moved or [0])[-1] * compute,
-    )
 
 
 def _state_bytes(optimizer: str, elements: int, master_dtype: torch.dtype) -> int:

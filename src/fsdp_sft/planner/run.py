@@ -59,7 +59,9 @@ class Run:
         lora_targets: Names of linear layers to adapt, such as ``["q_proj", "v_proj"]``; None takes all in the
             blocks.
         frozen_dtype: Dtype of frozen shards; None is ``param_dtype`` with LoRA and for the towers of a
-            vision-language model, and ``master_dtype`` without.
+            vision-language model, and ``master_dtype`` without. ``"nf4"`` and ``"fp8"`` pack the matrices of
+            blocks, and ``"stored"`` keeps them as a quantised checkpoint has them, as far as its config says
+            how; what else is frozen has ``param_dtype`` then.
         param_dtype: Dtype of the computation.
         reduce_dtype: Dtype of the gradients' reduction.
         logits_dtype: Dtype of the cross entropy with ``loss_impl="logits"``. None is ``param_dtype``: a plain
@@ -101,7 +103,7 @@ class Run:
     trainable: str | Iterable[str] | None = None
     lora_rank: int = 0
     lora_targets: str | Iterable[str] | None = None
-    frozen_dtype: torch.dtype | None = None
+    frozen_dtype: torch.dtype | Literal["stored", "nf4", "fp8"] | None = None
     param_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
     logits_dtype: torch.dtype | None = None
@@ -140,7 +142,7 @@ class RunKeywords(TypedDict, total=False):
     trainable: str | Iterable[str] | None
     lora_rank: int
     lora_targets: str | Iterable[str] | None
-    frozen_dtype: torch.dtype | None
+    frozen_dtype: torch.dtype | Literal["stored", "nf4", "fp8"] | None
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     logits_dtype: torch.dtype | None

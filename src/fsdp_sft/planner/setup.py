@@ -12,6 +12,7 @@ from fsdp_sft._process.gpus import Gpu, gpu_named
 from fsdp_sft.planner.experts import ExpertsImpl
 from fsdp_sft.planner.run import GradSync, LossImpl, Optimizer, Run
 from fsdp_sft.sac import Placement, parse_ratio, select_block_indices
+from fsdp_sft.shard.packing import KINDS, packed_or_dtype
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _AT_LEAST = {
@@ -28,7 +29,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
         ("compile", "attention_mask", "reshard_after_forward", "cpu_offload", "sac_offload"), (True, False)
     ),
     **dict.fromkeys(("master_dtype", "param_dtype", "reduce_dtype"), _FLOATING),
-    **dict.fromkeys(("frozen_dtype", "logits_dtype"), (*_FLOATING, None)),
+    "frozen_dtype": (*_FLOATING, *KINDS, None),
+    "logits_dtype": (*_FLOATING, None),
 }
 
 
@@ -38,10 +40,13 @@ class Setup(Run):
 
     Attributes:
         device: The GPU that ``gpu`` names.
+        packed: How frozen matrices of blocks are kept packed, such as ``"nf4"``; None: not at all.
+        frozen_dtype: Dtype of the shards of what is frozen, and not packed.
         tower_dtype: Dtype of the shards of a vision-language model's towers, as ``load_pretrained`` has them.
     """
 
     device: Gpu
+    packed: str | None
     sac_ratio: Fraction
     frozen_dtype: torch.dtype
     tower_dtype: torch.dtype
@@ -110,13 +115,16 @@ def make_setup(run: Run) -> Setup:
         for index in run.sac_blocks:
             check_integer("each of sac_blocks", index, 0)
     select_block_indices(1, ratio, placement=run.sac_placement)
+    packed, kept = packed_or_dtype(run.frozen_dtype)
+    frozen = run.param_dtype if packed is not None else kept
     return Setup(
         **{
             **{field.name: getattr(run, field.name) for field in fields(Run)},
             "device": gpu_named(run.gpu),
             "sac_ratio": ratio,
-            "frozen_dtype": run.frozen_dtype or (run.param_dtype if run.lora_rank else run.master_dtype),
-            "tower_dtype": run.frozen_dtype or run.param_dtype,
+            "packed": packed,
+            "frozen_dtype": frozen or (run.param_dtype if run.lora_rank else run.master_dtype),
+            "tower_dtype": frozen or run.param_dtype,
             "logits_dtype": _logits_dtype(run),
             "sac_blocks": None if run.sac_blocks is None else tuple(sorted(set(run.sac_blocks))),
             "trainable": _patterns("trainable", run.trainable),

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from fsdp_sft._tensors.shard_dims import imbalance, shard_dim, shard_numel
-from fsdp_sft.planner.model import Group
+from fsdp_sft._tensors.shard_dims import imbalance, shard_numel
+from fsdp_sft.planner.parameters import Group
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,16 @@ def shard_balance(parts: list[tuple[Group, int, int]], ranks: int) -> ShardBalan
             over those of them that have the same ones.
     """
     most = total = 0
-    worst: tuple[float, str, tuple[int, ...], int] = (0.0, "", (), ranks)
+    worst: tuple[float, str, tuple[int, ...], int, int] = (0.0, "", (), ranks, 0)
     for group, over, count in parts:
-        for name, (shape, _) in zip(group.names, group.shapes, strict=True):
-            here, elements = shard_numel(shape, over), math.prod(shape)
+        for name, shape, dim in group.with_dims(over):
+            here, elements = shard_numel(shape, over, dim), math.prod(shape)
             most, total = most + count * here, total + count * elements * ranks // over
             excess = count * (here - elements / over)
-            worst = max(worst, (excess, name, shape, over), key=lambda found: found[0])
-    excess, name, shape, over = worst
+            worst = max(worst, (excess, name, shape, over, dim), key=lambda found: found[0])
+    excess, name, shape, over, dim = worst
     if excess < 1 or not total:
         return ShardBalance(ranks, most * ranks / total if total else 1.0)
-    dim = shard_dim(shape, over)
     size = shape[dim] if shape else 1
     rows = -(-size // over)
     return ShardBalance(

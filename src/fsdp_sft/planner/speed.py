@@ -4,12 +4,16 @@ The rates are the device's, times the shares of them that training reaches. Only
 docs/explanation/how-the-estimate-was-checked.md says to what, and how far off they are.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fsdp_sft._tensors.packed_shard import PackedLayout
 from fsdp_sft.planner.footprint import Trace
-from fsdp_sft.planner.model import Group, Skeleton
+from fsdp_sft.planner.model import Skeleton
+from fsdp_sft.planner.packed import decoding
+from fsdp_sft.planner.parameters import Group
 from fsdp_sft.planner.setup import Setup
 from fsdp_sft.planner.trace import trace
 from fsdp_sft.planner.workload import Workload
@@ -69,6 +73,7 @@ class StepTime:
             with ``cpu_offload`` shards and gradients.
         optimizer: Gradient norm and update.
         total: The whole step.
+        decoding: The part of ``compute`` that computes the values of packed weights in gathers.
     """
 
     compute: float
@@ -80,6 +85,7 @@ class StepTime:
     offload: float
     optimizer: float
     total: float
+    decoding: float = 0.0
 
     @property
     def bound(self) -> Bound:
@@ -123,6 +129,7 @@ def step_time(skeleton: Skeleton, setup: Setup, rates: Rates = RATES) -> StepTim
         offload=offload,
         optimizer=optimizer,
         total=total,
+        decoding=passes.decoding,
     )
 
 
@@ -139,6 +146,7 @@ class _Passes:
     backward: float
     recompute: float
     memory_bound: float
+    decoding: float
 
 
 def _passes(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> _Passes:
@@ -160,12 +168,25 @@ def _passes(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> _Pas
     again, waits_again = spent_by(checkpointed.intersection(behind), "again")
     rest, waits = _seconds(seen.rest, setup, rates)
     copies = _copies(skeleton, setup) / (setup.device.memory_bytes_per_second * rates.memory)
+    decoded = _decoding(skeleton, setup, rates)
+    gathered_again = decoded if setup.reshard_after_forward else 0.0
     return _Passes(
-        forward + rest / 3 + copies / 3,
-        backward + again + rest * 2 / 3 + copies * 2 / 3,
+        forward + rest / 3 + copies / 3 + decoded,
+        backward + again + rest * 2 / 3 + copies * 2 / 3 + gathered_again,
         again,
-        waits_forward + waits_backward + waits_again + waits + copies,
+        waits_forward + waits_backward + waits_again + waits + copies + decoded + gathered_again,
+        decoded + gathered_again,
     )
+
+
+def _decoding(skeleton: Skeleton, setup: Setup, rates: Rates) -> float:
+    """Seconds in which the values of all packed parameters are computed once, which memory limits."""
+    layouts = Counter[PackedLayout]()
+    for part, _, number in skeleton.parts(setup):
+        for layout in part.packed:
+            layouts[layout] += number
+    parts = ((decoding(layout, setup.param_dtype), number) for layout, number in layouts.items())
+    return sum(number * part.times * _seconds(part.work, setup, rates)[0] for part, number in parts)
 
 
 def _seconds(work: Workload, setup: Setup, rates: Rates) -> tuple[float, float]:
@@ -189,9 +210,12 @@ def _copies(skeleton: Skeleton, setup: Setup) -> float:
         return 0.0
     gathers = 2 if setup.reshard_after_forward else 1
     parts = skeleton.parts(setup)  # of the experts only this rank's
-    gathered = 2 * gathers * sum(n * part.elements() for part, _, n in parts) * setup.param_dtype.itemsize
+    item = setup.param_dtype.itemsize
+    dense = sum(n * (part.elements() - part.packed_elements()) for part, _, n in parts) * item
+    packed = sum(n * part.packed_bytes(over) * over for part, over, n in parts)
+    gathered = 2 * gathers * (dense + packed)
     trained = sum(n * part.elements(trained=True) for part, _, n in parts)
-    reduced = trained * (setup.param_dtype.itemsize + setup.reduce_dtype.itemsize)
+    reduced = trained * (item + setup.reduce_dtype.itemsize)
     return float(gathered + reduced)
 
 
@@ -214,7 +238,6 @@ def _network(skeleton: Skeleton, setup: Setup, rates: Rates, *, reduces: bool) -
     """Seconds of the gathers of a micro-step, and of its reductions if it ``reduces``."""
     gpu, shards = setup.device, setup.num_shards
     link = _shared_link(setup, shards) * rates.network
-    gather = setup.param_dtype.itemsize / link
     reduce = setup.reduce_dtype.itemsize / link if reduces else 0.0
     across_replicas = 0.0
     if setup.dp_replicate > 1 and reduces:
@@ -224,10 +247,11 @@ def _network(skeleton: Skeleton, setup: Setup, rates: Rates, *, reduces: bool) -
         across_replicas = again * setup.reduce_dtype.itemsize / shards / (across * rates.network)
 
     def gathers(groups: Sequence[Group]) -> float:
-        return sum(_received(group, setup) for group in groups) * gather
+        parts = (part for group in groups for part in group.parts(shards, setup.ep_size))
+        return sum(part.received_bytes(over, setup) for part, over in parts) / link
 
     def reductions(groups: Sequence[Group]) -> float:
-        received = sum(_received(group, setup, trained=True) for group in groups)
+        received = sum(_received(group, setup) for group in groups)
         return received * reduce + sum(g.elements(trained=True) for g in groups) * across_replicas
 
     first, others = skeleton.groups[0], skeleton.groups[1:]
@@ -241,10 +265,10 @@ def _network(skeleton: Skeleton, setup: Setup, rates: Rates, *, reduces: bool) -
     )
 
 
-def _received(group: Group, setup: Setup, *, trained: bool | None = None) -> float:
-    """Elements of a group that come from other ranks when it is gathered: of the experts only this rank's."""
+def _received(group: Group, setup: Setup) -> float:
+    """Elements of gradients that come from other ranks: of the experts only this rank's."""
     parts = group.parts(setup.num_shards, setup.ep_size)
-    return sum(part.elements(trained=trained) * (over - 1) / over for part, over in parts)
+    return sum(part.elements(trained=True) * (over - 1) / over for part, over in parts)
 
 
 def _shared_link(setup: Setup, ranks: int) -> float:
@@ -291,9 +315,8 @@ def _offload(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> flo
     if setup.cpu_offload:
         gathers = 2 if setup.reshard_after_forward else 1
         for part, over, number in skeleton.parts(setup):
-            trained, frozen = (part.shard_elements(over, trained=flag) for flag in (True, False))
-            stored = trained * setup.master_dtype.itemsize
-            moved += number * (gathers * (stored + frozen * setup.frozen_dtype.itemsize) + stored)
+            gradients = part.shard_elements(over, trained=True) * setup.master_dtype.itemsize
+            moved += number * (gathers * part.stored_bytes(over, setup) + gradients)
     return moved / (setup.device.host_bytes_per_second * rates.network)
 
 

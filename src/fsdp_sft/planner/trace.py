@@ -49,6 +49,7 @@ _UNTRACED: dict[str, Any] = {
     "reshard_after_forward": True,
     "cpu_offload": False,
     "optimizer": "adamw",
+    "packed": None,
     **dict.fromkeys(("master_dtype", "frozen_dtype", "reduce_dtype"), torch.float32),
 }
 
@@ -160,6 +161,9 @@ class _Run:
             run.arguments = {n for n in run.arguments if not ledger.alive(n)}
             run.live["input_kept"] = int(ledger.alive(run.input))
         loss.backward()
+        for run in self.runs.values():
+            if run.block is self.skeleton.begins_backward:
+                self._at_input_gradient(run)
         marks["embedding_peak"] = ledger.reset_peak()
 
     def _micro_batch(self) -> tuple[dict[str, Any], AbstractContextManager[None]]:
@@ -251,12 +255,13 @@ class _Run:
         run.events["unsaved"] = len(ledger.events)
         run.peak["unsaved"] = self._peak_without_saving(module, args, kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
-        if not hidden.requires_grad:
-            hidden.requires_grad_()
+        if not hidden.requires_grad and module is not self.skeleton.begins_backward:
+            hidden = _Joined.apply(hidden, torch.empty(0, device="meta", requires_grad=True))
         # The gradient of a view is the last thing that this block's backward computes. On the input itself,
         # the hook would also wait for whatever else reads it.
         hidden = hidden.view_as(hidden)
-        hidden.register_hook(functools.partial(self._at_input_gradient, run))
+        if hidden.requires_grad:
+            hidden.register_hook(functools.partial(self._at_input_gradient, run))
         run.input = ledger.number(hidden)
         others = [value for value in tensors_in((args[1:], kwargs)) if value is not hidden]
         run.arguments = {ledger.number(tensor) for tensor in others} - {run.input}
@@ -309,7 +314,7 @@ class _Run:
         run.live["backward"], run.events["backward"] = self.ledger.live, len(self.ledger.events)
         self.ledger.reset_peak()
 
-    def _at_input_gradient(self, run: _BlockRun, grad: torch.Tensor) -> None:
+    def _at_input_gradient(self, run: _BlockRun, grad: torch.Tensor | None = None) -> None:
         """At the end of a block's backward: drop its parameters' gradients, which ``replay`` counts."""
         run.peak["backward"] = self.ledger.reset_peak()
         run.events["end"] = len(self.ledger.events)
@@ -406,6 +411,21 @@ class _Run:
                 "cp=1"
             )
         return sent
+
+
+class _Joined(torch.autograd.Function):
+    """A view of a tensor that is no part of a graph, as the output of a layer that is trained.
+
+    A leaf that requires a gradient would not do: its graph keeps it alive.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:
+        return None, None
 
 
 def _decisions(block: nn.Module, forward: list[Event]) -> int:

@@ -14,6 +14,7 @@ from fsdp_sft._tensors.packed_shard import PackedShard, bits_of
 from fsdp_sft._tensors.shard_dims import MOST_IMBALANCE, even_shards, shard_numel
 from fsdp_sft.errors import abridged
 from fsdp_sft.shard.names import innermost, without_indices
+from fsdp_sft.shard.packing import packed_ids
 
 
 def describe_sharding(model: nn.Module) -> str:
@@ -104,19 +105,27 @@ def name_uneven(model: nn.Module, num_shards: int, replicas: int, cp: int) -> No
     found, excess = _fullest_over_mean(model, num_shards)
     if found <= MOST_IMBALANCE:
         return
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     kinds: dict[str, str] = {}
     for name in sorted(excess, key=excess.__getitem__, reverse=True):
         kinds.setdefault(without_indices(name), str(shapes[name]))
     worst = ", ".join(f"{kind} {shape}" for kind, shape in list(kinds.items())[:3])
+    ids = packed_ids(model)
+    packed = [shapes[name] for name in excess if id(parameters[name]) in ids]
     fewer = even_shards(list(shapes.values()), num_shards)
-    if fewer == num_shards:
+    if packed:
+        reason = f"packed weights are cut along their first dimension, such as {worst}"
+        divisors = (n for n in range(num_shards, 1, -1) if num_shards % n == 0)
+        fewer = next((n for n in divisors if all(shape[0] % n == 0 for shape in packed)), 1)
+    elif fewer == num_shards:
         reason = f"with a number for reshard_after_forward {worst} is cut along its first dimension"
-        advice = "reshard_after_forward=True takes others, evenly"
     else:
         reason = f"no dimension of {worst} divides by {num_shards}"
-        more = f"dp_replicate={replicas * num_shards // fewer}" + (f", cp={cp}" if cp > 1 else "")
-        advice = f"build_mesh({more}) shards over {fewer}, evenly"
+    more = f"dp_replicate={replicas * num_shards // fewer}" + (f", cp={cp}" if cp > 1 else "")
+    advice = f"build_mesh({more}) shards over {fewer}, evenly"
+    if fewer == num_shards:
+        advice = "reshard_after_forward=True takes others, evenly"
     warn_caller(
         f"the fullest of {num_shards} shards has {found:.2f} times the mean, as {reason}: "
         f"{advice if fewer > 1 else 'fewer ranks would share it more evenly'}"

@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,15 @@ class PackedDigest:
 def packed_weights(model: nn.Module) -> PackedWeights | None:
     """The weights of a model that are packed, or will be; None if there are none."""
     return kept_of(base_of(model), PackedWeights)
+
+
+def packed_ids(model: nn.Module) -> set[int]:
+    """The ids of the parameters that are packed, or will be."""
+    weights = packed_weights(model)
+    if weights is None:
+        return set()
+    with without_adapters(model) as base:
+        return {id(base.get_parameter(name)) for name in weights.names}
 
 
 def packed_or_dtype(frozen_dtype: torch.dtype | str | None) -> tuple[str | None, torch.dtype | None]:
@@ -133,8 +142,7 @@ def choose_packed(
 ) -> set[int]:
     """Choose the frozen weights that are kept packed, and remember them; the ids of the parameters.
 
-    These are the matrices and stacks of matrices within blocks, but for those of routers, of towers and of
-    what computes in float32 (``kept``, by id): small, or of no use where they are rounded.
+    Those of what computes in float32 (``kept``, by id) are not packed: they would be rounded.
 
     Raises:
         ValueError: If nothing is frozen, or nothing says how the checkpoint is quantised.
@@ -145,22 +153,12 @@ def choose_packed(
             "frozen_dtype='stored' keeps weights as a quantised checkpoint has them, and this model was not "
             f"built from one by build_meta_model: take a dtype, or {' or '.join(map(repr, RECIPES))}"
         )
-    inside = {id(p) for block in blocks.values() for p in block.parameters()}
     spared = {id(p) for module in copied_modules(model) for p in module.parameters()} | set(kept)
     towers = pattern_of(frozen_towers(model))
     with without_adapters(model) as plain:
         named = dict(plain.named_parameters(remove_duplicate=False))
-    times = Counter(id(parameter) for parameter in named.values())
-    experts = {parameter.shape[0] for parameter in named.values() if parameter.ndim == 3}
-    chosen = {
-        name: parameter
-        for name, parameter in named.items()
-        if id(parameter) in inside
-        and id(parameter) not in spared
-        and times[id(parameter)] == 1
-        and not re.fullmatch(towers, name)
-        and _is_matrix(parameter, experts)
-    }
+    found = matrices_to_pack(named, blocks.values(), spared)
+    chosen = {name: p for name, p in found.items() if not re.fullmatch(towers, name)}
     if not chosen:
         raise ValueError(
             f"frozen_dtype={kind!r} is for frozen weights, and no matrix in a block is frozen: give a "
@@ -168,6 +166,29 @@ def choose_packed(
         )
     record_of(base).keep(PackedWeights(kind, frozenset(chosen)))
     return {id(parameter) for parameter in chosen.values()}
+
+
+def matrices_to_pack(
+    named: Mapping[str, nn.Parameter], blocks: Iterable[nn.Module], spared: Collection[int] = ()
+) -> dict[str, nn.Parameter]:
+    """The frozen weights that can be kept packed: matrices and stacks of matrices, but for routers'.
+
+    Args:
+        named: All parameters of a model, tied ones by each of their names.
+        blocks: Its blocks: what lies outside of them is not packed.
+        spared: Ids of parameters that are not packed.
+    """
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    times = Counter(id(parameter) for parameter in named.values())
+    experts = {parameter.shape[0] for parameter in named.values() if parameter.ndim == 3}
+    return {
+        name: parameter
+        for name, parameter in named.items()
+        if id(parameter) in inside
+        and id(parameter) not in spared
+        and times[id(parameter)] == 1
+        and _is_matrix(parameter, experts)
+    }
 
 
 def _is_matrix(parameter: nn.Parameter, experts: Collection[int]) -> bool:
@@ -192,8 +213,8 @@ def empty_shard(parameter: DTensor, layout: PackedLayout, device: torch.device) 
     mesh = parameter.device_mesh
     sizes = zip(mesh.mesh_dim_names or (None,), mesh.shape, parameter.placements, strict=True)
     shards = math.prod(size for name, size, p in sizes if name != EP and not isinstance(p, Replicate))
-    each = -(-layout.shape[0] // shards) * layout.rows_each
-    rows = torch.zeros((each, layout.form.row_bytes), dtype=torch.uint8, device=device)
+    size = layout.shard_rows(shards), layout.form.row_bytes
+    rows = torch.zeros(size, dtype=torch.uint8, device=device)
     return PackedShard(rows, layout, box_of(parameter).shape[0], parameter.dtype)
 
 

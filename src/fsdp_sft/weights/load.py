@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdp_sft._model.absent import take_towers_from
 from fsdp_sft._model.adapters import refuse_initialised_from_base, without_adapters
+from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, difference, is_distributed
 from fsdp_sft._ranks.launch import own_share
@@ -23,7 +24,7 @@ from fsdp_sft.weights.plan import LoadPlan, make_plan
 from fsdp_sft.weights.prepared import load_prepared_base, open_prepared
 from fsdp_sft.weights.prepared_note import prepared_at
 from fsdp_sft.weights.report import LoadReport
-from fsdp_sft.weights.resolve import open_checkpoint
+from fsdp_sft.weights.resolve import LoadedFrom, open_checkpoint
 
 Strategy = Literal["auto", "slice", "exchange"]
 _MIN_BUDGET_BYTES = 1 << 16
@@ -110,6 +111,7 @@ def load_weights(
     with agreed("planning the load"):
         with without_adapters(model) as base:
             take_towers_from(base, folder)
+            record_of(base).keep(LoadedFrom(folder.absolute(), variant))
             make_ties(base)
             checkpoint = open_checkpoint(folder, variant, allow_pickle=allow_pickle)
             plan = make_plan(base, checkpoint, missing=missing, unexpected=unexpected)

@@ -2,7 +2,8 @@
 
 import os
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp_sft._process.bounds import MAX_INDEX_BYTES, MAX_SETTINGS_BYTES, parse_json
@@ -24,6 +25,19 @@ _INDEX_ENDING, _PICKLE_ENDING, _SAFE_ENDING = ".json", ".bin", ".safetensors"
 
 
 @dataclass(frozen=True)
+class LoadedFrom:
+    """What is remembered of a model whose weights were loaded.
+
+    Attributes:
+        folder: Folder of the checkpoint.
+        variant: Variant of its weight files.
+    """
+
+    folder: Path
+    variant: str | None
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """The files of a checkpoint with their headers read and checked.
 
@@ -31,10 +45,12 @@ class Checkpoint:
         file_bytes: Size of each file when its header was read, by its path with every symbolic link resolved.
         sources: Tensors by the names under which they are published. Of a quantised checkpoint these are the
             values that its packed tensors and their scales hold.
+        stored: Tensors as they are stored.
     """
 
     file_bytes: dict[Path, int]
     sources: dict[str, Stored]
+    stored: Mapping[str, InFile] = field(default_factory=dict)
 
     @property
     def formats(self) -> dict[str, int]:
@@ -207,7 +223,7 @@ def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: b
         stored[key] = InFile(path, headers[path].entries[key])
     settings = settings_of(folder)
     sources: dict[str, Stored] = {**stored} if settings is None else published(stored, settings)
-    return Checkpoint({path: header.file_bytes for path, header in headers.items()}, sources)
+    return Checkpoint({path: header.file_bytes for path, header in headers.items()}, sources, stored)
 
 
 def resolved_inside(folder: Path, name: str) -> Path:

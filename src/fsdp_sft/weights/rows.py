@@ -41,7 +41,7 @@ def layouts_of(
             form = RECIPES[weights.kind].form(target.shape[-1])
             found[name] = layout_of(tensor, form, transposed=False)
         elif any(isinstance(sources[piece.key], Packed) for piece in target.pieces):
-            form, column = _rows_of(target, sources)
+            form, column = rows_of(target, sources)
             found[name] = layout_of(tensor, form, transposed=column != len(target.shape) - 1)
         elif target.group is not None and any(
             isinstance(sources[key], Packed) for key in plan.groups[target.group].keys
@@ -61,7 +61,7 @@ def _no_rows(name: str, why: str) -> CheckpointMismatchError:
     )
 
 
-def _rows_of(target: Target, sources: Mapping[str, Stored]) -> tuple[RowFormat, int]:
+def rows_of(target: Target, sources: Mapping[str, Stored]) -> tuple[RowFormat, int]:
     """(format of a target's rows, the dimension along which their columns lie)."""
     forms, columns = [], set()
     for piece in target.pieces:

@@ -1,0 +1,55 @@
+"""The full tensors of a model under the names that it is saved under, with adapters merged into them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from fsdp_sft._model.adapters import merged_weights
+from fsdp_sft._model.named import clean_name
+from fsdp_sft._model.state import ModelTensors
+from fsdp_sft._tensors.packed_shard import bits_of
+from fsdp_sft.export.plan import ExportPlan
+
+
+class Gathers(Protocol):
+    """What makes full tensors of sharded ones, on some ranks or all."""
+
+    def gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """The full tensor as ``dtype``; None on a rank that gets none."""
+
+    def attempt(self, action: Callable[[], None]) -> None:
+        """Run what may fail on this rank alone."""
+
+
+def gathered(
+    content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any], name: str, gathers: Gathers
+) -> torch.Tensor | None:
+    """A full tensor, with adapters merged into it if it has any.
+
+    Args:
+        content: The model's tensors.
+        plan: Plan of the export.
+        merges: Layers with adapters, by name.
+        name: A source of the plan.
+        gathers: What makes full tensors.
+    """
+    source, dtype = plan.sources[name], plan.dtypes[name]
+    fqn, _, leaf = source.rpartition(".")
+    if fqn not in merges:
+        return gathers.gather(content.tensors[source], dtype)
+    full = {}
+    for key, tensor in merges[fqn].state_dict(keep_vars=True).items():
+        wide = (
+            torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
+        )
+        part = gathers.gather(tensor, wide)
+        if part is not None:
+            # An unsharded tensor on the host is the model's own memory, into which peft would merge.
+            is_own = part.untyped_storage().data_ptr() == bits_of(tensor).untyped_storage().data_ptr()
+            full[clean_name(key)] = part.clone() if is_own else part
+    if not full:
+        return None
+    merged: dict[str, torch.Tensor] = {}
+    gathers.attempt(lambda: merged.update(merged_weights(merges[fqn], full)))
+    return merged[leaf].to(dtype) if merged else None

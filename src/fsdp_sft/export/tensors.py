@@ -1,0 +1,98 @@
+"""A model's tensors as an export has them, one at a time: for servers that take weights without files."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_sft._compat.conversions import revert_weight_conversion
+from fsdp_sft._compat.fsdp import sharded_as
+from fsdp_sft._model.adapters import adapted_layers, without_adapters
+from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.state import ModelTensors
+from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._ranks.agree import agreed, share, this_rank
+from fsdp_sft._tensors.packed_shard import values_of
+from fsdp_sft.export.merged import gathered
+from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, refuse_tied, unsharded_twin
+
+
+class _OnAllRanks:
+    """Gathers full tensors on every rank, where the mesh's collectives run."""
+
+    def gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        own = values_of(tensor, dtype).to(dtype)
+        if not isinstance(tensor, DTensor):
+            return own
+        kind = tensor.device_mesh.device_type
+        if own.device.type != kind:  # a shard that is kept on the host
+            own = own.to(torch.device(kind, torch.accelerator.current_device_index()))
+        whole: torch.Tensor = sharded_as(tensor, own.contiguous(), tensor.shape).full_tensor()
+        return whole
+
+    def attempt(self, action: Callable[[], None]) -> None:
+        action()
+
+
+def iter_hf_tensors(
+    model: nn.Module, *, dtype: torch.dtype | None = torch.bfloat16
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over the tensors that ``export_hf`` would write: published names, adapters merged.
+
+    For an inference server that takes new weights without a folder: ``vllm``'s ``load_weights`` takes such
+    pairs, and a program with a group of its own broadcasts them from one rank. The pairs and their order are
+    the same on all ranks. Towers that ``part="text"`` has left out are not among them.
+
+    Args:
+        model: A transformers model, sharded or not, or a peft model around one. It does not change.
+        dtype: Dtype of floating-point tensors; see ``export_hf``.
+
+    Returns:
+        An iterator of (name, full tensor) pairs, the tensor on the device of the mesh. It is the caller's,
+        except that a parameter of an unsharded model that has that dtype already shares its memory.
+
+    Raises:
+        TypeError: If the model is not a transformers model.
+        ValueError: If the model has adapters that cannot be merged.
+        UnsupportedModelError: If ``from_pretrained`` would not read the tensors as what was trained.
+
+    Collective: all ranks, at once and with each pair; all must take every pair. All raise the same error.
+    Memory: On each rank one full tensor at a time, or one group of tensors that are converted together, such
+        as the experts of a layer, twice.
+
+    Example:
+        >>> for name, tensor in fs.iter_hf_tensors(model):
+        ...     pass  # or send it
+        >>> name, tensor.dtype
+        ('model.norm.weight', torch.bfloat16)
+    """
+    model = unwrapped(model)
+    reshard(model)
+    merges = adapted_layers(model)
+    with without_adapters(model, trained=True) as base:
+        plan: ExportPlan | None = None
+        with agreed("preparing to hand over the tensors"):
+            content = exportable(base, dtype)
+            refuse_tied(content, merges)
+            if this_rank() == 0:
+                plan, _ = plan_export(base, content, dtype)
+            twin: Any = unsharded_twin(base)
+        plan = share(plan)
+        assert plan is not None
+    return _tensors(content, plan, merges, twin)
+
+
+@torch.no_grad()
+def _tensors(
+    content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any], twin: nn.Module
+) -> Iterator[tuple[str, torch.Tensor]]:
+    gathers = _OnAllRanks()
+    for group in plan.groups:
+        full: dict[str, Any] = {name: gathered(content, plan, merges, name, gathers) for name in group}
+        made = revert_weight_conversion(twin, full) if plan.converts else full
+        del full
+        while made:
+            name = next(iter(made))
+            yield name, made.pop(name)
