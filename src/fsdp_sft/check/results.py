@@ -10,6 +10,7 @@ from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Level, Outcome, Trouble
 from fsdp_sft.errors import printable
 from fsdp_sft.jobs.watchdog.report import ranges
+from fsdp_sft.planner.measured import FORMAT
 
 _WIDTH = 110
 _MOST_HOSTS = 8
@@ -107,7 +108,7 @@ def to_json(
     """The results in JSON types."""
     wrong = bool(stopped_text) or any(one.level == "fail" for one in troubles)
     return {
-        "format": "fsdp-sft check 1",
+        "format": FORMAT,
         "healthy": not wrong,
         "world_size": cluster.world_size,
         "hosts": cluster.hosts,

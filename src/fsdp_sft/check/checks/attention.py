@@ -39,8 +39,9 @@ def _run(cluster: Cluster) -> Outcome:
 
     found = all_gather_objects(all_at_once(measure, "timing attention"))
     rate, operation = min(one for one, _ in found), max(one for _, one in found)
+    named = str(dtype).removeprefix("torch.")
     said = f"{rate / 1e12:.3g} TFLOP/s a rank, {operation * 1e6:.3g} us an operation"
-    return Outcome(said, measured={"flops_per_second": rate, "operation_seconds": operation})
+    return Outcome(said, measured={"flops_per_second": rate, "dtype": named, "operation_seconds": operation})
 
 
 def _heads(config: Any | None) -> tuple[int, int]:
