@@ -10,7 +10,7 @@ import torch
 
 from fsdp_sft._process.devices import resolve_device
 from fsdp_sft._process.gpus import GIB
-from fsdp_sft._ranks.agree import all_gather_objects, this_rank, world_size
+from fsdp_sft._ranks.agree import all_gather_objects, is_distributed, this_rank, world_size
 from fsdp_sft._ranks.init import init_distributed
 from fsdp_sft._ranks.launch import detect_launch
 from fsdp_sft.check.device_memory import memory_of_device
@@ -30,11 +30,15 @@ def env(args: argparse.Namespace) -> int:
 
     Collective: all ranks.
     """
-    several = detect_launch().world_size > 1
-    context = init_distributed(timeout=_TIMEOUT) if several else None
+    context, launcher = None, "none"
+    try:
+        if is_distributed() or detect_launch().world_size > 1:
+            context = init_distributed(timeout=_TIMEOUT)
+            launcher = f"{context.launcher}, {context.backend}"
+    except ValueError as error:  # the report is needed all the more
+        launcher = f"cannot be used: {error}"
     device = context.device if context is not None else resolve_device(None)
-    launcher = {} if context is None else {"backend": context.backend, "launcher": context.launcher}
-    everyone = all_gather_objects(_facts(device, launcher))
+    everyone = all_gather_objects(_facts(device, {"launcher": launcher}))
     if this_rank() == 0:
         print(json.dumps(_as_json(everyone), indent=1) if args.json else _text(everyone), flush=True)
     all_gather_objects(None)  # a launcher ends the job when its first rank has left

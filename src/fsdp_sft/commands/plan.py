@@ -43,7 +43,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add(
         "--measured",
         metavar="FILE",
-        help="check.json of fsdp-sft check: its rates replace the data sheet's; --gpu and --gpus default to its own",
+        help="check.json of fsdp-sft check, whose rates replace the data sheet's; says --gpu and --gpus too",
     )
     add("--seq", type=_length, help="tokens per sequence; 8k is 8192")
     add("--global-batch", type=int, help="sequences per optimizer step, over all GPUs")

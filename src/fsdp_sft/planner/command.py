@@ -210,15 +210,15 @@ def _links(gpu: Gpu, num_gpus: int) -> str:
 
 
 def _constants(args: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
-    """The measured constants, each with its source, and what loading and saving take by the folder's rates."""
+    """The constants, each with its source, and what loading and saving take by the folder's rates."""
     yield f"Constants ({args.measured}): {'; '.join(plan.constants)}."
     measured = measured_from(args.measured)
     read, write = (None, None) if measured is None else (measured.read, measured.write)
     if read and write:
         parameters = plan.estimate.parameters
         yield (
-            f"By the folder's rates, loading weights in 16 bits takes about {2 * parameters / read:.3g} s, and "
-            f"saving a step {_CHECKPOINT_BYTES * parameters / write:.3g} s."
+            f"By the folder's rates, loading weights in 16 bits takes about {2 * parameters / read:.3g} s, "
+            f"and saving a step {_CHECKPOINT_BYTES * parameters / write:.3g} s."
         )
 
 

@@ -68,12 +68,7 @@ class Measured:
         if file.stat().st_size > _MOST_BYTES:
             raise ValueError(f"{file} is larger than anything that fsdp-sft check writes")
         found = loads(file.read_bytes(), str(file))
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise ValueError(f"{file} is not what fsdp-sft check writes ({FORMAT!r}): run it again")
-        try:
-            return _parsed(found)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file} lacks what fsdp-sft check writes: {error}") from error
+        return _parsed(found, str(file))
 
     @property
     def gpu_name(self) -> str | None:
@@ -133,14 +128,10 @@ class Measured:
         """Each constant and where it comes from."""
         by = f"measured on {self.num_ranks} ranks"
         sheet = "data sheet and published runs"
+        products = gpu.flops_per_second * gpu.achievable * RATES.products
         rows: list[tuple[str, float | None, float, float, str]] = [
-            (
-                "products",
-                self.flops,
-                gpu.flops_per_second * gpu.achievable * RATES.products,
-                _TERA,
-                "TFLOP/s",
-            ),
+            ("products in 16 bits", self.flops, products, _TERA, "TFLOP/s"),
+            ("products in float32", self.wide_flops, products * RATES.wide, _TERA, "TFLOP/s"),
             ("attention", self.attention_flops, 0.0, _TERA, "TFLOP/s"),
             ("memory", self.memory, gpu.memory_bytes_per_second * RATES.memory, GB, "GB/s"),
             ("host link", self.host_link, gpu.host_bytes_per_second * RATES.host_link, GB, "GB/s"),
@@ -167,15 +158,22 @@ def measured_from(given: "Measured | str | os.PathLike[str] | Mapping[str, Any] 
     if given is None or isinstance(given, Measured):
         return given
     if isinstance(given, Mapping):
-        if given.get("format") != FORMAT:
-            raise ValueError(f"measured must be what fsdp-sft check writes ({FORMAT!r}), or its path")
-        return _parsed(given)
+        return _parsed(given, "measured")
     if not isinstance(given, (str, os.PathLike)):
         raise TypeError(f"measured must be the path of a check.json, got {type(given).__name__}")
     return Measured.read_file(given)
 
 
-def _parsed(found: Mapping[str, Any]) -> Measured:
+def _parsed(found: Any, what: str) -> Measured:
+    if not isinstance(found, Mapping) or found.get("format") != FORMAT:
+        raise ValueError(f"{what} is not what fsdp-sft check writes ({FORMAT!r}): run it again")
+    try:
+        return _made_of(found)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{what} lacks what fsdp-sft check writes: {error}") from error
+
+
+def _made_of(found: Mapping[str, Any]) -> Measured:
     checks = found["checks"]
 
     def of(check: str) -> dict[str, Any]:

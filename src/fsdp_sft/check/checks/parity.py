@@ -189,4 +189,4 @@ def _trouble(text: str) -> Trouble:
     return Trouble("fail", (), f"{text}: {advice}")
 
 
-CHECK = Check("parity", "do two layers of the model train here as in one process?", 130, 25, _run)
+CHECK = Check("parity", "do two layers of the model train here as in one process?", 130, 20, _run)
