@@ -21,6 +21,7 @@ from fsdp_sft.check.cluster import Asked, Cluster, make_cluster
 from fsdp_sft.check.mechanism import Check, Trouble
 from fsdp_sft.check.results import Finished, is_wrong, ordered, ranks_named, text_of, to_json
 from fsdp_sft.check.sequence import all_checks, run_checks
+from fsdp_sft.check.training import parameters_of, two_layers
 from fsdp_sft.check.watching import WRONG, CheckWatchdog, ended_with_words
 from fsdp_sft.errors import LostRankError, RemoteRankError
 
@@ -141,8 +142,15 @@ def _asked(args: argparse.Namespace, world_size: int) -> Asked:
     for option, value in (("seq", args.seq), ("micro-batch", args.micro_batch)):
         if value is not None and value < 1:
             raise ValueError(f"--{option} must be at least 1, got {value}")
+    config = None if args.model is None else config_of(args.model)
+    try:
+        parameters_of(two_layers(config, is_fast=False))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"--model {args.model}: two layers of it cannot be built as a causal language model ({error})"
+        ) from error
     return Asked(
-        config=None if args.model is None else config_of(args.model),
+        config=config,
         root=None if args.root is None else full_path(args.root),
         replicas=args.replicas,
         cp=args.cp,

@@ -109,7 +109,7 @@ def sharded_model(cluster: Cluster, folder: Path, dtype: torch.dtype) -> nn.Modu
     shard_model(
         model,
         mesh=mesh,
-        frozen_dtype=asked.frozen_dtype,
+        frozen_dtype=torch.bfloat16 if asked.frozen_dtype == "bfloat16" else asked.frozen_dtype,
         mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         ep_size=asked.ep_size,
     )
