@@ -6,6 +6,7 @@ from benchmarks.checks.mistakes import (
     devices,
     labels,
     loading,
+    machines,
     meshes,
     packs,
     planning,
@@ -29,5 +30,6 @@ MISTAKES = [
     *planning.MISTAKES,
     *quantised.MISTAKES,
     *vision.MISTAKES,
+    *machines.MISTAKES,
 ]
 __all__ = ["MISTAKES", "Mistake"]
