@@ -14,7 +14,7 @@ from fsdp_sft._tensors.boxes import local_of
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import plain, state_of, tensors_of
 from tests.harness.models import ragged_batches
-from tests.harness.quantised_folders import deepseek_folder, mxfp4_folder, quantised
+from tests.harness.quantised_folders import deepseek_folder, fp8_experts_folder, mxfp4_folder, quantised
 from tests.harness.quantised_weights import FORMATS
 from tests.harness.ranks import run_distributed
 
@@ -142,13 +142,72 @@ def test_adapters_of_attention(family: str, frozen_dtype: Any, tmp_path: Path) -
     else:
         config = json.loads((tmp_path / "out" / "config.json").read_text())
         skipped = config["quantization_config"]["modules_to_not_convert"]
-        assert skipped == [f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)]
+        assert skipped[-2:] == [f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)]
+        assert {"lm_head", "model.embed_tokens", "model.layers.1.mlp.gate"} < set(skipped)
         read = fs.build_meta_model(tmp_path / "out", dtype=torch.bfloat16)
         read.to_empty(device="cpu")
         fs.load_weights(read, tmp_path / "out")
     expected = plain(tmp_path / "plain").state_dict()
     for name, value in read.state_dict().items():
         assert torch.equal(value, expected[name].to(value.dtype)), name
+
+
+def _change_one(folder: Path, name: str) -> None:
+    model: Any = fs.build_meta_model(folder / "base").requires_grad_(False)
+    model.get_parameter("model.norm.weight").requires_grad_(True)
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
+    fs.load_weights(model, folder / "base")
+    with torch.no_grad():
+        local = local_of(model.get_parameter(name))
+        if local.numel():
+            local.flatten()[0] += 1
+    fs.export_hf(model, folder / "out", format="as loaded")
+    again: Any = fs.load_pretrained(folder / "out", mesh=mesh_here(), mp_policy=FLOAT32)
+    assert difference_of_states(state_of(again), state_of(model)) == []
+
+
+def difference_of_states(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    return [key for key in expected if not torch.equal(found[key].bfloat16(), expected[key].bfloat16())]
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "kept"),
+    [
+        (fp8_experts_folder, "model.layers.0.self_attn.q_proj.weight", "w1"),
+        (fp8_experts_folder, "model.layers.0.mlp.experts.down_proj", "k_proj"),
+        (deepseek_folder, "model.layers.1.mlp.experts.gate_up_proj", "layers.0.mlp.down_proj"),
+        (mxfp4_folder, "model.layers.0.mlp.experts.down_proj", None),
+    ],
+    ids=["mixtral-attention", "mixtral-experts", "deepseek-experts", "gpt-oss-experts"],
+)
+def test_transformers_quantises_what_is_packed(
+    write: Any, name: str, kept: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where transformers keeps FP8 (on a GPU), the config alone says which modules are packed."""
+    torch.manual_seed(0)
+    write(tmp_path / "base")
+    if kept is None:  # the other half of the experts cannot stay packed alone
+        with pytest.raises(fs.UnsupportedModelError, match="every weight that is packed"):
+            raise fs.UnsupportedModelError(run_distributed(_told, 1, tmp_path, name)[0])
+        return
+    run_distributed(_change_one, 2, tmp_path, name)
+    after = tensors_of(tmp_path / "out")
+    assert any(kept in key and tensor.dtype == torch.float8_e4m3fn for key, tensor in after.items())
+    from transformers.quantizers import quantizer_finegrained_fp8 as fp8
+
+    def validate(self: Any, *_: Any, **__: Any) -> None:
+        self.pre_quantized = True
+
+    monkeypatch.setattr(fp8.FineGrainedFP8HfQuantizer, "validate_environment", validate)
+    _, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+
+
+def _told(folder: Path, name: str) -> str:
+    with pytest.raises(fs.UnsupportedModelError) as found:
+        _change_one(folder, name)
+    return str(found.value)
 
 
 def _refused(folder: Path) -> list[str]:
@@ -178,6 +237,6 @@ def _refused(folder: Path) -> list[str]:
 def test_what_cannot_stay_as_it_was(tmp_path: Path) -> None:
     quantised(tmp_path / "fp8 block", FORMATS["fp8 block"], **SIZES)
     told = run_distributed(_refused, 2, tmp_path)[0]
-    assert all("loaded from none" in line for line in told[:2])
+    assert all("was loaded from a checkpoint that is not quantised" in line for line in told[:2])
     assert all("leave out format='as loaded'" in line for line in told[2:]), told
     assert not (tmp_path / "out").exists()

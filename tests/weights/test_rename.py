@@ -55,6 +55,10 @@ def ours(name: str) -> str | None:
     return name.removeprefix("their.").replace("layers.", "h.").replace("embed", "wte")
 
 
+def _without_scales(name: str) -> str | None:
+    return None if name.endswith("scale") else ours(name)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("own")
@@ -99,8 +103,15 @@ def _own_model(folder: Path) -> None:
     ):
         with pytest.raises(error, match=text):
             fs.load_weights(model, folder / "named", rename=rename)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="is for transformers models"):
-        fs.load_weights(model, folder / "named", rename=ours, missing="initialise")
+    with pytest.raises(fs.CheckpointMismatchError, match=r"nothing says what h\.0\.scale"):
+        fs.load_weights(model, folder / "named", rename=_without_scales, missing="initialise")
+    filled = OwnModel()
+    fs.shard_model(filled, mesh=mesh_here())
+    with pytest.raises(fs.CheckpointFormatError, match=r"no values for h\.0\.scale.*keeps the values"):
+        fs.load_weights(filled, folder / "named", rename=_without_scales)
+    told = fs.load_weights(filled, folder / "named", rename=_without_scales, missing="initialise")
+    assert told.missing == [f"h.{layer}.scale" for layer in range(3)]
+    assert torch.equal(filled.h[0].scale.cpu(), torch.ones(10))
     fs.load_weights(model, folder / "named", rename={**names, **left})
     assert not model.wte.weight.is_meta
 
@@ -138,7 +149,7 @@ def _wrapped(folder: Path) -> None:
     fs.shard_model(model, mesh=mesh_here())
     fs.load_weights(model, folder / "wrapped", rename=lambda name: name.removeprefix("actor."))
     assert difference(model, plain(folder / "base")) == []
-    with pytest.raises(ValueError, match="was loaded from none"):
+    with pytest.raises(ValueError, match="was loaded under other names"):
         fs.export_hf(model, folder / "again", format="as loaded")
 
 

@@ -4,7 +4,7 @@ Whether a weight is unchanged is seen by its values: every rank reads its part o
 compares. So it does not matter how a weight came to be what it is.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp_sft._model.named import named_tensors
 from fsdp_sft._model.record import kept_of
+from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._quantised.carried import names_skips
 from fsdp_sft._quantised.settings import Settings, settings_of
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum
@@ -22,7 +23,7 @@ from fsdp_sft._tensors.packed import Packed
 from fsdp_sft._tensors.packed_shard import PackedShard
 from fsdp_sft._tensors.reader import read_jobs, threads_that_read
 from fsdp_sft._tensors.stored import AT_ONCE, InFile
-from fsdp_sft.errors import UnsupportedModelError, abridged
+from fsdp_sft.errors import CheckpointNotFoundError, UnsupportedModelError, abridged
 from fsdp_sft.shard.packing import is_as_stored
 from fsdp_sft.weights.plan import LoadPlan, Target, make_plan
 from fsdp_sft.weights.resolve import Checkpoint, LoadedFrom, open_checkpoint
@@ -67,14 +68,28 @@ class Unchanged:
                 raws.append(raw)
         return {raw: self.checkpoint.stored[raw] for raw in raws}
 
+    def never_packed(self, content: ModelTensors) -> list[str]:
+        """Modules of the model whose matrix the checkpoint has in 16 bits, such as embedding and head."""
+        packed = {content.names.get(name, name) for name in self.keys}
+        found = {
+            _module(name)
+            for name, first in content.names.items()
+            if name.endswith(".weight") and content.tensors[first].ndim == 2 and first not in packed
+        }
+        return sorted(found)
+
     def modules_without(self, names: Iterable[str]) -> list[str]:
         """Modules that are packed in the checkpoint, of the weights that are not among these.
+
+        They are named as they are published, and as in the model: experts that are stored one by one are a
+        single module there.
 
         Raises:
             UnsupportedModelError: If the format's config cannot say that they are in 16 bits.
         """
         kept = set(names)
-        modules = {_module(key) for name, keys in self.keys.items() if name not in kept for key in keys}
+        changed = {name: keys for name, keys in self.keys.items() if name not in kept}
+        modules = {_module(key) for name, keys in changed.items() for key in (name, *keys)}
         if modules and not names_skips(self.settings):
             raise UnsupportedModelError(
                 f"a config of {self.settings.method} cannot say that {abridged(sorted(modules))} are not "
@@ -82,6 +97,28 @@ class Unchanged:
                 "weights in one dtype"
             )
         return sorted(modules)
+
+
+def whole_modules(keys: Iterable[str], names: Collection[str], groups: Iterable[list[str]]) -> set[str]:
+    """Those of the unchanged weights with whom all that belongs to them is unchanged.
+
+    A module is packed or it is not, with all of its weights, in the eyes of a config; and weights that are
+    converted together are written together.
+
+    Args:
+        keys: All weights that are packed in the checkpoint.
+        names: Those that are unchanged.
+        groups: Weights that are converted together.
+    """
+    packed, together, kept = set(keys), [set(group) for group in groups], set(names)
+    while True:
+        fitting = [group for group in together if group <= kept]
+        whole: set[str] = set().union(*fitting)
+        changed = {_module(name) for name in packed - whole}
+        whole = {name for name in whole if _module(name) not in changed}
+        if whole == kept:
+            return kept
+        kept = whole
 
 
 def _parts(stored: Any, names_of: Mapping[tuple[Path, int], str]) -> list[str]:
@@ -121,7 +158,8 @@ def find_unchanged(model: nn.Module, merges: Mapping[str, Any], *, compare: bool
             unchanged.
 
     Raises:
-        ValueError: If the model was not loaded from a quantised checkpoint.
+        ValueError: If the model was not loaded from a quantised checkpoint under its own names.
+        CheckpointNotFoundError: If that is no longer there.
         UnsupportedModelError: If no packed weight is unchanged.
         CheckpointFormatError: If the checkpoint cannot be read any more.
 
@@ -129,23 +167,15 @@ def find_unchanged(model: nn.Module, merges: Mapping[str, Any], *, compare: bool
     Memory: This rank's part of one weight.
     """
     with agreed("comparing the weights with those that were loaded"):
-        loaded = kept_of(model, LoadedFrom)
-        settings = None if loaded is None else settings_of(loaded.folder)
-        if loaded is None or settings is None:
-            where = (
-                "load_weights and load_pretrained were not called" if loaded is None else str(loaded.folder)
-            )
-            raise ValueError(
-                f"format={AS_LOADED!r} copies the weights of a quantised checkpoint that training has not "
-                f"changed, and this model was loaded from none ({where}): leave it out"
-            )
+        loaded, settings = _source_of(model)
         checkpoint = open_checkpoint(loaded.folder, loaded.variant)
         plan = make_plan(model, checkpoint, missing="initialise", unexpected="ignore")
         keys = _packed_keys(plan, checkpoint)
         look = [name for name in sorted(keys) if not _is_other(model, name, merges)]
         changed = [compare and _is_changed(model, plan.targets[name], checkpoint) for name in look]
     counts = all_reduce_sum([float(one) for one in changed])
-    names = frozenset(name for name, count in zip(look, counts, strict=True) if not count)
+    same = {name for name, count in zip(look, counts, strict=True) if not count}
+    names = frozenset(whole_modules(keys, same, [[name] for name in keys]))
     if not names:
         raise UnsupportedModelError(
             f"every weight that is packed in {loaded.folder} is trained, was changed, or is packed anew by "
@@ -153,6 +183,34 @@ def find_unchanged(model: nn.Module, merges: Mapping[str, Any], *, compare: bool
             "weights in one dtype, or use export_adapter"
         )
     return Unchanged(settings, loaded.folder, checkpoint, keys, names)
+
+
+def _source_of(model: nn.Module) -> tuple[LoadedFrom, Settings]:
+    """The quantised checkpoint that a model was loaded from, and how it is quantised.
+
+    Raises:
+        ValueError: If there is none, or its tensors were renamed.
+        CheckpointNotFoundError: If it is no longer there.
+    """
+    loaded = kept_of(model, LoadedFrom)
+    settings, why = None, "was loaded from a checkpoint that is not quantised"
+    if loaded is None:
+        why = "was loaded from none (load_weights and load_pretrained were not called)"
+    elif loaded.is_renamed:
+        why = "was loaded under other names than the checkpoint's (rename=)"
+    elif not loaded.folder.is_dir():
+        raise CheckpointNotFoundError(
+            f"{loaded.folder} is gone, from which format={AS_LOADED!r} copies: put it there again, or leave "
+            "the format out"
+        )
+    else:
+        settings = settings_of(loaded.folder)
+    if loaded is None or settings is None:
+        raise ValueError(
+            f"format={AS_LOADED!r} copies the weights of a quantised checkpoint that training has not "
+            f"changed, and this model {why}: leave it out"
+        )
+    return loaded, settings
 
 
 def _packed_keys(plan: LoadPlan, checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:

@@ -169,7 +169,8 @@ def _export(
                 title, as_loaded = push_to_hub or target.name, unchanged is not None
                 write_settings(model, config, temporary, title, dtype, *chat, as_loaded=as_loaded)
                 if unchanged is not None:
-                    carry_settings(unchanged.settings, unchanged.folder, temporary, plan.changed_modules)
+                    named = (plan.changed_modules, unchanged.never_packed(content))
+                    carry_settings(unchanged.settings, unchanged.folder, temporary, *named)
         plan, folder = share((plan, temporary))
         assert plan is not None
         gatherer = Gatherer()

@@ -26,7 +26,7 @@ from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._tensors.safetensors import num_bytes
 from fsdp_sft._tensors.stored import InFile
 from fsdp_sft.errors import UnsupportedModelError, abridged
-from fsdp_sft.export.as_loaded import Unchanged
+from fsdp_sft.export.as_loaded import Unchanged, whole_modules
 from fsdp_sft.export.hf_files import Described
 from fsdp_sft.export.readback import refuse_unreadable
 from fsdp_sft.export.settings import export_config
@@ -154,9 +154,10 @@ def _with_copies(
     groups: list[list[str]] = []
     names: list[str] = []
     published: set[str] = set()
-    for group in plan.groups:
-        firsts = [plan.sources[name] for name in group]
-        if not all(first in unchanged.names for first in firsts):
+    together = [[plan.sources[name] for name in group] for group in plan.groups]
+    whole_ones = whole_modules(unchanged.keys, unchanged.names, together)
+    for group, firsts in zip(plan.groups, together, strict=True):
+        if not whole_ones.issuperset(firsts):
             groups.append(group)
             continue
         names += firsts

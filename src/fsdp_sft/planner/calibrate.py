@@ -82,6 +82,7 @@ def calibrate(config: Any, setup: Setup, *, blocks: int = 2) -> Calibration:
         compile=False,
         trainable=None,
         lora_rank=0,
+        packed=None,
         loss_impl="logits",
         logits_dtype=setup.param_dtype,
         device=setup.device if on_gpu else gpu_named("cpu"),

@@ -98,7 +98,8 @@ def shard_model(
         policies: Policies of modules that are to compute or reduce in other dtypes, by FQN or shell pattern
             (``{"model.layers.*.mlp.gate": MixedPrecisionPolicy(param_dtype=torch.float32)}``), of which the
             last that fits counts. Each such module is a group of its own, gathered when it is called; its
-            policy casts its inputs, and its outputs if it has an ``output_dtype``.
+            policy casts its inputs, and its outputs if it has an ``output_dtype``, which is needed where what
+            follows computes in another dtype.
         blocks: Blocks by FQN, which may be nested; None takes ``find_blocks(model)``.
         reshard_after_forward: What becomes of a block's gathered parameters after its forward. True frees
             them (ZeRO-3), False keeps them until its backward (ZeRO-2), and a number keeps them sharded over

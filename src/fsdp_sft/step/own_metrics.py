@@ -1,5 +1,6 @@
 """Values by name that a caller's loss returns beside the loss, summed over a window and over ranks."""
 
+import numbers
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ def checked_metrics(metrics: Any, device: torch.device) -> dict[str, torch.Tenso
             f"loss_fn may return (loss, {{name: summed value}}), got (loss, {type(metrics).__name__})"
         )
     for name, value in metrics.items():
-        is_number = isinstance(value, (bool, int, float)) or (
+        is_number = isinstance(value, numbers.Real) or (
             isinstance(value, torch.Tensor)
             and not isinstance(value, DTensor)
             and value.numel() == 1

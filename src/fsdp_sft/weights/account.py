@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_sft._model.adapters import saved_copies, without_adapters
 from fsdp_sft._model.named import named_tensors
+from fsdp_sft._model.wrappers import inner_model
 from fsdp_sft.errors import CheckpointMismatchError, abridged
 from fsdp_sft.weights.plan import LoadPlan
 
@@ -55,7 +56,8 @@ def account(model: nn.Module, plan: LoadPlan) -> dict[str, Source]:
     if left:
         raise CheckpointMismatchError(
             f"nothing says what {abridged(left)} should hold: these tensors are on the meta device, and "
-            f"neither the checkpoint nor the model's own initialisation has values for them. {_advice(left)}"
+            "neither the checkpoint nor the model's own initialisation has values for them. "
+            f"{_advice(left)}{inner_model(model)}"
         )
     return sources
 

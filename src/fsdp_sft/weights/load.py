@@ -76,8 +76,8 @@ def load_weights(
         rename: Mapping, or function, from the checkpoint's names to the model's; None as a name leaves a
             tensor out, and names that a mapping does not have stay. It comes before transformers' own renames
             and conversions. A module of one's own, which has none of these, is loaded by its names: its
-            parameters and persistent buffers must all be in the checkpoint, and its other buffers must have
-            their values.
+            parameters and persistent buffers must all be in the checkpoint, or keep the values that they have
+            with ``missing="initialise"``, and its other buffers must have their values.
 
     Returns:
         What was read, from where, and how long it took.
@@ -107,7 +107,7 @@ def load_weights(
         ([], [], 'slice')
     """
     _check_arguments(strategy, host_budget_bytes, missing, unexpected)
-    _check_model(model, missing, rename)
+    _check_model(model, rename)
     started = time.perf_counter()
     reshard(model)
     folder = resolve_folder(name_or_path, revision=revision, variant=variant, allow_pickle=allow_pickle)
@@ -123,8 +123,7 @@ def load_weights(
     with agreed("planning the load"):
         with without_adapters(model) as base:
             take_towers_from(base, folder)
-            if rename is None:
-                record_of(base).keep(LoadedFrom(folder.absolute(), variant))
+            record_of(base).keep(LoadedFrom(folder.absolute(), variant, rename is not None))
             make_ties(base)
             checkpoint = renamed(open_checkpoint(folder, variant, allow_pickle=allow_pickle), rename)
             plan = make_plan(base, checkpoint, missing=missing, unexpected=unexpected)
@@ -181,7 +180,7 @@ def _check_arguments(strategy: str, host_budget_bytes: int, missing: str, unexpe
         raise ValueError(f"host_budget_bytes must be at least {_MIN_BUDGET_BYTES}, got {host_budget_bytes!r}")
 
 
-def _check_model(model: nn.Module, missing: str, rename: Any) -> None:
+def _check_model(model: nn.Module, rename: Any) -> None:
     """Refuse models and names that do not go together."""
     if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
         raise TypeError(f"rename must be a mapping or a function of a name, got {rename!r}")
@@ -193,11 +192,6 @@ def _check_model(model: nn.Module, missing: str, rename: Any) -> None:
         raise TypeError(
             f"load_weights loads a transformers model, and {own} has one inside{advice}. For weights of a "
             "module of one's own, rename= says which name is which"
-        )
-    if missing != "error":
-        raise ValueError(
-            f"missing={missing!r} is for transformers models, whose classes initialise what is missing: give "
-            f"the values to {own} before, and leave it out"
         )
 
 

@@ -156,7 +156,7 @@ def make_plan(
             or left over that it does not name as ignorable; the error has their names.
     """
     if not is_transformers(model):
-        return _by_names(model, checkpoint, unexpected)
+        return _by_names(model, checkpoint, missing, unexpected)
     twin = meta_twin(model)
     tensors, absent = named_tensors(model), absent_towers(model)
     _check_same_names(twin, tensors, absent)
@@ -179,8 +179,11 @@ def make_plan(
     return plan
 
 
-def _by_names(model: nn.Module, checkpoint: Checkpoint, unexpected: str) -> LoadPlan:
-    """The plan of a model that is not one of transformers: each tensor is stored under its own name."""
+def _by_names(model: nn.Module, checkpoint: Checkpoint, missing: str, unexpected: str) -> LoadPlan:
+    """The plan of a model that is not one of transformers: each tensor is stored under its own name.
+
+    What is missing, if that is no error, keeps the value that it has.
+    """
     plan, tensors = LoadPlan(), named_tensors(model)
     left_over = {key: key for key in checkpoint.sources if key not in tensors}
     found = {}
@@ -194,10 +197,12 @@ def _by_names(model: nn.Module, checkpoint: Checkpoint, unexpected: str) -> Load
     filled = {id(tensors[name]) for name in found}
     name = type(model).__name__.removeprefix("FSDP")
     lacking = [key for key in model.state_dict() if key in tensors and id(tensors[key]) not in filled]
-    if lacking:
+    plan.missing = lacking
+    if lacking and missing == "error":
+        others = f" of its names ({abridged(left_over)})" if left_over else ""
         raise CheckpointFormatError(
-            f"the checkpoint has no values for {abridged(lacking)} of {name}: rename= says which of its "
-            f"names ({abridged(left_over)}) is which",
+            f"the checkpoint has no values for {abridged(lacking)} of {name}: rename= says which{others} is "
+            "which, and missing='initialise' keeps the values that they have",
             missing=lacking,
         )
     plan.unexpected = sorted(left_over)

@@ -34,10 +34,12 @@ class LoadedFrom:
     Attributes:
         folder: Folder of the checkpoint.
         variant: Variant of its weight files.
+        is_renamed: Whether the caller has given its tensors other names.
     """
 
     folder: Path
     variant: str | None
+    is_renamed: bool = False
 
 
 @dataclass(frozen=True)
