@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fsdp_sft as fs
 from tests.compositions.rows import VOCABULARY
 from tests.harness.models import TINY, tiny_model
 from tests.harness.packed_values import in_nf4, is_packed
@@ -194,6 +195,21 @@ def summed_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         logits, labels = logits[:, :-1], labels[:, 1:]
     logits = _upcast(logits.flatten(0, 1))
     return F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def loss_of_tokens(model: nn.Module, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The same made of the losses of tokens, by whose weights it is multiplied, if a batch has any."""
+    losses = fs.token_losses(model, batch)
+    weights = batch.get("loss_weights")
+    summed = losses.sum() if weights is None else (losses * weights.to(losses)).sum()
+    return summed, {"plain": losses.sum()}
+
+
+def weight_of_tokens(batch: dict[str, Any]) -> float:
+    """Sum of the weights of the targets of a batch."""
+    counts = batch["labels"][:, 1:] != -100
+    weights = batch.get("loss_weights")
+    return float(counts.sum() if weights is None else (weights[:, 1:] * counts).sum())
 
 
 def _upcast(logits: torch.Tensor) -> torch.Tensor:

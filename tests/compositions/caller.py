@@ -192,6 +192,10 @@ def _one_or_list(items: list[Any]) -> Any:
 
 
 def _loss_options(draw: Draw) -> dict[str, Any]:
+    if draw["loss"] == "tokens":
+        weighted = draw["loss terms"] == "weights"
+        own = {"loss_fn": architectures.loss_of_tokens}
+        return own | ({"count_fn": architectures.weight_of_tokens} if weighted else {})
     if draw["loss"] != "loss_fn":
         router = "global_micro_batch" if draw["router loss"] == "global" else None
         return {"loss_impl": draw["loss"], "router_loss": router, **options.loss_terms(draw)}

@@ -206,6 +206,16 @@ EQUAL: list[dict[str, str]] = [
         "resume": "twice",
         "export": "float32",
     },
+    {
+        "architecture": "soft cap",
+        "mesh": "cp 2",
+        "loss": "tokens",
+        "loss terms": "weights",
+        "batches": "packed",
+        "accumulation": "3 each",
+        "clip": "1e-2",
+        "evaluate": "between",
+    },
 ]
 
 REFUSED: dict[str, dict[str, str]] = {

@@ -135,7 +135,7 @@ def _step(
         if isinstance(call, _Lower):
             call.hand_over()
         loss_sum += float(summed.detach())
-    if draw["architecture"] == "moe with router loss" and draw["loss"] != "loss_fn":
+    if draw["architecture"] == "moe with router loss" and draw["loss"] not in ("loss_fn", "tokens"):
         for share in _router_shares(draw, call, window, positions):
             (share * scale).backward()
             if isinstance(call, _Lower):

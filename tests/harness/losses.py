@@ -12,6 +12,7 @@ from tests.harness.device import mesh_here
 from tests.harness.models import (
     VOCAB,
     full,
+    tiny_model,
 )
 
 FLOAT32 = MixedPrecisionPolicy()
@@ -108,3 +109,28 @@ def window_gradients(
         with fs.gradient_sync(model, "all" if index == len(mine) - 1 else accumulate):
             fs.causal_lm_loss(model, batch, num_targets=targets, impl=impl).backward()
     return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "trained tokens": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [5, 9, 40]}},
+    "trained tokens, tied": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 9, 40]},
+    "lora": {"target_modules": ["q_proj", "lm_head"]},
+    "lora with dropout": {"target_modules": ["lm_head"], "lora_dropout": 0.3},
+    "lora with a bias": {"target_modules": ["lm_head"], "lora_bias": True},
+    "dora": {"target_modules": ["lm_head"], "use_dora": True},
+}
+
+
+def adapted_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model("qwen2-tied" if "tied" in kind else "llama", dtype=dtype)
+    config = LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **ADAPTERS[kind])
+    torch.manual_seed(1)
+    model = get_peft_model(model, config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1.5)  # DoRA's magnitude and the copies are not what they were made of
+    return model.to(dtype)

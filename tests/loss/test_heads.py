@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
+from tests.harness.losses import ADAPTERS, adapted_model
 from tests.harness.models import (
     VOCAB,
     full,
@@ -21,30 +22,6 @@ from tests.harness.models import (
     tiny_model,
 )
 from tests.harness.ranks import run_distributed
-
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-    "trained tokens": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [5, 9, 40]}},
-    "trained tokens, tied": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 9, 40]},
-    "lora": {"target_modules": ["q_proj", "lm_head"]},
-    "lora with dropout": {"target_modules": ["lm_head"], "lora_dropout": 0.3},
-    "lora with a bias": {"target_modules": ["lm_head"], "lora_bias": True},
-    "dora": {"target_modules": ["lm_head"], "use_dora": True},
-}
-
-
-def _adapted(kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    model = tiny_model("qwen2-tied" if "tied" in kind else "llama", dtype=dtype)
-    config = LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **ADAPTERS[kind])
-    torch.manual_seed(1)
-    model = get_peft_model(model, config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.mul_(1.5)  # DoRA's magnitude and the copies are not what they were made of
-    return model.to(dtype)
 
 
 def _window(model: Any, batches: list[Any], impl: str) -> tuple[float, dict[str, torch.Tensor]]:
@@ -72,7 +49,7 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_a_head_with_adapters_needs_no_logits(kind: str) -> None:
     pytest.importorskip("peft")
-    model, batches = _adapted(kind, torch.float64), ragged_batches(2)
+    model, batches = adapted_model(kind, torch.float64), ragged_batches(2)
     twin = copy.deepcopy(model)
     torch.manual_seed(7)
     expected = oracle_loss(twin, batches)
@@ -98,7 +75,7 @@ def _check_sharded() -> None:
     batches = ragged_batches(2)
     mine = batches[dist.get_rank() :: dist.get_world_size()]
     for kind in ("modules_to_save", "dora"):
-        model = _adapted(kind)
+        model = adapted_model(kind)
         loss, expected = oracle_gradients(model, batches)
         fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
         assert fs.prepare_loss(model) == "chunked", kind

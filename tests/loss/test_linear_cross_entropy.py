@@ -230,7 +230,7 @@ def test_under_torch_compile_the_graph_breaks_cleanly() -> None:
 
 @pytest.mark.parametrize("columns", [1, 255, 256, 257, 1000, 1024])
 def test_the_largest_column_is_that_of_argmax(columns: int) -> None:
-    from fsdp_sft.loss.linear_cross_entropy import _largest_column
+    from fsdp_sft.loss.chunks import _largest_column
 
     generator = torch.Generator().manual_seed(columns)
     drawn = torch.randn(64, columns, generator=generator)

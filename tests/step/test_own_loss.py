@@ -166,8 +166,8 @@ def _check_refusals() -> None:
     for options, error, message in (
         ({"loss_fn": strange_loss}, fs.BatchError, "needs 'labels'.*a count_fn"),
         ({"loss_fn": strange_loss, "count_fn": count_on_one_rank}, KeyError, "targets"),
-        ({"loss_fn": strange_loss, "count_fn": lambda b: 1.5}, TypeError, "must return an int"),
-        ({"loss_fn": strange_loss, "count_fn": lambda b: -rank}, ValueError, "number of targets, got -1"),
+        ({"loss_fn": strange_loss, "count_fn": lambda b: "1"}, TypeError, "must return a number"),
+        ({"loss_fn": strange_loss, "count_fn": lambda b: -rank}, ValueError, "their weight, got -1"),
         ({"loss_fn": lambda m, b: m(b.idx), "count_fn": strange_count}, TypeError, "scalar; got a .*float32"),
         ({"loss_fn": lambda m, b: 0.0, "count_fn": strange_count}, TypeError, "scalar; got float"),
         ({"loss_fn": strange_loss, "loss_impl": "logits"}, ValueError, "loss_impl='logits' says how"),

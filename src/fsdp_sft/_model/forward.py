@@ -125,11 +125,12 @@ class _FunctionParts:
 
     def _of_many(self, values: Any) -> Any:
         found = map(self.of, itertools.islice(values, _MOST_PARTS))
-        return [part for part in found if part is not None]
+        return [part for part in found if part is not None] or None
 
     def _of_named(self, values: Mapping[Any, Any]) -> Any:
         found = ((str(name), self.of(part)) for name, part in itertools.islice(values.items(), _MOST_PARTS))
-        return {name: part for name, part in found if part is not None}
+        # Nothing for a dict of numbers: a function that collects such is not another one with each.
+        return {name: part for name, part in found if part is not None} or None
 
 
 _OF_A_MODULE = (str, bool, types.FunctionType, functools.partial)

@@ -100,13 +100,14 @@ class ExpertCounter:
         Args:
             counted: Mask of the tokens that count, bool ``(B, S)``; None counts all.
         """
+        before = [(layer.is_counting, layer.counted) for layer in self.layers]
         for layer in self.layers:
             layer.is_counting, layer.counted = self._is_open, counted
         try:
             yield
         finally:
-            for layer in self.layers:
-                layer.is_counting, layer.counted = False, None
+            for layer, (is_counting, mask) in zip(self.layers, before, strict=True):
+                layer.is_counting, layer.counted = is_counting, mask
 
     @contextmanager
     def paused(self) -> Iterator[None]:

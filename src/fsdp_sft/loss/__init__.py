@@ -7,8 +7,9 @@ per-rank means would be another number as soon as ranks hold unequal numbers of 
 ``counting`` counts targets, ``forward`` computes the loss of one forward, and ``causal`` what it counts in a
 window. Where it is proven to give the same result, the loss is computed without holding the logits:
 ``linear_cross_entropy`` and ``products`` compute it, ``head`` calls it inside the model's forward, ``probe``
-proves it and ``prepare`` decides. ``liger`` is an optional other implementation. ``own`` compares the model's
-own loss with it, and ``additions`` adds a router's loss or refuses what else a model adds.
+proves it and ``prepare`` decides. ``liger`` is an optional other implementation. ``own`` compares the
+model's own loss with it, and ``additions`` adds a router's loss or refuses what else a model adds. ``tokens``
+and ``distillation`` are what losses of one's own are made of; losses without logits share ``chunks``.
 """
 
 from fsdp_sft.loss.additions import RouterLoss as RouterLoss, check_router_loss as check_router_loss
@@ -28,11 +29,13 @@ from fsdp_sft.loss.counting import (
     target_weight as target_weight,
     weight_of as weight_of,
 )
+from fsdp_sft.loss.distillation import distillation_loss as distillation_loss
 from fsdp_sft.loss.forward import loss_parts as loss_parts
 from fsdp_sft.loss.head import HeadChecks as HeadChecks, checked_later as checked_later
 from fsdp_sft.loss.linear_cross_entropy import linear_cross_entropy_sum as linear_cross_entropy_sum
 from fsdp_sft.loss.part import (
     BatchPart as BatchPart,
+    loss_of_whole_rows as loss_of_whole_rows,
     own_part as own_part,
     part_on_device as part_on_device,
     tokens_of as tokens_of,
@@ -54,3 +57,4 @@ from fsdp_sft.loss.same_rows import (
     to_compare_rows as to_compare_rows,
 )
 from fsdp_sft.loss.terms import PLAIN as PLAIN, Terms as Terms
+from fsdp_sft.loss.tokens import token_losses as token_losses

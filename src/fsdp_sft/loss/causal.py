@@ -24,7 +24,7 @@ from fsdp_sft.loss.counting import (
     weight_of,
 )
 from fsdp_sft.loss.forward import loss_parts, ranks_of_router
-from fsdp_sft.loss.part import own_part, tokens_of
+from fsdp_sft.loss.part import own_part, refuse_part_in_whole, tokens_of
 from fsdp_sft.loss.prepare import LossImpl, look_again
 from fsdp_sft.loss.terms import Terms
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
@@ -107,6 +107,7 @@ def _own_part(model: nn.Module, batch: Batch, impl: LossImpl) -> Batch:
         return batch
     look_again(model, impl)
     group = sequence_group_of(model)
+    refuse_part_in_whole(group)
     compare_again(model, group)
     return own_part(batch, group)  # type: ignore[no-any-return]
 

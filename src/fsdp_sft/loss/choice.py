@@ -52,17 +52,22 @@ class LossChoice:
             )
         chunked = partial(chunked_loss, known=known, weights=weights, terms=terms)
         fused = liger.linear_cross_entropy_sum if self.impl == "liger" else chunked
+        return self.at(head, partial(fused, labels=labels))
 
-        def loss(hidden: torch.Tensor) -> torch.Tensor:
+    def at(
+        self, head: nn.Module, compute: Callable[..., torch.Tensor]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function from hidden states to ``compute(hidden=, weight=, bias=, scale=, softcap=)``."""
+
+        def computed(hidden: torch.Tensor) -> torch.Tensor:
             # FSDP2 replaces the head's parameters when it gathers them, so they are looked up at each call.
             product = head_product(head, hidden)
-            return fused(
-                product.hidden,
-                product.weight,
-                labels,
+            return compute(
+                hidden=product.hidden,
+                weight=product.weight,
                 bias=product.bias,
                 scale=self.transform.scale,
                 softcap=self.transform.softcap,
             )
 
-        return loss
+        return computed

@@ -12,6 +12,9 @@ of 10 tokens on 3 ranks ("." is filler, "-" a position without a target)::
     rank 2              i j . .     j - - -
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -112,6 +115,45 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     if weights is not None:
         fields[WEIGHTS_KEY] = F.pad(weights, (0, filler))[:, own]
     return BatchPart(fields, whole, counted, int(seen_counted.sum()))
+
+
+_whole_rows: ContextVar[bool] = ContextVar("fsdp_sft_whole_rows_of_a_loss", default=False)
+
+
+@contextmanager
+def loss_of_whole_rows() -> Iterator[None]:
+    """Compute a caller's loss within the block: of whole rows, the same on all ranks that share them."""
+    token = _whole_rows.set(True)
+    try:
+        yield
+    finally:
+        _whole_rows.reset(token)
+
+
+def refuse_part_in_whole(group: SequenceGroup | None) -> None:
+    """Refuse the loss of a part of the rows where that of whole rows is computed, which counts once a group.
+
+    Raises:
+        ValueError: Within ``loss_of_whole_rows``, if ranks share rows.
+    """
+    if group is not None and _whole_rows.get():
+        raise ValueError(
+            f"loss_sum and causal_lm_loss return the loss of this rank's part of the rows, which "
+            f"{group.size} ranks share, and a loss_fn returns that of whole rows: use "
+            "token_losses(model, batch).sum()"
+        )
+
+
+def whole_rows(values: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+    """Values of all tokens ``(..., n * S)`` from those of each rank's part ``(..., S)``, in their order.
+
+    Each rank of the group may go on with its own copy of a computation: the backward sums the gradients of
+    all ranks' copies, and each rank takes those of its part.
+
+    Collective: all ranks of the group; its backward too.
+    """
+    each = values.unsqueeze(0).expand(group.size, *values.shape).contiguous()
+    return group.exchange(each).movedim(0, -2).flatten(-2)
 
 
 def own_part(batch: Any, group: SequenceGroup | None) -> Any:

@@ -1,7 +1,7 @@
 """Check that ranks which share rows have been given the same rows."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,13 +26,7 @@ def to_compare_rows(batches: Sequence[Any], group: SequenceGroup | SameRows | No
     """
     if group is None:
         return [0.0, 0.0]
-    named = [
-        (name, batch[name])
-        for batch in batches
-        if isinstance(batch, Mapping)
-        for name in sorted(batch, key=str)
-        if isinstance(batch[name], torch.Tensor)
-    ]
+    named = [one for batch in batches for one in _named_tensors(batch)]
     # The digest includes the group's index, so that a difference in one group cannot cancel one in another.
     found = hashlib.blake2b(f"{group.share}".encode(), digest_size=5)
     for (name, _), value in zip(named, host_copies([value for _, value in named]), strict=True):
@@ -41,6 +35,18 @@ def to_compare_rows(batches: Sequence[Any], group: SequenceGroup | SameRows | No
     word = int.from_bytes(found.digest(), "big")
     times = group.size - 1 if group.rank == 0 else -1
     return [float(times * (word >> shift & ((1 << _WORD_BITS) - 1))) for shift in (0, _WORD_BITS)]
+
+
+def _named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a batch with their names, those in its dicts, lists and tuples included."""
+    if isinstance(batch, torch.Tensor):
+        yield name, batch
+    elif isinstance(batch, Mapping):
+        for key in sorted(batch, key=str):
+            yield from _named_tensors(batch[key], f"{name}.{key}" if name else str(key))
+    elif isinstance(batch, (list, tuple)):
+        for index, inner in enumerate(batch):
+            yield from _named_tensors(inner, f"{name}.{index}")
 
 
 def refuse_different_rows(sums: Sequence[float]) -> None:

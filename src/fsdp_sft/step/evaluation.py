@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,7 @@ from fsdp_sft.step.keys import (
 from fsdp_sft.step.loss_is_sum import refuse_mean
 from fsdp_sft.step.model_checks import check_of
 from fsdp_sft.step.own_loss import CountFn, LossFn, Objective
+from fsdp_sft.step.own_metrics import OwnMetrics
 from fsdp_sft.step.uneven_eval import in_step
 from fsdp_sft.step.window import Anew, on_device, on_host
 
@@ -50,15 +51,17 @@ class EvalResult:
         loss: Mean over all targets, weighted by ``loss_weights`` where batches have them.
         perplexity: ``exp(loss)``, a perplexity where the loss is the plain cross entropy; inf where that
             overflows.
-        num_targets: Number of targets.
+        num_targets: Number of targets; see ``StepResult``.
         router_loss: Loss of a mixture's router, its coefficient included, as the mean over batches weighted
             by their tokens; 0 if no router's loss is added.
+        metrics: Values that ``loss_fn`` returned by name beside the loss, as means per target.
     """
 
     loss: float
     perplexity: float
     num_targets: int
     router_loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 @told_of_former
@@ -110,20 +113,19 @@ def evaluate(
 
     Example:
         >>> fs.evaluate(model, loader)
-        EvalResult(loss=..., perplexity=..., num_targets=..., router_loss=0.0)
+        EvalResult(loss=..., perplexity=..., num_targets=..., router_loss=0.0, metrics={})
     """
     terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
     objective = Objective(loss_impl, loss_fn, count_fn, router_loss, terms)
     objective.check()
     check_verify(verify)
     mesh, group = training_mesh_of(model), sequence_group_of(model)
-    objective.refuse_parts(group)
     device = compute_device(model)
     modes = {module: module.training for module in model.modules()}
     total = added = torch.zeros((), dtype=torch.float64, device=device)
-    targets = tokens = 0
-    target_weight = 0.0
-    checks = HeadChecks()
+    targets = target_weight = 0.0
+    tokens = 0
+    checks, metrics = HeadChecks(), OwnMetrics()
     check = check_of(model, own_loss=objective.is_own)
     options = {"verify": verify, "check_labels": check_labels, **objective.options()}
     anew = _agreed(what_is_new(model, objective, check_sum=check_labels), options, mesh)
@@ -138,11 +140,11 @@ def evaluate(
                     whole = [seen] if group is None else on_host([batch])
                     verify_at_first_use(model, whole, mesh, own_loss=objective.is_own)
                 moved = on_device(batch, seen, device, own_loss=objective.is_own)
-                summed, router = objective.of(model, moved, is_counted=count is not None)
+                summed, router, named = objective.of(model, moved, is_counted=count is not None)
                 if count is None:
                     continue
-                total, targets = total + summed, targets + count
-                target_weight += objective.weight(seen, count)
+                metrics.add(named)
+                total, targets, target_weight = total + summed, targets + count[0], target_weight + count[1]
                 if router is not None:
                     weight = tokens_of(seen, needs_ids=False)
                     added, tokens = added + router * weight, tokens + weight
@@ -156,7 +158,7 @@ def evaluate(
     loss_total, all_targets, all_weight, router_total, all_tokens, failed = sum_over_mesh(values, mesh)
     if failed:
         raise_on_mesh(changed, "looking at what the model makes of its head's output", mesh)
-    if all_targets == 0:
+    if all_targets == 0 and all_weight == 0:
         raise BatchError(
             "evaluate: no target on any rank; every label, after the shift, is -100, or there is no batch"
         )
@@ -164,8 +166,9 @@ def evaluate(
         raise BatchError(f"evaluate: the loss_weights of all {int(all_targets)} targets are 0")
     loss = loss_total / all_weight
     perplexity = math.exp(loss) if loss < 709 else math.inf
-    count = int(all_targets) // copies_of_rows(mesh)
-    return EvalResult(loss, perplexity, count, router_total / max(all_tokens, 1))
+    number = round(all_targets / copies_of_rows(mesh))
+    means = metrics.over(mesh, all_weight) if objective.is_own else {}
+    return EvalResult(loss, perplexity, number, router_total / max(all_tokens, 1), means)
 
 
 def _agreed(own: Anew, options: dict[str, Any], mesh: "DeviceMesh | None") -> Anew:

@@ -103,7 +103,8 @@ def _row_and_twins(batches: list[Any], count_fn: CountFn | None) -> tuple[Any, A
                 one, two = repeated(batch, row, 1), repeated(batch, row, 2)
                 targets = counted(one, count_fn)
                 if targets:
-                    return (one, two) if counted(two, count_fn) == 2 * targets else None
+                    doubled = math.isclose(counted(two, count_fn), 2 * targets, rel_tol=1e-5)
+                    return (one, two) if doubled else None
         first = batches[0]
         # No row here has a target; the other ranks still need this one in their forwards.
         return repeated(first, 0, 1), repeated(first, 0, 2)

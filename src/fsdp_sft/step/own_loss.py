@@ -1,5 +1,7 @@
 """The loss of a batch and its targets: the library's, or the caller's own, whose results are checked."""
 
+import math
+import numbers
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._model.blocks import without_caches
-from fsdp_sft.attention.context_parallel import SequenceGroup
+from fsdp_sft.attention.context_parallel import SequenceGroup, sequence_group_of
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import (
     PLAIN,
@@ -18,14 +20,18 @@ from fsdp_sft.loss import (
     RouterLoss,
     Terms,
     check_router_loss,
+    loss_of_whole_rows,
     loss_parts,
     num_targets,
+    own_part,
+    tokens_of,
     weight_of,
 )
+from fsdp_sft.step.own_metrics import checked_metrics
 from fsdp_sft.step.trained import refuse_sharded_loss
 
-LossFn = Callable[[nn.Module, Any], torch.Tensor]
-CountFn = Callable[[Any], int]
+LossFn = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]]
+CountFn = Callable[[Any], float]
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Objective:
     Attributes:
         impl: Implementation of the loss, the argument ``loss_impl``.
         loss_fn: The caller's loss; None for that of ``loss_sum``.
-        count_fn: The caller's count of a batch's targets; None counts its labels.
+        count_fn: The caller's count of a batch's targets, or their weight; None counts its labels.
         router_loss: What to do with a router's loss; see ``loss_sum``.
         terms: ``label_smoothing`` and ``z_loss``.
     """
@@ -73,33 +79,48 @@ class Objective:
                     f"leave {name} out"
                 )
 
-    def refuse_parts(self, group: SequenceGroup | None) -> None:
-        """Refuse the caller's functions under context parallelism, where ranks compute parts of rows."""
-        own = "loss_fn" if self.is_own else "count_fn"
-        if group is not None and (self.is_own or self.count_fn is not None):
-            raise ValueError(
-                f"{own} is called with whole rows, of which each of the {group.size} ranks that share them "
-                "computes a part; leave it out, or train without context parallelism (cp=1)"
-            )
-
     def of(
         self, model: nn.Module, batch: Any, *, is_counted: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(the loss summed over a batch's targets, the router's loss or None if it is not added)."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+        """(the loss summed over a batch's targets, the router's loss or None, the caller's metrics).
+
+        The caller's loss and metrics are those of whole rows. Ranks that share rows return equal shares.
+        """
         if self.loss_fn is None:
-            return loss_parts(model, batch, self.impl, self.router_loss, self.terms, is_counted)
-        counter = counter_of(model)
-        with nullcontext() if counter is None else counter.counting(_mask_of(batch)):
-            return _summed(self.loss_fn, model, batch), None
+            parts = loss_parts(model, batch, self.impl, self.router_loss, self.terms, is_counted)
+            return *parts, {}
+        counter, group = counter_of(model), sequence_group_of(model)
+        with (
+            nullcontext() if counter is None else counter.counting(_mask_of(batch)),
+            nullcontext() if group is None else loss_of_whole_rows(),
+        ):
+            summed, metrics = _summed(self.loss_fn, model, batch)
+        if group is not None:
+            summed = summed / group.size
+            metrics = {name: value / group.size for name, value in metrics.items()}
+        return summed, None, metrics
 
-    def counted(self, given: Any, part: Any) -> int:
-        """Number of targets of a batch, of which ``part`` is this rank's part on the host."""
-        return counted(part if self.count_fn is None else given, self.count_fn)
+    def part(self, batch: Any, group: SequenceGroup | None) -> Any:
+        """What this rank computes of a batch on the host; the caller's loss gets whole rows."""
+        return batch if self.is_own else own_part(batch, group)
 
-    def weight(self, part: Any, count: int) -> float:
-        """Divisor of a batch's loss: the number of its targets, or the sum of their ``loss_weights``."""
+    def measured(self, given: Any, part: Any, group: SequenceGroup | None) -> tuple[float, float, int]:
+        """This rank's share of a batch's (targets, weight of them, tokens).
+
+        The first of the ranks that share rows counts what is asked of whole rows.
+
+        Args:
+            given: The batch as the caller gave it.
+            part: What this rank computes of it, on the host.
+            group: Ranks that share its rows; None if none do.
+        """
+        once = group is None or group.rank == 0
+        whole = self.is_own or self.count_fn is not None
+        count = counted(given if self.count_fn is not None else part, self.count_fn)
+        count = count if once or not whole else 0
         weighted = not self.is_own and isinstance(part, Mapping) and part.get(WEIGHTS_KEY) is not None
-        return weight_of(part) if weighted else float(count)
+        tokens = tokens_of(part, needs_ids=not self.is_own) if once or not self.is_own else 0
+        return count, weight_of(part) if weighted else float(count), tokens
 
 
 def _mask_of(batch: Any) -> torch.Tensor | None:
@@ -108,24 +129,26 @@ def _mask_of(batch: Any) -> torch.Tensor | None:
     return mask != 0 if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
 
 
-def counted(batch: Any, count_fn: CountFn | None) -> int:
-    """Number of targets of a batch, by ``count_fn`` or by its labels."""
+def counted(batch: Any, count_fn: CountFn | None) -> float:
+    """Number of targets of a batch, or their weight: by ``count_fn``, or by its labels."""
     if count_fn is None:
         return num_targets(batch)
     count: Any = count_fn(batch)
-    if isinstance(count, torch.Tensor) and count.numel() == 1 and not count.is_floating_point():
-        count = int(count)
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"count_fn must return an int, the targets of a batch, got {count!r}")
-    if count < 0:
-        raise ValueError(f"count_fn must return a number of targets, got {count}")
-    return count
+    if isinstance(count, torch.Tensor) and count.numel() == 1:
+        count = count.item()
+    if isinstance(count, bool) or not isinstance(count, numbers.Real):
+        raise TypeError(f"count_fn must return a number, a batch's targets or their weight, got {count!r}")
+    number: float = float(count)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"count_fn must return a number of targets or their weight, got {count}")
+    return number
 
 
-def _summed(loss_fn: LossFn, model: nn.Module, batch: Any) -> torch.Tensor:
-    """Checked result of ``loss_fn``: a scalar, with gradients where they are enabled."""
+def _summed(loss_fn: LossFn, model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Checked result of ``loss_fn``: a scalar, with gradients where they are enabled, and metrics."""
     with without_caches(model):
-        loss = loss_fn(model, batch)
+        result: Any = loss_fn(model, batch)
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     refuse_sharded_loss(loss)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         got = (
@@ -133,10 +156,13 @@ def _summed(loss_fn: LossFn, model: nn.Module, batch: Any) -> torch.Tensor:
             if isinstance(loss, torch.Tensor)
             else type(loss).__name__
         )
-        raise TypeError(f"loss_fn must return the loss summed over the batch's targets, a scalar; got {got}")
+        raise TypeError(
+            f"loss_fn must return the loss summed over the batch's targets, a scalar; got {got}. Values to "
+            "report go beside it: (loss, {name: summed value})"
+        )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ValueError(
             "loss_fn returned a loss that depends on no parameter that is trained; a batch without targets "
             "needs one too, such as (logits * 0).sum(), because other ranks wait in its backward"
         )
-    return loss.reshape(())
+    return loss.reshape(()), checked_metrics(metrics, loss.device)

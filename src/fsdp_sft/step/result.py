@@ -1,7 +1,7 @@
 """A step that is queued on the device, and its result, for which the host waits."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fsdp_sft._process.streams import LateValues
@@ -10,6 +10,7 @@ from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, sum_over_mesh
 from fsdp_sft.errors import NonFiniteGradientError, abridged
 from fsdp_sft.experts import ExpertLoad, LateLoad
 from fsdp_sft.loss import HeadChecks
+from fsdp_sft.step.own_metrics import OwnMetrics
 from fsdp_sft.step.window import Window
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ class StepResult:
         loss: Mean over the window's targets on all ranks, weighted by ``loss_weights`` where batches have
             them; nan for a window without targets.
         grad_norm: 2-norm of the whole gradient before clipping; nan if there was no gradient.
-        num_targets: Number of targets of the window on all ranks.
+        num_targets: Number of targets of the window on all ranks. If ``count_fn`` returns weights, their sum,
+            rounded; ``target_weight`` is exact.
         num_tokens: Number of tokens of the window on all ranks, without padding. Padding is what
             ``attention_mask`` marks as such, and the filler at the end of a pack.
         skipped: Whether the optimizer did not step.
@@ -36,6 +38,8 @@ class StepResult:
             was called.
         target_weight: Sum of the targets' ``loss_weights`` on all ranks, by which ``loss`` was divided;
             without weights the number of targets.
+        metrics: Values that ``loss_fn`` returned by name beside the loss, summed over the window's batches on
+            all ranks and divided like ``loss``: means per target.
     """
 
     loss: float
@@ -47,6 +51,7 @@ class StepResult:
     router_loss: float = 0.0
     target_weight: float = 0.0
     expert_load: ExpertLoad | None = None
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(eq=False)
@@ -60,6 +65,7 @@ class QueuedStep:
         mesh: Ranks that share it.
         checks: Checks of the step's forwards that wait for the device.
         expert_load: Tokens that experts were given, being copied to the host; None if they are not counted.
+        metrics: This rank's sums of the metrics of the caller's loss; None if the loss is the library's.
         problem: Error that says why no checkpoint could hold the optimizer's state; None if one could.
     """
 
@@ -68,6 +74,7 @@ class QueuedStep:
     mesh: "DeviceMesh | None"
     checks: HeadChecks
     expert_load: LateLoad | None
+    metrics: OwnMetrics | None = None
     problem: Exception | None = None
 
     @property
@@ -108,7 +115,9 @@ class QueuedStep:
         if has_changed:
             raise_on_mesh(changed, "looking at what the model makes of its head's output", self.mesh)
         window = self.window
-        loss, added = (total / (window.weight * copies_of_rows(self.mesh)) for total in (loss, added))
+        divisor = window.weight * copies_of_rows(self.mesh)
+        loss, added = loss / divisor, added / divisor
+        metrics = {} if self.metrics is None else self.metrics.over(self.mesh, divisor)
         if not self.is_finite and not self.has_infs:
             raise NonFiniteGradientError(
                 f"the gradient norm is {norm} at a loss of {loss:.4g}{self._where()}; parameters and "
@@ -127,4 +136,5 @@ class QueuedStep:
             router_loss=added,
             target_weight=window.weight,
             expert_load=load,
+            metrics=metrics,
         )

@@ -49,6 +49,7 @@ from fsdp_sft.step.optimizers import (
     unscale,
 )
 from fsdp_sft.step.own_loss import CountFn, LossFn, Objective
+from fsdp_sft.step.own_metrics import OwnMetrics
 from fsdp_sft.step.result import QueuedStep, StepResult
 from fsdp_sft.step.schedules import forget_stepped, refuse_stepped_twice, step_schedulers
 from fsdp_sft.step.storable import state_problem
@@ -113,14 +114,18 @@ def train_step(
         loss_fn: Function ``loss_fn(model, batch)`` that returns the loss of one batch, **summed** over its
             targets: a scalar tensor on the model's device, connected to the parameters even for a batch
             without targets. None is ``loss_sum``. Use it for encoder-decoders, classifiers, models that are
-            not transformers', another ignored label, or a loss of your own. Before the model's first step it
-            is called with one row and with that row twice, to tell a sum from a mean. While it runs,
-            ``use_cache`` is off in the model's configs, because transformers separates the rows of a pack
-            only without a cache.
+            not transformers', another ignored label, or a loss of your own; ``token_losses`` and
+            ``distillation_loss`` are what one is made of without logits. It may return ``(loss, {name: summed
+            value})``: values are numbers or 0-dim tensors, and ``StepResult.metrics`` has their means per
+            target. Under context parallelism it gets whole rows on each rank of a group, is made of these two
+            functions, and counts once. Before the model's first step it is called with one row and with that
+            row twice, to tell a sum from a mean; nothing of these calls counts, and one that fails, as a loss
+            over pairs of rows may, is left out. While it runs, ``use_cache`` is off in the model's configs,
+            because transformers separates the rows of a pack only without a cache.
         count_fn: Function ``count_fn(batch)`` that returns the number of targets of a batch as the loader
-            gave it; it is called before the first forward. None counts the labels that are not -100 after
-            the shift. With both functions given, a batch may be any object; tensors in dicts, lists and
-            tuples are moved to the device.
+            gave it, or their weight, a float; it is called before the first forward. The window's loss is
+            divided by the sum. None counts the labels that are not -100 after the shift. With both functions
+            given, a batch may be any object; tensors in dicts, lists and tuples are moved to the device.
         verify: ``"first"`` checks with the first pack that the model does not mix its rows, as
             ``verify_packing`` does, unless that has been called before. ``"off"`` does not check.
         router_loss: Loss of a mixture's router; see ``loss_sum``. Here each micro-batch's router loss is
@@ -180,7 +185,6 @@ def train_step(
     schedulers = checked_schedulers(scheduler, optimizers)
     scaler = prepare_scaler(optimizers, scaler)
     mesh, group = training_mesh_of(model), sequence_group_of(model)
-    objective.refuse_parts(group)
     refuse_divided_twice(model)
     refuse_noise_on_same_rows(model, mesh)
     look = check_labels and loss_fn is None and count_fn is None and is_to_be_looked_at(model)
@@ -266,7 +270,7 @@ def _queued(
             counter.start()
         forget_held_back(model)
         with gradients_past_reduction(model, names if window.anew else {}) as past:
-            loss, router_loss, checks = _forward_and_backward(
+            loss, router_loss, checks, metrics = _forward_and_backward(
                 model, window, objective, mesh, scaler, grad_sync
             )
         if window.anew:
@@ -276,7 +280,9 @@ def _queued(
             infs = unscale(optimizers, scaler)
             norm = clip_gradients(model, max_grad_norm)
         load = None if counter is None else counter.finish(mesh, compute_device(model))
-        step = QueuedStep(LateValues([norm, loss, router_loss, *infs]), window, mesh, checks, load)
+        if metrics is not None:
+            metrics.begin_copy()
+        step = QueuedStep(LateValues([norm, loss, router_loss, *infs]), window, mesh, checks, load, metrics)
         with part("optimizer"):  # reading the norm is the only place where the host waits for the device
             step_all(optimizers, scaler, skipped=step.has_infs or not step.is_finite)
     except BaseException:
@@ -314,24 +320,26 @@ def _forward_and_backward(
     mesh: "DeviceMesh | None",
     scaler: torch.amp.GradScaler | None,
     grad_sync: GradSync,
-) -> tuple[torch.Tensor, torch.Tensor, HeadChecks]:
+) -> tuple[torch.Tensor, torch.Tensor, HeadChecks, OwnMetrics | None]:
     """Run each micro-batch forward and backward; gradients are of the window's loss per target.
 
     Returns:
         (summed loss of this rank's targets, routers' losses in the same unit, checks of the loss that are
-        read with the norm of the gradient). Both sums are float64 and 0-dim, on the device, so that the host
-        does not wait for them.
+        read with the norm of the gradient, sums of the caller's metrics). Sums are float64 and 0-dim, on the
+        device, so that the host does not wait for them.
     """
     device, copies, weight = compute_device(model), copies_of_rows(mesh), window.weight
     deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
     total = added = torch.zeros((), dtype=torch.float64, device=device)
-    checks = HeadChecks()
+    checks, metrics = HeadChecks(), OwnMetrics() if objective.is_own else None
     for number, batch in enumerate(window.micro_batches, start=1):
         last = number == len(window.micro_batches)
         with gradient_sync(model, "all" if last else deferred), checked_later(checks):
             with part("forward"):
                 moved = on_device(batch.given, batch.part, device, own_loss=objective.is_own)
-                summed, router = objective.of(model, moved)
+                summed, router, named = objective.of(model, moved)
+            if metrics is not None:
+                metrics.add(named)
             if router is not None:
                 # The router's loss of a micro-batch is a mean. Times its share of the window's tokens and
                 # the window's weight it is in the unit of the summed loss, so that one scale fits both.
@@ -342,4 +350,4 @@ def _forward_and_backward(
             loss = scaled_for_averaging(summed, weight * copies) if mesh is not None else summed / weight
             with part("backward"):
                 (scaler.scale(loss) if scaler is not None else loss).backward()
-    return total, added, checks
+    return total, added, checks, metrics

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from fsdp_sft._ranks.agree import all_gather_objects, control_group
 from fsdp_sft._ranks.mesh import raise_on_mesh, same_rows_in, sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup
-from fsdp_sft.loss import own_part, refuse_different_rows, to_compare_rows
+from fsdp_sft.loss import refuse_different_rows, to_compare_rows
 from fsdp_sft.step.keys import Keys, are_equal, digest, keys_of, refuse_different_keys, to_compare
 from fsdp_sft.step.own_loss import Objective
 from fsdp_sft.step.window import Check, begun_late, on_host
@@ -23,7 +23,7 @@ def in_step(
     objective: Objective,
     check: Check,
     group: SequenceGroup | None,
-) -> Iterator[tuple[Any, Any, int | None]]:
+) -> Iterator[tuple[Any, Any, tuple[float, float] | None]]:
     """Yield this rank's batches and then stand-ins, until every rank has run out.
 
     A stand-in is a batch with the keys of those that other ranks have in that round: the last batch of this
@@ -37,8 +37,8 @@ def in_step(
         group: Ranks that share rows; each computes its part of them.
 
     Yields:
-        (the batch as the loader gave it; the same on the host, or this rank's part of it; its number of
-        targets, None for a stand-in).
+        (the batch as the loader gave it; the same on the host, or this rank's part of it; this rank's share
+        of its targets and of their weight, None for a stand-in).
 
     Raises:
         BatchError: On all ranks, if those that have a batch have different keys, or ranks of a group have
@@ -61,8 +61,9 @@ def in_step(
                 same_rows = to_compare_rows([seen], group or same_rows_in(mesh))
                 check(seen)
                 keys = keys_of(batch)
-                seen = own_part(seen, group)
-                count = objective.counted(batch, seen)
+                seen = objective.part(seen, group)
+                targets, weight, _ = objective.measured(batch, seen, group)
+                count = targets, weight
         except Exception as caught:
             error = caught
         terms = to_compare(digest(keys))
@@ -86,7 +87,7 @@ def in_step(
             sent = _from_a_rank_with_one(batch)
             if batch is None:
                 last, keys = sent, keys_of(sent)
-                seen = own_part(on_host([sent])[0], group)
+                seen = objective.part(on_host([sent])[0], group)
         yield last, seen, count
 
 

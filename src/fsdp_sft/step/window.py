@@ -15,11 +15,9 @@ from fsdp_sft.loss import (
     LOSS_KEYS,
     BatchPart,
     checked_batch,
-    own_part,
     part_on_device,
     refuse_different_rows,
     to_compare_rows,
-    tokens_of,
 )
 from fsdp_sft.step.keys import (
     Keys,
@@ -68,7 +66,8 @@ class MicroBatch:
     Attributes:
         given: The batch as the caller gave it.
         seen: The same, with copies in host memory of the tensors that are checked.
-        part: This rank's part of ``seen`` under context parallelism; without, ``seen`` itself.
+        part: This rank's part of ``seen`` under context parallelism, where the loss is the library's; if not,
+            ``seen`` itself.
         keys: Its keys, as ``keys_of`` names them; the same on every rank.
     """
 
@@ -83,7 +82,7 @@ class Window:
     """Facts about a window before its first forward, the same on all ranks but for its micro-batches.
 
     Attributes:
-        targets: Number of targets on all ranks.
+        targets: Number of targets on all ranks; of a ``count_fn`` that returns weights, their sum, rounded.
         tokens: Number of tokens on all ranks, without padding.
         weight: Sum of the targets' ``loss_weights`` on all ranks; without weights the number of targets.
         micro_batches: Those of this rank.
@@ -135,8 +134,7 @@ def agree_on_window(
     Collective: all ranks, if there is a mesh.
     """
     error: Exception | None = None
-    targets = tokens = 0
-    weight = 0.0
+    targets, weight, tokens = 0.0, 0.0, 0
     batches: list[MicroBatch] = []
     found = Differences()
     same_rows: list[float] = [0.0, 0.0]
@@ -146,12 +144,10 @@ def agree_on_window(
         seen = on_host(given)
         same_rows = to_compare_rows(seen, group or same_rows_in(mesh))
         for batch, copied in zip(given, seen, strict=True):
-            one = MicroBatch(batch, copied, own_part(copied, group), keys_of(copied))
+            one = MicroBatch(batch, copied, objective.part(copied, group), keys_of(copied))
             batches.append(one)
-            count = objective.counted(one.given, one.part)
-            targets += count
-            weight += objective.weight(one.part, count)
-            tokens += tokens_of(one.part, needs_ids=not objective.is_own)
+            count, own_weight, own_tokens = objective.measured(one.given, one.part, group)
+            targets, weight, tokens = targets + count, weight + own_weight, tokens + own_tokens
         if look:
             found = look_at(seen, pad)
         for batch in seen:
@@ -161,12 +157,12 @@ def agree_on_window(
     ranks = mesh.size() if mesh is not None else 1
     keys = [one.keys for one in batches]
     compared = to_compare([*digest(repr(options)), len(keys), *digest(keys)])
-    own = [targets, tokens, *astuple(found), *astuple(anew), error is not None]
-    all_weight, *sums = sum_over_mesh([weight, *own, *same_rows, *compared], mesh)
-    all_targets, all_tokens, *rest, failed = map(int, sums[: len(own)])
+    own = [tokens, *astuple(found), *astuple(anew), error is not None]
+    all_weight, all_targets, *sums = sum_over_mesh([weight, targets, *own, *same_rows, *compared], mesh)
+    all_tokens, *rest, failed = map(int, sums[: len(own)])
     looked_at, any_anew = rest[: len(fields(Differences))], rest[len(fields(Differences)) :]
     copies = copies_of_rows(mesh)
-    all_weight, all_targets, all_tokens = all_weight / copies, all_targets // copies, all_tokens // copies
+    all_weight, all_targets, all_tokens = all_weight / copies, all_targets / copies, all_tokens // copies
     rows_apart, equal = sums[len(own) : len(own) + 2], sums[len(own) + 2 :]
     if failed:
         raise_on_mesh(error, "checking the window and the model", mesh)
@@ -182,7 +178,7 @@ def agree_on_window(
         refuse_different_keys(keys)
     refuse_different_rows(rows_apart)
     differences = Differences(*looked_at)
-    return Window(all_targets, all_tokens, all_weight, tuple(batches), differences, Anew(*any_anew))
+    return Window(round(all_targets), all_tokens, all_weight, tuple(batches), differences, Anew(*any_anew))
 
 
 def _checked_window(micro_batches: Any) -> list[Any]:
@@ -245,13 +241,19 @@ def with_parts(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def num_rows(batch: Any) -> int:
-    """Number of rows of a batch: the length of its ``input_ids``, or else of its first tensor."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch)
-    if isinstance(batch, Mapping):
-        ids = batch.get("input_ids")
-        batch = [ids] if isinstance(ids, torch.Tensor) else list(batch.values())
-    tensors = [value for value in batch if isinstance(value, torch.Tensor)]
-    if not tensors:
+    """Number of rows of a batch: the length of its ``input_ids``, or else of the first tensor in it."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    first = ids if isinstance(ids, torch.Tensor) else next(_tensors_in(batch), None)
+    if first is None:
         raise BatchError(f"the rows of a batch without a tensor cannot be counted: {type(batch).__name__}")
-    return len(tensors[0])
+    return len(first)
+
+
+def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a batch that have rows, those in its dicts, lists and tuples included."""
+    if isinstance(batch, torch.Tensor):
+        if batch.ndim:
+            yield batch
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors_in(part)

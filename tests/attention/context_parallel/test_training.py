@@ -205,8 +205,6 @@ def _check_refusals(folder: Path) -> None:
         fs.evaluate(model, [batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)])
     with pytest.raises(fs.BatchError, match="different batches"):
         fs.count_targets([batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)], mesh=mesh)
-    with pytest.raises(ValueError, match="loss_fn is called with whole rows"):
-        fs.train_step(model, [batch], optimizer, loss_fn=lambda model, batch: model(**batch).loss)
     with pytest.raises(fs.BatchError, match=r"'pixel_values' has \(1, 3"):
         fs.train_step(model, [{**batch, "pixel_values": torch.zeros(1, 3, 4, 4)}], optimizer)
     with pytest.raises(fs.UnsupportedModelError, match="called by itself in training"):

@@ -1,0 +1,355 @@
+"""Steps by losses made of tokens' losses (DPO, distillation, weights, a value head) beside plain training."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
+
+import fsdp_sft as fs
+from tests.harness.device import device_here, mesh_here
+from tests.harness.float64 import AllFloat64
+from tests.harness.long_rows import PADDED, batch_of, rows_of
+from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+from tests.harness.token_values import plain_divergence, plain_token_losses
+
+BETA = 0.5
+MESHES = [(1, {}), (2, {}), (2, {"cp": 2})]
+
+
+def _reference(seed: int = 3) -> Any:
+    return tiny_model("qwen3", seed=seed, dtype=torch.float64).eval()
+
+
+def _pairs(seed: int) -> dict[str, Any]:
+    """Chosen and rejected answers to the same two prompts."""
+    lengths = [[7, 12], [9, 8]]
+    both = [batch_of(rows_of(own, seed=seed + i, trained=1.0), PADDED) for i, own in enumerate(lengths)]
+    for batch in both:
+        batch["labels"][:, :3] = -100
+        batch["labels"][0, 3:7] = batch["input_ids"][0, 3:7]
+    return {"chosen": both[0], "rejected": both[1]}
+
+
+def _dpo(losses_of: Callable[[Any, Any], torch.Tensor], model: Any, reference: Any, pairs: Any) -> Any:
+    """(summed loss, margins) of pairs of rows."""
+    logps = {}
+    for name in ("chosen", "rejected"):
+        policy = -losses_of(model, pairs[name]).sum(-1)
+        with torch.no_grad():
+            known = -losses_of(reference, pairs[name]).sum(-1)
+        logps[name] = policy - known.to(policy)
+    margin = BETA * (logps["chosen"] - logps["rejected"])
+    return -F.logsigmoid(margin).sum(), margin
+
+
+def _num_pairs(pairs: Any) -> int:
+    return len(pairs["chosen"]["input_ids"])
+
+
+def _weights(batch: Any) -> torch.Tensor:
+    """A weight of each label, by the batch alone: of either sign."""
+    labels = batch["labels"]
+    return torch.where(labels == -100, 0.0, (labels % 5).double() - 1.0)
+
+
+class Case:
+    """A loss by the library and by plain code, over the same batches."""
+
+    count_fn: Any = None
+
+    def __init__(self, others: dict[str, Any]) -> None:
+        self.others = others
+
+    def batch(self, seed: int) -> Any:
+        return batch_of(rows_of([6, 15, 1, 9], seed=seed), PADDED)
+
+
+class Preference(Case):
+    count_fn = staticmethod(_num_pairs)
+
+    def batch(self, seed: int) -> Any:
+        return _pairs(seed)
+
+    def ours(self, model: Any, pairs: Any) -> Any:
+        loss, margin = _dpo(fs.token_losses, model, self.others["reference"], pairs)
+        return loss, {"accuracy": (margin > 0).sum(), "margin": margin.detach().sum(), "rows": len(margin)}
+
+    def plain(self, model: Any, pairs: Any) -> Any:
+        loss, margin = _dpo(lambda m, b: plain_token_losses(m, b)[0], model, self.others["reference"], pairs)
+        return loss, {"accuracy": (margin > 0).sum(), "margin": margin.detach().sum(), "rows": len(margin)}
+
+
+class Distilled(Case):
+    def ours(self, model: Any, batch: Any) -> Any:
+        return fs.distillation_loss(model, self.others["reference"], batch, temperature=2.0)
+
+    def plain(self, model: Any, batch: Any) -> Any:
+        return (
+            plain_divergence(model, self.others["reference"], batch, temperature=2.0, kind="forward"),
+            {},
+        )
+
+
+class Weighted(Case):
+    """Weights of either sign, and an entropy bonus; divided by the weights' own sum, no integer."""
+
+    @staticmethod
+    def count_fn(batch: Any) -> float:
+        return float(_weights(batch).abs().sum()) / 3
+
+    def ours(self, model: Any, batch: Any) -> Any:
+        losses, entropies = fs.token_losses(model, batch, entropy=True)
+        return (losses * _weights(batch).to(losses)).sum() - 0.1 * entropies.sum(), {
+            "entropy": entropies.sum()
+        }
+
+    def plain(self, model: Any, batch: Any) -> Any:
+        losses, entropies = plain_token_losses(model, batch)
+        return (losses * _weights(batch)).sum() - 0.1 * entropies.sum(), {"entropy": entropies.detach().sum()}
+
+
+CASES: dict[str, type[Any]] = {"dpo": Preference, "distilled": Distilled, "weighted": Weighted}
+
+
+def _check_equals_plain_training(kind: str, shape: dict[str, int]) -> None:
+    fs.init_distributed(device_type=device_here().type)
+    shares = dist.get_world_size() // shape.get("cp", 1)
+    share = dist.get_rank() // shape.get("cp", 1)
+    mesh = mesh_here(**shape)
+    options = {"mp_policy": MixedPrecisionPolicy(), "master_dtype": torch.float64}
+    plain = tiny_model("qwen3", dtype=torch.float64)
+    model = fs.shard_model(copy.deepcopy(plain).to(device_here()), mesh=mesh, **options)
+    reference = fs.shard_model(_reference().to(device_here()), mesh=mesh, **options)
+    for one in (model, reference):
+        fs.use_context_parallel(one, mesh=mesh)
+    own, oracle = CASES[kind]({"reference": reference}), CASES[kind]({"reference": _reference()})
+    counting = {} if own.count_fn is None else {"count_fn": own.count_fn}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    other = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+    with AllFloat64():
+        for step in range(6):
+            batches = [[own.batch(100 * step + 10 * s + i) for i in range(2)] for s in range(shares)]
+            result = fs.train_step(model, batches[share], optimizer, loss_fn=own.ours, **counting)
+            everything = [batch for one in batches for batch in one]
+            found = [oracle.plain(plain, batch) for batch in everything]
+            count = own.count_fn or (lambda batch: int((batch["labels"][:, 1:] != -100).sum()))
+            divisor = sum(count(batch) for batch in everything)
+            loss = sum(one for one, _ in found) / divisor
+            loss.backward()
+            norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+            other.step()
+            other.zero_grad()
+            assert result.loss == pytest.approx(float(loss.detach()), rel=1e-9), step
+            assert result.grad_norm == pytest.approx(norm, rel=1e-9), step
+            assert result.target_weight == pytest.approx(divisor, rel=1e-12)
+            assert result.num_targets == round(divisor)
+            assert result.metrics == pytest.approx(
+                {name: sum(float(m[name]) for _, m in found) / divisor for name in found[0][1]}, rel=1e-9
+            )
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(
+                full(parameter), dict(plain.named_parameters())[name], rtol=0, atol=1e-9
+            )
+        uneven = batches[share][: 1 + (share == 0)]
+        seen = [batch for s in range(shares) for batch in batches[s][: 1 + (s == 0)]]
+        evaluated = fs.evaluate(model, uneven, loss_fn=own.ours, **counting)
+        with torch.no_grad():
+            found = [oracle.plain(plain.eval(), batch) for batch in seen]
+        divisor = sum(count(batch) for batch in seen)
+        assert evaluated.loss == pytest.approx(float(sum(one for one, _ in found)) / divisor, rel=1e-9)
+        assert evaluated.metrics == pytest.approx(
+            {name: sum(float(m[name]) for _, m in found) / divisor for name in found[0][1]}, rel=1e-9
+        )
+
+
+@pytest.mark.parametrize(("ranks", "shape"), MESHES)
+@pytest.mark.parametrize("kind", CASES)
+def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[str, int]) -> None:
+    run_distributed(_check_equals_plain_training, ranks, kind, shape)
+
+
+def _values(model: nn.Module, batch: Any) -> Any:
+    """A value head: squared errors of a value of each token, and how far they are."""
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    values = model(**given).logits[..., 0]
+    wanted = (batch["labels"] % 7).to(values)
+    errors = torch.where(batch["labels"] == -100, 0.0, values - wanted)
+    return errors.square().sum(), {"off": errors.detach().abs().sum()}
+
+
+def _num_values(batch: Any) -> int:
+    return int((batch["labels"] != -100).sum())
+
+
+def _check_value_head() -> None:
+    import transformers as tf
+
+    config = tiny_model("llama").config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    plain = tf.LlamaForTokenClassification(config).double().train()
+    for module in plain.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    options = {"mp_policy": MixedPrecisionPolicy(), "master_dtype": torch.float64}
+    model = fs.shard_model(copy.deepcopy(plain).to(device_here()), mesh=mesh_here(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    other = torch.optim.SGD(plain.parameters(), lr=0.05)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        batches = ragged_batches(4, seed=step)
+        result = fs.train_step(
+            model, batches[rank::ranks], optimizer, loss_fn=_values, count_fn=_num_values, max_grad_norm=None
+        )
+        found = [_values(plain, batch) for batch in batches]
+        divisor = sum(map(_num_values, batches))
+        loss = sum(one for one, _ in found) / divisor
+        loss.backward()
+        other.step()
+        other.zero_grad()
+        assert result.loss == pytest.approx(float(loss.detach()), rel=1e-7)
+        assert result.metrics["off"] == pytest.approx(
+            sum(float(m["off"]) for _, m in found) / divisor, rel=1e-7
+        )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_value_head(ranks: int) -> None:
+    run_distributed(_check_value_head, ranks)
+
+
+def _check_refused_parts() -> None:
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2)
+    model = fs.shard_model(tiny_model("qwen3").to(device_here()), mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    fs.use_context_parallel(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = batch_of(rows_of([6, 15, 1, 9]), PADDED)
+
+    def raw(model: Any, batch: Any) -> torch.Tensor:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return F.cross_entropy(
+            logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+        )
+
+    with pytest.raises(fs.UnsupportedModelError, match=r"called by itself in training.*token_losses"):
+        fs.train_step(model, [batch], optimizer, loss_fn=raw)
+    for part in (lambda m, b: fs.loss_sum(m, b)[0], lambda m, b: fs.causal_lm_loss(m, b, num_targets=1)):
+        with pytest.raises(ValueError, match=r"use token_losses\(model, batch\).sum\(\)"):
+            fs.train_step(model, [batch], optimizer, loss_fn=part, check_labels=False)
+    differing = _pairs(dist.get_rank())
+    with pytest.raises(fs.BatchError, match="different batches"):
+        fs.train_step(model, [differing], optimizer, loss_fn=raw, count_fn=_num_pairs)
+    plain = fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.0))
+    counted = fs.train_step(
+        model, [batch], torch.optim.SGD(model.parameters(), lr=0.0), count_fn=lambda batch: 2.5
+    )
+    assert counted.loss == pytest.approx(plain.loss * plain.num_targets / 2.5, rel=1e-6)
+    assert counted.target_weight == 2.5
+    own = fs.train_step(
+        model,
+        [batch],
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        loss_fn=lambda m, b: fs.token_losses(m, b).sum(),
+    )
+    assert own.loss == pytest.approx(plain.loss, rel=1e-6)
+    assert own.grad_norm == pytest.approx(plain.grad_norm, rel=1e-5)
+    assert (own.num_targets, own.num_tokens) == (plain.num_targets, plain.num_tokens)
+
+
+def test_a_part_of_the_rows_is_refused_where_a_loss_gets_all() -> None:
+    run_distributed(_check_refused_parts, 2, timeout=60)
+
+
+def _num_rows(batch: Any) -> int:
+    return len(batch["labels"])
+
+
+def _check_metrics() -> None:
+    rank = dist.get_rank()
+    model = fs.shard_model(
+        tiny_model("llama").to(device_here()), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy()
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batches = ragged_batches(4, seed=2)[rank::2]
+    calls: list[Any] = []
+
+    def some(model: Any, batch: Any) -> Any:
+        calls.append({"rows": 2.0})
+        metrics = {"ones": torch.full((), 2), "both": 1.0}
+        return fs.token_losses(model, batch).sum(), metrics | ({"first's": 16.0} if rank == 0 else {})
+
+    for _ in range(2):
+        result = fs.train_step(model, batches, optimizer, loss_fn=some, count_fn=_num_rows)
+        # Nothing of the two calls that tell a sum from a mean counts.
+        assert result.metrics == {"both": 0.5, "first's": 4.0, "ones": 1.0}
+    assert len(calls) == 2 + 2 * len(batches)
+    assert fs.train_step(model, batches, optimizer).metrics == {}
+    for metrics, message in (
+        (3, "may return .loss, {name: summed value}"),
+        ({"loss": torch.ones(2)}, "one number by its name"),
+        ({1: 1.0}, "one number by its name"),
+        ({"x": "y"}, "one number by its name"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            fs.train_step(
+                model,
+                batches,
+                optimizer,
+                loss_fn=lambda m, b, metrics=metrics: (fs.token_losses(m, b).sum(), metrics),
+                check_labels=False,
+            )
+
+
+def test_metrics_are_summed_over_window_and_ranks() -> None:
+    run_distributed(_check_metrics, 2, timeout=60)
+
+
+@pytest.mark.parametrize("layout", ["halves", "in turn", "keys"])
+def test_the_look_for_a_mean_leaves_losses_over_pairs_alone(layout: str) -> None:
+    """A batch of one row has no pair: the loss fails or gives nothing, and the step is made."""
+    model = tiny_model("llama").train()
+    reference = copy.deepcopy(model).eval()
+    pairs = _pairs(1)
+    width = max(batch["input_ids"].shape[1] for batch in pairs.values())
+
+    def padded(name: str, fill: int) -> list[torch.Tensor]:
+        return [F.pad(one[name], (0, width - one[name].shape[1]), value=fill) for one in pairs.values()]
+
+    fills = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    if layout == "keys":
+        batch: Any = {f"{kind}_{name}": pairs[kind][name] for kind in pairs for name in fills}
+    else:
+        join = torch.cat if layout == "halves" else lambda both: torch.stack(both, 1).flatten(0, 1)
+        batch = {name: join(padded(name, fill)) for name, fill in fills.items()}
+
+    def losses(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if layout == "keys":
+            both = [{name: batch[f"{kind}_{name}"] for name in fills} for kind in pairs]
+            chosen, rejected = (fs.token_losses(model, one).sum(-1) for one in both)
+            return chosen, rejected
+        values = fs.token_losses(model, batch).sum(-1)
+        chosen, rejected = values.chunk(2) if layout == "halves" else values.view(-1, 2).T
+        return chosen, rejected
+
+    def dpo(model: Any, batch: Any) -> torch.Tensor:
+        chosen, rejected = losses(model, batch)
+        with torch.no_grad():
+            known, other = losses(reference, batch)
+        return -F.logsigmoid((rejected - other) - (chosen - known)).sum()
+
+    def count(batch: Any) -> int:
+        return len(batch["chosen_input_ids"]) if layout == "keys" else len(batch["input_ids"]) // 2
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = fs.train_step(model, [batch, batch], optimizer, loss_fn=dpo, count_fn=count)
+    assert first.loss == pytest.approx(0.6931472, rel=1e-6), "the policy is the reference yet"
+    assert first.num_targets == 4
+    assert fs.train_step(model, [batch], optimizer, loss_fn=dpo, count_fn=count).loss < first.loss
