@@ -32,6 +32,7 @@ def _sharded_gradients(
     *,
     mesh_shape: dict[str, int] | None = None,
     accumulate: str = "all",
+    of_tokens: bool = False,
     **shard_options: Any,
 ) -> tuple[float, dict[str, torch.Tensor]]:
     import fsdp_sft as fs
@@ -42,7 +43,10 @@ def _sharded_gradients(
     losses = []
     for index, batch in enumerate(mine):
         with fs.gradient_sync(model, "all" if index == len(mine) - 1 else accumulate):
-            loss = fs.causal_lm_loss(model, batch, num_targets=targets)
+            if of_tokens:
+                loss = fs.scale_for_backward(fs.token_losses(model, batch).sum(), num_targets=targets)
+            else:
+                loss = fs.causal_lm_loss(model, batch, num_targets=targets)
             loss.backward()
         losses.append(loss.item())
     total = torch.tensor(sum(losses) / mesh.size(), dtype=torch.float64)
@@ -100,6 +104,8 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "offload": (2, 2, {"offload_policy": CPUOffloadPolicy()}),
     "frozen embedding": (2, 2, {"prepare": "freeze"}),
     "prefetch": (2, 1, {"prefetch": 2}),
+    "losses of tokens": (2, 3, {"of_tokens": True, "accumulate": "none"}),
+    "losses of tokens, offload": (2, 2, {"of_tokens": True, "offload_policy": CPUOffloadPolicy()}),
     "sac": (2, 2, {"prepare": "sac"}),
     "compile": (2, 2, {"prepare": "compile"}),
 }

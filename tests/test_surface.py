@@ -42,6 +42,7 @@ STOREYS = [
     "loss",
     "planner",
     "step",
+    "check",
     "commands",
     "__main__",
 ]

@@ -15,7 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_sft as fs
@@ -176,6 +178,33 @@ def _save_plain(folder: str, family: str) -> Entries:
     return _state(model, optimizer)
 
 
+class _App(Stateful):
+    """What torch's recipe for distributed checkpoints saves as one object."""
+
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> Entries:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state_dict: Entries) -> None:
+        raise NotImplementedError
+
+
+def _save_recipe(folder: str, family: str) -> Entries:
+    model, optimizer = _trained(family)
+    dcp.save({"app": _App(model, optimizer)}, checkpoint_id=folder)
+    return _state(model, optimizer)
+
+
+def _save_optimizers(folder: str, family: str) -> Entries:
+    model, optimizer = _trained(family)
+    state = {"model": get_model_state_dict(model), "optimizers": get_optimizer_state_dict(model, optimizer)}
+    dcp.save({**state, "global_step": 3}, checkpoint_id=folder)
+    return _state(model, optimizer)
+
+
 def _convert(source: str, target: str, family: str, options: Entries, on_meta: bool) -> str:
     fs.init_distributed()
     with torch.device("meta" if on_meta else "cpu"):
@@ -208,6 +237,8 @@ SOURCES: dict[str, tuple[Any, tuple[Any, ...], Entries, int]] = {
     "torchtitan": (_save_titan, (False,), {}, 7),
     "torchtune": (_save_titan, (True,), {}, 0),
     "torch": (_save_plain, (), {"format": "dcp"}, 0),
+    "torch's recipe": (_save_recipe, (), {}, 0),
+    "optimizers": (_save_optimizers, (), {}, 3),
 }
 
 

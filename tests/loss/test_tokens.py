@@ -1,6 +1,7 @@
 """token_losses beside plain logits: values, gradients of weights of either sign, all heads, no logits."""
 
 import copy
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,10 +13,21 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
+from fsdp_sft.loss.linear_token_losses import linear_token_losses
+from fsdp_sft.loss.products import Products
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of
-from tests.harness.losses import ADAPTERS, FAMILIES, adapted_model, family_model, shard_by_heads
+from tests.harness.losses import (
+    ADAPTERS,
+    FAMILIES,
+    adapted_model,
+    draw_head,
+    family_model,
+    leaves_of,
+    relative_error,
+    shard_by_heads,
+)
 from tests.harness.models import VOCAB, largest_error, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 from tests.harness.token_values import gradients_of, plain_token_losses, signed
@@ -176,6 +188,44 @@ def test_half_precision_is_as_close_as_logits_are() -> None:
     assert float((losses - expected).abs().max()) <= 1.5 * plain_error
 
 
+class _Gained(Products):
+    """Products as those of float16, whose slopes have to lie between its smallest and its largest number."""
+
+    gain = 2.0**15
+
+    def hidden_gradient(self, slopes: torch.Tensor) -> torch.Tensor:
+        assert 1e-3 < float(slopes.abs().max()) <= 65504
+        return super().hidden_gradient(slopes)
+
+
+@pytest.mark.parametrize("size", [1e-7, 1.0, 65536.0])
+@pytest.mark.parametrize("trained", [True, False])
+def test_weights_of_any_size_fit_float16(monkeypatch: Any, trained: bool, size: float) -> None:
+    monkeypatch.setattr("fsdp_sft.loss.linear_token_losses.products_for", _Gained)
+    hidden, weight, labels, bias = draw_head(torch.float64)
+    own = leaves_of(hidden, weight, bias) if trained else [*leaves_of(hidden), weight, bias]
+    logits = own[0] @ own[1].T + own[2]
+    counts, logs = labels != -100, logits.log_softmax(-1)
+    losses = -logs.gather(1, labels.clamp_min(0)[:, None])[:, 0] * counts
+    expected = [losses, -(logs.exp() * logs).sum(-1) * counts]
+    weights = size * torch.randn(
+        2, len(labels), generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    leaves = [leaf for leaf in own if leaf.requires_grad]
+    for number in (1, 2):
+        found = linear_token_losses(own[0], own[1], labels, bias=own[2], entropy=number == 2)
+        total, other = (
+            (found * weights[:number]).sum(),
+            (torch.stack(expected)[:number] * weights[:number]).sum(),
+        )
+        pairs = zip(
+            torch.autograd.grad(total, leaves),
+            torch.autograd.grad(other, leaves, retain_graph=True),
+            strict=True,
+        )
+        assert max(relative_error(mine, theirs) for mine, theirs in pairs) <= 1e-12
+
+
 def _check_sharded() -> None:
     kind = list(BATCHES)[dist.get_rank()]
     batch = {name: value.to(device_here()) for name, value in BATCHES[kind].items()}
@@ -187,7 +237,9 @@ def _check_sharded() -> None:
             mean = {name: sum(one[name] for one in gradients) / 2 for name in gradients[0]}
             for own_group in (False, True):
                 model = shard_by_heads(copy.deepcopy(plain).to(device_here()), own_group=own_group)
-                values, own = _of_ours(model, batch, True)
+                with warnings.catch_warnings():  # of FSDP2, about an output that is a view
+                    warnings.filterwarnings("error", message=".*returned a view tensor")
+                    values, own = _of_ours(model, batch, True)
                 for value, other in zip(values, oracles[kind][0], strict=True):
                     assert float((value - other).abs().max() / other.abs().max()) <= 1e-12, family
                 assert largest_error(own, mean) <= 1e-12, (family, own_group)

@@ -42,6 +42,44 @@ def _check_windows() -> None:
         fs.windows(batches, 0)
 
 
+class _Rows:
+    """A loader without a size of its batches, whose sampler counts rows."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.sampler, self.consumed = batches, self, []
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def mark_consumed(self, count: int) -> None:
+        self.consumed.append(count)
+
+
+def _check_mapped() -> None:
+    batches = ragged_batches(4)
+
+    def renamed(batch: Any) -> Any:
+        """One row of a batch of two, under the names that a step takes."""
+        return {"input_ids": batch["tokens"][:1], "labels": batch["targets"][:1]}
+
+    theirs = [{"tokens": batch["input_ids"], "targets": batch["labels"]} for batch in batches]
+    loader = _Rows([{**batch, "input_ids": batch["tokens"]} for batch in theirs])
+    found = [batch for window in fs.windows(loader, 2, map_fn=renamed) for batch in window]
+    assert len(found) == 4
+    for batch, own in zip(found, batches, strict=True):
+        assert torch.equal(batch["labels"], own["labels"][:1])
+    assert loader.consumed == [4, 4], "rows that the loader has taken, not those of the mapped batches"
+    with pytest.raises(KeyError, match="tokens") as caught:
+        list(fs.windows(batches if dist.get_rank() else theirs, 2, map_fn=renamed))
+    assert "rank 1 failed first while reading the next window" in caught.value.__notes__[0]
+    with pytest.raises(ValueError, match="must be a function of a batch"):
+        fs.windows(theirs, 1, map_fn=3)  # type: ignore[arg-type]
+
+
+def test_batches_are_mapped_where_they_are_read() -> None:
+    run_distributed(_check_mapped, 2, timeout=60)
+
+
 def test_windows_keep_ranks_together() -> None:
     run_distributed(_check_windows, 2, timeout=60)
 

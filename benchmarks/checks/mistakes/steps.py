@@ -274,9 +274,9 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a count of the caller's own left aside",
-        "step/window.py",
-        "count = objective.counted(one.given, one.part)",
-        "count = counted(one.part, None)",
+        "step/own_loss.py",
+        "count = counted(given if self.count_fn is not None else part, self.count_fn)",
+        "count = counted(part, None)",
         ("tests/step/test_own_loss.py",),
     ),
     Mistake(
@@ -401,8 +401,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "what recomputes a block counts its experts' tokens again",
         "experts/counter.py",
-        "                layer.is_counting, layer.counted = False, None\n",
-        "                layer.counted = None\n",
+        "                layer.is_counting, layer.counted = is_counting, mask\n",
+        "                layer.counted = mask\n",
         ("tests/experts/test_experts.py::test_every_choice_is_counted_once",),
     ),
     Mistake(

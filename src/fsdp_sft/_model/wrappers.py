@@ -1,6 +1,7 @@
 """Wrappers that other libraries put around a model: some are looked through, others refused."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -89,3 +90,25 @@ def base_of(model: nn.Module) -> Any:
     """The transformers model inside a peft model, still with its adapters; any other model as it is."""
     unwrap: Any = getattr(model, "get_base_model", None)
     return unwrap() if unwrap is not None else model
+
+
+def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(prefix of its names, module) of each outermost transformers model in ``model``, itself included."""
+    found: list[str] = []
+    for fqn, module in model.named_modules():
+        # By the name of the class, so that transformers is not imported for a model of another library.
+        is_one = any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
+        if is_one and not any(fqn.startswith(prefix) for prefix in found):
+            found.append(f"{fqn}." if fqn else "")
+            yield found[-1], module
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of transformers, and not a module around one."""
+    return any(fqn == "" for fqn, _ in transformers_models(model))
+
+
+def inner_model(model: nn.Module) -> str:
+    """Advice for what takes transformers models alone: the one inside a module, if there is one."""
+    name = next((prefix.rstrip(".") for prefix, _ in transformers_models(model) if prefix), None)
+    return "" if name is None else f"; pass the one inside, model.{name}, which has the same parameters"

@@ -84,7 +84,7 @@ def filler_of(batch: Any, targets: torch.Tensor) -> torch.Tensor | None:
 def _positions(batch: Any) -> torch.Tensor | None:
     """Positions in the text, ``(B, S)``; None if the batch has none."""
     positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
-    if not isinstance(positions, torch.Tensor):
+    if not isinstance(positions, torch.Tensor) or positions.is_nested:  # rows of a nested tensor are apart
         return None
     if positions.ndim == 3 and positions.shape[0] == 4:
         positions = positions[0]  # M-RoPE: positions in the text, then temporal, height and width

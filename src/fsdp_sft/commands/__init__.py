@@ -1,7 +1,7 @@
-"""The console script ``fsdp-sft``: plans, data and checkpoints from the shell.
+"""The console script ``fsdp-sft``: plans, data, checkpoints and machines from the shell.
 
 Each command has its options in a file here, which imports nothing heavy, and what it does in the package of
-its subject: planner/command.py, dcp_io/command.py; ``inspect-data`` has both in data.py.
+its subject: planner/command.py, dcp_io/command.py, check/command.py; ``inspect-data`` has both in data.py.
 """
 
 import argparse
@@ -17,8 +17,9 @@ _EXAMPLES = """examples:
   fsdp-sft inspect-data chats.jsonl --tokenizer Qwen/Qwen2.5-14B --max-length 4096 --html rows.html
   fsdp-sft inspect-checkpoint checkpoints --verify
   fsdp-sft convert trainer/checkpoint-500 checkpoints --model meta-llama/Llama-3.1-8B
+  torchrun --nproc-per-node 8 -m fsdp_sft check --root checkpoints
 
-exit code: 0 if all is well, 1 if not (nothing fits, a checkpoint is damaged), 2 for bad input"""
+exit code: 0 if all is well, 1 if not (nothing fits, a checkpoint or a machine is damaged), 2 for bad input"""
 # By name: the module and the function that adds the options, and the line in the list of commands.
 _COMMANDS = {
     "plan": ("plan", "add_plan", "what fits on the GPUs at hand, how fast it is, and where its memory goes"),
@@ -33,6 +34,8 @@ _COMMANDS = {
         "add_convert",
         "a checkpoint of Accelerate, Trainer, torchtitan, torchtune or torch's DCP, to a step",
     ),
+    "check": ("check", "add_check", "whether a job's machines are sound, and how fast; under its launcher"),
+    "env": ("check", "add_env", "versions, devices, launcher and variables of all ranks, for a bug report"),
 }
 
 

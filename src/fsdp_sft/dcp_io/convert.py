@@ -44,9 +44,9 @@ def convert_checkpoint(
     """Write another tool's checkpoint as a step that ``load_checkpoint`` reads.
 
     It reads folders of Accelerate and of transformers' Trainer (``SHARDED_STATE_DICT``, ``FULL_STATE_DICT``),
-    of torchtitan and torchtune, and of torch's distributed checkpoint with Hugging Face names. The model's
-    numbers are taken over unchanged, and so are the moments of Adam and AdamW with their options. Random
-    number generators, schedulers and loaders are not.
+    of torchtitan and torchtune, and of torch's distributed checkpoint with Hugging Face names, also as its
+    recipe lays them out (``{"app": AppState}``). The model's numbers are taken over unchanged, and so are the
+    moments of Adam and AdamW with their options. Random number generators, schedulers and loaders are not.
 
     Args:
         source: Folder of the other tool's checkpoint.

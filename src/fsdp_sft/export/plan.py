@@ -20,6 +20,7 @@ from fsdp_sft._model.quantised import refuse_quantised_model
 from fsdp_sft._model.state import ModelTensors, model_tensors, with_extra_tensors
 from fsdp_sft._model.twin import tied_meta_twin
 from fsdp_sft._model.vocabulary import warn_of_tokenizer
+from fsdp_sft._model.wrappers import inner_model
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._tensors.safetensors import num_bytes
@@ -77,7 +78,7 @@ def exportable(
 
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(
-            f"export_hf takes a transformers model, got {type(model).__name__}; "
+            f"export_hf takes a transformers model, got {type(model).__name__}{inner_model(model)}; "
             "save_full_state_dict writes any model"
         )
     check_dtypes(dtype=dtype)

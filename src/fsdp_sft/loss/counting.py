@@ -343,6 +343,11 @@ def _checked(batch: Batch, name: str) -> torch.Tensor:
         seen = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise BatchError(f"a batch needs 'labels' aligned with 'input_ids', got {seen}; {_OWN_LOSS}")
     ids = batch.get("input_ids")
+    if any(isinstance(tensor, torch.Tensor) and tensor.is_nested for tensor in (labels, ids)):
+        raise BatchError(
+            "input_ids and labels are nested tensors, whose rows have no width in common: pad them "
+            f"(torch.nested.to_padded_tensor), or pack rows with PackedCollator; {_OWN_LOSS}"
+        )
     if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or labels.dtype != torch.int64:
         tensor = isinstance(labels, torch.Tensor)
         got = f"{labels.dtype} {tuple(labels.shape)}" if tensor else type(labels).__name__

@@ -24,7 +24,7 @@ from fsdp_sft.loss.chunks import (
 )
 from fsdp_sft.loss.counting import Targets
 from fsdp_sft.loss.linear_cross_entropy import losses_of
-from fsdp_sft.loss.products import Products, products_for
+from fsdp_sft.loss.products import products_for
 from fsdp_sft.loss.terms import PLAIN
 
 # Slopes of an entropy are p * (log p + H), at most 10 in size for the largest vocabularies.
@@ -68,15 +68,18 @@ def linear_token_losses(
     if torch.compiler.is_compiling():
         # The number of rows that count is known at run time only, so the compiled graph breaks here.
         apply = torch.compiler.disable(apply)
-    rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device)
+    rows, labels = hidden.reshape(-1, hidden.shape[-1]), labels.to(hidden.device)
     options = (softcap, scale, entropy, chunk_size)
     with torch.autocast(hidden.device.type, enabled=False):
-        values: torch.Tensor = apply(rows, weight, bias, flat, known, options, torch.is_grad_enabled())
-    return values.reshape(-1, *labels.shape)
+        values: torch.Tensor = apply(rows, weight, bias, labels, known, options, torch.is_grad_enabled())
+    return values
 
 
 class _LinearTokenLosses(torch.autograd.Function):
-    """Losses and entropies of rows, ``(1, N)`` or ``(2, N)``."""
+    """Losses and entropies of N rows, ``(1, ...)`` or ``(2, ...)`` in the shape of the labels.
+
+    They are no view: FSDP2 puts hooks on what a head returns, and warns if it is one.
+    """
 
     @staticmethod
     def forward(
@@ -92,12 +95,13 @@ class _LinearTokenLosses(torch.autograd.Function):
         softcap, scale, entropy, chunk_size = options
         wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
         head = Head(weight, bias, softcap, scale)
+        found = hidden.new_zeros(1 + entropy, *labels.shape, dtype=wide_dtype(hidden))
+        values, labels = found.view(1 + entropy, -1), labels.reshape(-1)
         positions = targets_in(labels, weight.shape[0], known)
         products = products_for(weight, min(chunk_size, len(positions)))
         # Kept is the gradient of the hidden states for weights of 1, or what it takes to compute all again.
         ctx.keeps = wanted == [True, False, False] and not entropy
         kept = HeadGradients(hidden, head, [ctx.keeps, False, False], products.gain)
-        values = hidden.new_zeros(1 + entropy, len(labels), dtype=wide_dtype(hidden))
         for index, logits in blocks_of_logits(
             hidden, head, positions, chunk_size, products, labels=labels, gradients=kept
         ):
@@ -114,12 +118,13 @@ class _LinearTokenLosses(torch.autograd.Function):
         elif any(wanted):
             ctx.save_for_backward(hidden, weight, bias, labels, positions)
         ctx.dtype = hidden.dtype
-        return values
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_second_derivative("token_losses")
         none = (None,) * 4
+        grad_output = grad_output.flatten(1)
         scale = ctx.options[1]
         if ctx.keeps:
             (kept,) = ctx.saved_tensors
@@ -129,10 +134,9 @@ class _LinearTokenLosses(torch.autograd.Function):
         hidden, weight, bias, labels, positions = ctx.saved_tensors
         softcap, scale, _, chunk_size = ctx.options
         head = Head(weight, bias, softcap, scale)
-        products = products_for(weight, min(chunk_size, len(positions)))
         with torch.autocast(hidden.device.type, enabled=False):
             gradients, factor = _weighted(
-                hidden, head, labels, positions, chunk_size, products, grad_output, ctx.wanted
+                hidden, head, labels, positions, chunk_size, grad_output, ctx.wanted
             )
         return (*gradients.scaled(factor, ctx.dtype), *none)
 
@@ -143,7 +147,6 @@ def _weighted(
     labels: torch.Tensor,
     positions: torch.Tensor,
     chunk_size: int,
-    products: Products,
     weights: torch.Tensor,
     wanted: list[bool],
 ) -> tuple[HeadGradients, torch.Tensor]:
@@ -155,10 +158,10 @@ def _weighted(
         labels: Targets ``(N,)``.
         positions: Indices of the rows that count.
         chunk_size: Number of rows whose logits exist at once.
-        products: The products for the head's weight.
         weights: ``(1, N)``, of the losses, or ``(2, N)``, with those of the entropies.
         wanted: Whether the gradients of hidden states, weight and bias are wanted.
     """
+    products = products_for(head.weight, min(chunk_size, len(positions)))
     gain, largest = products.gain, weights.new_ones(())
     if gain != 1:
         # Float16 slopes lie below the gain if no weight exceeds 1. A mean's weights, and a GradScaler's, do

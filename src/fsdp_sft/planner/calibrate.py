@@ -70,7 +70,7 @@ def calibrate(config: Any, setup: Setup, *, blocks: int = 2) -> Calibration:
     """
     device = resolve_device(None)
     on_gpu = device.type != "cpu"
-    short = _shortened(config, blocks)
+    short = shortened(config, blocks)
     seq_length = setup.tokens_per_rank if on_gpu else min(setup.tokens_per_rank, _CPU_TOKENS)
     here = replace(
         setup,
@@ -102,7 +102,7 @@ def calibrate(config: Any, setup: Setup, *, blocks: int = 2) -> Calibration:
     )
 
 
-def _shortened(config: Any, blocks: int) -> Any:
+def shortened(config: Any, blocks: int) -> Any:
     """A copy of the config with few blocks and a small vocabulary."""
     text = copy.deepcopy(config.get_text_config(decoder=True))
     kept = min(blocks, text.num_hidden_layers)

@@ -19,11 +19,13 @@ from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.calibrate import calibrate
 from fsdp_sft.planner.estimate import MemoryEstimate
 from fsdp_sft.planner.longest import LongestRow, longest_rows, peaks_by_length
+from fsdp_sft.planner.measured import measured_from
 from fsdp_sft.planner.model import as_config
 from fsdp_sft.planner.picture import aligned, bars, draw, draw_lengths, lengths_to_draw, plan_table, row_table
 from fsdp_sft.planner.plan import RunPlan
 from fsdp_sft.planner.search import plan_run, smallest_num_gpus
 
+_CHECKPOINT_BYTES = 12  # a parameter of a step: a master and two moments in float32
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -36,6 +38,10 @@ def run(args: argparse.Namespace) -> int:
     if args.list_gpus:
         print(_gpu_table())
         return 0
+    measured = measured_from(args.measured)
+    if measured is not None:
+        args.gpu = args.gpu or measured.gpu_name
+        args.gpus = args.gpus or measured.num_ranks
     missing = [f"--{name}" for name in ("model", "gpus", "gpu") if getattr(args, name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} must be given, or --list-gpus")
@@ -94,6 +100,8 @@ def _report_machines(args: argparse.Namespace, names: list[str], numbers: list[i
     """Print the first plan on each kind and number of GPUs; 1 if none fits."""
     if args.longest or args.png or args.calibrate:
         raise ValueError("--longest, --png and --calibrate are of one kind and number of GPUs")
+    if args.measured and len(names) > 1:
+        raise ValueError("--measured is of one kind of GPU")
     tokens, options, lines, found = _tokens(args.tokens), _options(args), [], []
     for name, number in itertools.product(names, numbers):
         try:
@@ -153,7 +161,11 @@ def _plans(args: argparse.Namespace, **options: Any) -> list[RunPlan]:
         raise ValueError("--seq and --global-batch are needed, or --longest")
     with _in_options():
         return plan_run(
-            as_config(args.model), seq_length=args.seq, global_batch_size=args.global_batch, **options
+            as_config(args.model),
+            seq_length=args.seq,
+            global_batch_size=args.global_batch,
+            measured=args.measured,
+            **options,
         )
 
 
@@ -195,6 +207,19 @@ def _links(gpu: Gpu, num_gpus: int) -> str:
     between = f", {gpu.bytes_per_second / GB:g} between nodes" if num_gpus > gpu.gpus_per_node else ""
     host = f"{gpu.host_bytes_per_second / GB:g} to the host"
     return f"Assumed links, each way and per GPU: {within}{between}, {host}."
+
+
+def _constants(args: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
+    """The constants, each with its source, and what loading and saving take by the folder's rates."""
+    yield f"Constants ({args.measured}): {'; '.join(plan.constants)}."
+    measured = measured_from(args.measured)
+    read, write = (None, None) if measured is None else (measured.read, measured.write)
+    if read and write:
+        parameters = plan.estimate.parameters
+        yield (
+            f"By the folder's rates, loading weights in 16 bits takes about {2 * parameters / read:.3g} s, "
+            f"and saving a step {_CHECKPOINT_BYTES * parameters / write:.3g} s."
+        )
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -244,7 +269,7 @@ def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
             print(f"... and {len(plans) - len(shown)} more (--plans {len(plans)})")
         print(f"\nPlan 1: {'; '.join(best.reasons)}.")
         print(f"Sharding: {estimate.sharding}.")
-        print(_links(gpu, args.gpus))
+        print("\n".join(_constants(args, best)) if args.measured else _links(gpu, args.gpus))
         if tokens is not None:
             needed = _duration(tokens, best)
             print(

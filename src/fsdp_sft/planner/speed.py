@@ -14,6 +14,7 @@ from fsdp_sft.planner.footprint import Trace
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.packed import decoding
 from fsdp_sft.planner.parameters import Group
+from fsdp_sft.planner.rates import Rates
 from fsdp_sft.planner.setup import Setup
 from fsdp_sft.planner.trace import trace
 from fsdp_sft.planner.workload import Workload
@@ -21,30 +22,6 @@ from fsdp_sft.planner.workload import Workload
 Bound = Literal["compute", "memory bandwidth", "network", "host link"]
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Shares of a device's rates that training reaches.
-
-    Attributes:
-        products: Share of the rate of the best large matrix product. Products of a training step are smaller,
-            and the device runs warmer.
-        attention: The same for a fused attention kernel, which does more than multiply.
-        memory: Share of the bandwidth of the device's memory.
-        network: Share of the links' bandwidth.
-        contention: Seconds by which a second of collectives slows the computation that hides it, since they
-            take multiprocessors and memory bandwidth from it.
-        operation: Shortest time of an operation, in seconds.
-    """
-
-    products: float = 0.85
-    attention: float = 0.5
-    memory: float = 0.9
-    network: float = 0.8
-    contention: float = 0.4
-    operation: float = 6e-6
-
-
-RATES = Rates()
 _TOUCHES = 6  # times that exchanged tensors are read or written on their way: cut, joined, put in place
 # Bytes that an update reads and writes, in units of the trained masters' bytes. One fused kernel reads
 # master, gradient and two states and writes three of them. Lists of tensors pass through memory at each
@@ -97,12 +74,13 @@ class StepTime:
         return "memory bandwidth" if self.memory_bound > self.compute / 2 else "compute"
 
 
-def step_time(skeleton: Skeleton, setup: Setup, rates: Rates = RATES) -> StepTime:
+def step_time(skeleton: Skeleton, setup: Setup, rates: Rates | None = None) -> StepTime:
     """Predict the seconds of one optimizer step: micro-steps, and the update.
 
     The forward and the backward each take the longest of computation (slowed by contention), communication
     and host copies. The gathers before the first block and the reductions after the last are not hidden.
     """
+    rates = setup.rates if rates is None else rates
     seen = trace(skeleton, setup)
     passes = _passes(skeleton, seen, setup, rates)
     # Where gradients are reduced once, the micro-steps before the last only gather.
@@ -192,8 +170,7 @@ def _decoding(skeleton: Skeleton, setup: Setup, rates: Rates) -> float:
 def _seconds(work: Workload, setup: Setup, rates: Rates) -> tuple[float, float]:
     """Seconds that operations take, and how many of them are spent waiting for memory."""
     gpu = setup.device
-    # In float32 the rate of products is about 1/8 of that in 16 bits (TF32; half of it without).
-    peak = gpu.flops_per_second * gpu.achievable / (1 if setup.param_dtype.itemsize == 2 else 8)
+    peak = gpu.flops_per_second * gpu.achievable * (1 if setup.param_dtype.itemsize == 2 else rates.wide)
     rate = {False: peak * rates.products, True: peak * rates.attention}
     memory = gpu.memory_bytes_per_second * rates.memory
     total = waiting = 0.0
@@ -317,7 +294,7 @@ def _offload(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> flo
         for part, over, number in skeleton.parts(setup):
             gradients = part.shard_elements(over, trained=True) * setup.master_dtype.itemsize
             moved += number * (gathers * part.stored_bytes(over, setup) + gradients)
-    return moved / (setup.device.host_bytes_per_second * rates.network)
+    return moved / (setup.device.host_bytes_per_second * rates.host_link)
 
 
 def _update(skeleton: Skeleton, setup: Setup, rates: Rates) -> float:

@@ -6,7 +6,7 @@ float32 therefore get their own groups.
 
 import functools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from fsdp_sft._compat.models import keep_in_float32_patterns
 from fsdp_sft._model.blocks import is_never_called
 from fsdp_sft._model.named import clean_name, named_tensors
 from fsdp_sft._model.twin import meta_twin
+from fsdp_sft._model.wrappers import transformers_models
 from fsdp_sft.shard.names import all_names
 
 _ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
@@ -39,17 +40,6 @@ class Float32Unit:
     others: list[nn.Module] = field(default_factory=list)
     casts: list[tuple[nn.Module, list[str]]] = field(default_factory=list)
     user: nn.Module | None = None
-
-
-def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(prefix of its names, module) of each outermost transformers model in ``model``, itself included."""
-    found: list[str] = []
-    for fqn, module in model.named_modules():
-        # By the name of the class, so that transformers is not imported for a model of another library.
-        is_one = any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
-        if is_one and not any(fqn.startswith(prefix) for prefix in found):
-            found.append(f"{fqn}." if fqn else "")
-            yield found[-1], module
 
 
 def plain_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_sft._compat.models import keep_in_float32_patterns
 from fsdp_sft._compat.modules import apply_to_tensors
-from fsdp_sft._model.wrappers import base_of
+from fsdp_sft._model.wrappers import base_of, transformers_models
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.shard_dims import shard_dim
@@ -33,7 +33,6 @@ from fsdp_sft.shard.float32_modules import (
     lower_buffers,
     matches,
     plain_dtypes,
-    transformers_models,
 )
 from fsdp_sft.shard.names import all_names, innermost, without_indices
 

@@ -2,7 +2,7 @@
 
 import itertools
 import pickle
-from collections.abc import Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ def windows(
     mesh: "DeviceMesh | None" = None,
     count_fn: CountFn | None = None,
     vocab_size: int | None = None,
+    map_fn: Callable[[Any], Any] | None = None,
 ) -> Iterator[list[Any]]:
     """Group a loader's batches into the windows of optimizer steps, the same number on all ranks.
 
@@ -53,6 +54,8 @@ def windows(
             of the kind that ``loss_sum`` takes are then assumed to have targets.
         vocab_size: Number of ids that the model has rows for. None takes that of the loader's collator, if
             it has one; if not, ids are checked by ``train_step`` and ``evaluate``, which know the model.
+        map_fn: Function from what the loader yields to the batch that a window has, such as one that renames
+            keys. It is called where the loader is read, and may not call other ranks.
 
     Yields:
         Lists of 1 to ``grad_accum_steps`` batches.
@@ -76,10 +79,13 @@ def windows(
         vocab_size = getattr(getattr(loader, "collate_fn", None), "vocab_size", None)
     elif isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
         raise ValueError(f"vocab_size must be a positive integer or None, got {vocab_size!r}")
+    if map_fn is not None and not callable(map_fn):
+        raise ValueError(f"map_fn must be a function of a batch or None, got {map_fn!r}")
     mesh = mesh_of_job(mesh)
     if loader is None and cp_rank(mesh) == 0:
         raise ValueError("this rank reads for itself, or for its cp group, and needs a loader; got None")
-    return _Pass(_windows(loader, grad_accum_steps, count_fn, Vocabulary("the model", vocab_size), mesh))
+    vocabulary = Vocabulary("the model", vocab_size)
+    return _Pass(_windows(loader, grad_accum_steps, count_fn, vocabulary, mesh, map_fn))
 
 
 class _Pass(Iterator[list[Any]]):
@@ -118,6 +124,7 @@ def _windows(
     count_fn: CountFn | None,
     vocabulary: Vocabulary,
     mesh: "DeviceMesh | None",
+    map_fn: Callable[[Any], Any] | None,
 ) -> Generator[list[Any], None, None]:
     """``windows`` with checked arguments."""
     group = host_group(mesh, CP) if cp_size(mesh) > 1 and mesh is not None else None
@@ -135,12 +142,16 @@ def _windows(
     look_at_shares(loader if reads else None)
     while True:
         window: list[Any] = []
+        taken: list[Any] = []
         to_send: list[bytes] = []
         error: Exception | None = None
         moved = stands is not None and _stands(sampler) != stands
         try:
             with part("next_batches"):
                 window = list(itertools.islice(batches, grad_accum_steps))
+            taken = window
+            if map_fn is not None:
+                window = [map_fn(batch) for batch in taken]
             if moved and window:
                 raise _moved(sampler, stands)
             looked_at = on_host(window)
@@ -151,7 +162,7 @@ def _windows(
             if group is not None:  # both may fail, and from here an error still reaches all ranks
                 to_send = [pickle.dumps(to_device(batch, torch.device("cpu"))) for batch in window]
                 if mark_consumed is not None and window:
-                    _num_consumed(loader, sampler, window)
+                    _num_consumed(loader, sampler, taken)
         except Exception as caught:
             error = caught
         own_length = len(window) if reads else grad_accum_steps
@@ -162,7 +173,9 @@ def _windows(
         if length == 0:
             break
         window = window[:length]
-        consumed = _num_consumed(loader, sampler, window) if reads and mark_consumed is not None else None
+        consumed = None
+        if reads and mark_consumed is not None:
+            consumed = _num_consumed(loader, sampler, taken[:length])
         if group is not None:
             window, consumed = _from_first(to_send[:length], consumed, group)
         if mark_consumed is not None and consumed is not None:

@@ -1,5 +1,7 @@
 """Facts about a window's micro-batches that ranks agree on before the first forward."""
 
+import copy
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -211,8 +213,8 @@ def on_host(batches: Sequence[Any]) -> list[Any]:
     ]
     found = [dict(batch) if isinstance(batch, Mapping) and places else batch for batch in batches]
     copies = host_copies([batches[index][name] for index, name in places])
-    for (index, name), copy in zip(places, copies, strict=True):
-        found[index][name] = copy
+    for (index, name), copied in zip(places, copies, strict=True):
+        found[index][name] = copied
     return found
 
 
@@ -225,16 +227,26 @@ def on_device(batch: Any, seen: Any, device: torch.device, *, own_loss: bool) ->
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on ``device``, those in nested dicts, lists and tuples included."""
+    """The batch with its tensors on ``device``, those in nested dicts, lists and tuples included.
+
+    What is none of these and can move itself, such as a TensorDict, is moved by its own ``to``.
+    """
     if isinstance(batch, torch.Tensor):
         return travelling(batch, device)
+    if callable(getattr(batch, "to", None)) and not isinstance(batch, UserDict):
+        return copy.copy(batch).to(device)
     return with_parts(batch, lambda part: to_device(part, device))
 
 
 def with_parts(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A dict, list or tuple with ``function`` of each of its parts; anything else as it is."""
+    """A mapping, list or tuple with ``function`` of each of its parts; anything else as it is."""
     if isinstance(value, Mapping):
-        return {name: function(inner) for name, inner in value.items()}
+        parts = {name: function(inner) for name, inner in value.items()}
+        if not isinstance(value, UserDict):
+            return parts
+        made = copy.copy(value)  # a BatchEncoding, whose parts are its attributes too
+        made.data = parts
+        return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(function, value))
     return type(value)(map(function, value)) if isinstance(value, (list, tuple)) else value

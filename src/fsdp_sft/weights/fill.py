@@ -110,7 +110,8 @@ def fill(
         with agreed("finishing the load"):
             if reading.check_finite:
                 check_shards_finite(base, plan)
-            keep_used_conversions(base, plan.conversions)
+            if plan.twin is not None:
+                keep_used_conversions(base, plan.conversions)
     with agreed("finishing the load"):
         if packed:
             adopt_shards(model)

@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import nn
@@ -11,6 +12,7 @@ from fsdp_sft._model.absent import take_towers_from
 from fsdp_sft._model.adapters import refuse_initialised_from_base, without_adapters
 from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.wrappers import base_of, inner_model, is_transformers
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, difference, is_distributed
 from fsdp_sft._ranks.launch import own_share
 from fsdp_sft._tensors.boxes import replicate_dims
@@ -24,7 +26,7 @@ from fsdp_sft.weights.plan import LoadPlan, make_plan
 from fsdp_sft.weights.prepared import load_prepared_base, open_prepared
 from fsdp_sft.weights.prepared_note import prepared_at
 from fsdp_sft.weights.report import LoadReport
-from fsdp_sft.weights.resolve import LoadedFrom, open_checkpoint
+from fsdp_sft.weights.resolve import LoadedFrom, Rename, open_checkpoint, renamed
 
 Strategy = Literal["auto", "slice", "exchange"]
 _MIN_BUDGET_BYTES = 1 << 16
@@ -43,6 +45,7 @@ def load_weights(
     seed: int = 0,
     allow_pickle: bool = False,
     check_finite: bool = True,
+    rename: Rename | None = None,
 ) -> LoadReport:
     """Stream a safetensors checkpoint into a model's shards, casting each piece on its way.
 
@@ -70,6 +73,11 @@ def load_weights(
             are read by position, and no code in the pickle is run.
         check_finite: Whether NaN and infinity among a parameter's values are an error. False loads them, for
             a model that is to be examined or repaired afterwards.
+        rename: Mapping, or function, from the checkpoint's names to the model's; None as a name leaves a
+            tensor out, and names that a mapping does not have stay. It comes before transformers' own renames
+            and conversions. A module of one's own, which has none of these, is loaded by its names: its
+            parameters and persistent buffers must all be in the checkpoint, and its other buffers must have
+            their values.
 
     Returns:
         What was read, from where, and how long it took.
@@ -81,6 +89,8 @@ def load_weights(
             such as adapters that ``peft.get_peft_model`` made there. Nothing has been read then.
         UnsupportedModelError: If the adapters were initialised from other base weights.
         ValueError: If an argument is out of range.
+        TypeError: If the model is a module around a transformers model, without ``rename``; the message names
+            what to pass.
 
     Collective: all ranks. An error on one is raised on all.
     Memory: The shards. On the host a read buffer of about 1 MiB for each of at most 4 threads, or for an
@@ -97,23 +107,26 @@ def load_weights(
         ([], [], 'slice')
     """
     _check_arguments(strategy, host_budget_bytes, missing, unexpected)
+    _check_model(model, missing, rename)
     started = time.perf_counter()
     reshard(model)
     folder = resolve_folder(name_or_path, revision=revision, variant=variant, allow_pickle=allow_pickle)
     with agreed("planning the load"):
         refuse_initialised_from_base(model)
         prepared = prepared_at(folder)
-        if prepared is not None and variant is not None:
-            raise CheckpointFormatError(f"{folder} is a prepared base, which has no variant={variant!r}")
+        if prepared is not None and (variant is not None or rename is not None):
+            given = f"variant={variant!r}" if variant is not None else "names to rename"
+            raise CheckpointFormatError(f"{folder} is a prepared base, which has no {given}")
     if prepared is not None:
         manifest = open_prepared(prepared, verify=True)
         return load_prepared_base(model, prepared, manifest, check_finite=check_finite, started=started)
     with agreed("planning the load"):
         with without_adapters(model) as base:
             take_towers_from(base, folder)
-            record_of(base).keep(LoadedFrom(folder.absolute(), variant))
+            if rename is None:
+                record_of(base).keep(LoadedFrom(folder.absolute(), variant))
             make_ties(base)
-            checkpoint = open_checkpoint(folder, variant, allow_pickle=allow_pickle)
+            checkpoint = renamed(open_checkpoint(folder, variant, allow_pickle=allow_pickle), rename)
             plan = make_plan(base, checkpoint, missing=missing, unexpected=unexpected)
             digest = plan.digest(checkpoint)
         sources = account(model, plan)
@@ -166,6 +179,26 @@ def _check_arguments(strategy: str, host_budget_bytes: int, missing: str, unexpe
             raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
     if isinstance(host_budget_bytes, bool) or host_budget_bytes < _MIN_BUDGET_BYTES:
         raise ValueError(f"host_budget_bytes must be at least {_MIN_BUDGET_BYTES}, got {host_budget_bytes!r}")
+
+
+def _check_model(model: nn.Module, missing: str, rename: Any) -> None:
+    """Refuse models and names that do not go together."""
+    if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
+        raise TypeError(f"rename must be a mapping or a function of a name, got {rename!r}")
+    base = base_of(model)
+    if is_transformers(base):
+        return
+    own = type(base).__name__.removeprefix("FSDP")
+    if rename is None and (advice := inner_model(base)):
+        raise TypeError(
+            f"load_weights loads a transformers model, and {own} has one inside{advice}. For weights of a "
+            "module of one's own, rename= says which name is which"
+        )
+    if missing != "error":
+        raise ValueError(
+            f"missing={missing!r} is for transformers models, whose classes initialise what is missing: give "
+            f"the values to {own} before, and leave it out"
+        )
 
 
 def _agree_on_plan(digest: str, folder: str, told: dict[str, Any]) -> int:

@@ -29,6 +29,9 @@ from fsdp_sft.errors import (
 )
 
 _MOST_OF_AN_OPTION = 64  # numbers; the step is one, and options are a few
+_OPTIMIZERS = ("optimizer.", "optim.", "opt.", "optimizers.")
+_BESIDE = ("train_state.", "lr_scheduler.", "dataloader.")  # what else stands beside a model
+_COUNTERS = ("train_state.step", "step", "global_step")
 FORMATS = ("auto", "accelerate", "dcp", "full")
 _SHARDED, _OPTIMIZER, _FULL, _FULL_OPTIMIZER = (
     "pytorch_model_fsdp_0",
@@ -103,24 +106,34 @@ def _accelerate(source: Path) -> ForeignCheckpoint:
 def _one_folder(source: Path) -> ForeignCheckpoint:
     """One folder of torch's distributed checkpoint with everything in it.
 
-    torchtitan stores the model's names without a prefix, torchtune and others with ``model.`` in front.
+    torchtitan stores the model's names without a prefix, torchtune and others with ``model.`` in front, and
+    torch's recipe all of it below one name, such as ``app.``.
     """
     folder = DcpFolder(source)
-    keys = {**folder.tensors, **dict.fromkeys(folder.others)}
-    prefixes = [p for p in ("optimizer.", "optim.", "opt.") if any(k.startswith(p) for k in keys)]
-    prefix = (prefixes or ["optimizer."])[0]
+    every = {**folder.tensors, **dict.fromkeys(folder.others)}
+    outer = _one_name_around(every)
+    keys, tensors = below(every, outer), below(folder.tensors, outer)
+    prefix = next((p for p in _OPTIMIZERS if any(key.startswith(p) for key in keys)), _OPTIMIZERS[0])
     optimizer = below(keys, prefix)
-    states, groups = split_optimizer(optimizer, lambda key: _value(folder, prefix + key))
-    rest = {key: tensor for key, tensor in folder.tensors.items() if not key.startswith(prefix)}
+    states, groups = split_optimizer(optimizer, lambda key: _value(folder, outer + prefix + key))
+    rest = {key: tensor for key, tensor in tensors.items() if not key.startswith(prefix)}
     inner = below(rest, "model.")
     model = inner if kind_of(inner) is not None else rest
-    others = ("train_state.", "lr_scheduler.", "dataloader.")
-    model = {key: tensor for key, tensor in model.items() if not key.startswith(others)}
-    counters = [key for key in ("train_state.step", "step", "global_step") if key in keys]
+    model = {key: tensor for key, tensor in model.items() if not key.startswith(_BESIDE)}
+    counters = [outer + key for key in _COUNTERS if key in keys]
     where = f"{source / METADATA_NAME}: {(counters or [''])[0]}"
     step = step_of(_value(folder, counters[0]), where) if counters else step_number(source)
     extra = tuple(key for key in folder.others if key.endswith("_extra_state"))
     return ForeignCheckpoint(kind_of(model) or "dcp", model, _tensors_only(states), groups, step, extra)
+
+
+def _one_name_around(keys: Mapping[str, Any]) -> str:
+    """The name that stands before a model and what belongs to it, with its dot; empty if there is none."""
+    heads = {key.partition(".")[0] for key in keys}
+    head = f"{heads.pop()}." if len(heads) == 1 else ""
+    inner = {f"{key.partition('.')[0]}." for key in below(keys, head)}
+    known = {"model.", *_OPTIMIZERS, *_BESIDE, *(f"{name}." for name in _COUNTERS)}
+    return head if "model." in inner and inner <= known else ""
 
 
 def _full(source: Path) -> ForeignCheckpoint:

@@ -18,9 +18,10 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 _COLLECTIVES = os.path.join("torch", "distributed", "")
 _PACKAGE = Path(__file__).resolve().parents[2]
 # Files whose functions wait for other ranks: their names say more than those of torch's functions inside.
-_AGREEMENT = tuple(
-    str(_PACKAGE / name)
-    for name in ("_ranks/tree.py", "_ranks/agree.py", "attention/context_parallel/heads.py")
+_TREE = str(_PACKAGE / "_ranks/tree.py")
+_AGREEMENT = (
+    _TREE,
+    *(str(_PACKAGE / name) for name in ("_ranks/agree.py", "attention/context_parallel/heads.py")),
 )
 
 
@@ -85,6 +86,8 @@ def place_of_main_thread() -> tuple[str, str]:
     # one of the user's.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     where = collective = ""
+    if frame is not None and frame.f_code.co_filename == _TREE:
+        collective = frame.f_code.co_name  # it waits in C++, with no frame of torch in between
     while frame is not None:
         path = frame.f_code.co_filename
         if _COLLECTIVES in path and not where:

@@ -302,12 +302,8 @@ class Watchdog:
         return text
 
     def _end(self, verdict: str) -> None:
-        """Write the report and the stack of the main thread, and end the process."""
-        own = f"rank {self._rank} of {self._world_size} on {self._host}"
-        frames = sys._current_frames().get(threading.main_thread().ident or 0)
-        stack = "".join(traceback.format_stack(frames)) if frames is not None else ""
-        _write(f"[watchdog, {own}] {verdict}\n{own} was here:\n{stack}[watchdog, {own}] ")
-        _write(f"exits with code {STALL_EXIT_CODE}\n")
+        """Announce the verdict, and end the process."""
+        code = self._announce(verdict)
         # The store may live in this process, so wait until the others have fetched the verdict.
         self._left.wait(2 * self.interval + 1 if self._exchange is not None else 0)
         if self._left.is_set():
@@ -315,7 +311,16 @@ class Watchdog:
         flushing = threading.Thread(target=_flush, daemon=True)
         flushing.start()
         flushing.join(1.0)  # the main thread may hold the stream's lock for ever
-        os._exit(STALL_EXIT_CODE)
+        os._exit(code)
+
+    def _announce(self, verdict: str) -> int:
+        """Write the report and the stack of the main thread; returns the exit code."""
+        own = f"rank {self._rank} of {self._world_size} on {self._host}"
+        frames = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "".join(traceback.format_stack(frames)) if frames is not None else ""
+        _write(f"[watchdog, {own}] {verdict}\n{own} was here:\n{stack}[watchdog, {own}] ")
+        _write(f"exits with code {STALL_EXIT_CODE}\n")
+        return STALL_EXIT_CODE
 
     def _wait_for_the_others(self) -> None:
         """Wait at the end of the block until all ranks have left the loop."""

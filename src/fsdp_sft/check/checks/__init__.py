@@ -1,0 +1,1 @@
+"""The checks, a file each: a new one is a file with a ``CHECK``, and nothing else."""

@@ -1,0 +1,198 @@
+"""How fast ranks exchange data along each axis of the mesh, and whether a rank or a node slows the others."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_sft._process.devices import device_name, synchronize
+from fsdp_sft._process.gpus import known_device
+from fsdp_sft._ranks.agree import all_gather_objects, all_reduce_max, share
+from fsdp_sft.check.cluster import Cluster, axes_of
+from fsdp_sft.check.collectives import gather, reduce_scatter
+from fsdp_sft.check.mechanism import Check, Outcome, Trouble
+from fsdp_sft.check.work import block_bytes
+
+_MIB = 1 << 20
+_SIZES, _ON_CPU = (1 * _MIB, 16 * _MIB, 256 * _MIB), (_MIB // 16, 1 * _MIB, 4 * _MIB)
+_MOST_BYTES = 2048 * _MIB  # of a gather
+_PAIR_BYTES, _PAIR_ON_CPU = 64 * _MIB, 1 * _MIB
+_RUNS = 4
+_TRIALS = 3  # a rank must be slow each time
+# Shares: of the data sheet's link, of the other groups of an axis, and of the other pairs of ranks.
+_OF_SHEET, _OF_GROUPS, _OF_PAIRS, _OF_PAIRS_ON_CPU = 0.6, 0.8, 0.6, 0.35
+
+
+def _run(cluster: Cluster) -> Outcome:
+    if cluster.world_size == 1:
+        return Outcome(unseen="one rank exchanges nothing")
+    troubles: list[Trouble] = _slow_links(cluster)
+    measured: dict[str, Any] = {}
+    for axis, group in axes_of(cluster).items():
+        rates = _rates(cluster, group)
+        measured[axis] = {"ranks": group.size(), "spans": _spans(cluster, group), "bytes_per_second": rates}
+        troubles += _slow_groups(cluster, axis, group)
+    troubles += _below_sheet(cluster, measured)
+    best = {axis: max(one["bytes_per_second"]["all_gather"].values()) for axis, one in measured.items()}
+    said = ", ".join(
+        f"{axis} {rate / 1e9:.3g} GB/s a rank over {measured[axis]['ranks']}" for axis, rate in best.items()
+    )
+    return Outcome(said, tuple(troubles), {"axes": measured})
+
+
+def _spans(cluster: Cluster, group: dist.ProcessGroup) -> str:
+    """Whether a group's ranks are on one node, or on several; the widest of all groups of the axis."""
+    hosts = {cluster.hosts[rank] for rank in dist.get_process_group_ranks(group)}
+    return "nodes" if all_reduce_max(len(hosts)) > 1 else "node"
+
+
+def _rates(cluster: Cluster, group: dist.ProcessGroup) -> dict[str, dict[str, float]]:
+    """Bytes per second that a rank receives, by collective and size; of the slowest group of the axis."""
+    sizes = _SIZES if cluster.has_own_clock else _ON_CPU
+    block = min(block_bytes(cluster.asked.config), _MOST_BYTES, 8 * sizes[-1])
+    found: dict[str, dict[str, float]] = {}
+    for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        for size in sorted({*sizes, block}):
+            seconds = _seconds(cluster, _collective(name, group, size, cluster.device))
+            slowest = max(all_gather_objects(seconds))
+            share_received = (group.size() - 1) / group.size() * (2 if name == "all_reduce" else 1)
+            found.setdefault(name, {})[str(size)] = size * share_received / slowest
+    return found
+
+
+def _collective(name: str, group: dist.ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
+    """A collective whose whole tensor has ``size`` bytes, rounded down to equal parts."""
+    each = max(1, size // 2 // group.size())
+    whole = torch.zeros(each * group.size(), dtype=torch.bfloat16, device=device)
+    part = torch.zeros(each, dtype=torch.bfloat16, device=device)
+    if name == "all_gather":
+        return lambda: gather(whole, part, group)
+    if name == "reduce_scatter":
+        return lambda: reduce_scatter(part, whole, group)
+    return lambda: dist.all_reduce(whole, group=group)
+
+
+def _seconds(cluster: Cluster, collective: Callable[[], object]) -> float:
+    """Seconds of a collective on this rank, as the median of the same number of runs on all ranks."""
+    collective()
+    times = []
+    for _ in range(_RUNS):
+        synchronize(cluster.device)
+        start = time.perf_counter()
+        collective()
+        synchronize(cluster.device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _slow_groups(cluster: Cluster, axis: str, group: dist.ProcessGroup) -> list[Trouble]:
+    """Groups of an axis that are slower than the others, each with its nodes."""
+    if not cluster.has_own_clock:
+        return []
+    seconds = _seconds(cluster, _collective("all_gather", group, _SIZES[1], cluster.device))
+    by_group: dict[tuple[int, ...], float] = {}
+    for ranks, own in all_gather_objects((tuple(dist.get_process_group_ranks(group)), seconds)):
+        by_group[ranks] = max(own, by_group.get(ranks, 0.0))
+    usual = statistics.median(by_group.values())
+    return [
+        Trouble(
+            "warn",
+            ranks,
+            f"gathers along {axis} run at {usual / own:.2f} of the rate of the other groups: look at the "
+            "links of these nodes",
+            leave_out=True,
+        )
+        for ranks, own in by_group.items()
+        if own * _OF_GROUPS > usual
+    ]
+
+
+def _below_sheet(cluster: Cluster, measured: dict[str, Any]) -> list[Trouble]:
+    gpu = known_device(device_name(cluster.device) or "")
+    found = []
+    for axis, one in measured.items() if gpu is not None and cluster.has_own_clock else ():
+        assert gpu is not None
+        link = gpu.node_bytes_per_second
+        if one["spans"] == "nodes":
+            link = min(link, gpu.gpus_per_node * gpu.bytes_per_second)
+        rate = max(one["bytes_per_second"]["all_gather"].values())
+        if rate < _OF_SHEET * link:
+            text = (
+                f"gathers along {axis} reach {rate / 1e9:.3g} GB/s a GPU, and the data sheet's link has "
+                f"{link / 1e9:.3g}: see NCCL_DEBUG=INFO for the network that NCCL takes; plan with --measured"
+            )
+            found.append(Trouble("warn", (), text))
+    return found
+
+
+def _slow_links(cluster: Cluster) -> list[Trouble]:
+    """Ranks all of whose links are slow: a link has two ends, and a slow rank has two slow links."""
+    if cluster.world_size == 2:
+        return []  # the one link has nothing to be held against
+    limit = _OF_PAIRS if cluster.has_own_clock else _OF_PAIRS_ON_CPU
+    best: dict[int, float] = {}
+    suspects: set[int] | None = None
+    for _ in range(_TRIALS):
+        rates = _pair_rates(cluster)
+        best = {rank: max(rate, best.get(rank, 0.0)) for rank, rate in enumerate(rates)}
+        usual = statistics.median(best.values())
+        now = set(share([rank for rank, rate in best.items() if rate < limit * usual]))
+        suspects = now if suspects is None else suspects & now
+        if not suspects:
+            return []
+    usual = statistics.median(best.values())
+    return [
+        Trouble(
+            "fail",
+            (rank,),
+            f"its links run at {best[rank] / usual:.2f} of the others' ({best[rank] / 1e9:.3g} GB/s): look "
+            "at its adapter and cable, or leave the node out",
+            leave_out=True,
+        )
+        for rank in sorted(suspects or ())
+    ]
+
+
+def _pair_rates(cluster: Cluster) -> list[float]:
+    """For each rank the rate of the faster of its links to the ranks beside it, in bytes per second."""
+    rank, ranks = cluster.rank, cluster.world_size
+    size = _PAIR_BYTES if cluster.has_own_clock else _PAIR_ON_CPU
+    out = torch.zeros(size, dtype=torch.uint8, device=cluster.device)
+    into = torch.empty_like(out)
+    mine = 0.0
+    for pairs in _rounds(ranks):
+        peer = pairs.get(rank)
+        for _ in range(_RUNS):
+            if peer is not None:
+                mine = max(mine, size / _exchange(out, into, peer))
+        all_reduce_max(0)  # rounds do not overlap
+    rates: list[float] = all_gather_objects(mine)
+    return rates
+
+
+def _rounds(ranks: int) -> list[dict[int, int]]:
+    """Rounds in which each rank meets the next, and in another the one before, around a ring."""
+    links = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
+    rounds = [links[0 : ranks - ranks % 2 : 2], links[1::2]]
+    if ranks % 2:
+        rounds.append([links[-1]])
+    return [{a: b for one, two in pairs for a, b in ((one, two), (two, one))} for pairs in rounds]
+
+
+def _exchange(out: torch.Tensor, into: torch.Tensor, peer: int) -> float:
+    """Seconds in which two ranks send each other a tensor."""
+    synchronize(out.device)
+    start = time.perf_counter()
+    ways = [dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]
+    for work in dist.batch_isend_irecv(ways):
+        work.wait()
+    synchronize(out.device)
+    return time.perf_counter() - start
+
+
+CHECK = Check(
+    "network", "do ranks exchange data as fast as the plan assumes, and as each other?", 100, 30, _run
+)

@@ -1,0 +1,195 @@
+"""Whether two layers train here as in one process: losses, norms, weights, also after a save and a load."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_sft._process.gpus import GIB
+from fsdp_sft._process.host_memory import available_host_bytes
+from fsdp_sft._ranks.agree import agreed, share, through_rank_0
+from fsdp_sft.check.cluster import Cluster
+from fsdp_sft.check.device_memory import memory_of_device
+from fsdp_sft.check.mechanism import Check, Outcome, Trouble
+from fsdp_sft.check.training import (
+    Batches,
+    PlainTraining,
+    full_parameters,
+    make_batches,
+    parameters_of,
+    plain_model,
+    sharded_model,
+    two_layers,
+    write_model,
+)
+from fsdp_sft.dcp_io import load_checkpoint, save_checkpoint
+from fsdp_sft.step import train_step
+
+_ROWS, _LENGTH = 2, 32
+_RATE, _MAX_NORM = 0.5, 1.0
+# In float32 only the order of sums differs. Norms add up more than losses; a weight is compared with how far
+# it has moved, of which its own rounding can be a part.
+_LOSS, _NORM, _WEIGHTS, _CANCELLED = 2e-5, 2e-4, 2e-3, 1e-5
+# In bfloat16 this library may be so many times as far from float32 as one process in bfloat16 is.
+_TIMES, _LEAST_LOSS, _LEAST_NORM = 3.0, 5e-3, 3e-2
+_Steps = list[tuple[float, float]]  # loss and gradient norm of each step
+_Weights = dict[str, torch.Tensor]
+_COPIES = 4  # of the weights in float32 on rank 0: two models, gradients, what is gathered
+
+
+def _run(cluster: Cluster) -> Outcome:
+    if cluster.folder is None:
+        return Outcome(unseen="no folder for the checkpoint: give --root")
+    config = two_layers(cluster.asked.config, is_fast=cluster.has_own_clock)
+    need = _COPIES * 4 * parameters_of(config)
+    room = _room(cluster)
+    if share(room is not None and room < need):
+        text = f"two layers take about {need / GIB:.1f} GiB beside each other, and less is free"
+        return Outcome(unseen=text)
+    source = cluster.folder / "two-layers"
+    with agreed("writing two layers of the model"):
+        if cluster.rank == 0:
+            write_model(config, source)
+    batches, own = make_batches(cluster, config, rows=_ROWS, length=_LENGTH)
+    troubles: list[Trouble] = []
+    said = []
+    for dtype in (torch.float32, torch.bfloat16):
+        wrong, differs = _compared(cluster, source, batches, own, dtype)
+        troubles += wrong
+        said.append(f"{str(dtype).removeprefix('torch.')} within {differs:.1e}")
+    features = _features(cluster)
+    return Outcome(f"{', '.join(said)} of one process{features}; saved and loaded", tuple(troubles))
+
+
+def _room(cluster: Cluster) -> int | None:
+    """Bytes that the device has for two models beside each other."""
+    known = memory_of_device(cluster.device)
+    if known is not None:
+        return known[0]
+    free = available_host_bytes()
+    return None if free is None else free // 2
+
+
+def _features(cluster: Cluster) -> str:
+    asked = cluster.asked
+    parts = {
+        f"{asked.replicas} replicas": asked.replicas > 1,
+        f"cp {asked.cp}": asked.cp > 1,
+        f"ep {asked.ep_size}": asked.ep_size > 1,
+        f"base in {asked.frozen_dtype}": asked.frozen_dtype is not None,
+        "compiled": asked.compile,
+    }
+    named = ", ".join(part for part, is_so in parts.items() if is_so)
+    return f" ({named})" if named else ""
+
+
+def _compared(
+    cluster: Cluster, source: Path, batches: Batches, own: int, dtype: torch.dtype
+) -> tuple[list[Trouble], float]:
+    """What differs from the plain training in two steps, and the share by which the first loss does."""
+    ours, before, after = _trained(cluster, source, batches.of(own), dtype)
+
+    def judge(_: list[None]) -> tuple[list[Trouble], float]:
+        values = before if cluster.asked.frozen_dtype is not None else None
+        exact, weights = _plain(source, cluster.device, values, torch.float32, batches)
+        off = abs(ours[0][0] / exact[0][0] - 1)
+        if dtype == torch.float32:
+            return [*_judge_steps(ours, exact), *_judge_weights(before, after, weights)], off
+        rounded = _plain(source, cluster.device, values, dtype, batches)[0]
+        return _judge_rounded(ours, exact, rounded), off
+
+    found: tuple[list[Trouble], float] = through_rank_0("comparing with one process", lambda: None, judge)
+    return found
+
+
+def _trained(
+    cluster: Cluster, source: Path, batch: dict[str, torch.Tensor], dtype: torch.dtype
+) -> tuple[_Steps, _Weights, _Weights]:
+    """(loss and norm of two steps, with a save and a load between them; the weights before; and after).
+
+    The weights are whole on rank 0, and elsewhere none.
+    """
+    assert cluster.folder is not None
+    root = cluster.folder / f"steps-{str(dtype).removeprefix('torch.')}"
+    model = sharded_model(cluster, source, dtype)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=_RATE)
+    options: Any = {"max_grad_norm": _MAX_NORM, "router_loss": _router(model), "check_labels": False}
+    before = full_parameters(model)
+    first = train_step(model, [batch], optimizer, **options)
+    save_checkpoint(root, 1, model=model, optimizer=optimizer)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.zero_()
+    load_checkpoint(root, model=model, optimizer=optimizer)
+    second = train_step(model, [batch], optimizer, **options)
+    steps = [(result.loss, result.grad_norm) for result in (first, second)]
+    return steps, before, full_parameters(model)
+
+
+def _router(model: Any) -> str | None:
+    """``"off"`` for a mixture, so that both sides have the cross entropy alone; None for other models."""
+    text = model.config.get_text_config(decoder=True)
+    has_loss = any(getattr(text, name, None) for name in ("router_aux_loss_coef", "output_router_logits"))
+    return "off" if has_loss else None
+
+
+def _plain(
+    source: Path,
+    device: torch.device,
+    values: dict[str, torch.Tensor] | None,
+    dtype: torch.dtype,
+    batches: Batches,
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """(loss and norm of each step in one process, the weights after them)."""
+    model = plain_model(source, device, values)
+    training = PlainTraining(model, dtype)
+    steps = [training.step(batches, rate=_RATE, max_norm=_MAX_NORM) for _ in range(2)]
+    return steps, {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+
+
+def _judge_steps(ours: _Steps, plain: _Steps) -> list[Trouble]:
+    found = []
+    for number, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
+        when = "in the first step" if number == 0 else "after a save and a load"
+        for name, at_most, place in (("loss", _LOSS, 0), ("gradient norm", _NORM, 1)):
+            one, other = mine[place], theirs[place]
+            if not abs(one - other) <= at_most * abs(other):
+                found.append(_trouble(f"{name} {one:.7g} {when}, and {other:.7g} in one process (float32)"))
+    return found
+
+
+def _judge_weights(before: _Weights, after: _Weights, plain: _Weights) -> list[Trouble]:
+    """The weight that is furthest off, if one is off by more than rounding explains."""
+    worst, by = "", _WEIGHTS
+    moves = {name: float((theirs - before[name]).abs().max()) for name, theirs in plain.items()}
+    # Some gradients are sums that cancel, such as that of the bias of keys: what is left is rounding.
+    nothing = _CANCELLED * max(moves.values())
+    for name, theirs in plain.items():
+        moved = moves[name]
+        rounding = float(theirs.abs().max()) * 2.0**-22 + nothing
+        apart = float((after[name] - theirs).abs().max())
+        if not apart <= by * moved + rounding:
+            worst, by = name, apart / max(moved, 1e-12)
+    if not worst:
+        return []
+    return [_trouble(f"{worst} is off by {by:.1%} of what two steps have moved it (float32)")]
+
+
+def _judge_rounded(ours: _Steps, exact: _Steps, rounded: _Steps) -> list[Trouble]:
+    found = []
+    for mine, wide, theirs in zip(ours, exact, rounded, strict=True):
+        for name, least, place in (("loss", _LEAST_LOSS, 0), ("gradient norm", _LEAST_NORM, 1)):
+            allowed = max(_TIMES * abs(theirs[place] - wide[place]), least * abs(wide[place]))
+            if not abs(mine[place] - wide[place]) <= allowed:
+                text = f"{name} {mine[place]:.5g}, {theirs[place]:.5g} in one process (bfloat16)"
+                found.append(_trouble(f"{text} and {wide[place]:.5g} in float32"))
+    return found
+
+
+def _trouble(text: str) -> Trouble:
+    advice = "do not train like this: see what the check of reductions says, and report it with fsdp-sft env"
+    return Trouble("fail", (), f"{text}: {advice}")
+
+
+CHECK = Check("parity", "do two layers of the model train here as in one process?", 130, 20, _run)

@@ -1,0 +1,97 @@
+"""Whether all devices multiply rightly, and as fast as each other."""
+
+from typing import Any
+
+import torch
+
+from fsdp_sft._ranks.agree import all_gather_objects
+from fsdp_sft.check.cluster import Cluster
+from fsdp_sft.check.mechanism import Check, Outcome, Trouble
+from fsdp_sft.check.pace import all_at_once, own_seconds_of, seconds_of, slow_ranks
+from fsdp_sft.check.work import Product, block_shapes, checksum, make_product
+
+_FAILS, _WARNS = 0.85, 0.95
+_MOST_SHAPES = 4
+
+
+def _run(cluster: Cluster) -> Outcome:
+    shapes = block_shapes(cluster.asked.config)[-_MOST_SHAPES:]
+    wide, half = torch.float32, torch.bfloat16
+    # On a processor without instructions for bfloat16 a product of it takes a hundred times as long.
+    dtype = half if cluster.has_own_clock else wide
+    products = [make_product(shape, cluster.device, dtype) for shape in shapes]
+    least = 0.05 * cluster.scale / len(products)
+    flops = sum(one.flops for one in products)
+
+    def alone() -> float:
+        return flops / sum(own_seconds_of(cluster, one.run, at_least=least) for one in products)
+
+    def rate_of(several: list[Product]) -> float:
+        seconds = sum(seconds_of(one.run, cluster.device, at_least=least) for one in several)
+        return sum(one.flops for one in several) / seconds
+
+    rates, slow = slow_ranks(cluster, alone, "timing products", warns=_WARNS)
+    wrong, sums = _results(cluster, products)
+    other = [
+        Product(
+            one.a.to(wide if dtype == half else half), one.b.to(wide if dtype == half else half), *_kept(one)
+        )
+        for one in products[-1:]
+    ]
+    together = all_at_once(lambda: rate_of(products), "timing products of all ranks")
+    others = all_at_once(lambda: rate_of(other), "timing products of the other dtype")
+    every: list[tuple[float, float]] = all_gather_objects((together, others))
+    named = {True: "flops_per_second", False: "float32_flops_per_second"}
+    measured: dict[str, Any] = {
+        named[dtype == half]: min(one for one, _ in every),
+        named[dtype != half]: min(one for _, one in every),
+        "alone": max(rates),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    troubles = [
+        Trouble(
+            "fail" if one.share < (_FAILS if cluster.has_own_clock else 1) else "warn",
+            (one.rank,),
+            f"products run at {one.share:.2f} of the others' rate ({_flops(rates[one.rank])}): look at heat, "
+            "power and what else runs there, or leave the node out",
+            leave_out=True,
+        )
+        for one in slow
+    ]
+    said = f"{_flops(min(rates))} to {_flops(max(rates))} a rank in {dtype}, checksum {sums:08x}"
+    return Outcome(said.replace("torch.", ""), (*wrong, *troubles), measured)
+
+
+def _kept(product: Product) -> tuple[torch.Tensor, torch.Tensor]:
+    return product.weights, product.expected
+
+
+def _results(cluster: Cluster, products: list[Product]) -> tuple[list[Trouble], int]:
+    """Troubles of ranks whose results are wrong, and the checksum of the ranks whose results are right."""
+
+    def own() -> tuple[int, int]:
+        results = [one.run() for one in products]
+        wrong = sum(one.wrong_rows(result) for one, result in zip(products, results, strict=True))
+        return wrong, checksum(results[-1])
+
+    found: list[tuple[int, int]] = all_gather_objects(all_at_once(own, "comparing products"))
+    right = next((total for wrong, total in found if not wrong), found[0][1])
+    troubles = [
+        Trouble(
+            "fail",
+            (rank,),
+            f"products are wrong ({wrong} rows, checksum {total:08x}, rightly {right:08x}): the device or "
+            "its memory is damaged; leave the node out and have it tested",
+            leave_out=True,
+        )
+        for rank, (wrong, total) in enumerate(found)
+        if wrong or total != right
+    ]
+    return troubles, right
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.4g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
+
+
+CHECK = Check("products", "do all devices multiply rightly, and as fast as each other?", 60, 10, _run)

@@ -1,0 +1,196 @@
+"""``fsdp-sft check``: the checks under the job's own launcher, their table, ``check.json`` and exit code."""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+from fsdp_sft._model.configs import config_of
+from fsdp_sft._ranks.agree import agreed, share, this_rank, through_rank_0
+from fsdp_sft._ranks.init import init_distributed
+from fsdp_sft._tensors.disk import full_path, sweep, temporary_beside
+from fsdp_sft.check.cluster import Asked, Cluster, make_cluster
+from fsdp_sft.check.mechanism import Check, Trouble
+from fsdp_sft.check.results import Finished, is_wrong, ordered, ranks_named, text_of, to_json
+from fsdp_sft.check.sequence import all_checks, run_checks
+from fsdp_sft.check.training import parameters_of, two_layers
+from fsdp_sft.check.watching import WRONG, CheckWatchdog, ended_with_words
+from fsdp_sft.errors import LostRankError, RemoteRankError
+
+_TIMEOUT = timedelta(minutes=10)  # of a collective; the watchdog asks long before
+_PLACE = r" in step \S+, phase \w+"  # what the watchdog calls a place, which says less than the check's name
+_BETWEEN = 30.0  # seconds without a sign of a rank, or between two checks, that are allowed
+
+
+def check(args: argparse.Namespace) -> int:
+    """Run the checks and print their table on rank 0.
+
+    Returns:
+        The exit code, the same on all ranks that are left: 0 if all is well, 1 if something is wrong.
+
+    Collective: all ranks.
+    """
+    known = all_checks()
+    if args.list:
+        print("\n".join(f"{one.name:<12} {one.asks}" for one in known))
+        return 0
+    chosen = _chosen(known, args.only)
+    start = time.perf_counter()
+    context = init_distributed(timeout=_TIMEOUT)
+    with agreed("reading the arguments of fsdp-sft check"):
+        asked = _asked(args, context.world_size)
+    cluster = make_cluster(context, asked)
+    report = _Report(cluster, chosen, start, full_path(args.json))
+    try:
+        with (
+            ended_with_words(report.stopped),
+            CheckWatchdog(report.stopped, timeout=_BETWEEN * cluster.crowding) as watchdog,
+            _folder(cluster),
+        ):
+            done = run_checks(cluster, chosen, watchdog=watchdog, tell=report.finished)
+            through_rank_0("writing the results", lambda: None, lambda _: report.end())
+    except (LostRankError, RemoteRankError) as error:
+        notes = [note.removeprefix("watchdog: ") for note in getattr(error, "__notes__", [])]
+        report.stopped("; ".join(re.sub(_PLACE, "", note) for note in notes) or str(error))
+        return WRONG
+    return WRONG if is_wrong(done) else 0
+
+
+class _Report:
+    """What is known so far; rank 0 prints it once, whichever thread comes first.
+
+    Args:
+        cluster: The ranks.
+        chosen: The checks that run.
+        start: Time in ``time.perf_counter()`` at which the command began.
+        file: The JSON file to write.
+    """
+
+    def __init__(self, cluster: Cluster, chosen: list[Check], start: float, file: Path) -> None:
+        self._cluster, self._chosen, self._start, self._file = cluster, chosen, start, file
+        self._done: list[Finished] = []
+        self._lock = threading.Lock()
+        self._is_out = False
+
+    def finished(self, one: Finished) -> None:
+        """Take note of a check that is done, and say so where a person watches."""
+        self._done.append(one)
+        if this_rank() == 0 and sys.stderr.isatty():
+            print(f"{one.verdict:<4}  {one.check.name}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Print the table and write the file."""
+        self._print_once("", ())
+
+    def stopped(self, why: str) -> None:
+        """Print and write what is known, and why the checks ended; ranks other than 0 say why alone."""
+        ranks = ranks_named(why)
+        if len(self._done) < len(self._chosen):
+            why += f" (in the check {self._chosen[len(self._done)].name})"
+        if self._cluster.rank != 0:
+            if 0 in ranks:  # which prints no table then
+                print(f"rank {self._cluster.rank} of fsdp-sft check: {why}", file=sys.stderr, flush=True)
+            return
+        self._print_once(why, ranks)
+
+    def _print_once(self, why: str, lost: tuple[int, ...]) -> None:
+        with self._lock:
+            if self._is_out:
+                return
+            self._is_out = True
+        cluster, done, seconds = self._cluster, list(self._done), time.perf_counter() - self._start
+        troubles = [trouble for one in done for trouble in one.outcome.troubles]
+        if why:
+            troubles.insert(0, Trouble("fail", lost, why, leave_out=bool(lost)))
+        found = (cluster, done, why.splitlines()[0] if why else "", ordered(troubles), seconds)
+        print(text_of(*found), flush=True)
+        written = temporary_beside(self._file)
+        written.parent.mkdir(parents=True, exist_ok=True)
+        written.write_text(json.dumps(to_json(*found), indent=1) + "\n")
+        written.replace(self._file)
+        print(f"Measured: {self._file} (fsdp-sft plan --measured {self._file.name})", flush=True)
+
+
+def _chosen(known: list[Check], only: str | None) -> list[Check]:
+    if only is None:
+        return known
+    names = [name.strip() for name in only.split(",")]
+    unknown = [name for name in names if name not in {one.name for one in known}]
+    if unknown:
+        raise ValueError(
+            f"--only takes names of checks, and {unknown[0]!r} is none; there are "
+            f"{', '.join(one.name for one in known)}"
+        )
+    return [one for one in known if one.name in names]
+
+
+def _asked(args: argparse.Namespace, world_size: int) -> Asked:
+    """The options as they are given, after what can be looked at alone."""
+    for option, value in (("replicas", args.replicas), ("cp", args.cp), ("ep", args.ep)):
+        if value < 1 or world_size % value:
+            raise ValueError(f"--{option} must divide the {world_size} ranks, got {value}")
+    if world_size % (args.replicas * args.cp) or world_size % (args.replicas * args.ep):
+        raise ValueError(f"--replicas with --cp or --ep must divide the {world_size} ranks")
+    for option, value in (("seq", args.seq), ("micro-batch", args.micro_batch)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{option} must be at least 1, got {value}")
+    config = None if args.model is None else config_of(args.model)
+    try:
+        parameters_of(two_layers(config, is_fast=False))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"--model {args.model}: two layers of it cannot be built as a causal language model ({error})"
+        ) from error
+    return Asked(
+        config=config,
+        root=None if args.root is None else full_path(args.root),
+        replicas=args.replicas,
+        cp=args.cp,
+        ep_size=args.ep,
+        compile=args.compile,
+        frozen_dtype=args.frozen,
+        seq_length=args.seq,
+        micro_batch_size=args.micro_batch,
+        seconds=args.seconds,
+    )
+
+
+@contextmanager
+def _folder(cluster: Cluster) -> Iterator[None]:
+    """Context with a folder for the checks' files, below the run's; a temporary one on a single host.
+
+    Collective: all ranks.
+    """
+    made: Path | None = None
+    problem = ""
+    if cluster.rank == 0:
+        try:
+            made = _new_folder(cluster)
+        except OSError as error:
+            problem = f"no folder can be made below {cluster.asked.root}: {error}"
+    found: tuple[Path | None, str] = share((made, problem))
+    cluster.folder, cluster.folder_problem = found
+    try:
+        yield
+    finally:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _new_folder(cluster: Cluster) -> Path | None:
+    root = cluster.asked.root
+    if root is None:
+        return Path(tempfile.mkdtemp(prefix="fsdp-sft-check-")) if cluster.num_hosts == 1 else None
+    root.mkdir(parents=True, exist_ok=True)
+    sweep(root / "check")
+    made = temporary_beside(root / "check")
+    made.mkdir()
+    return made

@@ -1,0 +1,67 @@
+"""What ends the checks before their end: a rank that hangs or dies, or a launcher that ends the job."""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fsdp_sft.jobs.watchdog import Watchdog
+from fsdp_sft.jobs.watchdog.report import standing_out
+
+_TOLD_TO_END = 8.0  # seconds from a launcher's SIGTERM to the end, in which a lost rank is found and named
+WRONG = 1
+
+
+class CheckWatchdog(Watchdog):
+    """A watchdog that ends the checks with their table on rank 0, and not with a stack from each rank.
+
+    Args:
+        report: Prints what is known; called with why the checks end.
+        timeout: As for ``Watchdog``.
+    """
+
+    def __init__(self, report: Callable[[str], None], *, timeout: float) -> None:
+        super().__init__(timeout=timeout, interval=1.0)
+        self._report = report
+
+    def _announce(self, verdict: str) -> int:
+        odd = standing_out(verdict)
+        if self._rank in odd:
+            super()._announce(verdict)  # with the place at which it stands
+        # What the others do is no news: they wait.
+        self._report("; ".join(odd.values()) or verdict.splitlines()[0])
+        return WRONG
+
+
+@contextmanager
+def ended_with_words(report: Callable[[str], None]) -> Iterator[None]:
+    """Context in which SIGTERM does not end the process at once: a launcher sends it when a rank has died.
+
+    The checks get some seconds to find out which; then ``report`` is called, and the process ends. It does so
+    from a thread, since the main thread may wait in a collective for a rank that is gone.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals belong to the main thread
+        return
+    done = threading.Event()
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+
+    def watch() -> None:
+        if ours.recv(1) and not done.wait(_TOLD_TO_END):
+            report("the launcher has ended the job (SIGTERM): it was cancelled, or another rank has died")
+            os._exit(WRONG)
+
+    before: Any = signal.signal(signal.SIGTERM, lambda *_: None)
+    fd_before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=watch, name="fsdp_sft-check", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+        signal.set_wakeup_fd(fd_before)
+        signal.signal(signal.SIGTERM, before)
+        theirs.close()  # the thread reads the end of it

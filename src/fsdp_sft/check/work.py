@@ -1,0 +1,119 @@
+"""What devices are given to do: products of a model's shapes whose results are known exactly."""
+
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_sft._tensors.safetensors import bytes_of
+
+_DEFAULT = ((4096, 4096), (14336, 4096), (4096, 14336))  # (outputs, inputs), of a block of 8B parameters
+_ROWS = 4096
+_ON_CPU = (128, 1024)  # rows, and the most of the other sizes: a processor's rate needs no more
+# Entries are -1, 0 and 1, so few of them not 0 that sums stay below 256, which bfloat16 has exactly.
+_EXACT_TERMS = 1500.0
+_PERIOD = 1_048_573  # entries after which they repeat; a prime, so that no two rows are alike
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product ``a @ b.T`` of integers whose result bfloat16 and float32 hold exactly.
+
+    Attributes:
+        a: ``(rows, inputs)``.
+        b: ``(outputs, inputs)``.
+        weights: ``(outputs,)``, float64 in host memory: the result is compared as ``result @ weights``.
+        expected: That, ``(rows,)``, computed on the host without the product: ``a @ (b.T @ weights)``.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    weights: torch.Tensor
+    expected: torch.Tensor
+
+    @property
+    def flops(self) -> float:
+        """Operations of the product."""
+        return 2.0 * self.a.shape[0] * self.a.shape[1] * self.b.shape[0]
+
+    def run(self) -> torch.Tensor:
+        """The product, as a linear layer computes it."""
+        return torch.nn.functional.linear(self.a, self.b)
+
+    def wrong_rows(self, result: torch.Tensor) -> int:
+        """Number of rows of a result that are wrong (Freivalds' algorithm), by the host."""
+        found = [rows.to(torch.float64).cpu() @ self.weights for rows in result.split(1024)]
+        return int((torch.cat(found) != self.expected).sum())
+
+
+def checksum(result: torch.Tensor) -> int:
+    """A checksum of a tensor's bytes."""
+    return zlib.crc32(bytes_of(result.detach().cpu().contiguous()))
+
+
+def block_shapes(config: Any | None) -> list[tuple[int, int]]:
+    """(outputs, inputs) of the matrices of a config's last block; those of a usual 8B model without one."""
+    if config is None:
+        return list(_DEFAULT)
+    from transformers import AutoModelForCausalLM
+
+    from fsdp_sft._model.blocks import find_blocks
+    from fsdp_sft.planner.calibrate import shortened
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shortened(config, 2))
+    last = list(find_blocks(model).values())[-1]
+    matrices = [parameter for parameter in last.parameters() if parameter.ndim >= 2]
+    return sorted({(int(one.shape[-2]), int(one.shape[-1])) for one in matrices if min(one.shape[-2:]) > 8})
+
+
+def block_bytes(config: Any | None) -> int:
+    """Bytes of a block in 16 bits: what one gather brings."""
+    if config is None:
+        return 2 * (4 * 4096 * 4096 + 3 * 4096 * 14336)
+    from transformers import AutoModelForCausalLM
+
+    from fsdp_sft._model.blocks import find_blocks
+    from fsdp_sft.planner.calibrate import shortened
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shortened(config, 2))
+    return 2 * sum(p.numel() for p in list(find_blocks(model).values())[-1].parameters())
+
+
+def make_product(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Product:
+    """A product of one shape, the same on all ranks, with no random generator."""
+    outputs, inputs = shape
+    rows = _ROWS
+    if device.type == "cpu" or not _is_fast(device):
+        rows, most = _ON_CPU
+        outputs, inputs = min(outputs, most), min(inputs, most)
+    a, b = _signs(rows, inputs, 1, inputs), _signs(outputs, inputs, 2, inputs)
+    weights = (_mixed(outputs, 3) % 8 * 2 - 7).double()  # odd, so that none is 0
+    parts = zip(b.split(1024), weights.split(1024), strict=True)
+    inner = torch.stack([part.double().T @ of for part, of in parts]).sum(0)
+    expected = torch.cat([part.double() @ inner for part in a.split(1024)])
+    return Product(a.to(device, dtype), b.to(device, dtype), weights, expected)
+
+
+def _is_fast(device: torch.device) -> bool:
+    """Whether a device computes by itself; simulated ones have the kernels of the CPU."""
+    return device.type in ("cuda", "xpu", "hpu", "npu", "mtia")
+
+
+def _signs(rows: int, columns: int, seed: int, terms: int) -> torch.Tensor:
+    """-1, 0 and 1 of which so many are not 0 that a sum of ``terms`` products stays small."""
+    share = min(0.8, math.sqrt(_EXACT_TERMS / terms))
+    mixed = _mixed(min(rows * columns, _PERIOD), seed)
+    signs = (mixed % 2 * 2 - 1).to(torch.int8)
+    signs[(mixed // 2) % 1000 >= 1000 * share] = 0
+    return signs.repeat(-(-rows * columns // len(signs)))[: rows * columns].view(rows, columns)
+
+
+def _mixed(count: int, seed: int) -> torch.Tensor:
+    """Integers from 0 to 2**31 that look random, computed from their places."""
+    mixed = torch.arange(count, dtype=torch.int64) * 2654435761 + seed * 40503
+    mixed = (mixed ^ (mixed >> 13)) * 1274126177 & 0x7FFFFFFF
+    return (mixed ^ (mixed >> 11)) & 0x7FFFFFFF

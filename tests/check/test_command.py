@@ -1,0 +1,149 @@
+"""The commands ``check`` and ``env``: what they print and return, and the table that a person reads."""
+
+import argparse
+import json
+import os
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_sft._ranks.init import DistributedContext
+from fsdp_sft.check.cluster import Asked, Cluster
+from fsdp_sft.check.environment import minorities, shown
+from fsdp_sft.check.mechanism import Check, Outcome, Trouble
+from fsdp_sft.check.results import Finished, ordered, ranks_named, text_of, to_json
+from fsdp_sft.check.sequence import all_checks
+from fsdp_sft.commands import main
+from tests.harness.ranks import run_distributed
+
+SECRET = "hf_abcdefghijklmnop"
+
+
+def _cluster(*hosts: str) -> Cluster:
+    context = DistributedContext(0, 0, len(hosts), 2, torch.device("cpu"), "gloo", "torchrun")
+    return Cluster(context, Asked(), list(hosts), 0, 2, 1.0)
+
+
+def _done(name: str, outcome: Outcome) -> Finished:
+    return Finished(Check(name, "is it well?", 1, 1.0, lambda _: outcome), outcome, 1.0)
+
+
+def test_the_table_names_what_is_wrong_first_and_the_nodes_to_leave_out() -> None:
+    slow = Trouble("fail", (2, 3), "it is slow", leave_out=True)
+    clock = Trouble("warn", (1,), "its clock is off")
+    done = [
+        _done("machine", Outcome("seen", (clock,))),
+        _done("products", Outcome("fast", (slow,))),
+        _done("host link", Outcome(unseen="no device")),
+    ]
+    cluster = _cluster("a", "a", "b", "b", "c", "c")
+    found = ordered([trouble for one in done for trouble in one.outcome.troubles])
+    lines = text_of(cluster, done, "", found, 12.0).splitlines()
+    assert lines[0] == "fsdp-sft check: 6 ranks on 3 nodes, cpu, gloo, 12 s"
+    assert lines[2] == "FAIL  ranks 2-3 on b: it is slow"
+    assert lines[3] == "warn  rank 1 on a: its clock is off"
+    assert lines[5].startswith("warn  machine")
+    assert lines[6].startswith("FAIL  products")
+    assert lines[7].startswith("-     host link")
+    assert lines[-1] == "To leave the node out: --exclude=b"
+    assert to_json(cluster, done, "", found, 12.0)["exclude"] == ["b"]
+    alone = _cluster("a", "a")
+    both = [Trouble("fail", (0, 1), "slow", leave_out=True)]
+    assert "exclude" not in text_of(alone, [], "", both, 1.0), "nothing would be left"
+
+
+def test_the_same_trouble_of_many_ranks_is_one_line() -> None:
+    merged = ordered([Trouble("warn", (rank,), "little memory") for rank in range(24)])
+    assert merged == [Trouble("warn", tuple(range(24)), "little memory")]
+    assert ranks_named("rank 3 failed first (failed: 3), ranks 5-7, 9 wait for rank 3") == (3, 5, 6, 7, 9)
+
+
+def test_facts_are_held_against_what_most_have() -> None:
+    assert minorities([{"a": "1"}, {"a": "1"}]) == {}
+    assert minorities([{"a": "2"}, {"a": "1"}, {"a": "1"}]) == {"a": ("1", {"2": [0]})}
+    assert minorities([{"a": "1"}, {}]) == {"a": ("1", {None: [1]})}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("HF_TOKEN", SECRET, "set, not shown"),
+        ("HF_HUB_ACCESS_KEY", SECRET, "set, not shown"),
+        ("HTTPS_PROXY", "http://me:word@proxy:80", "http://***@proxy:80"),
+        ("TOKENIZERS_PARALLELISM", "false", "false"),
+        ("NCCL_ALGO", "Ring", "Ring"),
+    ],
+)
+def test_secrets_are_never_shown(name: str, value: str, says: str) -> None:
+    assert shown(name, value) == says
+
+
+def test_every_check_says_what_it_asks_and_fits_into_two_minutes() -> None:
+    checks = all_checks()
+    assert len({one.name for one in checks}) == len({one.order for one in checks}) == len(checks) >= 14
+    assert all(one.asks.endswith("?") for one in checks)
+    assert sum(one.seconds for one in checks) <= 120
+    order = [one.name for one in checks]
+    assert order.index("versions") < order.index("products") < order.index("network") < order.index("parity")
+
+
+def test_bad_options_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = ["--json", str(tmp_path / "check.json")]
+    assert main(["check", "--only", "nothing", *file]) == 2
+    assert "'nothing' is none; there are versions" in capsys.readouterr().err
+    assert main(["check", "--list"]) == 0
+    assert "products" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["check", "--seconds", "0"])
+
+
+def _commands(folder: Path) -> tuple[int, str, int, str, int]:
+    """Codes and what this rank printed: of a check, of env, and of a check in which a rank differs."""
+    rank = dist.get_rank()
+    printed = []
+    codes = []
+
+    def run(*arguments: str) -> None:
+        import contextlib
+        import io
+
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            codes.append(main([*arguments]))
+        printed.append(out.getvalue())
+
+    chosen = ["--only", "versions,variables,folder", "--root", str(folder / "run")]
+    with mock.patch.dict(os.environ, HF_TOKEN=SECRET):
+        run("check", *chosen, "--json", str(folder / "check.json"))
+        own = {"NCCL_ALGO": "Tree", "HF_TOKEN": f"{SECRET}{rank}"} if rank == 1 else {}
+        with mock.patch.dict(os.environ, own):
+            run("env")
+            run("check", *chosen, "--json", str(folder / "other.json"))
+    return codes[0], printed[0], codes[1], printed[1], codes[2]
+
+
+def test_the_commands_on_two_ranks(tmp_path: Path) -> None:
+    (code, table, env_code, env, differs), other = run_distributed(_commands, 2, tmp_path)
+    assert (code, env_code, differs) == (0, 0, 1)
+    assert other == (0, "", 0, "", 1), "rank 0 alone prints, and all return the same"
+    assert "Healthy." in table
+    assert re.search(r"NCCL_ALGO +not set  <- differs: Tree on rank 1", env)
+    assert re.search(r"HF_TOKEN +set, not shown  <- differs: set, not shown on rank 1", env)
+    assert "torch" in env
+    assert SECRET not in table + env + (tmp_path / "check.json").read_text()
+    found = json.loads((tmp_path / "other.json").read_text())
+    assert found["healthy"] is False
+    assert {tuple(one["ranks"]) for one in found["troubles"]} == {(1,)}
+    assert list((tmp_path / "run").iterdir()) == [], "nothing is left in the run's folder"
+
+
+def test_options_of_the_table_of_commands() -> None:
+    parser = argparse.ArgumentParser()
+    from fsdp_sft.commands.check import add_check
+
+    add_check(parser)
+    args = parser.parse_args([])
+    assert (args.seconds, str(args.json)) == (120.0, "check.json")

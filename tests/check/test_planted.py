@@ -1,0 +1,225 @@
+"""Each fault is planted in one rank, and named with it; healthy ranks are accused of nothing."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp_sft as fs
+from fsdp_sft.check.checks import folder, interface
+from fsdp_sft.check.cluster import Asked, Cluster, make_cluster
+from fsdp_sft.check.mechanism import Trouble
+from fsdp_sft.check.results import ordered, text_of, to_json
+from fsdp_sft.check.sequence import all_checks, run_checks
+from tests.harness.ranks import run_distributed
+
+RANKS, VICTIM = 3, 1
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong on one rank.
+
+    Attributes:
+        check: The check that has to notice it.
+        says: What its trouble has to say.
+        plant: Context in which the rank has it.
+        everywhere: Context that all ranks are in.
+        level: Of the trouble.
+    """
+
+    check: str
+    says: str
+    plant: Callable[[Path], Any]
+    everywhere: Callable[[int], Any] = lambda rank: mock.patch.dict(os.environ)
+    level: str = "fail"
+
+
+def _slowed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, at half its speed."""
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args, **kwargs)
+        until = start + 2.1 * (time.perf_counter() - start) + 2e-5
+        while time.perf_counter() < until:
+            pass
+        return result
+
+    return slow
+
+
+def _off_by_one(*args: Any) -> torch.Tensor:
+    result = torch.matmul(args[0], args[1].T)
+    result[5, 7] += 1
+    return result
+
+
+def _zeros(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective that leaves zeros."""
+
+    def zeros(*args: Any, **kwargs: Any) -> Any:
+        work = function(*args, **kwargs)
+        if kwargs.get("async_op"):
+            work.wait()
+        args[0].zero_()
+        return work
+
+    return zeros
+
+
+def _no_space(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def _reductions(of: Callable[..., Any]) -> Any:
+    names = [name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)]
+    return mock.patch.multiple(dist, **{name: of(getattr(dist, name)) for name in names})
+
+
+@contextmanager
+def _several_hosts(rank: int) -> Iterator[None]:
+    with (
+        mock.patch.object(socket, "gethostname", return_value=f"node-{rank}"),
+        mock.patch.object(interface, "_address_of_name", return_value="10.0.0.1"),
+    ):
+        yield
+
+
+FAULTS = {
+    "versions": Fault("versions", "torch 1.0", lambda _: mock.patch.object(torch, "__version__", "1.0")),
+    "a variable": Fault(
+        "variables",
+        "NCCL_ALGO=Tree, and NCCL_ALGO is not set",
+        lambda _: mock.patch.dict(os.environ, NCCL_ALGO="Tree"),
+    ),
+    "a secret": Fault(
+        "variables",
+        "HF_TOKEN=set, not shown, and HF_TOKEN=set, not shown elsewhere",
+        lambda _: mock.patch.dict(os.environ, HF_TOKEN="hf_other"),
+        lambda _: mock.patch.dict(os.environ, HF_TOKEN="hf_secret"),
+    ),
+    "a clock": Fault(
+        "machine",
+        r"its clock is 5.0 s ahead of",
+        lambda _: mock.patch.object(time, "time", lambda at=time.time: at() + 5),
+    ),
+    "a late clock": Fault(
+        "machine",
+        r"its clock is 5.0 s behind",
+        lambda _: mock.patch.object(time, "time", lambda at=time.time: at() - 5),
+    ),
+    "the loopback": Fault(
+        "interface",
+        "gloo talks over the loopback",
+        lambda _: mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"),
+        _several_hosts,
+    ),
+    "a slow device": Fault(
+        "products",
+        "of the others' rate",
+        lambda _: mock.patch.object(torch.nn.functional, "linear", _slowed(torch.nn.functional.linear)),
+    ),
+    "a wrong product": Fault(
+        "products",
+        "products are wrong",
+        lambda _: mock.patch.object(torch.nn.functional, "linear", _off_by_one),
+    ),
+    "slow memory": Fault(
+        "memory",
+        "of the others' rate",
+        lambda _: mock.patch.object(torch.Tensor, "copy_", _slowed(torch.Tensor.copy_)),
+    ),
+    "reductions of zeros": Fault(
+        "reductions", "wrong results: reduce_scatter", lambda _: _reductions(_zeros)
+    ),
+    "no rename": Fault("folder", "is not seen under its new name", lambda _: mock.patch.object(os, "rename")),
+    "a blind rank": Fault(
+        "folder",
+        "renames of the other ranks are not seen",
+        lambda path: mock.patch.object(os, "listdir", return_value=[f"new-{VICTIM}"]),
+    ),
+    "a full disk": Fault(
+        "folder",
+        "No space left on device",
+        lambda _: mock.patch("fsdp_sft.check.checks.folder.sync_file", _no_space),
+    ),
+    "an error": Fault(
+        "attention",
+        "raised ValueError: no attention today",
+        lambda _: mock.patch(
+            "fsdp_sft.check.checks.attention.seconds_of", side_effect=ValueError("no attention today")
+        ),
+    ),
+}
+
+
+def _cluster(root: Path, **asked: Any) -> Cluster:
+    cluster = make_cluster(fs.init_distributed(), Asked(root=root, seconds=12.0, **asked))
+    cluster.folder = root / "own"
+    if cluster.rank == 0:
+        cluster.folder.mkdir(exist_ok=True)
+    dist.barrier()
+    return cluster
+
+
+def _found(names: list[str], path: Path) -> dict[str, list[Trouble]]:
+    """What each fault makes its check say, on this rank."""
+    found = {}
+    for name in names:
+        fault = FAULTS[name]
+        own = path / name.replace(" ", "-")
+        own.mkdir(exist_ok=True)
+        dist.barrier()
+        with fault.everywhere(dist.get_rank()), mock.patch.object(folder, "_SEEN_WITHIN", 1.0):
+            cluster = _cluster(own)
+            checks = [one for one in all_checks() if one.name == fault.check]
+            with fault.plant(own) if cluster.rank == VICTIM else mock.patch.dict(os.environ):
+                done = run_checks(cluster, checks)
+        found[name] = [trouble for one in done for trouble in one.outcome.troubles]
+    return found
+
+
+def test_every_fault_is_named_with_its_rank(tmp_path: Path) -> None:
+    results = run_distributed(_found, RANKS, list(FAULTS), tmp_path)
+    assert all(result == results[0] for result in results)
+    missed = {
+        name: found
+        for name, found in results[0].items()
+        if [
+            one
+            for one in found
+            if one.ranks == (VICTIM,) and FAULTS[name].says in one.text and one.level == "fail"
+        ]
+        != found
+        or not found
+    }
+    assert not missed, "\n".join(f"{name}: {found}" for name, found in missed.items())
+
+
+def _healthy(root: Path) -> tuple[str, dict[str, Any], list[Trouble]]:
+    cluster = _cluster(root)
+    done = run_checks(cluster, all_checks())
+    troubles = ordered([trouble for one in done for trouble in one.outcome.troubles])
+    return text_of(cluster, done, "", troubles, 1.0), to_json(cluster, done, "", troubles, 1.0), troubles
+
+
+@pytest.mark.accelerator
+def test_healthy_ranks_are_accused_of_nothing(tmp_path: Path) -> None:
+    for text, found, troubles in run_distributed(_healthy, 2, tmp_path):
+        assert [one for one in troubles if one.level == "fail"] == [], text
+        assert found["healthy"], text
+        assert json.loads(json.dumps(found)) == found
+        assert {"products", "memory", "network", "parity", "steps"} <= {
+            name for name, one in found["checks"].items() if one["measured"] or one["said"]
+        }
