@@ -3,8 +3,8 @@ r"""open-instruct's finetune.py, ported: padded chats, and a loss that is a mean
     torchrun --standalone --nproc-per-node 2 examples/ports/open_instruct_finetune.py --model FOLDER \
         --data chats.jsonl
 
-After open_instruct/finetune.py of https://github.com/allenai/open-instruct (Apache-2.0), in our own words. What
-came and what went, and what the original does without a word: docs/how-to/migrate-from-rl-libraries.md.
+After open_instruct/finetune.py of https://github.com/allenai/open-instruct (Apache-2.0), in our own words.
+What came and what went, and what the original does without a word: docs/how-to/migrate-from-rl-libraries.md.
 """
 
 import argparse

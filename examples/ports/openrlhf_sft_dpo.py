@@ -3,8 +3,8 @@ r"""OpenRLHF's SFT and DPO, ported: batches that are tuples, and a reference mod
     torchrun --standalone --nproc-per-node 2 examples/ports/openrlhf_sft_dpo.py dpo --model FOLDER \
         --data pairs.jsonl
 
-After openrlhf/trainer/sft_trainer.py and dpo_trainer.py of https://github.com/OpenRLHF/OpenRLHF (Apache-2.0), in
-our own words. What came and what went, and what the originals do without a word:
+After openrlhf/trainer/sft_trainer.py and dpo_trainer.py of https://github.com/OpenRLHF/OpenRLHF (Apache-2.0),
+in our own words. What came and what went, and what the originals do without a word:
 docs/how-to/migrate-from-rl-libraries.md.
 
 A row of ``sft`` has a prompt and a response, one of ``dpo`` a prompt, a chosen and a rejected response.
@@ -76,7 +76,7 @@ def answers(rows: list[Tokens]) -> Answers:
     """Padded on the right."""
     ids = pad_sequence([torch.tensor(ids) for ids, _ in rows], batch_first=True)
     attention = pad_sequence([torch.ones(len(ids), dtype=torch.long) for ids, _ in rows], batch_first=True)
-    scored = attention.clone()
+    scored = attention.float()
     for row, (_, prompt_length) in zip(scored, rows, strict=True):
         row[:prompt_length] = 0
     return ids, attention, scored
@@ -98,8 +98,8 @@ class Sft:
     def loss(self, model: nn.Module, batch: Answers) -> torch.Tensor:
         return -log_probs(model, batch).sum()
 
-    def count(self, batch: Answers) -> int:
-        return int(batch[2][:, 1:].sum())
+    def count(self, batch: Answers) -> float:
+        return float(batch[2][:, 1:].sum())
 
 
 class Dpo:
@@ -123,9 +123,9 @@ class Dpo:
         nll = -(policy / batch[2][:, 1:].sum(-1)).chunk(2)[0].sum()
         metrics = {
             "acc": (chosen > rejected).sum(),
-            "chosen_reward": chosen.sum().detach(),
-            "reject_reward": rejected.sum().detach(),
-            "nll_loss": nll.detach(),
+            "chosen_reward": chosen.sum(),
+            "reject_reward": rejected.sum(),
+            "nll_loss": nll,
         }
         return preference + self.nll_loss_coef * nll, metrics
 

@@ -2,8 +2,9 @@ r"""prime-rl's SFT, ported: packs with positions, shifted targets and a mask, a 
 
     torchrun --standalone --nproc-per-node 2 examples/ports/prime_rl_sft.py --model FOLDER --data chats.jsonl
 
-After src/prime_rl/trainer/sft of https://github.com/PrimeIntellect-ai/prime-rl (Apache-2.0), in our own words.
-What came and what went, and what the original does without a word: docs/how-to/migrate-from-rl-libraries.md.
+After src/prime_rl/trainer/sft of https://github.com/PrimeIntellect-ai/prime-rl (Apache-2.0), in our own
+words. What came and what went, and what the original does without a word:
+docs/how-to/migrate-from-rl-libraries.md.
 """
 
 import argparse
