@@ -1,5 +1,6 @@
 """Where an original differs from its port, and what did not work when these loops were first tried."""
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -86,19 +88,26 @@ def _frictions(folder: Path, out: Path) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     objective = port.TokenLoss("skip")
     loss = {"loss_fn": objective.loss, "count_fn": objective.count}
-    batch = port.collate(port.read_rows(folder / "chats.jsonl", tokenizer, 64)[:3])
+    rows = port.read_rows(folder / "chats.jsonl", tokenizer, 64)
+    batch = port.collate(rows[:3])
     plain = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     tokens = torch.cat([-scored(plain, row) for row in of_nested(batch)])
     expected = pytest.approx(float(tokens.detach().mean()), rel=1e-6)
     options = {"mp_policy": MixedPrecisionPolicy()}
     worked = []
 
-    # A loss over log-probabilities where two ranks share rows, of nested batches.
+    # A loss over log-probabilities where two ranks share rows, of nested batches; other rows are noticed.
     mesh = fs.build_mesh(cp=2)
     model = fs.load_pretrained(folder / "model", mesh=mesh, **options)
     fs.use_context_parallel(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     assert fs.train_step(model, [batch], optimizer, **loss).loss == expected
+    with pytest.raises(fs.BatchError, match="different batches"):
+        fs.train_step(model, [port.collate(rows[dist.get_rank() : 3])], optimizer, **loss)
+    if importlib.util.find_spec("tensordict"):
+        from tensordict import TensorDict
+
+        assert fs.train_step(model, [TensorDict(batch, [3])], optimizer, **loss).loss == expected
     worked.append("cp")
 
     # A model that the caller has grouped, as verl and prime-rl do.
