@@ -15,6 +15,9 @@ peak. A token of a pack attends only to its own row, so the count of the headlin
 number for sequences of that length and overstates what short rows need. With ``--rows full`` chats run on
 into rows as long as a pack, as in most public figures, and both counts are the same.
 
+First ``fsdp-sft check`` runs on all GPUs: a machine on which something is wrong is not measured. Its rates
+are the plans', and its table stands below the others.
+
 A run that was cut short goes on with ``--reports file.jsonl``: what it holds is not measured again.
 """
 
@@ -39,7 +42,7 @@ from benchmarks.gpu.memory import SIZES as QWEN_SIZES
 from benchmarks.gpu.picture import draw
 from benchmarks.tables import table
 from examples.tiny_model import make_tokenizer
-from fsdp_sft._process.gpus import GPUS
+from fsdp_sft._process.gpus import GPUS, known_device as known_gpu
 
 TINY = {
     "hidden_size": 128,
@@ -132,11 +135,14 @@ def best_plan(config: Qwen2Config, attention: str, device: dict, args: argparse.
         gpu=device["gpu"],
         compile=True,
         attention_mask=attention == "sdpa" and args.rows == "chats",
+        measured=device["check"],
         optimizer="adamw_fused",
         cp=1,
     )
     names = ("micro_batch_size", "grad_accum_steps", "sac_placement", "reshard_after_forward", "peak_bytes")
-    return {"sac_ratio": str(plans[0].sac_ratio), **{name: getattr(plans[0], name) for name in names}}
+    seconds = plans[0].time.total
+    chosen = {name: getattr(plans[0], name) for name in names}
+    return {"sac_ratio": str(plans[0].sac_ratio), "seconds": seconds, **chosen}
 
 
 # --- one measurement --------------------------------------------------------------------------------------
@@ -155,7 +161,7 @@ def run_case(case: dict, folder: Path, args: argparse.Namespace) -> dict:
         "HF_HUB_OFFLINE": "1",
     }
     command = [sys.executable]
-    if case["system"] == "ceiling" or (case["system"] == "trainer" and args.gpus == 1):
+    if case["system"] == "trainer" and args.gpus == 1:
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         environment["CUDA_VISIBLE_DEVICES"] = first  # without torchrun Trainer would take all
     else:
@@ -210,7 +216,7 @@ def measure(case: tuple[str, str, str], device: dict, folder: Path, args: argpar
         except fs.NoPlanError as error:
             return {**row, "layout": "no plan", "error": str(error).splitlines()[0].replace("|", "/")}
         sent |= {"plan": plan, "micro_batch": plan["micro_batch_size"]}
-        row["planned"] = plan["peak_bytes"]
+        row["planned"], row["planned_seconds"] = plan["peak_bytes"], plan["seconds"]
         row["layout"] = layout_of(plan)
     return {**row, **run_case(sent, folder, args)}
 
@@ -251,21 +257,23 @@ def label_of(row: dict) -> str:
 
 HEAD = ["size", "system", "packs a forward x accumulation, blocks recomputed", "seconds a step"]
 HEAD += ["tokens/s per GPU (min to max)", "MFU", "MFU, whole pack", "of the matmul ceiling", "peak GiB"]
-HEAD += ["reserved GiB", "planned GiB", "mean loss"]
+HEAD += ["reserved GiB", "planned GiB", "planned seconds", "mean loss"]
 
 
 def summary(rows: list[dict]) -> list[str]:
     cells = []
     for row in rows:
         head = [row["size"], label_of(row), row["layout"]]
-        planned = f"{row['planned'] / GIB:.1f}" if "planned" in row else ""
+        planned = (
+            [f"{row['planned'] / GIB:.1f}", f"{row['planned_seconds']:.3f}"] if "planned" in row else ["", ""]
+        )
         if "error" in row:
-            cells.append([*head, row["error"], "", "", "", "", "", "", planned])
+            cells.append([*head, row["error"], "", "", "", "", "", "", *planned])
             continue
         reserved = row["memory"].get("peak_reserved_bytes")
         speed = f"{row['rate']:,.0f} ({min(row['rates']):,.0f} to {max(row['rates']):,.0f})"
         shares = [percent(row[key]) for key in ("mfu", "mfu_whole", "of_ceiling")]
-        memory = [f"{row['peak'] / GIB:.1f}", f"{reserved / GIB:.1f}" if reserved else "", planned]
+        memory = [f"{row['peak'] / GIB:.1f}", f"{reserved / GIB:.1f}" if reserved else "", *planned]
         seconds = f"{statistics.median(row['seconds']):.3f}"
         cells.append([*head, seconds, speed, *shares, *memory, f"{row['loss']:.3f}"])
     return table(HEAD, cells)
@@ -320,16 +328,24 @@ def text_of(rows: list[dict], device: dict, data: dict, args: argparse.Namespace
         f"(Trainer compiles the model), torch {torch.__version__}, transformers {version('transformers')}, "
         f"accelerate {version('accelerate')}.",
         "",
-        f"Peak of the data sheet: {peak}; measured ceiling, bfloat16 products of {device['size']} cubed: "
-        f"{device['flops_per_second'] / 1e12:.3g} TFLOP/s. GFLOPs per token, with the lengths of the rows: "
+        f"Peak of the data sheet: {peak}; measured ceiling, bfloat16 products of a block's shapes on the "
+        f"slowest GPU: {device['flops_per_second'] / 1e12:.3g} TFLOP/s. GFLOPs per token, with the lengths "
+        "of the rows: "
         f"{'; '.join(counts) or 'none'}. MFU and the share of the ceiling use the former. Tokens are those "
         "that are not padding; speed is the median of steps. Memory is the fullest GPU's after the warm-up; "
-        "planned is what the planner foresaw for its plan. fsdp_sft runs the planner's fastest plan with its "
+        "planned is what the planner foresaw for its plan, from the rates of `fsdp-sft check`. fsdp_sft runs "
+        "the planner's fastest plan with its "
         "chunked loss; the others have full logits and recompute every block.",
         "",
         *verdicts(rows, device, args),
         "",
         *summary(rows),
+        "",
+        "## The machine",
+        "",
+        "```text",
+        *device["table"].rstrip().splitlines()[:-1],
+        "```",
     ]
     return "\n".join(lines) + "\n"
 
@@ -352,14 +368,36 @@ def write(rows: list[dict], text: str, device: dict, args: argparse.Namespace, *
 
 
 def known_device(folder: Path, args: argparse.Namespace) -> dict:
-    """Name, memory, planner's name, peak and measured ceiling; no CUDA context of this process stays."""
-    found = run_case({"system": "ceiling", "device": args.device}, folder, args)
-    if "error" in found:
-        raise RuntimeError(f"the device could not be measured: {found['error']}")
-    name = found.setdefault("name", "CPU")
-    by_name = (gpu for gpu in GPUS if re.search(rf"\b{gpu}\b", name, re.IGNORECASE))
-    found["gpu"] = args.gpu or next(by_name, "h100")
-    return {"memory": GPUS[found["gpu"]].memory_bytes, **found}
+    """The device by ``fsdp-sft check`` on all GPUs: name, memory, peak, rate of products, and its file.
+
+    Raises:
+        RuntimeError: If the check finds something wrong: figures of such a machine say nothing.
+    """
+    largest = max(args.sizes, key=lambda size: SIZES[size]["hidden_size"])
+    Qwen2Config(**SIZES[largest]).save_pretrained(folder / "config")
+    file = folder / "check.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.gpus}"]
+    command += ["-m", "fsdp_sft", "check", "--json", str(file), "--root", str(folder / "root")]
+    command += ["--model", str(folder / "config")] if args.device == "cuda" else []
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **hidden}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"fsdp-sft check found something wrong:\n{done.stdout}\n{done.stderr[-2000:]}")
+    check = json.loads(file.read_text())
+    seen = {name: one["measured"] for name, one in check["checks"].items()}
+    name = seen["versions"]["versions"]["device"]
+    known = known_gpu(name)
+    gpu = args.gpu or (known.name if known else "h100")
+    return {
+        "name": "CPU" if name == "cpu" else name,
+        "gpu": gpu,
+        "memory": seen["devices"].get("memory_bytes", GPUS[gpu].memory_bytes),
+        "peak": known.flops_per_second if known else None,
+        "flops_per_second": seen["products"]["flops_per_second"],
+        "check": check,
+        "table": done.stdout,
+    }
 
 
 def run_all(folder: Path, args: argparse.Namespace) -> None:

@@ -23,8 +23,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import fsdp_sft as fs
 
 LEARNING_RATE = 1e-5
-CEILING_SIZES = {"cuda": 8192, "cpu": 512}
-PRODUCTS = 10  # timed at once, so that waiting for the device weighs little
 
 
 class Meter:
@@ -218,29 +216,7 @@ def run_trainer(case: dict) -> None:
     meter.report(f"full logits, {how}", trained.training_loss)
 
 
-def run_ceiling(case: dict) -> None:
-    """The device, and the rate of one large bfloat16 product: what no model's matmuls exceed."""
-    device, size = torch.device(case["device"]), CEILING_SIZES[case["device"]]
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
-    out, seconds = torch.empty_like(a), []
-    for turn in range(30):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(PRODUCTS):
-            torch.matmul(a, b, out=out)
-        synchronize()
-        if turn >= 10:
-            seconds.append((time.perf_counter() - start) / PRODUCTS)
-    found = {"size": size, "flops_per_second": 2 * size**3 / statistics.median(seconds)}
-    found["peak"] = fs.peak_flops_per_second(device)
-    if device.type == "cuda":
-        found["name"] = torch.cuda.get_device_name(device)
-        found["memory"] = torch.cuda.get_device_properties(device).total_memory
-    print("REPORT " + json.dumps(found), flush=True)
-
-
 SYSTEMS = {
-    "ceiling": run_ceiling,
     "fsdp_sft": run_fsdp_sft,
     "loop": run_loop,
     "trainer": run_trainer,

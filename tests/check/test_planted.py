@@ -18,9 +18,11 @@ import torch.distributed as dist
 import fsdp_sft as fs
 from fsdp_sft.check.checks import folder, interface
 from fsdp_sft.check.cluster import Asked, Cluster, make_cluster
-from fsdp_sft.check.mechanism import Trouble
+from fsdp_sft.check.mechanism import Outcome, Trouble
 from fsdp_sft.check.results import ordered, text_of, to_json
 from fsdp_sft.check.sequence import all_checks, run_checks
+from fsdp_sft.planner.measured import measured_from
+from tests.harness.models import tiny_config
 from tests.harness.ranks import run_distributed
 
 RANKS, VICTIM = 3, 1
@@ -72,7 +74,7 @@ def _zeros(function: Callable[..., Any]) -> Callable[..., Any]:
         work = function(*args, **kwargs)
         if kwargs.get("async_op"):
             work.wait()
-        args[0].zero_()
+        (args[0] if args else kwargs["output"]).zero_()
         return work
 
     return zeros
@@ -215,11 +217,67 @@ def _healthy(root: Path) -> tuple[str, dict[str, Any], list[Trouble]]:
 
 
 @pytest.mark.accelerator
-def test_healthy_ranks_are_accused_of_nothing(tmp_path: Path) -> None:
-    for text, found, troubles in run_distributed(_healthy, 2, tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_healthy_ranks_are_accused_of_nothing(ranks: int, tmp_path: Path) -> None:
+    for text, found, troubles in run_distributed(_healthy, ranks, tmp_path):
         assert [one for one in troubles if one.level == "fail"] == [], text
         assert found["healthy"], text
         assert json.loads(json.dumps(found)) == found
-        assert {"products", "memory", "network", "parity", "steps"} <= {
-            name for name, one in found["checks"].items() if one["measured"] or one["said"]
-        }
+        seen = {name for name, one in found["checks"].items() if one["measured"] or one["said"]}
+        assert {"products", "memory", "parity", "steps", "folder"} <= seen
+        assert ranks == 1 or {"network", "reductions", "contention"} <= seen
+        known = measured_from(found)
+        assert known is not None
+        assert None not in (known.flops, known.wide_flops, known.attention_flops, known.memory, known.read)
+        assert ranks == 1 or known.node_link is not None
+
+
+def _little_memory(root: Path) -> tuple[str, list[Trouble]]:
+    cluster = _cluster(root)
+    asked = getattr(torch.accelerator, "get_memory_info", None)
+    has_little = mock.patch.object(torch.accelerator, "get_memory_info", return_value=(10 << 30, 80 << 30))
+    with has_little if cluster.rank == VICTIM and asked is not None else mock.patch.dict(os.environ):
+        (done,) = run_checks(cluster, [one for one in all_checks() if one.name == "devices"])
+    return cluster.device.type, list(done.outcome.troubles)
+
+
+@pytest.mark.accelerator
+def test_a_device_whose_memory_others_have_is_named(tmp_path: Path) -> None:
+    for device, troubles in run_distributed(_little_memory, 2, tmp_path):
+        assert device == "cpu" or [(one.level, one.ranks) for one in troubles] == [("fail", (VICTIM,))]
+        assert device == "cpu" or "10.0 of 80.0 GiB" in troubles[0].text
+
+
+def _parity(root: Path, family: str | None, asked: dict[str, Any], *, planted: bool) -> Outcome:
+    config = None if family is None else tiny_config(family, num_hidden_layers=4)
+    cluster = _cluster(root, config=config, **asked)
+    with _reductions(_zeros) if planted and cluster.rank == VICTIM else mock.patch.dict(os.environ):
+        (done,) = run_checks(cluster, [one for one in all_checks() if one.name == "parity"])
+    return done.outcome
+
+
+def test_parity_sees_gradients_that_are_not_reduced(tmp_path: Path) -> None:
+    outcome = run_distributed(_parity, 2, tmp_path, None, {}, planted=True)[0]
+    texts = [one.text for one in outcome.troubles]
+    assert any("gradient norm" in text and "in one process (float32)" in text for text in texts), texts
+
+
+FEATURES: list[tuple[str | None, dict[str, Any]]] = [
+    ("llama", {"cp": 2}),
+    (None, {"frozen_dtype": "nf4"}),
+    ("mixtral", {"ep_size": 2}),
+    (None, {"replicas": 2}),
+    ("gemma3", {}),
+    ("qwen2-tied", {"frozen_dtype": "bfloat16"}),
+    ("llama", {"frozen_dtype": "fp8"}),
+    (None, {"compile": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "asked"), FEATURES)
+def test_what_is_asked_for_trains_as_in_one_process(
+    family: str | None, asked: dict[str, Any], tmp_path: Path
+) -> None:
+    outcome = run_distributed(_parity, 2, tmp_path, family, asked, planted=False)[0]
+    assert outcome.troubles == ()
+    assert "of one process" in outcome.said

@@ -111,15 +111,15 @@ def _step(
 def _no_packing() -> Iterator[None]:
     """Answer what transformers and the loss ask of values, which fake tensors lack."""
     find = masking_utils.find_packed_sequence_indices
-    targets = linear_cross_entropy._targets
+    targets = linear_cross_entropy.targets_in
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # Every position has a target; to look for them takes values too.
-    linear_cross_entropy._targets = lambda labels, vocabulary, known: torch.arange(labels.numel())
+    linear_cross_entropy.targets_in = lambda labels, vocabulary, known: torch.arange(labels.numel())
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = find
-        linear_cross_entropy._targets = targets
+        linear_cross_entropy.targets_in = targets
 
 
 class _Watch:

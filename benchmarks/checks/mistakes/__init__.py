@@ -6,6 +6,7 @@ from benchmarks.checks.mistakes import (
     devices,
     labels,
     loading,
+    machines,
     meshes,
     own_losses,
     packs,
@@ -31,5 +32,6 @@ MISTAKES = [
     *planning.MISTAKES,
     *quantised.MISTAKES,
     *vision.MISTAKES,
+    *machines.MISTAKES,
 ]
 __all__ = ["MISTAKES", "Mistake"]

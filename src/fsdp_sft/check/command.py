@@ -99,7 +99,10 @@ class _Report:
             if 0 in ranks:  # which prints no table then
                 print(f"rank {self._cluster.rank} of fsdp-sft check: {why}", file=sys.stderr, flush=True)
             return
-        self._print_once(why, ranks)
+        try:
+            self._print_once(why, ranks)
+        except OSError as error:  # the table is out; the thread that calls this has a process to end
+            print(f"{self._file} cannot be written: {error}", file=sys.stderr, flush=True)
 
     def _print_once(self, why: str, lost: tuple[int, ...]) -> None:
         with self._lock:

@@ -156,7 +156,8 @@ def whose(cluster: Cluster, ranks: Sequence[int]) -> str:
 def _troubles(cluster: Cluster, troubles: Sequence[Trouble]) -> Iterator[str]:
     for one in troubles:
         head = "FAIL  " if one.level == "fail" else "warn  "
-        text = f"{whose(cluster, one.ranks)}: {one.text}"
+        # Why a rank was lost begins with the rank itself.
+        text = one.text if ranks_named(one.text[:10]) else f"{whose(cluster, one.ranks)}: {one.text}"
         yield from textwrap.wrap(
             text, _WIDTH, initial_indent=head, subsequent_indent=" " * 6, break_long_words=False
         )

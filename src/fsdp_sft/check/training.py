@@ -2,6 +2,8 @@
 
 import copy
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +86,8 @@ def write_model(config: Any, folder: Path) -> None:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(2)  # so that gradients depend on the rows; fresh models hardly look at them
-    model.save_pretrained(folder)
+    with _without_bars():
+        model.save_pretrained(folder)
 
 
 def sharded_model(cluster: Cluster, folder: Path, dtype: torch.dtype) -> nn.Module:
@@ -198,7 +201,8 @@ def plain_model(folder: Path, device: torch.device, values: dict[str, torch.Tens
     """The whole model on one device, by ``from_pretrained`` or with these values and adapters."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with _without_bars():
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if values is not None:
         from peft import LoraConfig, get_peft_model
 
@@ -210,6 +214,20 @@ def plain_model(folder: Path, device: torch.device, values: dict[str, torch.Tens
             raise KeyError(f"the plain model has other parameters: {(lost or unexpected)[0]}")
     trained: nn.Module = model.to(device).train()
     return trained
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Context without transformers' progress bars, between which a table would be lost."""
+    from transformers.utils import logging
+
+    had = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had:
+            logging.enable_progress_bar()
 
 
 def _plain_model(config: Any, device: torch.device) -> "PreTrainedModel":

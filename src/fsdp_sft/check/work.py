@@ -48,6 +48,11 @@ class Product:
         return int((torch.cat(found) != self.expected).sum())
 
 
+def said_flops(rate: float) -> str:
+    """A rate in words."""
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
+
+
 def checksum(result: torch.Tensor) -> int:
     """A checksum of a tensor's bytes."""
     return zlib.crc32(bytes_of(result.detach().cpu().contiguous()))

@@ -30,7 +30,11 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     add("--cp", type=int, default=1, help="ranks that share each row")
     add("--ep", type=int, default=1, help="ranks that share out the experts of each layer")
     add("--compile", action="store_true", help="the blocks are compiled")
-    add("--frozen", choices=("bfloat16", "nf4", "fp8"), help="the base is frozen in it, below adapters (needs peft)")
+    add(
+        "--frozen",
+        choices=("bfloat16", "nf4", "fp8"),
+        help="dtype of a frozen base, below adapters (needs peft)",
+    )
     add("--seq", type=int, help="tokens of a row")
     add("--micro-batch", type=int, default=1, help="rows of a forward")
 

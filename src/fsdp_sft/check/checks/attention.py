@@ -9,6 +9,7 @@ from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Outcome
 from fsdp_sft.check.pace import all_at_once, seconds_of
+from fsdp_sft.check.work import said_flops
 
 _TOKENS, _ON_CPU = 4096, 256
 _OPERATIONS = 64
@@ -40,7 +41,7 @@ def _run(cluster: Cluster) -> Outcome:
     found = all_gather_objects(all_at_once(measure, "timing attention"))
     rate, operation = min(one for one, _ in found), max(one for _, one in found)
     named = str(dtype).removeprefix("torch.")
-    said = f"{rate / 1e12:.3g} TFLOP/s a rank, {operation * 1e6:.3g} us an operation"
+    said = f"{said_flops(rate)} a rank, {operation * 1e6:.3g} us an operation"
     return Outcome(said, measured={"flops_per_second": rate, "dtype": named, "operation_seconds": operation})
 
 

@@ -167,7 +167,7 @@ def _pair_rates(cluster: Cluster) -> list[float]:
         peer = pairs.get(rank)
         for _ in range(_RUNS):
             if peer is not None:
-                mine = max(mine, size / _exchange(out, into, peer))
+                mine = max(mine, 2 * size / _exchange(out, into, peer, first=rank < peer))
         all_reduce_max(0)  # rounds do not overlap
     rates: list[float] = all_gather_objects(mine)
     return rates
@@ -182,13 +182,18 @@ def _rounds(ranks: int) -> list[dict[int, int]]:
     return [{a: b for one, two in pairs for a, b in ((one, two), (two, one))} for pairs in rounds]
 
 
-def _exchange(out: torch.Tensor, into: torch.Tensor, peer: int) -> float:
-    """Seconds in which two ranks send each other a tensor."""
+def _exchange(out: torch.Tensor, into: torch.Tensor, peer: int, *, first: bool) -> float:
+    """Seconds in which a tensor goes to another rank and one comes from it.
+
+    One after the other, and not as a batch: backends that take operations in order would wait for each other.
+    """
     synchronize(out.device)
     start = time.perf_counter()
-    ways = [dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]
-    for work in dist.batch_isend_irecv(ways):
-        work.wait()
+    if first:
+        dist.send(out, peer)
+    dist.recv(into, peer)
+    if not first:
+        dist.send(out, peer)
     synchronize(out.device)
     return time.perf_counter() - start
 

@@ -8,7 +8,7 @@ from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
 from fsdp_sft.check.pace import all_at_once, own_seconds_of, seconds_of, slow_ranks
-from fsdp_sft.check.work import Product, block_shapes, checksum, make_product
+from fsdp_sft.check.work import Product, block_shapes, checksum, make_product, said_flops
 
 _FAILS, _WARNS = 0.85, 0.95
 _MOST_SHAPES = 4
@@ -52,13 +52,13 @@ def _run(cluster: Cluster) -> Outcome:
         Trouble(
             "fail" if one.share < (_FAILS if cluster.has_own_clock else 1) else "warn",
             (one.rank,),
-            f"products run at {one.share:.2f} of the others' rate ({_flops(rates[one.rank])}): look at heat, "
-            "power and what else runs there, or leave the node out",
+            f"products run at {one.share:.2f} of the others' rate ({said_flops(rates[one.rank])}): look at "
+            "heat, power and what else runs there, or leave the node out",
             leave_out=True,
         )
         for one in slow
     ]
-    said = f"{_flops(min(rates))} to {_flops(max(rates))} a rank in {dtype}, checksum {sums:08x}"
+    said = f"{said_flops(min(rates))} to {said_flops(max(rates))} a rank in {dtype}, checksum {sums:08x}"
     return Outcome(said.replace("torch.", ""), (*wrong, *troubles), measured)
 
 
@@ -88,10 +88,6 @@ def _results(cluster: Cluster, products: list[Product]) -> tuple[list[Trouble], 
         if wrong or total != right
     ]
     return troubles, right
-
-
-def _flops(rate: float) -> str:
-    return f"{rate / 1e12:.4g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
 
 
 CHECK = Check("products", "do all devices multiply rightly, and as fast as each other?", 60, 10, _run)

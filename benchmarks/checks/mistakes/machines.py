@@ -1,0 +1,56 @@
+"""Mistakes in what is said of machines before a job, and in plans from it."""
+
+from benchmarks.checks.mistakes.mistake import Mistake
+
+_PLANTED = ("tests/check/test_planted.py",)
+MISTAKES = [
+    Mistake(
+        "a slow rank is not named",
+        "check/pace.py",
+        "if rate < limit * usual]",
+        "if False]",
+        _PLANTED,
+    ),
+    Mistake(
+        "any result of a reduction is right",
+        "check/checks/reductions.py",
+        "        return bool(torch.equal(wide, total))\n",
+        "        return True\n",
+        _PLANTED,
+    ),
+    Mistake(
+        "a rename need not be seen",
+        "check/checks/folder.py",
+        "unseen = {rank for rank in ranks if",
+        "unseen = {rank for rank in () if",
+        _PLANTED,
+    ),
+    Mistake(
+        "two layers may train otherwise than in one process",
+        "check/checks/parity.py",
+        "            if not abs(one - other) <= at_most * abs(other):\n",
+        "            if False:\n",
+        _PLANTED,
+    ),
+    Mistake(
+        "the value of a token is shown",
+        "check/environment.py",
+        "return _HIDDEN if _SECRET.search(name) else",
+        "return",
+        ("tests/check/test_command.py",),
+    ),
+    Mistake(
+        "a rank that waits for a control message hangs as much as the one that it waits for",
+        "jobs/watchdog/beat.py",
+        "    if frame is not None and frame.f_code.co_filename == _TREE:\n",
+        "    if False:\n",
+        ("tests/check/test_lost.py",),
+    ),
+    Mistake(
+        "a plan does not use what was measured",
+        "planner/search.py",
+        "first if known is None else known.applied(first)",
+        "first",
+        ("tests/planner/test_measured.py",),
+    ),
+]
