@@ -149,6 +149,14 @@ BESIDE: dict[str, str] = {
         for index in range(3, 8)
     },
     # Whole loops of others, and launchers beyond torchrun.
+    **{
+        f"tests/ports/{test}": "tests/ports/test_differences.py::test_what_did_not_work_at_first"
+        for test in (
+            "test_training.py::",
+            "test_differences.py::test_verl_",
+            "test_differences.py::test_open_instruct_",
+        )
+    },
     "tests/test_ports.py::": "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]",
     f"{_LAUNCH}[slurm-2]": _ADDRESSES,
     f"{_LAUNCH}[submitit-2]": _ADDRESSES,

@@ -253,6 +253,13 @@ MISTAKES: list[Mistake] = [
         ("tests/attention/context_parallel/test_training.py::test_groups_do_not_make_up_for_each_other",),
     ),
     Mistake(
+        "rows of nested batches that ranks share are not compared",
+        "loss/same_rows.py",
+        "        yield from _named_tensors(batch.unbind(), name)\n",
+        "        return\n",
+        ("tests/ports/test_differences.py::test_what_did_not_work_at_first",),
+    ),
+    Mistake(
         "padding on the left sees filler",
         "attention/context_parallel/attention.py",
         "        inner[..., -whole.filler :] = -math.inf\n",

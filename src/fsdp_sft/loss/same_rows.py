@@ -38,11 +38,16 @@ def to_compare_rows(batches: Sequence[Any], group: SequenceGroup | SameRows | No
 
 
 def _named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a batch with their names, those in its dicts, lists and tuples included."""
-    if isinstance(batch, torch.Tensor):
+    """The tensors of a batch with their names, those in its dicts, lists and tuples included.
+
+    A nested tensor is its rows.
+    """
+    if isinstance(batch, torch.Tensor) and batch.is_nested:
+        yield from _named_tensors(batch.unbind(), name)
+    elif isinstance(batch, torch.Tensor):
         yield name, batch
     elif isinstance(batch, Mapping):
-        for key in sorted(batch, key=str):
+        for key in sorted(batch.keys(), key=str):  # a TensorDict itself is iterated by its rows
             yield from _named_tensors(batch[key], f"{name}.{key}" if name else str(key))
     elif isinstance(batch, (list, tuple)):
         for index, inner in enumerate(batch):
