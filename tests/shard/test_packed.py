@@ -22,7 +22,14 @@ from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import plain, rewrite
 from tests.harness.models import TINY, full, oracle_loss, ragged_batches
 from tests.harness.packed_values import in_fp8, in_nf4, is_packed
-from tests.harness.quantised_folders import configure, deepseek_folder, mxfp4_folder, quantise
+from tests.harness.quantised_folders import (
+    configure,
+    deepseek_folder,
+    mxfp4_folder,
+    quantise,
+    quantised,
+)
+from tests.harness.quantised_weights import FORMATS
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import assert_same, everything, spread
 
@@ -46,6 +53,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
+WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers")
 PACKED = {"nf4": in_nf4, "fp8": in_fp8}
 
 
@@ -194,6 +202,16 @@ def test_as_stored(family: str, ranks: int, shape: dict[str, int], tmp_path: Pat
     assert bits < (8 if family == "gpt-oss" else 16)
     if ranks < 3:
         beside_plain(tmp_path, family, found)
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "int4", "fp8 per channel"])
+def test_other_formats_as_stored(form: str, tmp_path: Path) -> None:
+    sizes = {**SIZES, "intermediate_size": 128}
+    quantised(tmp_path, FORMATS[form], "llama", **{key: sizes[key] for key in WIDTHS})
+    for name, folder in (("base", "stored"), ("values", "published")):
+        (tmp_path / folder).rename(tmp_path / name)
+    _, bits = run_distributed(check_stored, 2, tmp_path, "llama", {}, {})[0]
+    assert bits < 9
 
 
 def _few_experts(folder: Path) -> tuple[str, str]:
