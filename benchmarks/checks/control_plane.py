@@ -47,7 +47,11 @@ def sent() -> tuple[int, int]:
     """Segments with data, and bytes, that the TCP sockets of this process have sent so far."""
     segments = size = 0
     for fd in sockets():
-        with socket.socket(fileno=os.dup(fd)) as own:
+        try:
+            own = socket.socket(fileno=os.dup(fd))
+        except OSError:  # another thread has closed it meanwhile
+            continue
+        with own:
             if own.type != socket.SOCK_STREAM or own.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
