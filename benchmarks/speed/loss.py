@@ -15,7 +15,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -139,26 +139,38 @@ def compare(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) 
     return lines
 
 
-def main() -> None:
+def parser_of_shapes(description: str | None, dtypes: Sequence[str]) -> argparse.ArgumentParser:
+    """Options of a benchmark of losses: the shape, the dtypes, and how it is timed."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gpu", action="store_true", help="a CUDA device, and its shape")
     for name in ("tokens", "hidden", "vocab"):
         parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--targets", type=float, default=1.0, help="share of rows that are targets")
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor, not of the clock")
     parser.add_argument("--output", type=Path, help="also write the table there")
-    args = parser.parse_args()
+    return parser
+
+
+def device_and_name(args: argparse.Namespace) -> tuple[torch.device, str]:
+    """Where it runs, and how that is called; fills in the shape and the dtypes that were not given."""
     shape = (16384, 4096, 152064) if args.gpu else (4096, 1024, 32000)
     for name, default in zip(("tokens", "hidden", "vocab"), shape, strict=True):
         setattr(args, name, getattr(args, name) or default)
-    device = torch.device("cuda" if args.gpu else "cpu")
+    args.dtypes = args.dtypes or (["bfloat16"] if args.gpu else ["float32", "bfloat16"])
     torch.set_num_threads(args.threads)
     where = torch.cuda.get_device_name() if args.gpu else f"CPU, {args.threads} threads"
+    return torch.device("cuda" if args.gpu else "cpu"), where
+
+
+def main() -> None:
+    parser = parser_of_shapes(__doc__, ("float32", "bfloat16", "float16"))
+    parser.add_argument("--targets", type=float, default=1.0, help="share of rows that are targets")
+    args = parser.parse_args()
+    device, where = device_and_name(args)
     lines = [
         f"T={args.tokens}, H={args.hidden}, V={args.vocab}, {args.targets:.0%} of the rows are targets, "
         f"{where}, {args.rounds} rounds, torch {torch.__version__}",
@@ -166,7 +178,7 @@ def main() -> None:
     ]
     head = ["dtype", "loss", f"{'CPU ' if args.cpu_time else ''}seconds", "ratio (min to max)"]
     rows: list[list[str]] = []
-    for dtype in args.dtypes or (["bfloat16"] if args.gpu else ["float32", "bfloat16"]):
+    for dtype in args.dtypes:
         rows += compare(args, getattr(torch, dtype), device)
     lines += table([*head, "peak MiB", "ratio", "loss error"], rows)
     publish("The loss without logits", lines, args.output)

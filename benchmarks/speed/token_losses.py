@@ -18,14 +18,13 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp_sft as fs
-from benchmarks.speed.loss import PeakMemory
+from benchmarks.speed.loss import PeakMemory, device_and_name, parser_of_shapes
 from benchmarks.tables import median_and_range, publish, table
 from fsdp_sft.loss.linear_token_losses import linear_token_losses
 
@@ -147,31 +146,15 @@ def compare(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gpu", action="store_true", help="a CUDA device, and its shape")
-    for name in ("tokens", "hidden", "vocab"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor, not of the clock")
-    parser.add_argument("--output", type=Path, help="also write the table there")
-    args = parser.parse_args()
-    shape = (16384, 4096, 152064) if args.gpu else (4096, 1024, 32000)
-    for name, default in zip(("tokens", "hidden", "vocab"), shape, strict=True):
-        setattr(args, name, getattr(args, name) or default)
-    device = torch.device("cuda" if args.gpu else "cpu")
-    torch.set_num_threads(args.threads)
-    where = torch.cuda.get_device_name() if args.gpu else f"CPU, {args.threads} threads"
+    args = parser_of_shapes(__doc__, ("float32", "bfloat16")).parse_args()
+    device, where = device_and_name(args)
     lines = [
         f"T={args.tokens}, H={args.hidden}, V={args.vocab}, {where}, {args.rounds} rounds, "
         f"torch {torch.__version__}",
         "",
     ]
     rows: list[list[str]] = []
-    for dtype in args.dtypes or (["bfloat16"] if args.gpu else ["float32", "bfloat16"]):
+    for dtype in args.dtypes:
         rows += compare(args, getattr(torch, dtype), device)
     taken = f"{'CPU ' if args.cpu_time else ''}seconds"
     head = ["dtype", "head's gradient", "losses", taken, "beside the chunked cross entropy (min to max)"]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
+from tests.harness.hf_folders import tensors_of
 from tests.harness.models import full
 from tests.programs.rows import BATCH_ROWS, PROMPT, collated, held_out, names_of, rows_for
 from tests.programs.user import PlantedError, User
@@ -205,6 +206,10 @@ class Ours(User):
     def _export(self) -> dict[str, torch.Tensor]:
         self.exports += 1
         folder = fs.export_hf(self.model, self.folder / f"export-{self.exports}", dtype=torch.float32)
+        written = tensors_of(folder)
+        handed = dict(fs.iter_hf_tensors(self.model, dtype=torch.float32))
+        assert sorted(handed) == sorted(written)
+        assert all(torch.equal(handed[name].cpu(), tensor) for name, tensor in written.items())
         return AutoModelForCausalLM.from_pretrained(folder).state_dict()  # type: ignore[no-any-return]
 
     def _epoch(self) -> None:

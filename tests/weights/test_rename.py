@@ -98,6 +98,7 @@ def _own_model(folder: Path) -> None:
         (None, fs.CheckpointFormatError, r"no values for .* of OwnModel: rename= says which"),
         (lambda name: "wte.weight", fs.CheckpointFormatError, r"rename gives .wte.weight. to .* and to"),
         (lambda name: 3, TypeError, "rename gives 3 for"),
+        ({"typo": "x"}, fs.CheckpointFormatError, "rename names typo, which the checkpoint does not have"),
         (3, TypeError, "must be a mapping or a function"),
         (names, fs.CheckpointFormatError, r"OwnModel has no place for their.step"),
     ):

@@ -4,6 +4,20 @@ from benchmarks.checks.mistakes.mistake import Mistake
 
 MISTAKES = [
     Mistake(
+        "tensors that are handed over lack their adapters",
+        "export/tensors.py",
+        "gathered(content, plan, merges, name, gathers)",
+        "gathered(content, plan, {}, name, gathers)",
+        ("tests/export/test_tensors.py",),
+    ),
+    Mistake(
+        "what torch's recipe puts around a model is not seen",
+        "dcp_io/foreign/open.py",
+        "    outer = _one_name_around(every)\n",
+        '    outer = ""\n',
+        ("tests/dcp_io/test_convert.py",),
+    ),
+    Mistake(
         "a resume on fewer ranks does not say that the batch is smaller",
         "dcp_io/global_batch.py",
         "    if now == saved.readers:\n",

@@ -10,6 +10,20 @@ COST = ("tests/sampling/packing/test_cost.py",)
 TERMS = ("tests/loss/test_terms.py",)
 MISTAKES = [
     Mistake(
+        "rows that a map has left out are not counted as consumed",
+        "step/loader.py",
+        "            consumed = _num_consumed(loader, sampler, taken[:length])\n",
+        "            consumed = _num_consumed(loader, sampler, window)\n",
+        ("tests/step/test_loader.py",),
+    ),
+    Mistake(
+        "a BatchEncoding becomes a dict on its way to the device",
+        "step/window.py",
+        "        if not isinstance(value, UserDict):\n            return parts\n",
+        "        return parts\n",
+        ("tests/step/test_kinds_of_batches.py",),
+    ),
+    Mistake(
         "a part's weight leaves out the white space before it",
         "collate/layout.py",
         "                start -= common_length(piece.head[::-1], text[:start][::-1][: len(piece.head)])\n",

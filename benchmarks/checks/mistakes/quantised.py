@@ -130,6 +130,20 @@ MISTAKES: list[Mistake] = [
         ("tests/export/test_as_loaded.py",),
     ),
     Mistake(
+        "a step that is to have its base writes none of it",
+        "dcp_io/packed_base.py",
+        "    if with_base:\n        rows: dict",
+        "    if False:\n        rows: dict",
+        ("tests/shard/test_packed.py",),
+    ),
+    Mistake(
+        "the bytes of a base that a step brought are not noticed",
+        "dcp_io/checkpoint.py",
+        "        if has_base:\n            note_new_bytes(model)\n",
+        "",
+        ("tests/shard/test_packed.py",),
+    ),
+    Mistake(
         "a new list of modules in 16 bits does not name the head",
         "_quantised/carried.py",
         "or {name: list(self.others) for name in first}",

@@ -322,5 +322,6 @@ def check_same(name: str, values: torch.Tensor, stored: torch.Tensor) -> None:
     if not torch.equal(values, stored) and not torch.equal(values.nan_to_num(), stored.nan_to_num()):
         raise CheckpointFormatError(
             f"the checkpoint holds different values for {name!r} and for the tensor it is tied to; to keep "
-            "the two apart, build_meta_model(..., tie_word_embeddings=False)"
+            "the two apart, build_meta_model(..., tie_word_embeddings=False); a module of your own must not "
+            "tie them"
         )

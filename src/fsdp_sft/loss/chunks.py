@@ -8,6 +8,7 @@ hidden states, of the weight and of the bias are then products with these, which
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -156,6 +157,24 @@ def _largest_column(logits: torch.Tensor) -> torch.Tensor:
         found.insert(0, best)
     columns = torch.cat(found, 1)
     return columns.gather(1, logits.gather(1, columns).argmax(-1, keepdim=True))
+
+
+def gradients_of_sum(ctx: Any, loss: str, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Gradients that the forward of a sum has computed up to one factor: ``ctx.gradients``, ``ctx.factor``.
+
+    They leave ``ctx``, so that each is freed as soon as it has been rounded to its input's dtype; nothing is
+    left for a second backward. ``grad_output`` holds a GradScaler's scale. It is multiplied in float32,
+    before a gradient is rounded to float16, in which small values would be 0 already.
+    """
+    refuse_second_derivative(loss)
+    if ctx.gradients is None:
+        raise RuntimeError(
+            f"{loss}: a second backward through the same loss; the first gave its gradients away. Compute "
+            "the loss again, or sum losses and call backward once"
+        )
+    gradients, ctx.gradients = ctx.gradients, None
+    found: tuple[torch.Tensor | None, ...] = gradients.scaled(grad_output * ctx.factor, ctx.dtype)
+    return found
 
 
 def targets_in(labels: torch.Tensor, vocabulary: int, known: Targets | None) -> torch.Tensor:

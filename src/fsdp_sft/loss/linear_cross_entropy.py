@@ -17,7 +17,7 @@ from fsdp_sft.loss.chunks import (
     check_operands,
     check_options,
     default_chunk_size,
-    refuse_second_derivative,
+    gradients_of_sum,
     targets_in,
     wide_dtype,
 )
@@ -178,19 +178,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        refuse_second_derivative("linear_cross_entropy_sum")
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "linear_cross_entropy_sum: a second backward through the same loss; the first gave its "
-                "gradients away. Compute the loss again, or sum losses and call backward once"
-            )
-        # The gradients leave ctx, so that each is freed as soon as it has been rounded to its input's dtype.
-        # Nothing is left for a second backward.
-        gradients, ctx.gradients = ctx.gradients, None
-        # grad_output holds a GradScaler's scale. It is multiplied in float32, before the gradient is rounded
-        # to float16, in which small values would be 0 already.
-        factor = grad_output * ctx.factor
-        return (*gradients.scaled(factor, ctx.dtype), None, None, None, None, None)
+        return (*gradients_of_sum(ctx, "linear_cross_entropy_sum", grad_output), *(None,) * 5)
 
 
 def _gain(

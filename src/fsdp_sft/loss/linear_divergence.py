@@ -15,7 +15,7 @@ from fsdp_sft.loss.chunks import (
     as_computed,
     blocks_of_logits,
     default_chunk_size,
-    refuse_second_derivative,
+    gradients_of_sum,
     wide_dtype,
 )
 from fsdp_sft.loss.products import products_for
@@ -149,11 +149,4 @@ class _DivergenceOfHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        refuse_second_derivative("distillation_loss")
-        if ctx.gradients is None:
-            raise RuntimeError(
-                "distillation_loss: a second backward through the same loss; the first gave its gradients "
-                "away. Compute the loss again, or sum losses and call backward once"
-            )
-        gradients, ctx.gradients = ctx.gradients, None
-        return (*gradients.scaled(grad_output * ctx.factor, ctx.dtype), None, None, None, None, None)
+        return (*gradients_of_sum(ctx, "distillation_loss", grad_output), *(None,) * 5)

@@ -32,6 +32,8 @@ def checked_metrics(metrics: Any, device: torch.device) -> dict[str, torch.Tenso
             and not isinstance(value, DTensor)
             and value.numel() == 1
             and not value.is_complex()
+            and value.layout == torch.strided
+            and not value.is_meta
         )
         if not isinstance(name, str) or not is_number:
             got = f"{tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

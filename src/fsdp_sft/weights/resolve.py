@@ -72,11 +72,16 @@ def renamed(checkpoint: Checkpoint, rename: Rename | None) -> Checkpoint:
     """A checkpoint with its tensors under other names; those that get None are left out.
 
     Raises:
-        CheckpointFormatError: If two tensors get one name.
+        CheckpointFormatError: If two tensors get one name, or a mapping names one that is not there.
         TypeError: If a name is no text.
     """
     if rename is None:
         return checkpoint
+    if not callable(rename) and (unknown := [name for name in rename if name not in checkpoint.sources]):
+        raise CheckpointFormatError(
+            f"rename names {abridged(unknown)}, which the checkpoint does not have; it has "
+            f"{abridged(checkpoint.sources)}"
+        )
     sources: dict[str, Stored] = {}
     olds: dict[str, str] = {}
     for key, stored in checkpoint.sources.items():
