@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -18,7 +18,7 @@ BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.f
 
 def _plain(parts: list[str]) -> Any:
     """A model in bfloat16 of which some modules compute in float32."""
-    model: Any = tiny_model("llama")
+    model: Any = tiny_model("llama").to(device_here())
     for name, parameter in model.named_parameters():
         if not any(name.startswith(f"{part}.") for part in parts):
             parameter.data = parameter.data.bfloat16()
@@ -30,11 +30,14 @@ def _plain(parts: list[str]) -> Any:
 
 
 def _step(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    batch = ragged_batches(1)[0]
+    device = next(model.parameters()).device
+    batch = {name: tensor.to(device) for name, tensor in ragged_batches(1)[0].items()}
     loss = fs.causal_lm_loss(model, batch, num_targets=1)
     loss.backward()
     shares = dist.get_world_size() if isinstance(model, FSDPModule) else 1
-    return loss.item() / shares, {name: full(p.grad).float() / shares for name, p in model.named_parameters()}
+    return loss.item() / shares, {
+        name: full(p.grad).float().cpu() / shares for name, p in model.named_parameters()
+    }
 
 
 def _check() -> None:
