@@ -101,11 +101,11 @@ def test_bad_options_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_pa
         main(["check", "--seconds", "0"])
 
 
-def _commands(folder: Path) -> tuple[int, str, int, str, int]:
-    """Codes and what this rank printed: of a check, of env, and of a check in which a rank differs."""
+def _commands(folder: Path) -> tuple[list[int], list[str]]:
+    """Codes and what this rank printed: of a check, env, a check in which a rank differs, one without time."""
     rank = dist.get_rank()
-    printed = []
-    codes = []
+    printed: list[str] = []
+    codes: list[int] = []
 
     def run(*arguments: str) -> None:
         import contextlib
@@ -122,13 +122,14 @@ def _commands(folder: Path) -> tuple[int, str, int, str, int]:
         with mock.patch.dict(os.environ, own):
             run("env")
             run("check", *chosen, "--json", str(folder / "other.json"))
-    return codes[0], printed[0], codes[1], printed[1], codes[2]
+    run("check", *chosen, "--json", str(folder / "late.json"), "--seconds", "0.001")
+    return codes, printed
 
 
 def test_the_commands_on_two_ranks(tmp_path: Path) -> None:
-    (code, table, env_code, env, differs), other = run_distributed(_commands, 2, tmp_path)
-    assert (code, env_code, differs) == (0, 0, 1)
-    assert other == (0, "", 0, "", 1), "rank 0 alone prints, and all return the same"
+    (codes, (table, env, _, late)), other = run_distributed(_commands, 2, tmp_path)
+    assert codes == [0, 0, 1, 0]
+    assert other == (codes, ["", "", "", ""]), "rank 0 alone prints, and all return the same"
     assert "Healthy." in table
     assert re.search(r"NCCL_ALGO +not set  <- differs: Tree on rank 1", env)
     assert re.search(r"HF_TOKEN +set, not shown  <- differs: set, not shown on rank 1", env)
@@ -137,7 +138,9 @@ def test_the_commands_on_two_ranks(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "other.json").read_text())
     assert found["healthy"] is False
     assert {tuple(one["ranks"]) for one in found["troubles"]} == {(1,)}
-    assert list((tmp_path / "run").iterdir()) == [], "nothing is left in the run's folder"
+    assert not (tmp_path / "run").exists(), "what was made for the checks is gone"
+    assert "warn  all ranks: not checked: the 0.001 seconds had passed; give more (--seconds)" in late
+    assert re.search(r"warn +folder +0\.\d s +not seen: out of time", late)
 
 
 def test_options_of_the_table_of_commands() -> None:

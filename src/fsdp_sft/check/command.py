@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -55,7 +55,8 @@ def check(args: argparse.Namespace) -> int:
             CheckWatchdog(report.stopped, timeout=_BETWEEN * cluster.crowding) as watchdog,
             _folder(cluster),
         ):
-            done = run_checks(cluster, chosen, watchdog=watchdog, tell=report.finished)
+            until = time.perf_counter() + asked.seconds
+            done = run_checks(cluster, chosen, watchdog=watchdog, tell=report.finished, until=until)
             through_rank_0("writing the results", lambda: None, lambda _: report.end())
     except (LostRankError, RemoteRankError) as error:
         notes = [note.removeprefix("watchdog: ") for note in getattr(error, "__notes__", [])]
@@ -172,28 +173,33 @@ def _folder(cluster: Cluster) -> Iterator[None]:
 
     Collective: all ranks.
     """
-    made: Path | None = None
+    made: list[Path] = []
     problem = ""
     if cluster.rank == 0:
         try:
-            made = _new_folder(cluster)
+            made = _make_folders(cluster)
         except OSError as error:
             problem = f"no folder can be made below {cluster.asked.root}: {error}"
-    found: tuple[Path | None, str] = share((made, problem))
+    found: tuple[Path | None, str] = share((made[-1] if made else None, problem))
     cluster.folder, cluster.folder_problem = found
     try:
         yield
     finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
+        if made:
+            shutil.rmtree(made[-1], ignore_errors=True)
+        with suppress(OSError):  # somebody else has begun to use it
+            for folder in reversed(made[:-1]):
+                folder.rmdir()
 
 
-def _new_folder(cluster: Cluster) -> Path | None:
+def _make_folders(cluster: Cluster) -> list[Path]:
+    """The folders that were made, the outermost first; the last is for the checks' files."""
     root = cluster.asked.root
     if root is None:
-        return Path(tempfile.mkdtemp(prefix="fsdp-sft-check-")) if cluster.num_hosts == 1 else None
+        return [Path(tempfile.mkdtemp(prefix="fsdp-sft-check-"))] if cluster.num_hosts == 1 else []
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     root.mkdir(parents=True, exist_ok=True)
     sweep(root / "check")
-    made = temporary_beside(root / "check")
-    made.mkdir()
-    return made
+    own = temporary_beside(root / "check")
+    own.mkdir()
+    return [*reversed(missing), own]

@@ -1,12 +1,13 @@
 """All checks, one after the other, below a watchdog: what each has found, and where they have ended."""
 
 import importlib
+import math
 import pkgutil
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
-from fsdp_sft._ranks.agree import agree_on, raise_first
+from fsdp_sft._ranks.agree import agree_on, raise_first, share
 from fsdp_sft.check import checks
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
@@ -31,6 +32,7 @@ def run_checks(
     *,
     watchdog: Watchdog | None = None,
     tell: Callable[[Finished], None] = lambda one: None,
+    until: float = math.inf,
 ) -> list[Finished]:
     """Run checks one after the other.
 
@@ -39,6 +41,8 @@ def run_checks(
         which: The checks, in order.
         watchdog: The one that this is below; it learns which check runs.
         tell: Called with each check that is done.
+        until: Time in rank 0's ``time.perf_counter()`` after which no check begins. The others are reported
+            as not seen, with a warning.
 
     Returns:
         What each check found, the same on all ranks.
@@ -56,14 +60,20 @@ def run_checks(
     for number, check in enumerate(which):
         limit = max(_PATIENCE * check.seconds * cluster.scale, _AT_LEAST) * cluster.crowding
         start = time.perf_counter()
+        has_time = share(start < until)
         if watchdog is not None:
             watchdog.step(number)
         with nullcontext() if watchdog is None else watchdog.phase(check.name, timeout=limit):
-            outcome = _outcome(cluster, check)
+            outcome = _outcome(cluster, check) if has_time else _out_of_time(cluster)
         cluster.measured[check.name] = outcome.measured
         done.append(Finished(check, outcome, time.perf_counter() - start))
         tell(done[-1])
     return done
+
+
+def _out_of_time(cluster: Cluster) -> Outcome:
+    text = f"not checked: the {cluster.asked.seconds:g} seconds had passed; give more (--seconds)"
+    return Outcome(troubles=(Trouble("warn", (), text),), unseen="out of time")
 
 
 def _outcome(cluster: Cluster, check: Check) -> Outcome:

@@ -21,7 +21,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="folder with a config.json, or a Hub id; no weights are read; default: a Llama")
     add("--root", type=Path, help="folder of the run, which all nodes see; default: none, or a temporary one")
-    add("--seconds", type=_seconds, default=120.0, help="for all checks together; default: 120")
+    add("--seconds", type=_seconds, default=120.0, help="after which no more check begins; default: 120")
     add("--json", type=Path, default=Path("check.json"), metavar="FILE", help="default: check.json")
     add("--only", metavar="CHECK,...", help="run these alone")
     add("--list", action="store_true", help="print the checks, and run none")
