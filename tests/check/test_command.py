@@ -102,7 +102,7 @@ def test_bad_options_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def _commands(folder: Path) -> tuple[list[int], list[str]]:
-    """Codes and what this rank printed: of a check, env, a check in which a rank differs, one without time."""
+    """Codes and what a rank printed: of a check, env, a check where a rank differs, one without time."""
     rank = dist.get_rank()
     printed: list[str] = []
     codes: list[int] = []
