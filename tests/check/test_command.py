@@ -23,7 +23,7 @@ from tests.harness.ranks import run_distributed
 SECRET = "hf_abcdefghijklmnop"
 
 
-def _cluster(*hosts: str) -> Cluster:
+def cluster_of(*hosts: str) -> Cluster:
     context = DistributedContext(0, 0, len(hosts), 2, torch.device("cpu"), "gloo", "torchrun")
     return Cluster(context, Asked(), list(hosts), 0, 2, 1.0)
 
@@ -40,7 +40,7 @@ def test_the_table_names_what_is_wrong_first_and_the_nodes_to_leave_out() -> Non
         _done("products", Outcome("fast", (slow,))),
         _done("host link", Outcome(unseen="no device")),
     ]
-    cluster = _cluster("a", "a", "b", "b", "c", "c")
+    cluster = cluster_of("a", "a", "b", "b", "c", "c")
     found = ordered([trouble for one in done for trouble in one.outcome.troubles])
     lines = text_of(cluster, done, "", found, 12.0).splitlines()
     assert lines[0] == "fsdp-sft check: 6 ranks on 3 nodes, cpu, gloo, 12 s"
@@ -51,7 +51,7 @@ def test_the_table_names_what_is_wrong_first_and_the_nodes_to_leave_out() -> Non
     assert lines[7].startswith("-     host link")
     assert lines[-1] == "To leave the node out: --exclude=b"
     assert to_json(cluster, done, "", found, 12.0)["exclude"] == ["b"]
-    alone = _cluster("a", "a")
+    alone = cluster_of("a", "a")
     both = [Trouble("fail", (0, 1), "slow", leave_out=True)]
     assert "exclude" not in text_of(alone, [], "", both, 1.0), "nothing would be left"
 

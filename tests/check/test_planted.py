@@ -2,10 +2,8 @@
 
 import json
 import os
-import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from fsdp_sft._process.devices import synchronize
-from fsdp_sft.check.checks import folder, interface
+from fsdp_sft.check.checks import folder
 from fsdp_sft.check.cluster import Asked, Cluster, make_cluster
 from fsdp_sft.check.mechanism import Outcome, Trouble
 from fsdp_sft.check.results import ordered, text_of, to_json
@@ -92,15 +90,6 @@ def _reductions(of: Callable[..., Any]) -> Any:
     return mock.patch.multiple(dist, **{name: of(getattr(dist, name)) for name in names})
 
 
-@contextmanager
-def _several_hosts(rank: int) -> Iterator[None]:
-    with (
-        mock.patch.object(socket, "gethostname", return_value=f"node-{rank}"),
-        mock.patch.object(interface, "_address_of_name", return_value="10.0.0.1"),
-    ):
-        yield
-
-
 FAULTS = {
     "versions": Fault("versions", "torch 1.0", lambda _: mock.patch.object(torch, "__version__", "1.0")),
     "a variable": Fault(
@@ -123,12 +112,6 @@ FAULTS = {
         "machine",
         r"its clock is 5.0 s behind",
         lambda _: mock.patch.object(time, "time", lambda at=time.time: at() - 5),
-    ),
-    "the loopback": Fault(
-        "interface",
-        "gloo talks over the loopback",
-        lambda _: mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"),
-        _several_hosts,
     ),
     "a slow device": Fault(
         "products",

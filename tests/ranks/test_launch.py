@@ -53,8 +53,10 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _run_together(commands: list[tuple[list[str], dict[str, str]]], timeout: float = 280) -> list[str]:
-    """Start all, and return what each printed; all must succeed."""
+def _run_together(
+    commands: list[tuple[list[str], dict[str, str]]], timeout: float = 280, code: int = 0
+) -> list[str]:
+    """Start all, and return what each printed; all must end with this code."""
     started = [
         subprocess.Popen(
             command,
@@ -72,7 +74,7 @@ def _run_together(commands: list[tuple[list[str], dict[str, str]]], timeout: flo
         for process in started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
-    assert [process.returncode for process in started] == [0] * len(started), texts
+    assert [process.returncode for process in started] == [code] * len(started), texts
     return texts
 
 
@@ -179,16 +181,44 @@ def _two_namespaces() -> Iterator[list[list[str]]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
+def _on_two_hosts(inside: list[list[str]], *program: str) -> list[list[str]]:
+    """torchrun's command for each host, of two ranks each."""
+    meeting = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29400", "--rdzv-id=x")
+    return [
+        [
+            *inside[host],
+            *launches.torchrun(
+                2, *meeting, f"--rdzv-conf=is_host={1 - host}", f"--local-addr=10.77.0.{host + 1}", *program
+            ),
+        ]
+        for host in (0, 1)
+    ]
+
+
 @pytest.mark.slow
 def test_two_hosts_with_hsdp(plain: Path, tmp_path: Path) -> None:
     """Shards inside of each host, replicas across: two ranks in each of two network namespaces."""
     with _two_namespaces() as inside:
-        commands = []
-        for host in (0, 1):
-            meeting = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29400", "--rdzv-id=x")
-            place = (f"--rdzv-conf=is_host={1 - host}", f"--local-addr=10.77.0.{host + 1}")
-            example = _example(tmp_path, 4, "--dp-replicate", "2")
-            command = [*inside[host], *launches.torchrun(2, *meeting, *place, *example)]
-            commands.append((command, {"GLOO_SOCKET_IFNAME": "cable", "TP_SOCKET_IFNAME": "cable"}))
-        _run_together(commands)
+        commands = _on_two_hosts(inside, *_example(tmp_path, 4, "--dp-replicate", "2"))
+        _run_together(
+            [(one, {"GLOO_SOCKET_IFNAME": "cable", "TP_SOCKET_IFNAME": "cable"}) for one in commands]
+        )
     _assert_equal_losses(tmp_path, plain)
+
+
+@pytest.mark.slow
+def test_two_hosts_whose_gloo_listens_on_the_loopback_are_told_at_once(tmp_path: Path) -> None:
+    with _two_namespaces() as inside:
+        program = ("-m", "fsdp_sft", "check", "--only", "versions", "--json", str(tmp_path / "check.json"))
+        commands = _on_two_hosts(inside, *program)
+        _run_together([(command, {"GLOO_SOCKET_IFNAME": "cable"}) for command in commands])
+        for names in (("lo", "lo"), ("cable", "lo"), ("lo", "cable")):
+            start = time.monotonic()
+            environments = [{"GLOO_SOCKET_IFNAME": name} for name in names]
+            texts = _run_together(list(zip(commands, environments, strict=True)), code=1)
+            assert time.monotonic() - start < 60
+            wrong = [rank for rank in range(4) if names[rank // 2] == "lo"]
+            assert any(
+                f"rank {rank} on {socket.gethostname()} listens at 127.0.0.1 on lo" in texts[0]
+                for rank in wrong
+            )

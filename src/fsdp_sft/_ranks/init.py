@@ -95,7 +95,8 @@ def init_distributed(
 
     Raises:
         ValueError: If the launcher's variables are incomplete or contradict each other, or the device does
-            not exist; the message names the variable.
+            not exist; the message names the variable. Also if hosts do not reach each other where gloo
+            listens, on all ranks within seconds.
         OSError: If this process may not open as many files as the job needs, even with a raised soft limit.
 
     Collective: all ranks. gloo connects two ranks when they first communicate (``TORCH_GLOO_LAZY_INIT``,

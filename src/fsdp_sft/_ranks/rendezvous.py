@@ -1,4 +1,4 @@
-"""How the ranks of a job meet: limits on connections, the process group, a warning if it takes long."""
+"""How ranks meet: limits on connections, whether they can reach each other, the process group."""
 
 import itertools
 import logging
@@ -18,6 +18,7 @@ from fsdp_sft._compat.groups import careful_gloo, forget_meshes
 from fsdp_sft._process.limits import make_room_for
 from fsdp_sft._ranks.agree import answered
 from fsdp_sft._ranks.launch import restarts_to_set_apart
+from fsdp_sft._ranks.reach import refuse_unreachable
 from fsdp_sft._ranks.slurm import Launch
 
 _logger = logging.getLogger("fsdp_sft")
@@ -30,6 +31,7 @@ def meet(launch: Launch, backend: str, timeout: timedelta) -> None:
 
     Raises:
         OSError: If this process may not open as many files as the job needs.
+        ValueError: If hosts do not reach each other where gloo listens, or there is no such interface.
 
     Collective: all ranks.
     """
@@ -81,18 +83,11 @@ def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> Non
         alone = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
         return
-    if launch.init_method == "env://":
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        # A store keeps the addresses of ranks that have met over it before. So each restart of the workers,
-        # and each process group that this process makes, gets new keys.
-        prefix = f"restart-{restarts_to_set_apart()}-{next(_starts)}"
-        store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined,unused-ignore]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        return
-    dist.init_process_group(
-        backend,
-        init_method=launch.init_method,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
-    )
+    place = {} if launch.init_method == "env://" else {"rank": launch.rank, "world_size": launch.world_size}
+    store, rank, world_size = next(rendezvous(launch.init_method, timeout=timeout, **place))
+    # A store keeps the addresses of ranks that have met over it before. So each restart of the workers, and
+    # each process group that this process makes, gets new keys.
+    prefix = f"restart-{restarts_to_set_apart()}-{next(_starts)}"
+    store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined,unused-ignore]
+    refuse_unreachable(store, rank, world_size, is_one_host=launch.local_world_size == world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -13,10 +13,10 @@ from fsdp_sft._process.gpus import GIB
 from fsdp_sft._ranks.agree import all_gather_objects, is_distributed, this_rank, world_size
 from fsdp_sft._ranks.init import init_distributed
 from fsdp_sft._ranks.launch import detect_launch
+from fsdp_sft._ranks.words import said_ranks
 from fsdp_sft.check.device_memory import memory_of_device
 from fsdp_sft.check.environment import comparable, extras, minorities, place, said, variables, versions
 from fsdp_sft.errors import printable
-from fsdp_sft.jobs.watchdog.report import ranges
 
 _TIMEOUT = timedelta(minutes=2)
 _DIFFERS = "  <- differs: "
@@ -72,16 +72,12 @@ def _section(facts: list[dict[str, str]]) -> Iterator[str]:
     for name in names:
         usual = apart[name][0] if name in apart else facts[0][name]
         others = apart[name][1].items() if name in apart else ()
-        marked = "; ".join(f"{_shown(value)} on {_ranks(ranks)}" for value, ranks in others)
+        marked = "; ".join(f"{_shown(value)} on {said_ranks(ranks)}" for value, ranks in others)
         yield f"  {name:<{width}}  {_shown(usual)}{_DIFFERS + marked if marked else ''}".rstrip()
 
 
 def _shown(value: str | None) -> str:
     return "not set" if value is None else said(value)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
 
 
 def _as_json(everyone: list[dict[str, dict[str, str]]]) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_sft._ranks.words import said_ranks
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Level, Outcome, Trouble
 from fsdp_sft.errors import printable
-from fsdp_sft.jobs.watchdog.report import ranges
 from fsdp_sft.planner.measured import FORMAT
 
 _WIDTH = 110
@@ -145,12 +145,11 @@ def whose(cluster: Cluster, ranks: Sequence[int]) -> str:
     """Ranks and their nodes in words."""
     if not ranks:
         return "all ranks"
-    named = f"rank{'s' * (len(ranks) > 1)} {ranges(sorted(ranks))}"
     hosts = cluster.hosts_of(tuple(ranks))
     shown = ", ".join(hosts[:_MOST_HOSTS]) + (
         f" and {len(hosts) - _MOST_HOSTS} more" if len(hosts) > 8 else ""
     )
-    return f"{named} on {shown}"
+    return f"{said_ranks(ranks)} on {shown}"
 
 
 def _troubles(cluster: Cluster, troubles: Sequence[Trouble]) -> Iterator[str]:

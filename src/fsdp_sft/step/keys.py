@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_sft._ranks.agree import all_gather_objects, difference
-from fsdp_sft.errors import BatchError, abridged
+from fsdp_sft._ranks.words import said_ranks
+from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import LABEL_KEYS, WEIGHTS_KEY
 
 Keys = tuple[str, ...]
@@ -81,10 +82,7 @@ def refuse_different_keys(own: list[Keys]) -> None:
     ranks_with: dict[Keys, list[int]] = {}
     for rank, kinds in by_rank:
         ranks_with.setdefault(kinds[index], []).append(rank)
-    parts = [
-        f"rank{'s' if len(ranks) > 1 else ''} {abridged(map(str, ranks))}: {', '.join(keys)}"
-        for keys, ranks in ranks_with.items()
-    ]
+    parts = [f"{said_ranks(ranks)}: {', '.join(keys)}" for keys, ranks in ranks_with.items()]
     shared = set.intersection(*(set(keys) for keys in ranks_with))
     apart = sorted({key for keys in ranks_with for key in keys} - shared)
     raise BatchError(

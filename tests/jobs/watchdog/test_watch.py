@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from fsdp_sft._process.identity import ProcessId, this_process
+from fsdp_sft._ranks.words import said_ranks
 from fsdp_sft.jobs.watchdog.beat import ENDED, FAILED, Beat
 from fsdp_sft.jobs.watchdog.judge import Finding, Judge
-from fsdp_sft.jobs.watchdog.report import Report, ranges
+from fsdp_sft.jobs.watchdog.report import Report
 from tests.harness import forks
 from tests.harness.device import backend_here, become, device_here, for_ranks
 from tests.harness.models import tiny_model
@@ -537,7 +538,7 @@ def test_words_for_what_ranks_do() -> None:
         "ranks 0, 4-5 in step 5, phase train, waiting in all_reduce",
     ):
         assert words in text, text
-    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert said_ranks([7, 0, 1, 2, 5, 8]) == "ranks 0-2, 5, 7-8"
 
 
 def test_a_beat_survives_the_store() -> None:

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from fsdp_sft._ranks.words import said_ranks
 from fsdp_sft.jobs.watchdog.beat import ENDED, FAILED, RUNNING, Beat
 from fsdp_sft.jobs.watchdog.judge import Finding, Stamps, differing_shapes
 
@@ -55,18 +56,18 @@ class Report:
         shown = [f"  rank {r}{self._whose(r)} {odd[r]}{self._at(r)}" for r in order]
         lines += shown[:_MOST_LINES]
         if len(shown) > _MOST_LINES:
-            lines.append(f"  and {len(shown) - _MOST_LINES} more: ranks {ranges(order[_MOST_LINES:])}")
+            lines.append(f"  and {len(shown) - _MOST_LINES} more: {said_ranks(order[_MOST_LINES:])}")
         groups: dict[str, list[int]] = {}
         for rank in sorted(r for r in odd if not odd[r]):
             groups.setdefault(self.doing(rank), []).append(rank)
-        lines += [f"  {_ranks(ranks)} {doing}" for doing, ranks in list(groups.items())[:_MOST_LINES]]
+        lines += [f"  {said_ranks(ranks)} {doing}" for doing, ranks in list(groups.items())[:_MOST_LINES]]
         return "\n".join(lines)
 
     def heading(self, finding: Finding) -> str:
         """The finding in one line."""
-        who = _ranks(list(finding.ranks))
+        who = said_ranks(finding.ranks)
         failed = [rank for rank, beat in self.beats.items() if beat.state == FAILED]
-        after = f"{_ranks(failed)} failed, and " if failed else ""
+        after = f"{said_ranks(failed)} failed, and " if failed else ""
         says: dict[str, Callable[[], str]] = {
             "dead": lambda: f"{who} died",
             "absent": lambda: f"{who} did not enter the watchdog within {self.timeout:g} s",
@@ -150,21 +151,6 @@ def standing_out(text: str) -> dict[int, str]:
     """The ranks that stand out in the text of a report, each with its line."""
     lines = re.finditer(r"^  rank (\d+) (?:\(host|has not entered).*", text, re.M)
     return {int(line[1]): line[0].strip() for line in lines}
-
-
-def ranges(ranks: list[int]) -> str:
-    """Sorted ranks in short: ``"0-2, 5"``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return ", ".join("-".join(map(str, run)) for run in runs)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {ranges(sorted(ranks))}"
 
 
 def _other_end(steps: list[int], step: int) -> int:
