@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,18 @@ def _slowed(function: Callable[..., Any]) -> Callable[..., Any]:
     return slow
 
 
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """Context in which this process stands still for two thirds of the time, as one below a quota does."""
+    before = signal.signal(signal.SIGALRM, lambda *_: time.sleep(0.02))
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.03)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def _off_by_one(*args: Any) -> torch.Tensor:
     result = torch.matmul(args[0], args[1].T)
     result[5, 7] += 1
@@ -118,6 +132,7 @@ FAULTS = {
         "of the others' rate",
         lambda _: mock.patch.object(torch.nn.functional, "linear", _slowed(torch.nn.functional.linear)),
     ),
+    "a rank that is held back": Fault("products", "of the others' rate", lambda _: _held_back()),
     "a wrong product": Fault(
         "products",
         "products are wrong",

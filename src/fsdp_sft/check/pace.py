@@ -1,11 +1,9 @@
 """How fast ranks are, measured so that a busy machine accuses nobody.
 
-A rank is slow if it is slow beside the others each time that it is measured: rates are taken in rounds, the
-suspects of one round are measured again, and only those that stay suspect are named. Ranks that share the
-processors of a host measure in turns.
+Ranks that share the processors of a host measure in turns. While a rank is in doubt, all measure again; it is
+named by the median of all trials, so that a moment in which something else ran says nothing.
 """
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -15,17 +13,17 @@ from typing import TypeVar
 import torch
 
 from fsdp_sft._process.devices import synchronize
-from fsdp_sft._ranks.agree import all_gather_objects, all_reduce_sum, raise_first, share
+from fsdp_sft._ranks.agree import all_gather_objects, all_reduce_sum, raise_first
 from fsdp_sft.check.cluster import Cluster
 
 T = TypeVar("T")
-_ROUNDS = 3  # measurements of a rank before anybody is suspected
-_TRIALS, _TRIALS_SHARED = 3, 6  # times that a rank must be suspect
-_FEWEST_CALLS = 5
-# Shares of the others' rate. A device has a rate of its own, which healthy ones keep within 5 %:
+_ROUNDS = 3  # measurements of a trial
+# A device has a rate of its own, which healthy ones keep within 5 %:
 # https://github.com/stas00/ml-engineering/tree/master/compute/accelerator. Processors that ranks share have
-# none, so that only half the speed says something.
-_SHARED_FAILS = 0.62
+# none, so that only half the speed says something: a rank is in doubt below the first share, named below the
+# second.
+_TRIALS, _TRIALS_SHARED = 3, 7
+_SHARED_DOUBTED, _SHARED_FAILS = 0.7, 0.62
 _MOST_RUNS = 10_000
 
 
@@ -56,25 +54,6 @@ def seconds_of(work: Callable[[], object], device: torch.device, *, at_least: fl
         if spent >= at_least or runs >= _MOST_RUNS:
             return spent / runs
         runs = min(_MOST_RUNS, max(runs + 1, int(runs * 1.2 * at_least / max(spent, 1e-6))))
-
-
-def own_seconds_of(cluster: Cluster, work: Callable[[], object], *, at_least: float) -> float:
-    """Seconds that ``work`` takes on this rank's device, whatever else the machine does.
-
-    A device of its own is timed over many calls. On a processor that others use the fastest of many single
-    calls counts: it is shorter than the time after which the system hands the processor on.
-    """
-    if cluster.has_own_clock:
-        return seconds_of(work, cluster.device, at_least=at_least)
-    work()
-    least, begun, calls = math.inf, time.perf_counter(), 0
-    while calls < _FEWEST_CALLS or time.perf_counter() - begun < at_least:
-        synchronize(cluster.device)
-        start = time.perf_counter()
-        work()
-        synchronize(cluster.device)
-        least, calls = min(least, time.perf_counter() - start), calls + 1
-    return least
 
 
 def all_at_once(measure: Callable[[], T], phase: str) -> T:
@@ -119,32 +98,50 @@ def in_turns(cluster: Cluster, measure: Callable[[], T], phase: str, *, always: 
 
 
 def slow_ranks(
-    cluster: Cluster, measure: Callable[[], float], phase: str, *, warns: float
+    cluster: Cluster, work: Callable[[], object], amount: float, phase: str, *, at_least: float, warns: float
 ) -> tuple[list[float], list[Slow]]:
     """The rate of each rank, and those that are slow.
 
     Args:
         cluster: The ranks.
-        measure: Returns this rank's rate; larger is faster. No collectives.
+        work: What is timed; no collectives.
+        amount: How much a call does, such as operations or bytes.
         phase: What is measured, for errors.
+        at_least: Seconds of a measurement.
         warns: Share of the others' rate below which a rank with a device of its own is slow. Where ranks
             share processors it is 0.62, so that a rank of half the speed is named.
 
     Collective: all ranks.
     """
-    limit = warns if cluster.has_own_clock else _SHARED_FAILS
-    own: list[float] = []
+    doubted, fails = (warns, warns) if cluster.has_own_clock else (_SHARED_DOUBTED, _SHARED_FAILS)
+    trials: list[float] = []
     rates: list[float] = []
-    suspects: list[Slow] | None = None
     for _ in range(_TRIALS if cluster.has_own_clock else _TRIALS_SHARED):
-        own += [in_turns(cluster, measure, phase) for _ in range(_ROUNDS)]
-        # What else runs on a shared processor only slows: the best of the rounds is the rank's own speed.
-        rates = all_gather_objects(statistics.median(own) if cluster.has_own_clock else max(own))
-        now = share(_below(rates, limit))
-        suspects = now if suspects is None else [one for one in now if one.rank in {s.rank for s in suspects}]
-        if not suspects:
+        rounds = [in_turns(cluster, lambda: _timed(cluster, work, at_least), phase) for _ in range(_ROUNDS)]
+        trials.append(amount * sum(calls for calls, _ in rounds) / sum(seconds for _, seconds in rounds))
+        rates = all_gather_objects(statistics.median(trials))
+        if not _below(rates, doubted):
             break
-    return rates, suspects or []
+    return rates, _below(rates, fails)
+
+
+def _timed(cluster: Cluster, work: Callable[[], object], at_least: float) -> tuple[int, float]:
+    """(calls, their seconds) on this rank's device.
+
+    On a processor that others use too, the time counts in which the system has given it to them: a rank that
+    is held back is as slow as one that computes slowly.
+    """
+    if cluster.has_own_clock:
+        return 1, seconds_of(work, cluster.device, at_least=at_least)
+    work()
+    synchronize(cluster.device)
+    calls, start = 0, time.perf_counter()
+    while True:
+        work()
+        synchronize(cluster.device)
+        calls, spent = calls + 1, time.perf_counter() - start
+        if spent >= at_least:
+            return calls, spent
 
 
 def _below(rates: list[float], limit: float) -> list[Slow]:

@@ -5,7 +5,7 @@ import torch
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
-from fsdp_sft.check.pace import all_at_once, own_seconds_of, seconds_of, slow_ranks
+from fsdp_sft.check.pace import all_at_once, seconds_of, slow_ranks
 
 _WARNS = 0.90
 _BYTES, _ON_CPU = 512 << 20, 16 << 20
@@ -16,19 +16,16 @@ def _run(cluster: Cluster) -> Outcome:
     source = torch.ones(size, dtype=torch.uint8, device=cluster.device)
     target = torch.empty_like(source)
 
-    least = 0.02 * cluster.scale
+    least, moved = 0.05 * cluster.scale, 2 * size  # a copy reads and writes each byte
 
     def copy() -> None:
         target.copy_(source)
 
-    def alone() -> float:
-        return 2 * size / own_seconds_of(cluster, copy, at_least=least)  # a copy reads and writes each byte
+    def rate() -> float:
+        return moved / seconds_of(copy, cluster.device, at_least=least)
 
-    def all_() -> float:
-        return 2 * size / seconds_of(copy, cluster.device, at_least=least)
-
-    rates, slow = slow_ranks(cluster, alone, "copying memory", warns=_WARNS)
-    together = min(all_gather_objects(all_at_once(all_, "copying memory on all ranks")))
+    rates, slow = slow_ranks(cluster, copy, moved, "copying memory", at_least=least, warns=_WARNS)
+    together = min(all_gather_objects(all_at_once(rate, "copying memory on all ranks")))
     troubles = [
         Trouble(
             "warn" if cluster.has_own_clock else "fail",

@@ -7,7 +7,7 @@ import torch
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
-from fsdp_sft.check.pace import all_at_once, own_seconds_of, seconds_of, slow_ranks
+from fsdp_sft.check.pace import all_at_once, seconds_of, slow_ranks
 from fsdp_sft.check.work import Product, block_shapes, checksum, make_product, said_flops
 
 _FAILS, _WARNS = 0.85, 0.95
@@ -20,17 +20,18 @@ def _run(cluster: Cluster) -> Outcome:
     # On a processor without instructions for bfloat16 a product of it takes a hundred times as long.
     dtype = half if cluster.has_own_clock else wide
     products = [make_product(shape, cluster.device, dtype) for shape in shapes]
-    least = 0.05 * cluster.scale / len(products)
-    flops = sum(one.flops for one in products)
+    flops, seconds = sum(one.flops for one in products), 0.08 * cluster.scale
 
-    def alone() -> float:
-        return flops / sum(own_seconds_of(cluster, one.run, at_least=least) for one in products)
+    def run_all() -> None:
+        for one in products:
+            one.run()
 
     def rate_of(several: list[Product]) -> float:
-        seconds = sum(seconds_of(one.run, cluster.device, at_least=least) for one in several)
-        return sum(one.flops for one in several) / seconds
+        least = seconds / len(products)
+        spent = sum(seconds_of(one.run, cluster.device, at_least=least) for one in several)
+        return sum(one.flops for one in several) / spent
 
-    rates, slow = slow_ranks(cluster, alone, "timing products", warns=_WARNS)
+    rates, slow = slow_ranks(cluster, run_all, flops, "timing products", at_least=seconds, warns=_WARNS)
     wrong, sums = _results(cluster, products)
     other = [
         Product(
