@@ -1,6 +1,7 @@
 """What is said of devices: memory that others have, faults, lanes; and what cannot be read."""
 
 import ctypes
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from fsdp_sft.check import nvml
 from fsdp_sft.check.checks import devices
 from fsdp_sft.check.device_memory import memory_of_device
+from tests.check.test_command import cluster_of
 
 GIB = 1 << 30
 WELL = {"uncorrected": 0, "remap_pending": False, "remap_failed": False, "slowed_by": ""}
@@ -50,6 +52,21 @@ def test_healthy_devices_and_blind_ones() -> None:
     shared = devices._decide([_rank(0), {**_rank(1), "uuid": "u0"}])
     assert [one.ranks for one in shared.troubles] == [(0, 1)]
     assert memory_of_device(torch.device("cpu")) is None
+
+
+def test_a_start_without_a_launcher_leaves_devices_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = cluster_of("n")
+    alone = dataclasses.replace(cluster.context, launcher="single", device=torch.device("meta"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setattr(devices, "_uuid", lambda _: None)
+    monkeypatch.setattr(devices, "memory_of_device", lambda _: (GIB, GIB))
+    outcome = devices._run(dataclasses.replace(cluster, context=alone))
+    assert [one.text for one in outcome.troubles] == [
+        "one of the 8 devices here is checked: start with torchrun --nproc-per-node 8"
+    ]
+    assert devices._run(
+        dataclasses.replace(cluster, context=dataclasses.replace(alone, launcher="slurm"))
+    ) == (dataclasses.replace(outcome, troubles=()))
 
 
 class _Library:

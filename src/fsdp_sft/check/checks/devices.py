@@ -1,7 +1,7 @@
 """Whether each rank has a device of its own, with its memory free and without faults."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,10 @@ def _run(cluster: Cluster) -> Outcome:
         }
 
     found: Outcome = through_rank_0("looking at the devices", own, _decide)
+    count = torch.accelerator.device_count()
+    if cluster.context.launcher == "single" and count > 1:
+        text = f"one of the {count} devices here is checked: start with torchrun --nproc-per-node {count}"
+        found = replace(found, troubles=(*found.troubles, Trouble("warn", (), text)))
     return found
 
 
