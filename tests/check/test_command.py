@@ -5,6 +5,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -141,6 +142,27 @@ def test_the_commands_on_two_ranks(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists(), "what was made for the checks is gone"
     assert "warn  all ranks: not checked: the 0.001 seconds had passed; give more (--seconds)" in late
     assert re.search(r"warn +folder +0\.\d s +not seen: out of time", late)
+
+
+def _without_a_folder(folder: Path) -> tuple[int, dict[str, Any]]:
+    """The code, and what was found, of a check whose folder is not there on one of the ranks."""
+    file = folder / "check.json"
+    blind = mock.patch.object(Path, "is_dir", return_value=False)
+    with blind if dist.get_rank() == 1 else mock.patch.dict(os.environ):
+        words = ["--only", "folder,parity", "--root", str(folder / "run"), "--json", str(file)]
+        code = main(["check", *words])
+    dist.barrier()
+    return code, json.loads(file.read_text())
+
+
+def test_a_folder_that_is_not_there_on_a_rank(tmp_path: Path) -> None:
+    for code, found in run_distributed(_without_a_folder, 2, tmp_path):
+        assert code == 1
+        (trouble,) = found["troubles"]
+        assert trouble["ranks"] == [1]
+        assert "is not there, or is another folder than that of rank 0" in trouble["text"]
+        assert found["checks"]["parity"]["verdict"] == "unseen"
+        assert "mount it on every node" in found["checks"]["parity"]["unseen"]
 
 
 def test_options_of_the_table_of_commands() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from fsdp_sft._process.devices import synchronize
-from fsdp_sft.check.checks import folder
+from fsdp_sft.check.checks import folder, parity
 from fsdp_sft.check.cluster import Asked, Cluster, make_cluster
 from fsdp_sft.check.mechanism import Outcome, Trouble
 from fsdp_sft.check.results import ordered, text_of, to_json
@@ -74,6 +75,16 @@ def _held_back() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def _late(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, 50 ms later."""
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.05)
+        return function(*args, **kwargs)
+
+    return late
 
 
 def _off_by_one(*args: Any) -> torch.Tensor:
@@ -145,6 +156,15 @@ FAULTS = {
     ),
     "reductions of zeros": Fault(
         "reductions", "wrong results: reduce_scatter", lambda _: _reductions(_zeros)
+    ),
+    "a slow link": Fault(
+        "network", "its links run at", lambda _: mock.patch.object(dist, "send", _late(dist.send))
+    ),
+    "a slow link to other nodes": Fault(
+        "network",
+        "its links to other nodes run at",
+        lambda _: mock.patch.object(dist, "send", _late(dist.send)),
+        lambda rank: mock.patch.object(socket, "gethostname", return_value=f"node-{rank}"),
     ),
     "no rename": Fault("folder", "is not seen under its new name", lambda _: mock.patch.object(os, "rename")),
     "a blind rank": Fault(
@@ -247,6 +267,25 @@ def test_a_device_whose_memory_others_have_is_named(tmp_path: Path) -> None:
     for device, troubles in run_distributed(_little_memory, 2, tmp_path):
         assert device == "cpu" or [(one.level, one.ranks) for one in troubles] == [("fail", (VICTIM,))]
         assert device == "cpu" or "10.0 of 80.0 GiB" in troubles[0].text
+
+
+def _left(root: Path) -> str:
+    """What a rank says that leaves a check which the others are in."""
+    cluster = _cluster(root)
+    planted = mock.patch.object(parity, "sharded_model", side_effect=ValueError("no model today"))
+    checks = [one for one in all_checks() if one.name == "parity"]
+    with planted if cluster.rank == VICTIM else mock.patch.dict(os.environ):
+        try:
+            run_checks(cluster, checks)
+        except fs.RemoteRankError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_leaves_a_check_says_why(tmp_path: Path) -> None:
+    others, victim = run_distributed(_left, 2, tmp_path)
+    assert "all ranks have to make the same calls" in others
+    assert victim == "ValueError: no model today"
 
 
 def _parity(root: Path, family: str | None, asked: dict[str, Any], *, planted: bool) -> Outcome:

@@ -61,6 +61,7 @@ class Cluster:
         crowding: The most ranks that share a processor, at least 1: checks take so much longer.
         folder: A new folder for the checks' own files, which goes at the end; None without.
         folder_problem: Why there is none; "" if none was asked for, or it could be made.
+        folder_ranks: The ranks on which there is none.
         measured: By check, what it measured.
         mesh: That of the training, once ``mesh_of`` has made it.
     """
@@ -73,6 +74,7 @@ class Cluster:
     crowding: float
     folder: Path | None = None
     folder_problem: str = ""
+    folder_ranks: tuple[int, ...] = ()
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     mesh: "DeviceMesh | None" = None
 
@@ -100,6 +102,12 @@ class Cluster:
     def scale(self) -> float:
         """How much longer than usual checks may measure."""
         return self.asked.seconds / 120.0
+
+    @property
+    def no_folder(self) -> str:
+        """Why what needs the folder cannot be seen."""
+        problem = self.folder_problem
+        return f"there is no folder ({problem})" if problem else "no folder for files: give --root"
 
     @property
     def num_hosts(self) -> int:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from fsdp_sft._model.configs import config_of
-from fsdp_sft._ranks.agree import agreed, share, this_rank, through_rank_0
+from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, this_rank, through_rank_0
 from fsdp_sft._ranks.init import init_distributed
 from fsdp_sft._tensors.disk import full_path, sweep, temporary_beside
 from fsdp_sft.check.cluster import Asked, Cluster, make_cluster
@@ -26,7 +26,9 @@ from fsdp_sft.check.watching import WRONG, CheckWatchdog, ended_with_words
 from fsdp_sft.errors import LostRankError, RemoteRankError
 
 _TIMEOUT = timedelta(minutes=10)  # of a collective; the watchdog asks long before
-_PLACE = r" in step \S+, phase \w+"  # what the watchdog calls a place, which says less than the check's name
+_PLACE = (
+    r",? in step \S+, phase [^:;]+"  # what the watchdog calls a place, which says less than the check's name
+)
 _BETWEEN = 30.0  # seconds without a sign of a rank, or between two checks, that are allowed
 
 
@@ -60,7 +62,8 @@ def check(args: argparse.Namespace) -> int:
             through_rank_0("writing the results", lambda: None, lambda _: report.end())
     except (LostRankError, RemoteRankError) as error:
         notes = [note.removeprefix("watchdog: ") for note in getattr(error, "__notes__", [])]
-        report.stopped("; ".join(re.sub(_PLACE, "", note) for note in notes) or str(error))
+        said = "; ".join(re.sub(_PLACE, "", note) for note in notes) or str(error)
+        report.stopped(said.replace(f"{RemoteRankError.__name__}: ", ""))
         return WRONG
     return WRONG if is_wrong(done) else 0
 
@@ -175,13 +178,22 @@ def _folder(cluster: Cluster) -> Iterator[None]:
     """
     made: list[Path] = []
     problem = ""
+    missing: tuple[int, ...] = (0,)
     if cluster.rank == 0:
         try:
             made = _make_folders(cluster)
         except OSError as error:
-            problem = f"no folder can be made below {cluster.asked.root}: {error}"
-    found: tuple[Path | None, str] = share((made[-1] if made else None, problem))
-    cluster.folder, cluster.folder_problem = found
+            problem = f"no folder can be made below {cluster.asked.root} ({error}): take another --root"
+    folder, problem = share((made[-1] if made else None, problem))
+    if folder is not None:
+        missing = tuple(rank for rank, there in enumerate(all_gather_objects(folder.is_dir())) if not there)
+        if missing:
+            problem = (
+                f"{cluster.asked.root} is not there, or is another folder than that of rank 0: mount it on "
+                "every node"
+            )
+    cluster.folder = None if problem else folder
+    cluster.folder_problem, cluster.folder_ranks = problem, missing if problem else ()
     try:
         yield
     finally:

@@ -88,8 +88,13 @@ def _outcome(cluster: Cluster, check: Check) -> Outcome:
         error = caught
     try:
         raise_first(error, f"checking {check.name}")
-    except (LostRankError, RemoteRankError):
+    except LostRankError:
         raise
+    except RemoteRankError as other:
+        if error is None:
+            raise
+        # The others are elsewhere in the check: what this rank has found is why, and they read it here.
+        raise RemoteRankError(f"{type(error).__name__}: {error}") from other
     except Exception as first:
         notes = " ".join(getattr(first, "__notes__", []))
         text = f"raised {type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}"

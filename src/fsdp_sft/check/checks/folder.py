@@ -26,19 +26,14 @@ _A_PARAMETER = 12  # bytes of a checkpoint: a master and two moments in float32
 def _run(cluster: Cluster) -> Outcome:
     if cluster.folder is None:
         if cluster.folder_problem:
-            return Outcome(
-                troubles=(Trouble("fail", (0,), f"{cluster.folder_problem}: take another --root"),)
-            )
+            return Outcome(troubles=(Trouble("fail", cluster.folder_ranks, cluster.folder_problem),))
         return Outcome(unseen="no folder that all nodes see: give --root")
     folder, root = cluster.folder, cluster.asked.root
-    missing = [rank for rank, there in enumerate(all_gather_objects(folder.is_dir())) if not there]
-    if missing:
-        text = f"{root} is not there, or is another folder than that of rank 0: mount it on every node"
-        return Outcome(troubles=(Trouble("fail", tuple(missing), text),))
     size = _BYTES if cluster.has_own_clock else _ON_CPU
     wrote, problem = _write(folder / f"rank-{cluster.rank}", size, cluster.rank)
     problems = [(rank, one) for rank, (_, one) in enumerate(all_gather_objects((wrote, problem))) if one]
     if problems:
+        cluster.folder, cluster.folder_problem = None, problems[0][1]  # nothing after this can use it
         return Outcome(troubles=tuple(_unwritable(problems, root or folder)))
     troubles = _renames(cluster, folder)
     read, contents = _read(folder / f"rank-{(cluster.rank + 1) % cluster.world_size}", size, cluster)

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fsdp_sft._process.devices import device_name, synchronize
 from fsdp_sft._process.gpus import known_device
-from fsdp_sft._ranks.agree import all_gather_objects, all_reduce_max, share
+from fsdp_sft._ranks.agree import all_gather_objects, all_reduce_max
 from fsdp_sft.check.cluster import Cluster, axes_of
 from fsdp_sft.check.collectives import gather, reduce_scatter
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
@@ -129,57 +129,89 @@ def _below_sheet(cluster: Cluster, measured: dict[str, Any]) -> list[Trouble]:
 
 
 def _slow_links(cluster: Cluster) -> list[Trouble]:
-    """Ranks all of whose links are slow: a link has two ends, and a slow rank has two slow links."""
-    if cluster.world_size == 2:
-        return []  # the one link has nothing to be held against
+    """Ranks all of whose links are slow: a link has two ends, and a slow rank has two slow links.
+
+    Links inside of nodes and links between nodes are compared with their own kind: a node's first device may
+    reach its neighbour, and its adapter nobody.
+    """
     limit = _OF_PAIRS if cluster.has_own_clock else _OF_PAIRS_ON_CPU
-    best: dict[int, float] = {}
-    suspects: set[int] | None = None
-    for _ in range(_TRIALS):
-        rates = _pair_rates(cluster)
-        best = {rank: max(rate, best.get(rank, 0.0)) for rank, rate in enumerate(rates)}
-        usual = statistics.median(best.values())
-        now = set(share([rank for rank, rate in best.items() if rate < limit * usual]))
-        suspects = now if suspects is None else suspects & now
-        if not suspects:
-            return []
+    found: list[Trouble] = []
+    for where, rings in _rings(cluster.hosts).items():
+        best: dict[int, float] = {}
+        suspects: set[int] | None = None
+        for _ in range(_TRIALS):
+            rates = _pair_rates(cluster, rings)
+            best = {rank: max(rate, best.get(rank, 0.0)) for rank, rate in rates.items()}
+            usual = statistics.median(best.values())
+            now = {rank for rank, rate in best.items() if rate < limit * usual}
+            suspects = now if suspects is None else suspects & now
+            if not suspects:
+                break
+        found += _named(rings, suspects or set(), best, where)
+    return found
+
+
+def _named(
+    rings: list[list[int]], suspects: set[int], best: dict[int, float], where: str
+) -> Iterator[Trouble]:
     usual = statistics.median(best.values())
-    return [
-        Trouble(
-            "fail",
-            (rank,),
-            f"its links run at {best[rank] / usual:.2f} of the others' ({best[rank] / 1e9:.3g} GB/s): look "
-            "at its adapter and cable, or leave the node out",
-            leave_out=True,
-        )
-        for rank in sorted(suspects or ())
-    ]
+    for ring in rings:
+        slow = [rank for rank in ring if rank in suspects]
+        if slow and len(ring) == 2:
+            rate = min(best[rank] for rank in ring)
+            text = (
+                f"the link between them{where} runs at {rate / usual:.2f} of the others' ({rate / 1e9:.3g} "
+                "GB/s): look at the adapters and cables of both"
+            )
+            yield Trouble("fail", tuple(ring), text)
+            continue
+        for rank in slow:
+            text = (
+                f"its links{where} run at {best[rank] / usual:.2f} of the others' ({best[rank] / 1e9:.3g} "
+                "GB/s): look at its adapter and cable, or leave the node out"
+            )
+            yield Trouble("fail", (rank,), text, leave_out=True)
 
 
-def _pair_rates(cluster: Cluster) -> list[float]:
-    """For each rank the rate of the faster of its links to the ranks beside it, in bytes per second."""
-    rank, ranks = cluster.rank, cluster.world_size
+def _rings(hosts: list[str]) -> dict[str, list[list[int]]]:
+    """Rings of ranks whose links are measured: those of a host, and those of one place on each host."""
+    of_host: dict[str, list[int]] = {}
+    of_place: dict[int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        own = of_host.setdefault(host, [])
+        of_place.setdefault(len(own), []).append(rank)
+        own.append(rank)
+    kinds = {"": of_host.values(), " to other nodes": of_place.values()}
+    found = {where: [ring for ring in rings if len(ring) > 1] for where, rings in kinds.items()}
+    return {where: rings for where, rings in found.items() if rings}
+
+
+def _pair_rates(cluster: Cluster, rings: list[list[int]]) -> dict[int, float]:
+    """For each rank the rate of the faster of its links to those beside it in a ring, in bytes per second."""
+    rank = cluster.rank
     size = _PAIR_BYTES if cluster.has_own_clock else _PAIR_ON_CPU
     out = torch.zeros(size, dtype=torch.uint8, device=cluster.device)
     into = torch.empty_like(out)
     mine = 0.0
-    for pairs in _rounds(ranks):
+    for pairs in _rounds(rings):
         peer = pairs.get(rank)
         for _ in range(_RUNS):
             if peer is not None:
                 mine = max(mine, 2 * size / _exchange(out, into, peer, first=rank < peer))
         all_reduce_max(0)  # rounds do not overlap
     rates: list[float] = all_gather_objects(mine)
-    return rates
+    return {one: rates[one] for ring in rings for one in ring}
 
 
-def _rounds(ranks: int) -> list[dict[int, int]]:
-    """Rounds in which each rank meets the next, and in another the one before, around a ring."""
-    links = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
-    rounds = [links[0 : ranks - ranks % 2 : 2], links[1::2]]
-    if ranks % 2:
-        rounds.append([links[-1]])
-    return [{a: b for one, two in pairs for a, b in ((one, two), (two, one))} for pairs in rounds]
+def _rounds(rings: list[list[int]]) -> list[dict[int, int]]:
+    """Three rounds in which each rank meets the next of its ring, and the one before."""
+    rounds: list[dict[int, int]] = [{}, {}, {}]
+    for ring in rings:
+        links = [(one, ring[(place + 1) % len(ring)]) for place, one in enumerate(ring)]
+        for place, (a, b) in enumerate(links[: 1 if len(ring) == 2 else None]):
+            is_odd_one = place == len(ring) - 1 and len(ring) % 2
+            rounds[2 if is_odd_one else place % 2].update({a: b, b: a})
+    return rounds
 
 
 def _exchange(out: torch.Tensor, into: torch.Tensor, peer: int, *, first: bool) -> float:

@@ -39,7 +39,7 @@ _COPIES = 4  # of the weights in float32 on rank 0: two models, gradients, what 
 
 def _run(cluster: Cluster) -> Outcome:
     if cluster.folder is None:
-        return Outcome(unseen="no folder for the checkpoint: give --root")
+        return Outcome(unseen=cluster.no_folder)
     config = two_layers(cluster.asked.config, is_fast=cluster.has_own_clock)
     need = _COPIES * 4 * parameters_of(config)
     room = _room(cluster)

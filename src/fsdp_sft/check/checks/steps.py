@@ -26,7 +26,7 @@ _A_PARAMETER = 24  # bytes on all ranks together: shards, gradients, two moments
 
 def _run(cluster: Cluster) -> Outcome:
     if cluster.folder is None:
-        return Outcome(unseen="no folder for the model: give --root")
+        return Outcome(unseen=cluster.no_folder)
     config = two_layers(cluster.asked.config, is_fast=cluster.has_own_clock)
     need = _A_PARAMETER * parameters_of(config)
     if share(_room(cluster) < need):
