@@ -9,24 +9,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from fsdp_sft._ranks.init import DistributedContext
-from fsdp_sft.check.cluster import Asked, Cluster
 from fsdp_sft.check.environment import minorities, shown
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
 from fsdp_sft.check.results import Finished, ordered, ranks_named, text_of, to_json
 from fsdp_sft.check.sequence import all_checks
 from fsdp_sft.commands import main
+from tests.harness.clusters import cluster_of
 from tests.harness.ranks import run_distributed
 
 SECRET = "hf_abcdefghijklmnop"
-
-
-def cluster_of(*hosts: str) -> Cluster:
-    context = DistributedContext(0, 0, len(hosts), 2, torch.device("cpu"), "gloo", "torchrun")
-    return Cluster(context, Asked(), list(hosts), 0, 2, 1.0)
 
 
 def _done(name: str, outcome: Outcome) -> Finished:

@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from fsdp_sft._ranks import reach
 from fsdp_sft._ranks.interfaces import GlooAddress, gloo_address
-from fsdp_sft.check.checks import interface
-from tests.check.test_command import cluster_of
 
 HERE = gloo_address()
 
@@ -89,12 +87,3 @@ def test_where_gloo_listens_on_this_host(monkeypatch: pytest.MonkeyPatch) -> Non
     with mock.patch("socket.getaddrinfo", side_effect=OSError("no such name")):
         assert gloo_address().address == "127.0.0.1", "as gloo does"
     assert gloo_address().network == HERE.network
-
-
-def test_a_check_warns_of_slower_and_of_other_interfaces() -> None:
-    usual = {"name": "eth0", "speeds": {"eth0": 100_000, "docker0": 1000}}
-    slow = {"name": "docker0", "speeds": usual["speeds"]}
-    found = list(interface._troubles(cluster_of("a", "b", "c"), [usual, usual, slow]))
-    assert [(one.level, one.ranks) for one in found] == [("warn", (2,))] * 2
-    assert "docker0, and over eth0 elsewhere" in found[0].text
-    assert "at 1 Gbit/s, and eth0 has 100" in found[1].text

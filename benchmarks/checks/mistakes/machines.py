@@ -7,7 +7,7 @@ MISTAKES = [
     Mistake(
         "a slow rank is not named",
         "check/pace.py",
-        "if rate < limit * usual]",
+        "if share < fails]",
         "if False]",
         _PLANTED,
     ),

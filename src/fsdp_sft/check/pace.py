@@ -1,9 +1,11 @@
 """How fast ranks are, measured so that a busy machine accuses nobody.
 
 Ranks that share the processors of a host measure in turns. While a rank is in doubt, all measure again; it is
-named by the median of all trials, so that a moment in which something else ran says nothing.
+named by the median of all trials, or by its fastest call, so that a moment in which something else ran says
+nothing.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -114,40 +116,56 @@ def slow_ranks(
     Collective: all ranks.
     """
     doubted, fails = (warns, warns) if cluster.has_own_clock else (_SHARED_DOUBTED, _SHARED_FAILS)
-    trials: list[float] = []
+    means: list[float] = []
+    fastest = math.inf
+    slow: list[Slow] = []
     rates: list[float] = []
     for _ in range(_TRIALS if cluster.has_own_clock else _TRIALS_SHARED):
         rounds = [in_turns(cluster, lambda: _timed(cluster, work, at_least), phase) for _ in range(_ROUNDS)]
-        trials.append(amount * sum(calls for calls, _ in rounds) / sum(seconds for _, seconds in rounds))
-        rates = all_gather_objects(statistics.median(trials))
-        if not _below(rates, doubted):
+        means.append(amount * sum(one.calls for one in rounds) / sum(one.seconds for one in rounds))
+        fastest = min(fastest, *(one.fastest for one in rounds))
+        found: list[tuple[float, float]] = all_gather_objects((statistics.median(means), amount / fastest))
+        rates = [mean for mean, _ in found]
+        shares = _shares(rates)
+        if not cluster.has_own_clock:  # slow at its best is slow, whatever else has run
+            shares = list(map(min, shares, _shares([best for _, best in found])))
+        slow = [Slow(rank, share) for rank, share in enumerate(shares) if share < fails]
+        if min(shares) >= doubted:
             break
-    return rates, _below(rates, fails)
+    return rates, slow
 
 
-def _timed(cluster: Cluster, work: Callable[[], object], at_least: float) -> tuple[int, float]:
-    """(calls, their seconds) on this rank's device.
+@dataclass(frozen=True)
+class _Timed:
+    calls: int
+    seconds: float
+    fastest: float  # seconds of a call
 
-    On a processor that others use too, the time counts in which the system has given it to them: a rank that
-    is held back is as slow as one that computes slowly.
+
+def _timed(cluster: Cluster, work: Callable[[], object], at_least: float) -> _Timed:
+    """Seconds of calls on this rank's device.
+
+    On a processor that others use too, all time counts: a rank that is held back is as slow as one that
+    computes slowly. There the fastest call is shorter than what the system gives a process at once.
     """
     if cluster.has_own_clock:
-        return 1, seconds_of(work, cluster.device, at_least=at_least)
+        seconds = seconds_of(work, cluster.device, at_least=at_least)
+        return _Timed(1, seconds, seconds)
     work()
     synchronize(cluster.device)
-    calls, start = 0, time.perf_counter()
-    while True:
+    times: list[float] = []
+    while sum(times) < at_least:
+        start = time.perf_counter()
         work()
         synchronize(cluster.device)
-        calls, spent = calls + 1, time.perf_counter() - start
-        if spent >= at_least:
-            return calls, spent
+        times.append(time.perf_counter() - start)
+    return _Timed(len(times), sum(times), min(times))
 
 
-def _below(rates: list[float], limit: float) -> list[Slow]:
-    """The ranks below a share of the median rate; of two ranks the slower is held against the faster."""
+def _shares(rates: list[float]) -> list[float]:
+    """Rates as shares of the median; of two ranks the slower is held against the faster."""
     usual = statistics.median_high(rates)
-    return [Slow(rank, rate / usual) for rank, rate in enumerate(rates) if rate < limit * usual]
+    return [rate / usual for rate in rates]
 
 
 def _finished(measure: Callable[[], T], phase: str) -> T:

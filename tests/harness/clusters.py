@@ -1,0 +1,12 @@
+"""A job to be checked, without ranks."""
+
+import torch
+
+from fsdp_sft._ranks.init import DistributedContext
+from fsdp_sft.check.cluster import Asked, Cluster
+
+
+def cluster_of(*hosts: str) -> Cluster:
+    """Rank 0's view of a job whose ranks are on these hosts."""
+    context = DistributedContext(0, 0, len(hosts), 2, torch.device("cpu"), "gloo", "torchrun")
+    return Cluster(context, Asked(), list(hosts), 0, 2, 1.0)
