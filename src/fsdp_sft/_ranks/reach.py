@@ -53,18 +53,16 @@ def refuse_unreachable(store: Any, rank: int, world_size: int, *, is_one_host: b
 
     Collective: all ranks, over the store: four messages of each rank, and two more that rank 0 reads of each.
     """
-    with _answering(gloo_address(), is_one_host=is_one_host) as offer:
-        store.set(f"offer-{rank}", pack(offer))
-        found = offer.problem
-        for other in (
-            {} if found or is_one_host else {(rank + 1) % world_size, (rank - 1) % world_size} - {rank}
-        ):
-            found = found or _problem(offer, rank, unpack(store.get(f"offer-{other}")), other)
+    beside = [] if is_one_host else sorted({(rank - 1) % world_size, (rank + 1) % world_size} - {rank})
+    with _answering(gloo_address(), is_one_host=is_one_host) as own:
+        store.set(f"offer-{rank}", pack(own))
+        found = own.problem
+        for other in beside:
+            found = found or _problem(own, rank, unpack(store.get(f"offer-{other}")), other)
         store.set(f"found-{rank}", found)
         if rank == 0:
-            store.set(
-                "unreached", _said([store.get(f"found-{other}").decode() for other in range(world_size)])
-            )
+            everyone = [store.get(f"found-{other}").decode() for other in range(world_size)]
+            store.set("unreached", _said(everyone))
         problem = store.get("unreached").decode()
     if not problem:
         return
@@ -78,21 +76,31 @@ def refuse_unreachable(store: Any, rank: int, world_size: int, *, is_one_host: b
 @contextmanager
 def _answering(at: GlooAddress, *, is_one_host: bool) -> Iterator[Offer]:
     """Context in which this rank answers where gloo will listen."""
-    token = secrets.token_hex(8)
+    token, problem = secrets.token_hex(8), ""
     if at.asked is not None and at.asked not in at.interfaces:
-        there = ", ".join(at.interfaces)
-        yield Offer(at, None, token, f"{at.host} has no interface {at.asked} ({at.reason}): it has {there}")
-        return
-    if is_one_host or at.address is None:
-        yield Offer(at, None, token, "")
-        return
-    family = socket.AF_INET6 if ":" in at.address else socket.AF_INET
-    with socket.create_server((at.address, 0), family=family, backlog=64) as server:
-        ended = threading.Event()
-        thread = threading.Thread(target=_answer, args=(server, token, ended), name="fsdp_sft-reach")
+        problem = f"{at.host} has no interface {at.asked} ({at.reason}): it has {', '.join(at.interfaces)}"
+    elif at.address is not None and not is_one_host:
+        family = socket.AF_INET6 if ":" in at.address else socket.AF_INET
+        try:
+            server = socket.create_server((at.address, 0), family=family)
+        except OSError as error:
+            problem = f"{at.host} cannot listen at {at.address} ({at.reason}): {error.strerror or error}"
+        else:
+            with _thread(server, token):
+                yield Offer(at, server.getsockname()[1], token, "")
+            return
+    yield Offer(at, None, token, problem)
+
+
+@contextmanager
+def _thread(server: socket.socket, token: str) -> Iterator[None]:
+    """Context in which a thread answers at a socket, which is closed at the end."""
+    ended = threading.Event()
+    thread = threading.Thread(target=_answer, args=(server, token, ended), name="fsdp_sft-reach")
+    with server:
         thread.start()
         try:
-            yield Offer(at, server.getsockname()[1], token, "")
+            yield
         finally:
             ended.set()
             thread.join()
