@@ -122,7 +122,7 @@ def _commands(folder: Path) -> tuple[list[int], list[str]]:
 
 def test_the_commands_on_two_ranks(tmp_path: Path) -> None:
     (codes, (table, env, _, late)), other = run_distributed(_commands, 2, tmp_path)
-    assert codes == [0, 0, 1, 0]
+    assert codes == [0, 0, 1, 1]
     assert other == (codes, ["", "", "", ""]), "rank 0 alone prints, and all return the same"
     assert "Healthy." in table
     assert re.search(r"NCCL_ALGO +not set  <- differs: Tree on rank 1", env)
@@ -133,8 +133,8 @@ def test_the_commands_on_two_ranks(tmp_path: Path) -> None:
     assert found["healthy"] is False
     assert {tuple(one["ranks"]) for one in found["troubles"]} == {(1,)}
     assert not (tmp_path / "run").exists(), "what was made for the checks is gone"
-    assert "warn  all ranks: not checked: the 0.001 seconds had passed; give more (--seconds)" in late
-    assert re.search(r"warn +folder +0\.\d s +not seen: out of time", late)
+    assert "FAIL  all ranks: not checked: the 0.001 seconds had passed; give more (--seconds)" in late
+    assert re.search(r"FAIL +folder +0\.\d s +not seen: out of time", late)
 
 
 def _without_a_folder(folder: Path) -> tuple[int, dict[str, Any]]:

@@ -19,6 +19,7 @@ from fsdp_sft._ranks.init import init_distributed
 from fsdp_sft._tensors.disk import full_path, sweep, temporary_beside
 from fsdp_sft.check.cluster import Asked, Cluster, make_cluster
 from fsdp_sft.check.mechanism import Check, Trouble
+from fsdp_sft.check.raised import Raised
 from fsdp_sft.check.results import Finished, is_wrong, ordered, ranks_named, text_of, to_json
 from fsdp_sft.check.sequence import all_checks, run_checks
 from fsdp_sft.check.training import parameters_of, two_layers
@@ -54,18 +55,29 @@ def check(args: argparse.Namespace) -> int:
     try:
         with (
             ended_with_words(report.stopped),
-            CheckWatchdog(report.stopped, timeout=_BETWEEN * cluster.crowding) as watchdog,
+            CheckWatchdog(
+                report.stopped, report.raised.told, timeout=_BETWEEN * cluster.crowding
+            ) as watchdog,
             _folder(cluster),
         ):
             until = time.perf_counter() + asked.seconds
             done = run_checks(cluster, chosen, watchdog=watchdog, tell=report.finished, until=until)
             through_rank_0("writing the results", lambda: None, lambda _: report.end())
     except (LostRankError, RemoteRankError) as error:
-        notes = [note.removeprefix("watchdog: ") for note in getattr(error, "__notes__", [])]
-        said = "; ".join(re.sub(_PLACE, "", note) for note in notes) or str(error)
-        report.stopped(said.replace(f"{RemoteRankError.__name__}: ", ""))
+        report.stopped(_why(error))
         return WRONG
     return WRONG if is_wrong(done) else 0
+
+
+def _why(error: LostRankError | RemoteRankError) -> str:
+    """Why the checks ended, beginning with the rank that is the reason, if one is known."""
+    notes = [note.removeprefix("watchdog: ") for note in getattr(error, "__notes__", [])]
+    # A rank that has lost another one is not the reason.
+    found = [re.sub(_PLACE, "", note) for note in notes if LostRankError.__name__ not in note]
+    lost = re.search(r"\(rank (\d+): ([^)]*)", str(error))
+    if lost is not None and not found:
+        found = [f"rank {lost[1]} was lost ({lost[2]})"]
+    return "; ".join(found).replace(f"{RemoteRankError.__name__}: ", "") or str(error)
 
 
 class _Report:
@@ -83,6 +95,7 @@ class _Report:
         self._done: list[Finished] = []
         self._lock = threading.Lock()
         self._is_out = False
+        self.raised = Raised(cluster)
 
     def finished(self, one: Finished) -> None:
         """Take note of a check that is done, and say so where a person watches."""
@@ -96,7 +109,9 @@ class _Report:
 
     def stopped(self, why: str) -> None:
         """Print and write what is known, and why the checks ended; ranks other than 0 say why alone."""
-        ranks = ranks_named(why)
+        why = self.raised.told() or why
+        # A sentence that begins with ranks is about those; another may name ranks that only noticed.
+        ranks = ranks_named(why) if re.match(r"ranks? \d", why) else ()
         if len(self._done) < len(self._chosen):
             why += f" (in the check {self._chosen[len(self._done)].name})"
         if self._cluster.rank != 0:

@@ -11,6 +11,7 @@ from fsdp_sft._ranks.agree import agree_on, raise_first, share
 from fsdp_sft.check import checks
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
+from fsdp_sft.check.raised import Raised
 from fsdp_sft.check.results import Finished, ranks_named
 from fsdp_sft.errors import LostRankError, RemoteRankError
 from fsdp_sft.jobs.watchdog import Watchdog
@@ -41,8 +42,7 @@ def run_checks(
         which: The checks, in order.
         watchdog: The one that this is below; it learns which check runs.
         tell: Called with each check that is done.
-        until: Time in rank 0's ``time.perf_counter()`` after which no check begins. The others are reported
-            as not seen, with a warning.
+        until: Time in rank 0's ``time.perf_counter()`` after which no check begins. The others are failures.
 
     Returns:
         What each check found, the same on all ranks.
@@ -73,29 +73,29 @@ def run_checks(
 
 def _out_of_time(cluster: Cluster) -> Outcome:
     text = f"not checked: the {cluster.asked.seconds:g} seconds had passed; give more (--seconds)"
-    return Outcome(troubles=(Trouble("warn", (), text),), unseen="out of time")
+    return Outcome(troubles=(Trouble("fail", (), text),), unseen="out of time")
 
 
 def _outcome(cluster: Cluster, check: Check) -> Outcome:
     """What a check says; an error that it raises becomes a trouble of the rank that raised it."""
     error: Exception | None = None
     outcome = Outcome()
+    raised = Raised(cluster)
     try:
         outcome = check.run(cluster)
     except (LostRankError, RemoteRankError):
         raise
-    except Exception as caught:
+    except BaseException as caught:
+        raised.tell(caught)
+        if not isinstance(caught, Exception):
+            raise
         error = caught
     try:
         raise_first(error, f"checking {check.name}")
-    except LostRankError:
+    except (LostRankError, RemoteRankError):
         raise
-    except RemoteRankError as other:
-        if error is None:
-            raise
-        # The others are elsewhere in the check: what this rank has found is why, and they read it here.
-        raise RemoteRankError(f"{type(error).__name__}: {error}") from other
     except Exception as first:
+        raised.withdraw()
         notes = " ".join(getattr(first, "__notes__", []))
         text = f"raised {type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}"
         return Outcome(troubles=(Trouble("fail", ranks_named(notes)[:1], text),))

@@ -1,9 +1,11 @@
 """What ends the checks before their end: a rank that hangs or dies, or a launcher that ends the job."""
 
+import math
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 from fsdp_sft.jobs.watchdog import Watchdog
 from fsdp_sft.jobs.watchdog.report import standing_out
 
+_TO_HEAR = 10.0  # seconds in which ranks hear of an error by themselves
 _TOLD_TO_END = 8.0  # seconds from a launcher's SIGTERM to the end, in which a lost rank is found and named
 WRONG = 1
 
@@ -20,12 +23,20 @@ class CheckWatchdog(Watchdog):
 
     Args:
         report: Prints what is known; called with why the checks end.
+        told: What a rank has raised and others do not know yet; "" without.
         timeout: As for ``Watchdog``.
     """
 
-    def __init__(self, report: Callable[[str], None], *, timeout: float) -> None:
+    def __init__(self, report: Callable[[str], None], told: Callable[[], str], *, timeout: float) -> None:
         super().__init__(timeout=timeout, interval=1.0)
-        self._report = report
+        self._report, self._told = report, told
+        self._told_since = math.inf
+
+    def _look(self) -> str:
+        """As for ``Watchdog``; also if a rank has raised and the others wait where they do not hear of it."""
+        told = self._told()
+        self._told_since = min(self._told_since, time.monotonic()) if told else math.inf
+        return told if time.monotonic() - self._told_since > _TO_HEAR else super()._look()
 
     def _announce(self, verdict: str) -> int:
         odd = standing_out(verdict)
