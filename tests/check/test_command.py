@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,6 +12,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from fsdp_sft._tensors.disk import temporary_beside
+from fsdp_sft.check.checks import variables as checks_variables
 from fsdp_sft.check.environment import minorities, shown
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
 from fsdp_sft.check.results import Finished, ordered, ranks_named, text_of, to_json
@@ -56,6 +59,14 @@ def test_the_same_trouble_of_many_ranks_is_one_line() -> None:
     assert ranks_named("rank 3 failed first (failed: 3), ranks 5-7, 9 wait for rank 3") == (3, 5, 6, 7, 9)
 
 
+def test_a_variable_of_which_each_rank_has_its_own_is_one_warning() -> None:
+    usual = {"NCCL_ALGO": "Ring"}
+    (one,) = checks_variables._troubles([{**usual, "HF_OWN": str(rank)} for rank in range(9)])
+    assert (one.level, one.ranks) == ("warn", tuple(range(1, 9)))
+    (other,) = checks_variables._troubles([{"NCCL_ALGO": "Tree"}, usual, usual])
+    assert (other.level, other.ranks) == ("fail", (0,))
+
+
 def test_facts_are_held_against_what_most_have() -> None:
     assert minorities([{"a": "1"}, {"a": "1"}]) == {}
     assert minorities([{"a": "2"}, {"a": "1"}, {"a": "1"}]) == {"a": ("1", {"2": [0]})}
@@ -68,6 +79,16 @@ def test_facts_are_held_against_what_most_have() -> None:
         ("HF_TOKEN", SECRET, "set, not shown"),
         ("HF_HUB_ACCESS_KEY", SECRET, "set, not shown"),
         ("HTTPS_PROXY", "http://me:word@proxy:80", "http://***@proxy:80"),
+        ("https_proxy", "http://me:wo@r/d@proxy:80", "http://***@proxy:80"),
+        ("HTTP_PROXY", "me:word@proxy:80", "***@proxy:80"),
+        ("HF_ENDPOINT", "https://mirror/?access=word&sig=word", "https://mirror/?***"),
+        ("TORCH_HOME", "s3://here/at?X-Amz-Signature=word", "s3://here/at?***"),
+        ("HF_PWD", SECRET, "set, not shown"),
+        ("HF_HUB_PAT", SECRET, "set, not shown"),
+        ("HF_BEARER", SECRET, "set, not shown"),
+        ("PYTHONPATH", "/a:/b", "/a:/b"),
+        ("NCCL_IB_PKEY", "3", "3"),
+        ("NCCL_TOPO_FILE", "a\nb", "a b"),
         ("TOKENIZERS_PARALLELISM", "false", "false"),
         ("NCCL_ALGO", "Ring", "Ring"),
     ],
@@ -93,6 +114,25 @@ def test_bad_options_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "products" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["check", "--seconds", "0"])
+    assert main(["check", "--seq", "1", *file]) == 2
+    assert "--seq must be at least 2, got 1" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    for wrong in (tmp_path, tmp_path / "file" / "check.json"):
+        assert main(["check", "--only", "versions", "--json", str(wrong)]) == 2
+        assert f"--json {wrong} cannot be written" in capsys.readouterr().err
+    assert main(["check", "--only", " versions ,,versions", *file]) == 0
+    assert list(json.loads((tmp_path / "check.json").read_text())["checks"]) == ["versions"]
+
+
+def test_the_folder_of_another_check_stays_until_it_is_old(tmp_path: Path) -> None:
+    other = temporary_beside(tmp_path / "run" / "check")
+    other.mkdir(parents=True)
+    words = ["check", "--only", "folder", "--root", str(other.parent), "--json", str(tmp_path / "check.json")]
+    assert main(words) == 0
+    assert other.is_dir()
+    os.utime(other, (time.time() - 7200,) * 2)
+    assert main(words) == 0
+    assert not other.exists()
 
 
 def _commands(folder: Path) -> tuple[list[int], list[str]]:

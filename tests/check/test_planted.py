@@ -50,15 +50,15 @@ class Fault:
     level: str = "fail"
 
 
-def _slowed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, at half its speed, on any device."""
+def _slowed(function: Callable[..., Any], times: float = 2.1) -> Callable[..., Any]:
+    """The function, which takes as many times as long, on any device."""
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         synchronize(args[0].device)
         start = time.perf_counter()
         result = function(*args, **kwargs)
         synchronize(args[0].device)
-        until = start + 2.1 * (time.perf_counter() - start) + 2e-5
+        until = start + times * (time.perf_counter() - start) + 2e-5
         while time.perf_counter() < until:
             pass
         return result
@@ -154,6 +154,15 @@ FAULTS = {
         "memory",
         "of the others' rate",
         lambda _: mock.patch.object(torch.Tensor, "copy_", _slowed(torch.Tensor.copy_)),
+    ),
+    "slow attention": Fault(
+        "attention",
+        "attention runs at",
+        lambda _: mock.patch.object(
+            torch.nn.functional,
+            "scaled_dot_product_attention",
+            _slowed(torch.nn.functional.scaled_dot_product_attention, times=6),  # half with its backward
+        ),
     ),
     "reductions of zeros": Fault(
         "reductions", "wrong results: reduce_scatter", lambda _: _reductions(_zeros)

@@ -27,7 +27,6 @@ NODES = ["a"] * 8 + ["b"] * 8
 def _check(**measured: dict[str, Any]) -> dict[str, Any]:
     """What a check on 16 H100 on 2 nodes could have written."""
     rates = {
-        "versions": {"versions": {"device": "NVIDIA H100 80GB HBM3"}},
         "products": {"flops_per_second": 600e12, "float32_flops_per_second": 60e12},
         "attention": {"flops_per_second": 300e12, "operation_seconds": 5e-6, "dtype": "bfloat16"},
         "memory": {"bytes_per_second": 2.5e12},
@@ -47,6 +46,7 @@ def _check(**measured: dict[str, Any]) -> dict[str, Any]:
         "world_size": 16,
         "hosts": NODES,
         "device_type": "cuda",
+        "device": "NVIDIA H100 80GB HBM3",
         "checks": {name: {"measured": values} for name, values in rates.items()},
     }
 
@@ -127,3 +127,39 @@ def test_rates_that_are_none_are_refused(rate: Any, tmp_path: Path) -> None:
         fs.plan_run(CONFIG, **JOB, measured=file)
     with pytest.raises(TypeError, match=r"path of a check\.json"):
         fs.plan_run(CONFIG, **JOB, measured=7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"world_size": 1e999}, "16 ranks|inf ranks on the hosts"),
+        ({"world_size": -3}, "-3 ranks on the hosts"),
+        ({"hosts": []}, "16 ranks on the hosts"),
+        ({"hosts": "a" * 16}, "hosts is no list"),
+        (
+            {"checks": {"products": {"measured": {"flops_per_second": 10**400}}}},
+            "lacks what fsdp-sft check writes",
+        ),
+        ({"device": None}, None),
+    ],
+)
+def test_a_damaged_file_is_told_with_its_name(
+    change: dict[str, Any], says: str | None, tmp_path: Path
+) -> None:
+    found = {**_check(), **change}
+    if says is None:
+        del found["device"]
+    file = tmp_path / "check.json"
+    file.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=says or "lacks what fsdp-sft check writes: 'device'") as caught:
+        measured_from(file)
+    assert str(file) in str(caught.value)
+
+
+def test_a_device_that_the_planner_does_not_know_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "check.json"
+    file.write_text(json.dumps({**_check(), "device": "Fast Card 9"}))
+    assert main(["plan", "--model", "gpt2", "--measured", str(file)]) == 2
+    assert "was measured on Fast Card 9, which the planner does not know" in capsys.readouterr().err

@@ -63,8 +63,8 @@ MISTAKES = [
     Mistake(
         "the value of a token is shown",
         "check/environment.py",
-        "return _HIDDEN if _SECRET.search(name) else",
-        "return",
+        "if _SECRET.search(name):",
+        "if False:",
         ("tests/check/test_command.py",),
     ),
     Mistake(

@@ -30,6 +30,7 @@ _TIMEOUT = timedelta(minutes=10)  # of a collective; the watchdog asks long befo
 _PLACE = (
     r",? in step \S+, phase [^:;]+"  # what the watchdog calls a place, which says less than the check's name
 )
+_ABANDONED = 3600.0  # seconds after which no check still uses its folder
 _BETWEEN = 30.0  # seconds without a sign of a rank, or between two checks, that are allowed
 
 
@@ -50,6 +51,8 @@ def check(args: argparse.Namespace) -> int:
     context = init_distributed(timeout=_TIMEOUT)
     with agreed("reading the arguments of fsdp-sft check"):
         asked = _asked(args, context.world_size)
+        if context.is_main:
+            _refuse_unwritable(full_path(args.json))
     cluster = make_cluster(context, asked)
     report = _Report(cluster, chosen, start, full_path(args.json))
     try:
@@ -118,6 +121,8 @@ class _Report:
             if 0 in ranks:  # which prints no table then
                 print(f"rank {self._cluster.rank} of fsdp-sft check: {why}", file=sys.stderr, flush=True)
             return
+        if self._cluster.folder is not None:
+            shutil.rmtree(self._cluster.folder, ignore_errors=True)  # this process may end at once
         try:
             self._print_once(why, ranks)
         except OSError as error:  # the table is out; the thread that calls this has a process to end
@@ -144,7 +149,7 @@ class _Report:
 def _chosen(known: list[Check], only: str | None) -> list[Check]:
     if only is None:
         return known
-    names = [name.strip() for name in only.split(",")]
+    names = list(filter(None, map(str.strip, only.split(","))))
     unknown = [name for name in names if name not in {one.name for one in known}]
     if unknown:
         raise ValueError(
@@ -161,9 +166,9 @@ def _asked(args: argparse.Namespace, world_size: int) -> Asked:
             raise ValueError(f"--{option} must divide the {world_size} ranks, got {value}")
     if world_size % (args.replicas * args.cp) or world_size % (args.replicas * args.ep):
         raise ValueError(f"--replicas with --cp or --ep must divide the {world_size} ranks")
-    for option, value in (("seq", args.seq), ("micro-batch", args.micro_batch)):
-        if value is not None and value < 1:
-            raise ValueError(f"--{option} must be at least 1, got {value}")
+    for option, value, least in (("seq", args.seq, 2), ("micro-batch", args.micro_batch, 1)):
+        if value is not None and value < least:
+            raise ValueError(f"--{option} must be at least {least}, got {value}")
     config = None if args.model is None else config_of(args.model)
     try:
         parameters_of(two_layers(config, is_fast=False))
@@ -183,6 +188,19 @@ def _asked(args: argparse.Namespace, world_size: int) -> Asked:
         micro_batch_size=args.micro_batch,
         seconds=args.seconds,
     )
+
+
+def _refuse_unwritable(file: Path) -> None:
+    """Refuse a file for the results before they are measured, if it cannot be written."""
+    written = temporary_beside(file)
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(f"{file} is a folder")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        written.touch()
+        written.unlink()
+    except OSError as error:
+        raise ValueError(f"--json {file} cannot be written ({error}): give another file") from error
 
 
 @contextmanager
@@ -226,7 +244,7 @@ def _make_folders(cluster: Cluster) -> list[Path]:
         return [Path(tempfile.mkdtemp(prefix="fsdp-sft-check-"))] if cluster.num_hosts == 1 else []
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     root.mkdir(parents=True, exist_ok=True)
-    sweep(root / "check")
+    sweep(root / "check", older_than=_ABANDONED)
     own = temporary_beside(root / "check")
     own.mkdir()
     return [*reversed(missing), own]

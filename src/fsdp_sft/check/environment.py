@@ -22,14 +22,21 @@ _MATTERS = re.compile(
     r"(NCCL|TORCH_NCCL|RCCL|GLOO|TORCH_GLOO|TORCH|PYTORCH|TORCHINDUCTOR|CUDA|CUBLAS|CUDNN|NVIDIA|OMP|MKL|KMP|GOMP"
     r"|OPENBLAS|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|FI|UCX|RDMAV|IB|MELLANOX|HSA|HIP|ROCR|MIOPEN|GPU|ZE|CCL"
     r"|ONEAPI|TRITON|FLASH|FSDP_SFT|SAFETENSORS|MALLOC|XLA|ASCEND|HCCL|TP_SOCKET)_[A-Z0-9_]*"
-    r"|LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH|PYTHONHASHSEED|HTTPS?_PROXY|NO_PROXY|MASTER_(ADDR|PORT)"
+    r"|LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH|PYTHONHASHSEED|(HTTPS?|ALL|NO)_PROXY|MASTER_(ADDR|PORT)"
+    r"|(https?|all|no)_proxy"
 )
 # Those that a launcher gives each rank, or each node, a value of its own.
 _OF_A_RANK = re.compile(
-    r"\w*VISIBLE_DEVICES|ZE_AFFINITY_MASK|GPU_DEVICE_ORDINAL|TORCHELASTIC_\w*|NCCL_HOSTID|TORCH_TRACE"
+    r"\w*VISIBLE_DEVICES|\w*AFFINITY(_MASK)?|GPU_DEVICE_ORDINAL|TORCHELASTIC_\w*|NCCL_HOSTID|TORCH_TRACE|OMP_PLACES"
+    r"|\w*CACHE_(DIR|PATH)|\w*CACHE|NCCL_DEBUG\w*|TORCH_NCCL_DEBUG_INFO_\w+|UCX_NET_DEVICES"
 )
-_SECRET = re.compile(r"TOKEN(?!IZER)|KEY|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
-_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_SECRET = re.compile(
+    r"TOKEN(?!IZER)|(?<!P)KEY|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|BEARER|SIGNATURE|(^|_)(PWD|PAT|SAS|SIG)(_|$)",
+    re.IGNORECASE,
+)
+# What stands before the last "@" of an address, and what follows a "?": users, passwords and signatures.
+_BEFORE_HOST = re.compile(r"^([A-Za-z][\w+.-]*://)?.*@", re.DOTALL)
+_QUERY = re.compile(r"\?.*", re.DOTALL)
 _HIDDEN = "set, not shown"
 
 
@@ -62,8 +69,11 @@ def variables() -> dict[str, str]:
 
 
 def shown(name: str, value: str) -> str:
-    """The value of a variable as it may be shown: never that of a token, a key or a password."""
-    return _HIDDEN if _SECRET.search(name) else _IN_URL.sub("***", value)
+    """The value of a variable as it may be shown, in a line: never that of a token, a key or a password."""
+    if _SECRET.search(name):
+        return _HIDDEN
+    cut = _QUERY.sub("?***", _BEFORE_HOST.sub(lambda found: f"{found[1] or ''}***@", value))
+    return "".join(letter if letter.isprintable() else " " for letter in cut)
 
 
 def comparable(name: str, value: str) -> str:

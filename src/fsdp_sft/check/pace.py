@@ -17,6 +17,7 @@ import torch
 from fsdp_sft._process.devices import synchronize
 from fsdp_sft._ranks.agree import all_gather_objects, all_reduce_sum, raise_first
 from fsdp_sft.check.cluster import Cluster
+from fsdp_sft.check.mechanism import Trouble
 
 T = TypeVar("T")
 _ROUNDS = 3  # measurements of a trial
@@ -133,6 +134,27 @@ def slow_ranks(
         if min(shares) >= doubted:
             break
     return rates, slow
+
+
+def slow_troubles(cluster: Cluster, slow: list[Slow], what: str, *, fails: float) -> tuple[Trouble, ...]:
+    """Slow ranks in words.
+
+    Args:
+        cluster: The ranks.
+        slow: Those that are slow.
+        what: What is slow, with its verb.
+        fails: Share below which a rank with a device of its own is a failure, and not a warning.
+    """
+    return tuple(
+        Trouble(
+            "warn" if cluster.has_own_clock and one.share >= fails else "fail",
+            (one.rank,),
+            f"{what} at {one.share:.2f} of the others' rate: look at clocks, heat, power and what else runs "
+            "there, or leave the node out",
+            leave_out=True,
+        )
+        for one in slow
+    )
 
 
 @dataclass(frozen=True)

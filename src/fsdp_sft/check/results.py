@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_sft._process.devices import device_name
 from fsdp_sft._ranks.words import said_ranks
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Level, Outcome, Trouble
@@ -113,6 +114,7 @@ def to_json(
         "world_size": cluster.world_size,
         "hosts": cluster.hosts,
         "device_type": cluster.device.type,
+        "device": device_name(cluster.device) or cluster.device.type,
         "backend": cluster.context.backend,
         "launcher": cluster.context.launcher,
         "seconds": round(seconds, 2),
@@ -181,7 +183,7 @@ def _summary(done: Sequence[Finished], troubles: Sequence[Trouble], is_stopped: 
     failed = [one.check.name for one in done if one.verdict == "FAIL"]
     warned = sum(one.level == "warn" for one in troubles)
     if is_stopped:
-        return "Something is wrong: a rank was lost, and the checks did not come to their end."
+        return "Something is wrong, and the checks did not come to their end."
     if failed:
         return f"Something is wrong: {', '.join(failed)}."
     unseen = [one.check.name for one in done if one.verdict == "-"]

@@ -41,6 +41,11 @@ def run(args: argparse.Namespace) -> int:
     measured = measured_from(args.measured)
     if measured is not None:
         args.gpu = args.gpu or measured.gpu_name
+        if args.gpu is None:
+            raise ValueError(
+                f"{args.measured} was measured on {measured.device}, which the planner does not know: "
+                "describe it (--gpu NAME=GiB,TFLOPs,GB/s)"
+            )
         args.gpus = args.gpus or measured.num_ranks
     missing = [f"--{name}" for name in ("model", "gpus", "gpu") if getattr(args, name) is None]
     if missing:

@@ -169,7 +169,7 @@ def _parsed(found: Any, what: str) -> Measured:
         raise ValueError(f"{what} is not what fsdp-sft check writes ({FORMAT!r}): run it again")
     try:
         return _made_of(found)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"{what} lacks what fsdp-sft check writes: {error}") from error
 
 
@@ -184,12 +184,16 @@ def _made_of(found: Mapping[str, Any]) -> Measured:
 
     products, attention, folder = of("products"), of("attention"), of("folder")
     axes = of("network").get("axes", {})
-    hosts = list(found["hosts"])
-    versions = of("versions").get("versions", {})
-    device = "cpu" if found["device_type"] == "cpu" else str(versions.get("device", found["device_type"]))
+    hosts = found["hosts"]
+    if not isinstance(hosts, list):
+        raise TypeError("hosts is no list")
+    ranks = found["world_size"]
+    if not isinstance(ranks, int) or ranks != len(hosts) or ranks < 1:
+        raise TypeError(f"{ranks} ranks on the hosts {hosts}")
+    device = str(found["device"])
     return Measured(
         device=device,
-        num_ranks=int(found["world_size"]),
+        num_ranks=ranks,
         ranks_per_node=max(hosts.count(host) for host in hosts),
         healthy=bool(found["healthy"]),
         flops=_rate(products, "flops_per_second"),

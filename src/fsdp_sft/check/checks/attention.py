@@ -8,11 +8,12 @@ from torch.nn import functional as F
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Outcome
-from fsdp_sft.check.pace import all_at_once, seconds_of
+from fsdp_sft.check.pace import all_at_once, seconds_of, slow_ranks, slow_troubles
 from fsdp_sft.check.work import said_flops
 
 _TOKENS, _ON_CPU = 4096, 256
 _OPERATIONS = 64
+_FAILS, _WARNS = 0.85, 0.95
 
 
 def _run(cluster: Cluster) -> Outcome:
@@ -31,10 +32,13 @@ def _run(cluster: Cluster) -> Outcome:
         for _ in range(_OPERATIONS):
             small.add_(0.0)
 
+    # Forward: two products of which a causal kernel skips half. Backward: two and a half times as much.
+    flops = 3.5 * 2 * 2.0 * heads * tokens * tokens * width / 2
+    least = 0.05 * cluster.scale
+    _, slow = slow_ranks(cluster, attend, flops, "timing attention", at_least=least, warns=_WARNS)
+
     def measure() -> tuple[float, float]:
-        device, least = cluster.device, 0.05 * cluster.scale
-        # Forward: two products of which a causal kernel skips half. Backward: two and a half times as much.
-        flops = 3.5 * 2 * 2.0 * heads * tokens * tokens * width / 2
+        device = cluster.device
         own = flops / seconds_of(attend, device, at_least=least)
         return own, seconds_of(operate, device, at_least=least / 2) / _OPERATIONS
 
@@ -42,7 +46,8 @@ def _run(cluster: Cluster) -> Outcome:
     rate, operation = min(one for one, _ in found), max(one for _, one in found)
     named = str(dtype).removeprefix("torch.")
     said = f"{said_flops(rate)} a rank, {operation * 1e6:.3g} us an operation"
-    return Outcome(said, measured={"flops_per_second": rate, "dtype": named, "operation_seconds": operation})
+    measured = {"flops_per_second": rate, "dtype": named, "operation_seconds": operation}
+    return Outcome(said, slow_troubles(cluster, slow, "attention runs", fails=_FAILS), measured)
 
 
 def _heads(config: Any | None) -> tuple[int, int]:
@@ -55,4 +60,4 @@ def _heads(config: Any | None) -> tuple[int, int]:
     return heads, int(width)
 
 
-CHECK = Check("attention", "how fast does attention run?", 90, 3, _run)
+CHECK = Check("attention", "is attention on each device as fast as on the others?", 90, 4, _run)

@@ -7,7 +7,7 @@ import torch
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
-from fsdp_sft.check.pace import all_at_once, seconds_of, slow_ranks
+from fsdp_sft.check.pace import all_at_once, seconds_of, slow_ranks, slow_troubles
 from fsdp_sft.check.work import Product, block_shapes, checksum, make_product, said_flops
 
 _FAILS, _WARNS = 0.85, 0.95
@@ -49,16 +49,7 @@ def _run(cluster: Cluster) -> Outcome:
         "alone": max(rates),
         "dtype": str(dtype).removeprefix("torch."),
     }
-    troubles = [
-        Trouble(
-            "fail" if one.share < (_FAILS if cluster.has_own_clock else 1) else "warn",
-            (one.rank,),
-            f"products run at {one.share:.2f} of the others' rate ({said_flops(rates[one.rank])}): look at "
-            "heat, power and what else runs there, or leave the node out",
-            leave_out=True,
-        )
-        for one in slow
-    ]
+    troubles = slow_troubles(cluster, slow, "products run", fails=_FAILS)
     said = f"{said_flops(min(rates))} to {said_flops(max(rates))} a rank in {dtype}, checksum {sums:08x}"
     return Outcome(said.replace("torch.", ""), (*wrong, *troubles), measured)
 
@@ -81,8 +72,9 @@ def _results(cluster: Cluster, products: list[Product]) -> tuple[list[Trouble], 
         Trouble(
             "fail",
             (rank,),
-            f"products are wrong ({wrong} rows, checksum {total:08x}, rightly {right:08x}): the device or "
-            "its memory is damaged; leave the node out and have it tested",
+            f"products are wrong ({wrong} rows"
+            + (f", checksum {total:08x}, rightly {right:08x}" if total != right else "")
+            + "): the device or its memory is damaged; leave the node out and have it tested",
             leave_out=True,
         )
         for rank, (wrong, total) in enumerate(found)

@@ -8,6 +8,8 @@ from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.environment import comparable, minorities, said, variables
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
 
+_MANY = 4  # values beside the usual one that are not listed
+
 
 def _run(cluster: Cluster) -> Outcome:
     def own() -> dict[str, str]:
@@ -22,6 +24,11 @@ def _run(cluster: Cluster) -> Outcome:
 
 def _troubles(everyone: list[Any]) -> Iterator[Trouble]:
     for name, (usual, others) in minorities(everyone).items():
+        if len(others) >= _MANY:
+            ranks = sorted(rank for some in others.values() for rank in some)
+            text = f"{name} has {len(others) + 1} values: if not on purpose, set it in the job's script"
+            yield Trouble("warn", tuple(ranks), text)
+            continue
         for value, ranks in others.items():
             here, there = _shown(name, value), _shown(name, usual)
             yield Trouble(
