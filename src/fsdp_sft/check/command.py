@@ -64,7 +64,14 @@ def check(args: argparse.Namespace) -> int:
             _folder(cluster),
         ):
             until = time.perf_counter() + asked.seconds
-            done = run_checks(cluster, chosen, watchdog=watchdog, tell=report.finished, until=until)
+            done = run_checks(
+                cluster,
+                chosen,
+                watchdog=watchdog,
+                tell=report.finished,
+                raised=report.raised,
+                until=until,
+            )
             through_rank_0("writing the results", lambda: None, lambda _: report.end())
     except (LostRankError, RemoteRankError) as error:
         report.stopped(_why(error))

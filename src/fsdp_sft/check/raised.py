@@ -2,6 +2,8 @@
 
 import re
 from contextlib import suppress
+from datetime import timedelta
+from typing import Any
 
 from fsdp_sft._compat.groups import default_store
 from fsdp_sft._ranks.agree import is_distributed
@@ -9,6 +11,7 @@ from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.errors import LostRankError, RemoteRankError
 
 _KEY = "fsdp_sft/check/raised"
+_ANSWERS = timedelta(seconds=5)
 # Errors that say that another rank is gone: that one is to be named, and not who noticed.
 _NOTICED = re.compile(
     r"connection (closed|reset)|broken pipe|socket closed|timed out|abort|remote process", re.I
@@ -24,6 +27,7 @@ class Raised:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._is_ours = cluster, False
+        self._store: Any = None
 
     def tell(self, error: BaseException) -> None:
         """Tell the others what this rank has raised, unless one has before, or another rank is the reason."""
@@ -34,20 +38,26 @@ class Raised:
         text = f"{words}: {first}" if first else words
         if is_distributed():
             with suppress(RuntimeError):
-                self._is_ours = default_store().compare_set(_KEY, "", text).decode() == text
+                self._is_ours = self._connected().compare_set(_KEY, "", text).decode() == text
 
     def withdraw(self) -> None:
         """Take back what this rank has told, now that all know."""
         if self._is_ours:
             self._is_ours = False
             with suppress(RuntimeError):
-                default_store().delete_key(_KEY)
+                self._connected().delete_key(_KEY)
 
     def told(self) -> str:
         """What a rank has told: it, its host and its error; "" if nothing was."""
         if is_distributed():
-            with suppress(RuntimeError):  # the store has ended with its rank
-                store = default_store()
-                if store.check([_KEY]):
-                    return str(store.get(_KEY).decode())
+            with suppress(RuntimeError):  # the store ends with its rank
+                if self._connected().check([_KEY]):
+                    return str(self._connected().get(_KEY).decode())
         return ""
+
+    def _connected(self) -> Any:
+        """The job's store, over a connection of its own: calls of one wait for each other."""
+        if self._store is None:
+            self._store = default_store().clone()
+            self._store.set_timeout(_ANSWERS)
+        return self._store

@@ -33,6 +33,7 @@ def run_checks(
     *,
     watchdog: Watchdog | None = None,
     tell: Callable[[Finished], None] = lambda one: None,
+    raised: Raised | None = None,
     until: float = math.inf,
 ) -> list[Finished]:
     """Run checks one after the other.
@@ -42,6 +43,7 @@ def run_checks(
         which: The checks, in order.
         watchdog: The one that this is below; it learns which check runs.
         tell: Called with each check that is done.
+        raised: Tells the other ranks of errors; None makes one.
         until: Time in rank 0's ``time.perf_counter()`` after which no check begins. The others are failures.
 
     Returns:
@@ -55,6 +57,7 @@ def run_checks(
     Collective: all ranks.
     """
     which = list(which)
+    raised = raised or Raised(cluster)
     agree_on("choosing checks", checks=tuple(check.name for check in which))
     done: list[Finished] = []
     for number, check in enumerate(which):
@@ -64,7 +67,7 @@ def run_checks(
         if watchdog is not None:
             watchdog.step(number)
         with nullcontext() if watchdog is None else watchdog.phase(check.name, timeout=limit):
-            outcome = _outcome(cluster, check) if has_time else _out_of_time(cluster)
+            outcome = _outcome(cluster, check, raised) if has_time else _out_of_time(cluster)
         cluster.measured[check.name] = outcome.measured
         done.append(Finished(check, outcome, time.perf_counter() - start))
         tell(done[-1])
@@ -76,11 +79,10 @@ def _out_of_time(cluster: Cluster) -> Outcome:
     return Outcome(troubles=(Trouble("fail", (), text),), unseen="out of time")
 
 
-def _outcome(cluster: Cluster, check: Check) -> Outcome:
+def _outcome(cluster: Cluster, check: Check, raised: Raised) -> Outcome:
     """What a check says; an error that it raises becomes a trouble of the rank that raised it."""
     error: Exception | None = None
     outcome = Outcome()
-    raised = Raised(cluster)
     try:
         outcome = check.run(cluster)
     except (LostRankError, RemoteRankError):
