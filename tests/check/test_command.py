@@ -5,6 +5,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +24,14 @@ from tests.harness.clusters import cluster_of
 from tests.harness.ranks import run_distributed
 
 SECRET = "hf_abcdefghijklmnop"
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Without a process group afterwards: the command makes one in the process of the tests."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _done(name: str, outcome: Outcome) -> Finished:
@@ -106,6 +115,7 @@ def test_every_check_says_what_it_asks_and_fits_into_two_minutes() -> None:
     assert order.index("versions") < order.index("products") < order.index("network") < order.index("parity")
 
 
+@pytest.mark.usefixtures("alone")
 def test_bad_options_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = ["--json", str(tmp_path / "check.json")]
     assert main(["check", "--only", "nothing", *file]) == 2
@@ -124,6 +134,7 @@ def test_bad_options_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_pa
     assert list(json.loads((tmp_path / "check.json").read_text())["checks"]) == ["versions"]
 
 
+@pytest.mark.usefixtures("alone")
 def test_the_folder_of_another_check_stays_until_it_is_old(tmp_path: Path) -> None:
     other = temporary_beside(tmp_path / "run" / "check")
     other.mkdir(parents=True)

@@ -282,14 +282,18 @@ def test_a_device_whose_memory_others_have_is_named(tmp_path: Path) -> None:
 def _left(root: Path) -> str:
     """What is known of a rank that leaves a check which the others are in."""
     cluster = _cluster(root)
+    raised = Raised(cluster)
     planted = mock.patch.object(parity, "sharded_model", side_effect=ValueError("no model today"))
     checks = [one for one in all_checks() if one.name == "parity"]
-    with planted if cluster.rank == VICTIM else mock.patch.dict(os.environ):
-        try:
-            run_checks(cluster, checks)
-        except fs.RemoteRankError:
-            return Raised(cluster).told()
-    return ""
+    with (
+        planted if cluster.rank == VICTIM else mock.patch.dict(os.environ),
+        pytest.raises(fs.RemoteRankError),
+    ):
+        run_checks(cluster, checks, raised=raised)
+    told = raised.told()
+    dist.barrier()
+    raised.withdraw()
+    return told
 
 
 def test_a_rank_that_leaves_a_check_says_why(tmp_path: Path) -> None:
