@@ -13,11 +13,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from fsdp_sft._ranks.words import ranks_named
 from fsdp_sft._tensors.disk import temporary_beside
 from fsdp_sft.check.checks import variables as checks_variables
 from fsdp_sft.check.environment import minorities, shown
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
-from fsdp_sft.check.results import Finished, ordered, ranks_named, text_of, to_json
+from fsdp_sft.check.results import Finished, ordered, text_of, to_json
 from fsdp_sft.check.sequence import all_checks
 from fsdp_sft.commands import main
 from tests.harness.clusters import cluster_of

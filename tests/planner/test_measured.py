@@ -132,9 +132,9 @@ def test_rates_that_are_none_are_refused(rate: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"world_size": 1e999}, "16 ranks|inf ranks on the hosts"),
-        ({"world_size": -3}, "-3 ranks on the hosts"),
-        ({"hosts": []}, "16 ranks on the hosts"),
+        ({"world_size": 1e999}, "of inf ranks, and has hosts of 16"),
+        ({"world_size": -3}, "of -3 ranks, and has hosts of 16"),
+        ({"hosts": []}, "of 16 ranks, and has hosts of 0"),
         ({"hosts": "a" * 16}, "hosts is no list"),
         (
             {"checks": {"products": {"measured": {"flops_per_second": 10**400}}}},

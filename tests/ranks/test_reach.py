@@ -6,19 +6,20 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+import fsdp_sft as fs
 from fsdp_sft._ranks import reach
 from fsdp_sft._ranks.interfaces import GlooAddress, gloo_address
+from tests.harness.ranks import run_distributed
 
 HERE = gloo_address()
 
 
-def _met(ranks: int, change: Callable[[int, GlooAddress], GlooAddress], **options: Any) -> list[str]:
+def _met(ranks: int, change: Callable[[int, GlooAddress], GlooAddress]) -> list[str]:
     """What each rank is told, each on a host of its own; ranks are threads."""
     store = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
     own = threading.local()
@@ -30,7 +31,7 @@ def _met(ranks: int, change: Callable[[int, GlooAddress], GlooAddress], **option
     def join(rank: int) -> str:
         own.rank = rank
         try:
-            reach.refuse_unreachable(store, rank, ranks, **{"is_one_host": False, **options})
+            reach.refuse_unreachable(store, rank, ranks)
         except ValueError as error:
             return str(error)
         return ""
@@ -46,11 +47,9 @@ def test_hosts_that_reach_each_other_are_let_in(ranks: int) -> None:
 
 
 def test_the_rank_that_is_not_reached_is_named_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusing = contextlib.contextmanager(lambda at, **_: iter([reach.Offer(at, 1, "token", "")]))
+    refusing = contextlib.contextmanager(lambda at: iter([reach.Offer(at, 1, "token")]))
     real = reach._answering
-    monkeypatch.setattr(
-        reach, "_answering", lambda at, **_: (refusing if at.host == "n1" else real)(at, is_one_host=False)
-    )
+    monkeypatch.setattr(reach, "_answering", lambda at: (refusing if at.host == "n1" else real)(at))
     told = _met(3, lambda _, at: dataclasses.replace(at, asked="lo", interface="lo"))
     assert told[0] == told[1] == told[2]
     named = (
@@ -70,13 +69,41 @@ def test_what_answers_in_the_place_of_a_rank_is_not_taken_for_it(monkeypatch: py
 
 @pytest.mark.parametrize("is_one_host", [False, True])
 def test_an_interface_that_is_not_there_is_told_with_those_that_are(*, is_one_host: bool) -> None:
-    told = _met(
-        2,
-        lambda rank, at: dataclasses.replace(at, asked="ib7", address=None) if rank == 1 else at,
-        is_one_host=is_one_host,
-    )
-    assert told[0] == told[1]
+    def change(rank: int, at: GlooAddress) -> GlooAddress:
+        at = dataclasses.replace(at, network="one" if is_one_host else at.network)
+        return dataclasses.replace(at, asked="ib7", address=None) if rank == 1 else at
+
+    told = _met(3, change)
+    assert told[0] == told[1] == told[2]
     assert f"n1 has no interface ib7 (GLOO_SOCKET_IFNAME=ib7): it has {', '.join(HERE.interfaces)}" in told[0]
+
+
+def test_ranks_of_one_host_do_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "_answering", None)
+    assert _met(3, lambda _, at: dataclasses.replace(at, network="one")) == ["", "", ""]
+
+
+def _met_again() -> str:
+    """What a process group of the caller's own says, on hosts that do not reach each other."""
+    rank = dist.get_rank()
+    apart = dataclasses.replace(gloo_address(), host=f"n{rank}", network=f"net {rank}", address="127.0.0.1")
+    silent = mock.patch.object(reach, "_answer", lambda server, _, ended: ended.wait())
+    with (
+        mock.patch.object(reach, "gloo_address", return_value=apart),
+        mock.patch.object(reach, "_SECONDS", 0.5),
+        silent,
+    ):
+        try:
+            fs.init_distributed()
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_a_process_group_of_the_callers_own_is_looked_at_too() -> None:
+    told = run_distributed(_met_again, 2)
+    assert told[0] == told[1]
+    assert "rank 0 on n0 listens at 127.0.0.1" in told[0]
 
 
 def test_where_gloo_listens_on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -445,7 +445,7 @@ def _raise_earliest(verdicts: list[_Verdict | None], own: Exception | None, phas
     first = own if first_rank == this_rank() and own is not None else revived(told, first_rank)
     ranks = [verdict[1] for verdict in failed]
     at = f", at {told['place']}" if told.get("place") else ""
-    first.add_note(f"rank {first_rank} failed first while {phase} (failed: {_listed(ranks)}){at}")
+    first.add_note(f"rank {first_rank} failed first while {phase} (failed: {abridged(map(str, ranks))}){at}")
     raise first
 
 
@@ -453,9 +453,3 @@ def _note_own(error: Exception | None, broken: Exception, phase: str) -> None:
     """Note on an error about another rank that this rank had failed too."""
     if error is not None:
         broken.add_note(f"this rank itself had failed while {phase}: {error!r}")
-
-
-def _listed(ranks: list[int], most: int = 8) -> str:
-    """Ranks in words, of which at most ``most`` are named."""
-    shown = ", ".join(str(rank) for rank in ranks[:most])
-    return shown if len(ranks) <= most else f"{shown} and {len(ranks) - most} more"

@@ -17,7 +17,7 @@ from fsdp_sft._ranks.agree import (
 )
 from fsdp_sft._ranks.interrupt import say_interrupts_in_a_line
 from fsdp_sft._ranks.launch import detect_launch
-from fsdp_sft._ranks.rendezvous import meet
+from fsdp_sft._ranks.rendezvous import meet, meet_again
 from fsdp_sft._ranks.slurm import Launch, env_int, is_slurm_step
 
 _logger = logging.getLogger("fsdp_sft")
@@ -116,6 +116,7 @@ def init_distributed(
     if dist.is_initialized():
         launch = _existing_launch()
         device = _select_device(device_type, launch)
+        meet_again(launch)
     else:
         launch = detect_launch()
         device = _select_device(device_type, launch)

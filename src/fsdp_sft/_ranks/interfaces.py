@@ -31,6 +31,11 @@ class GlooAddress:
     interfaces: tuple[str, ...]
 
     @property
+    def is_there(self) -> bool:
+        """Whether the host has the interface that was asked for."""
+        return self.asked is None or self.asked in self.interfaces
+
+    @property
     def reason(self) -> str:
         """Why gloo listens there."""
         if self.asked:

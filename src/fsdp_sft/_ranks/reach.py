@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -30,35 +30,39 @@ class Offer:
         at: Where gloo listens on its host.
         port: Port at which it answers; None if it does not.
         token: What it answers, so that nothing else at that address is taken for it.
-        problem: Why it does not; "" if it does.
     """
 
     at: GlooAddress
     port: int | None
     token: str
-    problem: str
 
 
-def refuse_unreachable(store: Any, rank: int, world_size: int, *, is_one_host: bool) -> None:
+def refuse_unreachable(store: Any, rank: int, world_size: int) -> None:
     """Refuse an interface of gloo that other hosts do not reach: each rank connects to those beside it.
 
     Args:
-        store: Of torch's, over which all ranks meet.
+        store: Of torch's, over which all ranks meet, with a prefix that nothing else has.
         rank: This rank.
         world_size: Number of ranks.
-        is_one_host: Whether the launcher says that all are on one host, where they do reach each other.
 
     Raises:
         ValueError: On all ranks, with the ranks that are not reached, their addresses, and what to do.
 
-    Collective: all ranks, over the store: four messages of each rank, and two more that rank 0 reads of each.
+    Collective: all ranks, over the store: up to eight messages of each rank, and one that rank 0 reads of
+    each. Ranks of one host do not connect.
     """
-    beside = [] if is_one_host else sorted({(rank - 1) % world_size, (rank + 1) % world_size} - {rank})
-    with _answering(gloo_address(), is_one_host=is_one_host) as own:
-        store.set(f"offer-{rank}", pack(own))
-        found = own.problem
-        for other in beside:
-            found = found or _problem(own, rank, unpack(store.get(f"offer-{other}")), other)
+    at, found = gloo_address(), ""
+    store.set(f"address-{rank}", pack(at))
+    if not at.is_there:
+        found = f"{at.host} has no interface {at.asked} ({at.reason}): it has {', '.join(at.interfaces)}"
+    beside = {(rank - 1) % world_size, (rank + 1) % world_size} - {rank} if at.is_there else set()
+    addresses: dict[int, GlooAddress] = {other: unpack(store.get(f"address-{other}")) for other in beside}
+    apart = [other for other, one in addresses.items() if one.is_there and one.network != at.network]
+    with _answering(at) if apart else nullcontext() as own:
+        if own is not None:
+            store.set(f"offer-{rank}", pack(own))
+        for other in apart:
+            found = found or _problem(at, rank, unpack(store.get(f"offer-{other}")), other)
         store.set(f"found-{rank}", found)
         if rank == 0:
             everyone = [store.get(f"found-{other}").decode() for other in range(world_size)]
@@ -74,36 +78,31 @@ def refuse_unreachable(store: Any, rank: int, world_size: int, *, is_one_host: b
 
 
 @contextmanager
-def _answering(at: GlooAddress, *, is_one_host: bool) -> Iterator[Offer]:
-    """Context in which this rank answers where gloo will listen."""
-    token, problem = secrets.token_hex(8), ""
-    if at.asked is not None and at.asked not in at.interfaces:
-        problem = f"{at.host} has no interface {at.asked} ({at.reason}): it has {', '.join(at.interfaces)}"
-    elif at.address is not None and not is_one_host:
-        family = socket.AF_INET6 if ":" in at.address else socket.AF_INET
-        try:
-            server = socket.create_server((at.address, 0), family=family)
-        except OSError as error:
-            problem = f"{at.host} cannot listen at {at.address} ({at.reason}): {error.strerror or error}"
-        else:
-            with _thread(server, token):
-                yield Offer(at, server.getsockname()[1], token, "")
-            return
-    yield Offer(at, None, token, problem)
+def _answering(at: GlooAddress) -> Iterator[Offer]:
+    """Context in which this rank answers where gloo will listen, if it can."""
+    token = secrets.token_hex(8)
+    with ExitStack() as stack:
+        port = None
+        if at.address is not None:  # None: an interface without an IPv4 address
+            family = socket.AF_INET6 if ":" in at.address else socket.AF_INET
+            with suppress(OSError):  # gloo will not be able to listen there either, and says so
+                server = stack.enter_context(socket.create_server((at.address, 0), family=family))
+                stack.enter_context(_thread(server, token))
+                port = server.getsockname()[1]
+        yield Offer(at, port, token)
 
 
 @contextmanager
 def _thread(server: socket.socket, token: str) -> Iterator[None]:
-    """Context in which a thread answers at a socket, which is closed at the end."""
+    """Context in which a thread answers at a socket."""
     ended = threading.Event()
     thread = threading.Thread(target=_answer, args=(server, token, ended), name="fsdp_sft-reach")
-    with server:
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _answer(server: socket.socket, token: str, ended: threading.Event) -> None:
@@ -115,9 +114,9 @@ def _answer(server: socket.socket, token: str, ended: threading.Event) -> None:
                 caller.sendall(token.encode())
 
 
-def _problem(own: Offer, rank: int, offer: Offer, other: int) -> str:
-    """Why another rank is not reached from here; "" if it is, or has itself said why it does not answer."""
-    if offer.port is None or offer.at.network == own.at.network:
+def _problem(at: GlooAddress, rank: int, offer: Offer, other: int) -> str:
+    """Why another rank is not reached from here; "" if it is, or does not answer anywhere."""
+    if offer.port is None:
         return ""
     try:
         with socket.create_connection((offer.at.address, offer.port), timeout=_SECONDS) as connection:
@@ -129,7 +128,7 @@ def _problem(own: Offer, rank: int, offer: Offer, other: int) -> str:
         return ""
     return (
         f"rank {other} on {offer.at.host} listens at {offer.at.address} on {offer.at.interface} "
-        f"({offer.at.reason}), where rank {rank} on {own.at.host} does not reach it ({problem})"
+        f"({offer.at.reason}), where rank {rank} on {at.host} does not reach it ({problem})"
     )
 
 

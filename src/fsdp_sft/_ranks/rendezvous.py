@@ -9,12 +9,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from fsdp_sft._compat.groups import careful_gloo, forget_meshes
+from fsdp_sft._compat.groups import careful_gloo, default_store, forget_meshes
 from fsdp_sft._process.limits import make_room_for
 from fsdp_sft._ranks.agree import answered
 from fsdp_sft._ranks.launch import restarts_to_set_apart
@@ -39,6 +40,19 @@ def meet(launch: Launch, backend: str, timeout: timedelta) -> None:
     with careful_gloo(), _says_when_it_waits(launch):
         _init_process_group(launch, backend, timeout)
     connect_neighbours(dist.group.WORLD)
+
+
+def meet_again(launch: Launch) -> None:
+    """Refuse hosts that do not reach each other, where the caller has made the process group.
+
+    Raises:
+        ValueError: If hosts do not reach each other where gloo listens, or there is no such interface.
+
+    Collective: all ranks.
+    """
+    store = default_store()
+    if store is not None:  # MPI's groups have none
+        refuse_unreachable(_own_keys(store), launch.rank, launch.world_size)
 
 
 @contextmanager
@@ -85,9 +99,16 @@ def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> Non
         return
     place = {} if launch.init_method == "env://" else {"rank": launch.rank, "world_size": launch.world_size}
     store, rank, world_size = next(rendezvous(launch.init_method, timeout=timeout, **place))
-    # A store keeps the addresses of ranks that have met over it before. So each restart of the workers, and
-    # each process group that this process makes, gets new keys.
-    prefix = f"restart-{restarts_to_set_apart()}-{next(_starts)}"
-    store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined,unused-ignore]
-    refuse_unreachable(store, rank, world_size, is_one_host=launch.local_world_size == world_size)
+    store = _own_keys(store)
+    refuse_unreachable(store, rank, world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _own_keys(store: Any) -> Any:
+    """A store without what has met over it before.
+
+    It keeps the addresses of ranks. So each restart of the workers, and each process group that this process
+    makes, gets new keys.
+    """
+    prefix = f"restart-{restarts_to_set_apart()}-{next(_starts)}"
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined,unused-ignore]

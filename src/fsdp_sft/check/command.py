@@ -16,20 +16,20 @@ from pathlib import Path
 from fsdp_sft._model.configs import config_of
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, this_rank, through_rank_0
 from fsdp_sft._ranks.init import init_distributed
+from fsdp_sft._ranks.words import ranks_named
 from fsdp_sft._tensors.disk import full_path, sweep, temporary_beside
 from fsdp_sft.check.cluster import Asked, Cluster, make_cluster
 from fsdp_sft.check.mechanism import Check, Trouble
 from fsdp_sft.check.raised import Raised
-from fsdp_sft.check.results import Finished, is_wrong, ordered, ranks_named, text_of, to_json
+from fsdp_sft.check.results import Finished, is_wrong, ordered, text_of, to_json
 from fsdp_sft.check.sequence import all_checks, run_checks
 from fsdp_sft.check.training import parameters_of, two_layers
 from fsdp_sft.check.watching import WRONG, CheckWatchdog, ended_with_words
 from fsdp_sft.errors import LostRankError, RemoteRankError
 
 _TIMEOUT = timedelta(minutes=10)  # of a collective; the watchdog asks long before
-_PLACE = (
-    r",? in step \S+, phase [^:;]+"  # what the watchdog calls a place, which says less than the check's name
-)
+# What the watchdog calls a place, which says less than the check's name.
+_PLACE = r",? in step \S+, phase [^:;]+"
 _ABANDONED = 3600.0  # seconds after which no check still uses its folder
 _BETWEEN = 30.0  # seconds without a sign of a rank, or between two checks, that are allowed
 

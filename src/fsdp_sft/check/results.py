@@ -1,13 +1,12 @@
 """What the checks found, as a table for a person, as JSON, and as an exit code."""
 
-import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fsdp_sft._process.devices import device_name
-from fsdp_sft._ranks.words import said_ranks
+from fsdp_sft._ranks.words import ranks_named, said_ranks
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Level, Outcome, Trouble
 from fsdp_sft.errors import printable
@@ -38,16 +37,6 @@ class Finished:
         if levels:
             return "FAIL" if "fail" in levels else "warn"
         return "-" if self.outcome.unseen and not self.outcome.said else "ok"
-
-
-def ranks_named(text: str) -> tuple[int, ...]:
-    """The ranks that a message of this library names, as in "rank 3" and "ranks 0-2, 5", in its order."""
-    found: dict[int, None] = {}
-    for several in re.findall(r"\branks? (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)", text):
-        for part in several.split(", "):
-            first, _, last = part.partition("-")
-            found.update(dict.fromkeys(range(int(first), int(last or first) + 1)))
-    return tuple(found)
 
 
 def is_wrong(done: Sequence[Finished]) -> bool:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 from fsdp_sft._ranks.agree import agree_on, raise_first, share
+from fsdp_sft._ranks.words import ranks_named
 from fsdp_sft.check import checks
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
 from fsdp_sft.check.raised import Raised
-from fsdp_sft.check.results import Finished, ranks_named
+from fsdp_sft.check.results import Finished
 from fsdp_sft.errors import LostRankError, RemoteRankError
 from fsdp_sft.jobs.watchdog import Watchdog
 

@@ -189,7 +189,7 @@ def _made_of(found: Mapping[str, Any]) -> Measured:
         raise TypeError("hosts is no list")
     ranks = found["world_size"]
     if not isinstance(ranks, int) or ranks != len(hosts) or ranks < 1:
-        raise TypeError(f"{ranks} ranks on the hosts {hosts}")
+        raise TypeError(f"it is of {ranks} ranks, and has hosts of {len(hosts)}")
     device = str(found["device"])
     return Measured(
         device=device,
