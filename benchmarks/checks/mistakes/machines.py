@@ -9,7 +9,7 @@ MISTAKES = [
         "check/pace.py",
         "if share < fails]",
         "if False]",
-        _PLANTED,
+        ("tests/check/test_pace.py",),
     ),
     Mistake(
         "links between nodes are not looked at",
@@ -65,7 +65,7 @@ MISTAKES = [
         "check/pace.py",
         "rates = [mean for mean, _ in found]",
         "rates = [best for _, best in found]",
-        _PLANTED,
+        ("tests/check/test_pace.py",),
     ),
     Mistake(
         "slow attention is not looked at",
