@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 
 import fsdp_sft as fs
@@ -279,31 +280,12 @@ def test_a_device_whose_memory_others_have_is_named(tmp_path: Path) -> None:
         assert device == "cpu" or "10.0 of 80.0 GiB" in troubles[0].text
 
 
-def _left(root: Path) -> str:
-    """What is known of a rank that leaves a check which the others are in."""
-    cluster = _cluster(root)
-    raised = Raised(cluster)
-    planted = mock.patch.object(parity, "sharded_model", side_effect=ValueError("no model today"))
-    checks = [one for one in all_checks() if one.name == "parity"]
-    with (
-        planted if cluster.rank == VICTIM else mock.patch.dict(os.environ),
-        pytest.raises(fs.RemoteRankError),
-    ):
-        run_checks(cluster, checks, raised=raised)
-    told = raised.told()
-    dist.barrier()
-    raised.withdraw()
-    return told
-
-
-def test_a_rank_that_leaves_a_check_says_why(tmp_path: Path) -> None:
-    assert run_distributed(_left, 2, tmp_path) == [f"rank {VICTIM} raised ValueError: no model today"] * 2
-
-
 def _parity(root: Path, family: str | None, asked: dict[str, Any], *, planted: bool) -> Outcome:
     config = None if family is None else tiny_config(family, num_hidden_layers=4)
     cluster = _cluster(root, config=config, **asked)
-    with _reductions(_zeros) if planted and cluster.rank == VICTIM else mock.patch.dict(os.environ):
+    # Workers that compile would stay, and cost the rank its place in the pool.
+    alone = torch._inductor.config.patch(compile_threads=1)
+    with alone, _reductions(_zeros) if planted and cluster.rank == VICTIM else mock.patch.dict(os.environ):
         (done,) = run_checks(cluster, [one for one in all_checks() if one.name == "parity"])
     return done.outcome
 
@@ -331,3 +313,24 @@ def test_what_is_asked_for_trains_as_in_one_process(feature: str, tmp_path: Path
     outcome = run_distributed(_parity, 2, tmp_path, *FEATURES[feature], planted=False)[0]
     assert outcome.troubles == ()
     assert "of one process" in outcome.said
+
+
+def _left(root: Path) -> str:
+    """What is known of a rank that leaves a check which the others are in."""
+    cluster = _cluster(root)
+    raised = Raised(cluster)
+    planted = mock.patch.object(parity, "sharded_model", side_effect=ValueError("no model today"))
+    checks = [one for one in all_checks() if one.name == "parity"]
+    with (
+        planted if cluster.rank == VICTIM else mock.patch.dict(os.environ),
+        pytest.raises(fs.RemoteRankError),
+    ):
+        run_checks(cluster, checks, raised=raised)
+    told = raised.told()
+    dist.barrier()
+    raised.withdraw()
+    return told
+
+
+def test_a_rank_that_leaves_a_check_says_why(tmp_path: Path) -> None:
+    assert run_distributed(_left, 2, tmp_path) == [f"rank {VICTIM} raised ValueError: no model today"] * 2
