@@ -4,8 +4,11 @@ import argparse
 import json
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,13 +18,17 @@ import torch.distributed as dist
 
 from fsdp_sft._ranks.words import ranks_named
 from fsdp_sft._tensors.disk import temporary_beside
+from fsdp_sft.check import watching
 from fsdp_sft.check.checks import variables as checks_variables
+from fsdp_sft.check.command import _asked
 from fsdp_sft.check.environment import minorities, shown
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
 from fsdp_sft.check.results import Finished, ordered, text_of, to_json
 from fsdp_sft.check.sequence import all_checks
 from fsdp_sft.commands import main
+from fsdp_sft.commands.check import add_check
 from tests.harness.clusters import cluster_of
+from tests.harness.models import tiny_config
 from tests.harness.ranks import run_distributed
 
 SECRET = "hf_abcdefghijklmnop"
@@ -212,8 +219,46 @@ def test_a_folder_that_is_not_there_on_a_rank(tmp_path: Path) -> None:
 
 def test_options_of_the_table_of_commands() -> None:
     parser = argparse.ArgumentParser()
-    from fsdp_sft.commands.check import add_check
-
     add_check(parser)
     args = parser.parse_args([])
     assert (args.seconds, str(args.json)) == (120.0, "check.json")
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "says"),
+    [
+        ("mixtral", {"ep": 4}, ""),
+        ("llama", {"ep": 2}, "no plan by which ranks share out experts of"),
+        (None, {"ep": 2}, "experts of the layers of our own; leave --ep out"),
+        ("mixtral", {"ep": 8}, "--ep 8 does not divide the 4 experts of a layer"),
+        ("mixtral", {"ep": 2, "cp": 2}, "--ep 2 goes without --cp"),
+        ("mixtral", {"ep": 3}, "--ep must divide the 8 ranks, got 3"),
+        ("t5", {}, "cannot be built as a causal language model"),
+    ],
+)
+def test_what_a_model_cannot_do_is_told_before_the_checks(
+    family: str | None, options: dict[str, int], says: str, tmp_path: Path
+) -> None:
+    if family is not None:
+        tiny_config(family).save_pretrained(tmp_path)
+    parser = argparse.ArgumentParser()
+    add_check(parser)
+    given = [] if family is None else ["--model", str(tmp_path)]
+    args = parser.parse_args([*given, *(f"--{name}={value}" for name, value in options.items())])
+    with pytest.raises(ValueError, match=re.escape(says)) if says else nullcontext():
+        _asked(args, 8)
+
+
+def test_ctrl_c_prints_what_is_known() -> None:
+    said: list[str] = []
+    left = threading.Event()
+
+    def leave(code: int) -> None:
+        said.append(str(code))
+        left.set()
+
+    with mock.patch.object(watching.os, "_exit", leave), watching.ended_with_words(said.append):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert left.wait(10)
+    assert said == ["interrupted (SIGINT)", "130"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

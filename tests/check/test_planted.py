@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch._inductor.config
 import torch.distributed as dist
+import transformers as tf
 
 import fsdp_sft as fs
 from fsdp_sft._process.devices import synchronize
@@ -26,10 +27,19 @@ from fsdp_sft.check.raised import Raised
 from fsdp_sft.check.results import ordered, text_of, to_json
 from fsdp_sft.check.sequence import all_checks, run_checks
 from fsdp_sft.planner.measured import measured_from
-from tests.harness.models import tiny_config
+from tests.harness import multimodal
+from tests.harness.models import TINY, tiny_config
 from tests.harness.ranks import run_distributed
 
 RANKS, VICTIM = 3, 1
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -280,8 +290,19 @@ def test_a_device_whose_memory_others_have_is_named(tmp_path: Path) -> None:
         assert device == "cpu" or "10.0 of 80.0 GiB" in troubles[0].text
 
 
+def _config(family: str) -> Any:
+    if family in multimodal.CONFIGS:
+        return multimodal.CONFIGS[family]()
+    if family == "deepseek_v3":  # whose first three layers are dense
+        sizes = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
+        return tf.DeepseekV3Config(**{**TINY, **LATENT, **sizes}, num_hidden_layers=5, num_experts_per_tok=2)
+    if family == "phimoe":  # whose router is random while it trains
+        return tf.PhimoeConfig(**TINY, num_hidden_layers=4, num_local_experts=4)
+    return tiny_config(family, num_hidden_layers=4)
+
+
 def _parity(root: Path, family: str | None, asked: dict[str, Any], *, planted: bool) -> Outcome:
-    config = None if family is None else tiny_config(family, num_hidden_layers=4)
+    config = None if family is None else _config(family)
     cluster = _cluster(root, config=config, **asked)
     # Workers that compile would stay, and cost the rank its place in the pool.
     alone = torch._inductor.config.patch(compile_threads=1)
@@ -305,6 +326,9 @@ FEATURES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "tied": ("qwen2-tied", {"frozen_dtype": "bfloat16"}),
     "fp8": ("llama", {"frozen_dtype": "fp8"}),
     "compiled": (None, {"compile": True}),
+    "dense first": ("deepseek_v3", {"ep_size": 2}),
+    "random routing": ("phimoe", {}),
+    "a tower": ("qwen2.5-vl", {"frozen_dtype": "nf4"}),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import fsdp_sft as fs
-from fsdp_sft._ranks import reach
+from fsdp_sft._ranks import reach, rendezvous
 from fsdp_sft._ranks.interfaces import GlooAddress, gloo_address
 from tests.harness.ranks import run_distributed
 
@@ -104,6 +104,17 @@ def test_a_process_group_of_the_callers_own_is_looked_at_too() -> None:
     told = run_distributed(_met_again, 2)
     assert told[0] == told[1]
     assert "rank 0 on n0 listens at 127.0.0.1" in told[0]
+
+
+def _met_others_before() -> int:
+    """What the group has as its size, on ranks of which one has met others over another store."""
+    if dist.get_rank() == 1:
+        rendezvous._own_keys(dist.HashStore(), 1)  # type: ignore[attr-defined,unused-ignore]
+    return fs.init_distributed().world_size
+
+
+def test_a_rank_that_has_met_others_before_meets_these() -> None:
+    assert run_distributed(_met_others_before, 2) == [2, 2]
 
 
 def test_where_gloo_listens_on_this_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,13 @@ MISTAKES: list[Mistake] = [
         ("tests/step/test_meshes.py",),
     ),
     Mistake(
+        "millions of squares are added up one by one",
+        "step/gradients.py",
+        "return gradient.reshape(-1).split(_PIECE)",
+        "return (gradient,)",
+        ("tests/step/test_meshes.py",),
+    ),
+    Mistake(
         "a pack on a model that nobody has verified is trained",
         "step/train.py",
         'if verify == "first" and any(may_be_packs(one.keys) for one in window.micro_batches):',

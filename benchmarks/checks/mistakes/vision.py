@@ -104,9 +104,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the planner gathers towers",
         "planner/model.py",
-        "    blocks = {name: block for name, block in find_blocks(model).items() if not "
-        "unused.fullmatch(name)}\n",
-        "    blocks = find_blocks(model)\n",
+        "return {name: block for name, block in find_blocks(model).items() if not unused.fullmatch(name)}",
+        "return find_blocks(model)",
         ("tests/planner/test_multimodal.py",),
     ),
     Mistake(

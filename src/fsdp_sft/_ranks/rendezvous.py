@@ -1,6 +1,5 @@
 """How ranks meet: limits on connections, whether they can reach each other, the process group."""
 
-import itertools
 import logging
 import os
 import socket
@@ -24,7 +23,6 @@ from fsdp_sft._ranks.slurm import Launch
 
 _logger = logging.getLogger("fsdp_sft")
 _LONG_SECONDS = 30.0
-_starts = itertools.count()  # process groups that this process has made over torchrun's store
 
 
 def meet(launch: Launch, backend: str, timeout: timedelta) -> None:
@@ -52,7 +50,7 @@ def meet_again(launch: Launch) -> None:
     """
     store = default_store()
     if store is not None:  # MPI's groups have none
-        refuse_unreachable(_own_keys(store), launch.rank, launch.world_size)
+        refuse_unreachable(_own_keys(store, launch.rank), launch.rank, launch.world_size)
 
 
 @contextmanager
@@ -99,16 +97,19 @@ def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> Non
         return
     place = {} if launch.init_method == "env://" else {"rank": launch.rank, "world_size": launch.world_size}
     store, rank, world_size = next(rendezvous(launch.init_method, timeout=timeout, **place))
-    store = _own_keys(store)
+    store = _own_keys(store, rank)
     refuse_unreachable(store, rank, world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _own_keys(store: Any) -> Any:
+def _own_keys(store: Any, rank: int) -> Any:
     """A store without what has met over it before.
 
-    It keeps the addresses of ranks. So each restart of the workers, and each process group that this process
-    makes, gets new keys.
+    It keeps the addresses of ranks. So each restart of the workers, and each meeting of theirs, gets new
+    keys. Meetings are counted in the store: a rank's process may have met others over other stores before.
     """
-    prefix = f"restart-{restarts_to_set_apart()}-{next(_starts)}"
-    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined,unused-ignore]
+    restart = dist.PrefixStore(  # type: ignore[attr-defined,unused-ignore]
+        f"restart-{restarts_to_set_apart()}", store
+    )
+    number = restart.add(f"meetings-of-{rank}", 1)
+    return dist.PrefixStore(f"meeting-{number}", restart)  # type: ignore[attr-defined,unused-ignore]

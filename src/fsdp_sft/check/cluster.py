@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fsdp_sft.jobs.watchdog import Watchdog
+
 # Accelerators that compute beside the host, at a speed that does not depend on how busy it is.
 _OWN_CLOCK = ("cuda", "xpu", "hpu", "npu", "mtia")
 
@@ -64,6 +66,7 @@ class Cluster:
         folder_ranks: The ranks on which there is none.
         measured: By check, what it measured.
         mesh: That of the training, once ``mesh_of`` has made it.
+        watchdog: The one that the checks are below, if any.
     """
 
     context: DistributedContext
@@ -77,6 +80,7 @@ class Cluster:
     folder_ranks: tuple[int, ...] = ()
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     mesh: "DeviceMesh | None" = None
+    watchdog: "Watchdog | None" = None
 
     @property
     def device(self) -> torch.device:

@@ -12,20 +12,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from fsdp_sft._compat.experts import experts_to_place
 from fsdp_sft._model.configs import config_of
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, this_rank, through_rank_0
 from fsdp_sft._ranks.init import init_distributed
 from fsdp_sft._ranks.words import ranks_named
 from fsdp_sft._tensors.disk import full_path, sweep, temporary_beside
 from fsdp_sft.check.cluster import Asked, Cluster, make_cluster
+from fsdp_sft.check.layers import few_layers
 from fsdp_sft.check.mechanism import Check, Trouble
 from fsdp_sft.check.raised import Raised
 from fsdp_sft.check.results import Finished, is_wrong, ordered, text_of, to_json
 from fsdp_sft.check.sequence import all_checks, run_checks
-from fsdp_sft.check.training import parameters_of, two_layers
 from fsdp_sft.check.watching import WRONG, CheckWatchdog, ended_with_words
 from fsdp_sft.errors import LostRankError, RemoteRankError
+from fsdp_sft.planner.model import build_model
 
 _TIMEOUT = timedelta(minutes=10)  # of a collective; the watchdog asks long before
 # What the watchdog calls a place, which says less than the check's name.
@@ -178,11 +183,14 @@ def _asked(args: argparse.Namespace, world_size: int) -> Asked:
             raise ValueError(f"--{option} must be at least {least}, got {value}")
     config = None if args.model is None else config_of(args.model)
     try:
-        parameters_of(two_layers(config, is_fast=False))
-    except (ValueError, TypeError, AttributeError) as error:
+        model = build_model(few_layers(config), torch.float32)
+    except Exception as error:  # transformers raises any
         raise ValueError(
-            f"--model {args.model}: two layers of it cannot be built as a causal language model ({error})"
+            f"--model {args.model}: a few layers of it cannot be built as a causal language model "
+            f"({error!s:.200}); without --model, layers of our own are checked"
         ) from error
+    if args.ep > 1:
+        _check_experts(model, args)
     return Asked(
         config=config,
         root=None if args.root is None else full_path(args.root),
@@ -195,6 +203,20 @@ def _asked(args: argparse.Namespace, world_size: int) -> Asked:
         micro_batch_size=args.micro_batch,
         seconds=args.seconds,
     )
+
+
+def _check_experts(model: Any, args: argparse.Namespace) -> None:
+    """Refuse to share out experts as training would refuse it, before anything is checked."""
+    if args.cp > 1:
+        raise ValueError(f"--ep {args.ep} goes without --cp: experts are not shared out where rows are")
+    experts = experts_to_place(model)
+    if not experts:
+        raise ValueError(
+            f"--ep {args.ep}: transformers has no plan by which ranks share out experts of "
+            f"{args.model or 'the layers of our own'}; leave --ep out, or give the --model of a mixture"
+        )
+    if uneven := [number for number in experts.values() if number % args.ep]:
+        raise ValueError(f"--ep {args.ep} does not divide the {uneven[0]} experts of a layer")
 
 
 def _refuse_unwritable(file: Path) -> None:

@@ -59,6 +59,7 @@ def run_checks(
     """
     which = list(which)
     raised = raised or Raised(cluster)
+    cluster.watchdog = watchdog
     agree_on("choosing checks", checks=tuple(check.name for check in which))
     done: list[Finished] = []
     for number, check in enumerate(which):

@@ -1,12 +1,8 @@
-"""Two layers of the planned model, trained by this library on all ranks, and by plain torch on one."""
+"""A few layers of the planned model, trained by this library on all ranks, and by plain torch on one."""
 
-import copy
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,22 +10,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 from fsdp_sft._model.adapters import add_adapters
-from fsdp_sft._process.generators import unmoved
 from fsdp_sft._ranks.mesh import data_parallel_place
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft.attention.context_parallel import use_context_parallel
 from fsdp_sft.check.cluster import Cluster, mesh_of
-from fsdp_sft.planner.calibrate import shortened
+from fsdp_sft.check.layers import without_bars
+from fsdp_sft.planner.model import auto_class
 from fsdp_sft.shard.apply import shard_model
 from fsdp_sft.shard.compile import compile_blocks
 from fsdp_sft.targets import IGNORE_INDEX
 from fsdp_sft.weights import build_meta_model, load_weights
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-LAYERS = 2
-_DROPOUT = re.compile(r"(?:^|_)(?:dropout|pdrop|drop|layerdrop)(?:_|$)")
 _LORA_RANK = 4
 
 
@@ -48,46 +39,6 @@ class Batches:
     def of(self, share: int) -> dict[str, torch.Tensor]:
         """The batch of one share."""
         return {"input_ids": self.ids[share], "labels": self.labels[share]}
-
-
-def two_layers(config: Any | None, *, is_fast: bool) -> Any:
-    """A config of two layers and a small vocabulary, without dropout; one of our own without a config."""
-    if config is None:
-        from transformers import LlamaConfig
-
-        width = 4096 if is_fast else 256
-        config = LlamaConfig(
-            hidden_size=width,
-            intermediate_size=width * 7 // 2,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=width // 64,
-            num_key_value_heads=max(1, width // 256),
-            max_position_embeddings=8192,
-            tie_word_embeddings=False,
-        )
-    short = shortened(config, LAYERS)
-    for name, value in vars(short).items():
-        if _DROPOUT.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
-            setattr(short, name, 0.0)
-    short.use_cache = False
-    return short
-
-
-def parameters_of(config: Any) -> int:
-    """Number of parameters of a config's model."""
-    return sum(parameter.numel() for parameter in _plain_model(config, torch.device("meta")).parameters())
-
-
-def write_model(config: Any, folder: Path) -> None:
-    """Write a model with random weights, as a checkpoint that any rank can read."""
-    with unmoved(seed=0):
-        model = _plain_model(config, torch.device("cpu"))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(2)  # so that gradients depend on the rows; fresh models hardly look at them
-    with _without_bars():
-        model.save_pretrained(folder)
 
 
 def sharded_model(cluster: Cluster, folder: Path, dtype: torch.dtype) -> nn.Module:
@@ -150,7 +101,7 @@ def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
         whole = gatherer.gather(parameter, torch.float32)
         if whole is not None:
             found[name] = whole
-    gatherer.finish("gathering two layers")
+    gatherer.finish("gathering a few layers")
     return found
 
 
@@ -158,17 +109,21 @@ class PlainTraining:
     """The same training written out plainly, in one process, with nothing of this library in the step.
 
     Args:
-        model: The whole model.
-        dtype: Dtype of the computation.
+        model: The whole model, in float32.
+        twin: The same in another dtype, in which to compute; None computes in float32.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self.model, self.dtype = model, dtype
+    def __init__(self, model: nn.Module, twin: nn.Module | None = None) -> None:
+        self.model, self._twin = model, twin
 
     def step(self, batches: Batches, *, rate: float, max_norm: float) -> tuple[float, float]:
         """(mean loss per target, norm of the gradient); then a clipped step of gradient descent."""
         device = next(self.model.parameters()).device
-        twin: Any = self.model if self.dtype == torch.float32 else copy.deepcopy(self.model).to(self.dtype)
+        twin: Any = self._twin or self.model
+        with torch.no_grad():
+            for mine, theirs in zip(self.model.parameters(), twin.parameters(), strict=True):
+                theirs.copy_(mine)
+                theirs.grad = None
         total, targets = torch.zeros((), dtype=torch.float64), 0
         count = int((batches.labels[..., 1:] != IGNORE_INDEX).sum())
         for ids, labels in zip(batches.ids, batches.labels, strict=True):
@@ -192,47 +147,26 @@ class PlainTraining:
         with torch.no_grad():
             for parameter, gradient in gradients:
                 parameter.sub_(gradient * scale, alpha=rate)
-        for parameter in twin.parameters():
-            parameter.grad = None
         return float(total) / targets, norm
 
 
-def plain_model(folder: Path, device: torch.device, values: dict[str, torch.Tensor] | None) -> nn.Module:
+def plain_model(
+    folder: Path, device: torch.device, values: dict[str, torch.Tensor] | None, dtype: torch.dtype
+) -> nn.Module:
     """The whole model on one device, by ``from_pretrained`` or with these values and adapters."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    with _without_bars():
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with without_bars():
+        config = AutoConfig.from_pretrained(folder)
+        model: Any = auto_class(config).from_pretrained(folder, dtype=dtype)
     if values is not None:
         from peft import LoraConfig, get_peft_model
 
-        config = LoraConfig(r=_LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = get_peft_model(model, config)
+        adapters = LoraConfig(r=_LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
         missing, unexpected = model.load_state_dict(values, strict=False)
         lost = [name for name in missing if name in dict(model.named_parameters())]
         if lost or unexpected:
             raise KeyError(f"the plain model has other parameters: {(lost or unexpected)[0]}")
     trained: nn.Module = model.to(device).train()
     return trained
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Context without transformers' progress bars, between which a table would be lost."""
-    from transformers.utils import logging
-
-    had = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if had:
-            logging.enable_progress_bar()
-
-
-def _plain_model(config: Any, device: torch.device) -> "PreTrainedModel":
-    from transformers import AutoModelForCausalLM
-
-    with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
-    return model

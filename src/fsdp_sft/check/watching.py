@@ -46,13 +46,16 @@ class CheckWatchdog(Watchdog):
         self._report("; ".join(odd.values()) or verdict.splitlines()[0])
         return WRONG
 
+    def _show(self, error: Exception) -> None:
+        """Nothing: which rank was lost is in the table, and others need no traceback each."""
+
 
 @contextmanager
 def ended_with_words(report: Callable[[str], None]) -> Iterator[None]:
-    """Context in which SIGTERM does not end the process at once: a launcher sends it when a rank has died.
+    """Context in which SIGTERM and SIGINT end the process with ``report``.
 
-    The checks get some seconds to find out which; then ``report`` is called, and the process ends. It does so
-    from a thread, since the main thread may wait in a collective for a rank that is gone.
+    A launcher sends SIGTERM when a rank has died: the checks get some seconds to find out which. ``report``
+    is called in a thread, since the main thread may wait in a collective for a rank that is gone.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # signals belong to the main thread
@@ -62,11 +65,15 @@ def ended_with_words(report: Callable[[str], None]) -> Iterator[None]:
     theirs.setblocking(False)
 
     def watch() -> None:
-        if ours.recv(1) and not done.wait(_TOLD_TO_END):
-            report("the launcher has ended the job (SIGTERM): it was cancelled, or another rank has died")
-            os._exit(WRONG)
+        while came := ours.recv(1):  # one byte for each signal that Python handles
+            if came[0] == signal.SIGINT:
+                report("interrupted (SIGINT)")
+                os._exit(128 + signal.SIGINT)
+            if came[0] == signal.SIGTERM and not done.wait(_TOLD_TO_END):
+                report("the launcher has ended the job (SIGTERM): it was cancelled, or another rank has died")
+                os._exit(WRONG)
 
-    before: Any = signal.signal(signal.SIGTERM, lambda *_: None)
+    before: Any = {one: signal.signal(one, lambda *_: None) for one in (signal.SIGTERM, signal.SIGINT)}
     fd_before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=watch, name="fsdp_sft-check", daemon=True).start()
     try:
@@ -74,5 +81,6 @@ def ended_with_words(report: Callable[[str], None]) -> Iterator[None]:
     finally:
         done.set()
         signal.set_wakeup_fd(fd_before)
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)
         theirs.close()  # the thread reads the end of it

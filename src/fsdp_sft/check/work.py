@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from fsdp_sft._tensors.safetensors import bytes_of
+from fsdp_sft.planner.few_layers import of_each_kind
+from fsdp_sft.planner.model import build_model, decoder_blocks
 
 _DEFAULT = ((4096, 4096), (14336, 4096), (4096, 14336))  # (outputs, inputs), of a block of 8B parameters
 _ROWS = 4096
@@ -59,33 +61,25 @@ def checksum(result: torch.Tensor) -> int:
 
 
 def block_shapes(config: Any | None) -> list[tuple[int, int]]:
-    """(outputs, inputs) of the matrices of a config's last block; those of a usual 8B model without one."""
+    """(outputs, inputs) of the matrices of a config's largest block; of a usual 8B model without one."""
     if config is None:
         return list(_DEFAULT)
-    from transformers import AutoModelForCausalLM
-
-    from fsdp_sft._model.blocks import find_blocks
-    from fsdp_sft.planner.calibrate import shortened
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shortened(config, 2))
-    last = list(find_blocks(model).values())[-1]
-    matrices = [parameter for parameter in last.parameters() if parameter.ndim >= 2]
+    matrices = [one for one in _largest_block(config) if one.ndim >= 2]
     return sorted({(int(one.shape[-2]), int(one.shape[-1])) for one in matrices if min(one.shape[-2:]) > 8})
 
 
 def block_bytes(config: Any | None) -> int:
-    """Bytes of a block in 16 bits: what one gather brings."""
+    """Bytes of the largest block in 16 bits: what one gather brings."""
     if config is None:
         return 2 * (4 * 4096 * 4096 + 3 * 4096 * 14336)
-    from transformers import AutoModelForCausalLM
+    return 2 * sum(one.numel() for one in _largest_block(config))
 
-    from fsdp_sft._model.blocks import find_blocks
-    from fsdp_sft.planner.calibrate import shortened
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shortened(config, 2))
-    return 2 * sum(p.numel() for p in list(find_blocks(model).values())[-1].parameters())
+def _largest_block(config: Any) -> list[torch.Tensor]:
+    """The parameters of the largest block of a config's model, without memory."""
+    blocks = decoder_blocks(build_model(of_each_kind(config), torch.float32)).values()
+    every = [[parameter.detach() for parameter in block.parameters()] for block in blocks]
+    return max(every, key=lambda block: sum(one.numel() for one in block))
 
 
 def make_product(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Product:

@@ -11,14 +11,13 @@ from fsdp_sft._model.named import tensors_in
 from fsdp_sft._process.devices import device_name, resolve_device
 from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft.planner.estimate import MemoryEstimate
-from fsdp_sft.planner.model import build_skeleton
+from fsdp_sft.planner.few_layers import of_each_kind, shortened
+from fsdp_sft.planner.model import auto_class, build_skeleton, decoder_blocks
 from fsdp_sft.planner.replay import KEPT
 from fsdp_sft.planner.setup import Setup
 from fsdp_sft.planner.trace import trace
 
 _CPU_TOKENS = 512  # activations grow with the tokens, so a short sequence tells as much as a long one
-_SMALL_VOCABULARY = 1024
-_PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in configs, one entry a layer
 
 
 @dataclass(frozen=True)
@@ -58,19 +57,20 @@ class Calibration:
         )
 
 
-def calibrate(config: Any, setup: Setup, *, blocks: int = 2) -> Calibration:
+def calibrate(config: Any, setup: Setup, *, blocks: int | None = None) -> Calibration:
     """Run one forward of a few of the config's blocks, with random weights and a small vocabulary.
 
     Args:
         config: The config, as ``estimate_memory`` takes it.
         setup: The setup to calibrate. On a CPU the sequence is cut to 512 tokens.
-        blocks: Number of blocks to run, taken from the front.
+        blocks: Number of blocks to run, taken from the front. None runs up to the first of each kind: at
+            least 2, at most 8.
 
     Memory: those blocks' parameters and activations, on the accelerator if there is one.
     """
     device = resolve_device(None)
     on_gpu = device.type != "cpu"
-    short = shortened(config, blocks)
+    short = of_each_kind(config) if blocks is None else shortened(config, blocks)
     seq_length = setup.tokens_per_rank if on_gpu else min(setup.tokens_per_rank, _CPU_TOKENS)
     here = replace(
         setup,
@@ -103,20 +103,6 @@ def calibrate(config: Any, setup: Setup, *, blocks: int = 2) -> Calibration:
     )
 
 
-def shortened(config: Any, blocks: int) -> Any:
-    """A copy of the config with few blocks and a small vocabulary."""
-    text = copy.deepcopy(config.get_text_config(decoder=True))
-    kept = min(blocks, text.num_hidden_layers)
-    for name in _PER_LAYER:
-        if isinstance(getattr(text, name, None), list):
-            setattr(text, name, getattr(text, name)[:kept])
-    text.num_hidden_layers = kept
-    if text.vocab_size > _SMALL_VOCABULARY:
-        text.vocab_size = _SMALL_VOCABULARY
-        text.pad_token_id = text.bos_token_id = text.eos_token_id = None
-    return text
-
-
 def saved_bytes_of_blocks(
     config: Any,
     device: torch.device,
@@ -129,12 +115,8 @@ def saved_bytes_of_blocks(
 
     Each storage counts once. Parameters and the arguments of a block do not count.
     """
-    from transformers import AutoModelForCausalLM
-
-    from fsdp_sft._model.blocks import find_blocks
-
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).train()
+        model = auto_class(config).from_config(copy.deepcopy(config), dtype=dtype).train()
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     running: list[int] = []
     given: set[int] = set()
@@ -153,12 +135,12 @@ def saved_bytes_of_blocks(
             saved[(running[-1], address)] = storage.nbytes()
         return tensor
 
-    for index, block in enumerate(find_blocks(model).values()):
+    for index, block in enumerate(decoder_blocks(model).values()):
         block.register_forward_pre_hook(
             lambda _, args, kwargs, index=index: enter(index, args, kwargs), with_kwargs=True
         )
         block.register_forward_hook(lambda _, __, ___: running.clear())
-    ids = torch.randint(config.vocab_size, (1, seq_length), device=device)
+    ids = torch.randint(config.get_text_config(decoder=True).vocab_size, (1, seq_length), device=device)
     mask = torch.ones_like(ids)
     mask[0, -1] = 0  # a mask of ones alone would be left out by transformers
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

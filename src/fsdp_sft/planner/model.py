@@ -1,5 +1,6 @@
 """A config's model on the meta device: its blocks by kind, and the size of its parameters on each rank."""
 
+import copy
 import functools
 import json
 import os
@@ -177,10 +178,9 @@ def _cached_skeleton(
 ) -> Skeleton:
     """The skeleton for one config, compute dtype, choice of trained parameters and way to keep others."""
     settings = _settings(keyed.config)
-    model = _build(keyed.config, dtype)
+    model = build_model(keyed.config, dtype)
     names = tuple(towers_of(model))
-    unused = re.compile(pattern_of(names))
-    blocks = {name: block for name, block in find_blocks(model).items() if not unused.fullmatch(name)}
+    blocks = decoder_blocks(model)
     if lora is not None:
         _add_lora(blocks, *lora)
     _choose_trained(model, trainable, lora)
@@ -255,28 +255,35 @@ def _named_within(model: nn.Module, module: nn.Module) -> Iterator[tuple[str, nn
     return ((name, p) for name, p in model.named_parameters() if id(p) in own)
 
 
-def _build(config: Any, dtype: torch.dtype) -> Any:
+def build_model(config: Any, dtype: torch.dtype) -> Any:
     """The model on the meta device, in ``train()`` mode and without a cache."""
-    import copy
-
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto import modeling_auto
-
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{config.model_type} is an encoder-decoder; the planner knows decoder-only models")
     config = copy.deepcopy(config)
     config.use_cache = False
     without_settings(config)
-    has_towers = config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    cls: Any = AutoModelForImageTextToText if has_towers else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            return cls.from_config(config, dtype=dtype).train()
+            return auto_class(config).from_config(config, dtype=dtype).train()
     except ValueError as error:
         raise ValueError(
             f"no causal language model can be built from a config of type {config.model_type!r}: "
             f"{str(error)[:200]}; pass the config of the text decoder"
         ) from error
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that builds a config's model: with its towers if it has any."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as TOWERS
+
+    return AutoModelForImageTextToText if config.model_type in TOWERS else AutoModelForCausalLM
+
+
+def decoder_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks that text goes through: those of towers left out."""
+    unused = re.compile(pattern_of(tuple(towers_of(model))))
+    return {name: block for name, block in find_blocks(model).items() if not unused.fullmatch(name)}
 
 
 def _group(
@@ -315,11 +322,11 @@ def _first_backward(model: Any, groups: list[Group]) -> int:
 def _kinds(blocks: list[nn.Module], begins: int | None) -> tuple[int, ...]:
     """For each block, the index of the first block like it; ``begins`` is like no other."""
     first: dict[Any, int] = {}
-    likeness = [_likeness(block) if index != begins else index for index, block in enumerate(blocks)]
-    return tuple(first.setdefault(like, index) for index, like in enumerate(likeness))
+    found = [likeness(block) if index != begins else index for index, block in enumerate(blocks)]
+    return tuple(first.setdefault(like, index) for index, like in enumerate(found))
 
 
-def _likeness(block: nn.Module) -> Any:
+def likeness(block: nn.Module) -> Any:
     """A value that is equal for blocks that compute alike: classes, shapes, plain attributes (a window)."""
     parts: list[Any] = []
     for name, module in block.named_modules():

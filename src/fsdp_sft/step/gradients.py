@@ -15,6 +15,7 @@ from fsdp_sft._model.wrappers import replicated_by, unwrapped
 from fsdp_sft._tensors.boxes import local_of
 
 SyncMode = Literal["all", "reduce_scatter", "none"]
+_PIECE = 1 << 16  # elements whose squares have a sum in float32 that is right to some 1e-7
 
 
 @contextmanager
@@ -110,15 +111,25 @@ def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
     """Norm of gradients with the same mesh and placements."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     first = gradients[0]
-    if not isinstance(first, DTensor) or len(cuts := _axes_that_cut(first)) < 2:
+    cuts = _axes_that_cut(first) if isinstance(first, DTensor) else []
+    if len(cuts) < 2 and first.device.type != "cpu":
         norm = torch.nn.utils.get_total_norm(gradients)
         # The norm of shards is a partial result until it is reduced.
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     # full_tensor() would compute the same, and warn that it reduces along one axis after the other.
-    squared = torch.nn.utils.get_total_norm([local_of(gradient) for gradient in gradients]).square()
+    pieces = [piece for gradient in gradients for piece in _pieces(local_of(gradient))]
+    norm = torch.nn.utils.get_total_norm(pieces)
+    if not cuts:
+        return norm
+    squared = norm.square()
     for axis in cuts:
-        dist.all_reduce(squared, group=first.device_mesh.get_group(axis))
+        dist.all_reduce(squared, group=first.device_mesh.get_group(axis))  # type: ignore[attr-defined]
     return squared.sqrt()
+
+
+def _pieces(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A gradient in pieces on the CPU, where torch adds squares up one by one: 50 million are 0.4 % off."""
+    return gradient.reshape(-1).split(_PIECE) if gradient.device.type == "cpu" else (gradient,)
 
 
 def _axes_that_cut(tensor: DTensor) -> list[int]:

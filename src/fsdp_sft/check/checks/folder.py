@@ -14,6 +14,7 @@ from fsdp_sft._ranks.agree import all_gather_objects, all_reduce_sum, through_ra
 from fsdp_sft._tensors.disk import renames_whole, sync_file
 from fsdp_sft._tensors.safetensors import bytes_of
 from fsdp_sft.check.cluster import Cluster
+from fsdp_sft.check.layers import parameters_of
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
 
 _BYTES, _ON_CPU = 64 << 20, 4 << 20  # that each rank writes
@@ -186,11 +187,7 @@ def _checkpoint_bytes(config: Any | None) -> int:
     """Bytes of a step of full fine-tuning; 0 without a config."""
     if config is None:
         return 0
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return _A_PARAMETER * int(sum(parameter.numel() for parameter in model.parameters()))
+    return _A_PARAMETER * parameters_of(config)
 
 
 CHECK = Check(

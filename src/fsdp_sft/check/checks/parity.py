@@ -1,26 +1,23 @@
-"""Whether two layers train here as in one process: losses, norms, weights, also after a save and a load."""
+"""Whether a few layers train here as in one process: losses, norms, weights, also after a save and a load."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fsdp_sft._process.gpus import GIB
 from fsdp_sft._process.host_memory import available_host_bytes
-from fsdp_sft._ranks.agree import agreed, share, through_rank_0
+from fsdp_sft._ranks.agree import through_rank_0
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.device_memory import memory_of_device
+from fsdp_sft.check.layers import fitting_layers, is_in_time, layers_in, time_for, written
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
 from fsdp_sft.check.training import (
     Batches,
     PlainTraining,
     full_parameters,
     make_batches,
-    parameters_of,
     plain_model,
     sharded_model,
-    two_layers,
-    write_model,
 )
 from fsdp_sft.dcp_io import load_checkpoint, save_checkpoint
 from fsdp_sft.step import train_step
@@ -34,40 +31,43 @@ _LOSS, _NORM, _WEIGHTS, _CANCELLED = 2e-5, 2e-4, 2e-3, 1e-5
 _TIMES, _LEAST_LOSS, _LEAST_NORM = 3.0, 5e-3, 3e-2
 _Steps = list[tuple[float, float]]  # loss and gradient norm of each step
 _Weights = dict[str, torch.Tensor]
-_COPIES = 4  # of the weights in float32 on rank 0: two models, gradients, what is gathered
+# Bytes of a parameter on rank 0: two models, gradients, a twin. On a CPU also what all ranks have, and
+# what is gathered before and after.
+_ON_DEVICE, _ON_HOST = 16, 28
 
 
 def _run(cluster: Cluster) -> Outcome:
     if cluster.folder is None:
         return Outcome(unseen=cluster.no_folder)
-    config = two_layers(cluster.asked.config, is_fast=cluster.has_own_clock)
-    need = _COPIES * 4 * parameters_of(config)
-    room = _room(cluster)
-    if share(room is not None and room < need):
-        text = f"two layers take about {need / GIB:.1f} GiB beside each other, and less is free"
-        return Outcome(unseen=text)
-    source = cluster.folder / "two-layers"
-    with agreed("writing two layers of the model"):
-        if cluster.rank == 0:
-            write_model(config, source)
-    batches, own = make_batches(cluster, config, rows=_ROWS, length=_LENGTH)
+    need, room = _room(cluster)
+    config, why_not = fitting_layers(cluster, torch.float32, parameter_bytes=need, room=room)
+    if why_not:
+        return Outcome(unseen=why_not)
+    dtypes = [torch.float32]
+    if is_in_time(cluster, config, torch.bfloat16):
+        dtypes.append(torch.bfloat16)
     troubles: list[Trouble] = []
     said = []
-    for dtype in (torch.float32, torch.bfloat16):
-        wrong, differs = _compared(cluster, source, batches, own, dtype)
-        troubles += wrong
-        said.append(f"{str(dtype).removeprefix('torch.')} within {differs:.1e}")
+    with time_for(cluster, config):
+        source = written(cluster, config)
+        batches, own = make_batches(cluster, config, rows=_ROWS, length=_LENGTH)
+        for dtype in dtypes:
+            wrong, differs = _compared(cluster, source, batches, own, dtype)
+            troubles += wrong
+            said.append(f"{str(dtype).removeprefix('torch.')} within {differs:.1e}")
     features = _features(cluster)
-    return Outcome(f"{', '.join(said)} of one process{features}; saved and loaded", tuple(troubles))
+    text = f"{layers_in(config)} layers, {', '.join(said)} of one process{features}; saved and loaded"
+    slow = "bfloat16, of which this processor has no instructions" if len(dtypes) == 1 else ""
+    return Outcome(text, tuple(troubles), unseen=slow)
 
 
-def _room(cluster: Cluster) -> int | None:
-    """Bytes that the device has for two models beside each other."""
+def _room(cluster: Cluster) -> tuple[int, int | None]:
+    """(bytes that a parameter takes, bytes that there are for them if that is known)."""
     known = memory_of_device(cluster.device)
     if known is not None:
-        return known[0]
+        return _ON_DEVICE, known[0]
     free = available_host_bytes()
-    return None if free is None else free // 2
+    return _ON_HOST, None if free is None else free * 3 // 4
 
 
 def _features(cluster: Cluster) -> str:
@@ -142,8 +142,10 @@ def _plain(
     batches: Batches,
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """(loss and norm of each step in one process, the weights after them)."""
-    model = plain_model(source, device, values)
-    training = PlainTraining(model, dtype)
+    wide = torch.float32
+    model = plain_model(source, device, values, wide)
+    twin = plain_model(source, device, values, dtype) if dtype != wide else None
+    training = PlainTraining(model, twin)
     steps = [training.step(batches, rate=_RATE, max_norm=_MAX_NORM) for _ in range(2)]
     return steps, {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
@@ -192,4 +194,4 @@ def _trouble(text: str) -> Trouble:
     return Trouble("fail", (), f"{text}: {advice}")
 
 
-CHECK = Check("parity", "do two layers of the model train here as in one process?", 130, 20, _run)
+CHECK = Check("parity", "do a few layers of the model train here as in one process?", 130, 20, _run)

@@ -144,7 +144,7 @@ class Watchdog:
             if self._found.is_set() and self._thread is not None:
                 # The exception mostly says only that other ranks are gone. If it were raised, the process
                 # would end with another exit code than the watchdog's: so show it, and wait for the end.
-                _write("".join(traceback.format_exception(error)))
+                self._show(error)
                 self._thread.join()
             self._ending = {"state": FAILED, "error": f"{type(error).__name__}: {_first_line(error)}"}
             self._explain(error)
@@ -321,6 +321,10 @@ class Watchdog:
         _write(f"[watchdog, {own}] {verdict}\n{own} was here:\n{stack}[watchdog, {own}] ")
         _write(f"exits with code {STALL_EXIT_CODE}\n")
         return STALL_EXIT_CODE
+
+    def _show(self, error: Exception) -> None:
+        """Write an exception that is not raised, since the process is about to end."""
+        _write("".join(traceback.format_exception(error)))
 
     def _wait_for_the_others(self) -> None:
         """Wait at the end of the block until all ranks have left the loop."""
