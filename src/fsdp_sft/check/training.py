@@ -22,6 +22,7 @@ from fsdp_sft.targets import IGNORE_INDEX
 from fsdp_sft.weights import build_meta_model, load_weights
 
 _LORA_RANK = 4
+_AT_ONCE = 32  # rows of one process's forward
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ def sharded_model(cluster: Cluster, folder: Path, dtype: torch.dtype) -> nn.Modu
         )
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "lora_B" in name:  # which begins at 0, so that A would have no gradient
-                    parameter.copy_(torch.linspace(-0.1, 0.1, parameter.numel()).view_as(parameter))
+                if "lora_" in name:  # the same for each dtype; B would begin at 0, and A have no gradient
+                    parameter.copy_(0.1 * torch.arange(parameter.numel()).sin().view_as(parameter))
     if asked.compile:
         compile_blocks(model)
     shard_model(
@@ -126,7 +127,8 @@ class PlainTraining:
                 theirs.grad = None
         total, targets = torch.zeros((), dtype=torch.float64), 0
         count = int((batches.labels[..., 1:] != IGNORE_INDEX).sum())
-        for ids, labels in zip(batches.ids, batches.labels, strict=True):
+        rows = (whole.flatten(0, 1).split(_AT_ONCE) for whole in (batches.ids, batches.labels))
+        for ids, labels in zip(*rows, strict=True):
             logits = twin(input_ids=ids.to(device)).logits[:, :-1].float().flatten(0, 1)
             wanted = labels[:, 1:].to(device).flatten()
             loss = F.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum")

@@ -1,5 +1,6 @@
 """Whether a few layers train here as in one process: losses, norms, weights, also after a save and a load."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ _Weights = dict[str, torch.Tensor]
 _ON_DEVICE, _ON_HOST = 16, 28
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """What two steps gave; the weights are whole on rank 0 if it was in float32, and elsewhere none."""
+
+    steps: _Steps
+    before: _Weights
+    after: _Weights
+
+
 def _run(cluster: Cluster) -> Outcome:
     if cluster.folder is None:
         return Outcome(unseen=cluster.no_folder)
@@ -46,15 +56,15 @@ def _run(cluster: Cluster) -> Outcome:
     dtypes = [torch.float32]
     if is_in_time(cluster, config, torch.bfloat16):
         dtypes.append(torch.bfloat16)
-    troubles: list[Trouble] = []
-    said = []
     with time_for(cluster, config):
         source = written(cluster, config)
         batches, own = make_batches(cluster, config, rows=_ROWS, length=_LENGTH)
-        for dtype in dtypes:
-            wrong, differs = _compared(cluster, source, batches, own, dtype)
-            troubles += wrong
-            said.append(f"{str(dtype).removeprefix('torch.')} within {differs:.1e}")
+        ours = {dtype: _trained(cluster, source, batches.of(own), dtype) for dtype in dtypes}
+
+        def judge(_: list[None]) -> tuple[list[Trouble], list[str]]:
+            return _compared(cluster, source, ours, batches)
+
+        troubles, said = through_rank_0("comparing with one process", lambda: None, judge)
     features = _features(cluster)
     text = f"{layers_in(config)} layers, {', '.join(said)} of one process{features}; saved and loaded"
     slow = "bfloat16, of which this processor has no instructions" if len(dtypes) == 1 else ""
@@ -84,38 +94,35 @@ def _features(cluster: Cluster) -> str:
 
 
 def _compared(
-    cluster: Cluster, source: Path, batches: Batches, own: int, dtype: torch.dtype
-) -> tuple[list[Trouble], float]:
-    """What differs from the plain training in two steps, and the share by which the first loss does."""
-    ours, before, after = _trained(cluster, source, batches.of(own), dtype)
-
-    def judge(_: list[None]) -> tuple[list[Trouble], float]:
-        values = before if cluster.asked.frozen_dtype is not None else None
-        exact, weights = _plain(source, cluster.device, values, torch.float32, batches)
-        off = abs(ours[0][0] / exact[0][0] - 1)
+    cluster: Cluster, source: Path, ours: dict[torch.dtype, _Trained], batches: Batches
+) -> tuple[list[Trouble], list[str]]:
+    """(what differs from the plain training in two steps, by how much the first loss does in each dtype)."""
+    troubles: list[Trouble] = []
+    said = []
+    wide = ours[torch.float32]
+    values = wide.before if cluster.asked.frozen_dtype is not None else None
+    exact, weights = _plain(source, cluster.device, values, torch.float32, batches)
+    for dtype, mine in ours.items():
         if dtype == torch.float32:
-            return [*_judge_steps(ours, exact), *_judge_weights(before, after, weights)], off
-        rounded = _plain(source, cluster.device, values, dtype, batches)[0]
-        return _judge_rounded(ours, exact, rounded), off
+            troubles += [*_judge_steps(mine.steps, exact), *_judge_weights(mine.before, mine.after, weights)]
+        else:
+            rounded = _plain(source, cluster.device, values, dtype, batches)[0]
+            troubles += _judge_rounded(mine.steps, exact, rounded)
+        off = abs(mine.steps[0][0] / exact[0][0] - 1)
+        said.append(f"{str(dtype).removeprefix('torch.')} within {off:.1e}")
+    return troubles, said
 
-    found: tuple[list[Trouble], float] = through_rank_0("comparing with one process", lambda: None, judge)
-    return found
 
-
-def _trained(
-    cluster: Cluster, source: Path, batch: dict[str, torch.Tensor], dtype: torch.dtype
-) -> tuple[_Steps, _Weights, _Weights]:
-    """(loss and norm of two steps, with a save and a load between them; the weights before; and after).
-
-    The weights are whole on rank 0, and elsewhere none.
-    """
+def _trained(cluster: Cluster, source: Path, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> _Trained:
+    """Two steps, with a save and a load between them."""
     assert cluster.folder is not None
     root = cluster.folder / f"steps-{str(dtype).removeprefix('torch.')}"
     model = sharded_model(cluster, source, dtype)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=_RATE)
     options: Any = {"max_grad_norm": _MAX_NORM, "router_loss": _router(model), "check_labels": False}
-    before = full_parameters(model)
+    is_wide = dtype == torch.float32
+    before = full_parameters(model) if is_wide else {}
     first = train_step(model, [batch], optimizer, **options)
     save_checkpoint(root, 1, model=model, optimizer=optimizer)
     with torch.no_grad():
@@ -124,7 +131,7 @@ def _trained(
     load_checkpoint(root, model=model, optimizer=optimizer)
     second = train_step(model, [batch], optimizer, **options)
     steps = [(result.loss, result.grad_norm) for result in (first, second)]
-    return steps, before, full_parameters(model)
+    return _Trained(steps, before, full_parameters(model) if is_wide else {})
 
 
 def _router(model: Any) -> str | None:
