@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from fsdp_sft._tensors.disk import temporary_beside
 from fsdp_sft.check import watching
 from fsdp_sft.check.checks import variables as checks_variables
 from fsdp_sft.check.command import _asked
-from fsdp_sft.check.environment import minorities, shown
+from fsdp_sft.check.environment import minorities, place, shown
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
 from fsdp_sft.check.results import Finished, ordered, text_of, to_json
 from fsdp_sft.check.sequence import all_checks
@@ -82,6 +83,17 @@ def test_a_variable_of_which_each_rank_has_its_own_is_one_warning() -> None:
     assert (one.level, one.ranks) == ("warn", tuple(range(1, 9)))
     (other,) = checks_variables._troubles([{"NCCL_ALGO": "Tree"}, usual, usual])
     assert (other.level, other.ranks) == ("fail", (0,))
+
+
+@pytest.mark.parametrize(("node", "says"), [("n7", "n7"), ("n8", "n7.cluster"), (None, "n7.cluster")])
+def test_hosts_have_the_names_that_slurm_takes(
+    node: str | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "n7.cluster")
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    if node is not None:
+        monkeypatch.setenv("SLURMD_NODENAME", node)
+    assert place()["host"] == says
 
 
 def test_facts_are_held_against_what_most_have() -> None:

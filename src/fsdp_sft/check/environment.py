@@ -95,10 +95,16 @@ def said(comparable_value: str) -> str:
 def place() -> dict[str, str]:
     """Where this rank is: host, system, processors."""
     return {
-        "host": socket.gethostname(),
+        "host": _host(),
         "system": f"{platform.system()} {platform.release()}",
         "processors": f"{usable_processors()} of {os.cpu_count()} usable",
     }
+
+
+def _host() -> str:
+    """This host by the name that ``--exclude`` takes: nodes of Slurm may have no domain where hosts do."""
+    host, node = socket.gethostname(), os.environ.get("SLURMD_NODENAME")
+    return node if node and host.startswith(f"{node}.") else host
 
 
 def usable_processors() -> int:
