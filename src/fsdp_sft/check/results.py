@@ -9,11 +9,10 @@ from fsdp_sft._process.devices import device_name
 from fsdp_sft._ranks.words import ranks_named, said_ranks
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Level, Outcome, Trouble
-from fsdp_sft.errors import printable
+from fsdp_sft.errors import abridged, printable
 from fsdp_sft.planner.measured import FORMAT
 
 _WIDTH = 110
-_MOST_HOSTS = 8
 
 
 @dataclass(frozen=True)
@@ -136,11 +135,7 @@ def whose(cluster: Cluster, ranks: Sequence[int]) -> str:
     """Ranks and their nodes in words."""
     if not ranks:
         return "all ranks"
-    hosts = cluster.hosts_of(tuple(ranks))
-    shown = ", ".join(hosts[:_MOST_HOSTS]) + (
-        f" and {len(hosts) - _MOST_HOSTS} more" if len(hosts) > 8 else ""
-    )
-    return f"{said_ranks(ranks)} on {shown}"
+    return f"{said_ranks(ranks)} on {abridged(cluster.hosts_of(tuple(ranks)))}"
 
 
 def _troubles(cluster: Cluster, troubles: Sequence[Trouble]) -> Iterator[str]:
