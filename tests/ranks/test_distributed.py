@@ -347,10 +347,12 @@ def test_a_process_group_can_be_made_again() -> None:
 
 
 def _count_sockets() -> tuple[int, int]:
+    # A thread of gloo's takes connections in, those of the group's own beginning too.
+    time.sleep(0.5)
     before = _sockets()
     for _ in range(3):
         agree.all_reduce_sum([1.0])
-    time.sleep(0.5)  # a thread of gloo's takes connections in
+    time.sleep(0.5)
     return before, _sockets()
 
 
