@@ -28,18 +28,10 @@ from fsdp_sft.check.results import ordered, text_of, to_json
 from fsdp_sft.check.sequence import all_checks, run_checks
 from fsdp_sft.planner.measured import measured_from
 from tests.harness import multimodal
-from tests.harness.models import TINY, tiny_config
+from tests.harness.models import LATENT, TINY, tiny_config
 from tests.harness.ranks import run_distributed
 
 RANKS, VICTIM = 3, 1
-LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-}
 
 
 @dataclass(frozen=True)
@@ -294,8 +286,8 @@ def _config(family: str) -> Any:
     if family in multimodal.CONFIGS:
         return multimodal.CONFIGS[family]()
     if family == "deepseek_v3":  # whose first three layers are dense
-        sizes = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
-        return tf.DeepseekV3Config(**{**TINY, **LATENT, **sizes}, num_hidden_layers=5, num_experts_per_tok=2)
+        experts = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+        return tf.DeepseekV3Config(**LATENT, **experts, num_hidden_layers=5)
     if family == "phimoe":  # whose router is random while it trains
         return tf.PhimoeConfig(**TINY, num_hidden_layers=4, num_local_experts=4)
     return tiny_config(family, num_hidden_layers=4)

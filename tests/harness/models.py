@@ -21,6 +21,18 @@ TINY: dict[str, Any] = {
 }
 """Sizes of a decoder, but for its layers."""
 
+LATENT = {
+    **TINY,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 16,
+}
+"""The same with multi-head latent attention and small experts, as in DeepSeek-V3."""
+
 
 def tiny_config(family: str, **overrides: Any) -> Any:
     import transformers as tf

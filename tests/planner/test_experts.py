@@ -1,6 +1,5 @@
 """What the planner says of experts, beside what a real layer of them keeps."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 import transformers as tf
 
 import fsdp_sft as fs
-from fsdp_sft.planner.estimate import _check_experts
+from fsdp_sft.planner.estimate import check_experts
 from tests.harness.native import needs_native_sharding
 
 TOKENS = 512
@@ -133,9 +132,8 @@ def test_experts_that_ranks_cannot_share_out_are_named() -> None:
     options = {**OPTIONS, "num_gpus": 6}
     with pytest.raises(ValueError, match="ep_size=3 does not divide the 16 experts"):
         fs.estimate_memory(_config(), fs.Run(**options, ep_size=3))
-    mixed: Any = SimpleNamespace(experts=(8, 6), family="mixed")  # by layer
     with pytest.raises(ValueError, match="ep_size=4 does not divide the 6 experts"):
-        _check_experts(mixed, 4)
+        check_experts((8, 6), "mixed", 4)  # by layer
     with pytest.raises(ValueError, match="dp_replicate x ep_size must divide num_gpus"):
         fs.estimate_memory(_config(), fs.Run(**options, ep_size=4))
     with pytest.raises(ValueError, match="one of cp and ep_size has to be 1"):

@@ -8,29 +8,14 @@ import transformers as tf
 
 from fsdp_sft.planner.few_layers import of_each_kind, shortened, with_fewer_experts
 from fsdp_sft.planner.model import build_model, decoder_blocks
-from tests.harness.models import TINY
+from tests.harness.models import LATENT, TINY
 
-MIXTURE = {**TINY, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
-LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
+EXPERTS = {"n_routed_experts": 64, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
 
 CONFIGS: dict[str, tuple[Any, int]] = {
     "dense": (lambda: tf.LlamaConfig(**{**TINY, "num_hidden_layers": 9}), 2),
     "dense first": (
-        lambda: tf.DeepseekV3Config(
-            **{
-                **MIXTURE,
-                **LATENT,
-                "num_hidden_layers": 9,
-                "n_routed_experts": 64,
-                "first_k_dense_replace": 3,
-            }
-        ),
+        lambda: tf.DeepseekV3Config(**LATENT, **EXPERTS, num_hidden_layers=9, first_k_dense_replace=3),
         4,
     ),
     "a window first": (

@@ -20,6 +20,7 @@ from fsdp_sft._ranks.agree import answered
 from fsdp_sft._ranks.launch import restarts_to_set_apart
 from fsdp_sft._ranks.reach import refuse_unreachable
 from fsdp_sft._ranks.slurm import Launch
+from fsdp_sft._ranks.uses import use_of
 
 _logger = logging.getLogger("fsdp_sft")
 _LONG_SECONDS = 30.0
@@ -106,10 +107,10 @@ def _own_keys(store: Any, rank: int) -> Any:
     """A store without what has met over it before.
 
     It keeps the addresses of ranks. So each restart of the workers, and each meeting of theirs, gets new
-    keys. Meetings are counted in the store: a rank's process may have met others over other stores before.
+    keys.
     """
     restart = dist.PrefixStore(  # type: ignore[attr-defined,unused-ignore]
         f"restart-{restarts_to_set_apart()}", store
     )
-    number = restart.add(f"meetings-of-{rank}", 1)
-    return dist.PrefixStore(f"meeting-{number}", restart)  # type: ignore[attr-defined,unused-ignore]
+    meeting = use_of(restart, "meetings", rank)
+    return dist.PrefixStore(f"meeting-{meeting}", restart)  # type: ignore[attr-defined,unused-ignore]

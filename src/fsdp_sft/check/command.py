@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,6 +29,8 @@ from fsdp_sft.check.results import Finished, is_wrong, ordered, text_of, to_json
 from fsdp_sft.check.sequence import all_checks, run_checks
 from fsdp_sft.check.watching import WRONG, CheckWatchdog, ended_with_words
 from fsdp_sft.errors import LostRankError, RemoteRankError
+from fsdp_sft.planner.command import in_options
+from fsdp_sft.planner.estimate import check_experts
 from fsdp_sft.planner.model import build_model
 
 _TIMEOUT = timedelta(minutes=10)  # of a collective; the watchdog asks long before
@@ -190,7 +191,10 @@ def _asked(args: argparse.Namespace, world_size: int) -> Asked:
             f"({error!s:.200}); without --model, layers of our own are checked"
         ) from error
     if args.ep > 1:
-        _check_experts(model, args)
+        if args.cp > 1:
+            raise ValueError(f"--ep {args.ep} goes without --cp: experts are not shared out where rows are")
+        with in_options():
+            check_experts(experts_to_place(model).values(), model.config.model_type, args.ep)
     return Asked(
         config=config,
         root=None if args.root is None else full_path(args.root),
@@ -203,20 +207,6 @@ def _asked(args: argparse.Namespace, world_size: int) -> Asked:
         micro_batch_size=args.micro_batch,
         seconds=args.seconds,
     )
-
-
-def _check_experts(model: Any, args: argparse.Namespace) -> None:
-    """Refuse to share out experts as training would refuse it, before anything is checked."""
-    if args.cp > 1:
-        raise ValueError(f"--ep {args.ep} goes without --cp: experts are not shared out where rows are")
-    experts = experts_to_place(model)
-    if not experts:
-        raise ValueError(
-            f"--ep {args.ep}: transformers has no plan by which ranks share out experts of "
-            f"{args.model or 'the layers of our own'}; leave --ep out, or give the --model of a mixture"
-        )
-    if uneven := [number for number in experts.values() if number % args.ep]:
-        raise ValueError(f"--ep {args.ep} does not divide the {uneven[0]} experts of a layer")
 
 
 def _refuse_unwritable(file: Path) -> None:

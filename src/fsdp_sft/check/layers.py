@@ -84,7 +84,7 @@ def fitting_layers(
 
 
 def is_in_time(cluster: Cluster, config: Any, dtype: torch.dtype) -> bool:
-    """Whether the layers can be tried in another dtype too, of which some processors have no instructions.
+    """Whether the layers can be tried in this dtype too: some processors have no instructions for it.
 
     Collective: all ranks.
     """

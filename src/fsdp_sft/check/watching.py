@@ -73,7 +73,9 @@ def ended_with_words(report: Callable[[str], None]) -> Iterator[None]:
                 report("the launcher has ended the job (SIGTERM): it was cancelled, or another rank has died")
                 os._exit(WRONG)
 
-    before: Any = {one: signal.signal(one, lambda *_: None) for one in (signal.SIGTERM, signal.SIGINT)}
+    # A shell starts what runs in the background with SIGINT ignored.
+    heard = [one for one in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(one) is not signal.SIG_IGN]
+    before: Any = {one: signal.signal(one, lambda *_: None) for one in heard}
     fd_before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=watch, name="fsdp_sft-check", daemon=True).start()
     try:

@@ -14,7 +14,7 @@ import torch
 
 from fsdp_sft._model.configs import sizes_by_default
 from fsdp_sft._process.gpus import GB, GIB, GPUS, Gpu, gpu_named
-from fsdp_sft.errors import NoPlanError
+from fsdp_sft.errors import NoPlanError, UnsupportedModelError
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.calibrate import calibrate
 from fsdp_sft.planner.estimate import MemoryEstimate
@@ -164,7 +164,7 @@ def _plans(args: argparse.Namespace, **options: Any) -> list[RunPlan]:
     """The plans of what the command line asks for."""
     if args.seq is None or args.global_batch is None:
         raise ValueError("--seq and --global-batch are needed, or --longest")
-    with _in_options():
+    with in_options():
         return plan_run(
             as_config(args.model),
             seq_length=args.seq,
@@ -195,15 +195,16 @@ _NAMES = {
 
 
 @contextmanager
-def _in_options() -> Iterator[None]:
+def in_options() -> Iterator[None]:
     """Errors name the command's own options in place of the arguments of Python."""
     try:
         yield
     except NoPlanError:
         raise
-    except ValueError as error:
+    except (ValueError, UnsupportedModelError) as error:
         message = re.sub(r"\b(" + "|".join(_NAMES) + r")\b", lambda found: _NAMES[found[1]], str(error))
-        raise ValueError(message) from error
+        kind = UnsupportedModelError if isinstance(error, UnsupportedModelError) else ValueError
+        raise kind(message) from error
 
 
 def _links(gpu: Gpu, num_gpus: int) -> str:
@@ -299,7 +300,7 @@ def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
 def _report_longest(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
     """Print the longest rows, and the memory of the longest of them."""
     config, options = as_config(args.model), _options(args)
-    with _in_options():
+    with in_options():
         rows = longest_rows(config, num_gpus=args.gpus, **options)
     best = max(rows, key=lambda row: row.seq_length)
     if args.json:

@@ -1,6 +1,7 @@
 """How much memory a training step needs on each GPU, from the config alone."""
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -130,7 +131,7 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
     if setup.cp > 1:
         check_shareable(skeleton.model, setup.cp)
     if setup.ep_size > 1:
-        _check_experts(skeleton, setup.ep_size)
+        check_experts(skeleton.experts, skeleton.family, setup.ep_size)
     seen = trace(skeleton, setup)
     peak = replay(skeleton, seen, setup)
     checkpointed = setup.checkpointed(len(skeleton.blocks))
@@ -157,14 +158,23 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
     )
 
 
-def _check_experts(skeleton: Skeleton, ep_size: int) -> None:
-    """Refuse an ``ep_size`` that does not suit the model's experts."""
-    if not skeleton.experts:
+def check_experts(experts: Collection[int], family: str, ep_size: int) -> None:
+    """Refuse an ``ep_size`` that does not suit a model's experts.
+
+    Args:
+        experts: Their number in each layer that has some which ranks can share out.
+        family: ``config.model_type``.
+        ep_size: Ranks that share them out, more than 1.
+
+    Raises:
+        UnsupportedModelError: If there are none.
+        ValueError: If they cannot be shared out evenly.
+    """
+    if not experts:
         raise UnsupportedModelError(
-            f"transformers has no plan by which ranks share out experts of {skeleton.family!r}: plan it with "
-            "ep_size=1"
+            f"transformers has no plan by which ranks share out experts of {family!r}: plan it with ep_size=1"
         )
-    if uneven := [number for number in skeleton.experts if number % ep_size]:
+    if uneven := [number for number in experts if number % ep_size]:
         raise ValueError(f"ep_size={ep_size} does not divide the {uneven[0]} experts of a layer")
 
 

@@ -67,7 +67,7 @@ def _run(cluster: Cluster) -> Outcome:
         troubles, said = through_rank_0("comparing with one process", lambda: None, judge)
     features = _features(cluster)
     text = f"{layers_in(config)} layers, {', '.join(said)} of one process{features}; saved and loaded"
-    slow = "bfloat16, of which this processor has no instructions" if len(dtypes) == 1 else ""
+    slow = "bfloat16, which takes too long here; try --seconds" if len(dtypes) == 1 else ""
     return Outcome(text, tuple(troubles), unseen=slow)
 
 

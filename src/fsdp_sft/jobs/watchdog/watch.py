@@ -16,6 +16,7 @@ from typing import Any
 from fsdp_sft._compat.groups import default_store
 from fsdp_sft._process.identity import process_state, this_process
 from fsdp_sft._ranks.agree import is_distributed, this_rank, world_size
+from fsdp_sft._ranks.uses import use_of
 from fsdp_sft.jobs.watchdog.beat import ENDED, FAILED, RUNNING, Beat, place_of_main_thread
 from fsdp_sft.jobs.watchdog.exchange import Exchange, address_of
 from fsdp_sft.jobs.watchdog.judge import Finding, Judge
@@ -29,7 +30,6 @@ STALL_EXIT_CODE = 86
 _LOOKOUTS = 4
 _SHAPES_KEPT = 16
 _TO_FIND_OUT = 0.2  # seconds that a rank which has lost a peer takes to tell the others which peer
-_uses = count()  # watchdogs entered by this process; all ranks enter them in the same order
 
 
 class Watchdog:
@@ -235,7 +235,7 @@ class Watchdog:
         self._store_address = address_of(store)
         self._exchange = Exchange(
             store,
-            prefix=f"fsdp_sft/watchdog/{next(_uses)}/",
+            prefix=f"fsdp_sft/watchdog/{use_of(store, 'fsdp_sft/watchdogs', self._rank)}/",
             rank=self._rank,
             watched=watched,
             beat=self._beat,
