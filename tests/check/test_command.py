@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -263,7 +263,16 @@ def test_what_a_model_cannot_do_is_told_before_the_checks(
         _asked(args, 8)
 
 
-def test_ctrl_c_prints_what_is_known() -> None:
+@pytest.fixture
+def interrupts() -> Iterator[Callable[[Any], None]]:
+    """Sets what SIGINT does; it is ignored where these tests run in the background of a shell."""
+    before = signal.getsignal(signal.SIGINT)
+    yield lambda handler: signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, before)
+
+
+def _interrupted(seconds: float) -> list[str]:
+    """What is said, and the exit code, when SIGINT comes to the checks."""
     said: list[str] = []
     left = threading.Event()
 
@@ -273,6 +282,17 @@ def test_ctrl_c_prints_what_is_known() -> None:
 
     with mock.patch.object(watching.os, "_exit", leave), watching.ended_with_words(said.append):
         os.kill(os.getpid(), signal.SIGINT)
-        assert left.wait(10)
-    assert said == ["interrupted (SIGINT)", "130"]
+        left.wait(seconds)
+    return said
+
+
+def test_ctrl_c_prints_what_is_known(interrupts: Callable[[Any], None]) -> None:
+    interrupts(signal.default_int_handler)
+    assert _interrupted(10) == ["interrupted (SIGINT)", "130"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_that_is_ignored_stays_so(interrupts: Callable[[Any], None]) -> None:
+    interrupts(signal.SIG_IGN)
+    assert _interrupted(0.5) == []
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
