@@ -80,8 +80,8 @@ def read_rows(vocabulary: int, length: int) -> list[fs.EncodedChat]:
             chats += json.loads(text) if path.suffix == ".json" else map(json.loads, text.splitlines())
     tokenizer = make_tokenizer(lines, vocab_size=vocabulary)
     random.Random(0).shuffle(chats)
-    rows = [fs.encode_chat(chat, tokenizer, max_length=length) for chat in chats]
-    return [row for row in rows if row.num_targets]
+    kept, _ = fs.filter_rows(chats, tokenizer, max_length=length, on_error="count")
+    return [fs.encode_chat(chat, tokenizer, max_length=length) for chat in kept]
 
 
 def joined(rows: list[fs.EncodedChat], length: int) -> list[fs.EncodedChat]:
@@ -420,7 +420,7 @@ def run_all(folder: Path, args: argparse.Namespace) -> None:
             add_rates(row, sizes[min(VOCABULARY, SIZES[row["size"]]["vocab_size"])], device, args)
         done.append(row)
         text = text_of(done, device, data, args)
-        print(text if len(done) == len(cases) else table([row])[-1], flush=True)
+        print(text if len(done) == len(cases) else summary([row])[-1], flush=True)
         write(done, text, device, args, picture=len(done) == len(cases))
 
 

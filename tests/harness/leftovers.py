@@ -43,7 +43,7 @@ _KEPT |= {_GROUPS + name for name in ("backend", "default_pg_init_method", "grou
 _KEPT |= {_GROUPS + "pg_" + name for name in ("map", "names", "group_ranks", "backend_config", "to_tag")}
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # Set by pytest for each phase of a test, and by torch when it first compiles.
-_NOBODYS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+_NOBODYS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"}
 
 
 # What tests register for a class of models; put back together, by copies.

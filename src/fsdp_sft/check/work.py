@@ -14,9 +14,9 @@ from fsdp_sft.planner.model import build_model, decoder_blocks
 _DEFAULT = ((4096, 4096), (14336, 4096), (4096, 14336))  # (outputs, inputs), of a block of 8B parameters
 _ROWS = 4096
 _ON_CPU = (128, 1024)  # rows, and the most of the other sizes: a processor's rate needs no more
-# Entries are -1, 0 and 1, so few of them not 0 that sums stay below 256, which bfloat16 has exactly.
-_EXACT_TERMS = 1500.0
-_PERIOD = 1_048_573  # entries after which they repeat; a prime, so that no two rows are alike
+# Entries are -1, 0 and 1, so few of them not 0 that sums stay below 256, which bfloat16 has exactly: sums of
+# a mean square of 900 pass it by eight and a half standard deviations.
+_EXACT_TERMS = 900.0
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,15 @@ def _largest_block(config: Any) -> list[torch.Tensor]:
 
 
 def make_product(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Product:
-    """A product of one shape, the same on all ranks, with no random generator."""
+    """A product of one shape, the same on all ranks; no generator of the process is moved."""
     outputs, inputs = shape
     rows = _ROWS
     if device.type == "cpu" or not _is_fast(device):
         rows, most = _ON_CPU
         outputs, inputs = min(outputs, most), min(inputs, most)
-    a, b = _signs(rows, inputs, 1, inputs), _signs(outputs, inputs, 2, inputs)
-    weights = (_mixed(outputs, 3) % 8 * 2 - 7).double()  # odd, so that none is 0
+    a, b = signs(rows, inputs, seed=1), signs(outputs, inputs, seed=2)
+    generator = torch.Generator().manual_seed(3)
+    weights = (torch.randint(8, (outputs,), generator=generator) * 2 - 7).double()  # odd, so that none is 0
     parts = zip(b.split(1024), weights.split(1024), strict=True)
     inner = torch.stack([part.double().T @ of for part, of in parts]).sum(0)
     expected = torch.cat([part.double() @ inner for part in a.split(1024)])
@@ -102,17 +103,12 @@ def _is_fast(device: torch.device) -> bool:
     return device.type in ("cuda", "xpu", "hpu", "npu", "mtia")
 
 
-def _signs(rows: int, columns: int, seed: int, terms: int) -> torch.Tensor:
-    """-1, 0 and 1 of which so many are not 0 that a sum of ``terms`` products stays small."""
-    share = min(0.8, math.sqrt(_EXACT_TERMS / terms))
-    mixed = _mixed(min(rows * columns, _PERIOD), seed)
-    signs = (mixed % 2 * 2 - 1).to(torch.int8)
-    signs[(mixed // 2) % 1000 >= 1000 * share] = 0
-    return signs.repeat(-(-rows * columns // len(signs)))[: rows * columns].view(rows, columns)
-
-
-def _mixed(count: int, seed: int) -> torch.Tensor:
-    """Integers from 0 to 2**31 that look random, computed from their places."""
-    mixed = torch.arange(count, dtype=torch.int64) * 2654435761 + seed * 40503
-    mixed = (mixed ^ (mixed >> 13)) * 1274126177 & 0x7FFFFFFF
-    return (mixed ^ (mixed >> 11)) & 0x7FFFFFFF
+def signs(rows: int, columns: int, *, seed: int) -> torch.Tensor:
+    """-1, 0 and 1, independent, of which so many are not 0 that a sum of ``columns`` products stays small."""
+    share = min(0.8, math.sqrt(_EXACT_TERMS / columns))
+    drawn = torch.randint(
+        1 << 15, (rows, columns), generator=torch.Generator().manual_seed(seed), dtype=torch.int16
+    )
+    found = (drawn % 2 * 2 - 1).to(torch.int8)
+    found[(drawn >> 1) >= round(share * (1 << 14))] = 0
+    return found

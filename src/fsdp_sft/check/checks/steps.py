@@ -1,5 +1,6 @@
 """What three steps of a few planned layers take: seconds, and the peak of memory beside the planner's."""
 
+import gc
 import statistics
 import time
 from typing import Any
@@ -35,10 +36,12 @@ def _run(cluster: Cluster) -> Outcome:
         return Outcome(unseen=why_not)
     length = cluster.asked.seq_length or _length(config, _LENGTH if cluster.has_own_clock else _ON_CPU)
     rows = cluster.asked.micro_batch_size
+    gc.collect()  # models of other checks, whose modules refer to each other
+    held = memory_stats(cluster.device).get("allocated_bytes", 0)
     with time_for(cluster, config):
         seconds = _steps(cluster, config, dtype, rows, length)
-    stats = memory_stats(cluster.device)
-    every = all_gather_objects((seconds, stats.get("peak_allocated_bytes")))
+    peak = memory_stats(cluster.device).get("peak_allocated_bytes")
+    every = all_gather_objects((seconds, None if peak is None else peak - held))
     took = max(one for one, _ in every)
     peaks = [peak for _, peak in every if peak is not None]
     measured = {"seconds": took, "seq_length": length, "micro_batch_size": rows, "layers": layers_in(config)}
