@@ -146,8 +146,8 @@ def main() -> None:
         parser.error("this benchmark needs a CUDA device; here there is none")
     lines = [
         f"Qwen2.5 shapes on one {torch.cuda.get_device_name()}, float32 masters, bfloat16 compute, AdamW "
-        f"(foreach, of 7b fused), third step, torch {torch.__version__}. GiB of max_memory_allocated; 'reserved' is what "
-        "the allocator took on top.",
+        f"(foreach, of 7b fused), third step, torch {torch.__version__}. GiB of max_memory_allocated; "
+        "'reserved' is what the allocator took on top.",
         "",
     ]
     rows = []
