@@ -82,7 +82,8 @@ def replaced_parameters(module: Any) -> list[tuple[nn.Module, str]]:
 def forget_held_back(model: nn.Module) -> None:
     """Drop the unreduced gradients of an abandoned window, which FSDP2 hides from ``zero_grad``."""
     for parameter, gathered in _held_parameters(model):
-        parameter.unsharded_accumulated_grad = None
+        if "unsharded_accumulated_grad" in vars(parameter):  # before torch 2.15, which has a property
+            parameter.unsharded_accumulated_grad = None
         if gathered is not None and gathered.grad is not None:
             gathered.grad = None
 
