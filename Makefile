@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 DEMO_ARGS ?=
 
-.PHONY: help lock demo test lint format test-slow test-faults compositions programs test-accelerator test-gpu test-floor test-latest docs clean
+.PHONY: help lock demo test lint size format test-slow test-faults compositions programs test-accelerator test-gpu test-floor test-latest docs clean
 help:
 	@grep -E '^# make' Makefile | cut -c3-
 
@@ -82,6 +82,10 @@ test-accelerator: $(INSTALLED)
 # make test-gpu   the tests that need a CUDA device
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# make size   statements and files of each room, beside their ceilings and goals; LOWER=1 lowers the ceilings
+size:
+	$(PYTHON) -m tests.harness.size $(if $(LOWER),lower)
 
 # make lint   ruff, mypy, codespell, and whether the mistakes of benchmarks/checks can still be made
 lint: $(INSTALLED)
