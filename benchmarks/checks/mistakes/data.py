@@ -108,11 +108,11 @@ MISTAKES = [
         STREAM,
     ),
     Mistake(
-        "a resumed mixture of streams skips the same of each",
-        "sampling/mixing/stream.py",
-        "        before = self.counts(self._skipped)",
-        "        before = [self._skipped // len(self.streams)] * len(self.streams)",
-        STREAM,
+        "a resumed stream goes on by the skip of its rows, which has no epoch",
+        "sampling/packing/stream.py",
+        "itertools.islice(rows_from(self.rows, epoch=self.epoch), place.rows, None)",
+        "iter(self.rows.skip(place.rows) if hasattr(self.rows, 'skip') and place.rows else self.rows)",
+        ("tests/sampling/packing/test_stream.py",),
     ),
     Mistake(
         "a position among streams forgets their weights",
@@ -120,13 +120,6 @@ MISTAKES = [
         'return {**options, "order": order} if isinstance(order, Mapping) else options',
         "return options",
         STREAM,
-    ),
-    Mistake(
-        "the rest of a stream is read in the order of epoch 0",
-        "sampling/packing/stream.py",
-        "    _set_epoch(rest, epoch)  # what datasets.IterableDataset.skip returns begins at epoch 0\n",
-        "",
-        ("tests/sampling/packing/test_stream.py",),
     ),
     Mistake(
         "a pack's cost leaves out its attention",

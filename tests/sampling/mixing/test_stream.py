@@ -13,22 +13,15 @@ import fsdp_sft as fs
 class Shuffled:
     """A stream with an order for each epoch, and a list of what it was asked for."""
 
-    def __init__(self, name, size, *, can_skip=False):
-        self.name, self.size, self.epoch, self.epochs, self.read = name, size, 0, [], 0
-        if can_skip:
-            self.skip = lambda number: itertools.islice(self._all(), number, None)
+    def __init__(self, name, size):
+        self.name, self.size, self.epoch, self.epochs = name, size, 0, []
 
     def set_epoch(self, epoch):
         self.epoch = epoch
         self.epochs.append(epoch)
 
-    def _all(self):
-        return iter([f"{self.name}{(row + self.epoch) % self.size}" for row in range(self.size)])
-
     def __iter__(self):
-        for row in self._all():
-            self.read += 1
-            yield row
+        return iter([f"{self.name}{(row + self.epoch) % self.size}" for row in range(self.size)])
 
 
 def from_which(rows):
@@ -85,25 +78,6 @@ def test_a_stream_of_weight_0_is_not_read():
 
     assert list(fs.MixedStream([["a"], Broken()], weights=[1, 0])) == ["a"]
     assert fs.MixedStream([["a"], Broken()], weights=[1, 0]).counts(9) == [9, 0]
-
-
-@pytest.mark.parametrize("stop", ["all", "first"])
-@pytest.mark.parametrize("can_skip", [False, True])
-def test_skip_goes_on_where_reading_has_stopped(stop, can_skip):
-    def mixed():
-        streams = [Shuffled("a", 7, can_skip=can_skip), Shuffled("b", 40, can_skip=can_skip)]
-        made = fs.MixedStream(streams, weights=[2, 3], stop=stop, seed=9)
-        made.set_epoch(2)
-        return made
-
-    rows = list(mixed())
-    for number in range(len(rows) + 1):
-        rest = mixed().skip(number)
-        assert list(rest) == rows[number:], number
-        if can_skip and stop == "first":
-            passed = zip(rest.streams, rest.counts(number), strict=True)
-            assert not any(stream.read for stream, skipped in passed if skipped)
-    assert list(mixed().skip(4).skip(5)) == rows[9:]
 
 
 def encoded(number, first):
@@ -198,5 +172,3 @@ def test_bad_arguments_are_named(options, error, message):
 def test_a_stream_without_rows_is_named(stop):
     with pytest.raises(ValueError, match="stream 1 has no rows"):
         list(fs.MixedStream([["a"], []], stop=stop))
-    with pytest.raises(ValueError, match="num_rows must not be negative"):
-        fs.MixedStream([["a"]]).skip(-1)

@@ -1,4 +1,4 @@
-"""Several streams as one, in given proportions, that can skip to a position."""
+"""Several streams as one, in given proportions."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -77,7 +77,6 @@ class MixedStream:
         if stop not in ("all", "first"):
             raise ValueError(f"stop must be 'all' or 'first', got {stop!r}")
         self.stop, self.seed, self.epoch = stop, seed, 0
-        self._skipped = 0
         self._used = [number for number, weight in enumerate(self.weights) if weight]
         shares = [self.weights[number] / sum(self.weights) for number in self._used]
         # Where each stream's part of the int64 range begins, except for the first stream's.
@@ -93,18 +92,6 @@ class MixedStream:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that is read next; it has another order, and so may its streams."""
         self.epoch = epoch
-
-    def skip(self, num_rows: int) -> "MixedStream":
-        """The same rows without the first ``num_rows``.
-
-        Each stream skips its share with its own ``skip`` if it has one and ``stop`` is "first", else by
-        reading, which alone shows where the stream ends.
-        """
-        if num_rows < 0:
-            raise ValueError(f"num_rows must not be negative, got {num_rows}")
-        rest = MixedStream(self.streams, weights=self.weights, stop=self.stop, seed=self.seed)
-        rest.epoch, rest._skipped = self.epoch, self._skipped + num_rows
-        return rest
 
     def counts(self, num_rows: int) -> list[int]:
         """Number of rows from each stream among the first ``num_rows`` rows of the epoch."""
@@ -122,16 +109,12 @@ class MixedStream:
                 f"MixedStream is read in one of {worker.num_workers} workers, and each would give all rows: "
                 "let each stream be a DataLoader with workers and batch_size=None instead"
             )
-        before = self.counts(self._skipped)
-        readers = {
-            number: _Turns(self.streams[number], number, self.epoch, before[number], self.stop == "first")
-            for number in self._used
-        }
+        readers = {number: _Turns(self.streams[number], number, self.epoch) for number in self._used}
         return self._rows(readers)
 
     def _rows(self, readers: dict[int, "_Turns"]) -> Iterator[Any]:
-        """Rows from the position on, each from the stream whose turn it is."""
-        start, number = self._skipped, 64
+        """Rows, each from the stream whose turn it is."""
+        start, number = 0, 64
         while True:
             for owner in self._owners(start, number).tolist():
                 reader = readers[owner]
@@ -156,22 +139,16 @@ class _Turns:
         stream: The stream.
         number: Index of the stream, for messages.
         epoch: The epoch of the mixture.
-        skip: Number of rows to skip.
-        once: Whether the stream is read only once in an epoch, so that its own ``skip`` can be used.
     """
 
-    def __init__(self, stream: Iterable[Any], number: int, epoch: int, skip: int, once: bool) -> None:
+    def __init__(self, stream: Iterable[Any], number: int, epoch: int) -> None:
         self._stream, self._number, self._epoch = stream, number, epoch
         self._turn = 0
         self._next: list[Any] = []
         self._rows: Iterator[Any] = iter(())
-        self._begin(skip if once else 0)
-        if not skip and self.at_end():
+        self._begin()
+        if self.at_end():
             raise ValueError(f"stream {number} has no rows")
-        for _ in range(0 if once else skip):
-            if self.at_end():
-                self.begin_again()
-            self.take()
 
     def at_end(self) -> bool:
         """Whether this reading of the stream has no row left."""
@@ -190,9 +167,9 @@ class _Turns:
     def begin_again(self) -> None:
         """Restart the stream."""
         self._turn += 1
-        self._begin(0)
+        self._begin()
         if self.at_end():
             raise ValueError(f"stream {self._number} has no rows when it is read again")
 
-    def _begin(self, skip: int) -> None:
-        self._rows = rows_from(self._stream, epoch=self._epoch + (self._turn << 32), skip=skip)
+    def _begin(self) -> None:
+        self._rows = rows_from(self._stream, epoch=self._epoch + (self._turn << 32))

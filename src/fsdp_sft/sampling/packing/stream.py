@@ -44,9 +44,9 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
     ``batch_size=None``.
 
     The position counts packs that training has consumed on all ranks, as in ``PackedSampler``. A resumed
-    stream skips the rows of consumed buffers, with ``rows.skip`` if there is one (as in a Hugging Face
-    ``IterableDataset``), else by reading them, and packs the current buffer again. A stream that was consumed
-    to its end begins its next epoch.
+    stream reads past the rows of consumed buffers and packs the current buffer again; ``skip`` of a Hugging
+    Face ``IterableDataset`` is not used, as it fixes the order of the files. A stream that was consumed to
+    its end begins its next epoch.
 
     Args:
         rows: An iterable, read lazily and again for each epoch, of rows with ``input_ids`` and ``labels`` or
@@ -181,7 +181,7 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
     def _all_packs(self) -> Iterator[list[Row]]:
         """Packs of the buffers from the boundary on; ``_later`` gets the end of each buffer."""
         place = self._start
-        source = rows_from(self.rows, epoch=self.epoch, skip=place.rows)
+        source = itertools.islice(rows_from(self.rows, epoch=self.epoch), place.rows, None)
         while buffer := list(itertools.islice(source, self.buffer_size)):
             try:
                 packs = pack_lengths(row_sizes(buffer)[0], self.max_length)
@@ -201,23 +201,13 @@ def _streams_of(rows: Iterable[Any]) -> Iterator[Any]:
         yield from _streams_of(part)
 
 
-def rows_from(stream: Iterable[Any], *, epoch: int, skip: int) -> Iterator[Any]:
-    """The rows of an epoch after the first ``skip``, by the stream's own ``skip`` if it has one."""
-    _set_epoch(stream, epoch)
-    own_skip = getattr(stream, "skip", None)
-    if not skip or not callable(own_skip):
-        return itertools.islice(iter(stream), skip, None)
-    rest: Iterable[Any] = own_skip(skip)
-    _set_epoch(rest, epoch)  # what datasets.IterableDataset.skip returns begins at epoch 0
-    return iter(rest)
-
-
-def _set_epoch(stream: Iterable[Any], epoch: int) -> None:
-    """Set the epoch of a stream, or of the data set of a DataLoader, which may shuffle by it."""
+def rows_from(stream: Iterable[Any], *, epoch: int) -> Iterator[Any]:
+    """The rows of an epoch of a stream, or of the data set of a DataLoader, which may shuffle by it."""
     for one in (stream, getattr(stream, "dataset", None)):
         set_epoch = getattr(one, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
             if one is not stream and isinstance(stream, DataLoader):
                 data.end_persistent_workers(stream)
-            return
+            break
+    return iter(stream)
