@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
 from fsdp_sft._process.codec import decode, dumps, encode, loads
-from fsdp_sft.dcp_io import manifest as manifest_module
+from fsdp_sft.dcp_io import manifest as manifest_module, retention
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full
 from tests.harness.ranks import run_distributed
@@ -186,3 +186,26 @@ def test_a_step_below_newer_ones_is_warned_about(tmp_path: Path) -> None:
         fs.save_checkpoint(tmp_path, step, model=model)
     with pytest.warns(UserWarning, match=r"step-150 is saved beside newer steps \(\[200, 300\]\)"):
         fs.save_checkpoint(tmp_path, 150, model=model)
+
+
+@pytest.mark.filterwarnings("ignore:.*saved beside newer steps")
+def test_only_steps_of_this_run_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(*steps: int, **options: Any) -> list[int]:
+        for step in steps:
+            fs.save_checkpoint(tmp_path, step, model=model, **options)
+        return [info.step for info in fs.find_checkpoints(tmp_path)]
+
+    def restarted() -> None:
+        monkeypatch.setattr(retention, "_own_steps", {})
+
+    model = torch.nn.Linear(3, 2)
+    assert save(5, 1000, metric=0.1) == [5, 1000]
+    restarted()
+    assert save(10, 20, keep_last=1) == [5, 20, 1000], "an earlier run's steps stay, before and after"
+    restarted()
+    fs.load_checkpoint(tmp_path / "step-20", model=model)
+    assert save(30, keep_last=1) == [30, 1000], "a run that goes on prunes the steps up to the one loaded"
+    restarted()
+    fs.load_checkpoint(tmp_path, model=model)
+    assert save(40, keep_last=1) == [40, 1000], "a step that is loaded and counted back from stays"
+    assert save(1010, metric=0.2, keep_last=1, keep_best=1) == [1000, 1010]

@@ -32,6 +32,7 @@ from fsdp_sft.dcp_io.optimizer_content import Optimizers
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
 from fsdp_sft.dcp_io.packed_base import check_packed, note_new_bytes, stored_tensors
 from fsdp_sft.dcp_io.rank_files import read_rank_content
+from fsdp_sft.dcp_io.retention import note_loaded
 from fsdp_sft.dcp_io.saving import Save
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError
 from fsdp_sft.shard.packing import packed_digest, packed_weights
@@ -146,7 +147,8 @@ def save_checkpoint(
             with code 1. ``destroy_process_group`` does
             not interrupt the save.
         keep_last: Number of the newest sound steps to keep, this one included. Older ones are deleted, and a
-            line of the log names them. None deletes nothing.
+            line of the log names them. Steps that this run has neither saved nor gone on from, and later
+            ones than this, do not count and stay. None deletes nothing.
         metric: Metric of this step, lower being better, the same on all ranks. A value that is not finite
             counts as None, which is never the best.
         keep_best: Number of the steps with the lowest metric to keep beside the newest ``keep_last``.
@@ -274,6 +276,7 @@ def load_checkpoint(
         folder, manifest = found
         try:
             loaded = _load_step(folder, manifest, model, optimizer)
+            note_loaded(folder, loaded.step)
             _tell_of_changes(loaded, model)
             seconds = time.perf_counter() - started
             ranks = loaded.world_size

@@ -14,6 +14,8 @@ from fsdp_sft.dcp_io.verify import file_problems, verify_folder
 from fsdp_sft.errors import CheckpointCorruptError
 
 _logger = logging.getLogger("fsdp_sft.dcp_io")
+# By root: the steps of this run, which are those that it has saved, and those up to one that it has loaded.
+_own_steps: dict[Path, set[int]] = {}
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,20 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
     return verify_folder(full_path(path), hashes=True)
 
 
-def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int) -> None:
-    """Delete sound steps except the newest ``keep_last`` and the best ``keep_best``.
+def note_loaded(folder: Path, step: int) -> None:
+    """A run that goes on from a step goes on with those before it."""
+    before = {number for number, _ in step_folders(folder.parent) if number <= step}
+    _own_steps.setdefault(folder.parent, set()).update(before)
 
-    The step that was just saved is kept and counts as one of the newest. Of two steps with equal metrics the
-    newer one is better. Damaged steps do not count and are not deleted, since someone may want to examine
-    them. Deletions are logged as warnings, which Python prints by default. A failure to list or delete steps
-    is only a warning: the new checkpoint is valid.
+
+def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int) -> None:
+    """Delete this run's sound steps except the newest ``keep_last`` and the best ``keep_best``.
+
+    The step that was just saved is kept and counts as the newest. Later ones, and those that this run has
+    neither saved nor gone on from, are another run's: they do not count and are not deleted. Damaged steps
+    neither, since someone may want to examine them. Of two steps with equal metrics the newer one is better.
+    Deletions are logged as warnings, which Python prints by default. A failure to list or delete steps is
+    only a warning: the new checkpoint is valid.
 
     Args:
         root: Root of all steps.
@@ -106,13 +115,16 @@ def prune(root: Path, *, keep_last: int | None, keep_best: int, just_saved: int)
         keep_best: Number of the steps with the lowest metric to keep beside them.
         just_saved: Number of the step that was just saved.
     """
+    own = _own_steps.setdefault(root, set())
+    own.add(just_saved)
     if keep_last is None:
         return
     try:
-        sound = [info for info in find_checkpoints(root) if info.sound]
+        found = find_checkpoints(root)
     except OSError as error:
         warn_caller(f"could not look at the steps below {root}; none was deleted: {error}")
         return
+    sound = [info for info in found if info.sound and info.step in own and info.step <= just_saved]
     others = [info for info in sound if info.step != just_saved]
     measured = [info for info in sound if info.metric is not None]
     best = sorted(measured, key=lambda info: (info.metric, -info.step))[:keep_best]

@@ -36,7 +36,7 @@ def prepare_root(root: Path, step: int) -> None:
     if newer:
         warn_caller(
             f"{target} is saved beside newer steps ({newer[:5]}). If training went back to an earlier one, "
-            "move those away: the newest are what pruning keeps and what the next start resumes from"
+            "move those away: the next start resumes from the newest, and keep_last leaves them"
         )
 
 
