@@ -1,6 +1,7 @@
 """What an exported model needs in order to chat as it was trained: chat template and end of an answer."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def write_tokenizer(folder: Path, tokenizer: Any, chat_template: str | None) -> 
     """
     if not hasattr(tokenizer, "chat_template"):  # None, or a tokenizer without templates
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            _save(tokenizer, folder)
         if chat_template is not None:
             (folder / "chat_template.jinja").unlink(missing_ok=True)
             write_bytes(folder / "chat_template.jinja", chat_template.encode())
@@ -41,8 +42,20 @@ def write_tokenizer(folder: Path, tokenizer: Any, chat_template: str | None) -> 
             "tokenizer's: pass chat_template= as the collator got it, so that the export is asked as it was "
             "trained"
         )
-    exported.save_pretrained(folder)
+    _save(exported, folder)
     return template
+
+
+def _save(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer by names that transformers 4 and mlx-lm know too: both refuse a TokenizersBackend."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(settings.get("extra_special_tokens"), list):
+            settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+        path.write_text(json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 def end_of_turn(tokenizer: Any, template: str | None) -> int | None:

@@ -1,6 +1,7 @@
 """The files of an export beside its weights: configuration, generation config, tokenizer and card."""
 
 import copy
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -88,12 +89,48 @@ def write_settings(
     """
     carry_code(model, config, folder)
     config.save_pretrained(folder)
+    _say_to_others(config, folder / "config.json")
     template = write_tokenizer(folder, tokenizer, chat_template)
     carry_processor(model.config, folder)
     if model.can_generate():
         write_generation_config(folder, model, config, end_of_turn(tokenizer, template))
     card = model_card(model, title, config.architectures[0], dtype or model.dtype, as_loaded=as_loaded)
     write_bytes(folder / "README.md", card.encode())
+
+
+def _say_to_others(config: Any, path: Path) -> None:
+    """Write a config in the fields of transformers 4 too, as other programs read no others.
+
+    Of ``rope_parameters`` alone transformers 4.57 reads nothing, and mlx-lm 0.32 nothing for most families:
+    both take a base of 10000 without a word. A field of which this transformers would make another config is
+    left out.
+    """
+    written = json.loads(path.read_text())
+    same = type(config).from_dict(copy.deepcopy(written)).to_dict()
+    for part in (written, written.get("text_config") or {}):
+        by_kind = part.get("rope_parameters") or {}
+        rope = by_kind.get("full_attention", by_kind)
+        fields = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        if rope.get("rope_type", "default") != "default":
+            fields["rope_scaling"] = {name: value for name, value in rope.items() if name not in fields}
+        if "sliding_attention" in by_kind:
+            fields["rope_local_base_freq"] = by_kind["sliding_attention"].get("rope_theta")
+        if part.get("model_type") == "gpt_neox":
+            fields = {
+                "rotary_emb_base": rope.get("rope_theta"),
+                "rotary_pct": rope.get("partial_rotary_factor"),
+            }
+        if "num_local_experts" in part:
+            fields["num_experts"] = part["num_local_experts"]
+        for name in [name for name in fields if name not in part]:
+            part[name] = fields[name]
+            try:
+                is_same = type(config).from_dict(copy.deepcopy(written)).to_dict() == same
+            except (KeyError, TypeError, ValueError):  # its own check of rotary embeddings
+                is_same = False
+            if not is_same:
+                del part[name]
+    path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
 
 
 def write_generation_config(folder: Path, model: Any, config: Any, stop: int | None) -> None:
