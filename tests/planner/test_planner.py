@@ -286,6 +286,32 @@ def test_states_are_counted_from_the_parameters() -> None:
     assert part("parameters (shards)", cpu_offload=True) == part("optimizer states", cpu_offload=True) == 0
 
 
+@pytest.mark.parametrize("ranks", [1, 8, 32])
+def test_8_bit_states_are_those_that_torchao_makes(ranks: int) -> None:
+    """It leaves small shards, and those of broken blocks, in the master's dtype: on 32 ranks most of a 135M."""
+    optim = pytest.importorskip("torchao.optim")
+    config = tf.LlamaConfig(  # of SmolLM 135M
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=4,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        shapes = [parameter.shape for parameter in tf.LlamaForCausalLM(config).parameters()]
+    optimizer, taken = optim.AdamW8bit([torch.zeros(1)]), 0
+    for shape in shapes:
+        shard = torch.zeros(-(-shape[0] // ranks), *shape[1:])
+        for is_signed in (True, False):
+            state = optimizer._new_buffer(shard, is_signed)
+            parts = [state.codes, state.scale] if hasattr(state, "codes") else [state]
+            taken += sum(part.numel() * part.itemsize for part in parts)
+    run = fs.Run(num_gpus=ranks, micro_batch_size=1, seq_length=64, optimizer="adamw8bit")
+    assert estimate_memory(config, run).breakdown["optimizer states"] == taken
+
+
 def test_what_costs_more_and_what_costs_less() -> None:
     def peak(**options: Any) -> int:
         base = {"num_gpus": 16, "micro_batch_size": 1, "seq_length": 2048, "loss_impl": "chunked"}

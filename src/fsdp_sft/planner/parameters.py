@@ -61,7 +61,11 @@ class Group:
 
     def shard_elements(self, num_shards: int, *, trained: bool | None = None) -> int:
         """Number of elements in one rank's shard of what is not packed, padding included."""
-        return sum(shard_numel(shape, num_shards) for shape in self._chosen(trained))
+        return sum(self.shards(num_shards, trained=trained))
+
+    def shards(self, num_shards: int, *, trained: bool | None = None) -> list[int]:
+        """Elements in one rank's shard of each parameter that is not packed, padding included."""
+        return [shard_numel(shape, num_shards) for shape in self._chosen(trained)]
 
     def moved(self, num_shards: int, *, trained: bool | None = None) -> list[int]:
         """Elements of each parameter that is not cut along its first dimension, in order."""
@@ -73,7 +77,7 @@ class Group:
 
     def largest_shard(self, num_shards: int) -> int:
         """Elements in one rank's shard of the largest trained parameter."""
-        return max((shard_numel(shape, num_shards) for shape in self._chosen(True)), default=0)
+        return max(self.shards(num_shards, trained=True), default=0)
 
     @property
     def packed(self) -> list[PackedLayout]:

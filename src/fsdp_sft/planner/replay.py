@@ -147,8 +147,8 @@ class _Step:
         setup, masters, states = self.setup, 0, 0
         for part, shards, count in self.parts:
             masters += count * part.stored_bytes(shards, setup)
-            trained = part.shard_elements(shards, trained=True)
-            states += count * _state_bytes(setup.optimizer, trained, setup.master_dtype)
+            trained = part.shards(shards, trained=True)
+            states += count * sum(_state_bytes(setup.optimizer, n, setup.master_dtype) for n in trained)
         self.hold(WORKSPACE, setup.device.workspace_bytes)
         self.shards_on_device = not setup.cpu_offload or setup.device.name == "cpu"
         if self.shards_on_device:
@@ -364,10 +364,10 @@ class _Step:
 
 
 def _state_bytes(optimizer: str, elements: int, master_dtype: torch.dtype) -> int:
-    """Bytes of the optimizer states of ``elements`` parameters."""
+    """Bytes of the optimizer states of a parameter, of which a rank's shard has ``elements``."""
     item = master_dtype.itemsize
-    if optimizer == "adamw8bit":
-        # Two states of one byte, and one float32 scale each for every 256 values.
-        # https://huggingface.co/docs/bitsandbytes/main/en/optimizers
-        return 2 * elements + 2 * 4 * (-(-elements // 256))
+    # torchao rounds the states of a shard that has 4,096 elements or more, and whole blocks of 256: to one byte,
+    # and a float32 scale for each block (``AdamW8bit._new_buffer``).
+    if optimizer == "adamw8bit" and elements >= 4096 and elements % 256 == 0:
+        return 2 * elements + 2 * 4 * (elements // 256)
     return {"sgd": 0, "sgd_momentum": 1}.get(optimizer, 2) * elements * item
