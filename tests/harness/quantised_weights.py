@@ -305,6 +305,17 @@ def int8_channel(rows: int, columns: int) -> Written:
     return Written({".weight": torch.tensor(q, dtype=torch.int8), ".weight_scale": scale}, values, settings)
 
 
+def int4_in_bytes(rows: int, columns: int, group: int = 32) -> Written:
+    """compressed-tensors' W4A8 and W4AFP8: int-quantized, a byte for each value of 4 bits."""
+    q = [[number - 8 for number in row] for row in _random(rows, columns, 4)]
+    scale = _scales(rows, math.ceil(columns / group)).bfloat16()
+    s = scale.float().tolist()
+    values = _loop(rows, columns, lambda i, j: f32(q[i][j] * s[i][j // group]))
+    scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    tensors = {".weight": torch.tensor(q, dtype=torch.int8), ".weight_scale": scale}
+    return Written(tensors, values, _compressed("int-quantized", **scheme))
+
+
 def awq(rows: int, columns: int, group: int = 32) -> Written:
     """AutoAWQ's gemm layout: the transpose, eight columns to a word in the order 0 2 4 6 1 3 5 7."""
     order = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -389,6 +400,13 @@ def nf4(rows: int, columns: int, *, nested: bool = True, block: int = 64) -> Wri
     return Written(tensors, values, settings)
 
 
+def nf4_as_bfloat16(rows: int, columns: int) -> Written:
+    """The same bytes as bfloat16, as ``bnb_4bit_quant_storage`` names them."""
+    made = nf4(rows, columns)
+    made.tensors[".weight"] = made.tensors[".weight"].view(-1).view(torch.bfloat16)[:, None]
+    return made
+
+
 FORMATS: dict[str, Callable[[int, int], Written]] = {
     "fp8 block": fp8_block,
     "fp8 block, e8m0": lambda r, c: fp8_block(r, c, scales="e8m0"),
@@ -409,6 +427,7 @@ FORMATS: dict[str, Callable[[int, int], Written]] = {
     "int4 asymmetric": lambda r, c: integers(r, c, symmetric=False),
     "int4 ordered": lambda r, c: integers(r, c, symmetric=False, ordered=True),
     "int8 unpacked": int8_channel,
+    "int4 unpacked": int4_in_bytes,
     "awq": awq,
     "gptq": gptq,
     "gptq v2": lambda r, c: gptq(r, c, form="gptq_v2"),
@@ -416,4 +435,5 @@ FORMATS: dict[str, Callable[[int, int], Written]] = {
     "gptq 8 bits": lambda r, c: gptq(r, c, 8, 64),
     "nf4": lambda r, c: nf4(r, c, nested=False),
     "nf4 nested": nf4,
+    "nf4 as bfloat16": nf4_as_bfloat16,
 }

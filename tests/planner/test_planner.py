@@ -288,7 +288,7 @@ def test_states_are_counted_from_the_parameters() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 8, 32])
 def test_8_bit_states_are_those_that_torchao_makes(ranks: int) -> None:
-    """It leaves small shards, and those of broken blocks, in the master's dtype: on 32 ranks most of a 135M."""
+    """It leaves small shards, and those of broken blocks, in the master's dtype."""
     optim = pytest.importorskip("torchao.optim")
     config = tf.LlamaConfig(  # of SmolLM 135M
         vocab_size=49152,

@@ -9,6 +9,7 @@ Source: bitsandbytes/functional.py (``QuantState``, ``dequantize_4bit``, ``dequa
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from fsdp_sft._tensors.packed import StoredPart
 
 _STATE = ".quant_state.bitsandbytes__"
 _FLOAT = (torch.float32,)
+_STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)  # bnb_4bit_quant_storage
 _MAX_OFFSET = 3e38
 
 
@@ -45,14 +47,17 @@ def _add(tensors: Tensors, key: str) -> None:
     stated = tensors.first(f"{key}{_STATE}{kind}" for kind in ("nf4", "fp4"))
     if stated is None:
         raise settings.refused(f"{key!r} is packed, and {key + _STATE!r}nf4, which it needs, is not there")
-    codes = tensors.take(key, key, (torch.uint8,))
+    codes = tensors.take(key, key, _STORAGE)
+    # The same bytes, whichever dtype names them: FSDP1 wanted that of the other weights.
+    size, item = codes.entry.num_bytes, codes.entry.dtype.itemsize
+    codes = replace(codes, entry=replace(codes.entry, dtype=torch.uint8, shape=(size, 1)))
     tensors.take(stated, key, (torch.uint8,))
     state = _state(tensors, stated)
     shape, block = state["shape"], settings.block(state.get("blocksize"), f"blocksize of {stated}")
     count = math.prod(shape)
-    if len(shape) < 2 or math.prod(codes.entry.shape) != -(-count // 2) or block % 2:
+    if len(shape) < 2 or not -(-count // 2) <= size < -(-count // 2) + item or block % 2:
         raise settings.refused(
-            f"{key!r} has shape {codes.entry.shape}, which does not hold the {shape} values that {stated!r} "
+            f"{key!r} has {size} bytes, which does not hold the {shape} values that {stated!r} "
             f"names, in blocks of {block}"
         )
     blocks = -(-count // block)

@@ -57,7 +57,6 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
         for s in schemes
         if s.get("type", "int") == "int" and s.get("num_bits") in (4, 8)
     ]
-    blocks = [_block(tensors.settings, s) for s in schemes if s.get("num_bits") == 8]
     for key in keys:
         if not tensors.is_free(key):
             continue
@@ -71,16 +70,24 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
             else:
                 fp4.find_mx(tensors, name, key, scales)
         elif dtype in (*elements.FLOATS, torch.int8) and tensors.is_free(f"{key}_scale"):
-            zeros = f"{key}_zero_point"
+            # Of 4 bits too: W4A8 and W4AFP8 have them in whole bytes.
+            kind, zeros = "float" if dtype in elements.FLOATS else "int", f"{key}_zero_point"
+            stored = [s for s in schemes if s.get("type", "int") == kind and s["num_bits"] <= 8]
+            blocks = [_block(tensors.settings, s) for s in stored]
             elements.find(tensors, key, f"{key}_scale", blocks, zeros if tensors.is_free(zeros) else None)
 
 
 def bits(settings: Settings) -> float:
     """Bits of a packed value with its share of the scales, by the first scheme."""
     scheme = next(iter(_schemes(settings)), {"num_bits": 8})
-    block, width = _block(settings, scheme), scheme.get("num_bits", 8)
+    block, width = _block(settings, scheme), 8 if _is_in_bytes(settings) else scheme.get("num_bits", 8)
     shared = block[0] * block[1] if block else 0
     return float(width + (8 if scheme.get("type") == "float" else 16) / shared) if shared else float(width)
+
+
+def _is_in_bytes(settings: Settings) -> bool:
+    """Whether integers have a byte each, however few bits they use."""
+    return settings.fields.get("format") == "int-quantized"
 
 
 def _schemes(settings: Settings) -> list[Mapping[str, Any]]:
@@ -130,7 +137,9 @@ def stored_as(settings: Settings, shape: Ints) -> Entries | None:
     grid = (1, -(-width // across)) if across else (1,)
     of_scales = torch.uint8 if settings.fields.get("format") == "mxfp8-quantized" else torch.bfloat16
     scales = {names["scale"]: (of_scales, grid)}
-    if number == 8 and (is_float or settings.fields.get("format") != "pack-quantized"):
+    if _is_in_bytes(settings) or (
+        number == 8 and (is_float or settings.fields.get("format") != "pack-quantized")
+    ):
         return {"w.weight": (torch.float8_e4m3fn if is_float else torch.int8, (1, width)), **scales}
     if is_float or number not in (4, 8) or not scheme.get("symmetric", True):
         return None

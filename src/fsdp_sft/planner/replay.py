@@ -366,7 +366,7 @@ class _Step:
 def _state_bytes(optimizer: str, elements: int, master_dtype: torch.dtype) -> int:
     """Bytes of the optimizer states of a parameter, of which a rank's shard has ``elements``."""
     item = master_dtype.itemsize
-    # torchao rounds the states of a shard that has 4,096 elements or more, and whole blocks of 256: to one byte,
+    # torchao rounds the states of a shard that has 4,096 elements or more in whole blocks of 256, to one byte
     # and a float32 scale for each block (``AdamW8bit._new_buffer``).
     if optimizer == "adamw8bit" and elements >= 4096 and elements % 256 == 0:
         return 2 * elements + 2 * 4 * (elements // 256)
