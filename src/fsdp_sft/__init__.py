@@ -110,7 +110,8 @@ __all__ = sorted([*_OWNERS, "__version__"])
 def __getattr__(name: str) -> Any:
     owner = _OWNERS.get(name)
     if owner is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        here = import_module("fsdp_sft._process.words").answer(name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{': ' * bool(here)}{here}")
     value = getattr(import_module(owner), name)
     globals()[name] = value
     return value

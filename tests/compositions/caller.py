@@ -1,5 +1,6 @@
 """The same training as its user writes it with the library: runs on every rank of a draw's mesh."""
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
-from fsdp_sft._process.former import FORMER
 from tests.compositions import architectures, options
 from tests.compositions.axes import Draw
 from tests.compositions.plain import Tensors, Trained
@@ -271,7 +271,7 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
         load: Any = fs.load_pretrained
         if draw["start"] == "load_prepared":
             load, source = fs.load_prepared, fs.prepare_base(source, folder / "prepared", mesh=mesh)
-        if not common.keys() & FORMER[load.__name__].keys() and keeps is None and not offload:
+        if common.keys() <= inspect.signature(load).parameters.keys() and keeps is None and not offload:
             return load(source, **common)
         return composed(source, **common, sac={"save": keeps, "offload": offload})
     model: Any

@@ -102,11 +102,11 @@ MISTAKES = [
         ("tests/test_mistakes.py",),
     ),
     Mistake(
-        "a keyword that left is like any other unknown one",
-        "_process/former.py",
-        "kwargs.keys() & former.keys()",
+        "a word of another library is like any other unknown one",
+        "_process/words.py",
+        "kwargs.keys() - known.keys()",
         "()",
-        ("tests/process/test_former.py",),
+        ("tests/process/test_words.py",),
     ),
     Mistake(
         "placeholders of images are trained",

@@ -19,6 +19,7 @@ from fsdp_sft._model.named import named_tensors, slot
 from fsdp_sft._model.towers import frozen_towers, pattern_of
 from fsdp_sft._model.wrappers import base_of, unwrapped
 from fsdp_sft._process.generators import unmoved
+from fsdp_sft._process.words import answered
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 
+@answered
 def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) -> "PeftModel":
     """``peft.get_peft_model``, with adapters that are the same on every rank and at every world size.
 

@@ -8,7 +8,7 @@ from types import FrameType
 from fsdp_sft.errors import printable
 
 # Modules whose frames are between a caller and a function of ours: those of `with` and of decorators.
-_BETWEEN = ("contextlib", "torch.utils._contextlib", "fsdp_sft._process.former")
+_BETWEEN = ("contextlib", "torch.utils._contextlib", "fsdp_sft._process.words")
 
 
 def warn_caller(text: str) -> None:

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import (
     all_gather_objects,
     control_group,
@@ -70,6 +71,7 @@ class DistributedContext:
         )
 
 
+@answered
 def init_distributed(
     *,
     device_type: str | None = None,

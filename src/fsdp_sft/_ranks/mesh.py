@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_sft._compat.groups import careful_gloo, split_axis
+from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import all_reduce_sum, raise_first, world_size
 from fsdp_sft._ranks.rendezvous import connect_neighbours
 
@@ -200,6 +201,7 @@ def host_group(mesh: "DeviceMesh", axis: str) -> dist.ProcessGroup:
     return groups[axis]
 
 
+@answered
 def build_mesh(
     *, dp_replicate: int = 1, dp_shard: int | None = None, cp: int = 1, device_type: str | None = None
 ) -> "DeviceMesh":

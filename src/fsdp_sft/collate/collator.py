@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 from fsdp_sft._model.vocabulary import check_row
 from fsdp_sft._model.wrappers import tokenizer_of
 from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._process.words import answered
 from fsdp_sft.collate.encode import EncodedChat, encode_rows, truncate
 from fsdp_sft.collate.filtering import let_pass
 from fsdp_sft.collate.options import EncodeKeywords, check_choice, check_count, options_of
@@ -55,6 +56,7 @@ class SFTCollator:
         0
     """
 
+    @answered
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,

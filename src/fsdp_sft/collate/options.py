@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, Literal, TypedDict
 
+from fsdp_sft._process.words import answer
 from fsdp_sft.collate.messages import ROLES
 from fsdp_sft.collate.rows import FORMATS, check_template_kwargs
 
@@ -80,9 +80,8 @@ def options_of(function: str, options: Mapping[str, Any], **own: Any) -> EncodeO
     """
     known = {field.name for field in fields(EncodeOptions)}
     for name in options.keys() - known:
-        near = get_close_matches(name, known, 1)
-        meant = f"do you mean {near[0]}=?" if near else f"its options are {', '.join(sorted(known))}"
-        raise TypeError(f"{function} takes no {name}=; {meant}")
+        here = answer(name, known) or f"its options are {', '.join(sorted(known))}"
+        raise TypeError(f"{function} takes no {name}=: {here}")
     return EncodeOptions(**options, **own)
 
 

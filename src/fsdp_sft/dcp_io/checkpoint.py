@@ -17,6 +17,7 @@ from fsdp_sft._model.sharded import reshard
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.codec import decode, loads
 from fsdp_sft._process.generators import set_generator_states
+from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, background_group, is_distributed, tell, this_rank, world_size
 from fsdp_sft._tensors.disk import full_path, read_bytes
 from fsdp_sft._tensors.stored import StoredFolder
@@ -110,6 +111,7 @@ class LoadedCheckpoint:
         return tuple(read_rank_content(self.path, self._manifest, rank)[1] for rank in ranks)
 
 
+@answered
 def save_checkpoint(
     root: str | os.PathLike[str],
     step: int,
@@ -216,6 +218,7 @@ def save_checkpoint(
     return SavedCheckpoint(save.target, time.perf_counter() - started, background)
 
 
+@answered
 def load_checkpoint(
     path_or_root: str | os.PathLike[str],
     *,

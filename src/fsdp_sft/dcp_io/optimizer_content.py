@@ -31,7 +31,10 @@ def as_list(optimizer: Optimizers) -> list[Optimizer]:
         raise ValueError("optimizer must be an optimizer or a list of them, got an empty list")
     for one in given:
         if not hasattr(one, "param_groups") or not hasattr(one, "state"):
-            raise TypeError(f"optimizer must be an optimizer or a list of them, got {type(one).__name__}")
+            raise TypeError(
+                f"optimizer must be an optimizer or a list of them, got {type(one).__name__}; train_step "
+                "takes model, micro_batches, optimizer in this order"
+            )
     return given  # type: ignore[return-value]
 
 

@@ -11,14 +11,14 @@ from fsdp_sft._compat.fsdp import compute_dtypes
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.sharded import compute_device, mesh_of
 from fsdp_sft._model.wrappers import unwrapped
-from fsdp_sft._process.former import told_of_former
+from fsdp_sft._process.words import answered
 from fsdp_sft.errors import UnsupportedModelError
 
 _ALIGNED = 16  # a row of grouped_mm's operands must be a multiple of so many bytes
 _logger = logging.getLogger("fsdp_sft.experts")
 
 
-@told_of_former
+@answered
 def prepare_experts(model: nn.Module, *, impl: str = "auto") -> str:
     """Compute a mixture's experts by an implementation that runs here and is as exact as plain products.
 

@@ -10,6 +10,7 @@ import torch
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors, model_tensors
 from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, share, this_rank
 from fsdp_sft._tensors.disk import sweep, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 
+@answered
 def export_adapter(
     model: "PeftModel",
     out_dir: str | os.PathLike[str],

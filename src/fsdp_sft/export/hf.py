@@ -18,6 +18,7 @@ from fsdp_sft._model.blocks import configs_without_caches
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._process.words import answered
 from fsdp_sft._quantised.carried import carry_settings
 from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
 from fsdp_sft._tensors.disk import check_room, sweep, temporary_beside
@@ -35,6 +36,7 @@ from fsdp_sft.export.upload import make_repository, upload
 _logger = logging.getLogger(__name__)
 
 
+@answered
 def export_hf(
     model: nn.Module,
     out_dir: str | os.PathLike[str],

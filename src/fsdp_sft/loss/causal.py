@@ -8,8 +8,8 @@ from torch import nn
 
 from fsdp_sft._model.sharded import training_mesh_of
 from fsdp_sft._process.callers import warn_caller
-from fsdp_sft._process.former import told_of_former
 from fsdp_sft._process.streams import travelling
+from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import world_size
 from fsdp_sft._ranks.mesh import cp_size
 from fsdp_sft.attention.context_parallel import compare_again, sequence_group_of
@@ -112,7 +112,7 @@ def _own_part(model: nn.Module, batch: Batch, impl: LossImpl) -> Batch:
     return own_part(batch, group)  # type: ignore[no-any-return]
 
 
-@told_of_former
+@answered
 def causal_lm_loss(
     model: nn.Module,
     batch: Batch,

@@ -9,6 +9,7 @@ from typing import IO, Self
 
 import torch
 
+from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.metrics.sinks import JsonlSink, LineSink, MetricSink, Scalar
 
@@ -46,6 +47,7 @@ class MetricLogger:
         {"step": 1, "time": ..., "loss": 0.5, "lr": 1e-05}
     """
 
+    @answered
     def __init__(
         self,
         *,

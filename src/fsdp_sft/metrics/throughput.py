@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 
 from fsdp_sft._process.devices import resolve_device, synchronize
-from fsdp_sft._process.former import told_of_former
+from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import tell, this_rank
 from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.metrics.flops import peak_flops_per_second
@@ -84,7 +84,7 @@ class ThroughputMeter:
         250.0
     """
 
-    @told_of_former
+    @answered
     def __init__(
         self,
         *,

@@ -21,23 +21,22 @@ class TensorBoardSink:
     Args:
         folder: Folder of the event file; made at the first `log`.
 
+    Raises:
+        ImportError: TensorBoard is not installed.
+
     Example:
-        >>> with fs.MetricLogger(sinks=[fs.TensorBoardSink("runs")]) as logger:
-        ...     logger.log({"loss": 0.5}, step=1)  # doctest: +SKIP
+        >>> with fs.MetricLogger(sinks=[fs.TensorBoardSink("runs")]) as logger:  # doctest: +SKIP
+        ...     logger.log({"loss": 0.5}, step=1)
     """
 
     def __init__(self, folder: str | Path) -> None:
+        _require("tensorboard")
         self._folder = full_path(folder)
         self._writer: Any = None
 
     def log(self, metrics: Mapping[str, Scalar], step: int) -> None:
-        """Add one point to each metric's curve.
-
-        Raises:
-            ImportError: TensorBoard is not installed.
-        """
+        """Add one point to each metric's curve."""
         if self._writer is None:
-            _require("tensorboard")
             self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(self._folder))
         for key, value in metrics.items():
             if isinstance(value, str):
@@ -64,16 +63,13 @@ class _RunSink(ABC):
                 f"init holds the arguments of {self._module}.init, such as {{'project': 'sft'}}; "
                 f"got {type(init).__name__}"
             )
+        _require(self._module)
         self._init = dict(init)
         self._run: Any = None
         self._is_own = False
 
     def log(self, metrics: Mapping[str, Scalar], step: int) -> None:
-        """Send the metrics of one step, without those that are None; the first call starts a run if needed.
-
-        Raises:
-            ImportError: The tracker is not installed.
-        """
+        """Send the metrics of one step, without those that are None, to a run that is started if needed."""
         if self._run is None:
             module = _require(self._module)
             self._run = self._run_going_on(module)
@@ -116,12 +112,13 @@ class WandbSink(_RunSink):
 
     Raises:
         TypeError: `init` is not a mapping.
+        ImportError: The package is not installed.
 
     Example:
-        >>> sink = fs.WandbSink({"project": "sft", "config": {"lr": 1e-5}})
-        >>> logger = fs.MetricLogger(sinks=[sink])
+        >>> sink = fs.WandbSink({"project": "sft", "config": {"lr": 1e-5}})  # doctest: +SKIP
+        >>> logger = fs.MetricLogger(sinks=[sink])  # doctest: +SKIP
         >>> logger.log({"loss": 0.5}, step=1)  # doctest: +SKIP
-        >>> logger.close()
+        >>> logger.close()  # doctest: +SKIP
     """
 
     _module = "wandb"
@@ -141,11 +138,12 @@ class TrackioSink(_RunSink):
 
     Raises:
         TypeError: `init` is not a mapping.
+        ImportError: The package is not installed.
 
     Example:
-        >>> logger = fs.MetricLogger(sinks=[fs.TrackioSink({"project": "sft"})])
+        >>> logger = fs.MetricLogger(sinks=[fs.TrackioSink({"project": "sft"})])  # doctest: +SKIP
         >>> logger.log({"loss": 0.5}, step=1)  # doctest: +SKIP
-        >>> logger.close()
+        >>> logger.close()  # doctest: +SKIP
     """
 
     _module = "trackio"

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fsdp_sft._process.former import told_of_former
+from fsdp_sft._process.words import answered
 from fsdp_sft.attention.context_parallel import check_shareable
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.model import CHECKED_FAMILIES, Skeleton, as_config, build_skeleton
@@ -65,7 +65,7 @@ class MemoryEstimate:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-@told_of_former
+@answered
 def estimate_memory(config: "PreTrainedConfig | str | os.PathLike[str]", run: Run) -> MemoryEstimate:
     """Estimate the peak memory per GPU of training a causal language model with this library.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Unpack
 
+from fsdp_sft._process.words import answered
 from fsdp_sft.errors import NoPlanError, UnsupportedModelError
 from fsdp_sft.planner.advice import what_would_fit
 from fsdp_sft.planner.budget import Budget, budget_of
@@ -34,6 +35,7 @@ _LARGEST_SEARCH = 4096  # GPUs
 _WORTH_A_LOOK = 0.01  # share of a step: what could save less is not tried
 
 
+@answered
 def plan_run(
     config: "PreTrainedConfig | str | os.PathLike[str]",
     *,

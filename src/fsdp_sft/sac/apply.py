@@ -10,6 +10,7 @@ from torch import nn
 from fsdp_sft._compat.compile import compile_memory_budget
 from fsdp_sft._model.blocks import find_blocks, is_never_called
 from fsdp_sft._model.towers import frozen_towers, pattern_of
+from fsdp_sft._process.words import answered
 from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, enter_mode, restore
 from fsdp_sft.sac.decisions import checkpoint_of
 from fsdp_sft.sac.groups import check_before_forward
@@ -19,6 +20,7 @@ from fsdp_sft.sac.ops import check_kept, checkpoint_keeping
 from fsdp_sft.sac.ratio import Placement, Ratio, select_block_indices
 
 
+@answered
 def apply_sac(
     model: nn.Module,
     ratio: Ratio | None = None,

@@ -86,6 +86,7 @@ def _before_part(proof: _Proof, name: str, part: nn.Module, args: Any) -> None:
         raise UnsupportedModelError(
             f"{proof.block} was chosen by apply_sac, but its part {name!r} runs outside of its "
             "checkpoint, so nothing would be recomputed. If the model calls the block's parts instead of the "
-            "block, choose what it calls with blocks=[...]; if something has replaced the block's forward or "
-            "turned its checkpointing off since, call apply_sac after that"
+            "block, choose what it calls with blocks=[...]; if something has changed the block's forward or "
+            "checkpointing since, as gradient_checkpointing_enable() does, leave it out or call apply_sac "
+            "after it"
         )

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Sampler
 
 from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import this_rank, world_size
 from fsdp_sft._ranks.mesh import data_parallel_place, mesh_of_job
 
@@ -200,6 +201,7 @@ class ResumableSampler(Placed, Sampler[int]):
         (6, 1)
     """
 
+    @answered
     def __init__(
         self,
         data: Sized | int,

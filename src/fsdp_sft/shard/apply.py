@@ -31,10 +31,12 @@ from fsdp_sft.sac import check_now
 from fsdp_sft.shard.describe import name_uneven
 from fsdp_sft.shard.embeddings import follow_root
 from fsdp_sft.shard.expert_parallel import check_placeable_experts, place_experts
+from fsdp_sft.shard.foreign_saves import refuse_foreign_saves
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_sft._process.words import answered
 from fsdp_sft.shard.packing import STORED, choose_packed, pack_loaded, packed_or_dtype
 from fsdp_sft.shard.policies import Policies, check_policies, own_policies
 from fsdp_sft.shard.units import (
@@ -51,6 +53,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _logger = logging.getLogger(__name__)
 
 
+@answered
 def shard_model(
     model: Model,
     *,
@@ -184,6 +187,7 @@ def shard_model(
     if mesh.get_rank() == 0:
         name_uneven(model, mesh.size(mesh.ndim - 1), mesh.size(0) if mesh.ndim > 1 else 1, cp_size(given))
     remember_mesh(model, given)
+    refuse_foreign_saves(model, shared=mesh.size(mesh.ndim - 1) > 1)
     if packed is not None and packed != STORED:
         pack_loaded(model)
     tell(

@@ -7,9 +7,11 @@ from torch import nn
 
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._model.recompiles import compile_block
+from fsdp_sft._process.words import answered
 from fsdp_sft.sac import Ratio, compile_under_budget, named_blocks
 
 
+@answered
 def compile_blocks(
     model: nn.Module,
     *,

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fsdp_sft._model.sharded import compute_device, reshard, training_mesh_of
-from fsdp_sft._process.former import told_of_former
 from fsdp_sft._process.streams import LateValues
+from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, sum_over_mesh
 from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.errors import BatchError
@@ -64,7 +64,7 @@ class EvalResult:
     metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
 
-@told_of_former
+@answered
 def evaluate(
     model: nn.Module,
     batches: Iterable[Any],

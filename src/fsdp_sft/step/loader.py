@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from fsdp_sft._model.vocabulary import Vocabulary
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.trace_spans import part
+from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import all_reduce_min, all_reduce_sum, raise_first
 from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, host_group, mesh_of_job
 from fsdp_sft.errors import BatchError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@answered
 def windows(
     loader: Iterable[Any] | None,
     grad_accum_steps: int,

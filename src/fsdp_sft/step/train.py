@@ -12,9 +12,9 @@ from fsdp_sft._compat.optim import forget_unscaled, known_scale
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._model.vocabulary import padding_token
 from fsdp_sft._process.callers import warn_caller
-from fsdp_sft._process.former import told_of_former
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._process.trace_spans import part
+from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._ranks.mesh import copies_of_rows
 from fsdp_sft.attention.context_parallel import sequence_group_of
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 GradSync = Literal["each", "last", "reduce_scatter"]
 
 
-@told_of_former
+@answered
 def train_step(
     model: nn.Module,
     micro_batches: list[Any],

@@ -13,6 +13,7 @@ from fsdp_sft._model.adapters import refuse_initialised_from_base, without_adapt
 from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.wrappers import base_of, inner_model, is_transformers
+from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, difference, is_distributed
 from fsdp_sft._ranks.launch import own_share
 from fsdp_sft._tensors.boxes import replicate_dims
@@ -32,6 +33,7 @@ Strategy = Literal["auto", "slice", "exchange"]
 _MIN_BUDGET_BYTES = 1 << 16
 
 
+@answered
 def load_weights(
     model: nn.Module,
     name_or_path: str | os.PathLike[str],

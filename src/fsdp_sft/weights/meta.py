@@ -26,6 +26,7 @@ from fsdp_sft._model.record import record_of
 from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._process.limits import blame_no_file
+from fsdp_sft._process.words import answered
 from fsdp_sft._quantised.find import check
 from fsdp_sft._quantised.settings import Quantised, settings_for, without_settings
 from fsdp_sft._ranks.agree import tell
@@ -48,6 +49,7 @@ _SMALL_BYTES = 1 << 20
 _PROBES = 64
 
 
+@answered
 def build_meta_model(
     name_or_path: str | os.PathLike[str],
     *,

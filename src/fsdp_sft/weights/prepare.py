@@ -15,7 +15,7 @@ from fsdp_sft._compat.models import tied_names
 from fsdp_sft._model.state import ModelTensors, model_tensors
 from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._process.dtypes import check_dtypes
-from fsdp_sft._process.former import told_of_former
+from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, share, this_rank, while_others_wait
 from fsdp_sft._tensors.disk import full_path, sweep, unsound_beside
 from fsdp_sft._tensors.lock import Lock, claim_on
@@ -153,7 +153,7 @@ def prepare_base(
     return target
 
 
-@told_of_former
+@answered
 def load_prepared(
     path: str | os.PathLike[str],
     *,

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_sft._model.adapters import add_adapters
 from fsdp_sft._model.towers import freeze_towers
 from fsdp_sft._process.dtypes import check_dtypes
-from fsdp_sft._process.former import told_of_former
+from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed
 from fsdp_sft.sac import Ratio, apply_sac
 from fsdp_sft.shard.apply import shard_model
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@told_of_former
+@answered
 def load_pretrained(
     name_or_path: str | os.PathLike[str],
     *,

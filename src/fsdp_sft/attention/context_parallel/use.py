@@ -11,6 +11,7 @@ from fsdp_sft._model.record import findings, kept_of, record_of
 from fsdp_sft._model.sharded import mesh_of
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed
 from fsdp_sft._ranks.mesh import CP, cp_size
 from fsdp_sft.attention.context_parallel.group import PREFIX, SequenceGroup, not_divisible, sequence_group_in
@@ -31,6 +32,7 @@ class _Compared:
     done: bool = False
 
 
+@answered
 def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
     """Let the ranks along a mesh's ``cp`` axis share the tokens of each row, with exact results.
 

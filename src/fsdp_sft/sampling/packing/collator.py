@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsdp_sft._process.words import answered
 from fsdp_sft.collate import EncodedChat
 from fsdp_sft.collate.encoded import EncodedDataset
 from fsdp_sft.collate.rows import check_encoded, read_encoded
@@ -43,6 +44,7 @@ class PackedCollator:
         ([[0, 1, 2, 0, 1, 2, 0, 1]], [[-100, 5, 5, -100, 6, 6, -100, -100]])
     """
 
+    @answered
     def __init__(
         self,
         *,

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._process.words import answered
 from fsdp_sft.sampling.packing.balance import balanced_rounds, deal
 from fsdp_sft.sampling.packing.bins import as_ints, check_lengths, pack_lengths
 from fsdp_sft.sampling.packing.cost import RowCost
@@ -70,6 +71,7 @@ class PackedSampler(Placed, Sampler[list[int]]):
         ... )
     """
 
+    @answered
     def __init__(
         self,
         lengths: Any,

@@ -16,7 +16,7 @@ from fsdp_sft._model.record import findings, forget_findings, is_changed
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.wrappers import unwrapped
-from fsdp_sft._process.former import told_of_former
+from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.mesh import raise_on_mesh, sum_over_mesh
 from fsdp_sft._tensors.rounding import TOLERANCES, logits_tolerance
 from fsdp_sft.errors import PackingError
@@ -78,7 +78,7 @@ class PackingReport:
         )
 
 
-@told_of_former
+@answered
 def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
     """Check that a row in a pack gives the same logits as alone; call it once before training.
 

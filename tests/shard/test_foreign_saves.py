@@ -1,0 +1,85 @@
+"""Methods of transformers and peft that would write, send or change one rank's shards."""
+
+import copy
+import io
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+
+import fsdp_sft as fs
+from tests.harness.device import mesh_here
+from tests.harness.models import full, tiny_model
+from tests.harness.ranks import run_distributed
+
+FOREIGN: dict[str, Any] = {
+    "save_pretrained": lambda model, folder: model.save_pretrained(folder),
+    "with its shards": lambda model, folder: model.save_pretrained(folder, state_dict=model.state_dict()),
+    "push_to_hub": lambda model, folder: model.push_to_hub(folder.name),
+}
+
+
+def _refused(folder: Path, *, lora: bool) -> None:
+    model: Any = tiny_model("llama")
+    if lora:
+        model = fs.add_adapters(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    fs.shard_model(model, mesh=mesh_here())
+    for one in (model, model.get_base_model() if lora else model):
+        for name, call in FOREIGN.items():
+            with pytest.raises(fs.UnsupportedModelError, match="export_hf"):
+                call(one, folder / "out")
+            assert not (folder / "out").exists(), name
+        with pytest.raises(fs.UnsupportedModelError, match="new_vocab_size"):
+            one.resize_token_embeddings(200)
+        assert one.resize_token_embeddings() is one.get_input_embeddings()
+    (fs.export_adapter if lora else fs.export_hf)(model, folder / "exported")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_they_are_refused_before_anything_is_written(lora: bool, tmp_path: Path) -> None:
+    run_distributed(_refused, 2, tmp_path, lora=lora)
+    assert (tmp_path / "exported" / ("adapter_config.json" if lora else "config.json")).exists()
+
+
+def _gathered(folder: Path) -> None:
+    model: Any = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
+    whole = {name: full(value).cpu() for name, value in model.state_dict().items()}
+    if fs.init_distributed().is_main:
+        model.save_pretrained(folder / "out", state_dict=dict(whole))
+        written = load_file(folder / "out" / "model.safetensors")
+        assert all(torch.equal(value, whole[name]) for name, value in written.items())
+
+
+def test_values_that_were_gathered_are_saved(tmp_path: Path) -> None:
+    run_distributed(_gathered, 2, tmp_path)
+
+
+def _pickled() -> None:
+    model: Any = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
+    shards = model.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(copy.deepcopy(shards)) == list(shards)
+        model.load_state_dict(shards)
+    shared = fs.init_distributed().world_size > 1
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.save(shards, file := io.BytesIO())
+        pickle.dumps({"model": shards})
+    assert [str(one.message).partition(",")[0] for one in said] == (
+        ["these are the shards of one rank"] * 2 if shared else []
+    )
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert list(again) == list(shards)
+    assert type(again).__name__ == "OrderedDict"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pickled_shards_are_said_to_be_one_ranks(ranks: int) -> None:
+    run_distributed(_pickled, ranks)
