@@ -1,4 +1,4 @@
-"""Checkpoints of causal LMs with a new head, as reward models and classifiers: the page about them, and plain."""
+"""Causal LMs with a new head, as reward models and classifiers: the page about them, and plain."""
 
 import re
 from typing import Any
@@ -80,7 +80,7 @@ def _beside_plain(base: dict[str, Any], num_labels: int) -> dict[str, float]:
     torch.manual_seed(0)
     plain = AutoModelForSequenceClassification.from_pretrained(base["path"], dtype=torch.float64, **fields)
     plain.to(device_type())
-    differ = {"head": float((full(ours.score.weight).cpu() - plain.score.weight.cpu()).abs().max())}
+    differ = {"head": float((full(ours.score.weight) - plain.score.weight.cpu()).abs().max())}
 
     window = [_texts(base, rows) for rows in SPLIT[mesh.size()][mesh.get_rank()]]
     sgd = torch.optim.SGD(ours.parameters(), lr=1.0)
@@ -95,7 +95,8 @@ def _beside_plain(base: dict[str, Any], num_labels: int) -> dict[str, float]:
     stepped = dict(plain.named_parameters())
     differ |= {"loss": abs(result.loss - float(loss)), "norm": abs(result.grad_norm - float(norm))}
     differ["parameters"] = max(
-        float((full(p).cpu() - stepped[name].detach().cpu()).abs().max()) for name, p in ours.named_parameters()
+        float((full(p).cpu() - stepped[name].detach().cpu()).abs().max())
+        for name, p in ours.named_parameters()
     )
     return differ
 
