@@ -107,8 +107,6 @@ PRIVATE = [
 
 @pytest.mark.parametrize(("user", "module", "name", "public"), PRIVATE, ids=lambda value: str(value))
 def test_a_private_name_is_there_and_not_public_yet(user: str, module: str, name: str, public: str) -> None:
-    if module.startswith("transformers.distributed"):
-        pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 or later")
     assert name in inspect.getsource(getattr(_compat, user)), f"{user} no longer uses {name}: drop this line"
     assert hasattr(importlib.import_module(module), name)
     is_public = name.lstrip("_") in dir(importlib.import_module(public))
@@ -151,7 +149,6 @@ def test_tensors_of_a_module_can_be_replaced_only_through_a_private_method() -> 
 
 
 def test_plans_of_experts_have_no_public_expansion() -> None:
-    pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers 5.21 or later")
     model = tiny_model("mixtral", num_hidden_layers=2)
     experts = {f"model.layers.{index}.mlp.experts": 4 for index in range(2)}
     assert _compat.experts_to_place(model) == experts
@@ -316,104 +313,21 @@ def test_patterns_of_other_architectures_are_not_compiled(monkeypatch: pytest.Mo
         copy.deepcopy(one)
 
 
-def test_every_private_name_is_watched() -> None:
-    watched = {user for user, *_ in PRIVATE} | set(ATTRIBUTES)
-    watched |= {
-        "apply_to_tensors",
-        "wrapper_tensor",
-        "compute_dtypes",
-        "reduction_dtype",
-        "native_mesh",
-        "experts_to_place",
-        "attention_of",
-        "switchable_experts",
-        "experts_implementation_of",
-        "experts_forward",
-    }
-    watched |= {"attention_asked_for", "ask_for_attention"}  # by weights/test_remote_code.py
-    watched |= {"compiled_call_of", "set_compiled_call"}  # by sac/test_offload.py
-    watched |= {"is_compiled", "varlen_attn_takes_gqa", "checkpointing_flag"}
-    watched |= {"recompile_options", "limit_that_was_hit"}  # by test_recompiles.py
-    watched |= {"checkpoints_its_forward", "is_checkpointing_layer"}  # by sac/test_ops.py, at both ends
-    watched |= {"compile_memory_budget", "backend_with_memory_budget", "_compile_with_memory_budget"}
-    watched |= {"modules_being_traced", "changes_its_inputs", "draws_random_numbers_now"}
-    # Attributes on instances, covered by the tests of export and loading themselves.
-    watched |= {"is_dequantised", "_is_of_quantiser"}  # by export/test_readback.py
-    watched |= {"copy_weight_conversions", "keep_used_conversions", "initialise_computed", "tied_names"}
-    watched |= {"run_conversion", "drop_tie", "tie_by_names", "original_class", "keeps_shards_on_host"}
-    # Of wrappers, hooks, scalers, schedulers and tensor subclasses: covered by tests of what asks for them.
-    watched |= {
-        "composable_api_of",
-        "foreign_hooks",
-        "hooks_on_all_modules",
-        "_defined_in",
-        "schedulers_within",
-        "has_hooks",
-        "end_persistent_workers",
-        "is_ours",
-        "only_records",
-        "has_grad_hooks",
-        "known_scale",
-    }
-    watched |= {"is_wrapper_subclass", "local_tensor"}
-    # Of a package that tests do without: see sampling/packing/test_stream.py, collate/encoded/test_encoded.py
-    watched |= {"shares_of_stream", "is_hub_dataset", "dataset_fingerprint"}
-    watched |= {"versions_of_tokenizers"}  # of two packages, by their metadata
-    watched |= {"keep_scale_on_host"}  # by step/test_scaler.py
-    watched |= {"split_axis", "eager_attention_of"}  # by context_parallel
-    watched |= {"intercept_balance_loss"}  # by loss/test_balance.py
-    watched |= {"careful_gloo"}  # by test_distributed.py
-    watched |= {
-        "forget_failed_iteration",
-        "_reset_iteration",
-        "_parameter_groups",
-        "keep_trained_flags",
-        "hooked_while_gathered",
-        "replaced_parameters",
-        "is_broken_off",
-        "has_begun",
-        "forget_held_back",
-        "_held_parameters",
-        "forget_unscaled",
-        "allow_unused_groups",
-        "_accumulate_if_gathered",  # both by model/test_towers.py
-        "adopt_shards",
-        "put_shard",
-        "sharded_as",  # all by shard/test_packed.py
-        "_states_within",  # all by step/test_trained.py and step/test_failed.py
-    }  # below, by step/test_failed.py
-    watched |= {"_patterns_compiled_at_use"}  # below
-    watched |= {"being_compiled"}  # below
-    watched |= {"backend_that_encodes"}  # by collate/test_tokens.py
-    watched |= {"found_infs"}
-    functions = {
-        n
-        for n, f in vars(_compat).items()
-        if inspect.isfunction(f) and f.__module__.startswith("fsdp_sft._compat.")
-    }
-    assert functions == watched
+def _version() -> tuple[int, ...]:
+    return tuple(map(int, torch.__version__.split(".")[:2]))
 
 
-def test_masks_of_packs_count_by_row_in_all_but_the_floor() -> None:
+def test_masks_of_packs_have_the_function_that_one_end_of_the_range_has() -> None:
     from transformers import __version__, masking_utils
 
     by_row = hasattr(masking_utils, "packed_sequence_compatibility_function")
-    if tuple(map(int, __version__.split(".")[:2])) == (5, 17):
-        assert not by_row
-    if tuple(map(int, __version__.split(".")[:2])) >= (5, 23):
-        assert by_row, "with a floor that has it, the other way can go"
-
-
-def test_varlen_attention_takes_grouped_heads_in_all_but_the_floor() -> None:
-    version = tuple(map(int, torch.__version__.split(".")[:2]))
-    if version == (2, 11):
-        assert not _compat.varlen_attn_takes_gqa()
-    if version >= (2, 13):
-        assert _compat.varlen_attn_takes_gqa(), "with a floor that has it, repeating can go"
+    assert by_row == (tuple(map(int, __version__.split(".")[:2])) < (5, 24)), (
+        "with a floor without it, drop it"
+    )
 
 
 def test_a_traced_checkpoint_is_known_by_a_private_mode_alone() -> None:
-    """``being_compiled`` can go with torch 2.11, whose ``is_compiling`` is false in a traced checkpoint."""
+    """torch's public ``is_compiling`` is false here, where its checkpoint takes the code for compiled."""
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils import checkpoint
 
@@ -426,15 +340,13 @@ def test_a_traced_checkpoint_is_known_by_a_private_mode_alone() -> None:
     assert not _compat.being_compiled()
     make_fx(traced)(torch.ones(2))
     assert seen == [(True, True)]
+    make_fx(lambda x: seen.append(torch.compiler.is_compiling()) or x + 1)(torch.ones(2))
+    assert seen[-1] is False, "being_compiled can go"
 
 
 def test_fsdp_keeps_gradients_that_wait_when_an_iteration_is_reset() -> None:
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        assert tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-        return
     source = inspect.getsource(_fsdp_param_group.FSDPParamGroup._reset_iter_state)
     assert "unsharded_accumulated_grad" not in source, "see whether the public reset_iter_state is enough now"
 
@@ -442,5 +354,8 @@ def test_fsdp_keeps_gradients_that_wait_when_an_iteration_is_reset() -> None:
 def test_fsdp_fails_at_unused_groups_where_it_does_not_reduce() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    source = inspect.getsource(_fsdp_param.FSDPParam.to_accumulated_grad_if_needed)
-    assert "hasattr" not in source, "see whether allow_unused_groups can go"
+    method = getattr(_fsdp_param.FSDPParam, "to_accumulated_grad_if_needed", None)
+    assert (method is None) == (_version() >= (2, 15)), (
+        "with a floor that lacks it, allow_unused_groups can go"
+    )
+    assert method is None or "hasattr" not in inspect.getsource(method)

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from fsdp_sft._compat.attention import varlen_attn_takes_gqa
 from tests.harness.models import ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 from tests.simulated.ranks import run_simulated
@@ -74,8 +73,7 @@ def _plain_attention(
 def _errors_of_attention(window: tuple[int, int]) -> list[float]:
     """Largest errors of the output and of three gradients."""
     bounds = [0, 5, 6, 14]
-    grouped = varlen_attn_takes_gqa()
-    drawn = [torch.randn(14, heads, 16).bfloat16() for heads in ((4, 2, 2) if grouped else (4, 4, 4))]
+    drawn = [torch.randn(14, heads, 16).bfloat16() for heads in (4, 2, 2)]
     weight = torch.randn(14, 4, 16)
     found: list[list[torch.Tensor]] = []
     for device in ("cpu", "sim"):
@@ -84,8 +82,7 @@ def _errors_of_attention(window: tuple[int, int]) -> list[float]:
             out = _plain_attention(*tensors, bounds, window)
         else:
             rows: Any = torch.tensor(bounds, dtype=torch.int32, device=device)
-            options = {"enable_gqa": True} if grouped else {}
-            out = varlen_attn(*tensors, rows, rows, 8, 8, window_size=window, **options)
+            out = varlen_attn(*tensors, rows, rows, 8, 8, window_size=window, enable_gqa=True)
         (out.float() * weight.to(device)).sum().backward()
         found.append([out.detach().cpu().double(), *(t.grad.cpu().double() for t in tensors)])
     return [float((one - other).abs().max()) for one, other in zip(*found, strict=True)]

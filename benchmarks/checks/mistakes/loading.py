@@ -258,7 +258,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "compiled blocks run out of variants",
         "_model/recompiles.py",
-        "block.compile(**{**recompile_options(_VARIANTS), **kwargs})",
+        'block.compile(**{"recompile_limit": _VARIANTS, **kwargs})',
         "block.compile(**kwargs)",
         ("tests/model/test_recompiles.py",),
     ),

@@ -1,6 +1,5 @@
 """Attention functions and masks."""
 
-import inspect
 import sys
 from typing import Any
 
@@ -23,23 +22,12 @@ def ask_for_attention(config: Any, name: str) -> None:
     config._attn_implementation = name
 
 
-def varlen_attn_takes_gqa() -> bool:
-    """Whether torch's ``varlen_attn`` takes ``enable_gqa``.
-
-    Without it (torch 2.11) keys and values must be repeated for each group of query heads.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
 def keep_rows_apart(mask_function: Any, position_ids: torch.Tensor, rows: torch.Tensor) -> Any:
     """A mask function of transformers restricted to the rows of a pack: each row sees itself alone.
 
     transformers does this where positions start again, but only for masks that it makes itself.
     ``packed_sequence_compatibility_function`` and ``packed_sequence_mask_function`` are its own functions for
-    that. transformers 5.17 counts queries and keys from the start of the pack even there, which matters for
-    chunked windows; with 5.17 this does the same.
+    that; transformers 5.24 has the second alone.
 
     Args:
         mask_function: Function of (sequence, head, query, key).

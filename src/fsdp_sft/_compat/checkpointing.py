@@ -16,17 +16,11 @@ def checkpointing_flag(recompute: Callable[..., Any]) -> dict[str, Any]:
     return {"gradient_checkpointing": True, "_gradient_checkpointing_func": recompute}
 
 
-def checkpoints_its_forward(block: nn.Module) -> bool:
-    """Whether a block is a ``GradientCheckpointingLayer`` that recomputes its ``forward``.
-
-    Before some version that is not later than 5.23 the layer recomputed its ``__call__`` instead. Hooks, and
-    the compiled code of a compiled block, then run inside of the checkpoint.
-    """
-    return is_checkpointing_layer(block) and type(block).__call__ is nn.Module.__call__
-
-
 def is_checkpointing_layer(block: nn.Module) -> bool:
-    """Whether a block is a ``GradientCheckpointingLayer``, by its name: transformers may not be imported."""
+    """Whether a block is a ``GradientCheckpointingLayer``, whose flag recomputes its ``forward``.
+
+    By its name: transformers may not be imported.
+    """
     return any(
         base.__name__ == "GradientCheckpointingLayer" and base.__module__.startswith("transformers.")
         for base in type(block).__mro__

@@ -1,6 +1,5 @@
 """torch.compile: compiled calls, limits of recompilation, memory budgets."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -33,20 +32,6 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
 LIMIT_LOGGER = "torch._dynamo.convert_frame"  # the logger of the message that limit_that_was_hit reads
 
 
-def recompile_options(variants: int) -> dict[str, Any]:
-    """Keywords of ``torch.compile`` that allow ``variants`` compiled variants of one piece of code.
-
-    torch 2.13 has ``recompile_limit``. Before it the limit is a setting of the whole process in
-    ``torch._dynamo.config``, which is raised here.
-    """
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        return {"recompile_limit": variants}
-    from torch._dynamo import config
-
-    config.recompile_limit = max(variants, config.recompile_limit)
-    return {}
-
-
 def limit_that_was_hit(record: Any) -> str | None:
     """Name of the limit at which Dynamo has stopped compiling a piece of code, if a log record says so.
 
@@ -59,8 +44,8 @@ def limit_that_was_hit(record: Any) -> str | None:
 def being_compiled() -> bool:
     """Whether the running code is being compiled, by Dynamo or in AOTAutograd's trace.
 
-    torch's public ``is_compiling`` is False on torch 2.11 where AOTAutograd traces a checkpoint, which then
-    accepts the contexts of compiled code only. torch.utils.checkpoint asks for the private proxy mode.
+    torch's public ``is_compiling`` is False where ``make_fx`` traces a checkpoint, which then accepts the
+    contexts of compiled code only. torch.utils.checkpoint asks for the private proxy mode.
     """
     if torch.compiler.is_compiling():
         return True

@@ -9,7 +9,7 @@ def experts_to_place(model: nn.Module) -> dict[str, int]:
     """The modules whose experts transformers can distribute over ranks: FQN to number of experts.
 
     The model must be without peft's wrappers around experts. The result is empty if transformers has no
-    plan for the model, or is older than 5.20. Only the private ``_expand_parallel_plan`` expands a plan to a
+    plan for the model. Only the private ``_expand_parallel_plan`` expands a plan to a
     model's layers.
     """
     plan: dict[str, str] = getattr(model, "ep_plan", None) or {}

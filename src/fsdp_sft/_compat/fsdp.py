@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_sft._compat import refuse_missing
 from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
 
 
@@ -16,20 +17,12 @@ def forget_failed_iteration(model: nn.Module) -> None:
 
     Parameters are resharded, and what the failed iteration has left is dropped: pending gathers, unreduced
     gradients, and the flag that the final callback of a backward is queued, which would keep the next
-    backward from ending. ``FSDPModule.reset_iter_state`` (only from torch 2.13 on) does most of it, but
-    leaves unsharded gradients in a group's private parameters.
+    backward from ending. ``FSDPModule.reset_iter_state`` does most of it, but leaves unsharded gradients in a
+    group's private parameters.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state: Any = module._get_fsdp_state()
-        if state._is_root:  # None before the first forward, when there is nothing to forget
-            if hasattr(module, "reset_iter_state"):
-                module.reset_iter_state()
-            else:
-                _reset_iteration(state)
+    for module in _sharded_within(model):
+        if module._get_fsdp_state()._is_root:  # None before the first forward, with nothing to forget
+            module.reset_iter_state()
     forget_held_back(model)
 
 
@@ -39,7 +32,7 @@ def keep_trained_flags(module: Any) -> None:
     Freezing changes the parameter that the module holds at the moment. FSDP2 copies the flag from the shard
     when it gathers, and never back, so a change of the gathered one would be undone.
     """
-    for group in _parameter_groups(module._get_fsdp_state()):
+    for group in module._get_fsdp_state()._fsdp_param_groups:
         if group.is_sharded:
             continue
         for parameter in group.fsdp_params:
@@ -67,7 +60,7 @@ def replaced_parameters(module: Any) -> list[tuple[nn.Module, str]]:
     if state._is_root is None:  # before the first forward FSDP2 takes what it finds
         return []
     found = []
-    for group in _parameter_groups(state):
+    for group in state._fsdp_param_groups:
         attribute = "sharded_param" if group.is_sharded else "_unsharded_param"
         attribute = "_sharded_post_forward_param" if group.is_sharded_post_forward else attribute
         for parameter in group.fsdp_params:
@@ -103,7 +96,7 @@ def hooked_while_gathered(model: nn.Module) -> set[torch.Tensor]:
 def _held_parameters(model: nn.Module) -> Iterator[tuple[Any, nn.Parameter | None]]:
     """FSDP2's own object for each parameter, and the gathered parameter; None if it never was gathered."""
     for state in _states_within(model):
-        for group in _parameter_groups(state):
+        for group in state._fsdp_param_groups:
             for parameter in group.fsdp_params:
                 yield parameter, getattr(parameter, "_unsharded_param", None)
 
@@ -164,54 +157,34 @@ def _accumulate_if_gathered(held: Any) -> None:
 
 def _states_within(model: nn.Module) -> Iterator[Any]:
     """FSDP2's state of each module that it has sharded."""
+    return (module._get_fsdp_state() for module in _sharded_within(model))
+
+
+def _sharded_within(model: nn.Module) -> Iterator[Any]:
+    """The modules of a model that FSDP2 has sharded."""
+    kind = _sharded_kind()
+    return (module for module in model.modules() if isinstance(module, kind))
+
+
+@functools.cache
+def _sharded_kind() -> type:
+    """FSDP2's class of sharded modules, if torch has all of FSDP2's private names that are used here."""
     from torch.distributed.fsdp import FSDPModule
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield module._get_fsdp_state()
-
-
-def _reset_iteration(root: Any) -> None:
-    """``FSDPModule.reset_iter_state`` for a version of torch without it."""
-    if root._device.type != "cpu":
-        torch.accelerator.synchronize()  # so that no event is pending
-    root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
-    root._comm_ctx.post_forward_order.clear()
-    for state in root._state_ctx.all_states:
-        state._modules_to_run_forward.clear()
-        state._training_state = type(state._training_state).IDLE
-        for group in _parameter_groups(state):
-            if group._all_gather_result is not None and group._all_gather_result.all_gather_work is not None:
-                group._all_gather_result.all_gather_work.wait()
-            group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
-            group._reshard_after_forward_event = group._partial_reduce_output = None
-            group._post_forward_indices.clear()
-            group._training_state = state._training_state
-            group._to_sharded()
-    root._state_ctx.iter_forward_root = None
-    root._state_ctx.post_backward_final_callback_queued = False
-
-
-def _parameter_groups(state: Any) -> list[Any]:
-    """The groups of parameters of an FSDP2 state: one in earlier versions of torch, a list in later ones."""
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
+    refuse_missing("torch.distributed.fsdp")
+    return FSDPModule
 
 
 def keeps_shards_on_host(model: nn.Module) -> bool:
     """Whether a model was sharded with ``CPUOffloadPolicy``.
 
-    FSDP2 keeps the policy in its groups of parameters (``_fsdp_param_group``), which no public function
+    FSDP2 keeps the policy in its groups of parameters (``_fsdp_param_groups``), which no public function
     shows.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            groups = _parameter_groups(module._get_fsdp_state())
-            if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups):
-                return True
-    return False
+    groups = [group for state in _states_within(model) for group in state._fsdp_param_groups]
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
 
 
 def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
@@ -219,14 +192,8 @@ def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
 
     ``fully_shard`` keeps its ``mp_policy`` in a state (``_get_fsdp_state``) that no public function shows.
     """
-    from torch.distributed.fsdp import FSDPModule
-
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            policy: Any = module._get_fsdp_state()._mp_policy
-            dtypes |= {policy.param_dtype} - {None}
-    return dtypes
+    return dtypes | {state._mp_policy.param_dtype for state in _states_within(model)} - {None}
 
 
 def native_mesh(model: nn.Module) -> Any | None:

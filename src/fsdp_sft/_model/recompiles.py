@@ -5,7 +5,7 @@ import sys
 
 from torch import nn
 
-from fsdp_sft._compat.compile import LIMIT_LOGGER, limit_that_was_hit, recompile_options
+from fsdp_sft._compat.compile import LIMIT_LOGGER, limit_that_was_hit
 from fsdp_sft._process.callers import warn_caller
 
 # torch compiles a function once per variant: checkpointed or not, training or not, with and without
@@ -22,7 +22,7 @@ def compile_block(block: nn.Module, fqn: str, **kwargs: object) -> None:
 
     A block that needs even more then runs in eager mode, as torch defines it, and a warning names it.
     """
-    block.compile(**{**recompile_options(_VARIANTS), **kwargs})
+    block.compile(**{"recompile_limit": _VARIANTS, **kwargs})
     block.__dict__[_NAME] = fqn
     if AROUND_COMPILED in block.__dict__:
         block.__dict__[AROUND_COMPILED]()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat.checkpointing import checkpointing_flag, checkpoints_its_forward, is_checkpointing_layer
+from fsdp_sft._compat.checkpointing import checkpointing_flag, is_checkpointing_layer
 from fsdp_sft._model.blocks import CACHES_OFF, configs_of
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac.groups import drop_check
@@ -38,7 +38,7 @@ def checkpoint_blocks(
 
 def _checkpoint_block(block: nn.Module, recompute: Callable[..., Any]) -> None:
     """Use transformers' own checkpointing flag where the block has one, else replace its forward."""
-    if checkpoints_its_forward(block):
+    if is_checkpointing_layer(block):
         override(block, **checkpointing_flag(recompute))
         return
     plain = block.__dict__.get("forward")  # a forward that someone set on the instance stays the inner one
@@ -129,20 +129,7 @@ def _forward_with_checkpointing(self: nn.Module, *args: Any, **kwargs: Any) -> A
     recompute, plain = self.__dict__["_fsdp_sft_recompute"]
     forward = plain if plain is not None else functools.partial(type(self).forward, self)
     if self.training and torch.is_grad_enabled():
-        if is_checkpointing_layer(self):
-            _leave_out_caches(self, kwargs)
         # Bound to the function, as in transformers: Dynamo of torch 2.11 looks at the arguments of torch's
         # checkpoint, and hands the call to a RowMask among them, which it then traces without end.
         return recompute(functools.partial(forward, **kwargs), *args)
     return forward(*args, **kwargs)
-
-
-def _leave_out_caches(block: Any, kwargs: dict[str, Any]) -> None:
-    """Remove caches from a block's arguments, as transformers' own checkpointing does.
-
-    A recomputed block would write to the cache twice.
-    """
-    if kwargs.get("use_cache"):
-        kwargs["use_cache"] = False
-    if not getattr(block, "_can_checkpoint_with_cache", False):
-        kwargs.update({name: None for name in ("past_key_values", "layer_past") if name in kwargs})

@@ -271,9 +271,8 @@ def reference_varlen_attn(
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("takes_gqa", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "gpt2"])
-def test_arguments_of_the_cuda_kernel(family: str, takes_gqa: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_the_cuda_kernel(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -282,7 +281,6 @@ def test_arguments_of_the_cuda_kernel(family: str, takes_gqa: bool, monkeypatch:
 
     monkeypatch.setattr(attention, "varlen_attn", noting)
     monkeypatch.setattr(row_masks, "_has_flash", lambda device: True)
-    monkeypatch.setattr(attention, "_TAKES_GQA", takes_gqa)
     model = tiny_model(family, attn_implementation="sdpa").to(torch.bfloat16)
     batch = packed(12, longest=40)
     loss, expected = gradients(model, batch)

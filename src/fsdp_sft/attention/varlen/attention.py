@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from fsdp_sft._compat.attention import varlen_attn_takes_gqa
 from fsdp_sft.attention.varlen.rows import RowMask, find_rows
 from fsdp_sft.errors import PackingError
 
@@ -20,7 +19,6 @@ IMPLEMENTATION = "sdpa_varlen"  # its name in ``model.config``
 _MULTIPLE = 64
 _BEYOND = ("position_bias", "s_aux", "cache")  # arguments with which attention is left to "sdpa"
 _LARGEST_HEAD = 256  # largest head size of torch's flash attention
-_TAKES_GQA = varlen_attn_takes_gqa()
 
 
 def make_mask(
@@ -136,13 +134,8 @@ def _varlen(
     size = value.shape[-1]
     # In latent attention values may be shorter than queries.
     value = F.pad(value, (0, query.shape[-1] - size))
-    groups = query.shape[1] // key.shape[1]
-    options: dict[str, Any] = {}
-    if groups > 1 and _TAKES_GQA:
-        options["enable_gqa"] = True
-    elif groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
+    options: dict[str, Any] = {"enable_gqa": True} if query.shape[1] > key.shape[1] else {}
     options["window_size"] = (-1 if rows.sliding_window == rows.longest else rows.sliding_window - 1, 0)
     rows_of_both: Any = (rows.offsets, rows.offsets, rows.longest, rows.longest)
     out: Any = varlen_attn(*tokens, *rows_of_both, scale=scale, **options)  # type: ignore[arg-type]

@@ -1,0 +1,141 @@
+"""Every private name that the room `_compat` uses is in the versions at hand, or fails by name."""
+
+import ast
+import importlib
+import importlib.util
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_sft
+from fsdp_sft import _compat
+from tests.harness.places import ROOT
+from tests.harness.ranks import run_distributed
+
+FILES = sorted((Path(fsdp_sft.__file__).parent / "_compat").glob("*.py"))
+FOREIGN = {"torch", "transformers"}
+NAME = re.compile(r"_(?!_|fsdp_sft_)\w*[a-z]\w*")
+# Of a namedtuple; a class of the room's own; parts of names that are put together, which PRIVATE has in full.
+OTHERS = {"_replace", "_LazyPattern", "_hooks", "_global_"}
+
+
+def _imported(source: str) -> Iterator[tuple[str, str]]:
+    """(module, name) of everything that is imported by name from torch or transformers."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in FOREIGN:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def _attributes(source: str) -> set[str]:
+    """The private attributes that are read or set, by a dot or as a string; docstrings do not count."""
+    nodes = list(ast.walk(ast.parse(source)))
+    said = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "sys"):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+            found.add(node.value)
+    return {name for name in found if NAME.fullmatch(name)} - OTHERS - own
+
+
+def _import_places() -> None:
+    """Import every module of ``PRIVATE`` that is installed; of an extra there may be none."""
+    for place in _compat.PRIVATE:
+        module = place.partition(":")[0]
+        if module != "datasets" or importlib.util.find_spec(module) is not None:
+            importlib.import_module(module)
+
+
+def _check(source: str) -> None:
+    for module, name in _imported(source):
+        owner = importlib.import_module(module)
+        is_module = importlib.util.find_spec(f"{module}.{name}") if hasattr(owner, "__path__") else None
+        assert hasattr(owner, name) or is_module, f"{module} has no {name}"
+    known = {name for names in _compat.PRIVATE.values() for name in names.split()}
+    unlisted = _attributes(source) - known - {name for _, name in _imported(source)}
+    assert not unlisted - {"_C"}, f"say in _compat.PRIVATE where these attributes are: {sorted(unlisted)}"
+
+
+@pytest.mark.parametrize("file", [path for path in FILES if path.name != "__init__.py"], ids=lambda p: p.name)
+def test_what_a_file_imports_is_there_and_its_attributes_are_listed(file: Path) -> None:
+    _check(file.read_text())
+
+
+def test_every_listed_attribute_is_there_and_used() -> None:
+    _import_places()
+    assert _compat.missing() == []
+    used = set().union(*(re.findall(r"\w+", path.read_text()) for path in FILES if path.stem != "__init__"))
+    kinds = {f"_{of}{kind}_hooks" for of in ("", "global_") for kind in ("forward", "backward")}
+    kinds |= {name.replace("_hooks", "_pre_hooks") for name in kinds}
+    for place, names in _compat.PRIVATE.items():
+        assert set(names.split()) <= used | kinds, f"{place}: drop what is not used any more"
+
+
+def test_a_planted_name_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match=r"PRIVATE where these attributes are: \['_no_such_thing'\]"):
+        _check("def f(state):\n    return state._no_such_thing\n")
+    with pytest.raises(AssertionError, match=r"where these attributes are: .*'_no_such_thing'"):
+        _check("def f(state):\n    return getattr(state, '_no_such_thing', None)\n")
+    with pytest.raises(AssertionError, match=r"torch.distributed.fsdp has no _no_such_class"):
+        _check("from torch.distributed.fsdp import _no_such_class\n")
+    place = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+    monkeypatch.setitem(_compat.PRIVATE, place, f"{_compat.PRIVATE[place]} _no_such_attribute")
+    monkeypatch.setitem(_compat.PRIVATE, "torch.distributed.fsdp:NoSuchClass", "_is_root")
+    _import_places()
+    planted = [f"{place}._no_such_attribute", "torch.distributed.fsdp:NoSuchClass._is_root"]
+    assert _compat.missing() == planted
+    with pytest.raises(ImportError) as refused:
+        _compat.refuse_missing("torch.distributed.fsdp")
+    assert torch.__version__ in str(refused.value)
+    assert all(name in str(refused.value) for name in [*planted, _compat.RUN_WITH])
+    _compat.refuse_missing("torch.distributed.tensor")
+
+
+def test_nothing_is_imported_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent: dict[str, ModuleType] = {"torch": sys.modules["torch"]}
+    monkeypatch.setattr(_compat, "sys", type("sys", (), {"modules": absent}))
+    monkeypatch.setitem(_compat.PRIVATE, "torch.no_such_module:Thing", "_name")
+    assert _compat.missing("torch.no") == []
+    assert absent.keys() == {"torch"}
+
+
+def test_the_versions_named_are_those_of_pyproject() -> None:
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    low, high = re.match(r"torch>=([\d.]+),<2\.(\d+)", " ".join(wanted)).groups()
+    assert f"{low} to 2.{int(high) - 1}" == _compat.RUN_WITH
+
+
+def _of_instances() -> list[str]:
+    """The listed attributes that FSDP2's own objects lack after a forward and a backward."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for part in (model[0], model):
+        fully_shard(part, reshard_after_forward=True)
+    model(torch.ones(2, 4)).sum().backward()
+    state: Any = model[0]._get_fsdp_state()
+    (group,) = state._fsdp_param_groups
+    of_kind = {"FSDPModule": model, "FSDPState": state, "FSDPParamGroup": group, "DTensor": model[0].weight}
+    of_kind["FSDPParam"] = group.fsdp_params[0]
+    lacking = []
+    for place, names in _compat.PRIVATE.items():
+        one = of_kind.pop(place.partition(":")[2], None)
+        lacking += [f"{place}.{name}" for name in names.split() if one is not None and not hasattr(one, name)]
+    assert not of_kind
+    return lacking
+
+
+def test_attributes_of_fsdps_objects_are_on_them() -> None:
+    """``_sharded_post_forward_param`` is set by a forward that reshards to a part of the ranks."""
+    (lacking,) = run_distributed(_of_instances, 1)
+    assert [name.rpartition(".")[2] for name in lacking] in ([], ["_sharded_post_forward_param"])
