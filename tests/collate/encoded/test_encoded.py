@@ -239,24 +239,6 @@ def test_what_a_damaged_file_claims_is_not_made(tmp_path: Path) -> None:
         fs.EncodedDataset(first.path)
 
 
-def test_a_digest_is_not_written_through_a_link(tmp_path: Path) -> None:
-    """Others may write into the folder of the cache."""
-    rows, cache, other = tmp_path / "rows.jsonl", tmp_path / "cache", tmp_path / "other"
-    rows.write_text(json.dumps(chat("q", "a")) + "\n")
-    cache.mkdir()
-    first = key._file_digest(rows, cache)
-    (known,) = cache.glob(".digest-*")
-    other.write_text("0" * 63 + "x")
-    known.unlink()
-    known.symlink_to(other)
-    assert key._file_digest(rows, cache) == first
-    assert other.read_text() == "0" * 63 + "x"
-    known.unlink()
-    os.mkfifo(known)
-    assert key._file_digest(rows, cache) == first
-    assert [path.name for path in cache.iterdir()] == [known.name]
-
-
 def test_a_damaged_folder_is_made_anew(tmp_path: Path) -> None:
     first = fs.encode_dataset(rows(20), TOKENIZER, max_length=60, cache_dir=tmp_path)
     expected = list(first)
