@@ -331,7 +331,7 @@ def test_the_advice_keeps_a_context_and_renames_a_text():
 
 
 def test_a_row_with_half_of_what_is_needed_is_told_the_half():
-    with pytest.raises(ValueError, match="; 'question' is nearest to 'prompt'$"):
+    with pytest.raises(ValueError, match=r"; 'question' is nearest to 'prompt'$"):
         encode_chat({"question": "a", "topic": 3}, TOKENIZERS["chatml"])
 
 

@@ -85,7 +85,8 @@ def encode_chat(
         row: `messages`, `conversations` (ShareGPT), `instruction`/`output` (Alpaca), `prompt`/`completion`
             (two texts, or two lists of messages of which the first is not trained), `input_ids`/`labels`,
             which are only truncated, or `text`, of which every token is trained, with the tokenizer's own and
-            `eos_token` at its end, whatever `train_on` says and without a chat template. `tools` may be a list or JSON. Nulls with which an Arrow table fills calls and tools are removed, others stay.
+            `eos_token` at its end, whatever `train_on` says and without a chat template. `tools` may be a
+            list or JSON. Nulls with which an Arrow table fills calls and tools are removed, others stay.
             `chat_template_kwargs` are the row's own variables for the template. A message with `train`,
             `weight` or `loss_weight` of 0 is not trained; 1 leaves it to `train_on`; any other number above 0
             is the factor of the loss of its tokens. A part of a content that is text or reasoning may have a

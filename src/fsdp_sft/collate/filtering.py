@@ -143,9 +143,9 @@ def filter_rows(
         **options: Further options of `encode_chat`; give the same to the collator.
 
     Returns:
-        (the rows that have a target after truncation and shift, unchanged; a `FilterCounts`). A warning
-        reports the notes "end_of_answer_alone" and "longer_than_model" and, if more than half of the kept
-        rows have them, "no_end_of_turn" and "start_in_a_token".
+        (the rows that have a target after truncation and shift, unchanged; a `FilterCounts`). A warning on
+        rank 0 reports the notes "end_of_answer_alone", "longer_than_model" and "special_tokens" and, if more
+        than half of the kept rows have them, "no_end_of_turn" and "start_in_a_token".
 
     Raises:
         RowError: For a row that is malformed, too long or more than text; it has the row's index.
