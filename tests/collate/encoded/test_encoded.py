@@ -16,7 +16,7 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft.collate import filter_rows
-from fsdp_sft.collate.encoded import dataset, key
+from fsdp_sft.collate.encoded import dataset
 from fsdp_sft.sampling.packing import row_sizes
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat
@@ -105,10 +105,7 @@ def test_what_is_there_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     given = given_as("files", tmp_path)
     first = fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path)
     monkeypatch.setattr(dataset, "build", lambda *_: pytest.fail("it was there"))
-    read = key._READ_BYTES
-    monkeypatch.setattr(key, "_READ_BYTES", -1)  # nothing is read again to see that it is the same
     assert fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path).path == first.path
-    monkeypatch.setattr(key, "_READ_BYTES", read)
     os.utime(given[0])
     assert fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path).path == first.path
 
