@@ -15,11 +15,15 @@ SPECIAL = re.compile(
 )
 
 
-def byte_tokenizer(template: str, stops: list[str], eos: str) -> PreTrainedTokenizerFast:
-    """Bytes, and the special tokens that the template writes."""
-    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+def byte_tokenizer(
+    template: str, stops: list[str], eos: str, *, pairs: bool = False
+) -> PreTrainedTokenizerFast:
+    """Bytes, some pairs of them if asked for, and the special tokens that the template writes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [*(("Ġ", letter) for letter in letters if letter.isalnum()), ("Ċ", "Ċ")] if pairs else []
+    vocabulary = {token: i for i, token in enumerate([*letters, *map("".join, merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pairs)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(sorted({*SPECIAL.findall(template), *stops, eos, "<s>", "<pad>"}))
     wrapped = PreTrainedTokenizerFast(
@@ -29,9 +33,9 @@ def byte_tokenizer(template: str, stops: list[str], eos: str) -> PreTrainedToken
     return wrapped
 
 
-def tokenizer_for(template: str) -> tuple[PreTrainedTokenizerFast, list[str]]:
+def tokenizer_for(template: str, *, pairs: bool = False) -> tuple[PreTrainedTokenizerFast, list[str]]:
     """(tokenizer with the first special token after an answer for EOS, all special tokens)."""
-    tokenizer = byte_tokenizer(template, [], "</s>")
+    tokenizer = byte_tokenizer(template, [], "</s>", pairs=pairs)
     chat = [{"role": role, "content": content} for role, content in (("user", "qqq"), ("assistant", "zzz"))]
     for form in forms(tokenizer, None, {}):
         try:
@@ -39,7 +43,7 @@ def tokenizer_for(template: str) -> tuple[PreTrainedTokenizerFast, list[str]]:
         except Exception:  # not in this form
             continue
         if found:
-            tokenizer = byte_tokenizer(template, [], found[0])
+            tokenizer = byte_tokenizer(template, [], found[0], pairs=pairs)
             break
     specials = [token.content for token in tokenizer.added_tokens_decoder.values()]
     return tokenizer, [token for token in specials if token not in ("<pad>", "<s>")]

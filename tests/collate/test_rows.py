@@ -3,12 +3,15 @@
 import json
 
 import pytest
+import tokenizers
 import torch
 
+import fsdp_sft as fs
 from fsdp_sft.collate import (
     ChatTemplateError,
     EncodedChat,
     encode_chat,
+    render_labels,
 )
 from tests.harness import chat_templates as ct
 from tests.harness.chats import TOKENIZERS, chat, shown
@@ -162,7 +165,7 @@ def test_encoded_rows_pass_through_with_truncation():
     ("row", "message"),
     [
         ("text", "a row must be a dict, got str; accepted shapes"),
-        ({"text": "a", "id": 3}, r"keys \['id', 'text'\]; accepted shapes: \"messages\""),
+        ({"note": "a", "id": 3}, r"keys \['id', 'note'\]; accepted shapes: \"messages\""),
         ({"messages": []}, "no messages"),
         ({"messages": "a"}, '"messages" must be a list, got str'),
         ({"messages": ["a"]}, r"messages\[0\] must be a dict with role and content"),
@@ -269,3 +272,148 @@ def test_marks_of_other_tools_that_would_be_lost(row: dict, words: str) -> None:
 @pytest.mark.parametrize("label", [True, None, 1, 0, "good"])
 def test_other_labels_pass(label: object) -> None:
     assert "⟦a" in shown(chat("q", "a") | {"label": label})
+
+
+# --- rows that are read by another key --------------------------------------------------------------------
+
+
+class Rows(list):
+    """`map` as data sets have it: what the function returns is added to the row."""
+
+    def map(self, function):
+        return Rows({**row, **function(row)} for row in self)
+
+
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+GPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "a", "answer": "b"},
+        {"Question": "a", "Answer": "b", "id": 3},
+        {"query": "a", "response": "b", "source": "x"},
+        {"problem": "a", "solution": "b"},
+        {"promt": "a", "completions": "b"},
+        {"prompt": "a", "response": "b"},
+        {"instruction": "a", "response": "b"},
+        {"instruction": "a", "context": "", "response": "b"},
+        {"chat": TURNS},
+        {"message": TURNS, "id": "3"},
+        {"dialog": GPT},
+        {"conversation": GPT},
+    ],
+)
+def test_the_advice_for_a_row_that_is_not_read_makes_it_one(row):
+    with pytest.raises(ValueError, match=r"is nearest to '.*: rows\.map\(lambda row: ") as caught:
+        encode_chat(row, TOKENIZERS["chatml"])
+    rows = Rows([row])
+    line = str(caught.value).partition("rows.map(")[2]
+    assert line.endswith(")")
+    repaired = eval(f"rows.map({line}", {"rows": rows})
+    assert encode_chat(repaired[0], TOKENIZERS["chatml"]) == encode_chat(chat("a", "b"), TOKENIZERS["chatml"])
+
+
+def test_the_advice_keeps_a_context_and_renames_a_text():
+    told = {}
+    for row in (
+        {"instruction": "a", "context": "c", "response": "b"},
+        {"content": "a b", "id": 1},
+    ):
+        with pytest.raises(ValueError, match="is nearest to") as caught:
+            encode_chat(row, TOKENIZERS["chatml"])
+        line = "rows.map(" + str(caught.value).partition("rows.map(")[2]
+        told[len(row)] = eval(line, {"rows": Rows([row])})[0]
+    assert told[3]["input"] == "c"
+    assert told[3]["output"] == "b"
+    assert encode_chat(told[2], TOKENIZERS["chatml"]) == encode_chat({"text": "a b"}, TOKENIZERS["chatml"])
+
+
+def test_a_row_with_half_of_what_is_needed_is_told_the_half():
+    with pytest.raises(ValueError, match=r"; 'question' is nearest to 'prompt'$"):
+        encode_chat({"question": "a", "topic": 3}, TOKENIZERS["chatml"])
+
+
+# --- rows of one text -------------------------------------------------------------------------------------
+
+
+def plain_tokenizer(*, bos=False, eos="</s>"):
+    """A tokenizer of bytes without a chat template, which adds <s> if asked to."""
+    made = ct.byte_tokenizer("mistral")
+    made.chat_template, made.eos_token = None, eos
+    if bos:
+        made.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", made.convert_tokens_to_ids("<s>"))]
+        )
+    return made
+
+
+@pytest.mark.parametrize(
+    "text", ["Some text.", "<s>Some text.", "Some text.</s>", "<s>Some text.</s>", "é 🙂"]
+)
+@pytest.mark.parametrize("bos", [True, False])
+def test_all_of_a_text_is_trained_with_its_end(text, bos):
+    own = plain_tokenizer(bos=bos)
+    encoded = encode_chat({"text": text, "id": 3}, own)
+    inner = text.removeprefix("<s>").removesuffix("</s>")
+    assert own.decode(encoded.input_ids) == "<s>" * (bos or text[0] == "<") + inner + "</s>"
+    assert encoded.labels == encoded.input_ids
+    assert encoded.loss_weights is None
+    assert encoded.notes == ()
+
+
+def test_a_text_comes_after_other_shapes_unless_it_is_asked_for():
+    own = TOKENIZERS["chatml"]
+    row = {**chat("a", "b"), "text": "c"}
+    assert encode_chat(row, own) == encode_chat(chat("a", "b"), own)
+    assert encode_chat(row, own, row_format="text") == encode_chat({"text": "c"}, own)
+    assert encode_chat({"text": "c", "messages": None}, own) == encode_chat({"text": "c"}, own)
+    tokenised = {"input_ids": [1], "labels": [1], "text": "c"}
+    assert encode_chat(tokenised, own).input_ids == [1]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": 3}, '"text" must be a string, got int 3'),
+        ({"text": "a", "label": False}, '"label" is False'),
+        ({"text": "a", "image": b"x"}, "only text is encoded"),
+        ({"text": "\ud800"}, "half of a surrogate pair"),
+    ],
+)
+def test_texts_that_are_refused(row, message):
+    for own in (plain_tokenizer(), TOKENIZERS["chatml"]):
+        with pytest.raises(ValueError, match=message):
+            encode_chat(row, own)
+        assert fs.filter_rows([row, {"text": "b"}], own, on_error="count")[1]["kept"] == 1
+    with pytest.raises(ValueError, match="has no eos_token to end a text with"):
+        encode_chat({"text": "a"}, plain_tokenizer(eos=None))
+
+
+@pytest.mark.parametrize(("truncation", "kept"), [("right", "<s>Some"), ("left", "ext.</s>")])
+def test_texts_go_everywhere_that_rows_go(truncation, kept, tmp_path):
+    own = plain_tokenizer(bos=True)
+    rows = [{"text": "Some text."}, {"text": "More."}]
+    options = {"max_length": 5, "truncation": truncation}
+    encoded = [encode_chat(row, own, **options) for row in rows]
+    assert own.decode(encoded[0].input_ids) == kept
+    assert render_labels(own, encoded[0].input_ids, encoded[0].labels, color=False) == f"⟦{kept}⟧"
+    assert fs.filter_rows(rows, own, **options) == (rows, {"kept": 2})
+    batch = fs.SFTCollator(own, **options)(rows)
+    assert batch["labels"].tolist() == batch["input_ids"].tolist() == [one.labels for one in encoded]
+    stored = fs.encode_dataset(rows, own, cache_dir=tmp_path, **options)
+    assert list(stored) == encoded
+    pack = fs.PackedCollator(max_length=16)(list(stored))
+    assert pack["input_ids"][0].tolist() == encoded[0].input_ids + encoded[1].input_ids
+    begun = [[-100, *one.labels[1:]] for one in encoded]  # no token of its own precedes a row's first
+    assert pack["labels"][0].tolist() == begun[0] + begun[1]
+    with pytest.raises(ValueError, match="max_length is 5"):
+        encode_chat(rows[0], own, max_length=5, truncation="error")
+
+
+def test_a_text_longer_than_the_model_takes_is_noted():
+    own = plain_tokenizer()
+    own.model_max_length = 4
+    assert encode_chat({"text": "Some text."}, own).notes == ("longer_than_model",)
+    assert encode_chat({"text": "Some text."}, own, max_length=4).notes == ()

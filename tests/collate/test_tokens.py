@@ -153,14 +153,5 @@ def test_a_class_that_encodes_in_a_way_of_its_own_is_asked() -> None:
     assert tokens.ids == _trained()("word!")["input_ids"]
 
 
-def test_a_tokenizer_that_changes_every_text_is_not_asked_twice_for_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tokenizer = _trained(add_prefix_space=True)
-    tokenise(tokenizer, ["word"] * 65)
-    monkeypatch.setattr(tokens_module._Spelling, "__missing__", None)
-    assert tokenise(tokenizer, ["another"])[0].ids == tokenizer("another")["input_ids"]
-
-
 def test_nothing_to_tokenise() -> None:
     assert tokenise(_trained(), []) == []

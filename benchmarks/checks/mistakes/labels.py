@@ -20,6 +20,27 @@ MISTAKES = [
         ("tests/collate/test_rows.py",),
     ),
     Mistake(
+        "what a call has in front of its first text is taken for a header",
+        "collate/spans.py",
+        '        before = shared_header(begun[0], begun[-1]) if begun else ""\n',
+        "        before = begun[-1]\n",
+        ("tests/collate/test_notes.py",),
+    ),
+    Mistake(
+        "a rank other than the first warns of rows",
+        "collate/notes.py",
+        '    if this_rank() == 0 and os.environ.get("RANK", "0") == "0":',
+        "    if this_rank() == 0:",
+        ("tests/collate/test_notes.py",),
+    ),
+    Mistake(
+        "a text begins twice",
+        "collate/encode.py",
+        "    ids = ids[ids[:2] == [bos, bos] :]",
+        "    ids = ids[:]",
+        ("tests/collate/test_rows.py",),
+    ),
+    Mistake(
         "a system message that the template leaves out is not counted",
         "collate/notes.py",
         '    if found.context and options.on_dropped != "ignore":',

@@ -11,10 +11,10 @@ from typing_extensions import Unpack
 
 from fsdp_sft._model.vocabulary import check_row
 from fsdp_sft._model.wrappers import tokenizer_of
-from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.words import answered
 from fsdp_sft.collate.encode import EncodedChat, encode_rows, truncate
 from fsdp_sft.collate.filtering import let_pass
+from fsdp_sft.collate.notes import warn
 from fsdp_sft.collate.options import EncodeKeywords, check_choice, check_count, options_of
 from fsdp_sft.collate.rows import check_encoded
 from fsdp_sft.collate.template import describe_tokenizer
@@ -124,7 +124,7 @@ class SFTCollator:
             check_encoded(chat.input_ids, chat.labels, chat.loss_weights)
             if self._tells_of_cuts and "answer_cut_off" in chat.notes:
                 self._tells_of_cuts = False
-                warn_caller(
+                warn(
                     f"a row is cut at max_length={self.max_length} and nothing of an answer is left: "
                     "filter_rows counts such rows (answer_cut_off). truncation= says that it is meant"
                 )

@@ -13,8 +13,10 @@ from fsdp_sft.collate.options import EncodeOptions, TrainOn
 from fsdp_sft.collate.rows import (
     Conversation,
     is_encoded,
+    is_text,
     read_encoded,
     read_row,
+    read_text,
 )
 from fsdp_sft.collate.spans import Turn, find_turns, not_in_the_text
 from fsdp_sft.collate.template import ChatTemplate, check_template, describe_tokenizer
@@ -81,13 +83,14 @@ def encode_chat(
 
     Args:
         row: `messages`, `conversations` (ShareGPT), `instruction`/`output` (Alpaca), `prompt`/`completion`
-            (two texts, or two lists of messages of which the first is not trained), or
-            `input_ids`/`labels`, which are only truncated. `tools` may be a list or JSON. Nulls with which an
-            Arrow table fills calls and tools are removed, others stay. `chat_template_kwargs` are the row's
-            own variables for the template. A message with `train`, `weight` or `loss_weight` of 0 is not
-            trained; 1 leaves it to `train_on`; any other number above 0 is the factor of the loss of its
-            tokens. A part of a content that is text or reasoning may have a weight too, which multiplies that
-            of its message.
+            (two texts, or two lists of messages of which the first is not trained), `input_ids`/`labels`,
+            which are only truncated, or `text`, of which every token is trained, with the tokenizer's own and
+            `eos_token` at its end, whatever `train_on` says and without a chat template. `tools` may be a
+            list or JSON. Nulls with which an Arrow table fills calls and tools are removed, others stay.
+            `chat_template_kwargs` are the row's own variables for the template. A message with `train`,
+            `weight` or `loss_weight` of 0 is not trained; 1 leaves it to `train_on`; any other number above 0
+            is the factor of the loss of its tokens. A part of a content that is text or reasoning may have a
+            weight too, which multiplies that of its message.
         tokenizer: A fast tokenizer.
         train_on: "assistant": every assistant turn, with its tool calls but not their results; "last": the
             last assistant turn; "all": every token; or a set of roles, of which all but the assistant's are
@@ -98,8 +101,8 @@ def encode_chat(
         max_length: Most tokens to keep; None keeps all.
         truncation: "right" drops the end, "left" the beginning, "error" raises.
         chat_template: Template to use instead of the tokenizer's.
-        row_format: "messages", "sharegpt", "alpaca", "prompt_completion" or "tokenized"; None detects it, in
-            the order tokenized, messages, sharegpt, alpaca, prompt_completion.
+        row_format: "messages", "sharegpt", "alpaca", "prompt_completion", "text" or "tokenized"; None detects
+            it, in the order tokenized, messages, sharegpt, alpaca, prompt_completion, text.
         chat_template_kwargs: Variables for the template, such as ``{"enable_thinking": False}``; the row's
             own take precedence.
         on_dropped: What to do if the template does not print a text of a trained message: content, reasoning,
@@ -135,26 +138,21 @@ def encode_chat(
         chat_template_kwargs=chat_template_kwargs,
         on_dropped=on_dropped,
     )
-    return truncate(encode_row(row, tokenizer, options), options)
-
-
-def encode_row(
-    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, options: EncodeOptions
-) -> EncodedChat:
-    """`encode_chat` before truncation."""
-    return encode_rows([row], tokenizer, options)[0]
+    return truncate(encode_rows([row], tokenizer, options)[0], options)
 
 
 def encode_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, options: EncodeOptions
 ) -> list[EncodedChat]:
-    """`encode_row` for several rows, tokenised in one call, which can use several cores."""
+    """`encode_chat` before truncation; chats are tokenised in one call, which can use several cores."""
     encoded: dict[int, EncodedChat] = {}
     rendered: dict[int, _Rendering] = {}
     templates: dict[Any, ChatTemplate] = {}
     for index, row in enumerate(rows):
         try:
-            if is_encoded(row, options.row_format):
+            if is_text(row, options.row_format):
+                encoded[index] = _encode_text(read_text(row), tokenizer, options)
+            elif is_encoded(row, options.row_format):
                 encoded[index] = EncodedChat(*read_encoded(row))
             else:
                 rendered[index] = _render(row, tokenizer, options, templates)
@@ -171,11 +169,24 @@ def encode_rows(
             "start_in_a_token": any(starts_in_a_token(tokens, start) for start in rendering.starts),
             "answer_cut_off": _loses_an_answer(tokens, rendering, options),
             "end_of_answer_alone": _loses_a_beginning(tokens, rendering, options),
-            "longer_than_model": _kept_length(tokens, options) > tokenizer.model_max_length,
+            "longer_than_model": len(tokens.ids[: options.max_length]) > tokenizer.model_max_length,
         }
         notes = tuple(dict.fromkeys((*rendering.notes, *(name for name, holds in found.items() if holds))))
         encoded[index] = EncodedChat(tokens.ids, labels, weights, notes)
     return [encoded[index] for index in range(len(rows))]
+
+
+def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions) -> EncodedChat:
+    """A text with the special tokens that its tokenizer adds and the token that ends it, all trained."""
+    _check_text(text)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if eos is None:
+        raise ValueError(f"{describe_tokenizer(tokenizer)} has no eos_token to end a text with; set one")
+    ids: list[int] = list(tokenizer(text, verbose=False)["input_ids"])
+    ids = ids[ids[:2] == [bos, bos] :]  # a text may begin with the token that the tokenizer adds
+    ids += [eos] * (ids[-1:] != [eos])
+    is_long = len(ids[: options.max_length]) > tokenizer.model_max_length
+    return EncodedChat(ids, list(ids), notes=("longer_than_model",) * is_long)
 
 
 @dataclass(slots=True)
@@ -229,7 +240,7 @@ def _render(
         found = find_turns(template, conversation, [], printed=[])
         found = replace(found, dropped=tuple(not_in_the_text(conversation.messages, trained, found.text)))
     _check_text(found.text)
-    notes = tuple(notes_of(found, template, conversation, options, trained))
+    notes = tuple(notes_of(found, template, conversation, options))
     starts: dict[int, int] = {}
     for turn in found.turns:  # a message has several turns where a template leaves out a part of it
         if conversation.weights[turn.message] and conversation.messages[turn.message]["role"] == "assistant":
@@ -350,16 +361,10 @@ def _loses_an_answer(tokens: Tokens, rendering: _Rendering, options: EncodeOptio
 
 def _loses_a_beginning(tokens: Tokens, rendering: _Rendering, options: EncodeOptions) -> bool:
     """Whether `truncate` will cut off the beginning of an answer, and not its end."""
-    lost = len(tokens.ids) - _kept_length(tokens, options)
+    lost = len(tokens.ids[options.max_length :]) if options.max_length else 0
     return options.truncation == "left" and any(
         tokens.first_from(start) < lost < tokens.first_from(end) for start, end in rendering.answers
     )
-
-
-def _kept_length(tokens: Tokens, options: EncodeOptions) -> int:
-    """Number of tokens that `truncate` will keep."""
-    length = len(tokens.ids)
-    return length if options.max_length is None else min(length, options.max_length)
 
 
 def truncate(chat: EncodedChat, options: EncodeOptions) -> EncodedChat:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from typing_extensions import Unpack
 
 from fsdp_sft._model.wrappers import tokenizer_of
-from fsdp_sft._process.callers import warn_caller
-from fsdp_sft.collate.encode import EncodedChat, encode_row, selected_turns, truncate, turns_of_roles
-from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS
+from fsdp_sft.collate.encode import EncodedChat, encode_rows, selected_turns, truncate, turns_of_roles
+from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS, warn
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, options_of
 from fsdp_sft.collate.rows import is_encoded, read_row
 from fsdp_sft.collate.template import check_template
@@ -110,9 +109,7 @@ def warn_of_notes(counts: FilterCounts, names: Iterable[str]) -> None:
         # begin with white space that any tokenizer joins with the prompt's.
         is_common = name in ("no_end_of_turn", "start_in_a_token")
         if counts.get(name, 0) > (counts["kept"] / 2 if is_common else 0):
-            warn_caller(
-                f"{counts[name]} of {counts['kept']} rows are counted as {name}: {NOTES[name]}",
-            )
+            warn(f"{counts[name]} of {counts['kept']} rows are counted as {name}: {NOTES[name]}")
 
 
 def let_pass(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -146,9 +143,9 @@ def filter_rows(
         **options: Further options of `encode_chat`; give the same to the collator.
 
     Returns:
-        (the rows that have a target after truncation and shift, unchanged; a `FilterCounts`). A warning
-        reports the notes "end_of_answer_alone" and "longer_than_model" and, if more than half of the kept
-        rows have them, "no_end_of_turn" and "start_in_a_token".
+        (the rows that have a target after truncation and shift, unchanged; a `FilterCounts`). A warning on
+        rank 0 reports the notes "end_of_answer_alone", "longer_than_model" and "special_tokens" and, if more
+        than half of the kept rows have them, "no_end_of_turn" and "start_in_a_token".
 
     Raises:
         RowError: For a row that is malformed, too long or more than text; it has the row's index.
@@ -224,7 +221,7 @@ def judge_row(
     if encoded is None and isinstance(row, EncodedChat):
         encoded = row
     try:
-        whole = encode_row(row, tokenizer, options) if encoded is None else encoded
+        whole = encode_rows([row], tokenizer, options)[0] if encoded is None else encoded
         chat = truncate(whole, options)
     except Exception as unexpected:
         # A row may hold anything, so any exception is possible.

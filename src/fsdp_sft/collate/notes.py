@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator
 from contextlib import suppress
 
 from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.collate.layout import Dropped
 from fsdp_sft.collate.messages import REASONING_KEYS
 from fsdp_sft.collate.options import EncodeOptions
@@ -57,7 +59,6 @@ def notes_of(
     template: ChatTemplate,
     conversation: Conversation,
     options: EncodeOptions,
-    trained: Sequence[int],
 ) -> Iterator[str]:
     """Names of the notes on a row, with a warning for each that is about its template.
 
@@ -66,7 +67,6 @@ def notes_of(
         template: The chat template.
         conversation: The conversation.
         options: Options of the encoding.
-        trained: Indices of the messages that are trained.
 
     Raises:
         ChatTemplateError: For a text that the template drops, unless the options let that pass.
@@ -77,9 +77,7 @@ def notes_of(
     yield from _on_context(found, template, conversation, options)
     if found.begins_late and options.train_on != "all":
         yield "end_of_answer_alone"
-    if any(conversation.messages[index]["role"] == "assistant" for index in trained):
-        with suppress(ChatTemplateError):
-            yield from _on_prompts(found, template, template.facts())
+    yield from _on_prompts(found, template)
     if options.train_on != "all" and found.turns and options.train_eot:
         last = found.turns[-1]
         if conversation.messages[last.message]["role"] == "assistant" and last.stop_start == last.end:
@@ -112,7 +110,10 @@ def _on_context(
 ) -> Iterator[str]:
     """The note on texts of other roles, or schemas of tools, that the template leaves out."""
     names = [tool_name(tool) for tool in conversation.tools or ()]
-    printed = any(name in found.text for name in names if name)
+    told = found.text
+    for turn in reversed(found.turns):  # calls name their tools too
+        told = told[: turn.start] + told[turn.end :]
+    printed = any(name in told for name in names if name)
     if any(names) and not printed and options.on_dropped != "ignore":
         yield "context_dropped"
         _warn(
@@ -130,39 +131,25 @@ def _on_context(
         )
 
 
-def _on_prompts(found: Found, template: ChatTemplate, facts: TemplateFacts) -> Iterator[str]:
-    """Notes on generation prompts that differ from the text in front of answers, or merge with answers."""
-    if facts.prompt_merges:  # counted by tokens, as `start_in_a_token`
-        _warn(
-            template,
-            f"ends a question with {facts.prompt!r}, and one token holds the end of that and the beginning "
-            "of most answers: it is not trained, and a generation prompt has other tokens than the rows; "
-            "pass a chat_template= that ends the prompt with a line break or a token, and not with a space",
-        )
-    if facts.no_generation_prompt or found.no_prompt:
+def _on_prompts(found: Found, template: ChatTemplate) -> Iterator[str]:
+    """Notes on generation prompts that are not the text in front of answers."""
+    if found.unprompted:
         yield "no_generation_prompt"
-        always = "" if facts.no_generation_prompt else ", for some questions,"
         _warn(
             template,
-            f"writes nothing{always} for add_generation_prompt=True, and prints {facts.before_answer!r} in "
-            "front of answers: a model that is asked has to write this header itself; pass a chat_template= "
-            "that does it",
+            f"writes nothing for add_generation_prompt=True, and prints {found.unprompted!r} in front of "
+            "answers: a model that is asked has to write this header itself; pass a chat_template= that "
+            "does it",
         )
-    if facts.prompt_differs:
+    if found.differing:
         yield "prompt_differs"
         _warn(
             template,
-            f"ends a question with {facts.prompt!r} when it asks for an answer (add_generation_prompt=True), "
-            f"and prints {facts.before_answer!r} in front of the answers that are trained: the model will "
-            "be asked otherwise than it was trained; pass a chat_template= that prints the same for both, "
-            "unless they differ on purpose (a prompt that opens reasoning does not count)",
-        )
-    elif found.prompt_differs:
-        yield "prompt_differs"
-        _warn(
-            template,
-            "ends the questions of some conversations with a generation prompt that is not in front of their "
-            "answers; pass a chat_template= that prints the same for both, unless they differ on purpose",
+            f"ends a question with {found.differing[0]!r} when it asks for an answer "
+            f"(add_generation_prompt=True), and prints {found.differing[1]!r} in front of the answer that is "
+            "trained: the model will be asked otherwise than it was trained; pass a chat_template= that "
+            "prints the same for both, unless they differ on purpose (a prompt that opens reasoning does not "
+            "count)",
         )
 
 
@@ -170,7 +157,7 @@ def _on_ends(template: ChatTemplate, facts: TemplateFacts) -> Iterator[str]:
     """The note on an end of turn that is no token."""
     if not facts.stop_is_token:
         yield "end_of_turn_is_text"
-        warn_caller(
+        warn(
             f"answers end with {facts.end_of_turn!r}, which is no token of "
             f"{describe_tokenizer(template.tokenizer)}: it is trained as text, and generation must be "
             "told to stop on it; better, add it with tokenizer.add_special_tokens and load the model "
@@ -178,10 +165,15 @@ def _on_ends(template: ChatTemplate, facts: TemplateFacts) -> Iterator[str]:
         )
 
 
+def warn(text: str) -> None:
+    """Warn at the caller's line, on rank 0 alone; a worker of a data loader knows its rank by RANK."""
+    if this_rank() == 0 and os.environ.get("RANK", "0") == "0":
+        warn_caller(text)
+
+
 def _warn(template: ChatTemplate, what: str) -> None:
     """Warn of what a template does."""
-    text = f"the chat template of {describe_tokenizer(template.tokenizer)} {what}"
-    warn_caller(text)
+    warn(f"the chat template of {describe_tokenizer(template.tokenizer)} {what}")
 
 
 def _dropped_error(lost: Dropped, template: ChatTemplate) -> ChatTemplateError:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_sft.collate.media import refuse_media
-from fsdp_sft.collate.messages import MAX_WEIGHT, Message, as_list, parse_json, shortened, take_notes
+from fsdp_sft.collate.messages import MAX_WEIGHT, Message, as_list, as_text, parse_json, shortened, take_notes
 from fsdp_sft.collate.nulls import without_fillers
-from fsdp_sft.collate.shapes import MESSAGE_LISTS, SHAPES, RowShape
+from fsdp_sft.collate.shapes import MESSAGE_LISTS, SHAPES, RowShape, repair
 
-FORMATS = ("tokenized", *(shape.name for shape in SHAPES))
+FORMATS = ("tokenized", *(shape.name for shape in SHAPES), "text")
 """Names of the row formats, for ``row_format=``."""
 _TOKENIZED = "input_ids"
 _OF_THE_ROW = ("label", "kto_tag")  # TRL's, LLaMA-Factory's: whether the answer is one to learn
@@ -21,7 +21,7 @@ _TAKEN = {
     *("chat_template", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
 }
 _READ = {"tools", "chat_template_kwargs"}.union(*((one.key, one.answer, *one.others) for one in SHAPES))
-_ACCEPTED = f'{", ".join(shape.says for shape in SHAPES)}, or "input_ids" + "labels"'
+_ACCEPTED = f'{", ".join(shape.says for shape in SHAPES)}, "text", or "input_ids" + "labels"'
 _PLAIN = {str, int, float, bool, type(None)}
 
 
@@ -49,8 +49,28 @@ class Conversation:
 
 
 def is_encoded(row: Any, row_format: str | None = None) -> bool:
-    """Whether `row` is tokenised: it has input_ids, and `row_format` names no other format."""
-    return row_format in (None, "tokenized") and isinstance(row, Mapping) and _TOKENIZED in row
+    """Whether `row` needs no chat template: it has input_ids, and no other format is asked for, or a text."""
+    is_tokenised = row_format in (None, "tokenized") and isinstance(row, Mapping) and _TOKENIZED in row
+    return is_tokenised or is_text(row, row_format)
+
+
+def is_text(row: Any, row_format: str | None = None) -> bool:
+    """Whether `row` is one text: `row_format` says so, or it has no key of another shape."""
+    if row_format is not None or not isinstance(row, Mapping) or row.get("text") is None:
+        return row_format == "text" and isinstance(row, Mapping)
+    return _TOKENIZED not in row and all(row.get(shape.key) is None for shape in SHAPES)
+
+
+def read_text(row: Mapping[str, Any]) -> str:
+    """The text of a row that is one.
+
+    Raises:
+        ValueError: If it is no str, or the row is marked as unwanted.
+        RowError: If the row has more than text.
+    """
+    _refuse_undesired(row)
+    refuse_media(row)
+    return as_text(row.get("text"), '"text"')
 
 
 def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int], list[float] | None]:
@@ -66,10 +86,12 @@ def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int], list[flo
             "aligned with input_ids (-100 where nothing is trained), or pass the chat row itself"
         )
     refuse_media(row)
-    ids, labels = (_int_list(row[key], key) for key in ("input_ids", "labels"))
-    weights = None if row.get("loss_weights") is None else _weight_list(row["loss_weights"])
+    ids, labels = (_numbers(row[key], key) for key in ("input_ids", "labels"))
+    weights = (
+        None if row.get("loss_weights") is None else _numbers(row["loss_weights"], "loss_weights", float)
+    )
     check_encoded(ids, labels, weights)
-    return ids, labels, weights
+    return ids, labels, None if weights is None else [float(weight) for weight in weights]
 
 
 def check_encoded(ids: Sequence[int], labels: Sequence[int], weights: Sequence[float] | None) -> None:
@@ -140,7 +162,9 @@ def _shape_of(row: Mapping[str, Any], row_format: str | None) -> RowShape:
     if row_format:
         key = tried[0].key if tried else _TOKENIZED
         raise ValueError(f'a row of the format {row_format} needs "{key}", got {keys}')
-    raise ValueError(f"no known row shape in {keys}; accepted shapes: {_ACCEPTED}")
+    by_name = (("messages",), ("conversations",), ("prompt", "completion"), ("text",))
+    told = max((repair(row, *names) for names in by_name), key=len)
+    raise ValueError(f"no known row shape in {keys}; accepted shapes: {_ACCEPTED}{told}")
 
 
 def check_template_kwargs(given: Any) -> dict[str, Any]:
@@ -177,24 +201,15 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if is_list else value
 
 
-def _int_list(values: Any, key: str) -> list[int]:
-    """The values as a list, or ValueError if they are no flat list of integers."""
+def _numbers(values: Any, key: str, kind: type[Any] = int) -> list[Any]:
+    """The values as a list, or ValueError if they are no flat list of integers, or of floats too."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     # A set of types, since a Python loop over the items would take as long as the rest of a collator.
-    if not isinstance(values, Sequence) or not set(map(type, values)) <= {int}:
-        raise ValueError(f'"{key}" must be a flat list of integers, got {shortened(values)}')
+    if not isinstance(values, Sequence) or not set(map(type, values)) <= {int, kind}:
+        named = "integers" if kind is int else "numbers"
+        raise ValueError(f'"{key}" must be a flat list of {named}, got {shortened(values)}')
     return list(values)
-
-
-def _weight_list(values: Any) -> list[float]:
-    """The values as a list of floats, or ValueError if one is no weight."""
-    if hasattr(values, "tolist"):
-        values = values.tolist()
-    if not isinstance(values, Sequence) or not set(map(type, values)) <= {int, float}:
-        raise ValueError(f'"loss_weights" must be a flat list of numbers, got {shortened(values)}')
-    _check_weights(values, len(values))
-    return [float(value) for value in values]
 
 
 def _check_weights(weights: Sequence[float], number: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from fsdp_sft.collate.media import refuse_media
@@ -23,6 +24,18 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "system": "system",
 }
+_MARKS = {"messages": "role", "conversations": "from"}  # by which a list of turns is told
+_ANSWERS = ("answer", "response", "output", "completion", "solution", "reply", "assistant")
+_CHATS = ("chat", "dialog", "dialogue", "conversation", "turns", *_MARKS)
+_ALSO_CALLED = {
+    "messages": _CHATS,
+    "conversations": _CHATS,
+    "prompt": ("question", "query", "problem", "input", "user"),
+    "completion": _ANSWERS,
+    "input": ("context",),
+    "output": _ANSWERS,
+    "text": ("content", "document", "article", "body"),
+}  # by keys that are read: what other data sets call them
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,8 @@ def _read_turn(item: Any, where: str) -> Message:
 def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
     """Messages of an Alpaca row, with its history."""
     if row.get("output") is None:
-        raise ValueError(f'an Alpaca row needs "instruction" and "output", got the keys {sorted(row)}')
+        told = repair(row, *(("input", "output") if row.get("context") else ("output",)))
+        raise ValueError(f'an Alpaca row needs "instruction" and "output", got the keys {sorted(row)}{told}')
     if row.get("corrected") is not None:
         raise ValueError(
             '"corrected" is not read, and "output" would be trained in its place: give what is to be learnt '
@@ -99,7 +113,8 @@ def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
 def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
     """Messages of a prompt/completion row; a prompt given as a list of messages is not trained."""
     if row.get("completion") is None:
-        raise ValueError(f'a prompt row needs "prompt" and "completion", got the keys {sorted(row)}')
+        told = repair(row, "completion")
+        raise ValueError(f'a prompt row needs "prompt" and "completion", got the keys {sorted(row)}{told}')
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) or isinstance(completion, str):
         return _with_system(row, _pair(prompt, completion, "prompt/completion"))
@@ -108,6 +123,24 @@ def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
         for key in ("prompt", "completion")
     )
     return _with_system(row, [{**message, "train": 0} for message in given] + wanted)
+
+
+def repair(row: Mapping[str, Any], *wanted: str) -> str:
+    """The keys that are nearest to those wanted, with the line that renames them; "" if none is near."""
+    found: dict[str, str] = {}
+    for key in wanted:
+        mark, kind = repr(_MARKS.get(key, "")), list if key in _MARKS else str
+        names = {
+            str(own).lower(): own
+            for own, value in row.items()
+            if isinstance(value, kind) and (kind is str or mark in repr(value[:1]))
+        }
+        near = [one for name in (key, *_ALSO_CALLED[key]) for one in get_close_matches(name, names, 1, 0.8)]
+        found.update((key, names[one]) for one in near[:1])
+    like = ", ".join(f"{own!r} is nearest to {key!r}" for key, own in found.items())
+    line = ", ".join(f'"{key}": row["{own}"]' for key, own in found.items())
+    whole = f": rows.map(lambda row: {{{line}}})" if len(found) == len(wanted) else ""
+    return f"; {like}{whole}" if found else ""
 
 
 def _with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
@@ -148,6 +181,6 @@ SHAPES = (
         "prompt_completion", "prompt", '"prompt" + "completion"', _read_prompt, "completion", ("system",)
     ),
 )
-"""Every shape of chat rows, in the order in which they are tried; tokenised rows come before them."""
+"""Every shape of chat rows, in the order in which they are tried; tokenised rows come before, texts after."""
 MESSAGE_LISTS = {key for shape in SHAPES for key in (shape.key, shape.answer)}
 """Keys of a row that may hold a list of messages."""

@@ -58,7 +58,7 @@ from fsdp_sft.collate.headers import OPENED_REASONING, common_length, is_a_heade
 from fsdp_sft.collate.layout import THINK, Dropped, Layout, MessageSpan, SlotSpan, lay_out, mark_text
 from fsdp_sft.collate.messages import Message
 from fsdp_sft.collate.rows import Conversation
-from fsdp_sft.collate.sentinels import OPEN, split_at_sentinels
+from fsdp_sft.collate.sentinels import OPEN, sentinel, split_at_sentinels
 from fsdp_sft.collate.template import ChatTemplate, TemplateFacts
 from fsdp_sft.errors import ChatTemplateError
 
@@ -97,8 +97,9 @@ class Found:
         dropped: Texts of the trained messages that the template does not print.
         answers: Span of the printed texts of each trained assistant message.
         weighed: Span of each part whose weight is not 1, and the weight.
-        prompt_differs: Whether an answer to a question does not follow its generation prompt.
-        no_prompt: Whether an answer to a question follows a header that its generation prompt lacks.
+        differing: A generation prompt, and what stands in its place in front of the answer; None if every
+            answer follows its prompt.
+        unprompted: A header of answers that no generation prompt writes; "" if there is none.
         context: Untrained texts of other roles than the assistant that the template does not print.
         begins_late: Whether the template's generation tags leave out the beginning of an answer.
     """
@@ -108,8 +109,8 @@ class Found:
     dropped: tuple[Dropped, ...] = ()
     answers: tuple[tuple[int, int], ...] = ()
     weighed: tuple[tuple[int, int, float], ...] = ()
-    prompt_differs: bool = False
-    no_prompt: bool = False
+    differing: tuple[str, str] | None = None
+    unprompted: str = ""
     context: tuple[Dropped, ...] = ()
     begins_late: bool = False
 
@@ -154,7 +155,7 @@ def find_turns(
     finder = _TurnFinder(template, facts, messages, owned, layout, conversation.tools, facts.prompt_varies)
     spoken = {index for index in printed if messages[index]["role"] == "assistant"}
     extents = list(layout.extents(wanted | spoken))
-    finder.check_headers(text, [extent for extent in extents if extent.message in wanted])
+    finder.check_headers(text, extents)
     turns = [turn for extent in extents if extent.message in wanted for turn in finder.find(text, extent)]
     answers = tuple(e.own for e in extents if e.own is not None and e.message in spoken)
     last_question = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
@@ -170,7 +171,7 @@ def find_turns(
         dropped = tuple(item for item in dropped if item.part != "reasoning")
     weighed = tuple(layout.weighed(text))
     ordered = sorted(turns, key=lambda turn: turn.start)
-    told = finder.prompt_differs, finder.no_prompt, context, begins_late
+    told = finder.differing, finder.unprompted, context, begins_late
     return Found(text, ordered, dropped, answers, weighed, *told)
 
 
@@ -240,8 +241,9 @@ class _TurnFinder:
         layout: Places of the texts in the rendering.
         tools: Tool schemas of the conversation.
         exact: Whether prompts are rendered for each answer, because they end elsewhere than the headers.
-        prompt_differs: Whether the text in front of an answer to a question does not begin with the prompt.
-        no_prompt: Whether that text continues with a header after the prompt.
+        differing: The first prompt, and the text in front of the answer to the question, which does not
+            begin with it.
+        unprompted: The header with which that text continues where the template writes no prompt.
     """
 
     template: ChatTemplate
@@ -251,8 +253,8 @@ class _TurnFinder:
     layout: Layout
     tools: list[dict[str, Any]] | None
     exact: bool = False
-    prompt_differs: bool = False
-    no_prompt: bool = False
+    differing: tuple[str, str] | None = None
+    unprompted: str = ""
 
     def find(self, text: str, extent: MessageSpan) -> list[Turn]:
         """The turns of the message at `extent`."""
@@ -304,7 +306,7 @@ class _TurnFinder:
         return [Turn(index, floor + start, end, end)] if end > floor + start else []
 
     def check_headers(self, text: str, extents: list[MessageSpan]) -> None:
-        """Set ``exact``, ``prompt_differs`` and ``no_prompt`` from the prompts of a few answers.
+        """Set ``exact``, ``differing`` and ``unprompted`` from the prompts of a few answers.
 
         A prompt may depend on anything: system messages, tools, the number of the turn. Rendering it for each
         answer takes time quadratic in their number, so only these are checked: the first and the last answer,
@@ -318,10 +320,29 @@ class _TurnFinder:
             if start is not None and start != self._start(self.messages[index], before):
                 self.exact = True
             asks = index > 0 and self.messages[index - 1]["role"] != "assistant"
-            self.prompt_differs |= asks and start is None and prompt is not None
+            if asks and start is None and prompt is not None:
+                self.differing = self.differing or (prompt, before)
             left = "" if start is None else before[start:]
-            if asks and is_a_header(left):
-                self.no_prompt |= self._rendered_after(index, floor, prompt=False) == prompt
+            if asks and is_a_header(left) and self._rendered_after(index, floor, prompt=False) == prompt:
+                self.unprompted = self.unprompted or self._any_header(index, prompt or "")
+
+    def _any_header(self, index: int, prompt: str) -> str:
+        """What any answer in the place of message `index` has behind the prompt; "" if that is no header.
+
+        What stands in front of texts alone, or of calls alone, is a part of the answer.
+        """
+        number = len(self.layout.leaves)
+        call = {"type": "function", "function": {"name": "f", "arguments": {"a": sentinel(number)}}}
+        begun: list[str] = []
+        for answer in ({"content": sentinel(number)}, {"content": "", "tool_calls": [call]}):
+            with suppress(ChatTemplateError):
+                messages = [*self.layout.marked[:index], {"role": "assistant", **answer}]
+                marked = self.template.skeleton(messages, self.tools)
+                pieces, numbers = split_at_sentinels(marked, numeric=self.layout.numeric)
+                begun += [pieces[-2]] if numbers[-1:] == [number] else []
+        before = shared_header(begun[0], begun[-1]) if begun else ""
+        header = before[len(prompt) :]
+        return header if before.startswith(prompt) and is_a_header(header) else ""
 
     def _where_generation_starts(self, message: Message, index: int, floor: int, before: str) -> int | None:
         """Offset of the turn's start in `before`, the literal in front of its first leaf; None if unknown."""

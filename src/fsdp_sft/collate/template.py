@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from fsdp_sft.collate.headers import common_length, is_a_header, is_begun_by, shared_header, through_the_tag
+from fsdp_sft.collate.headers import common_length, is_begun_by, shared_header, through_the_tag
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
 from fsdp_sft.collate.sentinels import has_sentinel, sentinel
 from fsdp_sft.collate.template_process import TemplateRunError, render
-from fsdp_sft.collate.tokens import starts_in_a_token, tokenise
 from fsdp_sft.errors import ChatTemplateError
 
 if TYPE_CHECKING:
@@ -27,10 +26,6 @@ _CAPTURED_TAG = re.compile(
     rf"\{{%[-+]?\s*(?:{_CAPTURE})(?:(?!\{{%[-+]?\s*end(?:macro|call|filter|set)\b).)*?\{{%[-+]?\s*generation\b",
     re.DOTALL,
 )
-
-
-# A tokenizer that joins " " and one of these usual first words joins it with most other words.
-_FIRST_WORDS = ("The", "I", "Yes", "a")
 
 
 @dataclass(frozen=True)
@@ -52,11 +47,6 @@ class TemplateFacts:
         prompt_varies: Whether that text differs from the one after the first question (some templates number
             their turns), so that `headers` hold for no other turns.
         opens_reasoning: Whether `prompt` precedes answers with reasoning only.
-        prompt_differs: Whether `prompt`, except for an opening of reasoning, is not the text in front of
-            answers.
-        no_generation_prompt: Whether the template adds nothing for a generation prompt, though answers have a
-            header.
-        prompt_merges: Whether the tokenizer joins the end of `prompt` with the first letter of an answer.
     """
 
     headers: tuple[str, ...]
@@ -72,9 +62,6 @@ class TemplateFacts:
     prompt: str = ""
     prompt_varies: bool = False
     opens_reasoning: bool = False
-    prompt_differs: bool = False
-    no_generation_prompt: bool = False
-    prompt_merges: bool = False
 
 
 class ChatTemplate:
@@ -248,9 +235,7 @@ class ChatTemplate:
         chat: list[Message] = [{"role": role, "content": sentinel(n)} for n, role in enumerate(roles)]
         asked = self._after(0, render(chat[:1]))
         prompted = self._after(0, render(chat[:1], prompt=True))
-        asked_later, prompted_later = (
-            self._after(2, render(chat[:3], prompt=flag)) for flag in (False, True)
-        )
+        prompted_later = self._after(2, render(chat[:3], prompt=True))
         answered = render(chat)
         # Templates of reasoning models may give past answers another header than the last one.
         before_past, before_answer = (
@@ -296,10 +281,6 @@ class ChatTemplate:
                 is_begun_by(prompted, prompted_later) or is_begun_by(prompted_later, prompted)
             ),
             opens_reasoning=opens_reasoning,
-            prompt_differs=not (opens_reasoning or is_begun_by(before_answer, prompted_later)),
-            no_generation_prompt=not prompted_later[common_length(asked_later, prompted_later) :].strip()
-            and is_a_header(before_answer[common_length(prompted_later, before_answer) :]),
-            prompt_merges=self._is_joined(headers, before_answer),
         )
 
     def _before_reasoning(self, chat: list[Message], tools: list[dict[str, Any]] | None) -> Iterator[str]:
@@ -328,16 +309,6 @@ class ChatTemplate:
         eos = str(self.tokenizer.eos_token or "")
         more = re.match(rf"\s*{re.escape(eos)}", after_past_answer[length:]) if eos else None
         return after_past_answer[: length + more.end() if more else length]
-
-    def _is_joined(self, headers: list[str], before_answer: str) -> bool:
-        """Whether the tokenizer joins the end of the header in front of an answer with most first words."""
-        header = next((header for header in headers if header and header in before_answer), "")
-        if not header or not getattr(self.tokenizer, "is_fast", False):
-            return False
-        start = before_answer.rfind(header) + len(header)
-        texts = [before_answer + word for word in _FIRST_WORDS]
-        joined = [starts_in_a_token(tokens, start) for tokens in tokenise(self.tokenizer, texts)]
-        return 2 * sum(joined) > len(joined)
 
     def _after(self, number: int, text: str) -> str:
         """The text behind sentinel `number`, which must occur exactly once."""

@@ -121,19 +121,13 @@ _NO_TEXT = b"\xff"  # occurs in no UTF-8 text, so a token with these bytes never
 
 
 class _Spelling(dict[int, bytes]):
-    """Bytes of each token of a byte-level tokenizer, computed on first access.
-
-    Attributes:
-        num_tried: Number of texts that have been tokenised.
-        num_held: Number of them that their tokens spelled byte for byte.
-    """
+    """Bytes of each token of a byte-level tokenizer, computed on first access."""
 
     def __init__(self, backend: Any) -> None:
         self._token_of: Callable[[int], str] = backend.id_to_token
         self._added: dict[int, str] = {
             index: token.content for index, token in backend.get_added_tokens_decoder().items()
         }
-        self.num_tried = self.num_held = 0
 
     def __missing__(self, index: int) -> bytes:
         self[index] = spelled = self._spell(index)
@@ -165,16 +159,11 @@ def _spelled(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[_Spel
     if spelling is None or size != len(tokenizer):
         spelling = _Spelling(backend)
         _SPELLINGS[tokenizer] = len(tokenizer), spelling
-    # With a tokenizer that changes every text, trying would tokenise each twice.
-    if spelling.num_tried > 2 * spelling.num_held + 64:
-        return [None] * len(texts)
     found: list[_SpelledTokens | None] = []
     for text, encoding in zip(texts, backend.encode_batch_fast(texts, add_special_tokens=False), strict=True):
         ids = encoding.ids
         pieces = list(map(spelling.__getitem__, ids))
         found.append(_SpelledTokens(ids, text, pieces) if b"".join(pieces) == text.encode() else None)
-    spelling.num_tried += len(texts)
-    spelling.num_held += len(texts) - found.count(None)
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft.collate import filter_rows
-from fsdp_sft.collate.encoded import dataset, key
+from fsdp_sft.collate.encoded import dataset
 from fsdp_sft.sampling.packing import row_sizes
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat
@@ -105,10 +105,7 @@ def test_what_is_there_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     given = given_as("files", tmp_path)
     first = fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path)
     monkeypatch.setattr(dataset, "build", lambda *_: pytest.fail("it was there"))
-    read = key._READ_BYTES
-    monkeypatch.setattr(key, "_READ_BYTES", -1)  # nothing is read again to see that it is the same
     assert fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path).path == first.path
-    monkeypatch.setattr(key, "_READ_BYTES", read)
     os.utime(given[0])
     assert fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path).path == first.path
 
@@ -237,24 +234,6 @@ def test_what_a_damaged_file_claims_is_not_made(tmp_path: Path) -> None:
     (first.path / "about.json").write_text("[]")
     with pytest.raises(fs.CheckpointCorruptError, match=r"about\.json is damaged"):
         fs.EncodedDataset(first.path)
-
-
-def test_a_digest_is_not_written_through_a_link(tmp_path: Path) -> None:
-    """Others may write into the folder of the cache."""
-    rows, cache, other = tmp_path / "rows.jsonl", tmp_path / "cache", tmp_path / "other"
-    rows.write_text(json.dumps(chat("q", "a")) + "\n")
-    cache.mkdir()
-    first = key._file_digest(rows, cache)
-    (known,) = cache.glob(".digest-*")
-    other.write_text("0" * 63 + "x")
-    known.unlink()
-    known.symlink_to(other)
-    assert key._file_digest(rows, cache) == first
-    assert other.read_text() == "0" * 63 + "x"
-    known.unlink()
-    os.mkfifo(known)
-    assert key._file_digest(rows, cache) == first
-    assert [path.name for path in cache.iterdir()] == [known.name]
 
 
 def test_a_damaged_folder_is_made_anew(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def encode_dataset(
 
     def make() -> Path:
         nonlocal is_new
-        target = cache / key_of(source, tokenizer, wanted, on_error, cache)[:40]
+        target = cache / key_of(source, tokenizer, wanted, on_error)[:40]
         lock = Lock(claim_on(target))
         if lock.take_or_wait(lambda: is_sound(target)):
             try:
@@ -132,9 +132,7 @@ def encode_dataset(
                 f"{num_refused(counts)} of {number} rows were refused, more than max_refused={max_refused:g} "
                 f"allows; what was encoded is kept in {target}",
             )
-    if this_rank() == 0:
-        repeated = () if is_new else WARNED_OF_TEMPLATES
-        warn_of_notes(counts, (*WARNED_OF_ROWS, *repeated))
+    warn_of_notes(counts, (*WARNED_OF_ROWS, *(() if is_new else WARNED_OF_TEMPLATES)))
     return encoded
 
 

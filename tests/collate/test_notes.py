@@ -1,0 +1,148 @@
+"""Each note and warning about a template is true, judged without the library, and rank 0 alone gives it."""
+
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+import fsdp_sft as fs
+from fsdp_sft.collate import encode, filter_rows, notes, spans
+from tests.collate import notes_oracle as oracle
+from tests.collate.template_tokenizers import tokenizer_for
+from tests.collate.written import ROW, turns
+from tests.harness import chat_templates as ct
+from tests.harness.chats import chat
+
+_CALLS = "{% for c in m.tool_calls or [] %}{{ '[TOOL_CALLS]' + (c.function | tojson) }}{% endfor %}"
+_THOUGHT = "{% if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}"
+# A question in marks and then the answer, as Mistral's templates have them: there is no header to prompt.
+MARKED = (
+    "{{ bos_token }}{% for tool in tools or [] %}{{ '[AVAILABLE_TOOLS]' + tool.function.name }}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
+    "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}"
+    "{% elif m.role == 'assistant' %}" + _THOUGHT + "{{ m.content }}" + _CALLS + "{{ eos_token }}"
+    "{% else %}{{ '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}{% endif %}{% endfor %}"
+)
+# Answers of text and calls have marks of their own, which are no header; the prompt ends every rendering.
+ALWAYS_PROMPTED = (
+    "{% for m in messages %}{{ '<|turn|><|' + m.role + '|>' }}{% if m.role != 'assistant' %}{{ m.content }}"
+    "{% elif m.tool_calls %}{{ '<|act|>' }}" + _CALLS + "{% else %}{{ '<|say|>' + m.content }}{% endif %}"
+    "{{ '<|end|>' }}{% endfor %}{{ '<|turn|><|assistant|>' }}"
+)
+# As Qwen3.5's: the prompt opens reasoning, and an answer without it has an empty block, of other tokens.
+OPENED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}{{ m.content }}"
+    + _CALLS + "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)  # fmt: skip
+_HEADED = "'<|' + message.role + '|>\n'"
+WRITTEN = {
+    "marked": MARKED,
+    "always prompted": ALWAYS_PROMPTED,
+    "opened": OPENED,
+    "reasoning": ct.CHATML_REASONING,
+    "without a prompt": turns(_HEADED, "<|end|>").partition("{% if add_gen")[0],
+    "without an end": turns(_HEADED, ""),
+    "with a text for an end": turns(_HEADED, "@END@\n"),
+    "with a space": turns("message.role + ': '", "<|end|>"),
+    "with another prompt": turns(_HEADED, "<|end|>").replace("'assistant' + '|>\n'", "'assistant' + '|> '"),
+    **{name: family.template for name, family in ct.FAMILIES.items()},
+}
+
+
+def _counts(name: str) -> tuple[Counter[tuple[str, str]], list[str]]:
+    """(number of rows by note and verdict, what is wrong) of a template."""
+    counts: Counter[tuple[str, str]] = Counter()
+    wrong = []
+    for kind, note, verdict, details in oracle.verdicts(tokenizer_for(WRITTEN[name], pairs=True)[0]):
+        counts[note, verdict] += 1
+        if verdict in ("false", "missing", "not judged"):
+            wrong.append(f"{kind}: {note} is {verdict}: {details}")
+    return counts, wrong
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_each_note_is_true(name: str) -> None:
+    counts, wrong = _counts(name)
+    assert not wrong
+    assert counts["", "encoded"] >= 5
+    expected = {
+        "without a prompt": "no_generation_prompt",
+        "without an end": "no_end_of_turn",
+        "with a text for an end": "end_of_turn_is_text",
+        "with a space": "start_in_a_token",
+        "with another prompt": "prompt_differs",
+    }
+    if name in expected:
+        assert counts[expected[name], "true"] >= 5
+
+
+@pytest.mark.parametrize("planted", oracle.JUDGED)
+def test_a_planted_note_is_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes_of = encode.notes_of
+    monkeypatch.setattr(encode, "notes_of", lambda *given: [*notes_of(*given), planted])
+    assert any(f"{planted} is false" in text for text in _counts("chatml")[1])
+
+
+def test_a_header_taken_from_a_call_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans._TurnFinder, "_any_header", lambda *_: "[TOOL_CALLS]")
+    assert all("no_generation_prompt is false" in text for text in _counts("marked")[1])
+    assert len(_counts("marked")[1]) >= 3
+
+
+def test_a_note_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notes, "_on_prompts", lambda *_: iter(()))
+    assert any("no_generation_prompt is missing" in text for text in _counts("without a prompt")[1])
+
+
+# --- which ranks warn -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["0", "1"])
+def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("RANK", request.param)
+    return request.param
+
+
+def _warned(call: Any) -> int:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return len(caught)
+
+
+def test_rank_0_alone_warns(rank: str, tmp_path: Path) -> None:
+    own, _ = tokenizer_for(WRITTEN["without an end"])
+    other, _ = tokenizer_for(WRITTEN["with a text for an end"])
+    cut = fs.SFTCollator(own, max_length=8)
+    for call in (
+        lambda: filter_rows([ROW], own),
+        lambda: fs.encode_chat(ROW, other),
+        lambda: cut([ROW]),
+        lambda: fs.encode_dataset([ROW], own, max_length=99, cache_dir=tmp_path),
+        lambda: fs.encode_dataset([ROW], own, max_length=99, cache_dir=tmp_path),  # opened
+    ):
+        assert (_warned(call) > 0) is (rank == "0")
+
+
+class _Heard:
+    """A collator that returns how many warnings another gives."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate = collate
+
+    def __call__(self, rows: Any) -> int:
+        return _warned(lambda: self.collate(rows))
+
+
+def test_a_worker_of_a_data_loader_warns_on_rank_0_alone(rank: str) -> None:
+    own, _ = tokenizer_for(WRITTEN["with a text for an end"])
+    loader = DataLoader(
+        [chat("q", "a")], collate_fn=_Heard(fs.SFTCollator(own, max_length=99)), num_workers=1,
+        multiprocessing_context="fork",
+    )  # fmt: skip
+    assert (next(iter(loader)) > 0) is (rank == "0")
