@@ -6,35 +6,32 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
 
-from baseline import draws, figures, mistakes, programs, reads, refusals, signatures, size
+from baseline import reads, signatures, tape
 
 FROZEN = Path(__file__).parent / "frozen"
 # By part and entries, whose names may have wildcards: why they differ from what is frozen.
 MEANT = Path(__file__).parent / "meant.json"
 PARTS: dict[str, ModuleType] = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (signatures, size, reads, refusals, draws, programs, mistakes)
+    module.__name__.rpartition(".")[2]: module for module in (signatures, reads, tape)
 }
-QUICK = ("signatures", "size", "reads")
 
 
 def main() -> int:
     """Write or compare; the exit code is the number of differences, at most 100."""
     parser = argparse.ArgumentParser(prog="python -m baseline", description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["write", "compare"])
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join([*PARTS, 'figures'])}; {QUICK} by default")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--log", type=Path, help="what a run has noted already (refusals, draws, mistakes)")
-    parser.add_argument("--number", type=int, default=200, help="of draws and programs")
-    parser.add_argument("--seed", type=int, default=88031, help="of draws and programs that are frozen")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all by default")
+    parser.add_argument(
+        "--log", type=Path, help="runs of the tape that are not made again; default: .tape/log.jsonl"
+    )
+    parser.add_argument("--only", default="", help="runs of the tape whose name has this in it")
     arguments = parser.parse_args()
     differing = 0
-    for name in arguments.parts or QUICK:
-        if name == "figures":
-            print(figures.measured())
-            continue
+    for name in arguments.parts or PARTS:
         path = FROZEN / f"{name}.json"
         frozen = json.loads(path.read_text()) if path.exists() and arguments.what == "compare" else None
+        if frozen is not None and name == "tape":
+            frozen = {key: entry for key, entry in tape.here(frozen, path).items() if arguments.only in key}
         found = PARTS[name].now(arguments, frozen)
         if arguments.what == "write":
             FROZEN.mkdir(exist_ok=True)

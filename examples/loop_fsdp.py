@@ -1,6 +1,7 @@
 """The loop of `loop_plain.py` with FSDP2: torchrun --nproc-per-node 8 examples/loop_fsdp.py."""
 
 import json
+from time import perf_counter
 
 import torch
 from torch.utils.data import DataLoader
@@ -12,12 +13,17 @@ path = "Qwen/Qwen2.5-0.5B-Instruct"
 with open("examples/data/chats.jsonl") as file:
     rows = [json.loads(line) for line in file]
 tokenizer = AutoTokenizer.from_pretrained(path)
-fs.init_distributed()
+job = fs.init_distributed()
 model = fs.load_pretrained(path, mesh=fs.build_mesh())
 collate = fs.SFTCollator(tokenizer, max_length=4096)
 sampler = fs.ResumableSampler(rows)
 loader = DataLoader(rows, 2, sampler=sampler, collate_fn=collate)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-for window in fs.windows(loader, grad_accum_steps=8):
+accumulation = 8 // job.world_size  # 16 rows a step, on 1, 2, 4 or 8 ranks
+start = perf_counter()
+for step, window in enumerate(fs.windows(loader, accumulation), start=1):
     result = fs.train_step(model, window, optimizer)
+    rate, start = result.num_tokens / (perf_counter() - start), perf_counter()
+    if job.is_main:
+        print(f"step {step}  loss {result.loss:.4f}  {rate:,.0f} tokens/s")
 fs.export_hf(model, "out", tokenizer=tokenizer)

@@ -103,7 +103,7 @@ def test_figures_of_the_first_page_stand_in_the_files_that_it_links() -> None:
     compared = _table(DOCS / "measurements.md", "| | fsdp-sft |")
     measured = [[what, ours, "", link] for what, ours, link in _table(ROOT / "README.md", "| measured |")]
     assert len(compared) == 15
-    assert len(measured) == 5
+    assert len(measured) == 6
     for what, ours, others, details in compared + measured:
         file = re.search(r"\((?:\.\./)?benchmarks/results/([\w-]+\.md)\)", details)
         assert file is not None, what
@@ -114,7 +114,7 @@ def test_figures_of_the_first_page_stand_in_the_files_that_it_links() -> None:
 
 def test_readme_and_the_first_page_begin_the_same() -> None:
     """Links are seen from other folders."""
-    first = (ROOT / "README.md").read_text().partition("## Ten minutes")[0]
+    first = (ROOT / "README.md").read_text().partition("## Before you book GPUs")[0]
     site = (DOCS / "index.md").read_text().partition("## Where to begin")[0]
     links = re.compile(r"\]\([^)]*\)")
     assert links.sub("", first) == links.sub("", site)
@@ -122,7 +122,7 @@ def test_readme_and_the_first_page_begin_the_same() -> None:
 
 def test_readme_is_short_and_shows_how_the_two_loops_differ() -> None:
     text = (ROOT / "README.md").read_text()
-    assert len(text.split()) <= 900
+    assert len(text.split()) <= 1100
     plain, fsdp = (
         (EXAMPLES / f"loop_{name}.py").read_text().partition('"""\n\n')[2].splitlines()
         for name in ("plain", "fsdp")

@@ -55,8 +55,9 @@ def test_masks_that_are_no_longer_stored(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "base")
     mask = torch.ones(64, 64, dtype=torch.bool).tril()[None, None]
     _add(tmp_path / "base", {f"transformer.h.{i}.attn.bias": mask.clone() for i in range(2)})
-    told = run_distributed(_refused, 1, tmp_path / "base", {})[0]
-    assert "load_weights(unexpected='ignore')" in told
+    if tf.__version__ < "5.24":  # which leaves them out by itself
+        told = run_distributed(_refused, 1, tmp_path / "base", {})[0]
+        assert "load_weights(unexpected='ignore')" in told
     loaded = run_distributed(_load, 1, tmp_path / "base", {}, {"unexpected": "ignore"})[0]
     assert_same(loaded, everything(model))
 

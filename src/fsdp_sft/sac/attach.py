@@ -107,7 +107,8 @@ def _refuse_generation(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> N
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return
-    if model.training and kwargs.get("past_key_values") is not None:
+    # transformers 5.24 has renamed the argument.
+    if model.training and any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
         raise UnsupportedModelError(
             "the model is in train() mode, in which its checkpointed blocks drop the cache of generate, and "
             "its text would be wrong: call model.eval() before, and model.train() after"

@@ -50,6 +50,8 @@ LEAKING = {
     "ALiBi (Bloom)": lambda: fresh("BloomForCausalLM", hidden_size=32, n_layer=3, n_head=4),
     "ALiBi (Falcon)": lambda: fresh("FalconForCausalLM", **SMALL, num_attention_heads=4, alibi=True),
 }
+if tf.__version__ >= "5.24":  # counts by row there
+    del LEAKING["ALiBi (Falcon)"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
