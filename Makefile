@@ -1,5 +1,5 @@
-# make demo   a tiny model is trained, saved, exported and asked questions, on 2 processes
-# make test   the suite (about eight minutes on 2 cores)
+# make demo   a tiny model is trained, a rank killed, and all of it shown on one page (2 processes, no GPU)
+# make test   the suite (about fifteen minutes on 2 cores)
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
@@ -21,11 +21,11 @@ $(BIN)/python:
 # With the versions of constraints.txt, on the platform of requirements.lock, every file's hash is compared.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS) requirements.lock | $(BIN)/python
 	@if [ $(CONSTRAINTS) = constraints.txt ] && $(BIN)/python -c 'import platform, sys; sys.exit((sys.implementation.name, *sys.version_info[:2], sys.platform, platform.machine()) != ("cpython", 3, 11, "linux", "x86_64"))'; then \
-	    echo 'installing requirements.lock'; \
+	    echo 'installing requirements.lock: about two minutes'; \
 	    $(BIN)/python -m pip install --quiet --require-hashes --requirement requirements.lock && \
 	    $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .; \
 	else \
-	    echo 'installing $(CONSTRAINTS), without hashes'; \
+	    echo 'installing $(CONSTRAINTS), without hashes: about two minutes'; \
 	    $(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'; \
 	fi
 	touch $(INSTALLED) $(FOR_DEMO)
@@ -36,17 +36,13 @@ lock: | $(BIN)/python
 
 # The library, torch, transformers and matplotlib, and none of the tools of development.
 $(FOR_DEMO): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	@echo 'installing torch, transformers and matplotlib into $(VENV): about two minutes'
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[plot]'
 	touch $(FOR_DEMO)
 
-PLAN = fsdp-sft plan --model examples/data/qwen2.5-7b --gpus 8 --gpu h100 --seq 4096 --global-batch 64 --png demo-output/plan.png
-
 # One process per GPU, at most two; without a GPU two processes on the CPU.
 demo: $(FOR_DEMO)
-	@n=$$($(BIN)/python -c 'import torch; n = torch.cuda.device_count(); print(min(n, 2) if n else 2)'); \
-	rm -rf demo-output; \
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $$n examples/minimal_sft.py --output demo-output $(DEMO_ARGS)
-	@echo; echo 'What a real model needs, before any GPU is booked:'; echo; echo '$$ $(PLAN)'; $(BIN)/$(PLAN)
+	@rm -rf demo-output; HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py --output demo-output $(DEMO_ARGS)
 
 # Many tests wait for ranks, signals or time-outs, so two at a time take little more than half as long.
 test: $(INSTALLED)

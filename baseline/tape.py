@@ -77,7 +77,7 @@ class Played:
 DENSE = (
     *("Llama", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Mistral", "Phi3", "Olmo2", "Glm4", "Granite"),
     *("Cohere2", "SmolLM3", "StableLm", "GPTNeoX", "GPTBigCode", "Falcon", "Bloom", "OPT", "Mpt", "Ernie4_5"),
-    *("Exaone4", "HunYuanDenseV1", "Helium", "Seed_Oss", "Mamba2", "RecurrentGemma", "Qwen3_5"),
+    *("Exaone4", "HunYuanDenseV1", "Helium", "SeedOss", "Mamba", "RecurrentGemma", "Qwen3_5"),
 )
 MIXED = (
     "Mixtral",
@@ -109,7 +109,7 @@ def runs() -> list[Played]:
     for name in ("Llama", "Qwen3", "Mistral", "Qwen3Moe"):
         found += _of(name, mesh=cp, packed=True)
         found += _of(name, ranks=4, mesh={"dp_shard": 2, "cp": 2}, again=4)
-    for name in ("Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3"):
+    for name in ("Mixtral", "Qwen3Moe", "GptOss", "Olmoe"):
         found += _of(name, ep_size=2, again=2)
         found += _of(name, ranks=4, mesh={"dp_shard": 4}, ep_size=2, compute="bfloat16")
         found += _of(name, router_loss="global_micro_batch", accumulation=2)

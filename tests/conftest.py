@@ -25,11 +25,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """From the start: count what is started, and find the log of an earlier run."""
-    from tests.harness import budget, refusals
+    from tests.harness import budget
     from tests.harness.resuming import Outcomes, tree
 
     budget.watch()
-    refusals.install()
     name = config.getoption("--log-outcomes")
     if name is not None:
         config.stash[_OUTCOMES] = outcomes = Outcomes(Path(name))

@@ -23,7 +23,7 @@ from typing import Any
 from fsdp_sft._compat.groups import careful_gloo, forget_meshes
 from fsdp_sft._ranks import mesh
 from fsdp_sft.dcp_io import in_use
-from tests.harness import device, leftovers, refusals
+from tests.harness import device, leftovers
 from tests.harness.poison import is_poisoned, poisoned
 from tests.simulated.device import Simulated
 
@@ -72,7 +72,6 @@ def serve(connection: Connection, own: Simulated | None) -> None:
 
     torch.set_num_threads(1)
     device.become(own)
-    refusals.install()
     served = _Served(own)
     while True:
         try:

@@ -1,6 +1,9 @@
 """Words of other libraries, and those that are nearly right, are answered with what to write here."""
 
 import inspect
+import subprocess
+import sys
+import traceback
 from typing import Any
 
 import pytest
@@ -61,3 +64,17 @@ def test_no_word_is_an_argument_here_and_no_answer_names_what_is_not_here() -> N
     assert not WORDS.keys() & taken
     named = {word.partition("(")[0] for text in WORDS.values() for word in text.split() if "(" in word}
     assert {word for word in named if word.isidentifier()} <= set(fs.__all__)
+
+
+def test_errors_for_users_end_at_the_callers_line() -> None:
+    with pytest.raises(fs.CheckpointFormatError) as found:
+        fs.build_meta_model("/nowhere/at/all")
+    files = [frame.filename for frame in traceback.extract_tb(found.value.__traceback__)]
+    assert len(files) == 2
+    assert files[0] == __file__
+    code = "import fsdp_sft as fs, traceback\ntry:\n    fs.build_meta_model('/nowhere')\nexcept Exception as e:\n    "
+    code += "print(len(traceback.extract_tb(e.__traceback__)))"
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) > 2

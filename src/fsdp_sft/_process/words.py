@@ -1,4 +1,4 @@
-"""Words of other libraries: what they are called here, said where somebody uses one."""
+"""What callers meet at a public function: words of other libraries answered, errors without our own frames."""
 
 import functools
 import inspect
@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from typing import ParamSpec, TypeVar
+
+from fsdp_sft.errors import FsdpSftError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,7 +73,10 @@ def answer(word: str, known: Collection[str]) -> str:
 
 
 def answered(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: a keyword that a function does not take raises a TypeError that says what to write."""
+    """Decorator: a keyword that a function does not take raises a TypeError that says what to write.
+
+    Errors that are for users end at the caller's line; with ``python -X dev`` they have all frames.
+    """
     known = _keywords(function)
 
     @functools.wraps(function)
@@ -85,6 +90,8 @@ def answered(function: Callable[P, R]) -> Callable[P, R]:
                     name = function.__qualname__.removesuffix(".__init__")
                     raise TypeError(f"{name} takes no {word}=: {text}") from None
             raise
+        except FsdpSftError as error:
+            raise error if sys.flags.dev_mode else error.with_traceback(None)
 
     return called
 
