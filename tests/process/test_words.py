@@ -7,6 +7,7 @@ import traceback
 from typing import Any
 
 import pytest
+import torch
 
 import fsdp_sft as fs
 from fsdp_sft._process.words import WORDS
@@ -66,15 +67,26 @@ def test_no_word_is_an_argument_here_and_no_answer_names_what_is_not_here() -> N
     assert {word for word in named if word.isidentifier()} <= set(fs.__all__)
 
 
+_ALL_FRAMES = """
+import traceback
+import torch
+import fsdp_sft as fs
+try:
+    fs.load_checkpoint("/nowhere/at/all", model=torch.nn.Linear(1, 1))
+except fs.CheckpointNotFoundError as error:
+    print(len(traceback.extract_tb(error.__traceback__)))
+"""
+
+
 def test_errors_for_users_end_at_the_callers_line() -> None:
-    with pytest.raises(fs.CheckpointFormatError) as found:
-        fs.build_meta_model("/nowhere/at/all")
+    with pytest.raises(fs.CheckpointNotFoundError) as found:
+        fs.load_checkpoint("/nowhere/at/all", model=torch.nn.Linear(1, 1))
     files = [frame.filename for frame in traceback.extract_tb(found.value.__traceback__)]
-    assert len(files) == 2
-    assert files[0] == __file__
-    code = "import fsdp_sft as fs, traceback\ntry:\n    fs.build_meta_model('/nowhere')\nexcept Exception as e:\n    "
-    code += "print(len(traceback.extract_tb(e.__traceback__)))"
+    assert files == [__file__]
     done = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-X", "dev", "-W", "ignore", "-c", _ALL_FRAMES],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert int(done.stdout) > 2

@@ -1,4 +1,4 @@
-"""What callers meet at a public function: words of other libraries answered, errors without our own frames."""
+"""What callers meet at a public function: answers to words of other libraries, errors without our frames."""
 
 import functools
 import inspect
@@ -91,7 +91,9 @@ def answered(function: Callable[P, R]) -> Callable[P, R]:
                     raise TypeError(f"{name} takes no {word}=: {text}") from None
             raise
         except FsdpSftError as error:
-            raise error if sys.flags.dev_mode else error.with_traceback(None)
+            if not sys.flags.dev_mode:
+                error.__traceback__ = None
+            raise
 
     return called
 
