@@ -331,7 +331,6 @@ def test_model_first_the_rest_by_keyword() -> None:
     }
     two |= {
         "plot_run",
-        "plot_expert_load",
         "pack_lengths",
         "select_block_indices",
         "model_flops_per_token",

@@ -85,7 +85,6 @@ Watching
     trace_seconds           how long each part of them took on a rank
     plot_run                loss, rate and speed as a picture
     watch_experts           how many tokens each expert is given
-    plot_expert_load        that, as a picture
 """
 
 import ast

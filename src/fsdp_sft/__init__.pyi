@@ -60,7 +60,6 @@ from fsdp_sft.errors import (
 )
 from fsdp_sft.experts import (
     ExpertLoad as ExpertLoad,
-    plot_expert_load as plot_expert_load,
     prepare_experts as prepare_experts,
     update_router_bias as update_router_bias,
     watch_experts as watch_experts,

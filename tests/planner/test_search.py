@@ -257,13 +257,6 @@ def test_the_command_line_draws(folder: Path, tmp_path: Path, capsys: pytest.Cap
     assert pixels[..., :3].min() < 0.2 < 0.9 < pixels[..., :3].max()
 
 
-def test_the_command_line_calibrates(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(_arguments(folder, "--calibrate")) == 0
-    text = capsys.readouterr().out
-    factor = float(text.partition("(factor ")[2].partition(")")[0])
-    assert abs(factor - 1) <= 0.03
-
-
 def test_the_command_line_says_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(_arguments(folder.parent)) == 2
     assert main([*_arguments(folder), "--gpu", "h100-many"]) == 2

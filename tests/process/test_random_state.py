@@ -195,9 +195,6 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
             fs.train_step(mixture, [batches[0]], torch.optim.SGD(mixture.parameters(), lr=0.0)),
             fs.update_router_bias(mixture, rate=0.1),
         ),
-        "plot_expert_load": lambda: fs.plot_expert_load(
-            fs.ExpertLoad(("a",), ((1, 2),)), root / f"load-{torch.distributed.get_rank()}.png"
-        ),
         "plot_run": lambda: _plotted(root),
         "trace_seconds": lambda: fs.trace_seconds(_traced(root)),
     }

@@ -83,11 +83,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--plans", type=int, default=8, help="how many plans to print")
     add("--json", action="store_true", help="print plans (or rows) as JSON, and nothing else")
     add("--png", metavar="FILE", help="draw the plans' memory, or that of rows by length")
-    add(
-        "--calibrate",
-        action="store_true",
-        help="correct the memory (not the seconds) by running two real blocks",
-    )
 
 
 def _run(args: argparse.Namespace) -> int:

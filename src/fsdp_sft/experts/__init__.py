@@ -4,14 +4,12 @@ from fsdp_sft.experts.bias import update_router_bias
 from fsdp_sft.experts.choice import prepare_experts
 from fsdp_sft.experts.counter import ExpertCounter, LateLoad, counter_of, watch_experts
 from fsdp_sft.experts.load import ExpertLoad
-from fsdp_sft.experts.picture import plot_expert_load
 
 __all__ = [
     "ExpertCounter",
     "ExpertLoad",
     "LateLoad",
     "counter_of",
-    "plot_expert_load",
     "prepare_experts",
     "update_router_bias",
     "watch_experts",

@@ -16,7 +16,6 @@ from fsdp_sft._model.configs import sizes_by_default
 from fsdp_sft._process.gpus import GB, GIB, GPUS, Gpu, gpu_named
 from fsdp_sft.errors import NoPlanError, UnsupportedModelError
 from fsdp_sft.planner.budget import Budget, budget_of
-from fsdp_sft.planner.calibrate import calibrate
 from fsdp_sft.planner.estimate import MemoryEstimate
 from fsdp_sft.planner.longest import LongestRow, longest_rows, peaks_by_length
 from fsdp_sft.planner.measured import measured_from
@@ -103,8 +102,8 @@ def _tokens(text: str | None) -> int | None:
 
 def _report_machines(args: argparse.Namespace, names: list[str], numbers: list[int]) -> int:
     """Print the first plan on each kind and number of GPUs; 1 if none fits."""
-    if args.longest or args.png or args.calibrate:
-        raise ValueError("--longest, --png and --calibrate are of one kind and number of GPUs")
+    if args.longest or args.png:
+        raise ValueError("--longest and --png are of one kind and number of GPUs")
     if args.measured and len(names) > 1:
         raise ValueError("--measured is of one kind of GPU")
     tokens, options, lines, found = _tokens(args.tokens), _options(args), [], []
@@ -262,8 +261,6 @@ def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
     plans = _plans(args, num_gpus=args.gpus, **options)
     best, shown = plans[0], plans[: args.plans]
     estimate = best.estimate
-    if args.calibrate:
-        estimate, measured = _calibrated(config, best)
     if args.json:
         found = {**_job(args, gpu, budget, estimate), "plans": [plan.to_dict() for plan in shown]}
         found |= {"code": best.code(args.model), **_duration(tokens, best)}
@@ -283,8 +280,6 @@ def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
             )
         for note in (*estimate.notes, *_notes_on_config(args, config, args.seq)):
             print(f"Note: {note}.")
-        if args.calibrate:
-            print(f"\n{measured}")
         print(f"\nMemory of plan 1 on each GPU at the peak, in the {estimate.peak_phase} phase:\n")
         print(bars(estimate, budget=budget))
         print(f"\nPlan 1 as code:\n\n{best.code(args.model)}")
@@ -410,13 +405,3 @@ def _label(plan: RunPlan) -> str:
         "kept gathered": not plan.reshard_after_forward,
     }
     return ", ".join(part for part, is_so in parts.items() if is_so)
-
-
-def _calibrated(config: Any, best: RunPlan) -> tuple[MemoryEstimate, str]:
-    """The estimate of the best plan corrected by a measurement, and a sentence about it."""
-    found = calibrate(config, best.setup)
-    return found.refine(best.estimate), (
-        f"Calibration on {found.device}: a real block keeps {found.measured_bytes / (1 << 20):.1f} MiB of "
-        f"1 x {found.seq_length} tokens, the planner says {found.estimated_bytes / (1 << 20):.1f} MiB there "
-        f"(factor {found.factor:.3f})."
-    )
