@@ -102,7 +102,7 @@ def test_an_option_that_does_not_exist(call: str, tmp_path: Path) -> None:
     }
     with pytest.raises(TypeError, match=rf"{call} takes no train_om=: do you mean train_on\?"):
         calls[call](train_om="all")
-    with pytest.raises(TypeError, match=rf"{call} takes no colour=; its options are chat_template, "):
+    with pytest.raises(TypeError, match=rf"{call} takes no colour=: its options are chat_template, "):
         calls[call](colour="red")
 
 

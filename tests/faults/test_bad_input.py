@@ -192,6 +192,6 @@ def test_a_rank_that_raises_inside_a_step_ends_the_job_and_is_named(tmp_path: Pa
     assert done.returncode != 0
     cause = done.stderr[done.stderr.index("Root Cause") :]
     print(f"one of {ranks} ranks raises in a step: over after {seconds:.0f} s\n{cause[:700]}")
-    assert seconds < 30 + 15, "15 s of which are for starting"
+    assert seconds < 30 + 40, "40 s of which are for starting, on a busy machine"
     assert re.search(r"rank\s+: 1 ", cause)
     assert "the GPU fell off the bus" in cause

@@ -336,10 +336,6 @@ class TestThroughputMeter:
         run(meter, clock, [(10, 1.0)])
         assert meter.stats()["step_seconds"] == 1.0
 
-    def test_the_old_name_of_an_argument(self, clock):
-        with pytest.raises(TypeError, match="takes no window= any more: pass averaged_steps="):
-            ThroughputMeter(world_size=1, device="cpu", clock=clock, window=2)
-
     def test_update_inside_a_pause(self, clock):
         meter = ThroughputMeter(world_size=1, device="cpu", clock=clock)
         with meter.paused(), pytest.raises(RuntimeError, match="leave the pause"):

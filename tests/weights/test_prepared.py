@@ -301,7 +301,7 @@ def _with_adapters_and_overrides(root: Path) -> None:
         composed(path, mesh=mesh, config_overrides={"tie_word_embeddings": False})
     with pytest.raises(fs.CheckpointMismatchError, match=r"the model's .*shard it in torch.float32"):
         fs.load_pretrained(path, mesh=mesh, master_dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match=r"load_prepared takes no prefetch= any more: call build_meta_model"):
+    with pytest.raises(TypeError, match=r"load_prepared takes no prefetch=: shard_model takes it"):
         fs.load_prepared(path, mesh=mesh, prefetch=2)
 
 

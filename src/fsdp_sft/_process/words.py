@@ -78,13 +78,17 @@ def answered(function: Callable[P, R]) -> Callable[P, R]:
     Errors that are for users end at the caller's line; with ``python -X dev`` they have all frames.
     """
     known = _keywords(function)
+    kinds = [one.kind for one in inspect.signature(function).parameters.values()]
+    takes_more = inspect.Parameter.VAR_KEYWORD in kinds
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except TypeError:
-            for word in kwargs.keys() - known.keys():
+        except TypeError as error:
+            # One that takes further options checks them itself, unless an argument of its own is missing.
+            is_open = takes_more and f"{function.__qualname__}() missing" not in str(error)
+            for word in set() if is_open else kwargs.keys() - known.keys():
                 text = answer(word, known)
                 if text:
                     name = function.__qualname__.removesuffix(".__init__")

@@ -25,8 +25,9 @@ class TensorBoardSink:
         ImportError: TensorBoard is not installed.
 
     Example:
-        >>> with fs.MetricLogger(sinks=[fs.TensorBoardSink("runs")]) as logger:  # doctest: +SKIP
-        ...     logger.log({"loss": 0.5}, step=1)
+        >>> sink = fs.TensorBoardSink("runs")  # doctest: +SKIP
+        >>> logger = fs.MetricLogger(sinks=[sink])  # doctest: +SKIP
+        >>> logger.log({"loss": 0.5}, step=1)  # doctest: +SKIP
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -141,7 +142,8 @@ class TrackioSink(_RunSink):
         ImportError: The package is not installed.
 
     Example:
-        >>> logger = fs.MetricLogger(sinks=[fs.TrackioSink({"project": "sft"})])  # doctest: +SKIP
+        >>> sink = fs.TrackioSink({"project": "sft"})  # doctest: +SKIP
+        >>> logger = fs.MetricLogger(sinks=[sink])  # doctest: +SKIP
         >>> logger.log({"loss": 0.5}, step=1)  # doctest: +SKIP
         >>> logger.close()  # doctest: +SKIP
     """
