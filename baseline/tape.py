@@ -403,6 +403,8 @@ def _digest_of_settings(folder: Path) -> dict[str, str]:
         fields = json.loads(file.read_text())
         for name in ("transformers_version", "peft_version", "base_model_name_or_path", "_name_or_path"):
             fields.pop(name, None)
+        # Sets, whose order is another in each process.
+        fields = {name: sorted(v) if name.startswith("target_") and v else v for name, v in fields.items()}
         found[file.name] = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
     return found
 
