@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 
 import fsdp_sft as fs
-from tests.harness.architectures import quiet, quiet_for_good, tiny_architecture
+from tests.harness.architectures import quiet, tiny_architecture
 from tests.harness.chat_templates import FAMILIES, byte_tokenizer
 from tests.harness.models import full
 from tests.harness.quantised_folders import quantised
@@ -216,8 +216,6 @@ def play(run: Played, folder: Path) -> dict[str, Any]:
 
 
 def _train(run: Played, base: Path, folder: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    quiet_for_good()
     mesh = fs.build_mesh(**run.mesh, device_type="cpu")
     model = _built(run, base, mesh)
     found: dict[str, Any] = {"loaded": _digest((name, full(p)) for name, p in model.named_parameters())}
@@ -231,8 +229,6 @@ def _train(run: Played, base: Path, folder: Path) -> dict[str, Any]:
 
 
 def _resume(run: Played, base: Path, folder: Path) -> list[str]:
-    torch.set_num_threads(1)
-    quiet_for_good()
     ranks = torch.distributed.get_world_size()
     shape = run.mesh if ranks == run.ranks else {}
     mesh = fs.build_mesh(**shape, device_type="cpu")
