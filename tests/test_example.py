@@ -155,10 +155,21 @@ def _kill_at(output: Path, step: int, *arguments: str) -> None:
     process.wait()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_make_demo_goes_on_bit_for_bit_and_shows_it_on_one_page(tmp_path: Path) -> None:
+    output = tmp_path / "demo"
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--output", str(output)]
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=True)
+    same, of = re.findall(r"(\d+) of (\d+) steps that were made twice", done.stdout)[0]
+    assert same == of and int(of) >= 10
+    page = (output / "report.html").read_text(encoding="utf-8")
+    assert page.count("data:image/png;base64,") == 2 and page.count("<iframe") == 2 and "$" not in page
+
+
 @pytest.mark.parametrize(
     ("data", "arguments"),
     [
-        (BUNDLED, ("--grad-accum-steps", "2", "--micro-batch-size", "3")),
         ("alpaca_en_demo.json", ("--max-length", "384", "--micro-batch-size", "4")),
         ("glaive_toolcall_en_demo.json", ("--max-length", "1024", "--micro-batch-size", "2")),
     ],
