@@ -81,6 +81,13 @@ def forget_held_back(model: nn.Module) -> None:
             gathered.grad = None
 
 
+def gradient_divide_factors(model: nn.Module) -> set[float | None]:
+    """By what FSDP2 divides the sums of gradients; None is the number of ranks that reduce them."""
+    return {
+        group.gradient_divide_factor for state in _states_within(model) for group in state._fsdp_param_groups
+    }
+
+
 def hooked_while_gathered(model: nn.Module) -> set[torch.Tensor]:
     """Shards whose gathered parameters have hooks, which see the gradients of one rank only.
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from fsdp_sft._compat.fsdp import (
     forget_failed_iteration,
+    gradient_divide_factors,
     is_broken_off,
     keep_trained_flags,
     native_mesh,
@@ -132,6 +133,21 @@ def reshard(model: torch.nn.Module) -> None:
             "with the parameters that it has sharded, and puts them back. Replace them before shard_model, "
             "or change their values under torch.no_grad(): parameter.copy_(distribute_tensor(value, "
             "parameter.device_mesh, parameter.placements)), of torch.distributed.tensor"
+        )
+
+
+def refuse_own_divisor(model: torch.nn.Module, mesh: "DeviceMesh") -> None:
+    """Refuse gradients that FSDP2 divides by another number than that of the ranks which share the rows.
+
+    Raises:
+        UnsupportedModelError: If ``set_gradient_divide_factor`` was called with another one.
+    """
+    others = gradient_divide_factors(model) - {None, mesh.size()}
+    if others:
+        raise UnsupportedModelError(
+            f"set_gradient_divide_factor({others.pop()}) was called on the model or on a module in it, and "
+            f"its loss is weighed for gradients that are averaged over {mesh.size()} ranks. Leave the call "
+            "out: the loss of a window is the mean over its targets on all ranks"
         )
 
 

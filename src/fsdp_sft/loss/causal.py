@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_sft._model.sharded import training_mesh_of
+from fsdp_sft._model.sharded import refuse_own_divisor, reshard, training_mesh_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.streams import travelling
 from fsdp_sft._process.words import answered
@@ -105,6 +105,7 @@ def _own_part(model: nn.Module, batch: Batch, impl: LossImpl) -> Batch:
     """This rank's part of a batch; findings about a forward that has changed are forgotten."""
     if torch.compiler.is_compiling():
         return batch
+    reshard(model)  # a forward before an optimizer's step leaves the root gathered, with the old values
     look_again(model, impl)
     group = sequence_group_of(model)
     refuse_part_in_whole(group)
@@ -171,7 +172,11 @@ def causal_lm_loss(
     if router is not None:
         share = _share_of_tokens(batch, num_targets, num_tokens, mesh)
         summed = summed + router * (share * weight)
-    return summed / weight if mesh is None else scaled_for_averaging(summed, weight)
+    if mesh is None:
+        return summed / weight
+    if not torch.compiler.is_compiling():
+        refuse_own_divisor(model, mesh)
+    return scaled_for_averaging(summed, weight)
 
 
 def _refuse_other_sharing(num_targets: int, own: int) -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.inputs import no_cache
+from fsdp_sft._model.sharded import reshard
 from fsdp_sft.attention.context_parallel import compare_again, part_of_rows, sequence_group_of
 from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.errors import ModelLossError
@@ -116,6 +117,7 @@ def part_for(model: nn.Module, batch: Batch, impl: LossImpl) -> tuple[Batch, Any
     if torch.compiler.is_compiling():
         refuse_masked_pack(batch)
         return batch, None
+    reshard(model)
     look_again(model, impl)
     group = sequence_group_of(model)
     compare_again(model, group)

@@ -121,6 +121,7 @@ def evaluate(
     check_verify(verify)
     mesh, group = training_mesh_of(model), sequence_group_of(model)
     device = compute_device(model)
+    reshard(model)  # a forward before an optimizer's step leaves the root gathered, with the old values
     modes = {module: module.training for module in model.modules()}
     total = added = torch.zeros((), dtype=torch.float64, device=device)
     targets = target_weight = 0.0

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.fsdp import allow_unused_groups, forget_failed_iteration
+from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.wrappers import replicated_by, unwrapped
 from fsdp_sft._tensors.boxes import local_of
 
@@ -53,6 +54,8 @@ def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
     if not isinstance(model, FSDPModule):
         yield
         return
+    if hasattr(model, "set_manual_backward_finalization"):  # torch 2.15; the last backward ends a window here
+        model.set_manual_backward_finalization(False)
     model.set_requires_gradient_sync(mode != "none")
     if mode == "none":
         allow_unused_groups(model)
@@ -93,6 +96,7 @@ def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tenso
     Under tensor and expert parallelism gradients lie on several meshes, and some on none. Each kind has its
     norm, and the norm of these norms is that of the whole gradient.
     """
+    reshard(model)  # parameters that stay gathered after a backward, as FSDP2 can be told, have no gradients
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         gradient = parameter.grad

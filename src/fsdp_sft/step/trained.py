@@ -17,6 +17,7 @@ from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.named import parameter_names
 from fsdp_sft._model.record import findings
+from fsdp_sft._model.sharded import refuse_own_divisor
 from fsdp_sft._model.wrappers import replicated_by, unwrapped
 from fsdp_sft._ranks.agree import world_size
 from fsdp_sft._ranks.mesh import DP_REPLICATE, copies_of_rows, raise_on_mesh
@@ -135,6 +136,7 @@ def _refuse_unreduced(model: nn.Module, names: dict[nn.Parameter, str], mesh: "D
             "ranks reaches them, and each rank would train its own. Add them before shard_model (adapters by "
             "add_adapters, or load_pretrained(peft_config=)), or freeze them with requires_grad_(False)"
         )
+    refuse_own_divisor(model, mesh)
     refuse_hooks(names, are_shards=True, gathered=hooked_while_gathered(model))
 
 

@@ -1,0 +1,105 @@
+"""What people call on a sharded model between sharding and the step: the undisturbed numbers, or refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+import fsdp_sft as fs
+from fsdp_sft._model.sharded import reshard
+from tests.harness.device import mesh_here
+from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.ranks import run_distributed
+
+# By method: the arguments that are tried, on the root alone and on every sharded module. None: it ends or begins
+# what FSDP2 itself does in a backward (finalize_backward), or needs an accelerator's memory or events.
+METHODS: dict[str, list[tuple[Any, ...]] | None] = {
+    "reshard": [()],
+    "unshard": [()],
+    "reset_iter_state": None,  # AttributeError of torch before the first forward
+    "set_is_last_backward": [(False,)],
+    "set_requires_gradient_sync": [(False,)],
+    "set_requires_all_reduce": [(False,)],
+    "set_reshard_after_forward": [(True,), (False,)],
+    "set_reshard_after_backward": [(False,)],
+    "set_modules_to_forward_prefetch": [([],)],
+    "set_modules_to_backward_prefetch": [([],)],
+    "set_custom_all_gather": None,
+    "set_custom_reduce_scatter": None,
+    "set_all_reduce_hook": [(torch.Tensor.dim,)],
+    "set_post_optim_event": None,
+    "set_reduce_scatter_divide_factor": [(1.0,)],
+    "set_gradient_divide_factor": [(1.0,), (2.0,), (7.0,)],
+    "set_force_sum_reduction_for_comms": [(True,)],
+    "set_reduce_scatter_unused_params": [(True,)],
+    "set_reduce_scatter_max_input_buffers": [(2,)],
+    "set_separate_reduce_scatter_group": [()],
+    "set_unshard_in_backward": [(False,)],
+    "set_allocate_memory_from_process_group_for_comm": None,
+    "set_symm_mem_for_comm": None,
+    "set_keep_unsharded_storage": [(True,)],  # these three since torch 2.15
+    "set_manual_backward_finalization": [(True,)],
+    "finalize_backward": None,
+}
+# In a loop of one's own these say what its own backward does, or what its own optimizer is made of.
+OF_THE_LOOP = ("set_requires_", "set_is_last", "set_unshard", "unshard", "set_manual")
+CALLS = [
+    (name, given) for name, tried in METHODS.items() if hasattr(FSDPModule, name) for given in tried or []
+]
+
+
+def _trained(name: str, given: tuple[Any, ...], everywhere: bool, own_loop: bool) -> list[float]:
+    """Norms of two steps, which a small bound clips if they are train_step's, the loss and parameters then."""
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+    for module in model.modules() if everywhere else [model]:
+        if name and isinstance(module, FSDPModule):
+            getattr(module, name)(*given)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    norms = []
+    for step in range(2):
+        window = ragged_batches(4 * ranks)[rank::ranks][2 * step : 2 * step + 2]
+        if not own_loop:
+            norms.append(fs.train_step(model, window, optimizer, max_grad_norm=0.01).grad_norm)
+            continue
+        targets = fs.count_targets(window)
+        for batch in window:
+            fs.causal_lm_loss(model, batch, num_targets=targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*norms, fs.evaluate(model, ragged_batches(2)).loss, *_norms(model)]
+
+
+def _norms(model: nn.Module) -> list[float]:
+    reshard(model)
+    return [float(full(parameter).norm()) for parameter in model.parameters()]
+
+
+def _tried(cases: list[tuple[str, tuple[Any, ...], bool, bool]]) -> list[list[float] | str]:
+    found: list[list[float] | str] = []
+    for case in cases:
+        try:
+            found.append(_trained(*case))
+        except (fs.FsdpSftError, RuntimeError, ValueError, AssertionError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_every_public_method_is_tried() -> None:
+    names = {name for name in vars(FSDPModule) if not name.startswith("_")}
+    assert names <= METHODS.keys(), "say above what is tried of it, and see that the numbers hold"
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_a_step_after_any_method_is_the_undisturbed_one_or_refused(own_loop: bool) -> None:
+    cases = [(name, given, all_, own_loop) for name, given in CALLS for all_ in (False, True)]
+    cases = [case for case in cases if not (own_loop and case[0].startswith(OF_THE_LOOP))]
+    expected, *found = run_distributed(_tried, 2, [("", (), False, own_loop), *cases])[0]
+    wrong = {}
+    for case, one in zip(cases, found, strict=True):
+        print(case[:3], one if isinstance(one, str) else one[:2])
+        if not isinstance(one, str) and one != pytest.approx(expected, rel=1e-6):
+            wrong[case[:3]] = one[:2]
+    assert not wrong, f"{wrong} for {expected[:2]}"
