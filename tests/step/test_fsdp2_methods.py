@@ -13,8 +13,8 @@ from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
-# By method: the arguments that are tried, on the root alone and on every sharded module. None: it ends or begins
-# what FSDP2 itself does in a backward (finalize_backward), or needs an accelerator's memory or events.
+# By method: the arguments that are tried, on the root alone and on every sharded module. None: it ends what
+# FSDP2 itself does in a backward (finalize_backward), or needs an accelerator's memory or events.
 METHODS: dict[str, list[tuple[Any, ...]] | None] = {
     "reshard": [()],
     "unshard": [()],
@@ -45,13 +45,12 @@ METHODS: dict[str, list[tuple[Any, ...]] | None] = {
 }
 # In a loop of one's own these say what its own backward does, or what its own optimizer is made of.
 OF_THE_LOOP = ("set_requires_", "set_is_last", "set_unshard", "unshard", "set_manual")
-CALLS = [
-    (name, given) for name, tried in METHODS.items() if hasattr(FSDPModule, name) for given in tried or []
-]
+HERE = [name for name in METHODS if hasattr(FSDPModule, name)]
+CALLS = [(name, given) for name in HERE for given in METHODS[name] or []]
 
 
 def _trained(name: str, given: tuple[Any, ...], everywhere: bool, own_loop: bool) -> list[float]:
-    """Norms of two steps, which a small bound clips if they are train_step's, the loss and parameters then."""
+    """Norms of two steps, clipped if they are train_step's, and then the loss and the parameters' norms."""
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
     for module in model.modules() if everywhere else [model]:
         if name and isinstance(module, FSDPModule):
