@@ -327,7 +327,6 @@ def test_model_first_the_rest_by_keyword() -> None:
         "gradient_sync",
         "export_hf",
         "save_checkpoint",
-        "convert_checkpoint",
     }
     two |= {
         "plot_run",

@@ -10,13 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import fsdp_sft as fs
 from fsdp_sft._process.bounds import parse_json
 from fsdp_sft._tensors.pickle_data import NotDataError, read_pickle
 from fsdp_sft._tensors.stored import file_header
-from fsdp_sft.dcp_io.foreign.dcp_folder import DcpFolder
 from fsdp_sft.dcp_io.manifest import read_manifest
 from fsdp_sft.weights.resolve import read_index
 from tests.faults.hostile import other_index, sign
@@ -58,20 +55,6 @@ def _pickle(data: bytes) -> Callable[[], object]:
     return lambda: read_pickle(data, _nothing)
 
 
-def _metadata(folder: Path, n: int) -> Callable[[], object]:
-    from torch.distributed.checkpoint import metadata as md
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    parts = 10 * n
-    chunks = [md.ChunkStorageMetadata(torch.Size((i,)), torch.Size((1,))) for i in range(parts)]
-    whole = md.TensorStorageMetadata(md.TensorProperties(torch.float32), torch.Size((parts,)), chunks)
-    stored = {
-        md.MetadataIndex("t", chunk.offsets, i): _StorageInfo("f", 0, 1) for i, chunk in enumerate(chunks)
-    }
-    (folder / ".metadata").write_bytes(pickle.dumps(md.Metadata({"t": whole}, None, stored)))
-    return lambda: DcpFolder(folder)
-
-
 def _manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> Callable[[], object]:
     step = folder / "root" / "step-1"
     sign(step, change)
@@ -106,7 +89,6 @@ FIELDS: dict[str, Callable[[Path, int], Callable[[], object]]] = {
         + b"."
     ),
     "depth of a pickle": lambda f, n: _pickle(b"\x80\x04" + b"]" * 1000 * n + b"a" * (1000 * n - 1) + b"."),
-    "parts in torch's metadata": _metadata,
     "ranks of a manifest": lambda f, n: _manifest(f, lambda raw: _ranks(raw, 1000 * n)),
     "a mesh of 2^30 ranks": lambda f, n: _manifest(f, lambda raw: _ranks(raw, (1 << 30) * n)),
     "files of a step": _files,

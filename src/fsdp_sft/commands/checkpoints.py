@@ -1,9 +1,8 @@
-"""The options of ``fsdp-sft inspect-checkpoint`` and ``convert``; what they do is in dcp_io/command.py."""
+"""The options of ``fsdp-sft inspect-checkpoint``; what it does is in dcp_io/inspect.py."""
 
 import argparse
+import json
 from pathlib import Path
-
-_FORMATS = ("auto", "accelerate", "dcp", "full")
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
@@ -14,28 +13,10 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_inspect)
 
 
-def add_convert(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``convert``."""
-    parser.add_argument("source", type=Path, help="what the other tool has written")
-    parser.add_argument("target", type=Path, help="folder of all steps, in which one is made")
-    parser.add_argument("--model", required=True, help="folder with a config.json, or a Hub id; no weights")
-    parser.add_argument("--format", choices=_FORMATS, default="auto", help="of the source; default: detected")
-    parser.add_argument("--key-map", type=Path, help="JSON: the tool's name of a parameter to the model's")
-    parser.add_argument(
-        "--allow-pickle",
-        action="store_true",
-        help="also a torch.save file of the whole model (as data: no code is run)",
-    )
-    parser.set_defaults(run=_convert)
-
-
 def _inspect(args: argparse.Namespace) -> int:
-    from fsdp_sft.dcp_io.command import inspect
+    """Describe a step, or list the steps below a root; 1 if something is not sound."""
+    from fsdp_sft.dcp_io.inspect import inspect_checkpoint
 
-    return inspect(args)
-
-
-def _convert(args: argparse.Namespace) -> int:
-    from fsdp_sft.dcp_io.command import convert
-
-    return convert(args)
+    found = inspect_checkpoint(args.path, hashes=args.verify)
+    print(json.dumps(found.facts, indent=1) if args.json else found.text)
+    return 0 if found.sound else 1
