@@ -53,13 +53,6 @@ MISTAKES: list[Mistake] = [
         ("tests/quantised/test_values.py", "tests/quantised/test_golden.py"),
     ),
     Mistake(
-        "GPTQ of the second format is read as of the first",
-        "_quantised/gptq.py",
-        'added = 0 if _form_of(settings) == "gptq_v2" else 1',
-        "added = 1",
-        ("tests/quantised/test_values.py",),
-    ),
-    Mistake(
         "two methods on one tensor are not noticed",
         "_quantised/tensors.py",
         "        if name in self.packed or self.is_free(name):\n",

@@ -36,9 +36,3 @@ class Method:
     only_experts: bool = False
     skips: tuple[str, ...] = ()
     stored_as: Callable[[Settings, Ints], Entries | None] | None = None
-
-
-def bits_of_groups(settings: Settings) -> float:
-    """Bits with a scale of 16 bits and a zero point for each group."""
-    bits, group = settings.fields.get("bits") or 4, settings.group_size
-    return float(bits) if group == -1 else bits + (16 + bits) / settings.block(group, "group_size")
