@@ -11,13 +11,6 @@ MISTAKES = [
         ("tests/export/test_tensors.py",),
     ),
     Mistake(
-        "a resume on fewer ranks does not say that the batch is smaller",
-        "dcp_io/global_batch.py",
-        "    if now == saved.readers:\n",
-        "    if True:\n",
-        ("tests/test_mistakes.py",),
-    ),
-    Mistake(
         "a schedule that is stepped twice is trained with",
         "step/schedules.py",
         "and one.last_epoch == at + 1:",
