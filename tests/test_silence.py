@@ -11,7 +11,6 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import fsdp_sft as fs
-from fsdp_sft.commands import main
 from fsdp_sft.metrics.plot import _read
 from tests.harness.chats import TOKENIZERS, chat
 from tests.harness.device import mesh_here
@@ -171,22 +170,6 @@ def test_a_schedule_that_begins_anew(tmp_path: Path) -> None:
         assert ["goes on from step 2 and its LambdaLR begins at 0" in one for one in told] == (
             [] if with_schedule else [True]
         )
-
-
-def test_a_root_is_verified_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for step in (1, 2):
-        saved = fs.save_checkpoint(tmp_path, step, model=tiny_model("llama"))
-    (shards,) = saved.path.glob("shards/*")
-    data = bytearray(shards.read_bytes())
-    data[-1] ^= 1
-    shards.write_bytes(data)
-    assert main(["inspect-checkpoint", str(tmp_path)]) == 0
-    assert "names and sizes compared" in capsys.readouterr().out
-    for options in (["--verify"], ["--verify", "--json"]):
-        assert main(["inspect-checkpoint", str(tmp_path), *options]) == 1
-        out = capsys.readouterr().out
-        assert "SHA-256 differs" in out
-        assert ("step-2: NOT SOUND" in out) is ("--json" not in options)
 
 
 def _shown(row: dict[str, Any], template: str | None = None, **options: Any) -> str:

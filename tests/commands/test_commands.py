@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import torch
 from transformers import LlamaConfig
 
 import fsdp_sft as fs
@@ -143,11 +142,9 @@ def test_bad_input(model: Path, rows: Path, tmp_path: Path, capsys: pytest.Captu
     listed.write_text('{"messages": []}')
     assert main(["inspect-data", str(listed), "--tokenizer", str(model)]) == 2
     assert "must hold a list of rows, got dict" in capsys.readouterr().err
-    assert main(["inspect-checkpoint", str(tmp_path / "none")]) in (1, 2)
-    assert "error:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["", "plan", "inspect-data", "inspect-checkpoint"])
+@pytest.mark.parametrize("command", ["", "plan", "inspect-data", "check"])
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*filter(None, [command]), "--help"])
@@ -238,21 +235,10 @@ def test_a_model_that_is_nowhere(
         assert "there is no folder 'no/such'" in capsys.readouterr().err
 
 
-def test_a_checkpoint_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fs.save_checkpoint(tmp_path, 3, model=torch.nn.Linear(2, 2))
-    assert main(["inspect-checkpoint", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["steps"][0]["step"] == 3
-    assert main(["inspect-checkpoint", str(tmp_path / "step-3"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["sound"]
-    (tmp_path / "step-3" / "MANIFEST.json").write_text("{}")
-    assert main(["inspect-checkpoint", str(tmp_path / "step-3"), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["problems"]
-
-
 def test_it_is_installed() -> None:
     script = Path(sys.executable).parent / "fsdp-sft"
     if not script.exists():
         pytest.skip("the package is on the path and not installed")
     done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0
-    assert "inspect-checkpoint" in done.stdout
+    assert "inspect-data" in done.stdout
