@@ -120,8 +120,7 @@ def runs() -> list[Played]:
         found += _of(name, reshard=False, loss_impl="chunked")
         found += _of(name, ranks=4, reshard=2, mesh={"dp_shard": 4}, sac="1/3")
         found += _of(name, ranks=3, again=2)
-    kept = [name for name in FORMATS if not name.startswith(("awq", "gptq"))]
-    found += [Played(name) for name in kept]
+    found += [Played(name) for name in FORMATS]
     found += [
         Played(name, lora="all-linear", frozen="stored") for name in ("fp8 block", "mxfp4", "nvfp4", "int4")
     ]

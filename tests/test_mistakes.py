@@ -37,12 +37,10 @@ def _save(root: str, own_state: bool) -> None:
 def test_a_resume_on_other_ranks_says_what_becomes_of_the_batch(own_state: bool, tmp_path: Path) -> None:
     run_distributed(_save, 2, str(tmp_path), own_state)
     model = tiny_model("llama", seed=5)
-    rows = r"12 rows \(6 on each of 2, in 3 micro-batches\), and has 6 on 1 with the same loader: "
-    words = f"saved by 2 ranks and is loaded by 1; .*{rows}grad_accum_steps=6 keeps it"
+    words = r"saved by 2 ranks and is loaded by 1: .* has 0\.5 times as many rows"
     with pytest.warns(UserWarning, match=words) as told:
         loaded = fs.load_checkpoint(tmp_path, model=model)
     assert len(told) == 1
-    assert ("rank_states has them" in str(told[0].message)) is own_state
     assert (loaded.world_size, loaded.rank_state) == (2, None)
     if own_state:
         assert [state["rank"] for state in loaded.rank_states] == [0, 1]

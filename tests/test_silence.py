@@ -11,7 +11,6 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import fsdp_sft as fs
-from fsdp_sft.commands import main
 from fsdp_sft.metrics.plot import _read
 from tests.harness.chats import TOKENIZERS, chat
 from tests.harness.device import mesh_here
@@ -147,29 +146,6 @@ def test_a_mask_of_another_length() -> None:
             fs.train_step(model, [short], _sgd(model))
 
 
-@pytest.mark.parametrize(("number", "says"), [(2, None), (4, r"had 4 rows when step 5 .* has 8 now")])
-def test_other_windows_after_a_resume(number: int, says: str | None, tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    optimizer = _sgd(model)
-    for _ in range(3):
-        fs.train_step(model, ragged_batches(2), optimizer)
-    fs.save_checkpoint(tmp_path, 5, model=model, optimizer=optimizer)
-    model = tiny_model("llama")
-    optimizer = _sgd(model)
-    fs.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
-    window = ragged_batches(number)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error" if says is None else "ignore")
-        fs.train_step(model, window, optimizer)
-        fs.train_step(model, window, optimizer)
-    if says is None:
-        assert _told(lambda: fs.train_step(model, window, optimizer)) == []
-        return
-    with pytest.warns(UserWarning, match=says):
-        fs.train_step(model, window, optimizer)
-    assert _told(lambda: [fs.train_step(model, window, optimizer) for _ in range(4)]) == []
-
-
 def test_a_schedule_that_begins_anew(tmp_path: Path) -> None:
     def made() -> tuple[Any, Any, Any]:
         model = tiny_model("llama")
@@ -194,33 +170,6 @@ def test_a_schedule_that_begins_anew(tmp_path: Path) -> None:
         assert ["goes on from step 2 and its LambdaLR begins at 0" in one for one in told] == (
             [] if with_schedule else [True]
         )
-
-
-def test_a_model_with_another_config(tmp_path: Path) -> None:
-    fs.save_checkpoint(tmp_path, 1, model=tiny_model("llama"))
-    other = tiny_model("llama")
-    other.config.rms_norm_eps = 1e-5
-    other.config.use_cache = not other.config.use_cache
-    told = _told(lambda: fs.load_checkpoint(tmp_path, model=other))
-    assert len(told) == 1
-    assert "not that of the step: rms_norm_eps was 1e-06 and is 1e-05. " in told[0]
-    assert _told(lambda: fs.load_checkpoint(tmp_path, model=tiny_model("llama"))) == []
-
-
-def test_a_root_is_verified_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for step in (1, 2):
-        saved = fs.save_checkpoint(tmp_path, step, model=tiny_model("llama"))
-    (shards,) = saved.path.glob("shards/*")
-    data = bytearray(shards.read_bytes())
-    data[-1] ^= 1
-    shards.write_bytes(data)
-    assert main(["inspect-checkpoint", str(tmp_path)]) == 0
-    assert "names and sizes compared" in capsys.readouterr().out
-    for options in (["--verify"], ["--verify", "--json"]):
-        assert main(["inspect-checkpoint", str(tmp_path), *options]) == 1
-        out = capsys.readouterr().out
-        assert "SHA-256 differs" in out
-        assert ("step-2: NOT SOUND" in out) is ("--json" not in options)
 
 
 def _shown(row: dict[str, Any], template: str | None = None, **options: Any) -> str:

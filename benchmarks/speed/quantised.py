@@ -83,25 +83,6 @@ def int4(rows: int, columns: int) -> Packed:
     return tensors, _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32)
 
 
-def awq(rows: int, columns: int) -> Packed:
-    tensors = {
-        ".qweight": _words(columns, rows // 8),
-        ".qzeros": _words(columns // 128, rows // 8),
-        ".scales": torch.rand(columns // 128, rows).half(),
-    }
-    return tensors, {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
-
-
-def gptq(rows: int, columns: int) -> Packed:
-    tensors = {
-        ".qweight": _words(columns // 8, rows),
-        ".qzeros": _words(columns // 128, rows // 8),
-        ".scales": torch.rand(columns // 128, rows).half(),
-        ".g_idx": torch.arange(columns, dtype=torch.int32) // 128,
-    }
-    return tensors, {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
-
-
 def nf4(rows: int, columns: int) -> Packed:
     blocks = rows * columns // 64
     state = {"shape": [rows, columns], "blocksize": 64, "nested_blocksize": 256, "nested_offset": 0.01}
@@ -123,8 +104,6 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
     "MXFP4": mxfp4,
     "NVFP4": nvfp4,
     "INT4, groups of 32": int4,
-    "AWQ": awq,
-    "GPTQ": gptq,
     "NF4, nested": nf4,
 }
 

@@ -63,7 +63,6 @@ Checkpoints and export
     load_checkpoint         newest sound step, on any number of ranks
     find_checkpoints        steps of a root, sound or not
     verify_checkpoint       list of a step's problems
-    convert_checkpoint      steps from checkpoints of other tools
     save_full_state_dict    one file with the whole model
     load_full_state_dict    that file into a sharded model
     check_export            whether an export can be made, before training

@@ -25,7 +25,6 @@ from fsdp_sft.dcp_io import (
     CheckpointInfo as CheckpointInfo,
     LoadedCheckpoint as LoadedCheckpoint,
     SavedCheckpoint as SavedCheckpoint,
-    convert_checkpoint as convert_checkpoint,
     find_checkpoints as find_checkpoints,
     load_checkpoint as load_checkpoint,
     load_full_state_dict as load_full_state_dict,

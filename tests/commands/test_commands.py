@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-import torch
 from transformers import LlamaConfig
 
 import fsdp_sft as fs
 from fsdp_sft._process.gpus import GPUS
-from fsdp_sft.commands import checkpoints, main, plan
-from fsdp_sft.dcp_io.foreign.open import FORMATS
+from fsdp_sft.commands import main, plan
 from fsdp_sft.planner import command
 from fsdp_sft.planner.experts import ExpertsImpl
 from fsdp_sft.planner.run import Optimizer
@@ -144,12 +142,9 @@ def test_bad_input(model: Path, rows: Path, tmp_path: Path, capsys: pytest.Captu
     listed.write_text('{"messages": []}')
     assert main(["inspect-data", str(listed), "--tokenizer", str(model)]) == 2
     assert "must hold a list of rows, got dict" in capsys.readouterr().err
-    assert main(["inspect-checkpoint", str(tmp_path / "none")]) in (1, 2)
-    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--model", str(model)]) in (1, 2)
-    assert "error:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["", "plan", "inspect-data", "inspect-checkpoint", "convert"])
+@pytest.mark.parametrize("command", ["", "plan", "inspect-data", "check"])
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*filter(None, [command]), "--help"])
@@ -169,11 +164,10 @@ def test_help_and_version_load_nothing_heavy() -> None:
     assert f"fsdp-sft {fs.__version__}" in done.stdout
 
 
-def test_choices_are_those_of_the_planner_and_of_the_converter() -> None:
+def test_choices_are_those_of_the_planner() -> None:
     assert get_args(ExpertsImpl) == plan._EXPERTS
     assert get_args(Optimizer) == plan._OPTIMIZERS
     assert set(command._DTYPES) == set(plan._DTYPES)
-    assert checkpoints._FORMATS == FORMATS
 
 
 def test_a_closed_pipe_is_no_error() -> None:
@@ -236,21 +230,9 @@ def test_a_model_that_is_nowhere(
     for words in (
         ["plan", "--model", "no/such", *job],
         ["inspect-data", str(rows), "--tokenizer", "no/such"],
-        ["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--model", "no/such"],
     ):
         assert main(words) == 2
         assert "there is no folder 'no/such'" in capsys.readouterr().err
-
-
-def test_a_checkpoint_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fs.save_checkpoint(tmp_path, 3, model=torch.nn.Linear(2, 2))
-    assert main(["inspect-checkpoint", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["steps"][0]["step"] == 3
-    assert main(["inspect-checkpoint", str(tmp_path / "step-3"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["sound"]
-    (tmp_path / "step-3" / "MANIFEST.json").write_text("{}")
-    assert main(["inspect-checkpoint", str(tmp_path / "step-3"), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["problems"]
 
 
 def test_it_is_installed() -> None:
@@ -259,4 +241,4 @@ def test_it_is_installed() -> None:
         pytest.skip("the package is on the path and not installed")
     done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0
-    assert "inspect-checkpoint" in done.stdout
+    assert "inspect-data" in done.stdout

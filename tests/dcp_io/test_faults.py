@@ -86,7 +86,7 @@ def _link(path: Path) -> None:
 
 
 def _names(root: str) -> list[str]:
-    return sorted(set(os.listdir(root)) - {in_use.FILE_NAME})
+    return sorted(set(os.listdir(root)) - {*in_use.FILES})
 
 
 FIRST = "shards/00000.safetensors"

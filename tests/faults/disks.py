@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
-from fsdp_sft.dcp_io import in_use
 from tests.faults.damage import Live
 from tests.faults.kills import fill
 from tests.faults.tables import table
@@ -90,7 +89,7 @@ def _save(root: str, step: int, live: Live, *, async_: bool = False) -> None:
 
 def _is_fine(root: str, step: int) -> bool:
     """The step is sound, and there is nothing else but steps, and the file that says who saves here."""
-    names = [name for name in os.listdir(root) if not name.startswith("step-") and name != in_use.FILE_NAME]
+    names = [name for name in os.listdir(root) if not name.startswith(("step-", ".in-use"))]
     fine = dcp_io.verify_checkpoint(f"{root}/step-{step}") == [] and not names
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, fine)

@@ -5,18 +5,16 @@ import pickle
 import struct
 import time
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import fsdp_sft as fs
 from fsdp_sft._process.bounds import parse_json
-from fsdp_sft._tensors.pickle_data import NotDataError, read_pickle
 from fsdp_sft._tensors.stored import file_header
-from fsdp_sft.dcp_io.foreign.dcp_folder import DcpFolder
+from fsdp_sft._tensors.torch_file import read_pickled
 from fsdp_sft.dcp_io.manifest import read_manifest
 from fsdp_sft.weights.resolve import read_index
 from tests.faults.hostile import other_index, sign
@@ -26,10 +24,6 @@ from tests.harness.ranks import run_distributed
 
 SIZES = (1, 10, 100)
 Growth = tuple[str, list[tuple[int, float, int, str]]]  # field, (bytes, seconds, bytes of memory, outcome)
-
-
-def _nothing(module: str, name: str) -> Any:
-    raise NotDataError(f"{module}.{name}")
 
 
 def _header(folder: Path, text: bytes, data: int = 0) -> Callable[[], object]:
@@ -54,22 +48,11 @@ def _index(folder: Path, n: int) -> Callable[[], object]:
     return lambda: read_index(path)
 
 
-def _pickle(data: bytes) -> Callable[[], object]:
-    return lambda: read_pickle(data, _nothing)
-
-
-def _metadata(folder: Path, n: int) -> Callable[[], object]:
-    from torch.distributed.checkpoint import metadata as md
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    parts = 10 * n
-    chunks = [md.ChunkStorageMetadata(torch.Size((i,)), torch.Size((1,))) for i in range(parts)]
-    whole = md.TensorStorageMetadata(md.TensorProperties(torch.float32), torch.Size((parts,)), chunks)
-    stored = {
-        md.MetadataIndex("t", chunk.offsets, i): _StorageInfo("f", 0, 1) for i, chunk in enumerate(chunks)
-    }
-    (folder / ".metadata").write_bytes(pickle.dumps(md.Metadata({"t": whole}, None, stored)))
-    return lambda: DcpFolder(folder)
+def _pickle(folder: Path, data: bytes) -> Callable[[], object]:
+    path = folder / "file.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", data)
+    return lambda: read_pickled(path)
 
 
 def _manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> Callable[[], object]:
@@ -98,15 +81,15 @@ FIELDS: dict[str, Callable[[Path, int], Callable[[], object]]] = {
     "depth of a header": lambda f, n: _header(f, b"[" * 1000 * n),
     "a name in a header": lambda f, n: _header(f, _one_entry("[1]").replace(b"a", b"a" * 1000 * n, 1)),
     "names in an index": _index,
-    "entries of a pickle": lambda f, n: _pickle(pickle.dumps({f"t{i}": (i, i) for i in range(500 * n)})),
-    "an index into a pickle's memo": lambda f, n: _pickle(b"\x80\x02Nr" + struct.pack("<I", n << 20) + b"."),
-    "a pickle's parts named again": lambda f, n: _pickle(
-        b"\x80\x04K\x01\x94"
-        + b"".join(bytes([104, i % 250, 104, i % 250, 0x86, 0x94]) for i in range(n))
-        + b"."
+    "entries of a pickle": lambda f, n: _pickle(
+        f, pickle.dumps({f"t{i}": (i, i) for i in range(500 * n)}, 2)
     ),
-    "depth of a pickle": lambda f, n: _pickle(b"\x80\x04" + b"]" * 1000 * n + b"a" * (1000 * n - 1) + b"."),
-    "parts in torch's metadata": _metadata,
+    "an index into a pickle's memo": lambda f, n: _pickle(
+        f, b"\x80\x02Nr" + struct.pack("<I", n << 20) + b"."
+    ),
+    "depth of a pickle": lambda f, n: _pickle(
+        f, b"\x80\x02" + b"]" * 1000 * n + b"a" * (1000 * n - 1) + b"."
+    ),
     "ranks of a manifest": lambda f, n: _manifest(f, lambda raw: _ranks(raw, 1000 * n)),
     "a mesh of 2^30 ranks": lambda f, n: _manifest(f, lambda raw: _ranks(raw, (1 << 30) * n)),
     "files of a step": _files,

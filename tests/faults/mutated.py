@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 import fsdp_sft as fs
 from fsdp_sft._tensors.stored import file_header
 from fsdp_sft._tensors.torch_file import read_pickled
-from fsdp_sft.dcp_io.foreign.open import open_foreign
 from fsdp_sft.weights.resolve import open_checkpoint
 from tests.faults.hostile import peak, reset_peak, sign
 from tests.faults.kills import make, tensors
@@ -118,21 +116,6 @@ def _rebuild_torch(path: Path, data: bytes) -> None:
             archive.writestr(name, data if name == info.filename else content)
 
 
-def _save_dcp(folder: Path) -> None:
-    dcp.save({**_tensors(), "step": 3}, checkpoint_id=folder, no_dist=True)
-
-
-def _read_dcp(folder: Path) -> Any:
-    from fsdp_sft._tensors.boxes import whole
-
-    foreign = open_foreign(folder, "dcp", allow_pickle=False)
-    found = {name: one.read(whole(one.shape)) for name, one in foreign.model.items()}
-    return {
-        name: (tuple(t.shape), str(t.dtype), t.contiguous().view(torch.uint8).numpy().tobytes())
-        for name, t in found.items()
-    } | {"": foreign.step}
-
-
 def _save_step(folder: Path) -> None:
     model, optimizer = make(width=16)
     fs.save_checkpoint(folder / "root", 1, model=model, optimizer=optimizer, train_state={"a": [1, 2.5]})
@@ -177,8 +160,6 @@ READERS: dict[str, Reader] = {
     "index of weight files": Reader(_save_index, "model.safetensors.index.json", _read_index),
     "file of torch.save": Reader(_save_torch, "model.pt", _read_torch),
     "pickle of torch.save": Reader(_save_torch, "model.pt", _read_torch, rebuild=_rebuild_torch),
-    "metadata of torch's checkpoint": Reader(_save_dcp, ".metadata", _read_dcp),
-    "entries of torch's checkpoint": Reader(_save_dcp, "__0_0.distcp", _read_dcp),
     "manifest": Reader(_save_step, "root/step-1/MANIFEST.json", _read_step, rebuild=_rebuild_manifest),
     "index of a step": Reader(_save_step, "root/step-1/INDEX.json", _read_step),
     "edges of encoded rows": Reader(_save_rows, "encoded/edges.i32", _read_rows),
@@ -191,7 +172,6 @@ FREE = {
     "edges of encoded rows",
     "pickle of torch.save",
     "file of torch.save",
-    "entries of torch's checkpoint",
 }
 
 

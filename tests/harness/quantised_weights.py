@@ -316,51 +316,6 @@ def int4_in_bytes(rows: int, columns: int, group: int = 32) -> Written:
     return Written(tensors, values, _compressed("int-quantized", **scheme))
 
 
-def awq(rows: int, columns: int, group: int = 32) -> Written:
-    """AutoAWQ's gemm layout: the transpose, eight columns to a word in the order 0 2 4 6 1 3 5 7."""
-    order = [0, 2, 4, 6, 1, 3, 5, 7]
-    q, z = _random(columns, rows, 4), _random(columns // group, rows, 4)
-    scale = _scales(columns // group, rows).half()
-    s = scale.float().tolist()
-
-    def packed(numbers: list[list[int]]) -> torch.Tensor:
-        return _words([[row[at // 8 * 8 + order[at % 8]] for at in range(rows)] for row in numbers], 4)
-
-    values = _loop(rows, columns, lambda i, j: f32((q[j][i] - z[j // group][i]) * s[j // group][i]))
-    tensors = {".qweight": packed(q), ".qzeros": packed(z), ".scales": scale}
-    settings = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
-    return Written(tensors, values, settings)
-
-
-def gptq(
-    rows: int, columns: int, bits: int = 4, group: int = 32, *, ordered: bool = False, form: str = "gptq"
-) -> Written:
-    """AutoGPTQ: the transpose, packed along its rows; the first format stores z - 1."""
-    added = 1 if form == "gptq" else 0
-    groups = math.ceil(columns / group)
-    q, z = _random(columns, rows, bits), _random(groups, rows, bits)
-    scale = _scales(groups, rows).half()
-    s = scale.float().tolist()
-    of = [j // group for j in range(columns)]
-    if ordered:
-        of = [of[j] for j in torch.randperm(columns).tolist()]
-    values = _loop(rows, columns, lambda i, j: f32((q[j][i] - (z[of[j]][i] + added)) * s[of[j]][i]))
-    tensors = {
-        ".qweight": _words(_transposed(q), bits).t().contiguous(),
-        ".qzeros": _words(z, bits),
-        ".scales": scale,
-        ".g_idx": torch.tensor(of, dtype=torch.int32),
-    }
-    settings = {
-        "quant_method": "gptq",
-        "bits": bits,
-        "group_size": group,
-        "desc_act": ordered,
-        "checkpoint_format": form,
-    }
-    return Written(tensors, values, settings)
-
-
 def nf4(rows: int, columns: int, *, nested: bool = True, block: int = 64) -> Written:
     """bitsandbytes: all in one row, the high half of a byte first; a scale for a block, maybe packed."""
     count = rows * columns
@@ -428,11 +383,6 @@ FORMATS: dict[str, Callable[[int, int], Written]] = {
     "int4 ordered": lambda r, c: integers(r, c, symmetric=False, ordered=True),
     "int8 unpacked": int8_channel,
     "int4 unpacked": int4_in_bytes,
-    "awq": awq,
-    "gptq": gptq,
-    "gptq v2": lambda r, c: gptq(r, c, form="gptq_v2"),
-    "gptq ordered": lambda r, c: gptq(r, c, ordered=True),
-    "gptq 8 bits": lambda r, c: gptq(r, c, 8, 64),
     "nf4": lambda r, c: nf4(r, c, nested=False),
     "nf4 nested": nf4,
     "nf4 as bfloat16": nf4_as_bfloat16,

@@ -175,8 +175,10 @@ def test_what_cannot_be_packed_is_refused(config: Any, options: Any, message: st
 
 def test_rows_without_bytes_of_their_own_are_refused() -> None:
     config = tf.LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=1)
-    config.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 128}
-    with pytest.raises(ValueError, match=r"config \(awq\) does not say .* 'nf4' or 'fp8' packs them anew"):
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(
+        ValueError, match=r"config \(bitsandbytes\) does not say .* 'nf4' or 'fp8' packs them anew"
+    ):
         fs.estimate_memory(config, fs.Run(**JOB, lora_rank=8, frozen_dtype="stored"))
     packed = fs.estimate_memory(config, fs.Run(**JOB, lora_rank=8, frozen_dtype="nf4"))
     assert any("kept packed (nf4)" in note for note in packed.notes)

@@ -42,8 +42,6 @@ def test_bytes_are_those_of_the_files(write: Any, tmp_path: Path) -> None:
     [
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}, 4.25),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, 4.15625),
-        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, 8),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.126953125),
     ],

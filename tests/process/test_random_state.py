@@ -99,12 +99,6 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
     def prefix(name: str) -> str:
         return str(root / f"{name}-{torch.distributed.get_world_size()}")
 
-    def converted() -> Path:
-        theirs = Path(prefix("theirs"))
-        theirs.mkdir(exist_ok=True)
-        fs.save_full_state_dict(kept["model"], theirs / "pytorch_model_fsdp.bin")
-        return fs.convert_checkpoint(theirs, prefix("converted"), model=kept["model"], allow_pickle=True)
-
     return {
         "init_distributed": lambda: fs.init_distributed(),
         "build_mesh": lambda: keep("mesh", fs.build_mesh()),
@@ -170,7 +164,6 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "load_checkpoint": lambda: fs.load_checkpoint(prefix("steps"), model=kept["model"]),
         "save_full_state_dict": lambda: fs.save_full_state_dict(kept["model"], prefix("full") + ".pt"),
         "load_full_state_dict": lambda: fs.load_full_state_dict(kept["model"], prefix("full") + ".pt"),
-        "convert_checkpoint": converted,
         "save_optimizer_state": lambda: fs.save_optimizer_state(
             kept["model"], kept["optimizer"], prefix("optimizer") + ".pt"
         ),

@@ -60,7 +60,7 @@ def test_every_format(folders: Path, ranks: int, mesh_shape: dict[str, int], str
 
 
 # Whose rows have no bytes of their own: transposed, or with zero points, orders or blocks over several rows.
-NO_ROWS = {name for name in FORMATS if name.startswith(("awq", "gptq", "nf4"))}
+NO_ROWS = {name for name in FORMATS if name.startswith("nf4")}
 NO_ROWS |= {"int4 asymmetric", "int4 ordered"}
 
 
@@ -134,7 +134,7 @@ def test_tied_names_of_different_values_stay_apart(tmp_path: Path) -> None:
 
 
 def test_one_process_and_a_tight_budget(folders: Path) -> None:
-    for name in ("fp8 block", "mxfp4", "awq", "nf4 nested"):
+    for name in ("fp8 block", "mxfp4", "nf4 nested"):
         model = fs.build_meta_model(folders / name / "stored")
         fs.load_weights(model, folders / name / "stored", host_budget_bytes=1 << 16)
         assert difference(model, plain(folders / name / "published")) == [], name
@@ -162,16 +162,14 @@ def test_a_stale_word_in_the_config(folders: Path, tmp_path: Path) -> None:
     assert difference(model, plain(folder)) == []
 
 
-@pytest.mark.parametrize(
-    ("file", "method"), [("hf_quant_config.json", "fp8 of modelopt"), ("quantize_config.json", "gptq")]
-)
-def test_a_file_of_its_own_says_it(folders: Path, tmp_path: Path, file: str, method: str) -> None:
+def test_a_file_of_its_own_says_it(folders: Path, tmp_path: Path) -> None:
+    method = "fp8 of modelopt"
     folder = shutil.copytree(folders / method / "stored", tmp_path / "stored")
     said = FORMATS[method](32, 64).settings
     configure(folder, quantization_config=None)
     inner = {k: v for k, v in said.items() if k != "quant_method"}
-    (folder / file).write_text(
-        json.dumps({"producer": {"name": "modelopt"}, "quantization": inner} if "hf" in file else inner)
+    (folder / "hf_quant_config.json").write_text(
+        json.dumps({"producer": {"name": "modelopt"}, "quantization": inner})
     )
     model = fs.build_meta_model(folder)
     fs.load_weights(model, folder)

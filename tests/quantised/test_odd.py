@@ -11,7 +11,7 @@ import fsdp_sft as fs
 from fsdp_sft._tensors.boxes import whole
 from tests.harness.hf_folders import difference, plain, rewrite, tensors_of
 from tests.harness.quantised_folders import configure, opened, quantised, read
-from tests.harness.quantised_weights import FORMATS, Written, fp8_block, fp8_tensor, gptq, integers, nf4
+from tests.harness.quantised_weights import FORMATS, Written, fp8_block, fp8_tensor, integers, nf4
 
 
 def _values(folder: Path, made: Written, name: str = "m") -> torch.Tensor:
@@ -19,30 +19,7 @@ def _values(folder: Path, made: Written, name: str = "m") -> torch.Tensor:
     return read(source, whole(tuple(source.entry.shape)))[0]
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_zero_points_that_gptqmodel_wrote(bits: int, tmp_path: Path) -> None:
-    """It subtracts 1 from all numbers of a word at once, so a zero point of 0 borrows from the next."""
-    made = gptq(32, 64, bits, 32, form="gptq_v2")
-    ones = sum(1 << at for at in range(0, 32, bits))
-    made.tensors[".qzeros"] = (made.tensors[".qzeros"].long() - ones).to(torch.int32)
-    made.settings |= {"checkpoint_format": "gptq", "meta": {"quantizer": ["gptqmodel:2.2.0"]}}
-    assert torch.equal(_values(tmp_path, made), made.values)
-
-
-def test_forms_of_gptq_by_any_name(tmp_path: Path) -> None:
-    made = gptq(32, 64, form="gptq_v2")
-    for fields in ({"checkpoint_format": "GPTQ_V2"}, {"checkpoint_format": None, "format": "gptq_v2"}):
-        made.settings |= fields
-        assert torch.equal(_values(tmp_path, made), made.values), fields
-    made.settings |= {"checkpoint_format": "gptq", "format": "gptq_v2"}
-    with pytest.raises(fs.CheckpointFormatError, match="differ"):
-        _values(tmp_path, made)
-
-
 def test_orders_that_are_none(tmp_path: Path) -> None:
-    made = gptq(32, 64)
-    made.tensors[".g_idx"] = torch.zeros(64, dtype=torch.int32)
-    assert torch.equal(_values(tmp_path, made), made.values)
     made = integers(24, 64, symmetric=False)
     made.tensors[".weight_g_idx"] = torch.full((64,), -1, dtype=torch.int32)
     assert torch.equal(_values(tmp_path, made), made.values)
@@ -111,14 +88,11 @@ def test_weights_that_are_no_matrices(name: str, shape: tuple[int, ...], tmp_pat
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("gptq", {"dynamic": {"+:.*q_proj": {"bits": 8}}}),
         ("int4", {"config_groups": {}}),
         ("int4", {"config_groups": {"a": {"weights": {"num_bits": -4}}}}),
         ("int4", {"config_groups": [1]}),
         ("int4", {"transform_config": ["r1"]}),
         ("fp8 block", {"weight_block_size": [128, True]}),
-        ("awq", {"bits": "4"}),
-        ("awq", {"group_size": None, "q_group_size": 64}),
     ],
 )
 def test_settings_that_no_tool_writes(name: str, fields: dict[str, Any], tmp_path: Path) -> None:

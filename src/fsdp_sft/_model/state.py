@@ -47,7 +47,6 @@ def match_tensors(
     live: ModelTensors,
     stored: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     fits: Callable[[torch.dtype, torch.dtype], bool],
-    names: Mapping[str, str | None] | None = None,
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Find the stored tensor for each tensor of a model.
 
@@ -55,20 +54,17 @@ def match_tensors(
         live: The model's tensors; for a tied one, one stored name is enough.
         stored: Dtype and shape of each stored tensor, by its name.
         fits: Whether a stored dtype may be read into one of the model.
-        names: The model's name of each stored tensor; a name of None leaves the tensor out. Without the
-            mapping names are the model's.
 
     Returns:
         (the stored names of each tensor, by its first name; how the two differ, in words).
     """
     found: dict[str, list[str]] = {first: [] for first in live.tensors}
     unexpected, problems = [], []
-    for theirs in stored:
-        ours = theirs if names is None else names[theirs]
-        if ours in live.names:
-            found[live.names[ours]].append(theirs)
-        elif ours is not None:
-            unexpected.append(theirs)
+    for name in stored:
+        if name in live.names:
+            found[live.names[name]].append(name)
+        else:
+            unexpected.append(name)
     missing = [first for first, own in found.items() if not own]
     if missing:
         problems.append(f"{len(missing)} of the model's are not in it ({abridged(missing, ', ', 4)})")

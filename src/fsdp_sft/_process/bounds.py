@@ -5,7 +5,6 @@
 | header of safetensors, pickle of ``torch.save`` | ``MAX_HEADER_BYTES`` | the limit of safetensors |
 | index of weight files | ``MAX_INDEX_BYTES`` | 256 MiB: 100 times that of a 1T model |
 | manifest and other JSON | ``MAX_JSON_BYTES`` | parsed, it takes up to 24 times as much memory |
-| metadata of torch's distributed checkpoint | ``MAX_METADATA_BYTES`` | 1 GiB |
 | settings of a model | ``MAX_SETTINGS_BYTES`` | 64 MiB: a tokenizer with its merges has 20 |
 | layers or blocks, by a config | ``MAX_LAYERS`` | transformers builds each |
 | experts or labels, by a config | ``MAX_LABELS`` | it makes lists of them |
@@ -21,7 +20,6 @@ from typing import Any
 MAX_HEADER_BYTES = 100_000_000
 MAX_INDEX_BYTES = 1 << 28
 MAX_JSON_BYTES = 1 << 27
-MAX_METADATA_BYTES = 1 << 30
 MAX_SETTINGS_BYTES = 1 << 26
 MAX_LAYERS = 4096
 MAX_LABELS = 1 << 16

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_sft._quantised import awq, bitsandbytes, compressed, finegrained, gpt_oss, gptq, modelopt
+from fsdp_sft._quantised import bitsandbytes, compressed, finegrained, gpt_oss, modelopt
 from fsdp_sft._quantised.settings import IN_16_BITS, Settings
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._tensors.packed import Packed
@@ -24,12 +24,10 @@ from fsdp_sft._tensors.stored import InFile, Stored
 from fsdp_sft.errors import abridged
 
 METHODS = {
-    "awq": awq.METHOD,
     "bitsandbytes": bitsandbytes.METHOD,
     "compressed-tensors": compressed.METHOD,
     "fbgemm_fp8": finegrained.METHOD,
     "fp8": finegrained.METHOD,
-    "gptq": gptq.METHOD,
     "modelopt": modelopt.METHOD,
     "mxfp4": gpt_oss.METHOD,
 }
@@ -54,7 +52,7 @@ def check(settings: Settings) -> None:
     if settings.method not in METHODS:
         raise settings.refused(
             f"it is not among the methods that are read ({abridged(METHODS, most=len(METHODS))}): "
-            f"{IN_16_BITS}"
+            f"{IN_16_BITS}; of AWQ and GPTQ the original is on the Hub, the base_model of their cards"
         )
     METHODS[settings.method].check(settings)
 

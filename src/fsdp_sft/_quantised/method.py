@@ -23,8 +23,7 @@ class Method:
         parts: Pattern of the names that tensors of packed weights have, and no others.
         bits: Bits that a packed value takes with its share of the scales, by the config.
         only_experts: Whether none but the weights of experts are packed.
-        skips: Fields of the config that list modules in 16 bits; the first of them in ``config.json``, the
-            last in a file of its own. Empty if no field does.
+        skips: Fields of the config that list modules in 16 bits. It serves the planner.
         stored_as: Function from the config and a weight's shape in the model to the tensors of one of its
             rows, as a weight ``w``; it returns None if such a weight is not packed. It serves the planner,
             which sees no files. None if rows have no bytes of their own.
@@ -37,9 +36,3 @@ class Method:
     only_experts: bool = False
     skips: tuple[str, ...] = ()
     stored_as: Callable[[Settings, Ints], Entries | None] | None = None
-
-
-def bits_of_groups(settings: Settings) -> float:
-    """Bits with a scale of 16 bits and a zero point for each group."""
-    bits, group = settings.fields.get("bits") or 4, settings.group_size
-    return float(bits) if group == -1 else bits + (16 + bits) / settings.block(group, "group_size")

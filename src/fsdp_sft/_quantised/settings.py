@@ -38,12 +38,6 @@ class Settings:
         advice = "" if IN_16_BITS in why else f"; if a new download has the same, {IN_16_BITS}"
         return CheckpointFormatError(f"{self.folder} is quantised ({self.method}): {why}{advice}")
 
-    @property
-    def group_size(self) -> Any:
-        """Number of values that share a scale, in AWQ and GPTQ; -1 is all of a column."""
-        found = (self.fields.get(name) for name in ("group_size", "q_group_size"))
-        return next((value for value in found if value is not None), 128)
-
     def one_of(self, field: str, known: tuple[Any, ...], otherwise: Any = None) -> Any:
         """A field whose value must be among ``known``; ``otherwise`` if it is not there.
 

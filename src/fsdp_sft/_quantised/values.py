@@ -42,20 +42,6 @@ def _looked_up(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.index_select(table, 0, index.flatten().int()).view(torch.float32).view(len(index), -1)
 
 
-def of_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The numbers in words of 32 bits, the lowest first.
-
-    Args:
-        words: Int32, (rows, n).
-        bits: Bits of a number.
-
-    Returns:
-        Float32, (rows, n times 32 / bits).
-    """
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    return (words[..., None] >> shifts & ((1 << bits) - 1)).flatten(-2).to(torch.float32)
-
-
 def as_scales(stored: torch.Tensor) -> torch.Tensor:
     """Scales in float32; bytes are exponents of 2 (E8M0), of which 255 is NaN."""
     if stored.dtype == torch.uint8:

@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,23 +43,8 @@ class FileRecord:
     sha256: str
 
 
-@dataclass(frozen=True)
-class Deferred:
-    """A tensor that is read only when it is about to be written.
-
-    Attributes:
-        shape: Shape of the tensor.
-        dtype: Dtype of its elements.
-        read: Function that returns the tensor, in CPU memory.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
-
-
 def write_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor | Deferred], metadata: Mapping[str, str] | None = None
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileRecord:
     """Write a safetensors file and force it to the disk (fsync). A thread hashes it meanwhile.
 
@@ -70,10 +55,7 @@ def write_tensors(
     digest = hashlib.sha256(head)
     with closing(fd):
         for name, entry in header.entries.items():
-            tensor = tensors[name]
-            if isinstance(tensor, Deferred):
-                tensor = tensor.read()
-            staged = tensor.detach().to("cpu").contiguous()
+            staged = tensors[name].detach().to("cpu").contiguous()
             view = bytes_of(staged)
             with _hashed(digest, view):
                 write_early(fd, entry.start, view)

@@ -1,7 +1,7 @@
-"""The console script ``fsdp-sft``: plans, data, checkpoints and machines from the shell.
+"""The console script ``fsdp-sft``: plans, data and machines from the shell.
 
 Each command has its options in a file here, which imports nothing heavy, and what it does in the package of
-its subject: planner/command.py, dcp_io/command.py, check/command.py; ``inspect-data`` has both in data.py.
+its subject: planner/command.py, check/command.py; ``inspect-data`` has both in data.py.
 """
 
 import argparse
@@ -15,8 +15,6 @@ from fsdp_sft.errors import CheckpointCorruptError, FsdpSftError, NoPlanError, p
 _EXAMPLES = """examples:
   fsdp-sft plan --model Qwen/Qwen2.5-14B --gpus 8 --gpu h100 --seq 4096 --global-batch 64
   fsdp-sft inspect-data chats.jsonl --tokenizer Qwen/Qwen2.5-14B --max-length 4096 --html rows.html
-  fsdp-sft inspect-checkpoint checkpoints --verify
-  fsdp-sft convert trainer/checkpoint-500 checkpoints --model meta-llama/Llama-3.1-8B
   torchrun --nproc-per-node 8 -m fsdp_sft check --root checkpoints
 
 exit code: 0 if all is well, 1 if not (nothing fits, a checkpoint or a machine is damaged), 2 for bad input"""
@@ -24,16 +22,6 @@ exit code: 0 if all is well, 1 if not (nothing fits, a checkpoint or a machine i
 _COMMANDS = {
     "plan": ("plan", "add_plan", "what fits on the GPUs at hand, how fast it is, and where its memory goes"),
     "inspect-data": ("data", "add_data", "what of a file of chats would be trained, and what is refused"),
-    "inspect-checkpoint": (
-        "checkpoints",
-        "add_inspect",
-        "what a step or a folder of steps holds, and what is wrong",
-    ),
-    "convert": (
-        "checkpoints",
-        "add_convert",
-        "a checkpoint of Accelerate, Trainer, torchtitan, torchtune or torch's DCP, to a step",
-    ),
     "check": ("check", "add_check", "whether a job's machines are sound, and how fast; under its launcher"),
     "env": ("check", "add_env", "versions, devices, launcher and variables of all ranks, for a bug report"),
 }

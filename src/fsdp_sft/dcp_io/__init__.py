@@ -1,12 +1,11 @@
 """Saving and loading: full state dicts, optimizer state, crash-safe checkpoints.
 
 A checkpoint is a folder of safetensors and JSON files with a manifest (see ``manifest``), and loading one
-cannot run code. torch's distributed checkpoint (DCP) reads the steps that are written here, and
-``convert_checkpoint`` reads those that DCP has written. All that take a model ``reshard`` it first.
+cannot run code. torch's distributed checkpoint (DCP) reads the steps that are written here. All functions
+that take a model ``reshard`` it first.
 """
 
 from fsdp_sft.dcp_io.checkpoint import LoadedCheckpoint, SavedCheckpoint, load_checkpoint, save_checkpoint
-from fsdp_sft.dcp_io.convert import convert_checkpoint
 from fsdp_sft.dcp_io.full_state import load_full_state_dict, save_full_state_dict
 from fsdp_sft.dcp_io.optimizer_state import load_optimizer_state, save_optimizer_state
 from fsdp_sft.dcp_io.retention import CheckpointInfo, find_checkpoints, verify_checkpoint
@@ -29,7 +28,6 @@ __all__ = [
     "LoadedCheckpoint",
     "PreemptionGuard",
     "SavedCheckpoint",
-    "convert_checkpoint",
     "find_checkpoints",
     "load_checkpoint",
     "load_full_state_dict",

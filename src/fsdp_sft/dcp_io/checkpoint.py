@@ -24,8 +24,6 @@ from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.adapter_settings import check_adapters
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last
 from fsdp_sft.dcp_io.choice import choose_step, deleted_meanwhile
-from fsdp_sft.dcp_io.config_settings import change_of_config
-from fsdp_sft.dcp_io.global_batch import change_of_batch
 from fsdp_sft.dcp_io.left_behind import note_optimizer
 from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, TRAIN_STATE_NAME, Manifest
 from fsdp_sft.dcp_io.model_state import check_model, read_model
@@ -230,9 +228,7 @@ def load_checkpoint(
     """Resume from a step: exactly at the same world size and mesh, resharded at another.
 
     Everything is checked on all ranks before the model or the optimizer is touched. Random number generators
-    are restored if the world size is the same. Warnings say if the model's config has other fields than the
-    step's model had, and if a step of the optimizer has another number of rows: here if another number of
-    ranks reads distinct rows, in the third ``train_step`` if windows have changed.
+    are restored if the world size is the same; if it is not, a warning says so of a step with an optimizer.
 
     Args:
         path_or_root: Folder of one step, or root of all steps, of which the newest is taken.
@@ -280,7 +276,7 @@ def load_checkpoint(
         try:
             loaded = _load_step(folder, manifest, model, optimizer)
             note_loaded(folder, loaded.step)
-            _tell_of_changes(loaded, model)
+            _tell_of_other_ranks(loaded)
             seconds = time.perf_counter() - started
             ranks = loaded.world_size
             tell(
@@ -336,26 +332,15 @@ def _load_step(
     )
 
 
-def _tell_of_changes(loaded: LoadedCheckpoint, model: nn.Module) -> None:
-    """Warn, on rank 0, of a model with another config, and of what another number of ranks changes.
-
-    Collective: all ranks.
-    """
-    with agreed(f"comparing this job with that of {loaded.path}"):
-        if this_rank() != 0:
-            return
-        other_config = change_of_config(loaded.path, loaded._manifest, model)
-        if other_config:
-            warn_caller(other_config)
-        told = [change_of_batch(loaded.path, loaded._manifest, model)]
-        others = loaded.world_size != world_size() and loaded._manifest.rank_states
-        if others and read_rank_content(loaded.path, loaded._manifest, 0)[1] is not None:
-            told.append(
-                "the rank_state of its ranks is handed out to none; LoadedCheckpoint.rank_states has them"
-            )
-        if any(told):
-            ranks = f"the step was saved by {loaded.world_size} ranks and is loaded by {world_size()}"
-            warn_caller("; ".join([ranks, *filter(None, told)]))
+def _tell_of_other_ranks(loaded: LoadedCheckpoint) -> None:
+    """Warn, on rank 0, of what another number of ranks changes in a training."""
+    before, now = loaded.world_size, world_size()
+    if this_rank() == 0 and before != now and loaded._manifest.optimizer is not None:
+        warn_caller(
+            f"the step was saved by {before} ranks and is loaded by {now}: with the same loader and "
+            f"grad_accum_steps a step of the optimizer has {now / before:.3g} times as many rows. What was "
+            "rank_state of each rank is in LoadedCheckpoint.rank_states"
+        )
 
 
 def read_train_state(folder: Path, manifest: Manifest) -> Any:

@@ -3,9 +3,8 @@
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._process.codec import dumps
 from fsdp_sft._ranks.agree import this_rank, world_size
 from fsdp_sft._tensors.boxes import Box, local_of, whole
-from fsdp_sft._tensors.disk import Deferred
 from fsdp_sft._tensors.safetensors import num_bytes
 from fsdp_sft._tensors.sharding import Sharding, one_rank, sharding_of
 from fsdp_sft.dcp_io.manifest import Manifest, encode_tensors, versions
@@ -46,29 +44,12 @@ class OwnedTensor:
 
 
 @dataclass(frozen=True)
-class ReadTensor:
-    """A tensor of another checkpoint, of which each rank reads its part when it is about to write it.
-
-    Attributes:
-        shape: Shape of the full tensor.
-        dtype: Dtype of its elements.
-        like: Live tensor with the sharding that this one is to have.
-        read: Function that returns a box of the tensor, in CPU memory.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    like: torch.Tensor
-    read: Callable[[Box], torch.Tensor]
-
-
-@dataclass(frozen=True)
 class OptimizerContent:
     """An optimizer's state, ready to be written.
 
     Attributes:
-        tensors: Tensors of the state by ``<fqn>/<state name>``: live ones, an ``OwnedTensor`` for each inner
-            tensor, or a ``ReadTensor``.
+        tensors: Tensors of the state by ``<fqn>/<state name>``: live ones, or an ``OwnedTensor`` for each
+            inner tensor.
         info: Class, parameters, groups and state other than tensors, as JSON; see ``Manifest``.
     """
 
@@ -165,12 +146,12 @@ class Part:
     Attributes:
         shape: Shape of the full tensor.
         box: Box of the full tensor that the part is.
-        tensor: Values of the part: the live ones, a copy, or what is to be read.
+        tensor: Values of the part: the live ones, or a copy.
     """
 
     shape: tuple[int, ...]
     box: Box
-    tensor: torch.Tensor | Deferred
+    tensor: torch.Tensor
 
 
 Parts = Mapping[str, Part]  # by the tensor's name in the file
@@ -181,7 +162,7 @@ def _stored(section: str, name: str, tensor: Any, index: int) -> StoredTensor:
     if isinstance(tensor, OwnedTensor):
         sharding = one_rank(tensor.owner)
     else:
-        sharding = sharding_of(tensor.like if isinstance(tensor, ReadTensor) else tensor)
+        sharding = sharding_of(tensor)
     key, copy = file_key(section, name), _copy(sharding, tensor, index)
     return StoredTensor(tuple(tensor.shape), tensor.dtype, key, sharding, copy)
 
@@ -220,10 +201,8 @@ def own_parts(content: FolderContent) -> Parts:
     return parts
 
 
-def _values(name: str, live: Any, box: Box) -> torch.Tensor | Deferred:
+def _values(name: str, live: Any, box: Box) -> torch.Tensor:
     """The values of this rank's part of a tensor, which must be the box ``box`` of it."""
-    if isinstance(live, ReadTensor):
-        return Deferred(box.shape, live.dtype, partial(live.read, box))
     local = live.tensor if isinstance(live, OwnedTensor) else local_of(live)
     if local is None or tuple(local.shape) != box.shape:
         found = None if local is None else tuple(local.shape)

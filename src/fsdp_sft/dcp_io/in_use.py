@@ -1,57 +1,60 @@
 """The lock by which only one job at a time saves below a root.
 
 Two jobs with one root would delete each other's unfinished folders, and prune each other's steps. The first
-save makes a file in the root, which is deleted when the process ends (``_tensors/lock.py``).
+save locks a file in the root; the system unlocks it when the process ends, however it ends.
 """
 
-import atexit
 import os
-from contextlib import suppress
+import socket
 from pathlib import Path
 
-from fsdp_sft._tensors.lock import DEAD_SECONDS, Lock, Owner
-from fsdp_sft.errors import CheckpointInUseError
+from filelock import FileLock, Timeout
 
-FILE_NAME = ".in-use.json"
+from fsdp_sft._tensors.disk import read_bytes, write_bytes
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointInUseError
 
-_held: dict[Path, Lock] = {}
-os.register_at_fork(after_in_child=_held.clear)  # a forked process inherits the dict, but not the locks
+LOCK, OWNER = FILES = (".in-use.lock", ".in-use.txt")  # the second says in words who has the first
+
+# By root: the lock, this process, and the number of the file.
+_held: dict[Path, tuple[FileLock, tuple[int, int]]] = {}
 
 
 def take(root: Path) -> None:
     """Reserve ``root`` for the saves of this process until it ends, unless it is reserved already.
 
     Raises:
-        CheckpointInUseError: If another job saves there, or has taken the root over since.
+        CheckpointInUseError: If another job saves there.
     """
     root = root.resolve()
-    held = _held.get(root)
-    if held is not None and held.is_own:
+    file = root / LOCK
+    if root in _held and file.exists() and _held[root][1] == (os.getpid(), file.stat().st_ino):
         return
-    if held is not None:  # taken over, or the folder was deleted
-        held.end()
-        del _held[root]
-    lock = Lock(root / FILE_NAME)
-    other = lock.take()
-    if other is not None:
-        raise _in_use(root, other)
-    _held[root] = lock
+    # A process that was forked has its parent's entry, and a folder that was made anew another file.
+    lock = FileLock(file, thread_local=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise _in_use(root) from None
+    _held[root] = lock, (os.getpid(), file.stat().st_ino)
+    number = os.environ.get("SLURM_JOB_ID")
+    job = f", Slurm job {number}" if number else ""
+    (root / OWNER).unlink(missing_ok=True)
+    write_bytes(root / OWNER, f"process {os.getpid()} on {socket.gethostname()}{job}".encode())
 
 
-@atexit.register
 def release_all() -> None:
     """Release all roots of this process."""
     while _held:
-        with suppress(OSError):
-            _held.popitem()[1].end()
+        _held.popitem()[1][0].release(force=True)
 
 
-def _in_use(root: Path, found: Owner) -> CheckpointInUseError:
+def _in_use(root: Path) -> CheckpointInUseError:
     """The error that names the job which saves below a root."""
-    kind, job_id, _ = found["job"]
-    job = f", {kind} {job_id}" if kind else ""
+    try:
+        owner = read_bytes(root / OWNER, 1000).decode(errors="replace")
+    except CheckpointCorruptError:
+        owner = "another job"
     return CheckpointInUseError(
-        f"{root} is in use by process {found['process'].pid} on {found['host']}{job}: one job at a time may "
-        f"save below a root. Give this job another folder, or end the other one; should it be gone, wait "
-        f"{DEAD_SECONDS:.0f} s or delete {root / FILE_NAME}"
+        f"{root} is in use by {owner}: one job at a time may save below a root. Give this job another "
+        "folder, or end the other one"
     )

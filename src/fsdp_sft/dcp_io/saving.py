@@ -17,11 +17,9 @@ from fsdp_sft._ranks.agree import difference, tell, through_rank_0, world_size
 from fsdp_sft._tensors.disk import unsound_beside
 from fsdp_sft.dcp_io.adapter_settings import adapter_settings
 from fsdp_sft.dcp_io.background import wait_for_last
-from fsdp_sft.dcp_io.config_settings import config_settings
 from fsdp_sft.dcp_io.content import FolderContent, Parts, describe_mesh, own_parts
 from fsdp_sft.dcp_io.extra_state import check_alike, encode_extra, own_digests
 from fsdp_sft.dcp_io.folder import new_folder_beside, write_folder
-from fsdp_sft.dcp_io.global_batch import batch_settings
 from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
 from fsdp_sft.dcp_io.manifest import checked_size
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, optimizer_content, with_inner_tensors
@@ -186,10 +184,7 @@ def _content(
         optimizer=optimizer_content(model, optimizer) if optimizer is not None else None,
         train_state=checked_size(_as_json(train_state), "train_state"),
         rank_content=rank_content(rank_state),
-        settings=adapter_settings(model)
-        | batch_settings(model)
-        | config_settings(model)
-        | packed_settings(model, with_base=include_base),
+        settings=adapter_settings(model) | packed_settings(model, with_base=include_base),
     )
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 
 from fsdp_sft._process.streams import host_buffer
-from fsdp_sft._tensors.disk import Deferred
 from fsdp_sft.dcp_io.content import Parts
 
 
@@ -27,7 +26,6 @@ class Snapshot:
         used: dict[str, torch.Tensor] = {}
         devices: set[torch.device] = set()
         for key, part in parts.items():
-            assert not isinstance(part.tensor, Deferred)  # only live models are saved asynchronously
             used[key] = self._buffer(key, part.tensor)
             used[key].copy_(part.tensor, non_blocking=True)
             devices.add(part.tensor.device)

@@ -16,9 +16,7 @@ _AUTO_CLASSES = {
 }
 
 
-def model_card(
-    model: Any, name: str, architecture: str, dtype: torch.dtype, *, as_loaded: bool = False
-) -> str:
+def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> str:
     """A model card in Markdown, with the Hub's metadata at its head.
 
     Args:
@@ -26,7 +24,6 @@ def model_card(
         name: Title of the card, and the name in its example of loading the model.
         architecture: Name of the model's class.
         dtype: Dtype of the exported tensors.
-        as_loaded: Whether some are quantised as they were in the checkpoint.
     """
     from fsdp_sft import __version__
 
@@ -37,10 +34,7 @@ def model_card(
     metadata += [f"base_model: {base}"] if base else []
     origin = f", fine-tuned from [{base}](https://huggingface.co/{base})" if base else ", fine-tuned"
     quantised = kept_of(model, Quantised)
-    form = str(dtype).removeprefix("torch.")
-    if as_loaded and quantised is not None:
-        form = f"{quantised.method} as its base is, and {form} where it was trained"
-    elif quantised is not None:
+    if quantised is not None:
         origin += f", of which the checkpoint is published quantised ({quantised.method}),"
     lines = [
         "---",
@@ -51,7 +45,7 @@ def model_card(
         "",
         f"# {name}",
         "",
-        f"`{architecture}` of {model.num_parameters():,} parameters in {form}"
+        f"`{architecture}` of {model.num_parameters():,} parameters in {str(dtype).removeprefix('torch.')}"
         f"{origin} and exported with fsdp_sft {__version__}.",
         "",
         "```python",

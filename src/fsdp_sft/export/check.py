@@ -3,7 +3,6 @@
 import os
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
@@ -11,7 +10,6 @@ from torch import nn
 from fsdp_sft._model.adapters import adapted_layers, without_adapters
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._ranks.agree import agreed, share, this_rank
-from fsdp_sft.export.as_loaded import check_format, find_unchanged
 from fsdp_sft.export.plan import exportable, plan_export, refuse_tied
 from fsdp_sft.export.target import check_target, export_target
 
@@ -21,7 +19,6 @@ def check_export(
     *,
     model: nn.Module | None = None,
     overwrite: bool = False,
-    format: Literal["as loaded"] | None = None,  # noqa: A002
 ) -> Path:
     """Find out before training whether ``export_hf`` and ``export_adapter`` can write to a folder.
 
@@ -33,8 +30,6 @@ def check_export(
         model: The model that ``export_hf`` will get, sharded or not, with its adapters if it has any; its
             weights do not have to be loaded. None checks the folder alone.
         overwrite: Whether the export will be called with ``overwrite=True``.
-        format: ``format`` of that export. ``"as loaded"`` takes a model whose weights have been loaded, and
-            finds out whether anything stays as it was if all is trained that can be.
 
     Returns:
         The folder as an absolute path.
@@ -62,21 +57,18 @@ def check_export(
         >>> fs.check_export("out", overwrite=True).name
         'out'
     """
-    check_format(format)
     target = export_target(out_dir)
     model = unwrapped(model) if isinstance(model, nn.Module) else model
     merges = {} if model is None else adapted_layers(model)
     taken = nullcontext() if model is None else without_adapters(model, trained=True)
-    with taken as base:
-        kept = find_unchanged(base, merges, compare=False) if base is not None and format else None
-        with agreed(f"checking that {target} can be exported to"):
-            need = 0
-            if base is not None:
-                content = exportable(base, torch.bfloat16)
-                refuse_tied(content, merges)
-                if this_rank() == 0:
-                    need = plan_export(base, content, torch.bfloat16, unchanged=kept)[0].num_bytes
+    with taken as base, agreed(f"checking that {target} can be exported to"):
+        need = 0
+        if base is not None:
+            content = exportable(base, torch.bfloat16)
+            refuse_tied(content, merges)
             if this_rank() == 0:
-                check_target(target, overwrite=overwrite, need=need)
+                need = plan_export(base, content, torch.bfloat16)[0].num_bytes
+        if this_rank() == 0:
+            check_target(target, overwrite=overwrite, need=need)
     found: Path = share(target)
     return found

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,11 +19,9 @@ from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.words import answered
-from fsdp_sft._quantised.carried import carry_settings
 from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
 from fsdp_sft._tensors.disk import check_room, sweep, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer
-from fsdp_sft.export.as_loaded import Unchanged, check_format, find_unchanged
 from fsdp_sft.export.hf_files import HfFiles
 from fsdp_sft.export.merged import gathered
 from fsdp_sft.export.own_rows import has_whole_rows, open_own_rows
@@ -41,7 +39,6 @@ def export_hf(
     model: nn.Module,
     out_dir: str | os.PathLike[str],
     *,
-    format: Literal["as loaded"] | None = None,  # noqa: A002
     dtype: torch.dtype | None = torch.bfloat16,
     max_shard_size: int | str = "5GB",
     tokenizer: Any = None,
@@ -66,11 +63,6 @@ def export_hf(
             with ``-2`` or the next free number at the end of the name, and a warning says so: a trained model
             is not lost because of a folder's name. Every rank writes its rows if all of them see rank 0's
             folder; if not, rank 0 writes everything.
-        format: ``"as loaded"`` keeps a quantised checkpoint quantised: packed weights that training has not
-            changed, which is seen by comparing them with the checkpoint, are copied from it byte for byte,
-            with their scales. What has changed is written in ``dtype``, and the config names its modules as
-            not quantised. A gpt-oss whose attention was trained is served as gpt-oss. None writes all weights
-            in ``dtype``.
         dtype: Dtype of floating-point tensors in the files, except those of modules that transformers always
             keeps in float32; None keeps the dtypes that they have. It goes into the configuration too.
         max_shard_size: Largest size of one file, in bytes or as text such as ``"5GB"``.
@@ -91,10 +83,8 @@ def export_hf(
 
     Raises:
         TypeError: If the model is not a transformers model, or ``tokenizer`` cannot be saved.
-        ValueError: If the model has adapters that cannot be merged, or is to be written as it was loaded and
-            was not loaded from a quantised checkpoint.
-        UnsupportedModelError: If ``from_pretrained`` would not read the export as what was trained; and if
-            nothing is left as it was loaded, or the checkpoint's config cannot say what is not quantised.
+        ValueError: If the model has adapters that cannot be merged.
+        UnsupportedModelError: If ``from_pretrained`` would not read the export as what was trained.
         OSError: If writing or uploading fails; raised on all ranks. An incomplete export leaves nothing
             behind.
 
@@ -102,7 +92,7 @@ def export_hf(
     Memory: 4 Mi elements of a tensor on each rank. For tensors that are converted, or that are not sharded by
         rows, also: on rank 0 twice one full tensor or one group that is converted together, and on other
         ranks their own part of one tensor. All of it is CPU memory. A weight with adapters is at least
-        float32 while they are merged. ``format="as loaded"``: on each rank its part of one weight.
+        float32 while they are merged.
 
     Example:
         >>> folder = fs.export_hf(model, "out", tokenizer=tokenizer)
@@ -113,7 +103,6 @@ def export_hf(
     started = time.perf_counter()
     model = unwrapped(model)
     reshard(model)
-    check_format(format)
     target = export_target(out_dir)
     merges, caching = adapted_layers(model), configs_without_caches(model)
     with without_adapters(model, trained=True) as base:
@@ -122,7 +111,6 @@ def export_hf(
             merges,
             caching,
             target,
-            find_unchanged(base, merges, compare=True) if format else None,
             dtype,
             max_shard_size,
             (tokenizer, chat_template),
@@ -140,7 +128,6 @@ def _export(
     merges: Mapping[str, Any],
     caching: list[Any],
     target: Path,
-    unchanged: Unchanged | None,
     dtype: torch.dtype | None,
     max_shard_size: int | str,
     chat: tuple[Any, str | None],
@@ -159,7 +146,7 @@ def _export(
             content = exportable(model, dtype, *chat)
             refuse_tied(content, merges)
             if this_rank() == 0:
-                plan, config = plan_export(model, content, dtype, caching, unchanged)
+                plan, config = plan_export(model, content, dtype, caching)
                 if push_to_hub is not None:
                     make_repository(push_to_hub)
                 target = reachable(target)
@@ -168,11 +155,7 @@ def _export(
                 check_room(target.parent, plan.num_bytes, f"the export to {target}")
                 temporary = temporary_beside(target)
                 temporary.mkdir()
-                title, as_loaded = push_to_hub or target.name, unchanged is not None
-                write_settings(model, config, temporary, title, dtype, *chat, as_loaded=as_loaded)
-                if unchanged is not None:
-                    named = (plan.changed_modules, unchanged.never_packed(content))
-                    carry_settings(unchanged.settings, unchanged.folder, temporary, *named)
+                write_settings(model, config, temporary, push_to_hub or target.name, dtype, *chat)
         plan, folder = share((plan, temporary))
         assert plan is not None
         gatherer = Gatherer()

@@ -25,8 +25,7 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._tensors.safetensors import num_bytes
 from fsdp_sft._tensors.stored import InFile
-from fsdp_sft.errors import UnsupportedModelError, abridged
-from fsdp_sft.export.as_loaded import Unchanged, whole_modules
+from fsdp_sft.errors import abridged
 from fsdp_sft.export.hf_files import Described
 from fsdp_sft.export.readback import refuse_unreadable
 from fsdp_sft.export.settings import export_config
@@ -47,7 +46,6 @@ class ExportPlan:
         unchanged: Name in the files of each source that no conversion touches.
         converts: Whether the architecture has conversions.
         copied: Stored tensors that are copied byte for byte, by name; they are in ``written`` too.
-        changed_modules: Modules that are quantised where the weights come from, and are not in the files.
     """
 
     sources: dict[str, str]
@@ -57,7 +55,6 @@ class ExportPlan:
     unchanged: dict[str, str]
     converts: bool
     copied: dict[str, InFile]
-    changed_modules: list[str]
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +103,6 @@ def plan_export(
     content: ModelTensors,
     dtype: torch.dtype | None,
     caching: list[Any] | None = None,
-    unchanged: Unchanged | None = None,
 ) -> tuple[ExportPlan, Any]:
     """Plan an export by running the conversions on tensors without memory; (the plan, the config to export).
 
@@ -115,7 +111,6 @@ def plan_export(
         content: Its tensors, from ``exportable``.
         dtype: Dtype of floating-point tensors in the files; None keeps the dtypes that they have.
         caching: Configs of the model whose ``use_cache`` is off only while blocks are checkpointed.
-        unchanged: Weights that are copied from a quantised checkpoint; None if none are.
 
     Raises:
         UnsupportedModelError: If the export would not be read back as it is in the model.
@@ -135,56 +130,10 @@ def plan_export(
     direct = {name: names[id(tensor)] for name, tensor in meta.items() if id(tensor) in names}
     copied = untouched_tensors(model)
     written |= {key: (kept.entry.dtype, kept.entry.shape) for key, kept in copied.items()}
-    plan = ExportPlan(sources, dtypes, groups, written, direct, converts, copied, [])
+    plan = ExportPlan(sources, dtypes, groups, written, direct, converts, copied)
     config = export_config(model, content, caching or [], dtype)
     refuse_unreadable(model, config, written, _buffers(content, plan))
-    if unchanged is not None:
-        plan = _with_copies(plan, unchanged, twin, meta)
     return plan, config
-
-
-def _with_copies(
-    plan: ExportPlan, unchanged: Unchanged, twin: nn.Module, meta: dict[str, torch.Tensor]
-) -> ExportPlan:
-    """A plan that copies the unchanged weights of a checkpoint; those that are converted with others are not.
-
-    Raises:
-        UnsupportedModelError: If the checkpoint's names are not those that are written.
-    """
-    groups: list[list[str]] = []
-    names: list[str] = []
-    published: set[str] = set()
-    together = [[plan.sources[name] for name in group] for group in plan.groups]
-    whole_ones = whole_modules(unchanged.keys, unchanged.names, together)
-    for group, firsts in zip(plan.groups, together, strict=True):
-        if not whole_ones.issuperset(firsts):
-            groups.append(group)
-            continue
-        names += firsts
-        whole = {name: meta[name] for name in group}
-        made = revert_weight_conversion(twin, whole) if plan.converts else whole
-        published |= made.keys()
-        theirs = {key for first in firsts for key in unchanged.keys[first]}
-        if made.keys() != theirs:
-            raise UnsupportedModelError(
-                f"{abridged(sorted(theirs))} of {unchanged.folder} would be written as "
-                f"{abridged(sorted(made))}, so that they cannot be copied beside the others: leave out "
-                "format='as loaded'"
-            )
-    copied = unchanged.copied(names)
-    written = {name: entry for name, entry in plan.written.items() if name not in published}
-    if both := written.keys() & copied.keys():
-        raise UnsupportedModelError(
-            f"{abridged(sorted(both))} would be written twice: leave out format='as loaded'"
-        )
-    written |= {name: (kept.entry.dtype, kept.entry.shape) for name, kept in copied.items()}
-    return replace(
-        plan,
-        groups=groups,
-        written=written,
-        copied=plan.copied | copied,
-        changed_modules=unchanged.modules_without(names),
-    )
 
 
 def _buffers(content: ModelTensors, plan: ExportPlan) -> set[str]:

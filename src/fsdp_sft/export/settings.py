@@ -72,8 +72,6 @@ def write_settings(
     dtype: torch.dtype | None,
     tokenizer: Any,
     chat_template: str | None,
-    *,
-    as_loaded: bool = False,
 ) -> None:
     """Write configuration, code, generation config, tokenizer, processor and card into ``folder``.
 
@@ -85,7 +83,6 @@ def write_settings(
         dtype: Dtype of the export; None is the model's.
         tokenizer: See ``write_tokenizer``.
         chat_template: See ``write_tokenizer``.
-        as_loaded: See ``model_card``.
     """
     carry_code(model, config, folder)
     config.save_pretrained(folder)
@@ -94,7 +91,7 @@ def write_settings(
     carry_processor(model.config, folder)
     if model.can_generate():
         write_generation_config(folder, model, config, end_of_turn(tokenizer, template))
-    card = model_card(model, title, config.architectures[0], dtype or model.dtype, as_loaded=as_loaded)
+    card = model_card(model, title, config.architectures[0], dtype or model.dtype)
     write_bytes(folder / "README.md", card.encode())
 
 

@@ -18,7 +18,6 @@ from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._ranks.mesh import copies_of_rows
 from fsdp_sft.attention.context_parallel import sequence_group_of
-from fsdp_sft.dcp_io.global_batch import remember_batch
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import (
     HeadChecks,
@@ -228,7 +227,6 @@ def train_step(
         forget_stepped(model)
     else:
         step_schedulers(model, schedulers)
-        remember_batch(model, micro_batches, mesh)
     return result
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from fsdp_sft._model.absent import take_towers_from
 from fsdp_sft._model.adapters import refuse_initialised_from_base, without_adapters
-from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.wrappers import base_of, inner_model, is_transformers
 from fsdp_sft._process.words import answered
@@ -27,7 +26,7 @@ from fsdp_sft.weights.plan import LoadPlan, make_plan
 from fsdp_sft.weights.prepared import load_prepared_base, open_prepared
 from fsdp_sft.weights.prepared_note import prepared_at
 from fsdp_sft.weights.report import LoadReport
-from fsdp_sft.weights.resolve import LoadedFrom, Rename, open_checkpoint, renamed
+from fsdp_sft.weights.resolve import Rename, open_checkpoint, renamed
 
 Strategy = Literal["auto", "slice", "exchange"]
 _MIN_BUDGET_BYTES = 1 << 16
@@ -125,7 +124,6 @@ def load_weights(
     with agreed("planning the load"):
         with without_adapters(model) as base:
             take_towers_from(base, folder)
-            record_of(base).keep(LoadedFrom(folder.absolute(), variant, rename is not None))
             make_ties(base)
             checkpoint = renamed(open_checkpoint(folder, variant, allow_pickle=allow_pickle), rename)
             plan = make_plan(base, checkpoint, missing=missing, unexpected=unexpected)

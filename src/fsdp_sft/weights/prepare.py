@@ -4,11 +4,11 @@ import json
 import os
 import re
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from filelock import FileLock
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_sft._compat.models import tied_names
@@ -18,7 +18,6 @@ from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, share, this_rank, while_others_wait
 from fsdp_sft._tensors.disk import full_path, sweep, unsound_beside
-from fsdp_sft._tensors.lock import Lock, claim_on
 from fsdp_sft.dcp_io.content import FolderContent, describe_mesh
 from fsdp_sft.dcp_io.folder import write_folder
 from fsdp_sft.dcp_io.verify import verify_folder
@@ -121,9 +120,14 @@ def prepare_base(
             target = full_path(cache_dir) / f"{label}-{digest[:20]}"
             target.parent.mkdir(parents=True, exist_ok=True)
     target = Path(share(target))
-    lock = Lock(claim_on(target))
-    wait = partial(lock.take_or_wait, partial(_is_sound, target))
+    lock = FileLock(target.with_name(f".claim-{target.name}"), thread_local=False)
+
+    def wait() -> bool:
+        lock.acquire()
+        return not _is_sound(target)
+
     if not share(while_others_wait(this_rank() == 0, wait, f"waiting for {target}")):
+        lock.release()
         return target
     if this_rank() == 0:
         sweep(target)
@@ -149,7 +153,7 @@ def prepare_base(
         keys = sorted(open_checkpoint(source, allow_pickle=allow_pickle).sources)
         _write(model, source, PreparedBase(target, os.path.expanduser(name_or_path), master_dtype, keys))
     finally:
-        lock.end()
+        lock.release()
     return target
 
 

@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp_sft._process.bounds import MAX_INDEX_BYTES, MAX_SETTINGS_BYTES, parse_json
@@ -28,21 +28,6 @@ Rename = Mapping[str, str | None] | Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
-class LoadedFrom:
-    """What is remembered of a model whose weights were loaded.
-
-    Attributes:
-        folder: Folder of the checkpoint.
-        variant: Variant of its weight files.
-        is_renamed: Whether the caller has given its tensors other names.
-    """
-
-    folder: Path
-    variant: str | None
-    is_renamed: bool = False
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """The files of a checkpoint with their headers read and checked.
 
@@ -50,12 +35,10 @@ class Checkpoint:
         file_bytes: Size of each file when its header was read, by its path with every symbolic link resolved.
         sources: Tensors by the names under which they are published. Of a quantised checkpoint these are the
             values that its packed tensors and their scales hold.
-        stored: Tensors as they are stored.
     """
 
     file_bytes: dict[Path, int]
     sources: dict[str, Stored]
-    stored: Mapping[str, InFile] = field(default_factory=dict)
 
     @property
     def formats(self) -> dict[str, int]:
@@ -256,7 +239,7 @@ def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: b
         stored[key] = InFile(path, headers[path].entries[key])
     settings = settings_of(folder)
     sources: dict[str, Stored] = {**stored} if settings is None else published(stored, settings)
-    return Checkpoint({path: header.file_bytes for path, header in headers.items()}, sources, stored)
+    return Checkpoint({path: header.file_bytes for path, header in headers.items()}, sources)
 
 
 def resolved_inside(folder: Path, name: str) -> Path:

@@ -10,12 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from filelock import FileLock
 from typing_extensions import Unpack
 
 from fsdp_sft._model.wrappers import tokenizer_of
 from fsdp_sft._ranks.agree import agree_on, agreed, all_gather_objects, share, this_rank, while_others_wait
 from fsdp_sft._tensors.disk import full_path, publish, sweep, temporary_beside, unsound_beside
-from fsdp_sft._tensors.lock import Lock, claim_on
 from fsdp_sft.collate.encoded.build import Work, build, look_first, num_refused, refusal
 from fsdp_sft.collate.encoded.key import key_of
 from fsdp_sft.collate.encoded.source import RowSource
@@ -110,14 +110,13 @@ def encode_dataset(
     def make() -> Path:
         nonlocal is_new
         target = cache / key_of(source, tokenizer, wanted, on_error)[:40]
-        lock = Lock(claim_on(target))
-        if lock.take_or_wait(lambda: is_sound(target)):
-            try:
+        if is_sound(target):
+            return target
+        with FileLock(target.with_name(f".claim-{target.name}")):
+            if not is_sound(target):  # another job may have made it meanwhile
                 sweep(target)
                 _make(source, work, target, num_proc, max_refused)
                 is_new = True
-            finally:
-                lock.end()
         return target
 
     made = while_others_wait(maker == this_rank(), make, "encoding the data set")

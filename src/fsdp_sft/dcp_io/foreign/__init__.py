@@ -1,1 +1,0 @@
-"""Reading checkpoints of other tools, without running any code that is in them."""
