@@ -39,11 +39,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "with a size if unusual (a100-40gb, h100-79.1gib), or NAME=GiB,TFLOPs,GB/s "
         "of its memory, after which link=GB/s, network=GB/s, per_node=N may follow; cpu is for memory only",
     )
-    add(
-        "--measured",
-        metavar="FILE",
-        help="check.json of fsdp-sft check, whose rates replace the data sheet's; says --gpu and --gpus too",
-    )
     add("--seq", type=_length, help="tokens per sequence; 8k is 8192")
     add("--global-batch", type=int, help="sequences per optimizer step, over all GPUs")
     add("--tokens", metavar="N", help="of the whole training, as 300M: says its hours and GPU-hours")

@@ -7,8 +7,7 @@ stands in for fused kernels, experts.py for experts, sharing.py for ranks that s
 ``torch.compile``; footprint.py is what it reports); replay.py replays one step's allocations, sizes.py has
 those of a gather and a reduction. speed.py turns the same trace into seconds. search.py
 and advice.py make many estimates, budget.py says how much memory a device has for tensors, plan.py writes a
-plan as code, picture.py and command.py show it, few_layers.py cuts a
-model down to one layer of each kind, for that and for ``fsdp-sft check``.
+plan as code, picture.py and command.py show it.
 """
 
 from fsdp_sft.errors import NoPlanError

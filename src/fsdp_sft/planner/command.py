@@ -17,13 +17,11 @@ from fsdp_sft._process.gpus import GB, GIB, GPUS, Gpu, gpu_named
 from fsdp_sft.errors import NoPlanError, UnsupportedModelError
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate
-from fsdp_sft.planner.measured import measured_from
 from fsdp_sft.planner.model import as_config
 from fsdp_sft.planner.picture import aligned, bars, draw, plan_table
 from fsdp_sft.planner.plan import RunPlan
 from fsdp_sft.planner.search import plan_run, smallest_num_gpus
 
-_CHECKPOINT_BYTES = 12  # a parameter of a step: a master and two moments in float32
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -36,15 +34,6 @@ def run(args: argparse.Namespace) -> int:
     if args.list_gpus:
         print(_gpu_table())
         return 0
-    measured = measured_from(args.measured)
-    if measured is not None:
-        args.gpu = args.gpu or measured.gpu_name
-        if args.gpu is None:
-            raise ValueError(
-                f"{args.measured} was measured on {measured.device}, which the planner does not know: "
-                "describe it (--gpu NAME=GiB,TFLOPs,GB/s)"
-            )
-        args.gpus = args.gpus or measured.num_ranks
     needed = ("model", "gpus", "gpu", "seq", "global_batch")
     missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name) is None]
     if missing:
@@ -103,8 +92,6 @@ def _report_machines(args: argparse.Namespace, names: list[str], numbers: list[i
     """Print the first plan on each kind and number of GPUs; 1 if none fits."""
     if args.png:
         raise ValueError("--png is of one kind and number of GPUs")
-    if args.measured and len(names) > 1:
-        raise ValueError("--measured is of one kind of GPU")
     tokens, options, lines, found = _tokens(args.tokens), _options(args), [], []
     for name, number in itertools.product(names, numbers):
         try:
@@ -165,7 +152,6 @@ def _plans(args: argparse.Namespace, **options: Any) -> list[RunPlan]:
             as_config(args.model),
             seq_length=args.seq,
             global_batch_size=args.global_batch,
-            measured=args.measured,
             **options,
         )
 
@@ -209,19 +195,6 @@ def _links(gpu: Gpu, num_gpus: int) -> str:
     between = f", {gpu.bytes_per_second / GB:g} between nodes" if num_gpus > gpu.gpus_per_node else ""
     host = f"{gpu.host_bytes_per_second / GB:g} to the host"
     return f"Assumed links, each way and per GPU: {within}{between}, {host}."
-
-
-def _constants(args: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
-    """The constants, each with its source, and what loading and saving take by the folder's rates."""
-    yield f"Constants ({args.measured}): {'; '.join(plan.constants)}."
-    measured = measured_from(args.measured)
-    read, write = (None, None) if measured is None else (measured.read, measured.write)
-    if read and write:
-        parameters = plan.estimate.parameters
-        yield (
-            f"By the folder's rates, loading weights in 16 bits takes about {2 * parameters / read:.3g} s, "
-            f"and saving a step {_CHECKPOINT_BYTES * parameters / write:.3g} s."
-        )
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -269,7 +242,7 @@ def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
             print(f"... and {len(plans) - len(shown)} more (--plans {len(plans)})")
         print(f"\nPlan 1: {'; '.join(best.reasons)}.")
         print(f"Sharding: {estimate.sharding}.")
-        print("\n".join(_constants(args, best)) if args.measured else _links(gpu, args.gpus))
+        print(_links(gpu, args.gpus))
         if tokens is not None:
             needed = _duration(tokens, best)
             print(
@@ -321,10 +294,9 @@ def _headline(args: argparse.Namespace, config: Any, estimate: MemoryEstimate, b
     """The model, its size and the job, in one line."""
     total, active = estimate.parameters, estimate.active_parameters
     size = f"{total / 1e9:.2f}B parameters" + (f" ({active / 1e9:.2f}B active)" if active != total else "")
-    return (
-        f"{config.model_type}, {size}, on {args.gpus} x {args.gpu} "
-        f"({budget.memory_bytes / GIB:.1f} GiB each), {args.global_batch} sequences of {args.seq} tokens a step"
-    )
+    where = f"{args.gpus} x {args.gpu} ({budget.memory_bytes / GIB:.1f} GiB each)"
+    batch = f"{args.global_batch} sequences of {args.seq} tokens a step"
+    return f"{config.model_type}, {size}, on {where}, {batch}"
 
 
 def _title(args: argparse.Namespace, config: Any, estimate: MemoryEstimate, budget: Budget) -> str:
