@@ -22,7 +22,6 @@ job = {"a": 1}
 fs.plan_run("m", num_gpus=8, seq_length=4096, global_batch_size=64, gpuu="h100")  # wrong
 fs.plan_run("m", num_gpus="8", seq_length=4096, global_batch_size=64)  # wrong
 fs.plan_run("m", num_gpus=8, seq_length=4096, global_batch_size=64, optimizer="adam")  # wrong
-fs.longest_rows("m", num_gpus=8, gpu=4)  # wrong
 fs.Run(num_gpus=8, micro_batch_size=1, seq_len=4096)  # wrong
 model = fs.shard_model(LlamaForCausalLM(LlamaConfig()), mesh=fs.build_mesh())
 config: int = model.config  # wrong

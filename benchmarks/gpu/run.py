@@ -15,8 +15,8 @@ peak. A token of a pack attends only to its own row, so the count of the headlin
 number for sequences of that length and overstates what short rows need. With ``--rows full`` chats run on
 into rows as long as a pack, as in most public figures, and both counts are the same.
 
-First ``fsdp-sft check`` runs on all GPUs: a machine on which something is wrong is not measured. Its rates
-are the plans', and its table stands below the others.
+First ``fsdp-sft check`` runs on all GPUs: a machine on which something is wrong is not measured. Its
+table stands below the others.
 
 A run that was cut short goes on with ``--reports file.jsonl``: what it holds is not measured again.
 """
@@ -135,7 +135,6 @@ def best_plan(config: Qwen2Config, attention: str, device: dict, args: argparse.
         gpu=device["gpu"],
         compile=True,
         attention_mask=attention == "sdpa" and args.rows == "chats",
-        measured=device["check"],
         optimizer="adamw_fused",
         cp=1,
     )
@@ -333,8 +332,7 @@ def text_of(rows: list[dict], device: dict, data: dict, args: argparse.Namespace
         "of the rows: "
         f"{'; '.join(counts) or 'none'}. MFU and the share of the ceiling use the former. Tokens are those "
         "that are not padding; speed is the median of steps. Memory is the fullest GPU's after the warm-up; "
-        "planned is what the planner foresaw for its plan, from the rates of `fsdp-sft check`. fsdp_sft runs "
-        "the planner's fastest plan with its "
+        "planned is what the planner foresaw for its plan. fsdp_sft runs the planner's fastest plan with its "
         "chunked loss; the others have full logits and recompute every block.",
         "",
         *verdicts(rows, device, args),
@@ -368,7 +366,7 @@ def write(rows: list[dict], text: str, device: dict, args: argparse.Namespace, *
 
 
 def known_device(folder: Path, args: argparse.Namespace) -> dict:
-    """The device by ``fsdp-sft check`` on all GPUs: name, memory, peak, rate of products, and its file.
+    """The device by ``fsdp-sft check`` on all GPUs: name, memory, peak, rate of products, and the table.
 
     Raises:
         RuntimeError: If the check finds something wrong: figures of such a machine say nothing.
@@ -395,7 +393,6 @@ def known_device(folder: Path, args: argparse.Namespace) -> dict:
         "memory": seen["devices"].get("memory_bytes", GPUS[gpu].memory_bytes),
         "peak": known.flops_per_second if known else None,
         "flops_per_second": seen["products"]["flops_per_second"],
-        "check": check,
         "table": done.stdout,
     }
 

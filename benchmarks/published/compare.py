@@ -24,9 +24,8 @@ from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft.planner.budget import budget_of
 from fsdp_sft.planner.estimate import check_options
 from fsdp_sft.planner.model import build_skeleton
-from fsdp_sft.planner.rates import RATES, Rates
 from fsdp_sft.planner.setup import Setup
-from fsdp_sft.planner.speed import step_time
+from fsdp_sft.planner.speed import RATES, Rates, step_time
 
 OUTPUT = Path(__file__).parents[1] / "results" / "planner.md"
 GIB = 1 << 30

@@ -73,7 +73,6 @@ Planning
     plan_run                how to run a model on given GPUs, best first
     estimate_memory         peak memory per GPU, from a config
     smallest_num_gpus       fewest GPUs on which a run fits
-    longest_rows            longest row that fits
     model_flops_per_token   FLOPs of forward and backward
 
 Watching

@@ -107,12 +107,10 @@ from fsdp_sft.optimizer import (
     StochasticAdamW as StochasticAdamW,
 )
 from fsdp_sft.planner import (
-    LongestRow as LongestRow,
     MemoryEstimate as MemoryEstimate,
     Run as Run,
     RunPlan as RunPlan,
     estimate_memory as estimate_memory,
-    longest_rows as longest_rows,
     plan_run as plan_run,
     smallest_num_gpus as smallest_num_gpus,
 )

@@ -1,4 +1,4 @@
-"""What is said of devices, their memory, faults and lanes, and of interfaces; and what cannot be read."""
+"""What is said of devices, their memory, faults and lanes, and what cannot be read."""
 
 import ctypes
 import dataclasses
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_sft.check import nvml
-from fsdp_sft.check.checks import devices, interface
+from fsdp_sft.check.checks import devices
 from fsdp_sft.check.device_memory import memory_of_device
 from tests.harness.clusters import cluster_of
 
@@ -114,12 +114,3 @@ def test_what_nvidias_library_says_is_read(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(nvml, "_library", lambda: None)
     assert nvml.health_of("abc") is None
     assert nvml.driver_version() is None
-
-
-def test_a_check_warns_of_slower_and_of_other_interfaces() -> None:
-    usual = {"name": "eth0", "speeds": {"eth0": 100_000, "docker0": 1000}}
-    slow = {"name": "docker0", "speeds": usual["speeds"]}
-    found = list(interface._troubles(cluster_of("a", "b", "c"), [usual, usual, slow]))
-    assert [(one.level, one.ranks) for one in found] == [("warn", (2,))] * 2
-    assert "docker0, and over eth0 elsewhere" in found[0].text
-    assert "at 1 Gbit/s, and eth0 has 100" in found[1].text

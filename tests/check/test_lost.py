@@ -13,7 +13,7 @@ from tests.harness.launches import environment
 SCRIPT = """
 import os, signal, sys, time
 from fsdp_sft.check import sequence
-from fsdp_sft.check.checks import memory
+from fsdp_sft.check.checks import machine
 from fsdp_sft.check.mechanism import Check, Outcome
 from fsdp_sft.commands import main
 
@@ -27,14 +27,14 @@ def run(cluster):
             os.kill(os.getpid(), signal.SIGSTOP)
         if sys.argv[1] == "hangs":
             time.sleep(600)
-    return memory.CHECK.run(cluster)
+    return machine.CHECK.run(cluster)
 
 known = sequence.all_checks()
-planted = [Check(c.name, c.asks, c.order, c.seconds, run if c.name == "memory" else c.run) for c in known]
+planted = [Check(c.name, c.asks, c.order, c.seconds, run if c.name == "machine" else c.run) for c in known]
 import fsdp_sft.check.command as command
 command._BETWEEN = 6.0
 command.all_checks = lambda: planted
-sys.exit(main(["check", "--only", "versions,memory,reductions", "--json", sys.argv[3]]))
+sys.exit(main(["check", "--only", "versions,machine,reductions", "--json", sys.argv[3]]))
 """
 
 

@@ -33,19 +33,6 @@ def test_fewest_gpus_are_those_for_which_there_is_a_plan(capsys: pytest.CaptureF
     assert "fused AdamW" in text
 
 
-def test_longest_rows_exist_where_a_plan_does() -> None:
-    memory = 36 << 30
-    plan = fs.plan_run(
-        QWEN, num_gpus=4, gpu="h100", gpu_memory_bytes=memory, seq_length=1024, global_batch_size=4
-    )
-    rows = fs.longest_rows(QWEN, num_gpus=4, gpu="h100", gpu_memory_bytes=memory)
-    assert plan[0].setup.optimizer == rows[0].optimizer == "adamw_fused"
-    with pytest.raises(
-        fs.NoPlanError, match=r"not even 1024 tokens fit on 2 GPUs, .*: (\d+) would hold them"
-    ):
-        fs.longest_rows(QWEN, num_gpus=2, gpu="h100", gpu_memory_bytes=memory)
-
-
 def test_an_offload_says_what_the_host_needs(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["--model", str(QWEN), "--seq", "1024", "--global-batch", "4", "--gpu", "4090", "--gpus", "1"]
     text = _printed(capsys, *job, code=1)

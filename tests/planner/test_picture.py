@@ -10,7 +10,7 @@ import fsdp_sft as fs
 from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft.planner.budget import budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate
-from fsdp_sft.planner.picture import draw, draw_lengths, lengths_to_draw
+from fsdp_sft.planner.picture import draw
 from tests.planner.families import qwen
 
 BUDGET = budget_of(gpu_named("h100-3gib"), 2)
@@ -80,12 +80,3 @@ def test_no_number_covers_the_line_and_equal_bars_are_one(figures: list[Any], tm
             assert not crosses, text
         assert _overlaps(figures[-1]) == []
         assert axes.get_xlim()[1] * (1 << 30) >= BUDGET.memory_bytes
-
-
-def test_labels_of_curves_lie_apart(figures: list[Any], tmp_path: Path) -> None:
-    config = qwen(256, 512, 6, 4, 2, vocab_size=4096)
-    rows = fs.longest_rows(config, num_gpus=4, gpu="h100-3gib", attention_mask=False)
-    lengths = lengths_to_draw(rows)
-    curves = [(row, [row.peak_bytes for length in lengths if length <= row.seq_length]) for row in rows]
-    draw_lengths(tmp_path / "rows.png", lengths, curves, budget=BUDGET, title=TITLE)
-    assert _overlaps(figures[-1]) == []

@@ -183,8 +183,6 @@ def test_plans_refuse_what_cannot_be() -> None:
         with pytest.raises(ValueError, match="positive and finite"):
             plan_run(TINY, num_gpus=1, global_batch_size=4, seq_length=512, gpu_memory_bytes=nothing)
         with pytest.raises(ValueError, match="positive and finite"):
-            fs.longest_rows(TINY, num_gpus=1, gpu_memory_bytes=nothing)
-        with pytest.raises(ValueError, match="positive and finite"):
             smallest_num_gpus(TINY, seq_length=512, gpu_memory_bytes=nothing)
 
 
@@ -195,30 +193,6 @@ def test_plans_refuse_what_cannot_be() -> None:
 def folder(tmp_path: Path) -> Path:
     qwen(256, 512, 6, 4, 2, vocab_size=4096).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
-
-
-def test_the_command_line_finds_the_longest_row(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ["--model", str(folder), "--gpus", "4", "--gpu", "h100-2gib", "--no-padding"]
-    assert main([*given, "--longest"]) == 0
-    text = capsys.readouterr().out
-    lines = [line.split() for line in text.splitlines()]
-    lengths = {line[0]: int(line[1]) for line in lines if len(line) > 6 and line[0] in ("1", "2", "4")}
-    assert set(lengths) == {"1", "2", "4"}
-    assert lengths["4"] > 3.5 * lengths["1"]
-    assert "the config gives the model 32768 positions" in text
-    assert "█" in text
-    assert main([*given, "--longest", "--replicas", "3"]) == 2
-    assert "--replicas must divide --gpus" in capsys.readouterr().err
-    assert main(given) == 2
-    assert "--seq and --global-batch are needed, or --longest" in capsys.readouterr().err
-    image = pytest.importorskip("matplotlib.image")
-    target = tmp_path / "rows.png"
-    assert main([*given, "--longest", "--png", str(target)]) == 0
-    pixels = image.imread(target)
-    assert pixels.shape[1] > 1000
-    assert pixels[..., :3].min() < 0.2 < 0.9 < pixels[..., :3].max()
 
 
 def _arguments(folder: Path, *more: str) -> list[str]:
@@ -273,14 +247,6 @@ def test_plans_offload_what_spares_recomputation() -> None:
     plans = fs.plan_run(LLAMA_8B, **job)
     assert all(plan.sac_offload and plan.estimate.host_bytes and plan.time.offload for plan in plans)
     assert any("GiB of host memory per GPU" in reason for reason in plans[0].reasons)
-    rows = {
-        offload: fs.longest_rows(
-            LLAMA_8B, num_gpus=8, gpu_memory_bytes=80 * 10**9, attention_mask=False, sac_offload=offload
-        )[0]
-        for offload in (False, True)
-    }
-    assert rows[True].seq_length > 1.5 * rows[False].seq_length
-    assert rows[True].estimate.host_bytes > 0
 
 
 def test_ranks_that_share_out_experts_share_no_rows(
@@ -292,7 +258,6 @@ def test_ranks_that_share_out_experts_share_no_rows(
         plan_run(MIXTURE, num_gpus=2, seq_length=128, global_batch_size=1, **job)
     with pytest.raises(NoPlanError):  # 4 GPUs to a row would fit
         plan_run(MIXTURE, num_gpus=4, seq_length=2**24, global_batch_size=4, **job)
-    assert [row.cp for row in fs.longest_rows(MIXTURE, num_gpus=4, **job)] == [1]
     assert smallest_num_gpus(MIXTURE, seq_length=128, **job) == 2
     MIXTURE.save_pretrained(tmp_path)
     options = ["--model", str(tmp_path), "--gpus", "2", "--gpu", "4090", "--seq", "128"]

@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 import transformers as tf
 
-from fsdp_sft import NoPlanError, Run, UnsupportedModelError, estimate_memory, longest_rows, plan_run
-from fsdp_sft._process.gpus import gpu_named
-from fsdp_sft.planner.budget import budget_of
+from fsdp_sft import NoPlanError, Run, UnsupportedModelError, estimate_memory, plan_run
 from tests.planner.families import QWEN_14B, QWEN_72B, SMALL, TINY, qwen
 
 GIB = 1 << 30
@@ -82,7 +80,6 @@ def test_a_model_whose_ranks_cannot_share_rows_is_refused() -> None:
         estimate_memory(mixed, Run(**SMALL, cp=2))
     plans = plan_run(config, num_gpus=2, gpu_memory_bytes=3 * GIB, seq_length=64, global_batch_size=2)
     assert {plan.cp for plan in plans} == {1}
-    assert [row.cp for row in longest_rows(config, num_gpus=2, gpu_memory_bytes=3 * GIB)] == [1]
 
 
 def test_the_model_attends_as_before_after_a_trace_of_a_part() -> None:
@@ -131,44 +128,6 @@ def test_exchanges_between_nodes_are_slower() -> None:
         return plan_run(QWEN_72B, **options, cp=cp, micro_batch_size=cp)[0].time.exchange
 
     assert seconds(16) > 4 * seconds(8) > 4 * seconds(2) > 0
-
-
-def _usable(memory_bytes: int) -> int:
-    return budget_of(gpu_named("h100"), 8, memory_bytes).usable_bytes
-
-
-def test_the_longest_row_fits_and_the_next_does_not() -> None:
-    options = {"num_gpus": 8, "attention_mask": False}
-    rows = longest_rows(QWEN_14B, gpu_memory_bytes=80 * 10**9, **options)
-    assert [row.cp for row in rows] == [1, 2, 4, 8]
-    for row in rows:
-        more = {**options, "micro_batch_size": 1, "cp": row.cp, "sac_ratio": row.sac_ratio}
-        this, following = (
-            estimate_memory(
-                QWEN_14B, Run(**more, seq_length=row.seq_length + step, sac_placement=row.sac_placement)
-            )
-            for step in (0, 1024)
-        )
-        assert this.peak_bytes == row.peak_bytes <= _usable(80 * 10**9) < following.peak_bytes
-        assert row.largest_part in this.breakdown
-    assert rows[-1].seq_length > 7.9 * rows[0].seq_length
-
-
-def test_the_longest_row_under_a_mask_is_found_too() -> None:
-    (row,) = longest_rows(QWEN_14B, num_gpus=8, gpu_memory_bytes=80 * 10**9, cp=8, multiple_of=4096)
-    options = {"num_gpus": 8, "micro_batch_size": 1, "cp": 8, "sac_ratio": row.sac_ratio}
-    longer = estimate_memory(QWEN_14B, Run(**options, seq_length=row.seq_length + 4096))
-    assert row.seq_length % 4096 == 0
-    assert row.peak_bytes <= _usable(80 * 10**9) < longer.peak_bytes
-
-
-def test_longest_rows_refuse_what_cannot_be() -> None:
-    with pytest.raises(NoPlanError, match="not even 1024 tokens fit on 8 GPUs"):
-        longest_rows(QWEN_72B, num_gpus=8, gpu_memory_bytes=80 * 10**9)
-    with pytest.raises(TypeError, match="finds seq_length"):
-        longest_rows(TINY, num_gpus=2, gpu_memory_bytes=GIB, seq_length=3)
-    with pytest.raises(ValueError, match="multiple_of must be"):
-        longest_rows(TINY, num_gpus=2, gpu_memory_bytes=GIB, multiple_of=0)
 
 
 # --- plans ------------------------------------------------------------------------------------------------

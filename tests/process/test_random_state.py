@@ -179,7 +179,6 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "model_flops_per_token": lambda: fs.model_flops_per_token(config, 16),
         "peak_flops_per_second": lambda: fs.peak_flops_per_second("cpu"),
         "estimate_memory": lambda: fs.estimate_memory(config, fs.Run(**sizes)),
-        "longest_rows": lambda: fs.longest_rows(config, num_gpus=2, gpu_memory_bytes=2**32),
         "plan_run": lambda: fs.plan_run(config, num_gpus=2, global_batch_size=4, **memory),
         "smallest_num_gpus": lambda: fs.smallest_num_gpus(config, **memory),
         "watch_experts": lambda: fs.watch_experts(mixture),

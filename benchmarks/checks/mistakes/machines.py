@@ -1,4 +1,4 @@
-"""Mistakes in what is said of machines before a job, and in plans from it."""
+"""Mistakes in what is said of machines before a job."""
 
 from benchmarks.checks.mistakes.mistake import Mistake
 
@@ -68,25 +68,11 @@ MISTAKES = [
         ("tests/check/test_pace.py",),
     ),
     Mistake(
-        "slow attention is not looked at",
-        "check/checks/attention.py",
-        'slow_troubles(cluster, slow, "attention runs", fails=_FAILS)',
-        "()",
-        _PLANTED,
-    ),
-    Mistake(
         "a password in an address is shown",
         "check/environment.py",
         "_BEFORE_HOST.sub(lambda found: f\"{found[1] or ''}***@\", value)",
         "value",
         ("tests/check/test_command.py",),
-    ),
-    Mistake(
-        "a damaged file of measurements ends in a traceback",
-        "planner/measured.py",
-        "(KeyError, TypeError, AttributeError, ValueError, OverflowError)",
-        "KeyError",
-        ("tests/planner/test_measured.py",),
     ),
     Mistake(
         "whatever answers at a rank's address is taken for it",
@@ -118,10 +104,10 @@ MISTAKES = [
     ),
     Mistake(
         "the layers that are tried are the first two",
-        "planner/few_layers.py",
+        "check/layers.py",
         "return shortened(config, _LEAST if len(first) == len(kinds) else max(_LEAST, max(first) + 1))",
         "return shortened(config, _LEAST)",
-        ("tests/planner/test_few_layers.py",),
+        ("tests/check/test_few_layers.py",),
     ),
     Mistake(
         "layers that take too long are tried all the same",
@@ -171,12 +157,5 @@ MISTAKES = [
         "    if frame is not None and frame.f_code.co_filename == _TREE:\n",
         "    if False:\n",
         ("tests/check/test_lost.py",),
-    ),
-    Mistake(
-        "a plan does not use what was measured",
-        "planner/search.py",
-        "first if known is None else known.applied(first)",
-        "first",
-        ("tests/planner/test_measured.py",),
     ),
 ]

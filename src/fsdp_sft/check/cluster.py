@@ -33,8 +33,6 @@ class Asked:
         ep_size: As ``shard_model(ep_size=)``.
         compile: Whether the blocks are compiled.
         frozen_dtype: As ``shard_model(frozen_dtype=)``, below adapters; None trains all parameters.
-        seq_length: Tokens of a row; None for as many as this device does in seconds.
-        micro_batch_size: Rows of a forward.
         seconds: For all checks together.
     """
 
@@ -45,8 +43,6 @@ class Asked:
     ep_size: int = 1
     compile: bool = False
     frozen_dtype: str | None = None
-    seq_length: int | None = None
-    micro_batch_size: int = 1
     seconds: float = 120.0
 
 

@@ -156,7 +156,7 @@ class _Report:
         written.parent.mkdir(parents=True, exist_ok=True)
         written.write_text(json.dumps(to_json(*found), indent=1) + "\n")
         written.replace(self._file)
-        print(f"Measured: {self._file} (fsdp-sft plan --measured {self._file.name})", flush=True)
+        print(f"Measured: {self._file}", flush=True)
 
 
 def _chosen(known: list[Check], only: str | None) -> list[Check]:
@@ -179,9 +179,6 @@ def _asked(args: argparse.Namespace, world_size: int) -> Asked:
             raise ValueError(f"--{option} must divide the {world_size} ranks, got {value}")
     if world_size % (args.replicas * args.cp) or world_size % (args.replicas * args.ep):
         raise ValueError(f"--replicas with --cp or --ep must divide the {world_size} ranks")
-    for option, value, least in (("seq", args.seq, 2), ("micro-batch", args.micro_batch, 1)):
-        if value is not None and value < least:
-            raise ValueError(f"--{option} must be at least {least}, got {value}")
     config = None if args.model is None else config_of(args.model)
     try:
         model = build_model(few_layers(config), torch.float32)
@@ -203,8 +200,6 @@ def _asked(args: argparse.Namespace, world_size: int) -> Asked:
         ep_size=args.ep,
         compile=args.compile,
         frozen_dtype=args.frozen,
-        seq_length=args.seq,
-        micro_batch_size=args.micro_batch,
         seconds=args.seconds,
     )
 

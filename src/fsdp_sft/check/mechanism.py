@@ -34,7 +34,7 @@ class Outcome:
     Attributes:
         said: What was seen, in a few words.
         troubles: What is wrong.
-        measured: Plain values, for ``check.json`` and for the planner.
+        measured: Plain values, for ``check.json``.
         unseen: Why the check, or a part of it, cannot be seen here; "" if all could.
     """
 

@@ -71,21 +71,20 @@ def all_at_once(measure: Callable[[], T], phase: str) -> T:
     return _finished(measure, phase)
 
 
-def in_turns(cluster: Cluster, measure: Callable[[], T], phase: str, *, always: bool = False) -> T:
+def in_turns(cluster: Cluster, measure: Callable[[], T], phase: str) -> T:
     """``measure()`` while no other rank of this host measures; at once where each has a device of its own.
 
     Args:
         cluster: The ranks.
         measure: What each rank does; no collectives.
         phase: What is measured, for errors.
-        always: Whether ranks with devices of their own take turns too.
 
     Raises:
         Exception: The first that any rank has raised, on all ranks.
 
     Collective: all ranks.
     """
-    if cluster.has_own_clock and not always:
+    if cluster.has_own_clock:
         return all_at_once(measure, phase)
     found: list[T] = []
     error: Exception | None = None

@@ -10,7 +10,6 @@ from fsdp_sft._ranks.words import ranks_named, said_ranks
 from fsdp_sft.check.cluster import Cluster
 from fsdp_sft.check.mechanism import Check, Level, Outcome, Trouble
 from fsdp_sft.errors import abridged, printable
-from fsdp_sft.planner.measured import FORMAT
 
 _WIDTH = 110
 
@@ -97,7 +96,7 @@ def to_json(
     """The results in JSON types."""
     wrong = bool(stopped_text) or any(one.level == "fail" for one in troubles)
     return {
-        "format": FORMAT,
+        "format": "fsdp-sft check 1",
         "healthy": not wrong,
         "world_size": cluster.world_size,
         "hosts": cluster.hosts,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fsdp_sft._tensors.safetensors import bytes_of
-from fsdp_sft.planner.few_layers import of_each_kind
+from fsdp_sft.check.layers import of_each_kind
 from fsdp_sft.planner.model import build_model, decoder_blocks
 
 _DEFAULT = ((4096, 4096), (14336, 4096), (4096, 14336))  # (outputs, inputs), of a block of 8B parameters

@@ -8,7 +8,6 @@ minutes under the job's own launcher, one process per GPU, before the booked hou
 _CHECK_EXAMPLES = """examples:
   torchrun --nproc-per-node 8 -m fsdp_sft check --model Qwen/Qwen2.5-14B --root checkpoints
   srun fsdp-sft check --root /shared/run --json check.json
-  fsdp-sft plan --model Qwen/Qwen2.5-14B --measured check.json --seq 4096 --global-batch 64
 
 exit code: 0 if all is well, 1 if something is wrong, 2 if the checks cannot run"""
 _ENV = "Versions, devices, launcher and variables, on all ranks, differences marked: what a bug report needs."
@@ -25,7 +24,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, default=Path("check.json"), metavar="FILE", help="default: check.json")
     add("--only", metavar="CHECK,...", help="run these alone")
     add("--list", action="store_true", help="print the checks, and run none")
-    add = parser.add_argument_group("the training, for parity and steps").add_argument
+    add = parser.add_argument_group("the training, for parity").add_argument
     add("--replicas", type=int, default=1, help="replicas of the sharded model (HSDP)")
     add("--cp", type=int, default=1, help="ranks that share each row")
     add("--ep", type=int, default=1, help="ranks that share out the experts of each layer")
@@ -35,8 +34,6 @@ def add_check(parser: argparse.ArgumentParser) -> None:
         choices=("bfloat16", "nf4", "fp8"),
         help="dtype of a frozen base, below adapters (needs peft)",
     )
-    add("--seq", type=int, help="tokens of a row")
-    add("--micro-batch", type=int, default=1, help="rows of a forward")
 
 
 def add_env(parser: argparse.ArgumentParser) -> None:

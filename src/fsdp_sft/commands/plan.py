@@ -14,7 +14,6 @@ _DESCRIPTION = (
 _EXAMPLES = """examples:
   %(prog)s --model Qwen/Qwen2.5-14B --gpus 8 --gpu h100 --seq 4096 --global-batch 64
   %(prog)s --model ./my-model --gpus 2 --gpu 4090 --seq 2048 --global-batch 16 --lora 16 --json
-  %(prog)s --model meta-llama/Llama-3.1-8B --gpus 8 --gpu a100-40gb --longest --no-padding --png rows.png
   %(prog)s --model Qwen/Qwen2.5-14B --gpus 8,16 --gpu h100,h200 --seq 4096 --global-batch 64 --tokens 300M
   %(prog)s --model ./my-model --gpus 4 --gpu mine=48,362,864,per_node=4 --seq 4096 --global-batch 32"""
 _EXPERTS = ("grouped_mm", "eager")
@@ -40,20 +39,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "with a size if unusual (a100-40gb, h100-79.1gib), or NAME=GiB,TFLOPs,GB/s "
         "of its memory, after which link=GB/s, network=GB/s, per_node=N may follow; cpu is for memory only",
     )
-    add(
-        "--measured",
-        metavar="FILE",
-        help="check.json of fsdp-sft check, whose rates replace the data sheet's; says --gpu and --gpus too",
-    )
     add("--seq", type=_length, help="tokens per sequence; 8k is 8192")
     add("--global-batch", type=int, help="sequences per optimizer step, over all GPUs")
     add("--tokens", metavar="N", help="of the whole training, as 300M: says its hours and GPU-hours")
     add("--list-gpus", action="store_true", help="print the known GPUs with memory, rates and links")
-    add(
-        "--longest",
-        action="store_true",
-        help="the longest row that fits, by the number of GPUs that share it; without --seq, --global-batch",
-    )
     searched = parser.add_argument_group("searched if not given")
     add = searched.add_argument
     add("--micro-batch", type=int, help="sequences per GPU and forward")
@@ -63,14 +52,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--sac", metavar="RATIO", help="checkpointed share of the blocks, such as 1/3")
     add("--sac-placement", choices=("even", "prefix"), help="which blocks those are")
     add("--ep", type=int, metavar="N", help="ranks that share out the experts of each layer")
-    add(
-        "--offload",
-        action=either,
-        help="what checkpointed blocks keep waits on the host (--longest: not used)",
-    )
+    add("--offload", action=either, help="what checkpointed blocks keep waits on the host")
     add("--reshard", action=either, help="blocks are freed between forward and backward")
     add("--optimizer", choices=_OPTIMIZERS, help="adamw, fused where its update decides what fits")
-    add("--compile", action=either, help="the blocks are compiled (--longest: not used)")
+    add("--compile", action=either, help="the blocks are compiled")
     add = parser.add_argument_group("not searched").add_argument
     add("--no-padding", action="store_true", help="batches have no attention mask (packed sequences)")
     add("--loss", choices=("chunked", "logits"), default="chunked", help="default: chunked")
@@ -81,8 +66,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--frozen-dtype", choices=_FROZEN, help="how frozen weights are kept; nf4, fp8, stored: packed")
     add = parser.add_argument_group("output").add_argument
     add("--plans", type=int, default=8, help="how many plans to print")
-    add("--json", action="store_true", help="print plans (or rows) as JSON, and nothing else")
-    add("--png", metavar="FILE", help="draw the plans' memory, or that of rows by length")
+    add("--json", action="store_true", help="print plans as JSON, and nothing else")
+    add("--png", metavar="FILE", help="draw the plans' memory")
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -5,26 +5,22 @@ model.py builds the model on the meta device and groups its parameters as FSDP2 
 says which are kept packed); trace.py runs one block of each kind (ledger.py counts bytes alive, kernels.py
 stands in for fused kernels, experts.py for experts, sharing.py for ranks that share rows, fused.py for
 ``torch.compile``; footprint.py is what it reports); replay.py replays one step's allocations, sizes.py has
-those of a gather and a reduction. speed.py turns the same trace into seconds. search.py, longest.py
+those of a gather and a reduction. speed.py turns the same trace into seconds. search.py
 and advice.py make many estimates, budget.py says how much memory a device has for tensors, plan.py writes a
-plan as code, picture.py and command.py show it, few_layers.py cuts a
-model down to one layer of each kind, for that and for ``fsdp-sft check``.
+plan as code, picture.py and command.py show it.
 """
 
 from fsdp_sft.errors import NoPlanError
 from fsdp_sft.planner.estimate import MemoryEstimate, estimate_memory
-from fsdp_sft.planner.longest import LongestRow, longest_rows
 from fsdp_sft.planner.run import Run
 from fsdp_sft.planner.search import RunPlan, plan_run, smallest_num_gpus
 
 __all__ = [
-    "LongestRow",
     "MemoryEstimate",
     "NoPlanError",
     "Run",
     "RunPlan",
     "estimate_memory",
-    "longest_rows",
     "plan_run",
     "smallest_num_gpus",
 ]

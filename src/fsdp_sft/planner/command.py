@@ -17,19 +17,16 @@ from fsdp_sft._process.gpus import GB, GIB, GPUS, Gpu, gpu_named
 from fsdp_sft.errors import NoPlanError, UnsupportedModelError
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate
-from fsdp_sft.planner.longest import LongestRow, longest_rows, peaks_by_length
-from fsdp_sft.planner.measured import measured_from
 from fsdp_sft.planner.model import as_config
-from fsdp_sft.planner.picture import aligned, bars, draw, draw_lengths, lengths_to_draw, plan_table, row_table
+from fsdp_sft.planner.picture import aligned, bars, draw, plan_table
 from fsdp_sft.planner.plan import RunPlan
 from fsdp_sft.planner.search import plan_run, smallest_num_gpus
 
-_CHECKPOINT_BYTES = 12  # a parameter of a step: a master and two moments in float32
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print plans, or the longest rows that fit.
+    """Print plans.
 
     Returns:
         The exit code: 0 if something fits, 1 if nothing does, 2 for bad input.
@@ -37,16 +34,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list_gpus:
         print(_gpu_table())
         return 0
-    measured = measured_from(args.measured)
-    if measured is not None:
-        args.gpu = args.gpu or measured.gpu_name
-        if args.gpu is None:
-            raise ValueError(
-                f"{args.measured} was measured on {measured.device}, which the planner does not know: "
-                "describe it (--gpu NAME=GiB,TFLOPs,GB/s)"
-            )
-        args.gpus = args.gpus or measured.num_ranks
-    missing = [f"--{name}" for name in ("model", "gpus", "gpu") if getattr(args, name) is None]
+    needed = ("model", "gpus", "gpu", "seq", "global_batch")
+    missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} must be given, or --list-gpus")
     names = [args.gpu] if "=" in args.gpu else args.gpu.split(",")
@@ -54,9 +43,8 @@ def run(args: argparse.Namespace) -> int:
     if len(names) * len(numbers) > 1:
         return _report_machines(args, names, numbers)
     args.gpus, gpu = numbers[0], gpu_named(args.gpu)
-    report = _report_longest if args.longest else _report_plans
     try:
-        report(args, gpu, budget_of(gpu, args.gpus))
+        _report_plans(args, gpu, budget_of(gpu, args.gpus))
     except NoPlanError as error:
         if not args.json:
             raise
@@ -102,10 +90,8 @@ def _tokens(text: str | None) -> int | None:
 
 def _report_machines(args: argparse.Namespace, names: list[str], numbers: list[int]) -> int:
     """Print the first plan on each kind and number of GPUs; 1 if none fits."""
-    if args.longest or args.png:
-        raise ValueError("--longest and --png are of one kind and number of GPUs")
-    if args.measured and len(names) > 1:
-        raise ValueError("--measured is of one kind of GPU")
+    if args.png:
+        raise ValueError("--png is of one kind and number of GPUs")
     tokens, options, lines, found = _tokens(args.tokens), _options(args), [], []
     for name, number in itertools.product(names, numbers):
         try:
@@ -161,14 +147,11 @@ def _duration(tokens: int | None, plan: RunPlan) -> dict[str, float]:
 
 def _plans(args: argparse.Namespace, **options: Any) -> list[RunPlan]:
     """The plans of what the command line asks for."""
-    if args.seq is None or args.global_batch is None:
-        raise ValueError("--seq and --global-batch are needed, or --longest")
     with in_options():
         return plan_run(
             as_config(args.model),
             seq_length=args.seq,
             global_batch_size=args.global_batch,
-            measured=args.measured,
             **options,
         )
 
@@ -212,19 +195,6 @@ def _links(gpu: Gpu, num_gpus: int) -> str:
     between = f", {gpu.bytes_per_second / GB:g} between nodes" if num_gpus > gpu.gpus_per_node else ""
     host = f"{gpu.host_bytes_per_second / GB:g} to the host"
     return f"Assumed links, each way and per GPU: {within}{between}, {host}."
-
-
-def _constants(args: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
-    """The constants, each with its source, and what loading and saving take by the folder's rates."""
-    yield f"Constants ({args.measured}): {'; '.join(plan.constants)}."
-    measured = measured_from(args.measured)
-    read, write = (None, None) if measured is None else (measured.read, measured.write)
-    if read and write:
-        parameters = plan.estimate.parameters
-        yield (
-            f"By the folder's rates, loading weights in 16 bits takes about {2 * parameters / read:.3g} s, "
-            f"and saving a step {_CHECKPOINT_BYTES * parameters / write:.3g} s."
-        )
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -272,13 +242,13 @@ def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
             print(f"... and {len(plans) - len(shown)} more (--plans {len(plans)})")
         print(f"\nPlan 1: {'; '.join(best.reasons)}.")
         print(f"Sharding: {estimate.sharding}.")
-        print("\n".join(_constants(args, best)) if args.measured else _links(gpu, args.gpus))
+        print(_links(gpu, args.gpus))
         if tokens is not None:
             needed = _duration(tokens, best)
             print(
                 f"{args.tokens} tokens take {needed['hours']:.3g} hours, {needed['gpu_hours']:.3g} GPU-hours."
             )
-        for note in (*estimate.notes, *_notes_on_config(args, config, args.seq)):
+        for note in (*estimate.notes, *_notes_on_config(args, config)):
             print(f"Note: {note}.")
         print(f"\nMemory of plan 1 on each GPU at the peak, in the {estimate.peak_phase} phase:\n")
         print(bars(estimate, budget=budget))
@@ -289,35 +259,6 @@ def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
     if args.png:
         labelled = [(f"plan {i}: {_label(plan)}", plan.estimate) for i, plan in enumerate(shown, start=1)]
         target = draw(args.png, labelled, budget=budget, title=_title(args, config, estimate, budget))
-        print(f"Picture: {target}", file=sys.stderr if args.json else sys.stdout)
-
-
-def _report_longest(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
-    """Print the longest rows, and the memory of the longest of them."""
-    config, options = as_config(args.model), _options(args)
-    with in_options():
-        rows = longest_rows(config, num_gpus=args.gpus, **options)
-    best = max(rows, key=lambda row: row.seq_length)
-    if args.json:
-        found = {**_job(args, gpu, budget, best.estimate), "rows": [_row(row) for row in rows]}
-        print(json.dumps(found, indent=1))
-    else:
-        print(_headline(args, config, best.estimate, budget))
-        print(f"\n{row_table(rows)}")
-        notes = (*_notes_on_config(args, config, best.seq_length), *_notes_on_rows(args))
-        for note in (*best.estimate.notes, *notes):
-            print(f"Note: {note}.")
-        phase = best.estimate.peak_phase
-        print(f"\nMemory of the row of {best.seq_length} tokens on each GPU, in the {phase} phase:\n")
-        print(bars(best.estimate, budget=budget))
-    if args.png:
-        lengths = lengths_to_draw(rows)
-        curves = []
-        for row in rows:
-            near = [length for length in lengths if length <= 2 * row.seq_length]
-            curves.append((row, peaks_by_length(config, row, near, num_gpus=args.gpus, **options)))
-        title = _title(args, config, best.estimate, budget)
-        target = draw_lengths(args.png, lengths, curves, budget=budget, title=title)
         print(f"Picture: {target}", file=sys.stderr if args.json else sys.stdout)
 
 
@@ -338,61 +279,35 @@ def _job(args: argparse.Namespace, gpu: Gpu, budget: Budget, estimate: MemoryEst
     }
 
 
-def _row(row: LongestRow) -> dict[str, Any]:
-    """One longest row, for the JSON output."""
-    return {
-        "cp": row.cp,
-        "seq_length": row.seq_length,
-        "sac_ratio": str(row.sac_ratio),
-        "sac_placement": row.sac_placement,
-        "sac_offload": row.sac_offload,
-        "peak_bytes": row.peak_bytes,
-        "peak_phase": row.estimate.peak_phase,
-        "breakdown_bytes": dict(row.estimate.breakdown),
-        "host_bytes": row.estimate.host_bytes,
-    }
-
-
-def _notes_on_config(args: argparse.Namespace, config: Any, longest: int) -> Iterator[str]:
-    """Remarks on a config, and on rows of this length."""
+def _notes_on_config(args: argparse.Namespace, config: Any) -> Iterator[str]:
+    """Remarks on a config, and on rows as long as these."""
     taken = sizes_by_default(args.model, config)
     if taken:
         named = ", ".join(f"{name}={value}" for name, value in taken.items())
         yield f"the config does not say {named}, but its class has these defaults: see whether it is complete"
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(positions, int) and positions < longest:
+    if isinstance(positions, int) and positions < args.seq:
         yield f"the config gives the model {positions} positions"
-
-
-def _notes_on_rows(args: argparse.Namespace) -> Iterator[str]:
-    """Remarks on the longest rows."""
-    if not args.no_padding:
-        yield (
-            "attention gets a mask of S x S; packs have none where use_varlen_attention runs (--no-padding)"
-        )
 
 
 def _headline(args: argparse.Namespace, config: Any, estimate: MemoryEstimate, budget: Budget) -> str:
     """The model, its size and the job, in one line."""
     total, active = estimate.parameters, estimate.active_parameters
     size = f"{total / 1e9:.2f}B parameters" + (f" ({active / 1e9:.2f}B active)" if active != total else "")
-    what = f"{args.global_batch} sequences of {args.seq} tokens a step"
-    return (
-        f"{config.model_type}, {size}, on {args.gpus} x {args.gpu} "
-        f"({budget.memory_bytes / GIB:.1f} GiB each), {'the longest row that fits' if args.longest else what}"
-    )
+    where = f"{args.gpus} x {args.gpu} ({budget.memory_bytes / GIB:.1f} GiB each)"
+    batch = f"{args.global_batch} sequences of {args.seq} tokens a step"
+    return f"{config.model_type}, {size}, on {where}, {batch}"
 
 
 def _title(args: argparse.Namespace, config: Any, estimate: MemoryEstimate, budget: Budget) -> str:
     """What a picture shows, and of which model and job."""
-    by = ", by the length of a row and the GPUs (cp) that share it" if args.longest else ""
     lora = f", LoRA of rank {args.lora}" if args.lora else ""
     name = Path(args.model).name
-    return f"{name}{lora}: memory per GPU at the peak{by}\n{_headline(args, config, estimate, budget)}"
+    return f"{name}{lora}: memory per GPU at the peak\n{_headline(args, config, estimate, budget)}"
 
 
 def _label(plan: RunPlan) -> str:
-    """A plan in a few words, for the picture."""
+    """A plan in a few words."""
     share = "all" if plan.sac_ratio == 1 else f"{plan.sac_ratio} ({plan.sac_placement})"
     offloaded = ", offloaded" if plan.sac_offload else ""
     parts = {

@@ -1,6 +1,5 @@
 """Plans as a table, and a breakdown as bars: in a terminal, and as a PNG."""
 
-import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,6 @@ from fsdp_sft.metrics.figure import new_figure, save_figure
 from fsdp_sft.planner import replay
 from fsdp_sft.planner.budget import Budget
 from fsdp_sft.planner.estimate import MemoryEstimate
-from fsdp_sft.planner.longest import LongestRow
 from fsdp_sft.planner.plan import RunPlan
 
 _GIB = 1 << 30
@@ -35,7 +33,6 @@ _COLOURS = {
     replay.WORKSPACE: "#737373",
     _REST: "#bdbdbd",
 }
-_CURVES = ("#08519c", "#41ab5d", "#d94801", "#807dba", "#c51b8a", "#b8860b", "#737373")
 _SMALLEST_SHARE = 0.005  # of the peak; smaller parts are summed up as one
 
 
@@ -71,36 +68,7 @@ def plan_table(plans: Sequence[RunPlan]) -> str:
     return aligned([tuple(shown), *zip(*shown.values(), strict=True)])
 
 
-def row_table(longest: Sequence[LongestRow]) -> str:
-    """The longest rows as a table, one line for each number of GPUs that share a row."""
-    fused = any(row.optimizer == "adamw_fused" for row in longest)
-    rows: list[tuple[str, ...]] = [
-        (
-            "cp",
-            "longest row",
-            "checkpointed",
-            *(["optimizer"] * fused),
-            "GiB per GPU",
-            "peak in",
-            "most of it",
-        )
-    ]
-    rows += [
-        (
-            str(row.cp),
-            str(row.seq_length),
-            _checkpointed(row),
-            *([row.optimizer] * fused),
-            f"{row.peak_bytes / _GIB:.1f}",
-            row.estimate.peak_phase,
-            row.largest_part,
-        )
-        for row in longest
-    ]
-    return aligned(rows)
-
-
-def _checkpointed(way: RunPlan | LongestRow) -> str:
+def _checkpointed(way: RunPlan) -> str:
     """Which blocks are checkpointed, in a few words."""
     where = ", offloaded" if way.sac_offload and way.sac_ratio else ""
     if way.sac_ratio in (0, 1):
@@ -159,7 +127,7 @@ def draw(
         usable, end = budget.usable_bytes / _GIB, max(end, budget.memory_bytes / _GIB)
         axes.axvline(usable, color="black", linewidth=1, linestyle="--", zorder=3)  # over bars that exceed it
         axes.annotate(
-            _usable(budget),
+            f"usable: {usable:.1f} of {budget.memory_bytes / _GIB:.1f} GiB",
             (usable, 1),
             (0, 3),
             xycoords=axes.get_xaxis_transform(),
@@ -190,73 +158,9 @@ def draw(
 
     handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items() if name in seen]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    return _finished(figure, title, path)
-
-
-def lengths_to_draw(rows: Sequence[LongestRow]) -> list[int]:
-    """Powers of two, from a quarter of the shortest of the rows to beyond the longest."""
-    shortest, longest = rows[0].seq_length // 4, max(row.seq_length for row in rows)
-    first, last = max(shortest, 1).bit_length() - 1, longest.bit_length()
-    return [1 << power for power in range(first, last + 1)]
-
-
-def draw_lengths(
-    path: str | os.PathLike[str],
-    lengths: Sequence[int],
-    curves: Sequence[tuple[LongestRow, Sequence[int]]],
-    *,
-    budget: Budget,
-    title: str,
-) -> Path:
-    """Draw a curve for each number of ranks that share a row: a PNG, or what the suffix names.
-
-    Args:
-        path: File to write.
-        lengths: Lengths of rows in tokens, ascending.
-        curves: Longest row for each number of ranks, with the peak bytes at the first of ``lengths``.
-        budget: The device's budget, drawn as a dashed line.
-        title: Title of the picture.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-    """
-    figure: Any = new_figure(9, 5, dpi=150)
-    axes, usable = figure.subplots(), budget.usable_bytes / _GIB
-    axes.axhline(usable, color="black", linewidth=1, linestyle="--", zorder=0)
-    axes.annotate(
-        _usable(budget),
-        (0, usable),
-        (4, 3),
-        xycoords=axes.get_yaxis_transform(),
-        textcoords="offset points",
-        fontsize=8,
-    )
-    for (row, peaks), colour in zip(curves, _CURVES * len(curves), strict=False):
-        points = sorted([*zip(lengths, peaks, strict=False), (row.seq_length, row.peak_bytes)])
-        smooth = [point for pair in itertools.pairwise(points) for point in _between(*pair)]
-        axes.plot([x for x, _ in smooth], [y / _GIB for _, y in smooth], color=colour, linewidth=1.8)
-        axes.plot(row.seq_length, row.peak_bytes / _GIB, "o", color=colour, markersize=6, clip_on=False)
-        axes.annotate(
-            f"cp {row.cp}\n{_tokens(row.seq_length)}",
-            (row.seq_length, usable),
-            (-6, 5),
-            textcoords="offset points",
-            ha="right",
-            fontsize=9,
-            color=colour,
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [_tokens(length) for length in lengths])
-    axes.minorticks_off()
-    axes.set_xlim(lengths[0], lengths[-1])
-    axes.set_ylim(0, 1.25 * usable)
-    axes.set_xlabel("tokens of a row")
-    axes.set_ylabel("GiB")
-    return _finished(figure, title, path)
-
-
-def _usable(budget: Budget) -> str:
-    return f"usable: {budget.usable_bytes / _GIB:.1f} of {budget.memory_bytes / _GIB:.1f} GiB"
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    return save_figure(figure, Path(path))
 
 
 def _joined(estimates: Sequence[tuple[str, MemoryEstimate]]) -> dict[str, MemoryEstimate]:
@@ -268,25 +172,6 @@ def _joined(estimates: Sequence[tuple[str, MemoryEstimate]]) -> dict[str, Memory
         labels.setdefault(bar, []).append(label)
         first.setdefault(bar, estimate)
     return {"\n".join(labels[bar]): estimate for bar, estimate in first.items()}
-
-
-def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[float, float]]:
-    """Points of a straight line between two points, which is a curve over a logarithmic axis."""
-    steps = [step / 16 for step in range(17)]
-    return [(start[0] + s * (end[0] - start[0]), start[1] + s * (end[1] - start[1])) for s in steps]
-
-
-def _tokens(number: int) -> str:
-    if number >= 1 << 20:
-        return f"{number / (1 << 20):.3g}M"
-    return f"{number // 1024}k" if number % 1024 == 0 else str(number)
-
-
-def _finished(figure: Any, title: str, path: str | os.PathLike[str]) -> Path:
-    """Write a figure with its title, without the frame's upper and right line; returns the file's path."""
-    figure.axes[0].spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=10)
-    return save_figure(figure, Path(path))
 
 
 def _parts(estimate: MemoryEstimate) -> list[tuple[str, int]]:

@@ -80,11 +80,6 @@ class RunPlan:
         """Predicted peak per GPU, in bytes."""
         return self.estimate.peak_bytes
 
-    @property
-    def constants(self) -> tuple[str, ...]:
-        """The measured rates and links behind the seconds, each with its source; () without a measurement."""
-        return self.setup.rates.sources
-
     def __repr__(self) -> str:
         share = "none" if not self.sac_ratio else f"{self.sac_ratio} {self.sac_placement}"
         return (
@@ -126,7 +121,6 @@ class RunPlan:
             "bound_by": self.time.bound,
             "reasons": list(self.reasons),
             "notes": list(self.estimate.notes),
-            "constants": list(self.constants),
         }
 
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from fsdp_sft.planner.advice import what_would_fit
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
 from fsdp_sft.planner.groups import group_divisors, group_sizes, with_leanest_update
-from fsdp_sft.planner.measured import Measured, measured_from
 from fsdp_sft.planner.model import as_config, build_skeleton
 from fsdp_sft.planner.plan import TIGHT, RunPlan, make_plan
 from fsdp_sft.planner.run import RunKeywords
@@ -43,7 +42,6 @@ def plan_run(
     gpu_memory_bytes: int | None = None,
     seq_length: int,
     global_batch_size: int,
-    measured: "Measured | str | os.PathLike[str] | Mapping[str, Any] | None" = None,
     **estimate_options: Unpack[RunKeywords],
 ) -> list[RunPlan]:
     """Find the ways to train that fit into memory: those that leave 5 % of it, fastest first, then others.
@@ -72,9 +70,6 @@ def plan_run(
             model. What the driver, the CUDA context, NCCL and fragmentation take is subtracted.
         seq_length: Tokens per sequence.
         global_batch_size: Sequences per optimizer step over all ranks; a multiple of ``num_gpus // cp``.
-        measured: Path of the ``check.json`` that ``fsdp-sft check`` has written on such devices, or what it
-            holds: its rates take the place of data sheets and of shares fitted to published runs. Each
-            constant with its source is in ``RunPlan.constants``.
         **estimate_options: Further fields of ``Run``. Those that would be searched
             (``cp``, ``ep_size``, ``micro_batch_size``, ``sac_ratio``, ``sac_placement``, ``sac_offload``,
             ``compile``, ``dp_replicate``, ``grad_sync``, ``reshard_after_forward``) are then fixed.
@@ -109,8 +104,6 @@ def plan_run(
     config = as_config(config)
     options = {"micro_batch_size": 1, "compile": True, **given}
     first = check_options(num_gpus=num_gpus, seq_length=seq_length, **options)
-    known = measured_from(measured)
-    first = first if known is None else known.applied(first)
     sizes = [1, *group_divisors(config, first)] if "cp" not in given else [first.cp]
     dealt = [cp for cp in sizes if global_batch_size % (num_gpus // cp) == 0]
     if not dealt:

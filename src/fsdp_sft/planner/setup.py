@@ -10,7 +10,6 @@ import torch
 
 from fsdp_sft._process.gpus import Gpu, gpu_named
 from fsdp_sft.planner.experts import ExpertsImpl
-from fsdp_sft.planner.rates import RATES, Rates
 from fsdp_sft.planner.run import GradSync, LossImpl, Optimizer, Run
 from fsdp_sft.sac import Placement, parse_ratio, select_block_indices
 from fsdp_sft.shard.packing import KINDS, packed_or_dtype
@@ -55,7 +54,6 @@ class Setup(Run):
     sac_blocks: tuple[int, ...] | None
     trainable: tuple[str, ...] | None
     lora_targets: tuple[str, ...] | None
-    rates: Rates = RATES
 
     @property
     def lora(self) -> tuple[int, tuple[str, ...]] | None:

@@ -14,13 +14,11 @@ from fsdp_sft.planner.footprint import Trace
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.packed import decoding
 from fsdp_sft.planner.parameters import Group
-from fsdp_sft.planner.rates import Rates
 from fsdp_sft.planner.setup import Setup
 from fsdp_sft.planner.trace import trace
 from fsdp_sft.planner.workload import Workload
 
 Bound = Literal["compute", "memory bandwidth", "network", "host link"]
-
 
 _TOUCHES = 6  # times that exchanged tensors are read or written on their way: cut, joined, put in place
 # Bytes that an update reads and writes, in units of the trained masters' bytes. One fused kernel reads
@@ -32,6 +30,36 @@ _LISTED_TRIPS = 21
 # ten operations have to be launched before the device is busy again. Not fitted: no published run shows it.
 _HOST_WAITS = 5e-5
 _NORM_TRIPS = 3  # gradients are read once for their norm, and read and written to clip them
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Shares of a device's rates that training reaches.
+
+    Attributes:
+        products: Share of the rate of the best large matrix product. Products of a training step are smaller,
+            and the device runs warmer.
+        attention: The same for a fused attention kernel, which does more than multiply.
+        memory: Share of the bandwidth of the device's memory.
+        network: Share of the links' bandwidth.
+        contention: Seconds by which a second of collectives slows the computation that hides it, since they
+            take multiprocessors and memory bandwidth from it.
+        operation: Shortest time of an operation, in seconds.
+        host_link: Share of the bandwidth to the host.
+        wide: Rate of products in float32 as a share of that in 16 bits (TF32; half of it without).
+    """
+
+    products: float = 0.85
+    attention: float = 0.5
+    memory: float = 0.9
+    network: float = 0.8
+    contention: float = 0.4
+    operation: float = 6e-6
+    host_link: float = 0.8
+    wide: float = 1 / 8
+
+
+RATES = Rates()
 
 
 @dataclass(frozen=True)
@@ -74,13 +102,12 @@ class StepTime:
         return "memory bandwidth" if self.memory_bound > self.compute / 2 else "compute"
 
 
-def step_time(skeleton: Skeleton, setup: Setup, rates: Rates | None = None) -> StepTime:
+def step_time(skeleton: Skeleton, setup: Setup, rates: Rates = RATES) -> StepTime:
     """Predict the seconds of one optimizer step: micro-steps, and the update.
 
     The forward and the backward each take the longest of computation (slowed by contention), communication
     and host copies. The gathers before the first block and the reductions after the last are not hidden.
     """
-    rates = setup.rates if rates is None else rates
     seen = trace(skeleton, setup)
     passes = _passes(skeleton, seen, setup, rates)
     # Where gradients are reduced once, the micro-steps before the last only gather.

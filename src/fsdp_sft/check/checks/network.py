@@ -12,13 +12,12 @@ from fsdp_sft._process.devices import device_name, synchronize
 from fsdp_sft._process.gpus import known_device
 from fsdp_sft._ranks.agree import all_gather_objects, all_reduce_max
 from fsdp_sft.check.cluster import Cluster, axes_of
-from fsdp_sft.check.collectives import gather, reduce_scatter
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
 from fsdp_sft.check.work import block_bytes
 
 _MIB = 1 << 20
-_SIZES, _ON_CPU = (1 * _MIB, 16 * _MIB, 256 * _MIB), (_MIB // 16, 1 * _MIB, 4 * _MIB)
-_MOST_BYTES = 2048 * _MIB  # of a gather
+_MOST_BYTES, _ON_CPU = 2048 * _MIB, 4 * _MIB  # of a gather
+_GROUP_BYTES = 16 * _MIB
 _PAIR_BYTES, _PAIR_ON_CPU = 64 * _MIB, 1 * _MIB
 _RUNS = 4
 _TRIALS = 3  # a rank must be slow each time
@@ -32,13 +31,16 @@ def _run(cluster: Cluster) -> Outcome:
     troubles: list[Trouble] = _slow_links(cluster)
     measured: dict[str, Any] = {}
     for axis, group in axes_of(cluster).items():
-        rates = _rates(cluster, group)
-        measured[axis] = {"ranks": group.size(), "spans": _spans(cluster, group), "bytes_per_second": rates}
+        measured[axis] = {
+            "ranks": group.size(),
+            "spans": _spans(cluster, group),
+            "bytes_per_second": _gather_rate(cluster, group),
+        }
         troubles += _slow_groups(cluster, axis, group)
     troubles += _below_sheet(cluster, measured)
-    best = {axis: max(one["bytes_per_second"]["all_gather"].values()) for axis, one in measured.items()}
     said = ", ".join(
-        f"{axis} {rate / 1e9:.3g} GB/s a rank over {measured[axis]['ranks']}" for axis, rate in best.items()
+        f"{axis} {one['bytes_per_second'] / 1e9:.3g} GB/s a rank over {one['ranks']}"
+        for axis, one in measured.items()
     )
     return Outcome(said, tuple(troubles), {"axes": measured})
 
@@ -49,30 +51,20 @@ def _spans(cluster: Cluster, group: dist.ProcessGroup) -> str:
     return "nodes" if all_reduce_max(len(hosts)) > 1 else "node"
 
 
-def _rates(cluster: Cluster, group: dist.ProcessGroup) -> dict[str, dict[str, float]]:
-    """Bytes per second that a rank receives, by collective and size; of the slowest group of the axis."""
-    sizes = _SIZES if cluster.has_own_clock else _ON_CPU
-    block = min(block_bytes(cluster.asked.config), _MOST_BYTES, 8 * sizes[-1])
-    found: dict[str, dict[str, float]] = {}
-    for name in ("all_gather", "reduce_scatter", "all_reduce"):
-        for size in sorted({*sizes, block}):
-            seconds = _seconds(cluster, _collective(name, group, size, cluster.device))
-            slowest = max(all_gather_objects(seconds))
-            share_received = (group.size() - 1) / group.size() * (2 if name == "all_reduce" else 1)
-            found.setdefault(name, {})[str(size)] = size * share_received / slowest
-    return found
+def _gather_rate(cluster: Cluster, group: dist.ProcessGroup) -> float:
+    """Bytes per second that a rank receives while a block is gathered; of the slowest group of the axis."""
+    most = _MOST_BYTES if cluster.has_own_clock else _ON_CPU
+    size = min(block_bytes(cluster.asked.config), most)
+    slowest = max(all_gather_objects(_seconds(cluster, _gather(group, size, cluster.device))))
+    return float(size * (group.size() - 1) / group.size() / slowest)
 
 
-def _collective(name: str, group: dist.ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
-    """A collective whose whole tensor has ``size`` bytes, rounded down to equal parts."""
+def _gather(group: dist.ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
+    """A gather whose whole tensor has ``size`` bytes, rounded down to equal parts."""
     each = max(1, size // 2 // group.size())
     whole = torch.zeros(each * group.size(), dtype=torch.bfloat16, device=device)
     part = torch.zeros(each, dtype=torch.bfloat16, device=device)
-    if name == "all_gather":
-        return lambda: gather(whole, part, group)
-    if name == "reduce_scatter":
-        return lambda: reduce_scatter(part, whole, group)
-    return lambda: dist.all_reduce(whole, group=group)
+    return lambda: dist.all_gather_single(whole, part, group=group)
 
 
 def _seconds(cluster: Cluster, collective: Callable[[], object]) -> float:
@@ -92,7 +84,7 @@ def _slow_groups(cluster: Cluster, axis: str, group: dist.ProcessGroup) -> list[
     """Groups of an axis that are slower than the others, each with its nodes."""
     if not cluster.has_own_clock:
         return []
-    seconds = _seconds(cluster, _collective("all_gather", group, _SIZES[1], cluster.device))
+    seconds = _seconds(cluster, _gather(group, _GROUP_BYTES, cluster.device))
     by_group: dict[tuple[int, ...], float] = {}
     for ranks, own in all_gather_objects((tuple(dist.get_process_group_ranks(group)), seconds)):
         by_group[ranks] = max(own, by_group.get(ranks, 0.0))
@@ -118,11 +110,11 @@ def _below_sheet(cluster: Cluster, measured: dict[str, Any]) -> list[Trouble]:
         link = gpu.node_bytes_per_second
         if one["spans"] == "nodes":
             link = min(link, gpu.gpus_per_node * gpu.bytes_per_second)
-        rate = max(one["bytes_per_second"]["all_gather"].values())
+        rate = one["bytes_per_second"]
         if rate < _OF_SHEET * link:
             text = (
                 f"gathers along {axis} reach {rate / 1e9:.3g} GB/s a GPU, and the data sheet's link has "
-                f"{link / 1e9:.3g}: see NCCL_DEBUG=INFO for the network that NCCL takes; plan with --measured"
+                f"{link / 1e9:.3g}: see NCCL_DEBUG=INFO for the network that NCCL takes"
             )
             found.append(Trouble("warn", (), text))
     return found

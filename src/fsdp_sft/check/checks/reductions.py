@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft.check.cluster import Cluster, axes_of
-from fsdp_sft.check.collectives import gather, reduce_scatter
 from fsdp_sft.check.mechanism import Check, Outcome, Trouble
 
 _EACH = 1024  # elements of a rank's part
@@ -79,7 +78,7 @@ def _is(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def _gather(group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> bool:
     whole = torch.full((_EACH * group.size(),), -77, dtype=dtype, device=device)
-    gather(whole, _numbers(group.rank(), _EACH, dtype).to(device), group)
+    dist.all_gather_single(whole, _numbers(group.rank(), _EACH, dtype).to(device), group=group)
     return _is(whole, torch.cat([_numbers(rank, _EACH, dtype) for rank in range(group.size())]))
 
 
@@ -92,7 +91,7 @@ def _scatter(
 ) -> bool:
     count = _EACH * group.size()
     part = torch.full((_EACH,), -77, dtype=dtype, device=device)
-    reduce_scatter(part, _numbers(group.rank(), count, dtype).to(device), group, op=op)
+    dist.reduce_scatter_single(part, _numbers(group.rank(), count, dtype).to(device), op=op, group=group)
     own = _total(group, dtype, count)[group.rank() * _EACH :][:_EACH]
     return _judged(part, own, op, group)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tf
 
-from fsdp_sft.planner.few_layers import of_each_kind, shortened, with_fewer_experts
+from fsdp_sft.check.layers import of_each_kind, shortened, with_fewer_experts
 from fsdp_sft.planner.model import build_model, decoder_blocks
 from tests.harness.models import LATENT, TINY
 
