@@ -44,7 +44,6 @@ Data
     verify_packing          whether packed rows see each other
     ResumableSampler        rows for each rank, resumable
     MixedSampler            several data sets in one order
-    MixedStream             several streams as one
 
 Loss and step
     windows                 the micro-batches of one optimizer step
