@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
 from transformers.utils.logging import disable_progress_bar
 
@@ -183,8 +184,9 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
         sampler.load_state_dict(loaded.train_state["sampler"])
     flops = fs.model_flops_per_token(model.config, args.max_length)
     meter = fs.ThroughputMeter(flops_per_token=flops, world_size=context.world_size, device=context.device)
-    log, bar = args.output / "log.jsonl", fs.ProgressBar(total_steps=args.steps, initial_step=step)
-    logger = fs.MetricLogger(jsonl=log, stdout=False, sinks=[bar])
+    log = args.output / "log.jsonl"
+    logger = fs.MetricLogger(jsonl=log, stdout=False)
+    bar = tqdm(total=args.steps, initial=step, unit="step", disable=not context.is_main)
     batches = meter.watch(loader)
     while step < args.steps:
         for window in fs.windows(batches, args.grad_accum_steps):
@@ -193,6 +195,8 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
             meter.update(num_tokens=result.num_tokens)
             metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": scheduler.get_last_lr()[0]}
             logger.log({**metrics, **meter.stats(), **fs.memory_stats()}, step)
+            bar.set_postfix_str(f"loss {result.loss:.4f}", refresh=False)
+            bar.update()
             stop = guard.should_stop()
             if stop or step % args.save_every == 0 or step == args.steps:
                 state = {"scheduler": scheduler.state_dict(), "sampler": sampler.state_dict()}
@@ -208,6 +212,7 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
     evaluation = fs.evaluate(model, test_loader)
     logger.log({"eval_loss": evaluation.loss, "perplexity": evaluation.perplexity}, step)
     logger.close()
+    bar.close()
     export = fs.export_hf(model, export_to, tokenizer=tokenizer)
     if context.is_main:
         print(f"evaluation: loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.3f}")

@@ -51,13 +51,9 @@ BESIDE: dict[str, str] = {
     "tests/optimizer/test_adamw.py::test_replicas_stay_the_same[sim-": (
         "tests/optimizer/test_adamw.py::test_replicas_stay_the_same[cpu-mesh1]"
     ),
-    **{
-        f"tests/{test}[sim]": f"tests/{test}[cpu]"
-        for test in (
-            "dcp_io/test_async.py::test_async_saves_on_two_ranks",
-            "metrics/test_traces.py::test_a_trace_shows_the_rank_that_is_slow",
-        )
-    },
+    "tests/dcp_io/test_async.py::test_async_saves_on_two_ranks[sim]": (
+        "tests/dcp_io/test_async.py::test_async_saves_on_two_ranks[cpu]"
+    ),
     # Four ranks where two, and the same with other options, show it too.
     "tests/weights/test_account.py::test_copies_have_all_of_what_they_are_copies_of[4-": (
         "tests/weights/test_account.py::test_copies_have_all_of_what_they_are_copies_of[2-mesh_shape0]"

@@ -46,7 +46,10 @@ def _stream(ranks: int, rank: int, rows: Any = ROWS) -> Any:
 
 
 def _mixed_stream(ranks: int, rank: int) -> Any:
-    return _stream(ranks, rank, fs.MixedStream([ROWS[:18], ROWS[18:]]))
+    datasets = pytest.importorskip("datasets")
+    parts = [datasets.Dataset.from_list(rows).to_iterable_dataset() for rows in (ROWS[:12], ROWS[12:])]
+    options = {"probabilities": [0.4, 0.6], "stopping_strategy": "all_exhausted_without_replacement"}
+    return _stream(ranks, rank, datasets.interleave_datasets(parts, seed=0, **options))
 
 
 KINDS: dict[str, Callable[[int, int], Any]] = {

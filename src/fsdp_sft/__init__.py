@@ -44,7 +44,6 @@ Data
     verify_packing          whether packed rows see each other
     ResumableSampler        rows for each rank, resumable
     MixedSampler            several data sets in one order
-    MixedStream             several streams as one
 
 Loss and step
     windows                 the micro-batches of one optimizer step
@@ -76,11 +75,8 @@ Planning
     model_flops_per_token   FLOPs of forward and backward
 
 Watching
-    MetricLogger            metrics of steps to files and trackers
-    ProgressBar             one line in the terminal
+    MetricLogger            metrics of steps to a file, the terminal and trackers
     ThroughputMeter         tokens per second and utilisation
-    StepProfiler            torch's profiler on chosen steps
-    trace_seconds           how long each part of them took on a rank
     plot_run                loss, rate and speed as a picture
     watch_experts           how many tokens each expert is given
 """

@@ -88,20 +88,13 @@ from fsdp_sft.loss import (
 )
 from fsdp_sft.metrics import (
     MetricLogger as MetricLogger,
-    MetricSink as MetricSink,
-    ProgressBar as ProgressBar,
-    StepProfiler as StepProfiler,
-    TensorBoardSink as TensorBoardSink,
     ThroughputMeter as ThroughputMeter,
-    TrackioSink as TrackioSink,
-    WandbSink as WandbSink,
     aggregate_metrics as aggregate_metrics,
     memory_stats as memory_stats,
     model_flops_per_token as model_flops_per_token,
     peak_flops_per_second as peak_flops_per_second,
     plot_run as plot_run,
     reset_peak_memory as reset_peak_memory,
-    trace_seconds as trace_seconds,
 )
 from fsdp_sft.optimizer import (
     StochasticAdamW as StochasticAdamW,
@@ -119,7 +112,7 @@ from fsdp_sft.sac import (
     remove_sac as remove_sac,
     select_block_indices as select_block_indices,
 )
-from fsdp_sft.sampling.mixing import MixedSampler as MixedSampler, MixedStream as MixedStream
+from fsdp_sft.sampling.mixing import MixedSampler as MixedSampler
 from fsdp_sft.sampling.packing import (
     PackedCollator as PackedCollator,
     PackedSampler as PackedSampler,

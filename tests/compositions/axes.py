@@ -42,7 +42,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "rows": ("in memory", "on the disk"),
     "loader": (
         *("list", "sampler", "sampler and workers", "sampler of batches", "sampler of a mixture"),
-        *("sampler by cost", "stream of a mixture"),
+        *("sampler by cost", "stream"),
     ),
     "evaluate": ("no", "before", "between"),
     "answers": ("no", "between"),
@@ -135,7 +135,7 @@ def settled(draw: Draw) -> dict[str, str]:
         own["mesh"] = "fsdp 2"  # others do not divide, which is an argument that cannot be
     if own["batches"] == "padded":
         plainest("varlen")
-        if own["loader"] in ("sampler by cost", "stream of a mixture"):  # they are for packs
+        if own["loader"] in ("sampler by cost", "stream"):  # they are for packs
             own["loader"] = "sampler of a mixture"
     if own["architecture"] in ("classifier", "encoder-decoder"):
         plainest("rows")  # whose labels are not the rows' own tokens

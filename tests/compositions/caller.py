@@ -379,7 +379,7 @@ class _Loop:
         workers = 2 if self.draw["loader"] == "sampler and workers" else 0
         if self.draw["batches"] != "padded":
             collate: Any = fs.PackedCollator(max_length=options.PACK_TOKENS)
-            if self.draw["loader"] == "stream of a mixture":
+            if self.draw["loader"] == "stream":
                 self.sampler = self._stream()
                 return DataLoader(self.sampler, None, collate_fn=partial(_packed, self.draw, collate))
             self.sampler = self._sampler_of_packs()
@@ -417,10 +417,7 @@ class _Loop:
         return fs.PackedSampler(lengths, **given, cost=(1.0, 0.5) if by_cost else None)
 
     def _stream(self) -> Any:
-        first = self._halves()[0]
-        # "first": an epoch with no row twice.
-        mixed = fs.MixedStream([self.rows[:first], self.rows[first:]], weights=[1, 2], stop="first")
-        return fs.PackedStream(mixed, max_length=options.PACK_TOKENS, buffer_size=9, **self.mesh)
+        return fs.PackedStream(self.rows, max_length=options.PACK_TOKENS, buffer_size=9, **self.mesh)
 
     def _halves(self) -> list[int]:
         return [len(self.rows) // 3, len(self.rows) - len(self.rows) // 3]

@@ -28,7 +28,7 @@ EQUAL: list[dict[str, str]] = [
         "optimizer": "stochastic adamw",
         "clip": "1e-2",
         "rows": "on the disk",
-        "loader": "stream of a mixture",
+        "loader": "stream",
         "loss terms": "weights",
         "evaluate": "before",
         "answers": "between",

@@ -20,7 +20,7 @@ _FILE = Path(__file__).parents[1] / "budget.toml"
 COLUMNS = {
     "cases": "functions run on ranks",
     "tasks": "process groups made for them",
-    "pool": "ranks and renderers of templates started that serve many tests",
+    "pool": "ranks started that serve many tests",
     "purpose": "processes started on purpose: fresh ranks, programs, launched ranks",
     "replaced": "ranks that died, or in which something was left changed",
     "cpu": "CPU seconds: the tests' own, their subprocesses' and those of their ranks' cases",
@@ -76,15 +76,9 @@ def watch() -> None:
     """Count every process that this one starts from now on."""
     own = os.getpid()
 
-    has_renderer = False  # the process that renders chat templates, which stays for all tests that need it
-
     def heard(event: str, started: Any) -> None:
-        nonlocal has_renderer
-        if event != "subprocess.Popen" or os.getpid() != own:
-            return
-        is_renderer = "fsdp_sft._process.template_worker" in started[1]
-        count("pool" if is_renderer and not has_renderer else "purpose")
-        has_renderer |= is_renderer
+        if event == "subprocess.Popen" and os.getpid() == own:
+            count("purpose")
 
     sys.addaudithook(heard)
     start = processes.BaseProcess.start

@@ -95,21 +95,6 @@ def test_queued_work_is_not_taken_for_a_pause() -> None:
     assert touched == [1]
 
 
-def _profiled(folder: Path) -> tuple[bool, bool, list[int]]:
-    target = torch.empty(1, device="sim")
-    with fs.StepProfiler(folder, first_step=2, last_step=2) as profiler:
-        for step in (1, 2):
-            target.copy_(torch.ones(1).pin_memory(), non_blocking=True)
-            stream = torch.accelerator.current_stream(target.device)
-            profiler.end_step(step)
-            idle = stream.query()
-    return profiler.trace is not None and profiler.trace.exists(), idle, torch.sim.touched()
-
-
-def test_a_trace_ends_when_the_device_has_done_the_step(tmp_path: Path) -> None:
-    assert run_simulated(_profiled, 1, tmp_path, first_device=1, copy_delay=SLOW) == [(True, True, [1])]
-
-
 def _mixed_products() -> list[Any]:
     names = []
     for able in (False, True):

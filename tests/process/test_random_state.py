@@ -188,7 +188,6 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
             fs.update_router_bias(mixture, rate=0.1),
         ),
         "plot_run": lambda: _plotted(root),
-        "trace_seconds": lambda: fs.trace_seconds(_traced(root)),
     }
 
 
@@ -221,13 +220,6 @@ def _plotted(root: Path) -> Any:
     pytest.importorskip("matplotlib")
     (root / "log.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     return fs.plot_run(root / "log.jsonl", root / f"plot-{torch.distributed.get_rank()}.png")
-
-
-def _traced(root: Path) -> Path:
-    span = '{"ph": "X", "cat": "user_annotation", "name": "fsdp_sft.forward", "dur": 1}'
-    path = root / f"trace-{torch.distributed.get_rank()}.json"
-    path.write_text(f'{{"traceEvents": [{span}]}}')
-    return path
 
 
 def _moved_by_each(root: Path) -> tuple[dict[str, list[str]], dict[str, str]]:

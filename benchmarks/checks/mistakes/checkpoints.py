@@ -249,13 +249,6 @@ MISTAKES = [
         ("tests/ranks/test_agree.py",),
     ),
     Mistake(
-        "a tracker's run is ended by who did not start it",
-        "metrics/trackers.py",
-        "if self._run is not None and self._is_own:",
-        "if self._run is not None:",
-        ("tests/metrics/test_watching.py",),
-    ),
-    Mistake(
         "8-bit state is cut in the middle of its blocks",
         "dcp_io/inner_parts.py",
         "if piece.in_part % block or piece.in_shard % block or piece.size % block:",

@@ -4,8 +4,7 @@ from benchmarks.checks.mistakes.mistake import Mistake
 
 COLLATOR = ("tests/collate/test_collator.py",)
 ENCODED = ("tests/collate/encoded/test_encoded.py",)
-MIXING = ("tests/sampling/mixing/test_sampler.py",)
-STREAM = ("tests/sampling/mixing/test_stream.py",)
+MIXING = ("tests/sampling/test_mixing.py",)
 COST = ("tests/sampling/packing/test_cost.py",)
 TERMS = ("tests/loss/test_terms.py",)
 MISTAKES = [
@@ -81,45 +80,31 @@ MISTAKES = [
     ),
     Mistake(
         "each epoch of a mixture begins the data sets anew",
-        "sampling/mixing/sampler.py",
+        "sampling/mixing.py",
         "rows.append(self._rows_of(number, epoch * count, count))",
         "rows.append(self._rows_of(number, 0, count))",
         MIXING,
     ),
     Mistake(
         "a data set comes in the same order each time",
-        "sampling/mixing/sampler.py",
+        "sampling/mixing.py",
         'self._generator("rows", number, turn)',
         'self._generator("rows", number, 0)',
         MIXING,
     ),
     Mistake(
         "a mixture goes on from another one's position",
-        "sampling/mixing/sampler.py",
+        "sampling/mixing.py",
         'for key, own in (("sizes", self._mixture.sizes), ("counts", self._mixture.counts)):',
         'for key, own in (("sizes", self._mixture.sizes),):',
         MIXING,
     ),
     Mistake(
-        "a stream that is read again has the same order",
-        "sampling/mixing/stream.py",
-        "self._epoch + (self._turn << 32)",
-        "self._epoch",
-        STREAM,
-    ),
-    Mistake(
         "a resumed stream goes on by the skip of its rows, which has no epoch",
         "sampling/packing/stream.py",
-        "itertools.islice(rows_from(self.rows, epoch=self.epoch), place.rows, None)",
+        "itertools.islice(_rows_from(self.rows, epoch=self.epoch), place.rows, None)",
         "iter(self.rows.skip(place.rows) if hasattr(self.rows, 'skip') and place.rows else self.rows)",
         ("tests/sampling/packing/test_stream.py",),
-    ),
-    Mistake(
-        "a position among streams forgets their weights",
-        "sampling/packing/stream.py",
-        'return {**options, "order": order} if isinstance(order, Mapping) else options',
-        "return options",
-        STREAM,
     ),
     Mistake(
         "a pack's cost leaves out its attention",

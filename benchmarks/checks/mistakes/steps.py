@@ -433,11 +433,4 @@ MISTAKES: list[Mistake] = [
         "nullcontext",
         ("tests/metrics/test_watching.py::test_waiting_for_another_ranks_data_is_seen",),
     ),
-    Mistake(
-        "waiting in a trace counts as computing",
-        "metrics/trace.py",
-        'found["forward"] + found.get("backward", 0.0) - found["collectives"]',
-        'found["forward"] + found.get("backward", 0.0)',
-        ("tests/metrics/test_traces.py::test_a_trace_shows_the_rank_that_is_slow",),
-    ),
 ]

@@ -42,29 +42,6 @@ def _has_generation_tag(template: str) -> bool:
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
-def backend_that_encodes(tokenizer: Any) -> Any | None:
-    """The ``tokenizers.Tokenizer`` whose ``encode_batch_fast`` gives the same ids as calling ``tokenizer``.
-
-    None if the tokenizer's class encodes in its own way, or if the backend is set up to pad, to truncate or
-    to split special tokens differently, which a call would change first. Only the backend tokenises without
-    offsets. A class that encodes in its own way overrides ``__call__`` or the private ``_encode_plus``.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    kind: Any = type(tokenizer)
-    base: Any = PreTrainedTokenizerFast
-    ways = ("__call__", "_encode_plus")
-    if not isinstance(tokenizer, base) or any(getattr(kind, way) is not getattr(base, way) for way in ways):
-        return None
-    backend = tokenizer.backend_tokenizer
-    is_ready = (
-        backend.truncation is None
-        and backend.padding is None
-        and backend.encode_special_tokens == tokenizer.split_special_tokens
-    )
-    return backend if is_ready else None
-
-
 def versions_of_tokenizers() -> list[str]:
     """Versions of the libraries that turn a conversation into ids: transformers and tokenizers."""
     from importlib.metadata import version

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import threading
+import time
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+
+from fsdp_sft._compat.tokenizers import render_chat
 from fsdp_sft.collate.headers import common_length, is_begun_by, shared_header, through_the_tag
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
 from fsdp_sft.collate.sentinels import has_sentinel, sentinel
-from fsdp_sft.collate.template_process import TemplateRunError, render
 from fsdp_sft.errors import ChatTemplateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_SECONDS = 10.0  # of the CPU, for one conversation
+_MAX_CHARACTERS = 1 << 27  # of a rendered conversation, which is copied several times
+_endless: set[str] = set()  # templates that have gone over the time, which are not tried again
 
 # A macro or a block set captures its output, and transformers counts the offsets of generation tags in it
 # from the start of that output, which makes them useless.
@@ -126,17 +136,21 @@ class ChatTemplate:
         if self._in_parts or self._thinks_in_parts:
             messages = [self._as_parts(message) for message in messages]
         try:
-            text, tags = render(
-                self.text,
-                messages,
-                variables=self._variables,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except TemplateRunError as error:
+            with _limited(self.text):
+                text, tags = render_chat(
+                    self.text,
+                    messages,
+                    variables=self._variables,
+                    tools=tools,
+                    add_generation_prompt=add_generation_prompt,
+                )
+            if len(text) > _MAX_CHARACTERS:
+                raise ValueError(f"it writes {len(text):,} characters, at most {_MAX_CHARACTERS:,} are read")
+        except Exception as error:
             raise ChatTemplateError(
                 f"the chat template of {describe_tokenizer(self.tokenizer)} does not take this conversation: "
-                f"{error}; change the row, or pass another chat_template="
+                f"{type(error).__name__}: {error}"[:2000]
+                + "; change the row, or pass another chat_template="
             ) from None  # a cause would be printed as its template wrote it
         return text, tags if self._tags_count else []
 
@@ -386,6 +400,52 @@ def _make_room(remembered: dict[Any, Any]) -> None:
         remembered.pop(next(iter(remembered)))
 
 
+_one_at_a_time = threading.Lock()  # transformers keeps the places of generation tags in one object
+
+
+def _begin_anew() -> None:
+    """In a forked process, where the thread that holds the lock may not be."""
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+@contextmanager
+def _limited(template: str) -> Iterator[None]:
+    """Let a rendering take so many seconds of this thread's CPU, where this is the main thread.
+
+    A template is a program. transformers' sandbox keeps it from files and from Python, and not from looping
+    for ever. Only the main thread is told of signals, and only between two operations of Python.
+
+    Raises:
+        TimeoutError: If the time is up, now or in an earlier rendering of the template.
+    """
+    told = f"it takes more than {_SECONDS:g} s of the CPU: is it a program that does not end?"
+    if template in _endless:
+        raise TimeoutError(told)
+
+    def time_is_up(*_: object) -> None:
+        if time.thread_time() - started >= _SECONDS:  # else other threads have used the process's time
+            _endless.add(template)
+            raise TimeoutError(told)
+
+    with _one_at_a_time:
+        main = threading.current_thread() is threading.main_thread()
+        if not main or signal.getsignal(signal.SIGPROF) is None:  # None: a profiler in C uses the signal
+            yield
+            return
+        started = time.thread_time()
+        former = signal.signal(signal.SIGPROF, time_is_up)
+        timer = signal.setitimer(signal.ITIMER_PROF, _SECONDS, _SECONDS)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, *timer)
+            signal.signal(signal.SIGPROF, former)
+
+
 def check_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
     """Refuse a tokenizer without a chat template, or a template that does not parse.
 
@@ -417,9 +477,12 @@ def check_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
 def _syntax_error(template: str) -> str | None:
     """What is wrong with the syntax of a template; None if it parses."""
     try:
-        render(template, [], variables={})
-    except TemplateRunError as error:
-        return error.syntax  # else it parses, but needs a conversation
+        with _limited(template):
+            render_chat(template, [], variables={})
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    except Exception:
+        return None  # it parses, but needs a conversation
     return None
 
 

@@ -1,21 +1,26 @@
-"""Metrics that are checked once and written to every sink, on one rank."""
+"""Metrics that are checked once and written to a JSONL file, to a stream and to any function, on one rank."""
 
 from __future__ import annotations
 
+import json
+import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Self, TypeAlias
 
 import torch
 
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import this_rank
-from fsdp_sft.metrics.sinks import JsonlSink, LineSink, MetricSink, Scalar
+from fsdp_sft._tensors.disk import full_path
+
+Scalar: TypeAlias = float | int | str | bool | None
 
 
 class MetricLogger:
-    """Writes metrics to standard output, a JSONL file and other sinks, on rank 0 alone.
+    """Writes metrics to standard output, a JSONL file and whatever functions are given, on rank 0 alone.
 
     Every rank calls `log`; the main rank writes: rank 0 of the default process group at the first `log`, or
     the only process if there is none. `log` is not a collective: values that differ between ranks go through
@@ -30,14 +35,14 @@ class MetricLogger:
     Args:
         jsonl: File to append to; its parent folders are made. None writes no file.
         stdout: Print one readable line per `log`, above the bars of tqdm where that is in use.
-        sinks: More places to write to: `ProgressBar`, `TensorBoardSink`, `WandbSink`, `TrackioSink`, or
-            anything with `log(metrics, step)` and `close()`.
+        sinks: Functions that are called as `sink(metrics, step)`, with plain Python scalars; None is a value
+            that is not known. The page "Watch a run" has those of wandb, TensorBoard and trackio.
         stream: Text stream to print to instead of `sys.stdout`.
         is_main: Whether this rank writes; None decides at the first `log`, as above.
         clock: Function that returns Unix seconds; for tests.
 
     Raises:
-        TypeError: A sink lacks `log` or `close`.
+        TypeError: A sink that cannot be called.
 
     Example:
         >>> with fs.MetricLogger(jsonl="metrics.jsonl") as logger:
@@ -53,25 +58,24 @@ class MetricLogger:
         *,
         jsonl: str | Path | None = None,
         stdout: bool = True,
-        sinks: Iterable[MetricSink] = (),
+        sinks: Iterable[Callable[[Mapping[str, Scalar], int], object]] = (),
         stream: IO[str] | None = None,
         is_main: bool | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._sinks: list[MetricSink] = []
-        if jsonl is not None:
-            self._sinks.append(JsonlSink(jsonl, clock=clock))
-        if stdout:
-            self._sinks.append(LineSink(stream))
-        for sink in sinks:
-            if not isinstance(sink, MetricSink):
-                raise TypeError(f"a sink needs log(metrics, step) and close(), got {type(sink).__name__}")
-            self._sinks.append(sink)
+        self._sinks = list(sinks)
+        for sink in self._sinks:
+            if not callable(sink):
+                raise TypeError(f"a sink is called as sink(metrics, step), got {type(sink).__name__}")
+        self._jsonl = None if jsonl is None else full_path(jsonl)
+        self._file: IO[str] | None = None
+        self._stdout, self._stream = stdout, stream
+        self._clock = clock
         self._is_main = is_main
         self._closed = False
 
     def log(self, metrics: Mapping[str, object], step: int) -> None:
-        """Write one line to each sink, and flush it.
+        """Write one line to the file and to the stream, flush them, and call each sink.
 
         Args:
             metrics: Values are float, int, str, bool, None or a real tensor of no dimensions.
@@ -95,14 +99,23 @@ class MetricLogger:
             key: value.item() if isinstance(value, torch.Tensor) else value  # type: ignore[misc]
             for key, value in metrics.items()
         }
+        if self._jsonl is not None:
+            self._file = self._file or _open_for_append(self._jsonl)
+            values: dict[str, Scalar] = {"step": step, "time": self._clock()}
+            values |= {key: _json_value(value) for key, value in row.items()}
+            self._file.write(json.dumps(values, allow_nan=False) + "\n")
+            self._file.flush()
+        if self._stdout:
+            _print_line(_format_line(row, step), self._stream or sys.stdout)
         for sink in self._sinks:
-            sink.log(row, step)
+            sink(row, step)
 
     def close(self) -> None:
-        """Close every sink; may be called more than once."""
+        """Close the file; may be called more than once."""
         self._closed = True
-        for sink in self._sinks:
-            sink.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def __enter__(self) -> Self:
         """Return the logger itself."""
@@ -144,3 +157,65 @@ def _check(metrics: Mapping[str, object], step: int) -> None:
                 f"metric {key!r} must be a float, int, str, bool, None or 0-dim tensor, "
                 f"got {type(value).__name__}; convert it first, for example with float()"
             )
+
+
+def _json_value(value: Scalar) -> Scalar:
+    """The value in strict JSON, where NaN and infinities are strings."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _open_for_append(path: Path) -> IO[str]:
+    """Open a JSONL file at its end, after removing a last line that has no newline and is not JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        content = path.read_bytes()
+        start = content.rfind(b"\n") + 1
+        if start < len(content):
+            _mend_last_line(path, content[start:], start)
+    return path.open("a", encoding="utf-8", newline="\n")
+
+
+def _mend_last_line(path: Path, last_line: bytes, start: int) -> None:
+    """Remove a last line that was cut off, or end one that only lacks its newline."""
+    with path.open("r+b") as file:
+        try:
+            json.loads(last_line)
+        except ValueError:
+            file.truncate(start)
+        else:
+            file.seek(0, 2)
+            file.write(b"\n")
+
+
+def _format_line(row: Mapping[str, Scalar], step: int) -> str:
+    return " | ".join(
+        [f"step {step:>6}", *(f"{key} {_format_value(key, value):>9}" for key, value in row.items())]
+    )
+
+
+def _format_value(key: str, value: Scalar) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, float):
+        return str(value).replace("\n", "\\n")
+    magnitude = abs(value)
+    is_learning_rate = key.replace("/", "_").split("_")[-1] == "lr" or "learning_rate" in key
+    if not math.isfinite(value):
+        return str(value)
+    if is_learning_rate or magnitude >= 1e9 or 0 < magnitude < 1e-3:
+        return f"{value:.2e}"
+    return f"{value:.1f}" if magnitude >= 1000 else f"{value:.4f}"
+
+
+def _print_line(line: str, stream: IO[str]) -> None:
+    # A plain print would cut through a bar of tqdm's. If there is a bar, tqdm has been imported already.
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if tqdm is None:
+        print(line, file=stream)
+    else:
+        tqdm.write(line, file=stream)
+    stream.flush()

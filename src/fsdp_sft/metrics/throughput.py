@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -14,15 +13,12 @@ import torch
 
 from fsdp_sft._process.devices import resolve_device, synchronize
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import tell, this_rank
+from fsdp_sft._ranks.agree import tell
 from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.metrics.flops import peak_flops_per_second
 from fsdp_sft.metrics.memory import memory_stats
 
 T = TypeVar("T")
-_ENOUGH = 10  # steps, after which their median says how long one takes
-_SLOW = 1.2  # times the plan's seconds
-_WAITS = 0.1  # share of a step that is worth naming
 _STEADY = 2  # steps, after which all states of the optimizer have their memory
 _logger = logging.getLogger("fsdp_sft")
 _Wait = Literal["data", "ranks", "paused"]
@@ -63,10 +59,6 @@ class ThroughputMeter:
         averaged_steps: Optimizer steps to average over, >= 1.
         planned_bytes: Peak memory of a plan (`RunPlan.peak_bytes`): after the second step, which is the
             first with all optimizer states, rank 0 logs the peak so far beside it. None logs nothing.
-        planned_seconds: Seconds of a step by a plan (`RunPlan.time.total`). Once 10 steps, or
-            `averaged_steps` if fewer, have taken a fifth longer, rank 0 logs one warning with what binds
-            them. None logs nothing.
-        planned_bound: What the plan says binds a step (`RunPlan.time.bound`), for that warning.
         warmup_steps: First steps that are left out (compilation, allocation, first read), >= 0. The first
             step starts when the meter is made.
         clock: Monotonic function that returns seconds; for tests.
@@ -94,8 +86,6 @@ class ThroughputMeter:
         peak_flops: float | None = None,
         averaged_steps: int = 20,
         planned_bytes: int | None = None,
-        planned_seconds: float | None = None,
-        planned_bound: str = "",
         warmup_steps: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -112,7 +102,6 @@ class ThroughputMeter:
             "flops_per_token": flops_per_token,
             "peak_flops": peak_flops,
             "planned_bytes": planned_bytes,
-            "planned_seconds": planned_seconds,
         }
         for name, rate in rates.items():
             if rate is not None and not isinstance(rate, (int, float)):
@@ -124,7 +113,6 @@ class ThroughputMeter:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops_per_second(self._device) if peak_flops is None else peak_flops
         self._planned_bytes = planned_bytes
-        self._planned_seconds, self._planned_bound = planned_seconds, planned_bound
         self._updates = 0
         self._warmup_left = warmup_steps
         self._steps: deque[_TimedStep] = deque(maxlen=averaged_steps)
@@ -169,7 +157,6 @@ class ThroughputMeter:
             self._warmup_left -= 1
         else:
             self._steps.append(step)
-            self._say_if_slow()
 
     def watch(self, loader: Iterable[T]) -> Iterable[T]:
         """Count the time that this rank waits for the batches of `loader`, and in `windows` for other ranks.
@@ -249,37 +236,9 @@ class ThroughputMeter:
             if not self._pause_depth:  # a pause is left out of the step, and so is the waiting inside it
                 self._spent[whom] += self._clock() - start
 
-    def _say_if_slow(self) -> None:
-        """Log once that steps take longer than planned, and what binds them."""
-        planned, enough = self._planned_seconds, min(_ENOUGH, self._steps.maxlen or _ENOUGH)
-        if planned is None or len(self._steps) < enough:
-            return
-        seconds = statistics.median(step.seconds for step in self._steps)
-        if seconds > _SLOW * planned:
-            self._planned_seconds = None
-            if this_rank() == 0:
-                _logger.warning("%s", _beside_planned_seconds(seconds, planned, self._waits()))
-
-    def _waits(self) -> str:
-        """What binds the steps, in words."""
-        stats = self.stats()
-        found = {"the loader": stats["data_wait_share"], "other ranks' batches": stats["rank_wait_share"]}
-        waited = [
-            f"{share:.0%} of it waits for {whom}" for whom, share in found.items() if (share or 0) > _WAITS
-        ]
-        if waited:
-            return " and ".join(waited)
-        bound = f"the plan is bound by {self._planned_bound}; " if self._planned_bound else ""
-        return f"{bound}no loader holds it up; `fsdp-sft check` says whether a machine is slower than planned"
-
     def _now_when_idle(self) -> float:
         synchronize(self._device)
         return self._clock()
-
-
-def _beside_planned_seconds(seconds: float, planned: float, why: str) -> str:
-    """The time of a step beside that of a plan, in words."""
-    return f"a step takes {seconds:.3g} s, {seconds / planned:.2f} times the plan's {planned:.3g} s: {why}"
 
 
 def _beside_plan(planned: int, stats: dict[str, int]) -> str:

@@ -210,8 +210,6 @@ KINDS: dict[str, Any] = {
     "list": lambda: _SIXTY,
     "files": lambda: Files(_SIXTY),
     "files in a loader": lambda: DataLoader(Files(_SIXTY), batch_size=None),
-    "files, mixed": lambda: fs.MixedStream([Files(_SIXTY[:40]), Files(_SIXTY[40:])], weights=[2, 1]),
-    "files, to the first end": lambda: fs.MixedStream([Files(_SIXTY[:40]), Files(_SIXTY[40:])], stop="first"),
     "hub": lambda: _hub_stream(shuffled=False),
     "hub, shuffled": lambda: _hub_stream(shuffled=True),
     "hub, workers": lambda: _hub_stream(shuffled=True, workers=2),

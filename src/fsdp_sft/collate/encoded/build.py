@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_sft._process.modules import start_module
 from fsdp_sft.collate.encode import EncodedChat, encode_rows
 from fsdp_sft.collate.encoded.source import RowRange, RowSource, Unreadable
 from fsdp_sft.collate.encoded.store import RowWriter, joined
@@ -215,9 +215,19 @@ class _Worker:
 
     def __init__(self, job: Any, log: Path, tick: Callable[[int], None]) -> None:
         with open(log, "xb") as errors:
-            pipe = subprocess.PIPE
-            self._process = start_module(
-                "fsdp_sft.collate.encoded.worker", stdin=pipe, stdout=pipe, stderr=errors
+            # -P: otherwise the current folder, which may be a stranger's, would come first on the path.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "fsdp_sft.collate.encoded.worker"],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                    "TOKENIZERS_PARALLELISM": "false",
+                    "OMP_NUM_THREADS": "1",
+                    "CUDA_VISIBLE_DEVICES": "",
+                },
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
             )
         self._job, self._log, self._tick = pickle.dumps(job), log, tick
         self._result: tuple[FilterCounts, int] | None = None

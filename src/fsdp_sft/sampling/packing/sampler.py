@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Sampler
 
-from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.words import answered
 from fsdp_sft.sampling.packing.balance import balanced_rounds, deal
 from fsdp_sft.sampling.packing.bins import as_ints, check_lengths, pack_lengths
@@ -18,9 +17,6 @@ from fsdp_sft.sampling.sampler import Placed
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Versions of the two orders. Each goes up when the same arguments give another order than before.
-_ORDER_VERSION = 1  # of packs balanced by tokens and targets
-_COST_ORDER_VERSION = 2  # of packs balanced by a cost
 # Rounds whose packs are sorted together. More balance better, but make the packs of a round more alike.
 _POOL_ROUNDS = 32
 _LEVELS = 16  # packs whose tokens differ by less than 1/16 of max_length count as equally long
@@ -52,8 +48,7 @@ class PackedSampler(Placed, Sampler[list[int]]):
             same packs. None takes the only one there is.
         cost: Coefficients ``(a, b)``, such as ``attention_cost(config)``. Packs of a round then have similar
             ``a * tokens + b * sum(length ** 2)`` instead of similar numbers of tokens and targets. This
-            matters with long rows: without it, ranks wait for the one whose pack is a single row. A saved
-            state contains the coefficients, or None, and continues with them.
+            matters with long rows: without it, ranks wait for the one whose pack is a single row.
 
     Raises:
         TypeError: If a length or number of targets is no integer, or the cost is not two numbers.
@@ -134,9 +129,8 @@ class PackedSampler(Placed, Sampler[list[int]]):
 
     def position_state(self) -> dict[str, Any]:
         """``state_dict`` without its warning about uncounted rows."""
-        cost = None if self._cost is None else [self._cost.per_token, self._cost.per_square]
         consumed = [list(part) for part in self._history]
-        return {"epoch": self.epoch, "consumed": consumed, "cost": cost, **self._source()}
+        return {"epoch": self.epoch, "consumed": consumed, **self._source()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position, with the same or another number of ranks.
@@ -144,8 +138,7 @@ class PackedSampler(Placed, Sampler[list[int]]):
         Raises:
             ValueError: If the state belongs to other data or another order, so that other rows would be left.
         """
-        self._follow_cost(state.get("cost"))
-        self._check_state({"cost": None, **state})  # older states lack it
+        self._check_state(state)
         epoch, history = int(state["epoch"]), [(int(ranks), int(packs)) for ranks, packs in state["consumed"]]
         # At most as many packs as rows, and those that fill the last round.
         most = self._rows_of_an_epoch() + self.num_replicas
@@ -158,29 +151,19 @@ class PackedSampler(Placed, Sampler[list[int]]):
         self._follow_ranks()
         self._restored(epoch)
 
-    def _follow_cost(self, saved: Any) -> None:
-        """Adopt the cost with which a state was saved, and so its order."""
-        cost = None if saved is None else RowCost.check(saved)
-        if cost != self._cost:
-            warn_caller(
-                f"the loaded state has cost={saved}, and this sampler {self._cost}: it goes on with the "
-                "state's; a new run takes its own"
-            )
-        self._cost, self._packs = cost, None
-
     def _follow_ranks(self) -> None:
         """Record the number of ranks if it has changed, so that the rest is arranged anew."""
         if not self._history or self._history[-1][0] != self.num_replicas:
             self._history = [part for part in self._history if part[1]] + [(self.num_replicas, 0)]
 
-    def _source(self) -> dict[str, int]:
+    def _source(self) -> dict[str, Any]:
         return {
             "num_rows": len(self._lengths),
             "max_length": self.max_length,
             "seed": self.seed,
             "shuffle": int(self.shuffle),
+            "cost": None if self._cost is None else [self._cost.per_token, self._cost.per_square],
             "rows_crc32": zlib.crc32(self._targets.tobytes(), zlib.crc32(self._lengths.tobytes())),
-            "version": _ORDER_VERSION if self._cost is None else _COST_ORDER_VERSION,
         }
 
     def _order(self) -> list[list[int]]:

@@ -154,10 +154,7 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
         self._restored(self.epoch)
 
     def _source(self) -> dict[str, Any]:
-        """Options, and the order of a ``MixedStream``."""
-        options = {"max_length": self.max_length, "buffer_size": self.buffer_size}
-        order = getattr(self.rows, "order", None)
-        return {**options, "order": order} if isinstance(order, Mapping) else options
+        return {"max_length": self.max_length, "buffer_size": self.buffer_size}
 
     def _rounds(self) -> Iterator[list[list[Row]]]:
         """Rounds from the position on; packs of a short last one are split."""
@@ -170,7 +167,8 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
 
     def _refuse_split_rows(self) -> None:
         """Raise ValueError if the rows are split by rank already and would be split a second time."""
-        shares = max(data.shares_of_stream(rows) for rows in _streams_of(self.rows))
+        rows = self.rows.dataset if isinstance(self.rows, DataLoader) else self.rows
+        shares = data.shares_of_stream(rows)
         if shares > 1 and self.num_replicas > 1:
             raise ValueError(
                 f"the rows are one of {shares} shares already (split_dataset_by_node), and each of "
@@ -181,7 +179,7 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
     def _all_packs(self) -> Iterator[list[Row]]:
         """Packs of the buffers from the boundary on; ``_later`` gets the end of each buffer."""
         place = self._start
-        source = itertools.islice(rows_from(self.rows, epoch=self.epoch), place.rows, None)
+        source = itertools.islice(_rows_from(self.rows, epoch=self.epoch), place.rows, None)
         while buffer := list(itertools.islice(source, self.buffer_size)):
             try:
                 packs = pack_lengths(row_sizes(buffer)[0], self.max_length)
@@ -194,14 +192,7 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
                 yield [buffer[row] for row in pack]
 
 
-def _streams_of(rows: Iterable[Any]) -> Iterator[Any]:
-    """The stream itself, and the streams that it mixes or reads through a DataLoader."""
-    yield rows
-    for part in [*getattr(rows, "streams", ()), *([rows.dataset] if isinstance(rows, DataLoader) else ())]:
-        yield from _streams_of(part)
-
-
-def rows_from(stream: Iterable[Any], *, epoch: int) -> Iterator[Any]:
+def _rows_from(stream: Iterable[Any], *, epoch: int) -> Iterator[Any]:
     """The rows of an epoch of a stream, or of the data set of a DataLoader, which may shuffle by it."""
     for one in (stream, getattr(stream, "dataset", None)):
         set_epoch = getattr(one, "set_epoch", None)
