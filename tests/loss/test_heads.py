@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
-from tests.harness.losses import ADAPTERS, adapted_model
+from tests.harness.losses import ADAPTERS, ADDED, adapted_model
 from tests.harness.models import (
     VOCAB,
     full,
@@ -71,35 +71,40 @@ def test_a_head_with_adapters_needs_no_logits(kind: str) -> None:
     assert _Largest.numel < 1000 * VOCAB, "as large as the logits"
 
 
+@pytest.mark.parametrize("kind", ADDED)
+def test_lora_on_the_head_gets_full_logits(kind: str) -> None:
+    pytest.importorskip("peft")
+    model, batches = adapted_model(kind, torch.float64), ragged_batches(2)
+    with pytest.raises(fs.ModelLossError, match=r"not a plain nn\.Linear: .*peft"):
+        fs.prepare_loss(model, impl="chunked")
+    torch.manual_seed(7)
+    expected = oracle_loss(model, batches)
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    assert fs.prepare_loss(model) == "logits"
+    loss, own = _window(model, batches, "auto")
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-9)
+    assert largest_error(own, gradients) <= 1e-9
+
+
 def _check_sharded() -> None:
     batches = ragged_batches(2)
     mine = batches[dist.get_rank() :: dist.get_world_size()]
-    for kind in ("modules_to_save", "dora"):
+    for kind, impl in (("modules_to_save", "chunked"), ("lora", "logits")):
         model = adapted_model(kind)
         loss, expected = oracle_gradients(model, batches)
         fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
-        assert fs.prepare_loss(model) == "chunked", kind
+        assert fs.prepare_loss(model) == impl, kind
         _, actual = _window(model, mine, "auto")
         error = largest_error(actual, expected)
         assert error <= 1e-6, (kind, error)
         assert fs.evaluate(model.eval(), mine).loss == pytest.approx(loss, rel=1e-6)
 
 
-def test_a_sharded_head_with_adapters_needs_no_logits() -> None:
+def test_sharded_heads_with_adapters() -> None:
     pytest.importorskip("peft")
     run_distributed(_check_sharded, 2)
-
-
-def test_an_adapter_that_is_no_product_falls_back_by_name() -> None:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    options = {"target_modules": ["lm_head"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
-    config = peft.LoraConfig(use_dora=True, lora_dropout=0.5, **options)
-    model = peft.get_peft_model(tiny_model("llama"), config)
-    with pytest.raises(fs.ModelLossError, match="DoRA with dropout"):
-        fs.prepare_loss(model, impl="chunked")
-    assert fs.prepare_loss(model) == "logits"
-    assert fs.prepare_loss(model.eval()) == "chunked", "without dropout it is one"
 
 
 def _doubled(_module: Any, _args: Any, output: Any) -> Any:

@@ -141,10 +141,10 @@ MISTAKES: list[Mistake] = [
         HEADS,
     ),
     Mistake(
-        "DoRA's magnitude left out of the head",
+        "LoRA of the head left out of the loss without logits",
         "loss/linear_head.py",
-        "return _with_magnitude(layer, dora[0], joined) if dora else joined",
-        "return joined",
+        "_why_not_plain(own.base_layer if _trains_tokens(own) else own)",
+        '_why_not_plain(getattr(own, "base_layer", own))',
         HEADS,
     ),
     Mistake(

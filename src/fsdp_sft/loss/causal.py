@@ -55,8 +55,8 @@ def loss_sum(
             present. ``loss_weights``, floating point ``(B, S)`` and aligned with the labels, are factors of
             the targets' losses.
         impl: Implementation of the loss. ``"chunked"`` holds the logits of one chunk of targets at a time;
-            ``"liger"`` does so with Liger's kernels (CUDA); ``"logits"`` computes them in full. ``"auto"`` is
-            what ``prepare_loss`` has chosen, or chooses now: chunked if the model's head allows it.
+            ``"logits"`` computes them in full. ``"auto"`` is what ``prepare_loss`` has chosen, or chooses
+            now: chunked if the model's head allows it.
         router_loss: What to do with the loss of a mixture's router. ``"micro_batch"`` adds it, as the model
             computes it for this batch, times its coefficient and the number of targets; the result divided
             by that number is then the model's own loss. Filler of a pack does not count, and under context

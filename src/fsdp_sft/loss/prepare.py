@@ -8,11 +8,10 @@ from torch import nn
 
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.record import findings, forget_findings, is_changed
-from fsdp_sft._model.sharded import compute_device, training_mesh_of
+from fsdp_sft._model.sharded import training_mesh_of
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.errors import ModelLossError
-from fsdp_sft.loss import liger
 from fsdp_sft.loss.additions import additions_to, compare_or_not, refuse_meta
 from fsdp_sft.loss.choice import LossChoice
 from fsdp_sft.loss.head import fusible_head
@@ -22,9 +21,9 @@ from fsdp_sft.loss.transform import settings_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-LossImpl = Literal["auto", "chunked", "liger", "logits"]
+LossImpl = Literal["auto", "chunked", "logits"]
 
-IMPLS = ("auto", "chunked", "liger", "logits")
+IMPLS = ("auto", "chunked", "logits")
 _logger = logging.getLogger("fsdp_sft.loss")
 
 
@@ -38,8 +37,8 @@ class _Choices:
 def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto", compare: bool = True) -> str:
     """Choose the implementation that the model's losses use under ``impl="auto"``.
 
-    A fused loss (one without full logits) needs a head that is a linear layer, with or without peft's
-    adapters (LoRA, DoRA, ``modules_to_save``, trained tokens). The model's logits must be the head's output
+    A fused loss (one without full logits) needs a head that is a linear layer, or what peft trains of one
+    (``modules_to_save``, trained tokens). The model's logits must be the head's output
     up to a scale and a soft cap. That is checked on a tiny batch, on which the fused loss must also equal
     that of the model's real logits. Forward or backward hooks on the head, or on a module around it, would
     not see the logits, so a model with such hooks gets full logits.
@@ -53,15 +52,14 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto", compare: bool = T
         model: Decoder-only language model with its weights, sharded or not. Its mode, buffers, gradients and
             the random number generators are left as they were. A sharded model is resharded.
         impl: ``"auto"`` takes the chunked loss if possible, and full logits with a logged warning if not.
-            ``"chunked"`` and ``"liger"`` (its kernels, on CUDA) raise if they are not possible. ``"logits"``
-            computes full logits.
+            ``"chunked"`` raises if it is not. ``"logits"`` computes full logits.
         compare: Whether to compare the model's own loss, ``model(**batch, labels=...)``, with the cross
             entropy. False trains the cross entropy alone, whatever the model's own loss is, for as long as
             its forward stays what it is: for a model whose own loss raises, or has terms that are not to be
             trained.
 
     Returns:
-        ``"chunked"``, ``"liger"`` or ``"logits"``. The choice and its reason are logged.
+        ``"chunked"`` or ``"logits"``. The choice and its reason are logged.
 
     Raises:
         ModelLossError: If the model's own loss is not the cross entropy, or cannot be computed to compare it;
@@ -71,8 +69,8 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto", compare: bool = T
             has the reason.
 
     Collective: all ranks of the model's mesh, by three forwards of 2 x 8 tokens.
-    Memory: With LoRA, DoRA or trained tokens on the head, a copy of its weight in each forward, and its
-    gradient in float32 until the backward.
+    Memory: With trained tokens on the head, a copy of its weight in each forward, and its gradient in float32
+    until the backward.
 
     Example:
         >>> fs.prepare_loss(model)
@@ -161,16 +159,13 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
     name = original_class(unwrapped(model)).__name__
     mesh = training_mesh_of(model)
     first = mesh is None or mesh.get_rank() == 0
-    kind = "liger" if impl == "liger" else "chunked"
     head, reason = fusible_head(model)
-    if kind == "liger":
-        reason = reason or liger.why_not(compute_device(model))
     # Ranks agree before the probe, because its forwards are collective, and again on its outcome.
     reason = _agreed_reason(reason, mesh)
     choice = None
     if head is not None and not reason:
         try:
-            choice = probe(model, head, kind)
+            choice = probe(model, head)
         except ProbeError as error:
             reason = str(error)
         reason = _agreed_reason(reason, mesh)

@@ -38,7 +38,7 @@ _KNOWN_SIZE = 20.0  # standard deviation of the known numbers; large enough for 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
-def probe(model: nn.Module, head: nn.Module, impl: str) -> LossChoice:
+def probe(model: nn.Module, head: nn.Module) -> LossChoice:
     """A choice whose loss equals that of the real logits on a tiny batch.
 
     The model's mode, buffers and gradients and the random number generators are left as they were, and the
@@ -47,7 +47,6 @@ def probe(model: nn.Module, head: nn.Module, impl: str) -> LossChoice:
     Args:
         model: Model with its weights.
         head: Its head, for which ``fusible_head`` gives no reason against a fused loss.
-        impl: Fused implementation to try.
 
     Raises:
         ProbeError: If it does not give that loss.
@@ -62,7 +61,7 @@ def probe(model: nn.Module, head: nn.Module, impl: str) -> LossChoice:
     inputs = {"input_ids": ids, **no_cache(model)}
     with evaluating(model):
         raw, logits = _observe(model, head, inputs)
-        choice = LossChoice(impl, settings_of(model), _transform(model, raw, logits), weakref.ref(head))
+        choice = LossChoice("chunked", settings_of(model), _transform(model, raw, logits), weakref.ref(head))
         expected = F.cross_entropy(wide(logits[0]), targets[0], reduction="sum", ignore_index=IGNORE_INDEX)
         actual = guarded(
             model,

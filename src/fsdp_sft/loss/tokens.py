@@ -55,7 +55,7 @@ def token_losses(
         model: Decoder-only language model, sharded or not. Under ``torch.no_grad`` (a reference model) the
             result costs a forward.
         batch: Batch of the form that ``loss_sum`` takes, padded or packed. ``loss_weights`` are left to you.
-        impl: Implementation; see ``loss_sum``. ``"liger"`` is refused, since its kernels return sums.
+        impl: Implementation; see ``loss_sum``.
         entropy: Whether to return the entropy of each prediction as well, from the same pass.
 
     Returns:
@@ -80,8 +80,8 @@ def token_losses(
     Collective: all ranks of the model's mesh, by its forward.
     Memory: ``chunk_size * V`` logits, as in ``linear_cross_entropy_sum``. Until the backward, the hidden
         states; if the head is frozen, their gradient in float32. A trained head's gradient needs the logits a
-        second time, which the backward computes in chunks. With LoRA, DoRA or trained tokens on the head, a
-        copy of its weight until the backward.
+        second time, which the backward computes in chunks. With trained tokens on the head, a copy of
+        its weight until the backward.
 
     Example:
         >>> losses = fs.token_losses(model, batch)
@@ -91,7 +91,7 @@ def token_losses(
         >>> torch.allclose(losses.sum(), summed)
         True
     """
-    check_token_impl(impl)
+    check_impl(impl)
     part, group = part_for(model, batch, impl)
     values = _values(model, part, impl, entropy)
     if group is not None:
@@ -99,15 +99,6 @@ def token_losses(
     if not is_shifted(batch):
         values = F.pad(values[..., :-1], (1, 0))
     return (values[0], values[1]) if entropy else values[0]
-
-
-def check_token_impl(impl: LossImpl) -> None:
-    """Raise for an implementation that has no losses of tokens."""
-    check_impl(impl)
-    if impl == "liger":
-        raise ValueError(
-            "token_losses has no impl='liger', whose kernels return sums; use 'chunked' or 'auto'"
-        )
 
 
 def part_for(model: nn.Module, batch: Batch, impl: LossImpl) -> tuple[Batch, Any]:
