@@ -18,20 +18,6 @@ MISTAKES: list[Mistake] = [
         ("tests/weights/test_rename.py",),
     ),
     Mistake(
-        "of two policies that fit a module the first counts",
-        "shard/policies.py",
-        "            found[id(module)] = policy\n",
-        "            found.setdefault(id(module), policy)\n",
-        ("tests/shard/test_policies.py",),
-    ),
-    Mistake(
-        "policies of modules are not heeded",
-        "shard/units.py",
-        "        given = own_policies.get(id(module))\n",
-        "        given = None\n",
-        ("tests/shard/test_policies.py",),
-    ),
-    Mistake(
         "a strided tensor of a pickle is read in row-major order",
         "_tensors/torch_file.py",
         "own = None if _is_contiguous(moving) else stride",

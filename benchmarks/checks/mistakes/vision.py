@@ -67,13 +67,6 @@ MISTAKES: list[Mistake] = [
         ("tests/model/test_expert_adapters.py",),
     ),
     Mistake(
-        "shared experts take the adapters of the first rank's",
-        "shard/expert_adapters.py",
-        "adapter, rank * len(own))",
-        "adapter, 0)",
-        ("tests/model/test_expert_adapters.py",),
-    ),
-    Mistake(
         "a cache is filled where a forward does not name it",
         "_model/inputs.py",
         "taken = {} if inner is None else forward_parameters(inner)",
