@@ -81,20 +81,6 @@ MISTAKES: list[Mistake] = [
         ("tests/model/test_inputs.py",),
     ),
     Mistake(
-        "towers that were left out are asked for in the checkpoint",
-        "weights/plan.py",
-        "expected = [name for name in plan.twin.state_dict() if not is_absent(name, towers)]",
-        "expected = list(plan.twin.state_dict())",
-        ("tests/model/test_absent.py",),
-    ),
-    Mistake(
-        "an export leaves out the towers that were left out",
-        "export/plan.py",
-        "    copied = untouched_tensors(model)\n",
-        "    copied: dict[str, InFile] = {}\n",
-        ("tests/model/test_absent.py",),
-    ),
-    Mistake(
         "the planner gathers towers",
         "planner/model.py",
         "return {name: block for name, block in find_blocks(model).items() if not unused.fullmatch(name)}",
@@ -121,12 +107,5 @@ MISTAKES: list[Mistake] = [
         "kept = setup.tower_dtype if self.is_tower else setup.frozen_dtype",
         "kept = setup.frozen_dtype",
         ("tests/planner/test_multimodal.py",),
-    ),
-    Mistake(
-        "towers come from the folder that the model was built of",
-        "weights/load.py",
-        "            take_towers_from(base, folder)\n",
-        "",
-        ("tests/model/test_absent.py",),
     ),
 ]

@@ -30,7 +30,6 @@ from fsdp_sft.export.as_loaded import Unchanged, whole_modules
 from fsdp_sft.export.hf_files import Described
 from fsdp_sft.export.readback import refuse_unreadable
 from fsdp_sft.export.settings import export_config
-from fsdp_sft.export.untouched import untouched_tensors
 
 
 @dataclass(frozen=True)
@@ -133,9 +132,7 @@ def plan_export(
     written = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in final.items()}
     names = {id(tensor): name for name, tensor in final.items()}
     direct = {name: names[id(tensor)] for name, tensor in meta.items() if id(tensor) in names}
-    copied = untouched_tensors(model)
-    written |= {key: (kept.entry.dtype, kept.entry.shape) for key, kept in copied.items()}
-    plan = ExportPlan(sources, dtypes, groups, written, direct, converts, copied, [])
+    plan = ExportPlan(sources, dtypes, groups, written, direct, converts, {}, [])
     config = export_config(model, content, caching or [], dtype)
     refuse_unreadable(model, config, written, _buffers(content, plan))
     if unchanged is not None:

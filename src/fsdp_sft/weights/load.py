@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fsdp_sft._model.absent import take_towers_from
 from fsdp_sft._model.adapters import refuse_initialised_from_base, without_adapters
 from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import reshard
@@ -124,7 +123,6 @@ def load_weights(
         return load_prepared_base(model, prepared, manifest, check_finite=check_finite, started=started)
     with agreed("planning the load"):
         with without_adapters(model) as base:
-            take_towers_from(base, folder)
             record_of(base).keep(LoadedFrom(folder.absolute(), variant, rename is not None))
             make_ties(base)
             checkpoint = renamed(open_checkpoint(folder, variant, allow_pickle=allow_pickle), rename)
