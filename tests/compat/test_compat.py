@@ -199,23 +199,6 @@ def test_whether_a_module_is_compiled_has_no_public_reader() -> None:
     assert not hasattr(nn.Module, "is_compiled"), "torch has a public name now"
 
 
-def test_compilers_memory_budget_has_no_public_reader() -> None:
-    from torch._functorch import config
-
-    assert _compat.compile_memory_budget() == config.activation_memory_budget == 1
-    assert not hasattr(torch.compiler.config, "activation_memory_budget"), "torch has a public name now"
-    assert not hasattr(torch.compiler, "lookup_backend"), "torch has a public name now"
-    seen = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
-        seen.append(config.activation_memory_budget)
-        return graph.forward
-
-    torch.compile(lambda x: x + 1, backend=_compat.backend_with_memory_budget(backend, 0.25))(torch.ones(2))
-    assert seen == [0.25]
-    assert config.activation_memory_budget == 1
-
-
 def test_which_module_is_being_traced_has_no_public_reader() -> None:
     import torch.fx.traceback
 

@@ -15,7 +15,6 @@ from fsdp_sft.sac.offload import Offload, drop_offload, offload_compiled, run_of
 from fsdp_sft.sac.proof import checkpoint_seen, drop_proof, require_checkpoint
 
 _STATE = "_fsdp_sft_sac"  # attribute of a module: the instance attributes that were replaced
-_MODE = "_fsdp_sft_sac_mode"  # attribute of the model: name of the function that replaced them
 _CACHE_CHECK = "_fsdp_sft_sac_cache_check"  # attribute of the model: handle of the hook that refuses caches
 _ABSENT = "absent"
 
@@ -71,24 +70,6 @@ def restore(model: nn.Module) -> None:
     handle = model.__dict__.pop(_CACHE_CHECK, None)
     if handle is not None:
         handle.remove()
-    model.__dict__.pop(_MODE, None)
-
-
-def enter_mode(model: nn.Module, mode: str) -> None:
-    """Begin ``mode`` on a model, after undoing it if it is on already.
-
-    Raises:
-        ValueError: If another mode is on, or transformers' own checkpointing.
-    """
-    present = model.__dict__.get(_MODE)
-    if present is not None and present != mode:
-        raise ValueError(
-            f"{present} is on, and of checkpointing and compile's memory budget torch ignores one: choose, "
-            f"and call remove_sac(model) before {mode}"
-        )
-    restore(model)
-    _refuse_foreign_checkpointing(model, mode)
-    model.__dict__[_MODE] = mode
 
 
 def disable_caches(model: nn.Module) -> None:
@@ -115,13 +96,13 @@ def _refuse_generation(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> N
         )
 
 
-def _refuse_foreign_checkpointing(model: nn.Module, mode: str) -> None:
+def refuse_foreign_checkpointing(model: nn.Module) -> None:
     """Raise if transformers' own gradient checkpointing is on."""
     for fqn, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ValueError(
                 f"{fqn or 'the model'} is checkpointed by transformers already, which would recompute blocks "
-                f"that were not chosen; call model.gradient_checkpointing_disable() before {mode}"
+                "that were not chosen; call model.gradient_checkpointing_disable() before apply_sac"
             )
 
 
