@@ -3,11 +3,9 @@
 A test that fails on its second half says that the private name can go.
 """
 
-import copy
 import functools
 import importlib
 import inspect
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -264,36 +262,6 @@ def test_what_a_scaler_found_has_no_public_reader() -> None:
         scaler.unscale_(optimizer)
         assert [float(flag) for flag in _compat.found_infs(scaler, [optimizer])] == [found]
     assert not hasattr(torch.amp.GradScaler, "found_inf"), "torch has a public reader now"
-
-
-def test_patterns_of_other_architectures_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until transformers makes its table of conversions without compiling all of it."""
-    from transformers import conversion_mapping, core_model_loading
-
-    compiled: list[str] = []
-    compile_pattern = re.compile
-
-    def counted(pattern: str, flags: int = 0) -> re.Pattern[str]:
-        compiled.append(pattern)
-        return compile_pattern(pattern, flags)
-
-    monkeypatch.setattr(re, "compile", counted)
-    model = tiny_model("mixtral")
-    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None)
-    eager = conversion_mapping.get_model_conversion_mapping(model)
-    assert len(compiled) > 500, "transformers compiles few of them itself now: drop _patterns_compiled_at_use"
-    compiled.clear()
-    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None)
-    lazy = _compat.weight_conversions(model)
-    assert len(compiled) < 20
-    assert core_model_loading.re is re
-    key = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
-    for one, other in zip(lazy, eager, strict=True):
-        assert one.source_patterns == other.source_patterns
-        assert one.compiled_sources.pattern == other.compiled_sources.pattern
-        assert bool(one.compiled_sources.search(key)) == bool(other.compiled_sources.search(key))
-        assert one.compiled_sources.groupindex == other.compiled_sources.groupindex
-        copy.deepcopy(one)
 
 
 def _version() -> tuple[int, ...]:

@@ -114,17 +114,14 @@ def _doubled(_module: Any, _args: Any, output: Any) -> Any:
     return output * 2
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("place", ["lm_head", "", "around"])
-def test_a_hook_on_the_logits_is_heeded(place: str, when: str) -> None:
+def test_a_hook_on_the_logits_is_heeded(place: str) -> None:
     batch, model = ragged_batches(1)[0], tiny_model("llama")
     outer = model
     if place == "around":
         peft = pytest.importorskip("peft")
         outer = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     hooked = model.get_submodule("" if place == "around" else place)
-    if when == "after":
-        assert fs.prepare_loss(outer) == "chunked"
     handle = hooked.register_forward_hook(_doubled)
     expected = float(oracle_loss(outer, [batch]).detach())
     try:
@@ -152,33 +149,9 @@ def test_hooks_that_change_nothing_of_the_logits_cost_nothing() -> None:
     assert float(total.detach()) / count == pytest.approx(expected, rel=1e-5)
     seen = []
     model.lm_head.register_full_backward_hook(lambda *given: seen.append(given[2][0].shape))
+    fs.prepare_loss(model)
     fs.loss_sum(model, batch)[0].backward()
     assert seen[0][-1] == VOCAB, "the gradient of the logits, as always"
-
-
-def _check_a_hook_on_one_rank() -> None:
-    batches = ragged_batches(2)
-    mine = batches[dist.get_rank() :: 2]
-    model = tiny_model("llama")
-    loss, _ = oracle_gradients(model, batches)
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for with_hook in (False, True, False):
-        seen: list[Any] = []
-        handle = None
-        if with_hook and dist.get_rank() == 1:
-            handle = model.lm_head.register_forward_hook(lambda *given: seen.append(given[2].shape))
-        assert fs.train_step(model, mine, optimizer).loss == pytest.approx(loss, rel=1e-6)
-        assert fs.evaluate(model, mine).loss == pytest.approx(loss, rel=1e-6)
-        if handle is not None:
-            assert {shape[-1] for shape in seen} == {VOCAB}
-            handle.remove()
-    assert fs.prepare_loss(model) == "chunked"
-
-
-def test_a_hook_on_one_rank_leads_all_to_another_choice() -> None:
-    """Choosing is collective: a rank that did it alone would wait for the others."""
-    run_distributed(_check_a_hook_on_one_rank, 2, timeout=60)
 
 
 def _capped(kind: str) -> Any:
@@ -220,5 +193,9 @@ def test_a_scale_that_changes_after_planning_is_heeded(kind: str) -> None:
     _change(model, kind)
     expected = float(oracle_loss(model, [batch]).detach())
     for impl in ("auto", "chunked"):
+        with pytest.raises(fs.ModelLossError, match=r"no longer makes .*Call prepare_loss\(model\)"):
+            fs.loss_sum(model, batch, impl=impl)
+    for impl in ("auto", "chunked"):
+        fs.prepare_loss(model, impl=impl)
         total, count = fs.loss_sum(model, batch, impl=impl)
         assert float(total.detach()) / count == pytest.approx(expected, rel=1e-5)

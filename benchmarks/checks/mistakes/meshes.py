@@ -43,13 +43,6 @@ MISTAKES: list[Mistake] = [
         ("tests/shard/test_embeddings.py",),
     ),
     Mistake(
-        "a rank chooses its loss anew although the others do not",
-        "step/anew.py",
-        "    if anew.forward:",
-        "    if False:",
-        ("tests/loss/test_heads.py", "tests/test_changes.py"),
-    ),
-    Mistake(
         "a cap on attention scores left out where transformers' sdpa does not refuse it",
         "attention/varlen/attention.py",
         'if others.get("softcap") is not None:',

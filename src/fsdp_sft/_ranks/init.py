@@ -16,7 +16,6 @@ from fsdp_sft._ranks.agree import (
     is_distributed,
     world_size,
 )
-from fsdp_sft._ranks.interrupt import say_interrupts_in_a_line
 from fsdp_sft._ranks.launch import detect_launch
 from fsdp_sft._ranks.rendezvous import meet, meet_again
 from fsdp_sft._ranks.slurm import Launch, env_int, is_slurm_step
@@ -84,8 +83,7 @@ def init_distributed(
     made, which is used as it is; torchrun's variables; those of submitit's local executor; those of a Slurm
     step (a plain ``python`` inside ``salloc`` or a batch script is not one, and a message says so). Without
     any it is a single process. A gloo group for control messages is made beside the default group. The result
-    is logged under ``fsdp_sft`` at the level INFO before the ranks meet. In a job of several ranks,
-    ``sys.excepthook`` is replaced, so that Ctrl-C prints one line per rank.
+    is logged under ``fsdp_sft`` at the level INFO before the ranks meet.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"`` or the name of another accelerator; None takes the accelerator if
@@ -125,7 +123,6 @@ def init_distributed(
         _say_what_was_found(launch, device)
         meet(launch, backend or _default_backend(device_type), timeout)
     if is_distributed():
-        say_interrupts_in_a_line()
         control_group(timeout)
         _check_devices(device)
     return DistributedContext(

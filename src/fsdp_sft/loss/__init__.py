@@ -42,14 +42,11 @@ from fsdp_sft.loss.part import (
 )
 from fsdp_sft.loss.prepare import (
     LossImpl as LossImpl,
-    forget_choice as forget_choice,
-    needs_choice as needs_choice,
     prepare_loss as prepare_loss,
 )
 from fsdp_sft.loss.probe import (
     ProbeError as ProbeError,
     evaluating as evaluating,
-    forget_changed as forget_changed,
     guarded as guarded,
 )
 from fsdp_sft.loss.same_rows import (

@@ -1,4 +1,4 @@
-"""The implementation chosen for a model's loss, and a check that it still fits the model."""
+"""The implementation chosen for a model's loss."""
 
 import weakref
 from collections.abc import Callable
@@ -12,28 +12,22 @@ from fsdp_sft.loss.counting import Targets
 from fsdp_sft.loss.linear_cross_entropy import chunked_loss
 from fsdp_sft.loss.linear_head import head_operands
 from fsdp_sft.loss.terms import PLAIN, Terms
-from fsdp_sft.loss.transform import Transform, settings_of
+from fsdp_sft.loss.transform import Transform
 
 
 @dataclass(frozen=True)
 class LossChoice:
-    """The chosen implementation of one model's loss; void as soon as its settings or its forward change.
+    """The chosen implementation of one model's loss.
 
     Attributes:
         impl: ``"chunked"`` or ``"logits"``.
-        settings: Numbers of the model and its config that may scale or cap its logits, by name.
         transform: Scale and soft cap that a fused loss applies to the head's output.
         head: Head whose forward a fused loss replaces; None for ``"logits"``.
     """
 
     impl: str
-    settings: tuple[tuple[str, float], ...]
     transform: Transform = field(default_factory=Transform)
     head: "weakref.ref[nn.Module] | None" = None
-
-    def holds(self, model: nn.Module) -> bool:
-        """Whether the model still has the settings that the choice was made for."""
-        return self.settings == settings_of(model)
 
     def loss_of(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.record import findings, forget_findings, is_changed
+from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import training_mesh_of
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._ranks.mesh import sum_over_mesh
@@ -16,7 +16,6 @@ from fsdp_sft.loss.additions import additions_to, compare_or_not, refuse_meta
 from fsdp_sft.loss.choice import LossChoice
 from fsdp_sft.loss.head import fusible_head
 from fsdp_sft.loss.probe import ProbeError, probe
-from fsdp_sft.loss.transform import settings_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,10 +42,8 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto", compare: bool = T
     that of the model's real logits. Forward or backward hooks on the head, or on a module around it, would
     not see the logits, so a model with such hooks gets full logits.
 
-    Without a call, the first loss under ``"auto"`` does the same. If the model is sharded afterwards, or its
-    head replaced or its scale changed, the choice is made again: by ``train_step`` and ``evaluate``, whose
-    ranks agree on it, and in one process. ``loss_sum`` and ``causal_lm_loss`` on several ranks raise; call
-    this function on all of them after the change.
+    Without a call, the first loss under ``"auto"`` does the same. Call this function again, on all ranks,
+    after a change of the model's forward: another head, scale or loss, a hook on the head.
 
     Args:
         model: Decoder-only language model with its weights, sharded or not. Its mode, buffers, gradients and
@@ -80,7 +77,7 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto", compare: bool = T
     refuse_encoder_decoder(model)
     compare_or_not(model, compare, IMPLS.index(impl))
     additions_to(model, None)
-    choices = findings(model, _Choices).by_impl
+    choices = record_of(model).kept_or_new(_Choices).by_impl
     choice = _decide(model, impl)
     choices.clear()  # those for another impl may be of other numbers
     choices.update({impl: choice, "auto": choice})
@@ -88,50 +85,14 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto", compare: bool = T
 
 
 def choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
-    """The choice for ``impl``, made now if there is none that fits the model as it is.
+    """The choice for ``impl``, made now if there is none.
 
     Collective: all ranks of the model's mesh, the first time.
     """
-    choices = findings(model, _Choices).by_impl
-    if impl not in choices or not choices[impl].holds(model):
+    choices = record_of(model).kept_or_new(_Choices).by_impl
+    if impl not in choices:
         choices[impl] = _decide(model, impl)
     return choices[impl]
-
-
-def needs_choice(model: nn.Module, impl: LossImpl) -> bool:
-    """Whether this rank's next loss has to choose: there is no choice yet, or settings have changed."""
-    choice = findings(model, _Choices).by_impl.get(impl)
-    return impl != "logits" and (choice is None or not choice.holds(model))
-
-
-def look_again(model: nn.Module, impl: LossImpl) -> None:
-    """Forget what was found about a forward that has changed, where ranks have not agreed to look again.
-
-    Looking again is collective. A rank cannot know here whether the others have seen the change too, and
-    those that have not would wait for it in the model's forward.
-
-    Raises:
-        ModelLossError: If there is a change, and several ranks hold the model.
-    """
-    changed = is_changed(model)
-    choice = None if changed else findings(model, _Choices).by_impl.get(impl)
-    if not changed and (choice is None or choice.holds(model)):
-        return
-    mesh = training_mesh_of(model)
-    if mesh is not None and mesh.size() > 1:
-        what = "modules, hooks, functions or flags" if changed else "numbers that scale its logits"
-        name = original_class(unwrapped(model)).__name__
-        raise ModelLossError(
-            f"the forward of {name} has changed since its loss was looked at (its {what}), and other ranks "
-            "may not have changed it: in a loop of your own, call prepare_loss(model) on all ranks after "
-            "such a change"
-        )
-    forget_findings(model)
-
-
-def forget_choice(model: nn.Module, impl: LossImpl) -> None:
-    """Drop the choice, so that the next loss chooses again; all ranks of the mesh must do it if one does."""
-    findings(model, _Choices).by_impl.pop(impl, None)
 
 
 def check_impl(impl: str) -> None:
@@ -155,7 +116,7 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
     """Make the choice for ``impl``; all ranks of the mesh take part."""
     refuse_meta(model)
     if impl == "logits":
-        return LossChoice(impl, settings_of(model))
+        return LossChoice(impl)
     name = original_class(unwrapped(model)).__name__
     mesh = training_mesh_of(model)
     first = mesh is None or mesh.get_rank() == 0
@@ -177,7 +138,7 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
         raise ModelLossError(f"the loss of {name} cannot be computed by impl={impl!r}: {reason}")
     if first:
         _logger.warning("loss of %s: full logits, because %s", name, reason)
-    return LossChoice("logits", settings_of(model))
+    return LossChoice("logits")
 
 
 def _agreed_reason(reason: str, mesh: "DeviceMesh | None") -> str:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.inputs import no_cache
-from fsdp_sft.attention.context_parallel import compare_again, part_of_rows, sequence_group_of
+from fsdp_sft.attention.context_parallel import part_of_rows, sequence_group_of
 from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.experts import counter_of
@@ -26,7 +26,7 @@ from fsdp_sft.loss.counting import (
 from fsdp_sft.loss.head import loss_at_head
 from fsdp_sft.loss.linear_token_losses import linear_token_losses
 from fsdp_sft.loss.part import BatchPart, own_part, whole_rows
-from fsdp_sft.loss.prepare import LossImpl, check_impl, choice_for, look_again, refuse_encoder_decoder
+from fsdp_sft.loss.prepare import LossImpl, check_impl, choice_for, refuse_encoder_decoder
 from fsdp_sft.loss.transform import wide
 from fsdp_sft.targets import IGNORE_INDEX
 
@@ -71,8 +71,8 @@ def token_losses(
         your own divide by ``cp``.
 
     Raises:
-        ModelLossError: If several ranks hold the model and its forward has changed since its loss was looked
-            at: call ``prepare_loss`` on all of them after such a change.
+        ModelLossError: If the forward does something else to its head's output than when its loss was
+            prepared.
         ValueError: If the model is an encoder-decoder or a classifier, if the batch has no proper labels, or
             if the losses cannot be computed by ``impl``.
         RuntimeError: In a backward that is to be derived itself (``create_graph=True``).
@@ -92,7 +92,7 @@ def token_losses(
         True
     """
     check_impl(impl)
-    part, group = part_for(model, batch, impl)
+    part, group = part_for(model, batch)
     values = _values(model, part, impl, entropy)
     if group is not None:
         values = whole_rows(values, group)[..., : batch["input_ids"].shape[1]]
@@ -101,15 +101,13 @@ def token_losses(
     return (values[0], values[1]) if entropy else values[0]
 
 
-def part_for(model: nn.Module, batch: Batch, impl: LossImpl) -> tuple[Batch, Any]:
+def part_for(model: nn.Module, batch: Batch) -> tuple[Batch, Any]:
     """(this rank's part of a checked batch, the ranks that share its rows or None)."""
     refuse_encoder_decoder(model)
     if torch.compiler.is_compiling():
         refuse_masked_pack(batch)
         return batch, None
-    look_again(model, impl)
     group = sequence_group_of(model)
-    compare_again(model, group)
     part = own_part(batch, group)
     if not isinstance(part, CheckedBatch):
         refuse_masked_pack(batch)

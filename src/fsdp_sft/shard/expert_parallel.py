@@ -14,7 +14,7 @@ from fsdp_sft._compat.fsdp import reduction_dtype
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import copied_modules, parameter_adapters, without_adapters
-from fsdp_sft._model.record import findings, kept_of, record_of
+from fsdp_sft._model.record import kept_of, record_of
 from fsdp_sft._model.sharded import mesh_of, reshard
 from fsdp_sft._model.wrappers import base_of, unwrapped
 from fsdp_sft._ranks.mesh import CP, DP_REPLICATE, DP_SHARD, EP
@@ -147,7 +147,7 @@ def refuse_divided_twice(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: If a gradient would be divided twice.
     """
-    looked = findings(model, _Divided)
+    looked = record_of(model).kept_or_new(_Divided)
     if looked.done:
         return
     reshard(model)  # a gathered parameter does not show the axes that it is sharded along
