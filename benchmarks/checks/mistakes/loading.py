@@ -137,13 +137,6 @@ MISTAKES: list[Mistake] = [
         ("tests/model/test_blocks.py::test_containers_that_are_never_called_are_no_blocks",),
     ),
     Mistake(
-        "a block that runs outside of its checkpoint goes unnoticed",
-        "sac/proof.py",
-        "    if _RUNNING:\n        proof.end()",
-        "    if True:\n        proof.end()",
-        ("tests/sac/test_proof.py",),
-    ),
-    Mistake(
         "new rows are a mean of what this rank holds",
         "weights/vocabulary.py",
         "mean = torch.tensor(all_reduce_sum(sums.reshape(-1).tolist()), dtype=torch.float64) / old",

@@ -74,9 +74,7 @@ def apply_sac(
             compiled separately (torch would see none of its operations).
         UnsupportedModelError: If the model has no blocks. With ``save``, if parts of a block are sharded as
             groups of their own, as modules kept in float32 are. If the model is sharded later,
-            ``shard_model`` raises it, or with another sharding the first forward. In the first training
-            forward, if a part of a chosen block runs outside of its checkpoint, because the model calls the
-            parts and not the block, or because the block's forward has been replaced.
+            ``shard_model`` raises it, or with another sharding the first forward.
         HostMemoryError: With ``offload``, in the first forward or one with longer rows, if the host has less
             memory than its ranks would take together.
 

@@ -12,7 +12,6 @@ from fsdp_sft._model.blocks import CACHES_OFF, configs_of
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac.groups import drop_check
 from fsdp_sft.sac.offload import Offload, drop_offload, offload_compiled, run_offloaded
-from fsdp_sft.sac.proof import checkpoint_seen, drop_proof, require_checkpoint
 
 _STATE = "_fsdp_sft_sac"  # attribute of a module: the instance attributes that were replaced
 _CACHE_CHECK = "_fsdp_sft_sac_cache_check"  # attribute of the model: handle of the hook that refuses caches
@@ -25,14 +24,12 @@ def checkpoint_blocks(
     recompute: Callable[..., Any],
     offload: Offload | None,
 ) -> None:
-    """Run the blocks' training forwards through ``recompute``; the first of each is checked to do so."""
-    recompute = functools.partial(checkpoint_seen, recompute)
+    """Run the blocks' training forwards through ``recompute``."""
     if offload is not None:
         recompute = functools.partial(run_offloaded, offload, recompute)
         offload_compiled(model, offload, list(blocks))
     for block in blocks.values():
         _checkpoint_block(block, recompute)
-    require_checkpoint(model, blocks)
 
 
 def _checkpoint_block(block: nn.Module, recompute: Callable[..., Any]) -> None:
@@ -57,7 +54,6 @@ def override(module: nn.Module, **attributes: Any) -> None:
 def restore(model: nn.Module) -> None:
     """Undo everything that ``override`` has set in a model, and turn generation caches on again."""
     for module in model.modules():
-        drop_proof(module)
         drop_check(module)
         drop_offload(module)
         for name, value in module.__dict__.pop(_STATE, {}).items():
