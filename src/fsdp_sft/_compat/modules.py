@@ -31,8 +31,8 @@ def wrapper_tensor(cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch
 def foreign_hooks(module: nn.Module, *, pre: bool) -> list[Any]:
     """Hooks on a module's call that may look at or change what it returns.
 
-    Left out are hooks that do neither: FSDP2's, those of this library's checkpointing, and torch's own hooks on
-    all modules. Hooks are in private attributes that no public function reads.
+    Left out are hooks that do neither: FSDP2's, those of this library's checkpointing, and torch's own hooks
+    on all modules. Hooks are in private attributes that no public function reads.
 
     Args:
         module: The module; modules inside it are not looked at.
