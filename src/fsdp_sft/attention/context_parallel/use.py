@@ -47,8 +47,8 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
     Raises:
         ValueError: If ``mesh`` is not the one that the model is sharded on, or ``cp`` does not divide the
             query heads; the message says which values would.
-        UnsupportedModelError: If the model's attention cannot be wrapped, or the comparison shows a module
-            whose output differs, which the message names. The model is as before.
+        UnsupportedModelError: If the model's attention cannot be wrapped, or the comparison shows a
+            difference. The model is as before.
         TypeError: If the model is not one of transformers.
 
     Collective: all ranks of the mesh; either all raise or none.
