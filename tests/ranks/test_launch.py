@@ -1,11 +1,8 @@
 """The example under every launcher that runs on one machine: equal losses for equal global batches."""
 
 import contextlib
-import importlib.util
 import os
-import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +14,6 @@ import pytest
 
 from tests.harness import launches
 from tests.harness.forks import Program
-from tests.harness.places import EXAMPLES
 
 STEPS = 8
 TOLERANCE = {"float32": 1e-6, "bfloat16": 5e-3}
@@ -130,30 +126,6 @@ def test_a_step_with_one_gpu_visible_per_task(plain: Path, tmp_path: Path) -> No
     assert "rank 0 of 4 (local 0 of 2)" in texts[0]
     assert "launcher: slurm (job 7, step 0" in texts[0]
     _assert_equal_losses(tmp_path, plain)
-
-
-@pytest.mark.slow
-def test_submitit_on_this_machine_starts_a_signalled_job_again(plain: Path, tmp_path: Path) -> None:
-    if importlib.util.find_spec("submitit") is None:
-        pytest.skip("submitit is not installed")
-    logs, output = tmp_path / "logs", tmp_path / "output"
-    launch = [sys.executable, str(EXAMPLES / "submitit" / "launch.py"), "--local"]
-    arguments = launches.arguments(output, ranks=2, steps=STEPS)
-    command = [*launch, "--logs", str(logs), "--ranks-per-node", "2", "--", *arguments]
-    with subprocess.Popen(command, env=launches.environment(), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        job = re.match(r"job (\d+)", process.stdout.readline())
-        assert job is not None
-        while launches.last_step(output) < 1 and process.poll() is None:
-            time.sleep(0.01)
-        tasks = Path(f"/proc/{job[1]}/task/{job[1]}/children").read_text().split()
-        os.kill(int(tasks[1]), signal.SIGUSR1)  # to one rank of the two
-        assert process.wait(200) == 0
-    text = "".join(path.read_text() for path in logs.glob("*_0_log.*"))
-    assert "launcher: submitit" in text
-    assert "Requeued job" in text
-    assert len({step for step, *_ in launches.losses(output)}) == len(launches.losses(output)) == STEPS
-    _assert_equal_losses(output, plain)
 
 
 @contextlib.contextmanager

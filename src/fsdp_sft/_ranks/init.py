@@ -38,8 +38,8 @@ class DistributedContext:
         local_world_size: Number of processes on this node.
         device: Device on which this process computes; an accelerator is the current one.
         backend: Backend of the default process group, such as ``"cpu:gloo,cuda:nccl"``.
-        launcher: ``"torchrun"`` (or another that sets the same variables), ``"slurm"``, ``"submitit"`` for
-            its local executor, ``"single"``, or ``"existing"`` for a process group that the caller has made.
+        launcher: ``"torchrun"`` (or another that sets the same variables), ``"slurm"``, ``"single"``, or
+            ``"existing"`` for a process group that the caller has made.
         details: Further facts from the launcher: its job, restarts, and the address at which ranks meet.
 
     Example:
@@ -80,10 +80,10 @@ def init_distributed(
     """Join the job's process group, under any launcher, and choose this process's device.
 
     The place of this process comes from the first of these that exists: a process group that the caller has
-    made, which is used as it is; torchrun's variables; those of submitit's local executor; those of a Slurm
-    step (a plain ``python`` inside ``salloc`` or a batch script is not one, and a message says so). Without
-    any it is a single process. A gloo group for control messages is made beside the default group. The result
-    is logged under ``fsdp_sft`` at the level INFO before the ranks meet.
+    made, which is used as it is; torchrun's variables; those of a Slurm step (a plain ``python`` inside
+    ``salloc`` or a batch script is not one, and a message says so). Without any it is a single process. A
+    gloo group for control messages is made beside the default group. The result is logged under ``fsdp_sft``
+    at the level INFO before the ranks meet.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"`` or the name of another accelerator; None takes the accelerator if
