@@ -37,7 +37,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "varlen": ("no", "yes"),
     "accumulation": ("1", "3 each", "3 last", "3 reduce_scatter"),
     "optimizer": ("sgd", "adamw", "muon and adamw", "adamw in a wrapper", "stochastic adamw"),
-    "scheduler": ("none", "linear", "plateau"),
+    "scheduler": ("none", "linear"),
     "clip": ("none", "1e-2"),
     "rows": ("in memory", "on the disk"),
     "loader": (

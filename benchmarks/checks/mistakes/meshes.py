@@ -57,13 +57,6 @@ MISTAKES: list[Mistake] = [
         ("tests/step/test_optimizers.py",),
     ),
     Mistake(
-        "a parameter in two optimizers",
-        "step/optimizers.py",
-        "            if other != number:\n",
-        "            if False:\n",
-        ("tests/step/test_optimizers.py",),
-    ),
-    Mistake(
         "norms of several meshes added instead of squared",
         "step/gradients.py",
         "norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)",

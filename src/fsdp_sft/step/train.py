@@ -100,7 +100,7 @@ def train_step(
             length must be the same on every rank. Batches are moved to the model's device.
         optimizer: Optimizer of the model's (sharded) parameters, or a list of optimizers, such as
             ``torch.optim.Muon`` for the matrices and AdamW for the rest. Those of a list must between them
-            hold every trained parameter exactly once.
+            hold every trained parameter exactly once; a warning names those that none has.
         max_grad_norm: Largest 2-norm of the gradient, to which it is clipped; None only measures the norm.
         scheduler: Learning rate scheduler or list of schedulers, each stepped once if the optimizers were.
             Step one that needs a metric (``ReduceLROnPlateau``) yourself.
@@ -154,8 +154,8 @@ def train_step(
             beside ``loss_fn``.
         ModelLossError: If the model's own loss is not the cross entropy (see ``loss_sum``), or ``loss_fn``
             returns a mean.
-        OptimizerError: If an optimizer was made before the model was sharded, if two optimizers share a
-            parameter or leave one out, or if an optimizer or a scheduler needs more than ``step()``.
+        OptimizerError: If an optimizer was made before the model was sharded, if a scheduler belongs to
+            another optimizer, or if nothing is trained.
         TypeError: If an argument is not the optimizer, scheduler or function that it should be, or
             ``count_fn`` or ``loss_fn`` returns another type than it should.
         RuntimeError: If gradients are off, as under ``torch.no_grad``.
