@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -176,21 +175,3 @@ def test_two_hosts_with_hsdp(plain: Path, tmp_path: Path) -> None:
             [(one, {"GLOO_SOCKET_IFNAME": "cable", "TP_SOCKET_IFNAME": "cable"}) for one in commands]
         )
     _assert_equal_losses(tmp_path, plain)
-
-
-@pytest.mark.slow
-def test_two_hosts_whose_gloo_listens_on_the_loopback_are_told_at_once(tmp_path: Path) -> None:
-    with _two_namespaces() as inside:
-        program = ("-m", "fsdp_sft", "check", "--only", "versions", "--json", str(tmp_path / "check.json"))
-        commands = _on_two_hosts(inside, *program)
-        _run_together([(command, {"GLOO_SOCKET_IFNAME": "cable"}) for command in commands])
-        for names in (("lo", "lo"), ("cable", "lo"), ("lo", "cable")):
-            start = time.monotonic()
-            environments = [{"GLOO_SOCKET_IFNAME": name} for name in names]
-            texts = _run_together(list(zip(commands, environments, strict=True)), code=1)
-            assert time.monotonic() - start < 60
-            wrong = [rank for rank in range(4) if names[rank // 2] == "lo"]
-            assert any(
-                f"rank {rank} on {socket.gethostname()} listens at 127.0.0.1 on lo" in texts[0]
-                for rank in wrong
-            )

@@ -17,7 +17,7 @@ from fsdp_sft._ranks.agree import (
     world_size,
 )
 from fsdp_sft._ranks.launch import detect_launch
-from fsdp_sft._ranks.rendezvous import meet, meet_again
+from fsdp_sft._ranks.rendezvous import meet
 from fsdp_sft._ranks.slurm import Launch, env_int, is_slurm_step
 
 _logger = logging.getLogger("fsdp_sft")
@@ -95,8 +95,7 @@ def init_distributed(
 
     Raises:
         ValueError: If the launcher's variables are incomplete or contradict each other, or the device does
-            not exist; the message names the variable. Also if hosts do not reach each other where gloo
-            listens, on all ranks within seconds.
+            not exist; the message names the variable.
         OSError: If this process may not open as many files as the job needs, even with a raised soft limit.
 
     Collective: all ranks. gloo connects two ranks when they first communicate (``TORCH_GLOO_LAZY_INIT``,
@@ -116,7 +115,6 @@ def init_distributed(
     if dist.is_initialized():
         launch = _existing_launch()
         device = _select_device(device_type, launch)
-        meet_again(launch)
     else:
         launch = detect_launch()
         device = _select_device(device_type, launch)
