@@ -155,7 +155,6 @@ BESIDE: dict[str, str] = {
     },
     "tests/test_ports.py::": "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]",
     f"{_LAUNCH}[slurm-2]": _ADDRESSES,
-    f"{_LAUNCH}[submitit-2]": _ADDRESSES,
     "tests/ranks/test_launch.py::test_torchrun_trains_as_plain_python_does": (f"{_LAUNCH}[torchrun-2]"),
     "tests/test_long_context.py::test_two_ranks_share_rows": (f"{_STEPS}[2-shape0-options0]"),
     # Processes that are killed at every moment, or in every way, of which some stay.

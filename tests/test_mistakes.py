@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
+from torch.optim.lr_scheduler import LambdaLR
 
 import fsdp_sft as fs
-from fsdp_sft._ranks import agree, interrupt
+from fsdp_sft._ranks import agree
 from fsdp_sft.weights.hub import resolve_folder
 from tests.harness.device import mesh_here
 from tests.harness.models import ragged_batches, tiny_model
@@ -58,41 +58,6 @@ def test_a_resume_on_as_many_ranks_says_nothing(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         loaded = fs.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
     assert (loaded.world_size, loaded.rank_state, loaded.rank_states) == (1, {"a": 1}, ({"a": 1},))
-
-
-def _in_sequence(optimizer: Any) -> Any:
-    parts = [LambdaLR(optimizer, lambda step: 0.1), CosineAnnealingLR(optimizer, 9)]
-    return SequentialLR(optimizer, parts, milestones=[2])
-
-
-@pytest.mark.parametrize("make", [lambda o: LambdaLR(o, lambda step: 1.0), _in_sequence])
-def test_a_schedule_that_is_stepped_twice(make: Any) -> None:
-    model, batches = tiny_model("llama"), ragged_batches(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    schedule = make(optimizer)
-    for _ in range(2):
-        fs.train_step(model, batches, optimizer, scheduler=schedule)
-    schedule.step()
-    with pytest.raises(fs.OptimizerError, match=r"stepped once since the last train_step"):
-        fs.train_step(model, batches, optimizer, scheduler=schedule)
-    fs.train_step(model, batches, optimizer)  # either piece of advice
-    schedule.step()
-    fs.train_step(model, batches, optimizer, scheduler=schedule)
-
-
-def test_a_schedule_that_the_caller_may_step() -> None:
-    model, batches = tiny_model("llama"), ragged_batches(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    schedule = LambdaLR(optimizer, lambda step: 1.0)
-    fs.train_step(model, batches, optimizer, scheduler=schedule)
-    saved = schedule.state_dict()
-    fs.train_step(model, batches, optimizer, scheduler=schedule)
-    schedule.load_state_dict(saved)  # a step of the past
-    fs.train_step(model, batches, optimizer, scheduler=schedule)
-    silent = [{**batches[0], "labels": torch.full_like(batches[0]["labels"], -100)}]
-    assert fs.train_step(model, silent, optimizer, scheduler=schedule).skipped
-    schedule.step()
-    fs.train_step(model, batches, optimizer, scheduler=schedule)
 
 
 def test_float16_without_a_scaler() -> None:
@@ -197,34 +162,6 @@ def test_what_gloo_says_of_a_lost_rank_is_one_sentence(text: str, said: str | No
     with pytest.raises(fs.LostRankError) as error, agree.answered():
         raise RuntimeError(text)
     assert f"({said}); end the job and start it again" in str(error.value)
-
-
-def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(sys, "excepthook", lambda *error: told.append(error))
-    for _ in range(2):
-        interrupt.say_interrupts_in_a_line()
-    try:
-        raise KeyboardInterrupt
-    except KeyboardInterrupt as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    assert capsys.readouterr().err == "rank 0: interrupted\n"
-
-    def interrupted(step: int) -> float:
-        raise KeyboardInterrupt
-
-    model = tiny_model("llama")
-    with pytest.raises(KeyboardInterrupt) as stopped:
-        LambdaLR(torch.optim.SGD(model.parameters(), lr=0.0), interrupted)
-    sys.excepthook(KeyboardInterrupt, stopped.value, stopped.tb)
-    assert capsys.readouterr().err == "rank 0: interrupted\n"  # neither in a program nor in this library
-    with pytest.raises(KeyboardInterrupt) as stopped:
-        fs.evaluate(model, ragged_batches(1), loss_fn=lambda *_: interrupted(0))
-    sys.excepthook(KeyboardInterrupt, stopped.value, stopped.tb)
-    assert capsys.readouterr().err == "rank 0: interrupted in evaluate\n"
-    failed = ValueError("other")
-    sys.excepthook(ValueError, failed, None)
-    assert told == [(ValueError, failed, None)]
 
 
 def test_arguments_of_another_kind(tmp_path: Path) -> None:

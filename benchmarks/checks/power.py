@@ -76,10 +76,9 @@ REACHED_BY: dict[str, Options] = {
 }
 
 
-# What programs may come by: what changes after a check, cannot be compared, differs between ranks, goes past
+# What programs may come by: what cannot be compared, differs between ranks, goes past
 # the reduction, changes within a call, is left by a failed step, moves the position, is counted.
 BY_PROGRAMS = (
-    "what a model was checked for is not looked at again",
     "a loss that cannot be compared is taken for the cross entropy",
     "ranks step with different options",
     "hooks on parameters that do not run are taken",

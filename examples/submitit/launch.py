@@ -1,7 +1,6 @@
-"""Submit the example from Python with submitit: to Slurm, or with --local to processes of this machine.
+"""Submit the example to Slurm from Python, with submitit.
 
     python examples/submitit/launch.py --nodes 2 --ranks-per-node 8 --gpus-per-node 8 -- --output RUN
-    python examples/submitit/launch.py --local --ranks-per-node 2 -- --output RUN
 
 What follows -- goes to minimal_sft.py, with --resume auto added. Before the time limit, and on preemption,
 all ranks save the same step and the job is queued again; that start continues from there.
@@ -51,7 +50,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--local", action="store_true", help="processes of this machine, waited for")
     add("--logs", type=Path, default=Path("submitit-logs"), help="submitit's folder, seen by all nodes")
     add("--nodes", type=int, default=1)
     add("--ranks-per-node", type=int, default=1)
@@ -61,9 +59,7 @@ def main() -> None:
     add("--partition", help="Slurm's partition (default: the cluster's)")
     add("arguments", nargs="*", help="for minimal_sft.py, after --")
     args = parser.parse_args()
-    executor = submitit.AutoExecutor(
-        args.logs, cluster="local" if args.local else "slurm", slurm_max_num_timeout=1000
-    )
+    executor = submitit.AutoExecutor(args.logs, cluster="slurm", slurm_max_num_timeout=1000)
     executor.update_parameters(
         name="sft",
         nodes=args.nodes,
@@ -78,8 +74,6 @@ def main() -> None:
     )
     job = executor.submit(Train(), str(EXAMPLES), args.arguments)
     print(f"job {job.job_id}, logs in {args.logs}", flush=True)
-    if args.local:
-        job.results()
 
 
 if __name__ == "__main__":

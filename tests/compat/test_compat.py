@@ -3,11 +3,9 @@
 A test that fails on its second half says that the private name can go.
 """
 
-import copy
 import functools
 import importlib
 import inspect
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,23 +197,6 @@ def test_whether_a_module_is_compiled_has_no_public_reader() -> None:
     assert not hasattr(nn.Module, "is_compiled"), "torch has a public name now"
 
 
-def test_compilers_memory_budget_has_no_public_reader() -> None:
-    from torch._functorch import config
-
-    assert _compat.compile_memory_budget() == config.activation_memory_budget == 1
-    assert not hasattr(torch.compiler.config, "activation_memory_budget"), "torch has a public name now"
-    assert not hasattr(torch.compiler, "lookup_backend"), "torch has a public name now"
-    seen = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
-        seen.append(config.activation_memory_budget)
-        return graph.forward
-
-    torch.compile(lambda x: x + 1, backend=_compat.backend_with_memory_budget(backend, 0.25))(torch.ones(2))
-    assert seen == [0.25]
-    assert config.activation_memory_budget == 1
-
-
 def test_which_module_is_being_traced_has_no_public_reader() -> None:
     import torch.fx.traceback
 
@@ -281,36 +262,6 @@ def test_what_a_scaler_found_has_no_public_reader() -> None:
         scaler.unscale_(optimizer)
         assert [float(flag) for flag in _compat.found_infs(scaler, [optimizer])] == [found]
     assert not hasattr(torch.amp.GradScaler, "found_inf"), "torch has a public reader now"
-
-
-def test_patterns_of_other_architectures_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until transformers makes its table of conversions without compiling all of it."""
-    from transformers import conversion_mapping, core_model_loading
-
-    compiled: list[str] = []
-    compile_pattern = re.compile
-
-    def counted(pattern: str, flags: int = 0) -> re.Pattern[str]:
-        compiled.append(pattern)
-        return compile_pattern(pattern, flags)
-
-    monkeypatch.setattr(re, "compile", counted)
-    model = tiny_model("mixtral")
-    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None)
-    eager = conversion_mapping.get_model_conversion_mapping(model)
-    assert len(compiled) > 500, "transformers compiles few of them itself now: drop _patterns_compiled_at_use"
-    compiled.clear()
-    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None)
-    lazy = _compat.weight_conversions(model)
-    assert len(compiled) < 20
-    assert core_model_loading.re is re
-    key = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
-    for one, other in zip(lazy, eager, strict=True):
-        assert one.source_patterns == other.source_patterns
-        assert one.compiled_sources.pattern == other.compiled_sources.pattern
-        assert bool(one.compiled_sources.search(key)) == bool(other.compiled_sources.search(key))
-        assert one.compiled_sources.groupindex == other.compiled_sources.groupindex
-        copy.deepcopy(one)
 
 
 def _version() -> tuple[int, ...]:

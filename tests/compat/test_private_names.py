@@ -23,8 +23,8 @@ from tests.harness.ranks import run_distributed
 FILES = sorted((Path(fsdp_sft.__file__).parent / "_compat").glob("*.py"))
 FOREIGN = {"torch", "transformers"}
 NAME = re.compile(r"_(?!_|fsdp_sft_)\w*[a-z]\w*")
-# Of a namedtuple; a class of the room's own; parts of names that are put together, which PRIVATE has in full.
-OTHERS = {"_replace", "_LazyPattern", "_hooks", "_global_"}
+# Of a namedtuple; parts of names that are put together, which PRIVATE has in full.
+OTHERS = {"_replace", "_hooks", "_global_"}
 
 
 def _imported(source: str) -> Iterator[tuple[str, str]]:

@@ -37,7 +37,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "varlen": ("no", "yes"),
     "accumulation": ("1", "3 each", "3 last", "3 reduce_scatter"),
     "optimizer": ("sgd", "adamw", "muon and adamw", "adamw in a wrapper", "stochastic adamw"),
-    "scheduler": ("none", "linear", "plateau"),
+    "scheduler": ("none", "linear"),
     "clip": ("none", "1e-2"),
     "rows": ("in memory", "on the disk"),
     "loader": (
@@ -129,7 +129,8 @@ def settled(draw: Draw) -> dict[str, str]:
         own["stored"] = "fp8" if own["frozen"] == "stored" else "float32"
     of_experts = own["architecture"] in ("moe", "moe with router loss")
     loaded = own["start"] in ("load_pretrained", "load_prepared")
-    if not of_experts or not loaded or not has_native_sharding():
+    adapted = own["adapters"] != "none"  # all layers are, experts too, which ranks then cannot share out
+    if not of_experts or not loaded or adapted or not has_native_sharding():
         plainest("expert ranks")
     if own["expert ranks"] != "1" and own["mesh"] not in ("fsdp 2", "hsdp 2x2"):
         own["mesh"] = "fsdp 2"  # others do not divide, which is an argument that cannot be

@@ -224,7 +224,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "architecture": "convolution",
     },
     "a pack with an attention mask": {"mesh": "fsdp 2", "batches": "packed with a mask", "loss": "loss_fn"},
-    "a scheduler that wants to be told a number": {"mesh": "1", "scheduler": "plateau"},
     "ranks whose batches have different keys": {"mesh": "fsdp 2", "twist": "keys differ"},
     "a pack on a model that does not keep its rows apart": {
         "mesh": "hsdp 2x2",

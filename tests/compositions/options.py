@@ -138,8 +138,6 @@ def schedulers(draw: Draw, made: Iterable[torch.optim.Optimizer]) -> list[Any]:
     made = [getattr(one, "inner", one) for one in made]
     if draw["scheduler"] == "linear":
         return [lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step)) for one in made]
-    if draw["scheduler"] == "plateau":
-        return [lr_scheduler.ReduceLROnPlateau(one) for one in made]
     return []
 
 

@@ -124,14 +124,6 @@ REASONS: tuple[Reason, ...] = (
         "train it without context parallelism",
     ),
     Reason(
-        "a scheduler that wants to be told a number",
-        "OptimizerError",
-        r"ReduceLROnPlateau",
-        lambda draw: _is(draw, scheduler="plateau"),
-        ("scheduler",),
-        "leave it out of `train_step` and step it yourself with what it is to look at",
-    ),
-    Reason(
         "ranks whose batches have different keys",
         "BatchError",
         r"different keys",

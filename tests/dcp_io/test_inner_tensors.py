@@ -1,6 +1,5 @@
 """Optimizer state in tensor subclasses: bit by bit at the same shards, at others where the blocks allow."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
 from tests.harness.eight_bit import ClosedMomentum, EightBitMomentum, Quantised, inner_state, own_of
 from tests.harness.hf_folders import save_tiny
-from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.models import full, ragged_batches
 from tests.harness.ranks import run_distributed
 
 FITTING = [(16, 16), (16, 8), (1, 5)]  # the last has fewer rows than ranks, and no whole block
@@ -159,32 +158,6 @@ def test_what_says_nothing_of_itself_is_refused_when_it_is_saved(tmp_path: Path)
     _train(model, optimizer, 0, 1)
     with pytest.raises(fs.UnstorableStateError, match="Closed, which does not say what is inside it"):
         fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
-
-
-def _first_steps() -> None:
-    batch = ragged_batches(2)[0]
-    mesh, rank = mesh_here(), torch.distributed.get_rank()
-    model = fs.shard_model(tiny_model("llama"), mesh=mesh)
-    fitting = EightBitMomentum(model.parameters(), lr=1e-3)
-    for _ in range(2):
-        fs.train_step(model, [batch], fitting)
-    one_rank = EightBitMomentum(model.parameters(), lr=1e-3)
-    if rank == 0:
-        one_rank.kind = ClosedMomentum.kind
-    with pytest.raises(fs.UnstorableStateError, match="Closed, which does not say what is inside"):
-        fs.train_step(model, [batch], one_rank)
-    kept = torch.optim.AdamW(model.parameters())
-    kept.inner = torch.optim.SGD(model.parameters())  # type: ignore[attr-defined]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            fs.train_step(model, [batch], kept)
-    told = [w for w in caught if "save_checkpoint will refuse" in str(w.message)]
-    assert len(told) == (rank == 0), "once, on the main rank"
-
-
-def test_the_first_step_says_what_no_checkpoint_could_hold() -> None:
-    run_distributed(_first_steps, 2)
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamWFp8", "AdamW4bit"])

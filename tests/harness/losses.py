@@ -115,9 +115,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "trained tokens": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [5, 9, 40]}},
     "trained tokens, tied": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 9, 40]},
+}
+# peft's layers that compute more than one product, which get full logits.
+ADDED: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q_proj", "lm_head"]},
     "lora with dropout": {"target_modules": ["lm_head"], "lora_dropout": 0.3},
-    "lora with a bias": {"target_modules": ["lm_head"], "lora_bias": True},
     "dora": {"target_modules": ["lm_head"], "use_dora": True},
 }
 
@@ -126,7 +128,7 @@ def adapted_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     from peft import LoraConfig, get_peft_model
 
     model = tiny_model("qwen2-tied" if "tied" in kind else "llama", dtype=dtype)
-    config = LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **ADAPTERS[kind])
+    config = LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **(ADAPTERS | ADDED)[kind])
     torch.manual_seed(1)
     model = get_peft_model(model, config)
     with torch.no_grad():

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
-from tests.harness.losses import ADAPTERS, adapted_model
+from tests.harness.losses import ADAPTERS, ADDED, adapted_model
 from tests.harness.models import (
     VOCAB,
     full,
@@ -71,35 +71,40 @@ def test_a_head_with_adapters_needs_no_logits(kind: str) -> None:
     assert _Largest.numel < 1000 * VOCAB, "as large as the logits"
 
 
+@pytest.mark.parametrize("kind", ADDED)
+def test_lora_on_the_head_gets_full_logits(kind: str) -> None:
+    pytest.importorskip("peft")
+    model, batches = adapted_model(kind, torch.float64), ragged_batches(2)
+    with pytest.raises(fs.ModelLossError, match=r"not a plain nn\.Linear: .*peft"):
+        fs.prepare_loss(model, impl="chunked")
+    torch.manual_seed(7)
+    expected = oracle_loss(model, batches)
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    assert fs.prepare_loss(model) == "logits"
+    loss, own = _window(model, batches, "auto")
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-9)
+    assert largest_error(own, gradients) <= 1e-9
+
+
 def _check_sharded() -> None:
     batches = ragged_batches(2)
     mine = batches[dist.get_rank() :: dist.get_world_size()]
-    for kind in ("modules_to_save", "dora"):
+    for kind, impl in (("modules_to_save", "chunked"), ("lora", "logits")):
         model = adapted_model(kind)
         loss, expected = oracle_gradients(model, batches)
         fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
-        assert fs.prepare_loss(model) == "chunked", kind
+        assert fs.prepare_loss(model) == impl, kind
         _, actual = _window(model, mine, "auto")
         error = largest_error(actual, expected)
         assert error <= 1e-6, (kind, error)
         assert fs.evaluate(model.eval(), mine).loss == pytest.approx(loss, rel=1e-6)
 
 
-def test_a_sharded_head_with_adapters_needs_no_logits() -> None:
+def test_sharded_heads_with_adapters() -> None:
     pytest.importorskip("peft")
     run_distributed(_check_sharded, 2)
-
-
-def test_an_adapter_that_is_no_product_falls_back_by_name() -> None:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    options = {"target_modules": ["lm_head"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
-    config = peft.LoraConfig(use_dora=True, lora_dropout=0.5, **options)
-    model = peft.get_peft_model(tiny_model("llama"), config)
-    with pytest.raises(fs.ModelLossError, match="DoRA with dropout"):
-        fs.prepare_loss(model, impl="chunked")
-    assert fs.prepare_loss(model) == "logits"
-    assert fs.prepare_loss(model.eval()) == "chunked", "without dropout it is one"
 
 
 def _doubled(_module: Any, _args: Any, output: Any) -> Any:
@@ -109,17 +114,14 @@ def _doubled(_module: Any, _args: Any, output: Any) -> Any:
     return output * 2
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("place", ["lm_head", "", "around"])
-def test_a_hook_on_the_logits_is_heeded(place: str, when: str) -> None:
+def test_a_hook_on_the_logits_is_heeded(place: str) -> None:
     batch, model = ragged_batches(1)[0], tiny_model("llama")
     outer = model
     if place == "around":
         peft = pytest.importorskip("peft")
         outer = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     hooked = model.get_submodule("" if place == "around" else place)
-    if when == "after":
-        assert fs.prepare_loss(outer) == "chunked"
     handle = hooked.register_forward_hook(_doubled)
     expected = float(oracle_loss(outer, [batch]).detach())
     try:
@@ -147,33 +149,9 @@ def test_hooks_that_change_nothing_of_the_logits_cost_nothing() -> None:
     assert float(total.detach()) / count == pytest.approx(expected, rel=1e-5)
     seen = []
     model.lm_head.register_full_backward_hook(lambda *given: seen.append(given[2][0].shape))
+    fs.prepare_loss(model)
     fs.loss_sum(model, batch)[0].backward()
     assert seen[0][-1] == VOCAB, "the gradient of the logits, as always"
-
-
-def _check_a_hook_on_one_rank() -> None:
-    batches = ragged_batches(2)
-    mine = batches[dist.get_rank() :: 2]
-    model = tiny_model("llama")
-    loss, _ = oracle_gradients(model, batches)
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for with_hook in (False, True, False):
-        seen: list[Any] = []
-        handle = None
-        if with_hook and dist.get_rank() == 1:
-            handle = model.lm_head.register_forward_hook(lambda *given: seen.append(given[2].shape))
-        assert fs.train_step(model, mine, optimizer).loss == pytest.approx(loss, rel=1e-6)
-        assert fs.evaluate(model, mine).loss == pytest.approx(loss, rel=1e-6)
-        if handle is not None:
-            assert {shape[-1] for shape in seen} == {VOCAB}
-            handle.remove()
-    assert fs.prepare_loss(model) == "chunked"
-
-
-def test_a_hook_on_one_rank_leads_all_to_another_choice() -> None:
-    """Choosing is collective: a rank that did it alone would wait for the others."""
-    run_distributed(_check_a_hook_on_one_rank, 2, timeout=60)
 
 
 def _capped(kind: str) -> Any:
@@ -215,5 +193,9 @@ def test_a_scale_that_changes_after_planning_is_heeded(kind: str) -> None:
     _change(model, kind)
     expected = float(oracle_loss(model, [batch]).detach())
     for impl in ("auto", "chunked"):
+        with pytest.raises(fs.ModelLossError, match=r"no longer makes .*Call prepare_loss\(model\)"):
+            fs.loss_sum(model, batch, impl=impl)
+    for impl in ("auto", "chunked"):
+        fs.prepare_loss(model, impl=impl)
         total, count = fs.loss_sum(model, batch, impl=impl)
         assert float(total.detach()) / count == pytest.approx(expected, rel=1e-5)

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import logging
-import sys
 import types
 import weakref
 from typing import Any
@@ -15,12 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import fsdp_sft as fs
-from fsdp_sft.loss import liger
 from tests.harness.architectures import class_names, tiny_architecture
 from tests.harness.losses import (
-    draw_head,
     family_model,
-    loss_of_logits,
     own_batches,
     relative_error,
     shard_by_heads,
@@ -186,13 +182,11 @@ def test_a_plan_ends_with_what_it_was_made_for(caplog: pytest.LogCaptureFixture)
 
 def test_the_wrong_models_and_names_are_refused() -> None:
     with pytest.raises(ValueError, match="impl must be one of"):
-        fs.prepare_loss(tiny_model("llama"), impl="fused")
+        fs.prepare_loss(tiny_model("llama"), impl="liger")
     with pytest.raises(ValueError, match="encoder-decoder"):
         fs.prepare_loss(tiny_model("t5"))
     with pytest.raises(ValueError, match="meta device"):
         fs.prepare_loss(tiny_model("llama").to("meta"))
-    with pytest.raises(ValueError, match="Liger's kernels run on CUDA"):
-        fs.prepare_loss(tiny_model("llama"), impl="liger")
     classifier = tiny_model("bert")
     with pytest.raises(
         fs.ModelLossError, match=r"cannot be compared.*Give train_step and evaluate a loss_fn"
@@ -244,36 +238,6 @@ def _check_one_rank_cannot() -> None:
 
 def test_ranks_agree_on_a_fall_back() -> None:
     run_distributed(_check_one_rank_cannot, 2)
-
-
-def test_liger_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in of the kernels' interface, which are CUDA only; absent, they are never imported."""
-    calls = []
-
-    class LigerFusedLinearCrossEntropyLoss:
-        def __init__(self, *, reduction: str, softcap: float | None, accum_dtype: torch.dtype) -> None:
-            calls.append((reduction, softcap, accum_dtype))
-            self.softcap = softcap
-
-        def __call__(self, lin_weight, _input, target, bias=None) -> torch.Tensor:
-            assert _input.ndim == 2
-            assert target.ndim == 1
-            return loss_of_logits(_input, lin_weight, target, bias, self.softcap)
-
-    module = types.ModuleType("liger_kernel.transformers")
-    module.LigerFusedLinearCrossEntropyLoss = LigerFusedLinearCrossEntropyLoss
-    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", module)
-    monkeypatch.setattr(liger, "why_not", lambda device: "")
-    batch = ragged_batches(1)[0]
-    for family in ("gemma2", "granite", "cohere"):
-        model = family_model(family)
-        assert fs.prepare_loss(model, impl="liger") == "liger"
-        fused, _ = fs.loss_sum(model, batch)
-        assert relative_error(fused.detach(), fs.loss_sum(model, batch, impl="logits")[0].detach()) <= 1e-6
-    assert ("sum", 3.0, torch.float32) in calls
-    with pytest.raises(ValueError, match="no logit scale"):
-        liger.linear_cross_entropy_sum(*draw_head(torch.float32)[:3], bias=torch.zeros(301), scale=2.0)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from fsdp_sft.loss.choice import LossChoice
 from fsdp_sft.loss.terms import Terms
 from fsdp_sft.step.own_loss import Objective
 from tests.harness.models import full, ragged_batches, tiny_model
@@ -283,9 +282,8 @@ def test_a_loss_fn_has_terms_of_its_own() -> None:
 
 
 def test_each_term_is_an_argument_of_every_loss() -> None:
-    """As a field it is refused beside a loss_fn, compared between ranks, and kept from Liger."""
+    """As a field it is refused beside a loss_fn, and compared between ranks."""
     calls = (fs.loss_sum, fs.causal_lm_loss, fs.linear_cross_entropy_sum, fs.train_step, fs.evaluate)
-    liger: Any = LossChoice("liger", ())
     for name in (term.name for term in fields(Terms)):
         assert [call.__name__ for call in calls if name not in inspect.signature(call).parameters] == []
         terms = Terms(**{name: 0.5})
@@ -293,5 +291,3 @@ def test_each_term_is_an_argument_of_every_loss() -> None:
         assert objective.options()[name] == 0.5
         with pytest.raises(ValueError, match=rf"{name}=0.5 .* loss_fn replaces that loss"):
             objective.check()
-        with pytest.raises(ValueError, match=rf"impl='liger' has no .*{name}"):
-            liger.loss_of(None, None, terms=terms)

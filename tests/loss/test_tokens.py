@@ -93,7 +93,6 @@ class _Largest(TorchDispatchMode):
 def test_heads_with_adapters(kind: str) -> None:
     pytest.importorskip("peft")
     model, batch = adapted_model(kind, torch.float64), BATCHES[PADDED]
-    model = model.eval() if "dropout" in kind else model
     for entropy in (False, True):
         _compare(model, batch, _of_plain(model, batch, entropy), 1e-12, entropy, impl="chunked")
     with model.disable_adapter(), torch.no_grad():  # a reference model
@@ -136,8 +135,6 @@ def test_shift_labels_and_batches_without_targets() -> None:
 
 def test_what_cannot_be_given_is_refused() -> None:
     model, batch = tiny_model("llama"), ragged_batches(1)[0]
-    with pytest.raises(ValueError, match="kernels return sums"):
-        fs.token_losses(model, batch, impl="liger")
     with pytest.raises(ValueError, match="impl must be one of"):
         fs.token_losses(model, batch, impl="fast")  # type: ignore[call-overload]
     with pytest.raises(fs.BatchError, match="needs 'labels'"):

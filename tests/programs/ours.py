@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.harness.hf_folders import tensors_of
 from tests.harness.models import full
 from tests.programs.rows import BATCH_ROWS, PROMPT, collated, held_out, names_of, rows_for
 from tests.programs.user import PlantedError, User
-from tests.programs.writing import Program, Step
+from tests.programs.writing import OF_THE_FORWARD, Program, Step
 
 Told = tuple[str, Any]  # ("value", it) or (the name of an error, its message)
 
@@ -138,6 +139,9 @@ class Ours(User):
 
     def _toggle(self, name: str) -> None:
         self.toggle(name)
+        if name in OF_THE_FORWARD:
+            with suppress(fs.ModelLossError):
+                fs.prepare_loss(self.model)
 
     def _save(self) -> None:
         fs.save_checkpoint(

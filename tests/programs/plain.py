@@ -9,17 +9,7 @@ import torch.nn.functional as F
 
 from tests.programs.rows import BATCH_ROWS, NUM_ROWS, PROMPT, collated, held_out, names_of, rows_for
 from tests.programs.user import User
-from tests.programs.writing import Program, Step
-
-# What changes the forward: what was said about the model before holds no more.
-_OF_THE_FORWARD = {
-    "hook on a block",
-    "hook on the head",
-    "wrapped head",
-    "wrapped model",
-    "another loss of the model",
-    "merged",
-}
+from tests.programs.writing import OF_THE_FORWARD, Program, Step
 
 
 @dataclass(frozen=True)
@@ -93,10 +83,10 @@ class Plain(User):
 
     def _of_loss(self, loss: str) -> Refusal:
         if loss == "mean":
-            return Refusal(("ModelLossError",))
+            return Refusal(("ModelLossError",), is_sure=False)  # only a model's first loss is looked at
         if loss != "own" or not self.own_loss_differs or self.uncompared == "yes":
             return Refusal()
-        return Refusal(("ModelLossError",), is_sure=self.uncompared == "no")
+        return Refusal(("ModelLossError",))
 
     @property
     def own_loss_differs(self) -> bool:
@@ -175,8 +165,8 @@ class Plain(User):
 
     def _toggle(self, name: str) -> None:
         self.toggle(name)
-        if name in _OF_THE_FORWARD and self.uncompared == "yes":
-            self.uncompared = "perhaps"  # not if it is as it was before anybody looks
+        if name in OF_THE_FORWARD:
+            self.uncompared = "no"  # what has changed is prepared again
 
     def _save(self) -> None:
         state = self.model.state_dict(), self.optimizer.state_dict()

@@ -34,6 +34,15 @@ TOGGLES = (
     "hook on a weight",
     "merged",
 )
+# What changes the forward, so that its loss has to be prepared again.
+OF_THE_FORWARD = {
+    "hook on a block",
+    "hook on the head",
+    "wrapped head",
+    "wrapped model",
+    "another loss of the model",
+    "merged",
+}
 LOSSES = ("own", "own", "own", "own", "sum", "sum", "coefficient", "mean", "penalty")
 WAYS_TO_FAIL = ("forward", "backward", "loss_fn")
 # What one rank may do where the others do as the program says. A hook is none of it: what only watches a

@@ -35,13 +35,6 @@ STEP = {
     "SLURM_STEP_NODELIST": "localhost,other",
     "SLURM_JOB_ID": "77",
 }
-SUBMITIT = {
-    "SUBMITIT_EXECUTOR": "local",
-    "SUBMITIT_LOCAL_NTASKS": "4",
-    "SUBMITIT_LOCAL_GLOBALID": "2",
-    "SUBMITIT_LOCAL_LOCALID": "2",
-    "SUBMITIT_LOCAL_JOB_ID": "20123",
-}
 ELASTIC = {
     "TORCHELASTIC_RUN_ID": "r",
     "TORCHELASTIC_RESTART_COUNT": "1",
@@ -49,8 +42,14 @@ ELASTIC = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "GROUP_WORLD_SIZE": "1",
 }
-ALL = {*TORCHRUN, *STEP, *SUBMITIT, *ELASTIC, "SLURM_NTASKS", "SLURM_NNODES", "LOCAL_WORLD_SIZE"}
-ALL |= {"SLURM_LAUNCH_NODE_IPADDR", "SLURM_NODELIST", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
+ALL = {*TORCHRUN, *STEP, *ELASTIC, "SLURM_NTASKS", "SLURM_NNODES", "LOCAL_WORLD_SIZE"}
+ALL |= {
+    "SLURM_LAUNCH_NODE_IPADDR",
+    "SLURM_NODELIST",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "SUBMITIT_LOCAL_NTASKS",
+}
 ALL |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "SLURM_PTY_PORT", "OMPI_COMM_WORLD_LOCAL_SIZE"}
 ALL |= {"OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}
 
@@ -102,16 +101,6 @@ def test_inside_an_allocation_without_a_step_it_is_a_single_process(environment:
 def test_an_allocation_of_one_task_needs_no_hint(environment: Any) -> None:
     environment(SLURM_JOB_ID="77", SLURM_NTASKS="1", SLURM_NNODES="1", SLURM_PROCID="0")
     assert detect_launch().hint == ""
-
-
-def test_submitit_on_this_machine(environment: Any) -> None:
-    environment(**SUBMITIT, **STEP)
-    launch = detect_launch()
-    assert launch == slurm.Launch("submitit", 2, 2, 4, 4, "tcp://127.0.0.1:20123"), "it is the inner one"
-    environment(SUBMITIT_EXECUTOR="slurm")
-    assert detect_launch().launcher == "slurm"
-    environment(SUBMITIT_EXECUTOR="local", SUBMITIT_LOCAL_NTASKS="1", SUBMITIT_LOCAL_GLOBALID="0")
-    assert detect_launch().init_method is None
 
 
 def test_restarts_of_one_agent_are_kept_apart(environment: Any) -> None:
@@ -205,8 +194,7 @@ def test_unequal_tasks_per_node(environment: Any) -> None:
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
         ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR not"),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4 is set but RANK is not"),
-        ({"SUBMITIT_EXECUTOR": "local"}, "SUBMITIT_LOCAL_NTASKS, SUBMITIT_LOCAL_GLOBALID"),
-        ({**SUBMITIT, "SUBMITIT_LOCAL_GLOBALID": "4"}, "SUBMITIT_LOCAL_GLOBALID=4"),
+        ({"SUBMITIT_LOCAL_NTASKS": "2"}, "SUBMITIT_LOCAL_NTASKS=2 is set but RANK is not"),
         ({**STEP, "SLURM_PROCID": "6"}, "SLURM_PROCID=6"),
         ({**STEP, "SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 is not in"),
         ({**STEP, "MASTER_PORT": "x"}, "MASTER_PORT='x' is not a number"),
@@ -280,9 +268,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(
-    ("launcher", "ranks"), [("torchrun", 2), ("slurm", 2), ("submitit", 2), ("single", 1)]
-)
+@pytest.mark.parametrize(("launcher", "ranks"), [("torchrun", 2), ("slurm", 2), ("single", 1)])
 def test_a_real_launch(tmp_path: Path, launcher: str, ranks: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -299,12 +285,6 @@ def test_a_real_launch(tmp_path: Path, launcher: str, ranks: int) -> None:
         step = {**STEP, "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
         environments = [
             {**outside, **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "MASTER_PORT": port}
-            for rank in ("0", "1")
-        ]
-    elif launcher == "submitit":
-        job = {**SUBMITIT, "SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_JOB_ID": str(os.getpid())}
-        environments = [
-            {**outside, **job, "SUBMITIT_LOCAL_GLOBALID": rank, "SUBMITIT_LOCAL_LOCALID": rank}
             for rank in ("0", "1")
         ]
     started = [subprocess.Popen(command, env=environment) for environment in environments]

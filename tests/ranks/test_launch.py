@@ -1,15 +1,11 @@
 """The example under every launcher that runs on one machine: equal losses for equal global batches."""
 
 import contextlib
-import importlib.util
 import os
-import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +13,6 @@ import pytest
 
 from tests.harness import launches
 from tests.harness.forks import Program
-from tests.harness.places import EXAMPLES
 
 STEPS = 8
 TOLERANCE = {"float32": 1e-6, "bfloat16": 5e-3}
@@ -132,30 +127,6 @@ def test_a_step_with_one_gpu_visible_per_task(plain: Path, tmp_path: Path) -> No
     _assert_equal_losses(tmp_path, plain)
 
 
-@pytest.mark.slow
-def test_submitit_on_this_machine_starts_a_signalled_job_again(plain: Path, tmp_path: Path) -> None:
-    if importlib.util.find_spec("submitit") is None:
-        pytest.skip("submitit is not installed")
-    logs, output = tmp_path / "logs", tmp_path / "output"
-    launch = [sys.executable, str(EXAMPLES / "submitit" / "launch.py"), "--local"]
-    arguments = launches.arguments(output, ranks=2, steps=STEPS)
-    command = [*launch, "--logs", str(logs), "--ranks-per-node", "2", "--", *arguments]
-    with subprocess.Popen(command, env=launches.environment(), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        job = re.match(r"job (\d+)", process.stdout.readline())
-        assert job is not None
-        while launches.last_step(output) < 1 and process.poll() is None:
-            time.sleep(0.01)
-        tasks = Path(f"/proc/{job[1]}/task/{job[1]}/children").read_text().split()
-        os.kill(int(tasks[1]), signal.SIGUSR1)  # to one rank of the two
-        assert process.wait(200) == 0
-    text = "".join(path.read_text() for path in logs.glob("*_0_log.*"))
-    assert "launcher: submitit" in text
-    assert "Requeued job" in text
-    assert len({step for step, *_ in launches.losses(output)}) == len(launches.losses(output)) == STEPS
-    _assert_equal_losses(output, plain)
-
-
 @contextlib.contextmanager
 def _two_namespaces() -> Iterator[list[list[str]]]:
     """Two network namespaces joined by a cable; the commands that run something inside of each."""
@@ -204,21 +175,3 @@ def test_two_hosts_with_hsdp(plain: Path, tmp_path: Path) -> None:
             [(one, {"GLOO_SOCKET_IFNAME": "cable", "TP_SOCKET_IFNAME": "cable"}) for one in commands]
         )
     _assert_equal_losses(tmp_path, plain)
-
-
-@pytest.mark.slow
-def test_two_hosts_whose_gloo_listens_on_the_loopback_are_told_at_once(tmp_path: Path) -> None:
-    with _two_namespaces() as inside:
-        program = ("-m", "fsdp_sft", "check", "--only", "versions", "--json", str(tmp_path / "check.json"))
-        commands = _on_two_hosts(inside, *program)
-        _run_together([(command, {"GLOO_SOCKET_IFNAME": "cable"}) for command in commands])
-        for names in (("lo", "lo"), ("cable", "lo"), ("lo", "cable")):
-            start = time.monotonic()
-            environments = [{"GLOO_SOCKET_IFNAME": name} for name in names]
-            texts = _run_together(list(zip(commands, environments, strict=True)), code=1)
-            assert time.monotonic() - start < 60
-            wrong = [rank for rank in range(4) if names[rank // 2] == "lo"]
-            assert any(
-                f"rank {rank} on {socket.gethostname()} listens at 127.0.0.1 on lo" in texts[0]
-                for rank in wrong
-            )

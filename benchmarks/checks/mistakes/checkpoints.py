@@ -11,13 +11,6 @@ MISTAKES = [
         ("tests/export/test_tensors.py",),
     ),
     Mistake(
-        "a schedule that is stepped twice is trained with",
-        "step/schedules.py",
-        "and one.last_epoch == at + 1:",
-        "and False:",
-        ("tests/test_mistakes.py",),
-    ),
-    Mistake(
         "a step begins without room on the disk",
         "dcp_io/folder.py",
         '    check_room(target.parent, content.num_bytes, f"saving {target}")\n',

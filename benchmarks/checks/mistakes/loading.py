@@ -18,20 +18,6 @@ MISTAKES: list[Mistake] = [
         ("tests/weights/test_rename.py",),
     ),
     Mistake(
-        "of two policies that fit a module the first counts",
-        "shard/policies.py",
-        "            found[id(module)] = policy\n",
-        "            found.setdefault(id(module), policy)\n",
-        ("tests/shard/test_policies.py",),
-    ),
-    Mistake(
-        "policies of modules are not heeded",
-        "shard/units.py",
-        "        given = own_policies.get(id(module))\n",
-        "        given = None\n",
-        ("tests/shard/test_policies.py",),
-    ),
-    Mistake(
         "a strided tensor of a pickle is read in row-major order",
         "_tensors/torch_file.py",
         "own = None if _is_contiguous(moving) else stride",
@@ -142,13 +128,6 @@ MISTAKES: list[Mistake] = [
         "if isinstance(module, nn.ModuleDict) and not _is_numbered(module):",
         "if False:",
         ("tests/model/test_blocks.py::test_containers_that_are_never_called_are_no_blocks",),
-    ),
-    Mistake(
-        "a block that runs outside of its checkpoint goes unnoticed",
-        "sac/proof.py",
-        "    if _RUNNING:\n        proof.end()",
-        "    if True:\n        proof.end()",
-        ("tests/sac/test_proof.py",),
     ),
     Mistake(
         "new rows are a mean of what this rank holds",

@@ -26,20 +26,6 @@ MISTAKES = [
         ("tests/check/test_command.py",),
     ),
     Mistake(
-        "hosts need not reach each other",
-        "_ranks/reach.py",
-        "    if not problem:\n        return\n    store.set(",
-        "    return\n    store.set(",
-        ("tests/ranks/test_reach.py",),
-    ),
-    Mistake(
-        "hosts of a process group of the caller's own need not reach each other",
-        "_ranks/init.py",
-        "        meet_again(launch)\n",
-        "        pass\n",
-        ("tests/ranks/test_reach.py",),
-    ),
-    Mistake(
         "what a rank raises in a check is not told",
         "check/sequence.py",
         "        raised.tell(caught)\n",
@@ -73,13 +59,6 @@ MISTAKES = [
         "_BEFORE_HOST.sub(lambda found: f\"{found[1] or ''}***@\", value)",
         "value",
         ("tests/check/test_command.py",),
-    ),
-    Mistake(
-        "whatever answers at a rank's address is taken for it",
-        "_ranks/reach.py",
-        'problem = "" if answer == offer.token else "something else answers there"',
-        'problem = ""',
-        ("tests/ranks/test_reach.py",),
     ),
     Mistake(
         "any result of a reduction is right",
@@ -142,7 +121,7 @@ MISTAKES = [
         "_ranks/uses.py",
         'return int(store.add(f"{what}-of-{rank}", 1))',
         "return use_of.__dict__.setdefault(what, []).append(0) or len(use_of.__dict__[what])",
-        ("tests/ranks/test_reach.py",),
+        ("tests/ranks/test_interfaces.py",),
     ),
     Mistake(
         "the value of a token is shown",

@@ -43,13 +43,6 @@ MISTAKES: list[Mistake] = [
         ("tests/shard/test_embeddings.py",),
     ),
     Mistake(
-        "a rank chooses its loss anew although the others do not",
-        "step/anew.py",
-        "    if anew.forward:",
-        "    if False:",
-        ("tests/loss/test_heads.py", "tests/test_changes.py"),
-    ),
-    Mistake(
         "a cap on attention scores left out where transformers' sdpa does not refuse it",
         "attention/varlen/attention.py",
         'if others.get("softcap") is not None:',
@@ -61,13 +54,6 @@ MISTAKES: list[Mistake] = [
         "step/train.py",
         "skipped=step.has_infs or not step.is_finite",
         "skipped=False",
-        ("tests/step/test_optimizers.py",),
-    ),
-    Mistake(
-        "a parameter in two optimizers",
-        "step/optimizers.py",
-        "            if other != number:\n",
-        "            if False:\n",
         ("tests/step/test_optimizers.py",),
     ),
     Mistake(
@@ -141,10 +127,10 @@ MISTAKES: list[Mistake] = [
         HEADS,
     ),
     Mistake(
-        "DoRA's magnitude left out of the head",
+        "LoRA of the head left out of the loss without logits",
         "loss/linear_head.py",
-        "return _with_magnitude(layer, dora[0], joined) if dora else joined",
-        "return joined",
+        "_why_not_plain(own.base_layer if _trains_tokens(own) else own)",
+        '_why_not_plain(getattr(own, "base_layer", own))',
         HEADS,
     ),
     Mistake(

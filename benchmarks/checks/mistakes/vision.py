@@ -67,13 +67,6 @@ MISTAKES: list[Mistake] = [
         ("tests/model/test_expert_adapters.py",),
     ),
     Mistake(
-        "shared experts take the adapters of the first rank's",
-        "shard/expert_adapters.py",
-        "adapter, rank * len(own))",
-        "adapter, 0)",
-        ("tests/model/test_expert_adapters.py",),
-    ),
-    Mistake(
         "a cache is filled where a forward does not name it",
         "_model/inputs.py",
         "taken = {} if inner is None else forward_parameters(inner)",
@@ -86,20 +79,6 @@ MISTAKES: list[Mistake] = [
         "partial(_spread, axes + 1)",
         "partial(_spread, axes)",
         ("tests/model/test_inputs.py",),
-    ),
-    Mistake(
-        "towers that were left out are asked for in the checkpoint",
-        "weights/plan.py",
-        "expected = [name for name in plan.twin.state_dict() if not is_absent(name, towers)]",
-        "expected = list(plan.twin.state_dict())",
-        ("tests/model/test_absent.py",),
-    ),
-    Mistake(
-        "an export leaves out the towers that were left out",
-        "export/plan.py",
-        "    copied = untouched_tensors(model)\n",
-        "    copied: dict[str, InFile] = {}\n",
-        ("tests/model/test_absent.py",),
     ),
     Mistake(
         "the planner gathers towers",
@@ -128,12 +107,5 @@ MISTAKES: list[Mistake] = [
         "kept = setup.tower_dtype if self.is_tower else setup.frozen_dtype",
         "kept = setup.frozen_dtype",
         ("tests/planner/test_multimodal.py",),
-    ),
-    Mistake(
-        "towers come from the folder that the model was built of",
-        "weights/load.py",
-        "            take_towers_from(base, folder)\n",
-        "",
-        ("tests/model/test_absent.py",),
     ),
 ]

@@ -41,8 +41,6 @@ PRIVATE = {
         "_global_backward_hooks _global_backward_pre_hooks _global_forward_hooks _global_forward_pre_hooks"
     ),
     "torch.amp:GradScaler": "_growth_tracker _init_scale _per_optimizer_states _scale",
-    "torch.optim.lr_scheduler:ChainedScheduler": "_schedulers",
-    "torch.optim.lr_scheduler:SequentialLR": "_schedulers",
     "torch.utils.data:DataLoader": "_iterator",
     "transformers:PreTrainedConfig": "_attn_implementation _experts_implementation",
     "transformers:PreTrainedModel": (

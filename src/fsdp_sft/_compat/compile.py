@@ -1,4 +1,4 @@
-"""torch.compile: compiled calls, limits of recompilation, memory budgets."""
+"""torch.compile: compiled calls, and what is being compiled."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,18 +29,6 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     module.__dict__["_compiled_call_impl"] = call
 
 
-LIMIT_LOGGER = "torch._dynamo.convert_frame"  # the logger of the message that limit_that_was_hit reads
-
-
-def limit_that_was_hit(record: Any) -> str | None:
-    """Name of the limit at which Dynamo has stopped compiling a piece of code, if a log record says so.
-
-    Only torch's log tells; from then on that code runs as plain Python.
-    """
-    hit = str(record.msg).startswith("torch._dynamo hit config.")
-    return str(record.args[0]) if hit and record.args else None
-
-
 def being_compiled() -> bool:
     """Whether the running code is being compiled, by Dynamo or in AOTAutograd's trace.
 
@@ -50,39 +38,6 @@ def being_compiled() -> bool:
     if torch.compiler.is_compiling():
         return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-
-
-def compile_memory_budget() -> float:
-    """The share of activations that compiled code may keep, as set for the whole process.
-
-    It is set in ``torch._functorch.config``, which has no public name. The prototype
-    ``torch.autograd.graph.region_activation_memory_budget`` (torch 2.13) cannot be asked for its value.
-    """
-    from torch._functorch import config
-
-    return float(config.activation_memory_budget)
-
-
-def backend_with_memory_budget(backend: Any, budget: float) -> Callable[..., Any]:
-    """A ``torch.compile`` backend that partitions forward and backward under ``budget``.
-
-    ``lookup_backend`` is how ``torch.compile`` turns a backend's name into a function. The budget is read
-    while a graph is compiled, so it is set only then, and other models of the process keep theirs.
-    """
-    from functools import partial
-
-    from torch._dynamo import lookup_backend
-
-    return partial(_compile_with_memory_budget, lookup_backend(backend), budget)
-
-
-def _compile_with_memory_budget(
-    compiler: Callable[..., Any], budget: float, graph: Any, inputs: Any, **options: Any
-) -> Any:
-    from torch._functorch import config
-
-    with config.patch(activation_memory_budget=budget):
-        return compiler(graph, inputs, **options)
 
 
 def modules_being_traced() -> list[str]:

@@ -1,8 +1,5 @@
 """transformers' conversions between a checkpoint's tensors and the model's."""
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -137,57 +134,11 @@ def match_checkpoint_keys(
 def weight_conversions(twin: nn.Module) -> list[Any]:
     """The renamings and conversions that transformers has for a model's class and its sub-models; a new list.
 
-    ``get_model_conversion_mapping`` is what loading calls; there is no public form. Its first call makes a
-    table of all architectures, whose 1,044 entries compile a pattern each. That takes a quarter of a second
-    for about ten patterns that a model needs; here they are compiled at their first use.
+    ``get_model_conversion_mapping`` is what loading calls; there is no public form.
     """
-    from transformers import core_model_loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    with _patterns_compiled_at_use(core_model_loading):
-        return list(get_model_conversion_mapping(twin))  # type: ignore[arg-type]
-
-
-@contextmanager
-def _patterns_compiled_at_use(module: Any) -> Iterator[None]:
-    """Context in which ``re.compile`` in a module returns patterns that are compiled at their first use."""
-    known = getattr(module, "re", None)
-    if known is not re:  # the module no longer has this name, or another thread is in here already
-        yield
-        return
-    module.re = _LazyRe()
-    try:
-        yield
-    finally:
-        module.re = known
-
-
-class _LazyRe:
-    """The module ``re`` with another ``compile``."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(re, name)
-
-    @staticmethod
-    def compile(pattern: str, flags: int = 0) -> "_LazyPattern":
-        return _LazyPattern(pattern, flags)
-
-
-class _LazyPattern:
-    """A pattern that is compiled at its first use."""
-
-    def __init__(self, pattern: str, flags: int) -> None:
-        self._made_of = (pattern, flags)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if "compiled" not in vars(self):
-            self.compiled = re.compile(*self._made_of)
-        return getattr(self.compiled, name)
-
-    def __deepcopy__(self, memo: Any) -> "_LazyPattern":
-        return self
+    return list(get_model_conversion_mapping(twin))  # type: ignore[arg-type]
 
 
 def run_conversion(

@@ -31,17 +31,21 @@ def wrapper_tensor(cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch
 def foreign_hooks(module: nn.Module, *, pre: bool) -> list[Any]:
     """Hooks on a module's call that may look at or change what it returns.
 
-    Left out are hooks that do neither: FSDP2's, those by which this library counts checkpointed forwards, and
-    torch's own hooks on all modules. Hooks are in private attributes that no public function reads.
+    Left out are hooks that do neither: FSDP2's, those of this library's checkpointing, and torch's own hooks
+    on all modules. Hooks are in private attributes that no public function reads.
 
     Args:
         module: The module; modules inside it are not looked at.
         pre: Whether to include hooks before the forward, which may change its arguments.
     """
+    from torch.nn.modules import module as hooks_of_all
+
     kinds = ["forward", "backward", "backward_pre", *(["forward_pre"] if pre else [])]
     own = [hook for kind in kinds for hook in getattr(module, f"_{kind}_hooks").values()]
     foreign = [hook for hook in own if not _defined_in(hook, "torch.distributed.fsdp.", "fsdp_sft.sac.")]
-    return foreign + hooks_on_all_modules(pre=False)
+    kinds = ["forward", "backward", "backward_pre"]
+    of_all = [hook for kind in kinds for hook in getattr(hooks_of_all, f"_global_{kind}_hooks").values()]
+    return foreign + [hook for hook in of_all if not _defined_in(hook, "torch.")]
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
@@ -52,29 +56,6 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 def has_grad_hooks(parameter: torch.Tensor) -> bool:
     """The same for ``register_post_accumulate_grad_hook``, by ``_post_accumulate_grad_hooks``."""
     return bool(parameter._post_accumulate_grad_hooks)
-
-
-def hooks_on_all_modules(*, pre: bool) -> list[Any]:
-    """Hooks on the calls of all modules, except torch's own (CommDebugMode's, say), which change nothing.
-
-    Args:
-        pre: Whether to include hooks before the forward.
-    """
-    from torch.nn.modules import module as hooks_of_all
-
-    kinds = ["forward", "backward", "backward_pre", *(["forward_pre"] if pre else [])]
-    of_all = [hook for kind in kinds for hook in getattr(hooks_of_all, f"_global_{kind}_hooks").values()]
-    return [hook for hook in of_all if not _defined_in(hook, "torch.")]
-
-
-def is_ours(hook: Any) -> bool:
-    """Whether a hook is one of this library's."""
-    return _defined_in(hook, "fsdp_sft.")
-
-
-def only_records(hook: Any) -> bool:
-    """Whether a hook is one of those by which transformers records outputs from the first forward on."""
-    return _defined_in(hook, "transformers.utils.output_capturing")
 
 
 def _defined_in(hook: Any, *packages: str) -> bool:

@@ -1,20 +1,8 @@
-"""Schedulers and gradient scalers."""
+"""Gradient scalers."""
 
 from typing import Any
 
 import torch
-
-
-def schedulers_within(scheduler: Any) -> list[Any]:
-    """A scheduler and the schedulers that it steps.
-
-    ``SequentialLR`` and ``ChainedScheduler`` keep theirs in the private ``_schedulers``; accelerate's wrapper
-    has ``scheduler``.
-    """
-    inner = [*(getattr(scheduler, "_schedulers", None) or ())]
-    wrapped = getattr(scheduler, "scheduler", None)
-    inner += [wrapped] if callable(getattr(wrapped, "step", None)) else []
-    return [scheduler, *(found for one in inner for found in schedulers_within(one))]
 
 
 def found_infs(scaler: torch.amp.GradScaler, optimizers: list[torch.optim.Optimizer]) -> list[torch.Tensor]:

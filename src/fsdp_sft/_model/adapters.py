@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from fsdp_sft._model.absent import absent_towers
 from fsdp_sft._model.named import named_tensors, slot
 from fsdp_sft._model.towers import frozen_towers, pattern_of
 from fsdp_sft._model.wrappers import base_of, unwrapped
@@ -70,12 +69,6 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
     peft_config = _without_towers(peft_config, frozen_towers(model))
     with unmoved(seed=seed):  # peft draws on the CPU
         adapted = cast("PeftModel", get_peft_model(model, peft_config))
-        absent = [fqn for fqn, saved in _saved_modules(adapted).items() if absent_towers(saved)]
-        if absent:
-            raise UnsupportedModelError(
-                f"modules_to_save names {abridged(absent)}, which part='text' has left out: build the whole "
-                "model, or name others"
-            )
         torch.default_generator.manual_seed(seed)
         layers = _tuner_layers(adapted)
         # peft makes adapters of parameters, such as those of experts, after all others.

@@ -23,7 +23,6 @@ def find_blocks(
     model: nn.Module,
     *,
     block_cls: BlockClass | Iterable[BlockClass] | None = None,
-    min_params: int | None = None,
 ) -> dict[str, nn.Module]:
     """Find the transformer blocks of a model, encoder and decoder alike.
 
@@ -36,16 +35,12 @@ def find_blocks(
     Args:
         model: Any module; ``*ForCausalLM``, encoder-decoders and classifiers are the usual ones.
         block_cls: Class, class name, or several of them: their outermost modules are the blocks.
-        min_params: Modules with at least this many parameters, not counting those of blocks inside them, are
-            the blocks, innermost first. Modules that share a parameter with the rest of the model never are.
-            Blocks can be nested.
 
     Returns:
         Blocks by FQN, in the order of registration, which is forward order in transformers.
 
     Raises:
         UnsupportedModelError: If nothing matches; the message lists the classes that the model has.
-        ValueError: If both arguments are given, or ``min_params`` is not positive.
 
     Example:
         >>> list(fs.find_blocks(model))
@@ -53,16 +48,9 @@ def find_blocks(
         >>> list(fs.find_blocks(model, block_cls=torch.nn.Embedding))
         ['model.embed_tokens']
     """
-    if block_cls is not None and min_params is not None:
-        raise ValueError("give block_cls or min_params, not both")
     if block_cls is not None:
         blocks = _by_class(model, _class_names(block_cls))
         wanted = f"of class {sorted(_class_names(block_cls))}"
-    elif min_params is not None:
-        if min_params < 1:
-            raise ValueError(f"min_params must be at least 1, got {min_params}")
-        blocks = _by_size(model, min_params)
-        wanted = f"with at least {min_params} parameters of its own"
     else:
         blocks = _by_module_list(model)
         wanted = "in a repeated module list"
@@ -165,41 +153,6 @@ def _no_split_names(model: nn.Module) -> set[str]:
     for module in model.modules():
         names.update(getattr(module, "_no_split_modules", None) or ())
     return names
-
-
-def _by_size(model: nn.Module, min_params: int) -> dict[str, nn.Module]:
-    """Modules of at least ``min_params`` parameters, innermost first."""
-    shared = _shared_parameters(model)
-    taken: dict[str, nn.Module] = {}
-
-    def visit(fqn: str, module: nn.Module) -> int:
-        """Take the modules in ``module`` that are large enough; return how many parameters are left."""
-        own = [p for p in module.parameters(recurse=False) if id(p) not in shared]
-        left = sum(p.numel() for p in own)
-        for name, child in module.named_children():
-            left += visit(f"{fqn}.{name}" if fqn else name, child)
-        # FSDP2 gathers a module's parameters when it is called: one that is never called can be no block.
-        if (
-            not fqn
-            or is_never_called(module)
-            or left < min_params
-            or any(id(p) in shared for p in module.parameters())
-        ):
-            return left
-        taken[fqn] = module
-        return 0
-
-    visit("", model)
-    return {fqn: module for fqn, module in model.named_modules() if fqn in taken}
-
-
-def _shared_parameters(model: nn.Module) -> set[int]:
-    """Python ids of the parameters that occur in several places of the model."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        (shared if id(parameter) in seen else seen).add(id(parameter))
-    return shared
 
 
 def _inside(fqn: str, outer: Iterable[str]) -> bool:

@@ -1,8 +1,8 @@
 """What the library knows of each model: one record, as torch's FSDP2 has one state for each module.
 
-What was done to a model (the mesh that it was sharded on, how its experts are placed) is kept as long as the
-model lives. Findings about its forward (which implementation computes its loss, that it does not mix the rows
-of a pack) are valid for that forward alone (``forward_state``).
+What was done to a model (the mesh that it was sharded on, how its experts are placed) and what was found out
+about it (which implementation computes its loss, that it does not mix the rows of a pack) are kept as long as
+the model lives.
 
 A record belongs to the model inside any wrappers. A copied or unpickled model has none.
 """
@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fsdp_sft._model.forward import forward_state
 from fsdp_sft._model.wrappers import unwrapped
 
 T = TypeVar("T")
@@ -28,8 +27,6 @@ class Record:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._kept: dict[type, Any] = {}
-        self._found: dict[type, Any] = {}
-        self._forward: tuple[Any, ...] | None = None
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -63,23 +60,3 @@ def kept_of(model: nn.Module, kind: type[T]) -> T | None:
     """The value of that class kept for a model; None, and no record is made, if there is none."""
     known = _NAME in unwrapped(model).__dict__
     return record_of(model).kept(kind) if known else None
-
-
-def findings(model: nn.Module, kind: type[T]) -> T:
-    """The findings of that class about the current forward; made without arguments if there are none."""
-    record = record_of(model)
-    if record._forward is None:
-        record._forward = forward_state(model)
-    return record._found.setdefault(kind, kind())  # type: ignore[no-any-return]
-
-
-def is_changed(model: nn.Module) -> bool:
-    """Whether the model's forward has changed since the first finding about it."""
-    before = record_of(model)._forward
-    return before is not None and before != forward_state(model)
-
-
-def forget_findings(model: nn.Module) -> None:
-    """Drop all findings. All ranks must do so together, since collectives may find them again."""
-    record = record_of(model)
-    record._found, record._forward = {}, None

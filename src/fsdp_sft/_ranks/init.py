@@ -16,9 +16,8 @@ from fsdp_sft._ranks.agree import (
     is_distributed,
     world_size,
 )
-from fsdp_sft._ranks.interrupt import say_interrupts_in_a_line
 from fsdp_sft._ranks.launch import detect_launch
-from fsdp_sft._ranks.rendezvous import meet, meet_again
+from fsdp_sft._ranks.rendezvous import meet
 from fsdp_sft._ranks.slurm import Launch, env_int, is_slurm_step
 
 _logger = logging.getLogger("fsdp_sft")
@@ -39,8 +38,8 @@ class DistributedContext:
         local_world_size: Number of processes on this node.
         device: Device on which this process computes; an accelerator is the current one.
         backend: Backend of the default process group, such as ``"cpu:gloo,cuda:nccl"``.
-        launcher: ``"torchrun"`` (or another that sets the same variables), ``"slurm"``, ``"submitit"`` for
-            its local executor, ``"single"``, or ``"existing"`` for a process group that the caller has made.
+        launcher: ``"torchrun"`` (or another that sets the same variables), ``"slurm"``, ``"single"``, or
+            ``"existing"`` for a process group that the caller has made.
         details: Further facts from the launcher: its job, restarts, and the address at which ranks meet.
 
     Example:
@@ -81,11 +80,10 @@ def init_distributed(
     """Join the job's process group, under any launcher, and choose this process's device.
 
     The place of this process comes from the first of these that exists: a process group that the caller has
-    made, which is used as it is; torchrun's variables; those of submitit's local executor; those of a Slurm
-    step (a plain ``python`` inside ``salloc`` or a batch script is not one, and a message says so). Without
-    any it is a single process. A gloo group for control messages is made beside the default group. The result
-    is logged under ``fsdp_sft`` at the level INFO before the ranks meet. In a job of several ranks,
-    ``sys.excepthook`` is replaced, so that Ctrl-C prints one line per rank.
+    made, which is used as it is; torchrun's variables; those of a Slurm step (a plain ``python`` inside
+    ``salloc`` or a batch script is not one, and a message says so). Without any it is a single process. A
+    gloo group for control messages is made beside the default group. The result is logged under ``fsdp_sft``
+    at the level INFO before the ranks meet.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"`` or the name of another accelerator; None takes the accelerator if
@@ -97,8 +95,7 @@ def init_distributed(
 
     Raises:
         ValueError: If the launcher's variables are incomplete or contradict each other, or the device does
-            not exist; the message names the variable. Also if hosts do not reach each other where gloo
-            listens, on all ranks within seconds.
+            not exist; the message names the variable.
         OSError: If this process may not open as many files as the job needs, even with a raised soft limit.
 
     Collective: all ranks. gloo connects two ranks when they first communicate (``TORCH_GLOO_LAZY_INIT``,
@@ -118,14 +115,12 @@ def init_distributed(
     if dist.is_initialized():
         launch = _existing_launch()
         device = _select_device(device_type, launch)
-        meet_again(launch)
     else:
         launch = detect_launch()
         device = _select_device(device_type, launch)
         _say_what_was_found(launch, device)
         meet(launch, backend or _default_backend(device_type), timeout)
     if is_distributed():
-        say_interrupts_in_a_line()
         control_group(timeout)
         _check_devices(device)
     return DistributedContext(

@@ -1,4 +1,4 @@
-"""The launcher that started this process, and what it says: torchrun, submitit, Slurm, or none."""
+"""The launcher that started this process, and what it says: torchrun, Slurm, or none."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,6 @@ from fsdp_sft._ranks.slurm import (
     env_int,
     env_port,
     is_slurm_step,
-    meeting_at,
     slurm_launch,
     unused_allocation,
 )
@@ -21,9 +20,8 @@ _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "
 _LOCAL_SIZES = (
     *("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE"),
 )
-_SUBMITIT_VARIABLES = ("SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_LOCALID")
-# Numbers of processes that other launchers set: the second is mpirun's, the third that of MPICH's mpiexec.
-_FOREIGN_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+# Numbers of processes that other launchers set: mpirun, MPICH's mpiexec, submitit's local executor.
+_FOREIGN_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SUBMITIT_LOCAL_NTASKS")
 
 
 def detect_launch() -> Launch:
@@ -34,8 +32,6 @@ def detect_launch() -> Launch:
     """
     if "RANK" in os.environ or "LOCAL_RANK" in os.environ:
         return _torchrun_launch()
-    if os.environ.get("SUBMITIT_EXECUTOR") == "local":
-        return _submitit_launch()
     if is_slurm_step():
         return slurm_launch()
     for name in _FOREIGN_SIZES:
@@ -131,29 +127,6 @@ def _restart_hint() -> str:
         "a restart over several nodes would meet the addresses of the workers before it: start torchrun "
         "with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node"
     )
-
-
-def _submitit_launch() -> Launch:
-    """The place that the variables of submitit's local executor give."""
-    missing = [name for name in _SUBMITIT_VARIABLES if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"SUBMITIT_EXECUTOR=local is set but {', '.join(missing)} not; start with submitit, or unset it "
-            "to run alone"
-        )
-    world_size, rank, local_rank = (env_int(name) for name in _SUBMITIT_VARIABLES)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"SUBMITIT_LOCAL_GLOBALID={rank} is not in [0, SUBMITIT_LOCAL_NTASKS={world_size})")
-    job = os.environ.get("SUBMITIT_LOCAL_JOB_ID", "0")
-    if world_size == 1:
-        return Launch("submitit", 0, 0, 1, 1, None, f"job {job}")
-    if os.environ.get("MASTER_PORT"):
-        port = env_port("MASTER_PORT")
-    else:  # submitit's local job id is a process id of this machine, so no other job there has it
-        port = 20000 + env_int("SUBMITIT_LOCAL_JOB_ID") % 20000
-    meeting = meeting_at(os.environ.get("MASTER_ADDR") or "127.0.0.1", port)
-    details = f"job {job}, meeting at {meeting}"
-    return Launch("submitit", rank, local_rank, world_size, world_size, meeting, details)
 
 
 def own_share(cpus: Iterable[int], neighbours: Sequence[int]) -> int:

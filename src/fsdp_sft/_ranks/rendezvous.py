@@ -1,4 +1,4 @@
-"""How ranks meet: limits on connections, whether they can reach each other, the process group."""
+"""How ranks meet: limits on connections, the process group."""
 
 import logging
 import os
@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from fsdp_sft._compat.groups import careful_gloo, default_store, forget_meshes
+from fsdp_sft._compat.groups import careful_gloo, forget_meshes
 from fsdp_sft._process.limits import make_room_for
 from fsdp_sft._ranks.agree import answered
 from fsdp_sft._ranks.launch import restarts_to_set_apart
-from fsdp_sft._ranks.reach import refuse_unreachable
 from fsdp_sft._ranks.slurm import Launch
 from fsdp_sft._ranks.uses import use_of
 
@@ -31,7 +30,6 @@ def meet(launch: Launch, backend: str, timeout: timedelta) -> None:
 
     Raises:
         OSError: If this process may not open as many files as the job needs.
-        ValueError: If hosts do not reach each other where gloo listens, or there is no such interface.
 
     Collective: all ranks.
     """
@@ -39,19 +37,6 @@ def meet(launch: Launch, backend: str, timeout: timedelta) -> None:
     with careful_gloo(), _says_when_it_waits(launch):
         _init_process_group(launch, backend, timeout)
     connect_neighbours(dist.group.WORLD)
-
-
-def meet_again(launch: Launch) -> None:
-    """Refuse hosts that do not reach each other, where the caller has made the process group.
-
-    Raises:
-        ValueError: If hosts do not reach each other where gloo listens, or there is no such interface.
-
-    Collective: all ranks.
-    """
-    store = default_store()
-    if store is not None:  # MPI's groups have none
-        refuse_unreachable(_own_keys(store, launch.rank), launch.rank, launch.world_size)
 
 
 @contextmanager
@@ -99,7 +84,6 @@ def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> Non
     place = {} if launch.init_method == "env://" else {"rank": launch.rank, "world_size": launch.world_size}
     store, rank, world_size = next(rendezvous(launch.init_method, timeout=timeout, **place))
     store = _own_keys(store, rank)
-    refuse_unreachable(store, rank, world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -17,7 +17,7 @@ class Launch:
     """What a launcher says about this process.
 
     Attributes:
-        launcher: Name of the launcher: ``"torchrun"``, ``"slurm"``, ``"submitit"`` or ``"single"``.
+        launcher: Name of the launcher: ``"torchrun"``, ``"slurm"`` or ``"single"``.
         rank: Rank of the process in the job.
         local_rank: Rank of the process on its node.
         world_size: Number of processes of the job.

@@ -16,7 +16,7 @@ import torch
 from fsdp_sft._process.devices import device_name
 
 PACKAGES = ("fsdp-sft", "transformers", "safetensors", "huggingface-hub", "tokenizers", "numpy")
-EXTRAS = ("peft", "datasets", "flash-attn", "liger-kernel", "torchao", "triton", "accelerate", "kernels")
+EXTRAS = ("peft", "datasets", "flash-attn", "torchao", "triton", "accelerate", "kernels")
 # Variables that change what a rank computes, how ranks talk, or what files are found.
 _MATTERS = re.compile(
     r"(NCCL|TORCH_NCCL|RCCL|GLOO|TORCH_GLOO|TORCH|PYTORCH|TORCHINDUCTOR|CUDA|CUBLAS|CUDNN|NVIDIA|OMP|MKL|KMP|GOMP"

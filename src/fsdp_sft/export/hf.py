@@ -28,7 +28,6 @@ from fsdp_sft.export.own_rows import has_whole_rows, open_own_rows
 from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, refuse_tied, unsharded_twin
 from fsdp_sft.export.settings import write_settings
 from fsdp_sft.export.target import export_target, put_in_place, reachable
-from fsdp_sft.export.untouched import copy_stored
 from fsdp_sft.export.upload import make_repository, upload
 
 _logger = logging.getLogger(__name__)
@@ -205,7 +204,6 @@ def _write_weights(
                 full[name] = whole
         if full:
             gatherer.attempt(partial(_write_converted, writer, twin, full))
-    gatherer.attempt(partial(copy_stored, plan.copied, writer, own))
     if own is not None:
         gatherer.attempt(own.sync)
         own.close()

@@ -74,11 +74,6 @@ class HfFiles:
         write_at(fd, header.entries[name].start, bytes_of(contiguous))
         self._left.remove(name)
 
-    def write_piece(self, name: str, at: int, piece: torch.Tensor) -> None:
-        """Write bytes of a tensor, from byte ``at`` of it on."""
-        fd, header = self._files[self._file_of[name]]
-        write_at(fd, header.entries[name].start + at, bytes_of(piece))
-
     def expect_no_more(self, name: str) -> None:
         """Note that the ranks write this tensor themselves."""
         self._left.discard(name)

@@ -45,11 +45,6 @@ class OwnRows:
             piece = rows[first : first + _PIECE_ELEMENTS].to("cpu", dtype).contiguous()
             write_early(self._files[file], start + first * dtype.itemsize, bytes_of(piece))
 
-    def write_piece(self, name: str, at: int, piece: torch.Tensor) -> None:
-        """Write bytes of a tensor, from byte ``at`` of it on."""
-        file, start = self._places[name]
-        write_early(self._files[file], start + at, bytes_of(piece))
-
     def sync(self) -> None:
         """Force what was written to the disk."""
         for fd in self._files.values():

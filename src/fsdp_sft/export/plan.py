@@ -24,12 +24,10 @@ from fsdp_sft._model.wrappers import inner_model
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._tensors.safetensors import num_bytes
-from fsdp_sft._tensors.stored import InFile
 from fsdp_sft.errors import abridged
 from fsdp_sft.export.hf_files import Described
 from fsdp_sft.export.readback import refuse_unreadable
 from fsdp_sft.export.settings import export_config
-from fsdp_sft.export.untouched import untouched_tensors
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class ExportPlan:
         written: Dtype and shape of each tensor in the files, by name and in order.
         unchanged: Name in the files of each source that no conversion touches.
         converts: Whether the architecture has conversions.
-        copied: Stored tensors that are copied byte for byte, by name; they are in ``written`` too.
     """
 
     sources: dict[str, str]
@@ -54,7 +51,6 @@ class ExportPlan:
     written: Described
     unchanged: dict[str, str]
     converts: bool
-    copied: dict[str, InFile]
 
     @property
     def num_bytes(self) -> int:
@@ -128,9 +124,7 @@ def plan_export(
     written = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in final.items()}
     names = {id(tensor): name for name, tensor in final.items()}
     direct = {name: names[id(tensor)] for name, tensor in meta.items() if id(tensor) in names}
-    copied = untouched_tensors(model)
-    written |= {key: (kept.entry.dtype, kept.entry.shape) for key, kept in copied.items()}
-    plan = ExportPlan(sources, dtypes, groups, written, direct, converts, copied)
+    plan = ExportPlan(sources, dtypes, groups, written, direct, converts)
     config = export_config(model, content, caching or [], dtype)
     refuse_unreadable(model, config, written, _buffers(content, plan))
     return plan, config

@@ -43,7 +43,7 @@ def iter_hf_tensors(
 
     For an inference server that takes new weights without a folder: ``vllm``'s ``load_weights`` takes such
     pairs, and a program with a group of its own broadcasts them from one rank. The pairs and their order are
-    the same on all ranks. Towers that ``part="text"`` has left out are not among them.
+    the same on all ranks.
 
     Args:
         model: A transformers model, sharded or not, or a peft model around one. It does not change.

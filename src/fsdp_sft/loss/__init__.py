@@ -7,9 +7,9 @@ per-rank means would be another number as soon as ranks hold unequal numbers of 
 ``counting`` counts targets, ``forward`` computes the loss of one forward, and ``causal`` what it counts in a
 window. Where it is proven to give the same result, the loss is computed without holding the logits:
 ``linear_cross_entropy`` and ``products`` compute it, ``head`` calls it inside the model's forward, ``probe``
-proves it and ``prepare`` decides. ``liger`` is an optional other implementation. ``own`` compares the
-model's own loss with it, and ``additions`` adds a router's loss or refuses what else a model adds. ``tokens``
-and ``distillation`` are what losses of one's own are made of; losses without logits share ``chunks``.
+proves it and ``prepare`` decides. ``own`` compares the model's own loss with it, and ``additions``
+adds a router's loss or refuses what else a model adds. ``tokens`` and ``distillation`` are what losses of
+one's own are made of; losses without logits share ``chunks``.
 """
 
 from fsdp_sft.loss.additions import RouterLoss as RouterLoss, check_router_loss as check_router_loss
@@ -42,14 +42,11 @@ from fsdp_sft.loss.part import (
 )
 from fsdp_sft.loss.prepare import (
     LossImpl as LossImpl,
-    forget_choice as forget_choice,
-    needs_choice as needs_choice,
     prepare_loss as prepare_loss,
 )
 from fsdp_sft.loss.probe import (
     ProbeError as ProbeError,
     evaluating as evaluating,
-    forget_changed as forget_changed,
     guarded as guarded,
 )
 from fsdp_sft.loss.same_rows import (

@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import forward_parameters
-from fsdp_sft._model.record import findings, is_changed, record_of
+from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import training_mesh_of
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.wrappers import unwrapped
@@ -23,10 +23,8 @@ from fsdp_sft.loss.own import (
     OwnLoss,
     ask,
     coefficient_of,
-    numbers_of_a_loss,
     router_coefficients,
 )
-from fsdp_sft.loss.probe import forget_changed
 
 RouterLoss = Literal["micro_batch", "global_micro_batch", "off"]
 
@@ -77,9 +75,8 @@ class Additions:
 
 @dataclass
 class _Known:
-    """Additions to a model's loss, valid until one of its numbers changes."""
+    """Additions to a model's loss."""
 
-    numbers: Any = None
     by_flag: dict[bool | None, Additions] = field(default_factory=dict)
     is_compared: bool = True
 
@@ -112,15 +109,12 @@ def compare_or_not(model: nn.Module, compare: bool, impl: int) -> None:
     Collective: all ranks of the model's mesh.
     """
     mesh = training_mesh_of(model)
-    told: list[float] = [compare, not compare, is_changed(model), impl, impl * impl]
-    *saying, changed, impls, squares = sum_over_mesh(told, mesh)
+    *saying, impls, squares = sum_over_mesh([compare, not compare, impl, impl * impl], mesh)
     if all(saying):
         raise ValueError(f"prepare_loss: {int(saying[0])} ranks say compare=True and {int(saying[1])} do not")
     if squares * sum(saying) != impls * impls:
         raise ValueError("prepare_loss: ranks ask for different implementations (impl=)")
-    if changed:  # on any rank: what follows is collective
-        forget_changed(model, int(changed), mesh)
-    findings(model, _Known).is_compared = compare
+    record_of(model).keep(_Known(is_compared=compare))
 
 
 def refuse_meta(model: nn.Module) -> None:
@@ -156,9 +150,7 @@ def additions_to(model: nn.Module, router_loss: RouterLoss | None) -> Additions:
     # The argument is passed only if it differs from the config: dense models of a family that also has
     # experts take it too.
     flag = wanted if takes_flag and wanted != configured else None
-    known, numbers = findings(model, _Known), _numbers(model)
-    if known.numbers != numbers:
-        known.numbers, known.by_flag = numbers, {}
+    known = record_of(model).kept_or_new(_Known)
     if not known.is_compared:
         if wanted and router_loss is not None:
             raise ModelLossError(
@@ -234,12 +226,6 @@ def _say_what_is_left_out(model: nn.Module) -> None:
             "output_router_logits: router_loss='micro_batch' adds it, 'off' leaves it out without a word",
             *(_name(model), left_out.name, left_out.read()),
         )
-
-
-def _numbers(model: nn.Module) -> Any:
-    """Numbers of the loss, except for the router's, which are read for each loss."""
-    numbers = numbers_of_a_loss(model)
-    return tuple((n, v) for n, v in numbers.items() if "router" not in n and "aux" not in n)
 
 
 def _name(model: nn.Module) -> str:

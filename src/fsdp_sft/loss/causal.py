@@ -12,7 +12,7 @@ from fsdp_sft._process.streams import travelling
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import world_size
 from fsdp_sft._ranks.mesh import cp_size
-from fsdp_sft.attention.context_parallel import compare_again, sequence_group_of
+from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.loss import counting
 from fsdp_sft.loss.additions import RouterLoss
 from fsdp_sft.loss.counting import (
@@ -25,7 +25,7 @@ from fsdp_sft.loss.counting import (
 )
 from fsdp_sft.loss.forward import loss_parts, ranks_of_router
 from fsdp_sft.loss.part import own_part, refuse_part_in_whole, tokens_of
-from fsdp_sft.loss.prepare import LossImpl, look_again
+from fsdp_sft.loss.prepare import LossImpl
 from fsdp_sft.loss.terms import Terms
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
 
@@ -55,8 +55,8 @@ def loss_sum(
             present. ``loss_weights``, floating point ``(B, S)`` and aligned with the labels, are factors of
             the targets' losses.
         impl: Implementation of the loss. ``"chunked"`` holds the logits of one chunk of targets at a time;
-            ``"liger"`` does so with Liger's kernels (CUDA); ``"logits"`` computes them in full. ``"auto"`` is
-            what ``prepare_loss`` has chosen, or chooses now: chunked if the model's head allows it.
+            ``"logits"`` computes them in full. ``"auto"`` is what ``prepare_loss`` has chosen, or chooses
+            now: chunked if the model's head allows it.
         router_loss: What to do with the loss of a mixture's router. ``"micro_batch"`` adds it, as the model
             computes it for this batch, times its coefficient and the number of targets; the result divided
             by that number is then the model's own loss. Filler of a pack does not count, and under context
@@ -75,9 +75,9 @@ def loss_sum(
 
     Raises:
         ModelLossError: If the model's own loss is not the cross entropy; the message says what it does. Also
-            if several ranks hold the model and its forward has changed since its loss was checked: call
-            ``prepare_loss`` on all of them after such a change. Also if the router's loss has to be computed
-            over several ranks or without a pack's filler, and is not transformers' usual one.
+            if the forward does something else to its head's output than when its loss was prepared, and if
+            the router's loss has to be computed over several ranks or without a pack's filler, and is not
+            transformers' usual one.
         ValueError: If the model is an encoder-decoder or a classifier, if the batch has no proper labels, or
             if the model's loss cannot be computed by ``impl``.
 
@@ -92,7 +92,7 @@ def loss_sum(
         (torch.float32, torch.Size([]))
     """
     terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
-    batch = _own_part(model, batch, impl)
+    batch = _own_part(model, batch)
     summed, router = loss_parts(model, batch, impl, router_loss, terms)
     targets = num_targets(batch)
     if router is not None:
@@ -101,15 +101,13 @@ def loss_sum(
     return summed, targets
 
 
-def _own_part(model: nn.Module, batch: Batch, impl: LossImpl) -> Batch:
-    """This rank's part of a batch; findings about a forward that has changed are forgotten."""
+def _own_part(model: nn.Module, batch: Batch) -> Batch:
+    """This rank's part of a batch."""
     if torch.compiler.is_compiling():
         return batch
     reshard(model)  # a forward before an optimizer's step leaves the root gathered, with the old values
-    look_again(model, impl)
     group = sequence_group_of(model)
     refuse_part_in_whole(group)
-    compare_again(model, group)
     return own_part(batch, group)  # type: ignore[no-any-return]
 
 
@@ -167,7 +165,7 @@ def causal_lm_loss(
         _warn_of_few_targets(batch, num_targets, mesh)
     _refuse_other_sharing(num_targets, cp_size(mesh))
     terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
-    batch = _own_part(model, batch, impl)
+    batch = _own_part(model, batch)
     summed, router = loss_parts(model, batch, impl, router_loss, terms)
     if router is not None:
         share = _share_of_tokens(batch, num_targets, num_tokens, mesh)

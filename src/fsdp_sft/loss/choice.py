@@ -1,4 +1,4 @@
-"""The implementation chosen for a model's loss, and a check that it still fits the model."""
+"""The implementation chosen for a model's loss."""
 
 import weakref
 from collections.abc import Callable
@@ -8,33 +8,26 @@ from functools import partial
 import torch
 from torch import nn
 
-from fsdp_sft.loss import liger
 from fsdp_sft.loss.counting import Targets
 from fsdp_sft.loss.linear_cross_entropy import chunked_loss
-from fsdp_sft.loss.linear_head import head_product
+from fsdp_sft.loss.linear_head import head_operands
 from fsdp_sft.loss.terms import PLAIN, Terms
-from fsdp_sft.loss.transform import Transform, settings_of
+from fsdp_sft.loss.transform import Transform
 
 
 @dataclass(frozen=True)
 class LossChoice:
-    """The chosen implementation of one model's loss; void as soon as its settings or its forward change.
+    """The chosen implementation of one model's loss.
 
     Attributes:
-        impl: ``"chunked"``, ``"liger"`` or ``"logits"``.
-        settings: Numbers of the model and its config that may scale or cap its logits, by name.
+        impl: ``"chunked"`` or ``"logits"``.
         transform: Scale and soft cap that a fused loss applies to the head's output.
         head: Head whose forward a fused loss replaces; None for ``"logits"``.
     """
 
     impl: str
-    settings: tuple[tuple[str, float], ...]
     transform: Transform = field(default_factory=Transform)
     head: "weakref.ref[nn.Module] | None" = None
-
-    def holds(self, model: nn.Module) -> bool:
-        """Whether the model still has the settings that the choice was made for."""
-        return self.settings == settings_of(model)
 
     def loss_of(
         self,
@@ -45,14 +38,7 @@ class LossChoice:
         terms: Terms = PLAIN,
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """A function from hidden states ``(B, S, H)`` to the loss, for targets and weights ``(B, S)``."""
-        if self.impl == "liger" and (weights is not None or terms):
-            without = " or ".join(("loss_weights", *vars(terms)))
-            raise ValueError(
-                f"impl='liger' has no {without} here; use impl='chunked' (loss_impl= of train_step)"
-            )
-        chunked = partial(chunked_loss, known=known, weights=weights, terms=terms)
-        fused = liger.linear_cross_entropy_sum if self.impl == "liger" else chunked
-        return self.at(head, partial(fused, labels=labels))
+        return self.at(head, partial(chunked_loss, labels=labels, known=known, weights=weights, terms=terms))
 
     def at(
         self, head: nn.Module, compute: Callable[..., torch.Tensor]
@@ -61,11 +47,11 @@ class LossChoice:
 
         def computed(hidden: torch.Tensor) -> torch.Tensor:
             # FSDP2 replaces the head's parameters when it gathers them, so they are looked up at each call.
-            product = head_product(head, hidden)
+            weight, bias = head_operands(head)
             return compute(
-                hidden=product.hidden,
-                weight=product.weight,
-                bias=product.bias,
+                hidden=hidden,
+                weight=weight,
+                bias=bias,
                 scale=self.transform.scale,
                 softcap=self.transform.softcap,
             )

@@ -83,9 +83,9 @@ def distillation_loss(
             "distillation_loss: student and teacher are the same model, which cannot run inside of itself: "
             "load the teacher a second time"
         )
-    part, group = part_for(student, batch, "auto")
+    part, group = part_for(student, batch)
     with torch.no_grad():
-        taught, other = part_for(teacher, batch, "auto")
+        taught, other = part_for(teacher, batch)
     _refuse_other_sharing(group, other)
     computed = _divergence if not torch.compiler.is_compiling() else torch.compiler.disable(_divergence)
     own: torch.Tensor = computed(

@@ -17,7 +17,6 @@ from torch import nn
 
 from fsdp_sft._compat.compile import is_compiled
 from fsdp_sft._compat.modules import foreign_hooks
-from fsdp_sft._model.forward import look_with
 from fsdp_sft._model.wrappers import replicated_by, unwrapped, with_wrappers
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft.errors import ModelLossError
@@ -92,6 +91,20 @@ def _hooked(model: nn.Module, head: nn.Module) -> str:
     return ""
 
 
+def _refuse_changed(head: nn.Module) -> None:
+    """Refuse a head that was given a forward or hooks since its loss was prepared, which would be left out.
+
+    Raises:
+        ModelLossError: If it was.
+    """
+    reason = why_not_linear(head) or ("a hook is registered on it" if foreign_hooks(head, pre=False) else "")
+    if reason:
+        raise ModelLossError(
+            f"the model's head has changed since its loss was prepared ({reason}): call prepare_loss(model) "
+            "after the change, on all ranks"
+        )
+
+
 def loss_at_head(
     model: nn.Module,
     head: nn.Module,
@@ -116,8 +129,10 @@ def loss_at_head(
 
     Raises:
         RuntimeError: If the forward does not call its head exactly once.
-        ModelLossError: If the forward does something else to the head's output than ``transform``.
+        ModelLossError: If the head has been given a forward or hooks, or the model does something else to its
+            output than ``transform``.
     """
+    _refuse_changed(head)
     inner = unwrapped(model)
     losses: list[torch.Tensor] = []
     outputs: list[Any] = []
@@ -155,7 +170,10 @@ def loss_at_head(
     if errors:
         raise errors[0]
     if len(losses) != 1:
-        raise RuntimeError(f"{type(model).__name__} called its head {len(losses)} times in one forward")
+        raise RuntimeError(
+            f"{type(model).__name__} called its head {len(losses)} times in one forward; call "
+            "prepare_loss(model) on all ranks if it was replaced"
+        )
     # Under DistributedDataParallel the returned loss is taken, which is connected to the nodes that it adds
     # to the graph. FSDP2 may have cast what the call returned to its policy's output_dtype, so there the loss
     # is taken as it was computed.
@@ -169,7 +187,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
     """Replace ``module.forward`` within the block, so that ``module(...)`` runs it between its hooks."""
     own = vars(module)
     before = own.get("forward")
-    own["forward"] = look_with(forward, before)
+    own["forward"] = forward
     try:
         yield
     finally:

@@ -1,12 +1,9 @@
-"""A head as one product, ``hidden @ weight.T + bias``: a linear layer, or one with peft's adapters.
+"""A head as one product, ``hidden @ weight.T + bias``: a linear layer, or what peft trains in its place.
 
-The adapters of a language model's head change its weight (DoRA, trained tokens), replace it
-(``modules_to_save``) or add a product of low rank (LoRA). Each is again one product: that of LoRA has a few
-more columns, ``[h, s A h] @ [W, B].T = h W.T + s A h B.T``.
+peft trains a copy of a head (``modules_to_save``) or some of its rows (``trainable_token_indices``), which is
+one product again. A head with LoRA gets full logits.
 """
 
-import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,53 +13,29 @@ from fsdp_sft._compat.compile import is_compiled
 from fsdp_sft._compat.models import original_class
 
 
-@dataclass(frozen=True)
-class HeadProduct:
-    """The operands of a head's computation, ``hidden @ weight.T + bias``.
-
-    Attributes:
-        hidden: Hidden states ``(B, S, H)``; with LoRA of rank r ``(B, S, H + r)``.
-        weight: ``(V, H)`` or ``(V, H + r)``, connected to the trained parameters.
-        bias: ``(V,)`` or None.
-    """
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-
 def why_not_linear(head: nn.Module) -> str:
-    """Why ``head_product`` cannot express a head as one product; empty if it can."""
+    """Why ``head_operands`` cannot express a head as one product; empty if it can."""
     own = _inside(head)
     for module in (head, own):
         if "forward" in vars(module) or is_compiled(module):
             return f"its head is not a plain nn.Linear: the forward of {_name(module)} is replaced"
-    if _is_kind(own, "lora"):
-        reason = _why_not_lora(own)
-    elif _is_kind(own, "tokens"):
-        reason = _why_not_plain(own.base_layer)
-    else:
-        reason = _why_not_plain(own)
+    reason = _why_not_plain(own.base_layer if _trains_tokens(own) else own)
     return reason and f"its head is not a plain nn.Linear: {reason}"
 
 
-def head_product(head: nn.Module, hidden: torch.Tensor) -> HeadProduct:
-    """The product that ``head`` computes for ``hidden``; call it while the head's parameters are gathered.
+def head_operands(head: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(weight ``(V, H)``, bias ``(V,)`` or None), connected to the trained parameters of a linear ``head``.
 
-    Args:
-        head: Head for which ``why_not_linear`` gives no reason.
-        hidden: Hidden states ``(B, S, H)``.
+    Call it while the head's parameters are gathered.
     """
     own: Any = _inside(head)
-    if _is_kind(own, "lora"):
-        return _lora_product(own, hidden)
-    if _is_kind(own, "tokens"):
+    if _trains_tokens(own):
         base = own.base_layer
         if own.disable_adapters or own.merged or not own.active_adapters:
-            return HeadProduct(hidden, base.weight, base.bias)
+            return base.weight, base.bias
         # peft's layer for trained tokens leaves the bias out too.
-        return HeadProduct(hidden, own.get_merged_weights(own.active_adapters), None)
-    return HeadProduct(hidden, own.weight, own.bias)
+        return own.get_merged_weights(own.active_adapters), None
+    return own.weight, own.bias
 
 
 def num_logits(head: nn.Module) -> int:
@@ -73,7 +46,7 @@ def num_logits(head: nn.Module) -> int:
 
 def _inside(head: nn.Module) -> Any:
     """The layer that computes: the one that peft's wrapper calls now, or the head itself."""
-    if not _is_kind(head, "wrapper"):
+    if not _is_of_peft(head, "AuxiliaryTrainingWrapper"):
         return head
     wrapper: Any = head
     if hasattr(wrapper, "token_adapter"):
@@ -87,85 +60,23 @@ def _inside(head: nn.Module) -> Any:
     return known[active[0]]
 
 
-def _is_kind(module: nn.Module, kind: str) -> bool:
-    """Whether ``module`` is one of peft's ``"lora"``, ``"tokens"`` or ``"wrapper"`` classes.
+def _trains_tokens(module: nn.Module) -> bool:
+    """Whether a module is peft's layer of which some rows are trained."""
+    return _is_of_peft(module, "TrainableTokensLayer")
 
-    If peft has not been imported it cannot be, and peft is not imported to find out.
-    """
-    if "peft" not in sys.modules:
-        return False
-    from peft.tuners.lora import Linear
-    from peft.tuners.trainable_tokens import TrainableTokensLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
 
-    kinds: dict[str, Any] = {"lora": Linear, "tokens": TrainableTokensLayer}
-    cls = original_class(module)
-    return issubclass(cls, AuxiliaryTrainingWrapper) if kind == "wrapper" else cls is kinds[kind]
+def _is_of_peft(module: nn.Module, name: str) -> bool:
+    """Whether ``module`` is of peft's class ``name``; peft is not imported to find out."""
+    return any(cls.__name__ == name and cls.__module__.startswith("peft.") for cls in type(module).__mro__)
 
 
 def _why_not_plain(module: nn.Module) -> str:
     """Why a module is not a plain ``nn.Linear``; empty if it is."""
     cls = original_class(module)
     if cls.forward is not nn.Linear.forward or "forward" in vars(module):
-        return f"it computes something else ({_name(module)})"
+        return f"it computes something else ({cls.__module__}.{cls.__name__})"
     others = {name for name, _ in module.named_parameters()} - {"weight", "bias"}
     return f"it has parameters of its own: {', '.join(sorted(others))}" if others else ""
-
-
-def _why_not_lora(layer: Any) -> str:
-    """Why a LoRA layer of peft cannot be expressed as one product; empty if it can."""
-    if layer.disable_adapters and layer.merged:
-        return "its adapters are merged and disabled at once"
-    if layer.fan_in_fan_out:
-        return "its weight is stored transposed"
-    active = _active(layer)
-    for name in active:
-        variant = layer.lora_variant.get(name)
-        if variant is None:
-            continue
-        if type(variant).__name__ != "DoraLinearVariant":
-            return f"its adapter {name!r} is a {type(variant).__name__}"
-        if len(active) > 1:
-            return "it has DoRA beside other adapters"
-        if layer.lora_B[name].bias is not None:
-            return "it has DoRA with a bias"
-        if layer.training and not isinstance(layer.lora_dropout[name], nn.Identity):
-            return "it has DoRA with dropout"
-    return _why_not_plain(layer.base_layer)
-
-
-def _lora_product(layer: Any, hidden: torch.Tensor) -> HeadProduct:
-    """The product of a linear layer with its active LoRA or DoRA adapters."""
-    weight, bias = layer.base_layer.weight, layer.base_layer.bias
-    hiddens, weights = [hidden], [weight]
-    for name in _active(layer):
-        low, high, scaling = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
-        reduced = low(layer.lora_dropout[name](hidden.to(low.weight.dtype))) * scaling
-        hiddens.append(reduced.to(hidden.dtype))
-        weights.append(high.weight.to(weight.dtype))
-        if high.bias is not None:
-            added = (high.bias * scaling).to(weight.dtype)
-            bias = added if bias is None else bias + added
-    joined = HeadProduct(torch.cat(hiddens, -1), torch.cat(weights, 1), bias)
-    dora = [name for name in _active(layer) if name in layer.lora_variant]
-    return _with_magnitude(layer, dora[0], joined) if dora else joined
-
-
-def _with_magnitude(layer: Any, name: str, product: HeadProduct) -> HeadProduct:
-    """The product with each row of its weight scaled to the norm that DoRA has learned for it."""
-    low, high = layer.lora_A[name].weight, layer.lora_B[name].weight
-    dora, base = layer.lora_magnitude_vector[name], layer.base_layer
-    with torch.no_grad():  # DoRA treats the current norms as constants (section 4.3 of arXiv:2402.09353)
-        lengths = dora.get_weight_norm(base.weight, high @ low, layer.scaling[name])
-    factor = (dora.weight / lengths).to(product.weight.dtype)
-    return HeadProduct(product.hidden, product.weight * factor[:, None], product.bias)
-
-
-def _active(layer: Any) -> list[str]:
-    """Names of the adapters that the layer applies now."""
-    if layer.disable_adapters or layer.merged:
-        return []
-    return [name for name in layer.active_adapters if name in layer.lora_A]
 
 
 def _name(module: nn.Module) -> str:

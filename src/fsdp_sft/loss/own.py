@@ -262,7 +262,7 @@ def _in_mode(model: nn.Module, router: bool | None, training: bool) -> OwnLoss |
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return "its forward with labels returns no loss"
         logits = getattr(output, "logits", None)
-        if not isinstance(logits, torch.Tensor):  # a loss without logits, as Liger's patches compute it
+        if not isinstance(logits, torch.Tensor):
             del inputs["labels"]
             logits = getattr(output_of(model, inputs, seen), "logits", None)
         if not isinstance(logits, torch.Tensor) or logits.shape[:2] != ids.shape or logits.ndim != 3:

@@ -7,24 +7,22 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.record import findings, forget_findings, is_changed
-from fsdp_sft._model.sharded import compute_device, training_mesh_of
+from fsdp_sft._model.record import record_of
+from fsdp_sft._model.sharded import training_mesh_of
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.errors import ModelLossError
-from fsdp_sft.loss import liger
 from fsdp_sft.loss.additions import additions_to, compare_or_not, refuse_meta
 from fsdp_sft.loss.choice import LossChoice
 from fsdp_sft.loss.head import fusible_head
 from fsdp_sft.loss.probe import ProbeError, probe
-from fsdp_sft.loss.transform import settings_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-LossImpl = Literal["auto", "chunked", "liger", "logits"]
+LossImpl = Literal["auto", "chunked", "logits"]
 
-IMPLS = ("auto", "chunked", "liger", "logits")
+IMPLS = ("auto", "chunked", "logits")
 _logger = logging.getLogger("fsdp_sft.loss")
 
 
@@ -38,30 +36,27 @@ class _Choices:
 def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto", compare: bool = True) -> str:
     """Choose the implementation that the model's losses use under ``impl="auto"``.
 
-    A fused loss (one without full logits) needs a head that is a linear layer, with or without peft's
-    adapters (LoRA, DoRA, ``modules_to_save``, trained tokens). The model's logits must be the head's output
+    A fused loss (one without full logits) needs a head that is a linear layer, or what peft trains of one
+    (``modules_to_save``, trained tokens). The model's logits must be the head's output
     up to a scale and a soft cap. That is checked on a tiny batch, on which the fused loss must also equal
     that of the model's real logits. Forward or backward hooks on the head, or on a module around it, would
     not see the logits, so a model with such hooks gets full logits.
 
-    Without a call, the first loss under ``"auto"`` does the same. If the model is sharded afterwards, or its
-    head replaced or its scale changed, the choice is made again: by ``train_step`` and ``evaluate``, whose
-    ranks agree on it, and in one process. ``loss_sum`` and ``causal_lm_loss`` on several ranks raise; call
-    this function on all of them after the change.
+    Without a call, the first loss under ``"auto"`` does the same. Call this function again, on all ranks,
+    after a change of the model's forward: another head, scale or loss, a hook on the head.
 
     Args:
         model: Decoder-only language model with its weights, sharded or not. Its mode, buffers, gradients and
             the random number generators are left as they were. A sharded model is resharded.
         impl: ``"auto"`` takes the chunked loss if possible, and full logits with a logged warning if not.
-            ``"chunked"`` and ``"liger"`` (its kernels, on CUDA) raise if they are not possible. ``"logits"``
-            computes full logits.
+            ``"chunked"`` raises if it is not. ``"logits"`` computes full logits.
         compare: Whether to compare the model's own loss, ``model(**batch, labels=...)``, with the cross
             entropy. False trains the cross entropy alone, whatever the model's own loss is, for as long as
             its forward stays what it is: for a model whose own loss raises, or has terms that are not to be
             trained.
 
     Returns:
-        ``"chunked"``, ``"liger"`` or ``"logits"``. The choice and its reason are logged.
+        ``"chunked"`` or ``"logits"``. The choice and its reason are logged.
 
     Raises:
         ModelLossError: If the model's own loss is not the cross entropy, or cannot be computed to compare it;
@@ -71,8 +66,8 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto", compare: bool = T
             has the reason.
 
     Collective: all ranks of the model's mesh, by three forwards of 2 x 8 tokens.
-    Memory: With LoRA, DoRA or trained tokens on the head, a copy of its weight in each forward, and its
-    gradient in float32 until the backward.
+    Memory: With trained tokens on the head, a copy of its weight in each forward, and its gradient in float32
+    until the backward.
 
     Example:
         >>> fs.prepare_loss(model)
@@ -82,7 +77,7 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto", compare: bool = T
     refuse_encoder_decoder(model)
     compare_or_not(model, compare, IMPLS.index(impl))
     additions_to(model, None)
-    choices = findings(model, _Choices).by_impl
+    choices = record_of(model).kept_or_new(_Choices).by_impl
     choice = _decide(model, impl)
     choices.clear()  # those for another impl may be of other numbers
     choices.update({impl: choice, "auto": choice})
@@ -90,50 +85,14 @@ def prepare_loss(model: nn.Module, *, impl: LossImpl = "auto", compare: bool = T
 
 
 def choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
-    """The choice for ``impl``, made now if there is none that fits the model as it is.
+    """The choice for ``impl``, made now if there is none.
 
     Collective: all ranks of the model's mesh, the first time.
     """
-    choices = findings(model, _Choices).by_impl
-    if impl not in choices or not choices[impl].holds(model):
+    choices = record_of(model).kept_or_new(_Choices).by_impl
+    if impl not in choices:
         choices[impl] = _decide(model, impl)
     return choices[impl]
-
-
-def needs_choice(model: nn.Module, impl: LossImpl) -> bool:
-    """Whether this rank's next loss has to choose: there is no choice yet, or settings have changed."""
-    choice = findings(model, _Choices).by_impl.get(impl)
-    return impl != "logits" and (choice is None or not choice.holds(model))
-
-
-def look_again(model: nn.Module, impl: LossImpl) -> None:
-    """Forget what was found about a forward that has changed, where ranks have not agreed to look again.
-
-    Looking again is collective. A rank cannot know here whether the others have seen the change too, and
-    those that have not would wait for it in the model's forward.
-
-    Raises:
-        ModelLossError: If there is a change, and several ranks hold the model.
-    """
-    changed = is_changed(model)
-    choice = None if changed else findings(model, _Choices).by_impl.get(impl)
-    if not changed and (choice is None or choice.holds(model)):
-        return
-    mesh = training_mesh_of(model)
-    if mesh is not None and mesh.size() > 1:
-        what = "modules, hooks, functions or flags" if changed else "numbers that scale its logits"
-        name = original_class(unwrapped(model)).__name__
-        raise ModelLossError(
-            f"the forward of {name} has changed since its loss was looked at (its {what}), and other ranks "
-            "may not have changed it: in a loop of your own, call prepare_loss(model) on all ranks after "
-            "such a change"
-        )
-    forget_findings(model)
-
-
-def forget_choice(model: nn.Module, impl: LossImpl) -> None:
-    """Drop the choice, so that the next loss chooses again; all ranks of the mesh must do it if one does."""
-    findings(model, _Choices).by_impl.pop(impl, None)
 
 
 def check_impl(impl: str) -> None:
@@ -157,20 +116,17 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
     """Make the choice for ``impl``; all ranks of the mesh take part."""
     refuse_meta(model)
     if impl == "logits":
-        return LossChoice(impl, settings_of(model))
+        return LossChoice(impl)
     name = original_class(unwrapped(model)).__name__
     mesh = training_mesh_of(model)
     first = mesh is None or mesh.get_rank() == 0
-    kind = "liger" if impl == "liger" else "chunked"
     head, reason = fusible_head(model)
-    if kind == "liger":
-        reason = reason or liger.why_not(compute_device(model))
     # Ranks agree before the probe, because its forwards are collective, and again on its outcome.
     reason = _agreed_reason(reason, mesh)
     choice = None
     if head is not None and not reason:
         try:
-            choice = probe(model, head, kind)
+            choice = probe(model, head)
         except ProbeError as error:
             reason = str(error)
         reason = _agreed_reason(reason, mesh)
@@ -182,7 +138,7 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
         raise ModelLossError(f"the loss of {name} cannot be computed by impl={impl!r}: {reason}")
     if first:
         _logger.warning("loss of %s: full logits, because %s", name, reason)
-    return LossChoice("logits", settings_of(model))
+    return LossChoice("logits")
 
 
 def _agreed_reason(reason: str, mesh: "DeviceMesh | None") -> str:

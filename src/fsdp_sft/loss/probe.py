@@ -9,7 +9,6 @@ logits, whose cross entropy the fused loss must reproduce.
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,18 +17,17 @@ from torch.nn import functional as F
 
 from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.preserved import preserved, uncompiled
-from fsdp_sft._model.record import findings, forget_findings
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss.choice import LossChoice
 from fsdp_sft.loss.head import checked_later, loss_at_head, replaced_forward
 from fsdp_sft.loss.linear_head import num_logits
-from fsdp_sft.loss.transform import Transform, candidates, settings_of, tolerance, wide
+from fsdp_sft.loss.transform import Transform, candidates, tolerance, wide
 from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    pass
 
 _LENGTH = 8
 _KNOWN_SIZE = 20.0  # standard deviation of the known numbers; large enough for a soft cap to show
@@ -38,7 +36,7 @@ _KNOWN_SIZE = 20.0  # standard deviation of the known numbers; large enough for 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
-def probe(model: nn.Module, head: nn.Module, impl: str) -> LossChoice:
+def probe(model: nn.Module, head: nn.Module) -> LossChoice:
     """A choice whose loss equals that of the real logits on a tiny batch.
 
     The model's mode, buffers and gradients and the random number generators are left as they were, and the
@@ -47,7 +45,6 @@ def probe(model: nn.Module, head: nn.Module, impl: str) -> LossChoice:
     Args:
         model: Model with its weights.
         head: Its head, for which ``fusible_head`` gives no reason against a fused loss.
-        impl: Fused implementation to try.
 
     Raises:
         ProbeError: If it does not give that loss.
@@ -62,7 +59,7 @@ def probe(model: nn.Module, head: nn.Module, impl: str) -> LossChoice:
     inputs = {"input_ids": ids, **no_cache(model)}
     with evaluating(model):
         raw, logits = _observe(model, head, inputs)
-        choice = LossChoice(impl, settings_of(model), _transform(model, raw, logits), weakref.ref(head))
+        choice = LossChoice("chunked", _transform(model, raw, logits), weakref.ref(head))
         expected = F.cross_entropy(wide(logits[0]), targets[0], reduction="sum", ignore_index=IGNORE_INDEX)
         actual = guarded(
             model,
@@ -119,23 +116,6 @@ class ProbeError(Exception):
     """A forward that was tried has failed, or does not show what was looked for; the message says why."""
 
 
-@dataclass
-class Looked:
-    """What is known of the last change of a model's forward.
-
-    Attributes:
-        changed_alone: Whether only some ranks have changed it.
-    """
-
-    changed_alone: bool = False
-
-
-def forget_changed(model: nn.Module, ranks: int, mesh: "DeviceMesh | None") -> None:
-    """Forget all findings about a forward that so many ranks of the mesh have changed; all ranks do so."""
-    forget_findings(model)
-    findings(model, Looked).changed_alone = ranks < (1 if mesh is None else mesh.size())
-
-
 def output_of(
     model: nn.Module, inputs: dict[str, Any], within: AbstractContextManager[Any] | None = None
 ) -> Any:
@@ -161,9 +141,7 @@ def output_of(
 def guarded(model: nn.Module, call: Any) -> Any:
     """``call()``; an error inside it, but for lack of memory, is raised when FSDP2's hooks have run.
 
-    An exception that left the root's forward would leave FSDP2's state in the middle of it. If the forward
-    has changed on some ranks only, the error is raised as it is, as in training: the other ranks have none,
-    and wait in the forward until this process ends.
+    An exception that left the root's forward would leave FSDP2's state in the middle of it.
 
     Raises:
         ProbeError: With the first error.
@@ -190,8 +168,6 @@ def guarded(model: nn.Module, call: Any) -> Any:
             errors.append(error)
     if errors:
         _end_forwards(model)
-        if findings(model, Looked).changed_alone:
-            raise errors[0]
         first = str(errors[0]).strip().split("\n")[0]
         raise ProbeError(f"the probe failed: {type(errors[0]).__name__}: {first}") from errors[0]
     return result

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.sharded import reshard
-from fsdp_sft.attention.context_parallel import compare_again, part_of_rows, sequence_group_of
+from fsdp_sft.attention.context_parallel import part_of_rows, sequence_group_of
 from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.experts import counter_of
@@ -27,7 +27,7 @@ from fsdp_sft.loss.counting import (
 from fsdp_sft.loss.head import loss_at_head
 from fsdp_sft.loss.linear_token_losses import linear_token_losses
 from fsdp_sft.loss.part import BatchPart, own_part, whole_rows
-from fsdp_sft.loss.prepare import LossImpl, check_impl, choice_for, look_again, refuse_encoder_decoder
+from fsdp_sft.loss.prepare import LossImpl, check_impl, choice_for, refuse_encoder_decoder
 from fsdp_sft.loss.transform import wide
 from fsdp_sft.targets import IGNORE_INDEX
 
@@ -56,7 +56,7 @@ def token_losses(
         model: Decoder-only language model, sharded or not. Under ``torch.no_grad`` (a reference model) the
             result costs a forward.
         batch: Batch of the form that ``loss_sum`` takes, padded or packed. ``loss_weights`` are left to you.
-        impl: Implementation; see ``loss_sum``. ``"liger"`` is refused, since its kernels return sums.
+        impl: Implementation; see ``loss_sum``.
         entropy: Whether to return the entropy of each prediction as well, from the same pass.
 
     Returns:
@@ -72,8 +72,8 @@ def token_losses(
         your own divide by ``cp``.
 
     Raises:
-        ModelLossError: If several ranks hold the model and its forward has changed since its loss was looked
-            at: call ``prepare_loss`` on all of them after such a change.
+        ModelLossError: If the forward does something else to its head's output than when its loss was
+            prepared.
         ValueError: If the model is an encoder-decoder or a classifier, if the batch has no proper labels, or
             if the losses cannot be computed by ``impl``.
         RuntimeError: In a backward that is to be derived itself (``create_graph=True``).
@@ -81,8 +81,8 @@ def token_losses(
     Collective: all ranks of the model's mesh, by its forward.
     Memory: ``chunk_size * V`` logits, as in ``linear_cross_entropy_sum``. Until the backward, the hidden
         states; if the head is frozen, their gradient in float32. A trained head's gradient needs the logits a
-        second time, which the backward computes in chunks. With LoRA, DoRA or trained tokens on the head, a
-        copy of its weight until the backward.
+        second time, which the backward computes in chunks. With trained tokens on the head, a copy of
+        its weight until the backward.
 
     Example:
         >>> losses = fs.token_losses(model, batch)
@@ -92,8 +92,8 @@ def token_losses(
         >>> torch.allclose(losses.sum(), summed)
         True
     """
-    check_token_impl(impl)
-    part, group = part_for(model, batch, impl)
+    check_impl(impl)
+    part, group = part_for(model, batch)
     values = _values(model, part, impl, entropy)
     if group is not None:
         values = whole_rows(values, group)[..., : batch["input_ids"].shape[1]]
@@ -102,25 +102,14 @@ def token_losses(
     return (values[0], values[1]) if entropy else values[0]
 
 
-def check_token_impl(impl: LossImpl) -> None:
-    """Raise for an implementation that has no losses of tokens."""
-    check_impl(impl)
-    if impl == "liger":
-        raise ValueError(
-            "token_losses has no impl='liger', whose kernels return sums; use 'chunked' or 'auto'"
-        )
-
-
-def part_for(model: nn.Module, batch: Batch, impl: LossImpl) -> tuple[Batch, Any]:
+def part_for(model: nn.Module, batch: Batch) -> tuple[Batch, Any]:
     """(this rank's part of a checked batch, the ranks that share its rows or None)."""
     refuse_encoder_decoder(model)
     if torch.compiler.is_compiling():
         refuse_masked_pack(batch)
         return batch, None
     reshard(model)
-    look_again(model, impl)
     group = sequence_group_of(model)
-    compare_again(model, group)
     part = own_part(batch, group)
     if not isinstance(part, CheckedBatch):
         refuse_masked_pack(batch)

@@ -59,16 +59,11 @@ def numbers_of(model: nn.Module) -> Iterator[tuple[Any, str, float]]:
                 yield holder, name, float(value)
 
 
-def settings_of(model: nn.Module) -> tuple[tuple[str, float], ...]:
-    """Numbers of a model and its configs that may scale or cap its logits, with their names."""
-    return tuple((n, value) for _, n, value in numbers_of(model) if _may_scale(n) or _may_cap(n))
-
-
 def candidates(model: nn.Module) -> list[Transform]:
     """Every combination of a scale and a soft cap that the model's numbers suggest, the identity first."""
     scales: dict[float, None] = {1.0: None}  # dicts keep the order
     softcaps: dict[float | None, None] = {None: None}
-    for name, value in settings_of(model):
+    for _, name, value in numbers_of(model):
         if value > 0 and _may_scale(name):
             scales.update({value: None, 1 / value: None})
         if value > 0 and _may_cap(name):

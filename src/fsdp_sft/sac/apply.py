@@ -7,11 +7,10 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fsdp_sft._compat.compile import compile_memory_budget
 from fsdp_sft._model.blocks import find_blocks, is_never_called
 from fsdp_sft._model.towers import frozen_towers, pattern_of
 from fsdp_sft._process.words import answered
-from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, enter_mode, restore
+from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, refuse_foreign_checkpointing, restore
 from fsdp_sft.sac.decisions import checkpoint_of
 from fsdp_sft.sac.groups import check_before_forward
 from fsdp_sft.sac.noise import draws_random_numbers
@@ -68,16 +67,13 @@ def apply_sac(
 
     Raises:
         TypeError: If ``ratio`` is neither a number nor a text, or a block neither an FQN nor a position.
-        ValueError: If an argument is out of range, if a block is unknown or lies in another one, if
-            transformers' own checkpointing is on, or if compile's memory budget is on (torch would ignore
-            it, or ``save``). With ``save``, also if a name matches no submodule of the chosen blocks, if a
-            named one has no matrix to multiply by, if ``"sdpa"`` cannot be kept, or if a part of a block is
-            compiled separately (torch would see none of its operations).
+        ValueError: If an argument is out of range, if a block is unknown or lies in another one, or if
+            transformers' own checkpointing is on. With ``save``, also if a name matches no submodule of the
+            chosen blocks, if a named one has no matrix to multiply by, if ``"sdpa"`` cannot be kept, or if a
+            part of a block is compiled separately (torch would see none of its operations).
         UnsupportedModelError: If the model has no blocks. With ``save``, if parts of a block are sharded as
             groups of their own, as modules kept in float32 are. If the model is sharded later,
-            ``shard_model`` raises it, or with another sharding the first forward. In the first training
-            forward, if a part of a chosen block runs outside of its checkpoint, because the model calls the
-            parts and not the block, or because the block's forward has been replaced.
+            ``shard_model`` raises it, or with another sharding the first forward.
         HostMemoryError: With ``offload``, in the first forward or one with longer rows, if the host has less
             memory than its ranks would take together.
 
@@ -100,8 +96,8 @@ def apply_sac(
     names = (save,) if isinstance(save, str) else None if save is None else tuple(save)
     if names is not None:
         check_kept(model, chosen, names)
-    _refuse_memory_budget()
-    enter_mode(model, "apply_sac")
+    restore(model)
+    refuse_foreign_checkpointing(model)
     if not chosen:
         return []
     leaves = Offload(len(chosen), keeps=names is not None) if offload else None
@@ -117,10 +113,10 @@ def apply_sac(
 
 
 def remove_sac(model: nn.Module) -> None:
-    """Undo ``apply_sac`` or ``compile_blocks(memory_budget=...)``; a model without either is left as it is.
+    """Undo ``apply_sac``; a model without it is left as it is.
 
     Args:
-        model: Model that was given to one of them.
+        model: Model that was given to ``apply_sac``.
 
     Example:
         >>> fs.apply_sac(model, blocks=[0, -1])
@@ -188,16 +184,6 @@ def check_offload(offload: Any) -> None:
     """Raise ValueError unless ``offload`` is True or False."""
     if offload not in (True, False):
         raise ValueError(f"offload must be True or False, got {offload!r}")
-
-
-def _refuse_memory_budget() -> None:
-    """Raise if compile's memory budget was set by hand: torch would ignore it, or checkpointing's marks."""
-    budget = compile_memory_budget()
-    if budget != 1:
-        raise ValueError(
-            f"compile's activation_memory_budget is {budget}, and of it and apply_sac torch ignores one; "
-            "set it back to 1.0, or use compile_blocks(model, memory_budget=...) instead"
-        )
 
 
 def _fqn_of(model: nn.Module, entry: Any, modules: dict[str, nn.Module]) -> str:

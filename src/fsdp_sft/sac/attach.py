@@ -12,10 +12,8 @@ from fsdp_sft._model.blocks import CACHES_OFF, configs_of
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac.groups import drop_check
 from fsdp_sft.sac.offload import Offload, drop_offload, offload_compiled, run_offloaded
-from fsdp_sft.sac.proof import checkpoint_seen, drop_proof, require_checkpoint
 
 _STATE = "_fsdp_sft_sac"  # attribute of a module: the instance attributes that were replaced
-_MODE = "_fsdp_sft_sac_mode"  # attribute of the model: name of the function that replaced them
 _CACHE_CHECK = "_fsdp_sft_sac_cache_check"  # attribute of the model: handle of the hook that refuses caches
 _ABSENT = "absent"
 
@@ -26,14 +24,12 @@ def checkpoint_blocks(
     recompute: Callable[..., Any],
     offload: Offload | None,
 ) -> None:
-    """Run the blocks' training forwards through ``recompute``; the first of each is checked to do so."""
-    recompute = functools.partial(checkpoint_seen, recompute)
+    """Run the blocks' training forwards through ``recompute``."""
     if offload is not None:
         recompute = functools.partial(run_offloaded, offload, recompute)
         offload_compiled(model, offload, list(blocks))
     for block in blocks.values():
         _checkpoint_block(block, recompute)
-    require_checkpoint(model, blocks)
 
 
 def _checkpoint_block(block: nn.Module, recompute: Callable[..., Any]) -> None:
@@ -58,7 +54,6 @@ def override(module: nn.Module, **attributes: Any) -> None:
 def restore(model: nn.Module) -> None:
     """Undo everything that ``override`` has set in a model, and turn generation caches on again."""
     for module in model.modules():
-        drop_proof(module)
         drop_check(module)
         drop_offload(module)
         for name, value in module.__dict__.pop(_STATE, {}).items():
@@ -71,24 +66,6 @@ def restore(model: nn.Module) -> None:
     handle = model.__dict__.pop(_CACHE_CHECK, None)
     if handle is not None:
         handle.remove()
-    model.__dict__.pop(_MODE, None)
-
-
-def enter_mode(model: nn.Module, mode: str) -> None:
-    """Begin ``mode`` on a model, after undoing it if it is on already.
-
-    Raises:
-        ValueError: If another mode is on, or transformers' own checkpointing.
-    """
-    present = model.__dict__.get(_MODE)
-    if present is not None and present != mode:
-        raise ValueError(
-            f"{present} is on, and of checkpointing and compile's memory budget torch ignores one: choose, "
-            f"and call remove_sac(model) before {mode}"
-        )
-    restore(model)
-    _refuse_foreign_checkpointing(model, mode)
-    model.__dict__[_MODE] = mode
 
 
 def disable_caches(model: nn.Module) -> None:
@@ -115,13 +92,13 @@ def _refuse_generation(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> N
         )
 
 
-def _refuse_foreign_checkpointing(model: nn.Module, mode: str) -> None:
+def refuse_foreign_checkpointing(model: nn.Module) -> None:
     """Raise if transformers' own gradient checkpointing is on."""
     for fqn, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ValueError(
                 f"{fqn or 'the model'} is checkpointed by transformers already, which would recompute blocks "
-                f"that were not chosen; call model.gradient_checkpointing_disable() before {mode}"
+                "that were not chosen; call model.gradient_checkpointing_disable() before apply_sac"
             )
 
 

@@ -17,7 +17,6 @@ from fsdp_sft.sac.attach import override
 from fsdp_sft.sac.decisions import Contexts, decides, is_decision, with_decisions
 from fsdp_sft.sac.groups import refuse_inner_groups
 from fsdp_sft.sac.offload import Offload, contexts_offloaded
-from fsdp_sft.sac.proof import has_matrix
 
 SDPA = "sdpa"  # name in ``save`` of the fused attention kernels, which lie between submodules
 
@@ -144,7 +143,7 @@ def _kept_modules(blocks: dict[str, nn.Module], names: tuple[str, ...]) -> list[
                 f"no submodule of these blocks is called {name!r}; they have {_nameable(blocks)}"
             )
         for path, module in matching.items():
-            if not has_matrix(module):
+            if not _has_matrix(module):
                 where = ".".join(path)
                 raise ValueError(
                     f"{where} ({type(module).__name__}) has no matrix to multiply by: recomputing it costs "
@@ -154,9 +153,16 @@ def _kept_modules(blocks: dict[str, nn.Module], names: tuple[str, ...]) -> list[
     return list(kept.values())
 
 
+def _has_matrix(module: nn.Module) -> bool:
+    """Whether a module has a parameter of two or more dimensions."""
+    return any(parameter.ndim > 1 for parameter in module.parameters())
+
+
 def _nameable(blocks: dict[str, nn.Module], most: int = 16) -> list[str]:
     """Names that ``save`` takes, without the indices of experts."""
-    names = (name for block in blocks.values() for name, m in block.named_modules() if name and has_matrix(m))
+    names = (
+        name for block in blocks.values() for name, m in block.named_modules() if name and _has_matrix(m)
+    )
     return list(dict.fromkeys(name for name in names if not re.search(r"(^|\.)\d+(\.|$)", name)))[:most]
 
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 from fsdp_sft._process.words import answered
 from fsdp_sft.shard.packing import STORED, choose_packed, pack_loaded, packed_or_dtype
-from fsdp_sft.shard.policies import Policies, check_policies, own_policies
 from fsdp_sft.shard.units import (
     cast_shards,
     checked_offload,
@@ -61,7 +60,6 @@ def shard_model(
     master_dtype: torch.dtype = torch.float32,
     frozen_dtype: torch.dtype | str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    policies: Policies | None = None,
     blocks: Mapping[str, nn.Module] | None = None,
     reshard_after_forward: bool | int = True,
     offload_policy: OffloadPolicy | None = None,
@@ -98,11 +96,6 @@ def shard_model(
             peft's ``modules_to_save`` were copied from get ``master_dtype``, because the copies take their
             first values from them.
         mp_policy: Compute and reduction dtypes; None is bfloat16 compute with float32 reduction.
-        policies: Policies of modules that are to compute or reduce in other dtypes, by FQN or shell pattern
-            (``{"model.layers.*.mlp.gate": MixedPrecisionPolicy(param_dtype=torch.float32)}``), of which the
-            last that fits counts. Each such module is a group of its own, gathered when it is called; its
-            policy casts its inputs, and its outputs if it has an ``output_dtype``, which is needed where what
-            follows computes in another dtype.
         blocks: Blocks by FQN, which may be nested; None takes ``find_blocks(model)``.
         reshard_after_forward: What becomes of a block's gathered parameters after its forward. True frees
             them (ZeRO-3), False keeps them until its backward (ZeRO-2), and a number keeps them sharded over
@@ -121,15 +114,13 @@ def shard_model(
         The same model.
 
     Raises:
-        TypeError: If ``mp_policy`` or one of ``policies`` is no policy, or the model is inside
-            DistributedDataParallel.
-        ValueError: If the model is sharded already, an argument is out of range, a block is not part of this
-            model, or a name of ``policies`` fits none of its modules.
+        TypeError: If ``mp_policy`` is no policy, or the model is inside DistributedDataParallel.
+        ValueError: If the model is sharded already, an argument is out of range, or a block is not part of
+            this model.
         UnsupportedModelError: If ``blocks`` is None and none is found, if a trained parameter has hooks,
-            which would not run, if a module with a policy of its own is never called or tied, if transformers
-            holds the weights quantised, if it has no plan to divide experts among ``ep_size`` ranks, or,
-            after ``apply_sac(save=)``, if a part of a block is sharded as a group of its own, as these
-            experts are.
+            which would not run, if transformers holds the weights quantised, if it has no plan to divide
+            experts among ``ep_size`` ranks or they have adapters, or, after ``apply_sac(save=)``, if a part
+            of a block is sharded as a group of its own, as these experts are.
 
     Collective: all ranks of the mesh, with the same model.
     Memory: For a materialised model, its memory, which falls to that of the shards, plus one block at a time.
@@ -146,7 +137,6 @@ def shard_model(
             f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {mp_policy!r}; the dtype "
             "of the forward is its param_dtype"
         )
-    check_policies(policies)
     _refuse_sharded(model)
     refuse_quantised_model(model)
     refuse_hooks({p: name for name, p in model.named_parameters()}, are_shards=False)
@@ -159,7 +149,6 @@ def shard_model(
     if isinstance(prefetch, bool) or prefetch < 0:
         raise ValueError(f"prefetch must be a number of blocks, 0 or more, got {prefetch!r}")
     offload = checked_offload(offload_policy)
-    own = own_policies(model, policies)
     check_placeable_experts(model, given, ep_size)
     place_experts(model, given, ep_size)
 
@@ -172,7 +161,7 @@ def shard_model(
             f"reshard_after_forward={reshard_after_forward} keeps gathered values sharded, which torch does "
             f"not do for weights that are packed (frozen_dtype={packed!r}): take True or False"
         )
-    for unit in units_of(model, chosen, plan, policy, reshard_after_forward, own):
+    for unit in units_of(model, chosen, plan, policy, reshard_after_forward):
         shard_unit(unit, mesh, offload, by_rows)
         for module in unit.modules:
             cast_shards(module, master_dtype, kept_dtype, copied)

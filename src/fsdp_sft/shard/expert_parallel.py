@@ -13,13 +13,12 @@ from fsdp_sft._compat.experts import experts_to_place, place_experts_on
 from fsdp_sft._compat.fsdp import reduction_dtype
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.adapters import copied_modules, without_adapters
-from fsdp_sft._model.record import findings, kept_of, record_of
+from fsdp_sft._model.adapters import copied_modules, parameter_adapters, without_adapters
+from fsdp_sft._model.record import kept_of, record_of
 from fsdp_sft._model.sharded import mesh_of, reshard
 from fsdp_sft._model.wrappers import base_of, unwrapped
 from fsdp_sft._ranks.mesh import CP, DP_REPLICATE, DP_SHARD, EP
 from fsdp_sft.errors import UnsupportedModelError, abridged
-from fsdp_sft.shard.expert_adapters import adapt_placed, placed_adapters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,8 +63,8 @@ def check_placeable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) 
     Raises:
         ValueError: If ``ep_size`` does not divide the ranks or the experts (the message lists values that
             do), the mesh has ``cp``, or the experts are not on the meta device.
-        UnsupportedModelError: If transformers has no plan for the model's experts, or there are trained
-            copies of them (``modules_to_save``).
+        UnsupportedModelError: If transformers has no plan for the model's experts, or there are adapters or
+            trained copies of them (``modules_to_save``).
     """
     if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
         raise ValueError(f"ep_size must be a number of ranks, 1 or more, got {ep_size!r}")
@@ -84,10 +83,11 @@ def check_placeable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) 
             f"transformers has no plan by which ranks share out the experts of {name} (ep_plan): use "
             "ep_size=1, which shards them as other parameters are"
         )
-    if copied_modules(model).intersection(modules):
+    adapted = {wrapper.get_base_layer() for wrapper in parameter_adapters(model)}
+    if (copied_modules(model) | adapted).intersection(modules):
         raise UnsupportedModelError(
-            "ranks cannot share out experts that peft copies to train them (modules_to_save: "
-            f"{abridged(experts)}): use ep_size=1, or adapters of them (target_parameters)"
+            "ranks cannot share out experts that peft adapts (target_parameters, all-linear) or copies "
+            f"(modules_to_save): {abridged(experts)}; use ep_size=1, or adapters of other layers"
         )
     if not all(p.is_meta for module in modules for p in module.parameters()):
         raise ValueError(
@@ -110,7 +110,7 @@ def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
     changes nothing.
 
     Args:
-        model: Model on the meta device, not sharded yet; any adapters are already inside.
+        model: Model on the meta device, not sharded yet; adapters of other layers are already inside.
         mesh: Mesh that ``shard_model`` will be given.
         ep_size: Number of ranks that hold all experts between them.
 
@@ -127,12 +127,8 @@ def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
     axes = (DP_REPLICATE, EXPERTS_SHARD) if DP_REPLICATE in (mesh.mesh_dim_names or ()) else (EXPERTS_SHARD,)
     shared = ExpertPlacement(parts[axes], float(mesh.size()), ep_size)
     with without_adapters(model) as base:
-        placed = {name: base.get_submodule(name) for name in experts_to_place(base)}
-    adapters = placed_adapters(model, placed)
-    with without_adapters(model) as base:
-        for name, module in placed.items():
-            adapt_placed(module, adapters[name], parts[EP].get_local_rank())
-            record_of(module).keep(shared)
+        for name in experts_to_place(base):
+            record_of(base.get_submodule(name)).keep(shared)
         place_experts_on(base, parts[EP], parts[_ALONE])
 
 
@@ -151,7 +147,7 @@ def refuse_divided_twice(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: If a gradient would be divided twice.
     """
-    looked = findings(model, _Divided)
+    looked = record_of(model).kept_or_new(_Divided)
     if looked.done:
         return
     reshard(model)  # a gathered parameter does not show the axes that it is sharded along

@@ -67,12 +67,8 @@ def units_of(
     plan: "Float32Plan",
     policy: MixedPrecisionPolicy,
     reshard: bool | int,
-    own_policies: Mapping[int, MixedPrecisionPolicy],
 ) -> list[Unit]:
-    """The groups of a model, inner before outer, as ``fully_shard`` requires; the last is the root's.
-
-    ``own_policies`` are those of modules, by id, that have one of their own.
-    """
+    """The groups of a model, inner before outer, as ``fully_shard`` requires; the last is the root's."""
     of_blocks, in_float32 = plan.policies(policy)
     units = []
     for modules in _tied_across_blocks(model, blocks):
@@ -84,11 +80,6 @@ def units_of(
         if module is model or id(module) in done:
             continue
         experts = expert_placement(module)
-        given = own_policies.get(id(module))
-        if given is not None:
-            units.append(Unit([module], given, reshard, experts=experts))
-            done.add(id(module))
-            continue
         float32 = plan.units.get(id(module)) if experts is None else None
         others = [other for other in float32.others if id(other) not in done] if float32 is not None else []
         if others:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,6 @@ from fsdp_sft.loss import (
     tokens_of,
 )
 from fsdp_sft.sampling.packing import Verify, check_verify, verify_at_first_use
-from fsdp_sft.step.anew import find_out_anew, what_is_new
 from fsdp_sft.step.keys import (
     are_equal,
     digest,
@@ -37,7 +36,7 @@ from fsdp_sft.step.model_checks import check_of
 from fsdp_sft.step.own_loss import CountFn, LossFn, Objective
 from fsdp_sft.step.own_metrics import OwnMetrics
 from fsdp_sft.step.uneven_eval import in_step
-from fsdp_sft.step.window import Anew, on_device, on_host
+from fsdp_sft.step.window import on_device, on_host
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -129,13 +128,12 @@ def evaluate(
     checks, metrics = HeadChecks(), OwnMetrics()
     check = check_of(model, own_loss=objective.is_own)
     options = {"verify": verify, "check_labels": check_labels, **objective.options()}
-    anew = _agreed(what_is_new(model, objective, check_sum=check_labels), options, mesh)
-    find_out_anew(model, objective, anew, group, mesh)
+    _agree_on(options, mesh)
     model.eval()
     try:
         with torch.no_grad(), checked_later(checks):
             for number, (batch, seen, count) in enumerate(in_step(batches, mesh, objective, check, group)):
-                if number == 0 and anew.sum:
+                if number == 0 and check_labels:
                     refuse_mean(model, [batch], objective, mesh)
                 if verify == "first" and may_be_packs(keys_of(batch)):
                     whole = [seen] if group is None else on_host([batch])
@@ -172,16 +170,11 @@ def evaluate(
     return EvalResult(loss, perplexity, number, router_total / max(all_tokens, 1), means)
 
 
-def _agreed(own: Anew, options: dict[str, Any], mesh: "DeviceMesh | None") -> Anew:
-    """What any rank has to find out anew.
-
-    Raises:
-        BatchError: On all ranks, if they call with different options.
+def _agree_on(options: dict[str, Any], mesh: "DeviceMesh | None") -> None:
+    """Raise a BatchError on all ranks if they call with different options.
 
     Collective: all ranks of the mesh.
     """
-    here = astuple(own)
-    sums = sum_over_mesh([*here, *to_compare(digest(repr(options)))], mesh)
-    if not are_equal(sums[len(here) :], mesh.size() if mesh is not None else 1):
+    sums = sum_over_mesh(to_compare(digest(repr(options))), mesh)
+    if not are_equal(sums, mesh.size() if mesh is not None else 1):
         refuse_different_options(options)
-    return Anew(*map(int, sums[: len(here)]))

@@ -54,8 +54,9 @@ def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
     if not isinstance(model, FSDPModule):
         yield
         return
-    if hasattr(model, "set_manual_backward_finalization"):  # torch 2.15; the last backward ends a window here
-        model.set_manual_backward_finalization(False)
+    by_hand = getattr(model, "set_manual_backward_finalization", None)  # torch 2.15
+    if by_hand is not None:
+        by_hand(False)  # the last backward of a window finalizes it
     model.set_requires_gradient_sync(mode != "none")
     if mode == "none":
         allow_unused_groups(model)

@@ -3,19 +3,17 @@
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from fsdp_sft._model.forward import function_state
-from fsdp_sft._model.record import findings
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.errors import BatchError, ModelLossError
 from fsdp_sft.loss import ProbeError, evaluating, guarded
-from fsdp_sft.step.own_loss import CountFn, LossFn, Objective, counted
+from fsdp_sft.step.once import done_with
+from fsdp_sft.step.own_loss import CountFn, Objective, counted
 from fsdp_sft.step.window import num_rows, to_device, with_parts
 
 if TYPE_CHECKING:
@@ -25,26 +23,9 @@ if TYPE_CHECKING:
 # room for other terms.
 _SUM, _MEAN = (1.8, 2.2), (0.95, 1.05)
 
+_DONE = "its loss was checked for a sum"
+
 _logger = logging.getLogger("fsdp_sft.step")
-
-
-@dataclass
-class _Taken:
-    """States of the functions that have passed the check with a model, or could not be checked."""
-
-    functions: list[Any] = field(default_factory=list)
-
-
-def is_untold(model: nn.Module, loss_fn: LossFn | None) -> bool:
-    """Whether a caller's loss still has to be checked for returning a sum."""
-    return loss_fn is not None and function_state(loss_fn) not in findings(model, _Taken).functions
-
-
-def take(model: nn.Module, loss_fn: LossFn) -> None:
-    """Take a loss for a sum from now on, without a check."""
-    taken, state = findings(model, _Taken).functions, function_state(loss_fn)
-    if state not in taken:
-        taken.append(state)
 
 
 def refuse_mean(
@@ -53,7 +34,7 @@ def refuse_mean(
     objective: Objective,
     mesh: "DeviceMesh | None",
 ) -> None:
-    """Refuse a ``loss_fn`` that returns a mean.
+    """Refuse a ``loss_fn`` that returns a mean, once for each model.
 
     The loss of one row is compared with the loss of a batch that has that row twice. If the targets double
     and the loss stays the same, it is a mean over targets, and the step would divide it once more. A case
@@ -70,12 +51,13 @@ def refuse_mean(
 
     Collective: all ranks of the mesh; two forwards of at most two rows.
     """
-    assert objective.loss_fn is not None
+    if objective.loss_fn is None or _DONE in done_with(model):
+        return
     ranks = mesh.size() if mesh is not None else 1
     rows = _row_and_twins(micro_batches, objective.count_fn)
     # One rank that cannot form these batches must not leave the others alone in a forward.
     if sum_over_mesh([rows is not None], mesh)[0] < ranks:
-        take(model, objective.loss_fn)
+        done_with(model).add(_DONE)
         _logger.debug("whether loss_fn returns a sum was not looked at: its batches are not made of rows")
         return
     grown = _growth(model, objective, rows)
@@ -87,7 +69,7 @@ def refuse_mean(
             "(reduction='sum', or the mean times the targets), or, if every batch is meant to weigh "
             "the same, give count_fn=lambda batch: 1. check_labels=False leaves this check out"
         )
-    take(model, objective.loss_fn)
+    done_with(model).add(_DONE)
     if not sums:
         _logger.info("whether loss_fn returns a sum over targets could not be told (growth %.3g)", grown)
 

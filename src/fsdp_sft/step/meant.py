@@ -13,6 +13,7 @@ from fsdp_sft.dcp_io.left_behind import loaded_without_optimizer, resumed_with_o
 from fsdp_sft.errors import abridged
 from fsdp_sft.sac import draws_random_numbers
 from fsdp_sft.step.once import done_with, first_time
+from fsdp_sft.step.optimizers import stepped_by
 
 _AT_A_RATE = "was trained at a learning rate above 0"
 
@@ -47,6 +48,7 @@ def warn_of_what_may_be_meant(
             "the model computes in float16 without a scaler: gradients below 6e-8 become 0. Pass "
             "scaler=torch.amp.GradScaler(), or compute in bfloat16, which needs none"
         )
+    _warn_of_lost_updates(model, optimizers)
     if left_out and first_time(model, "left out"):
         warn_caller(
             f"{len(left_out)} parameters that require gradients are in no optimizer ({abridged(left_out)}): "
@@ -85,6 +87,23 @@ def warn_of_what_may_be_meant(
         )
     if above:
         done_with(model).add(_AT_A_RATE)
+
+
+def _warn_of_lost_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Warn if optimizers of torch train bfloat16 parameters, whose small updates they round away.
+
+    Optimizers of other libraries may round stochastically, which cannot be seen from outside.
+    """
+    for one in optimizers:
+        kind = type(one)
+        narrow = [p for p in stepped_by(one) if p.requires_grad and p.dtype is torch.bfloat16]
+        of_torch = kind.__module__.startswith("torch.optim.")
+        if narrow and of_torch and first_time(model, f"bfloat16 by {kind.__name__}"):
+            warn_caller(
+                f"{len(narrow)} trained parameters are bfloat16, and {kind.__name__} rounds them to the "
+                "nearest: an update below 1/512 of a value is lost, as most are in fine-tuning. Use "
+                "fsdp_sft.StochasticAdamW, or float32 masters (master_dtype=torch.float32)"
+            )
 
 
 def _is_above_0(rate: Any) -> bool:

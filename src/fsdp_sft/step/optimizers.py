@@ -1,13 +1,12 @@
 """The optimizers and schedulers of a step, one or several, checked before anything is computed."""
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from fsdp_sft._compat.optim import found_infs, keep_scale_on_host, schedulers_within
+from fsdp_sft._compat.optim import found_infs, keep_scale_on_host
 from fsdp_sft._model.named import parameter_names
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list
@@ -29,50 +28,25 @@ def checked_optimizers(
     Raises:
         TypeError: If one of them is not an optimizer.
         ValueError: If the list is empty.
-        OptimizerError: If one needs a closure, if they hold tensors that sharding has replaced, if two of
-            them hold the same parameter, or if none of several holds one that is trained.
+        OptimizerError: If they hold tensors that sharding has replaced.
     """
     optimizers = as_list(optimizer)
-    for one in optimizers:
-        needed = _needed(one.step)
-        if needed:
-            raise OptimizerError(
-                f"{type(one).__name__}.step needs {needed[0]!r}, which train_step has not; use "
-                "causal_lm_loss and step it in a loop of your own"
-            )
     reshard(model)  # a gathered parameter is another tensor than its shard
     names = parameter_names(model)
-    left_out = _refuse_replaced(names, optimizers)
-    if len(optimizers) > 1:
-        _refuse_shared_or_left_out(names, optimizers, left_out)
-    return optimizers, names, left_out
+    return optimizers, names, _refuse_replaced(names, optimizers)
 
 
 def checked_schedulers(scheduler: Any, optimizers: list[torch.optim.Optimizer]) -> "list[LRScheduler]":
     """The schedulers as a list, which may be empty.
 
     Raises:
-        TypeError: If one of them is not a scheduler.
-        OptimizerError: If one needs more than ``step()``, as ``ReduceLROnPlateau`` does, if one is in the
-            list twice, or if it belongs to another optimizer.
+        OptimizerError: If one belongs to another optimizer, as to one that was made before sharding.
     """
-    if scheduler is None:
-        return []
     schedulers: list[Any] = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
-    if len({id(one) for one in schedulers}) < len(schedulers):
-        raise OptimizerError("a scheduler is in the list twice: it would be stepped twice")
+    schedulers = [one for one in schedulers if one is not None]
     for one in schedulers:
-        if not callable(getattr(one, "step", None)):
-            raise TypeError(f"scheduler must be a scheduler or a list of them, got {type(one).__name__}")
-        for inside in schedulers_within(one):
-            needed = _needed(inside.step)
-            if needed:
-                raise OptimizerError(
-                    f"{type(inside).__name__}.step needs {needed[0]!r}, which train_step has not: leave it "
-                    "out of train_step and step it yourself, for instance scheduler.step(evaluate(...).loss)"
-                )
         groups = getattr(getattr(one, "optimizer", None), "param_groups", None)
-        if groups is not None and not any(groups is o.param_groups for o in optimizers):
+        if groups is not None and not any(groups is each.param_groups for each in optimizers):
             raise OptimizerError(
                 f"the {type(one).__name__} schedules an optimizer that train_step was not given; its rates "
                 "would change nothing here"
@@ -145,18 +119,6 @@ def step_all(
         scaler.update()
 
 
-def _needed(function: Any) -> list[str]:
-    """Names of the arguments that ``function`` requires."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C
-        return []
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    # A scheduler wraps an optimizer's step in a function whose signature includes self.
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
-    return [name for name in needed if name != "self"]
-
-
 def stepped_by(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
     """All tensors of the optimizers' groups."""
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -181,23 +143,3 @@ def _refuse_replaced(given: dict[nn.Parameter, str], optimizers: list[torch.opti
             "load_pretrained, before any forward"
         )
     return left_out
-
-
-def _refuse_shared_or_left_out(
-    given: Mapping[Any, str], optimizers: list[torch.optim.Optimizer], missing: list[str]
-) -> None:
-    """Refuse several optimizers unless each trained parameter is in exactly one of them."""
-    found: dict[Any, int] = {}
-    for number, optimizer in enumerate(optimizers):
-        for parameter in stepped_by(optimizer):
-            other = found.setdefault(parameter, number)
-            if other != number:
-                raise OptimizerError(
-                    f"{given.get(parameter, 'a parameter')} is in two of the optimizers ({other} and "
-                    f"{number}): each would step it"
-                )
-    if missing:
-        raise OptimizerError(
-            f"{len(missing)} parameters that require gradients are in none of the {len(optimizers)} "
-            f"optimizers: {abridged(missing)}. Give them to one, or freeze them with requires_grad_(False)"
-        )

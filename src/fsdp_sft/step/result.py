@@ -66,7 +66,6 @@ class QueuedStep:
         checks: Checks of the step's forwards that wait for the device.
         expert_load: Tokens that experts were given, being copied to the host; None if they are not counted.
         metrics: This rank's sums of the metrics of the caller's loss; None if the loss is the library's.
-        problem: Error that says why no checkpoint could hold the optimizer's state; None if one could.
     """
 
     values: LateValues
@@ -75,7 +74,6 @@ class QueuedStep:
     checks: HeadChecks
     expert_load: LateLoad | None
     metrics: OwnMetrics | None = None
-    problem: Exception | None = None
 
     @property
     def has_infs(self) -> bool:
@@ -102,16 +100,12 @@ class QueuedStep:
         Raises:
             NonFiniteGradientError: If the gradient was not finite.
             ModelLossError: If a forward has changed since its loss was prepared.
-            UnstorableStateError: If no checkpoint could hold the optimizer's state.
 
         Collective: all ranks of the mesh.
         """
         norm, loss, added, *_ = self.values.read()
         changed = None if self.is_finite else self.checks.problem()
-        own = [loss, added, self.problem is not None, changed is not None]
-        loss, added, has_problem, has_changed = sum_over_mesh(own, self.mesh)
-        if has_problem:
-            raise_on_mesh(self.problem, "looking at the optimizer's state after its first step", self.mesh)
+        loss, added, has_changed = sum_over_mesh([loss, added, changed is not None], self.mesh)
         if has_changed:
             raise_on_mesh(changed, "looking at what the model makes of its head's output", self.mesh)
         window = self.window

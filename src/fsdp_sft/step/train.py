@@ -30,14 +30,13 @@ from fsdp_sft.loss import (
 )
 from fsdp_sft.sampling.packing import Verify, check_verify, verify_at_first_use
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
-from fsdp_sft.step.anew import find_out_anew, what_is_new
 from fsdp_sft.step.gradients import SyncMode, checked_norm, clip_gradients, gradient_sync
 from fsdp_sft.step.keys import may_be_packs
 from fsdp_sft.step.labels import is_to_be_looked_at, say_what_was_seen
 from fsdp_sft.step.loss_is_sum import refuse_mean
 from fsdp_sft.step.meant import warn_of_what_may_be_meant
 from fsdp_sft.step.model_checks import check_of, refuse_noise_on_same_rows
-from fsdp_sft.step.once import first_time
+from fsdp_sft.step.once import done_with, first_time
 from fsdp_sft.step.optimizers import (
     Optimizers,
     checked_optimizers,
@@ -50,11 +49,11 @@ from fsdp_sft.step.optimizers import (
 from fsdp_sft.step.own_loss import CountFn, LossFn, Objective
 from fsdp_sft.step.own_metrics import OwnMetrics
 from fsdp_sft.step.result import QueuedStep, StepResult
-from fsdp_sft.step.schedules import forget_stepped, refuse_stepped_twice, step_schedulers
-from fsdp_sft.step.storable import state_problem
 from fsdp_sft.step.trained import (
     gradients_past_reduction,
+    has_replicas,
     refuse_beside,
+    refuse_different_replicas,
     refuse_past_reduction,
     refuse_untrainable,
 )
@@ -65,6 +64,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 GradSync = Literal["each", "last", "reduce_scatter"]
+_TRAINED = "a step was taken"
 
 
 @answered
@@ -99,7 +99,7 @@ def train_step(
             length must be the same on every rank. Batches are moved to the model's device.
         optimizer: Optimizer of the model's (sharded) parameters, or a list of optimizers, such as
             ``torch.optim.Muon`` for the matrices and AdamW for the rest. Those of a list must between them
-            hold every trained parameter exactly once.
+            hold every trained parameter exactly once; a warning names those that none has.
         max_grad_norm: Largest 2-norm of the gradient, to which it is clipped; None only measures the norm.
         scheduler: Learning rate scheduler or list of schedulers, each stepped once if the optimizers were.
             Step one that needs a metric (``ReduceLROnPlateau``) yourself.
@@ -153,15 +153,12 @@ def train_step(
             beside ``loss_fn``.
         ModelLossError: If the model's own loss is not the cross entropy (see ``loss_sum``), or ``loss_fn``
             returns a mean.
-        OptimizerError: If an optimizer was made before the model was sharded, if two optimizers share a
-            parameter or leave one out, if an optimizer or a scheduler needs more than ``step()``, or if a
-            scheduler was stepped by hand as well.
+        OptimizerError: If an optimizer was made before the model was sharded, if a scheduler belongs to
+            another optimizer, or if nothing is trained.
         TypeError: If an argument is not the optimizer, scheduler or function that it should be, or
             ``count_fn`` or ``loss_fn`` returns another type than it should.
         RuntimeError: If gradients are off, as under ``torch.no_grad``.
         PackingError: If the model mixes the rows of a pack, or a pack has an attention mask.
-        UnstorableStateError: After the first step, if the optimizer keeps state in tensor subclasses that do
-            not expose their inner tensors, so that no checkpoint could hold it.
         NonFiniteGradientError: If the gradient norm is not finite and no scaler handles it. Parameters and
             optimizer are as before the step.
 
@@ -187,11 +184,10 @@ def train_step(
     refuse_divided_twice(model)
     refuse_noise_on_same_rows(model, mesh)
     look = check_labels and loss_fn is None and count_fn is None and is_to_be_looked_at(model)
-    anew = what_is_new(model, objective, mesh, check_sum=check_labels)
+    is_first = _TRAINED not in done_with(model)
 
     def check_model() -> None:
-        refuse_untrainable(model, names, optimizers, mesh, look=bool(anew))
-        refuse_stepped_twice(model, schedulers)
+        refuse_untrainable(model, names, optimizers, mesh)
         warn_of_what_may_be_meant(model, optimizers, schedulers, scaler, names, left_out)
 
     window = agree_on_window(
@@ -202,7 +198,6 @@ def train_step(
         check_model=check_model,
         look=look,
         pad=padding_token(model),
-        anew=anew,
         group=group,
         options={
             "max_grad_norm": max_grad_norm,
@@ -213,20 +208,22 @@ def train_step(
             **objective.options(),
         },
     )
-    find_out_anew(model, objective, window.anew, group, mesh)
+    if is_first and has_replicas(model, mesh):
+        refuse_different_replicas(model, mesh)
     if look:
         say_what_was_seen(model, window.seen, window.differences, mesh)
     if window.weight == 0:
         return _without_step(model, window)
+    if check_labels:
+        refuse_mean(model, [one.given for one in window.micro_batches], objective, mesh)
     step = _queued(
-        model, window, objective, mesh, names, optimizers, scaler, max_grad_norm, grad_sync, verify
+        model, window, objective, mesh, names, optimizers, scaler, max_grad_norm, grad_sync, verify, is_first
     )
-    step.problem = state_problem(optimizers)
+    done_with(model).add(_TRAINED)
     result = step.result()
-    if result.skipped:
-        forget_stepped(model)
-    else:
-        step_schedulers(model, schedulers)
+    if not result.skipped:
+        for one in schedulers:
+            one.step()
     return result
 
 
@@ -235,7 +232,6 @@ def _without_step(model: nn.Module, window: Window) -> StepResult:
     counter = counter_of(model)
     if counter is not None:
         counter.is_empty = True
-    forget_stepped(model)
     reason = "no weight" if window.targets else "no targets"
     if this_rank() == 0 and first_time(model, reason):
         warn_caller(
@@ -256,22 +252,21 @@ def _queued(
     max_grad_norm: float | None,
     grad_sync: GradSync,
     verify: Verify,
+    is_first: bool,
 ) -> QueuedStep:
     """Forwards, backwards and, if the gradient is finite, the optimizers' step; no gradient is left."""
     counter = counter_of(model)
     try:
         if verify == "first" and any(may_be_packs(one.keys) for one in window.micro_batches):
             verify_at_first_use(model, window.seen, mesh, own_loss=objective.is_own)
-        if window.anew.sum:
-            refuse_mean(model, [one.given for one in window.micro_batches], objective, mesh)
         if counter is not None:
             counter.start()
         forget_held_back(model)
-        with gradients_past_reduction(model, names if window.anew else {}) as past:
+        with gradients_past_reduction(model, names if is_first else {}) as past:
             loss, router_loss, checks, metrics = _forward_and_backward(
                 model, window, objective, mesh, scaler, grad_sync
             )
-        if window.anew:
+        if is_first:
             refuse_past_reduction(past, mesh)
         refuse_beside(names, optimizers, mesh)
         with part("clip_gradients"):

@@ -16,7 +16,7 @@ from fsdp_sft._compat.fsdp import hooked_while_gathered
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.named import parameter_names
-from fsdp_sft._model.record import findings
+from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import refuse_own_divisor
 from fsdp_sft._model.wrappers import replicated_by, unwrapped
 from fsdp_sft._ranks.agree import world_size
@@ -69,8 +69,6 @@ def refuse_untrainable(
     names: dict[nn.Parameter, str],
     optimizers: list[torch.optim.Optimizer],
     mesh: "DeviceMesh | None",
-    *,
-    look: bool,
 ) -> None:
     """Refuse a model that cannot be trained as it is.
 
@@ -79,7 +77,6 @@ def refuse_untrainable(
         names: Its parameters with their names.
         optimizers: Those that step them.
         mesh: Ranks that share the window.
-        look: Whether its modules may have changed since they were looked at.
 
     Raises:
         OptimizerError: If nothing is trained.
@@ -102,9 +99,9 @@ def refuse_untrainable(
             "no parameter of the optimizer is trained, so that a step would change nothing: make it of those "
             "that require a gradient (adapters go in before that, and before sharding)"
         )
-    looked = findings(model, _Modules)
-    if look or looked.norms is None:
-        refuse_merged(model, "training")
+    refuse_merged(model, "training")
+    looked = record_of(model).kept_or_new(_Modules)
+    if looked.norms is None:
         looked.norms = {name: module for name, module in model.named_modules() if _has_statistics(module)}
     if mesh is not None and mesh.size() > 1 and isinstance(unwrapped(model), FSDPModule):
         _refuse_running_statistics(looked.norms)

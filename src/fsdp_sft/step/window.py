@@ -3,7 +3,7 @@
 import copy
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,26 +42,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Anew:
-    """What this rank has to find out anew, by collectives; after the agreement, how many ranks have to.
-
-    Attributes:
-        forward: Whether the model's forward has changed since something was found out about it.
-        choice: Whether the implementation of the loss has to be chosen.
-        sum: Whether the caller's loss has to be checked for returning a sum.
-        replicas: Whether the replicas of the model have to be compared.
-    """
-
-    forward: int = False
-    choice: int = False
-    sum: int = False
-    replicas: int = False
-
-    def __bool__(self) -> bool:
-        return any(astuple(self))
-
-
-@dataclass(frozen=True)
 class MicroBatch:
     """One batch of a window on this rank.
 
@@ -89,7 +69,6 @@ class Window:
         weight: Sum of the targets' ``loss_weights`` on all ranks; without weights the number of targets.
         micro_batches: Those of this rank.
         differences: Labels that differ from the ids at their places, on all ranks; zeros if not compared.
-        anew: What any rank has to find out anew.
     """
 
     targets: int
@@ -97,7 +76,6 @@ class Window:
     weight: float
     micro_batches: tuple[MicroBatch, ...]
     differences: Differences
-    anew: Anew
 
     @property
     def seen(self) -> list[Any]:
@@ -114,7 +92,6 @@ def agree_on_window(
     check_model: Callable[[], None],
     look: bool,
     pad: int | None,
-    anew: Anew,
     group: SequenceGroup | None,
     options: dict[str, Any],
 ) -> Window:
@@ -129,7 +106,6 @@ def agree_on_window(
         check_model: Function that raises if the model cannot be trained.
         look: Whether to look for mistakes in labels.
         pad: Id of the model's padding token; None if it does not say.
-        anew: What this rank has to find out anew.
         group: Ranks that share the rows; each counts the targets and tokens of its part.
         options: Options of the step that must be the same on every rank.
 
@@ -159,10 +135,9 @@ def agree_on_window(
     ranks = mesh.size() if mesh is not None else 1
     keys = [one.keys for one in batches]
     compared = to_compare([*digest(repr(options)), len(keys), *digest(keys)])
-    own = [tokens, *astuple(found), *astuple(anew), error is not None]
+    own = [tokens, *astuple(found), error is not None]
     all_weight, all_targets, *sums = sum_over_mesh([weight, targets, *own, *same_rows, *compared], mesh)
-    all_tokens, *rest, failed = map(int, sums[: len(own)])
-    looked_at, any_anew = rest[: len(fields(Differences))], rest[len(fields(Differences)) :]
+    all_tokens, *looked_at, failed = map(int, sums[: len(own)])
     copies = copies_of_rows(mesh)
     all_weight, all_targets, all_tokens = all_weight / copies, all_targets / copies, all_tokens // copies
     rows_apart, equal = sums[len(own) : len(own) + 2], sums[len(own) + 2 :]
@@ -179,8 +154,7 @@ def agree_on_window(
     if not are_equal(equal, ranks):
         refuse_different_keys(keys)
     refuse_different_rows(rows_apart)
-    differences = Differences(*looked_at)
-    return Window(round(all_targets), all_tokens, all_weight, tuple(batches), differences, Anew(*any_anew))
+    return Window(round(all_targets), all_tokens, all_weight, tuple(batches), Differences(*looked_at))
 
 
 def _checked_window(micro_batches: Any) -> list[Any]:

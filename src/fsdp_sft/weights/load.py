@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fsdp_sft._model.absent import take_towers_from
 from fsdp_sft._model.adapters import refuse_initialised_from_base, without_adapters
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.wrappers import base_of, inner_model, is_transformers
@@ -123,7 +122,6 @@ def load_weights(
         return load_prepared_base(model, prepared, manifest, check_finite=check_finite, started=started)
     with agreed("planning the load"):
         with without_adapters(model) as base:
-            take_towers_from(base, folder)
             make_ties(base)
             checkpoint = renamed(open_checkpoint(folder, variant, allow_pickle=allow_pickle), rename)
             plan = make_plan(base, checkpoint, missing=missing, unexpected=unexpected)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from fsdp_sft._compat.models import (
     tie_by_names,
     tied_names,
 )
-from fsdp_sft._model.absent import leave_out_towers
 from fsdp_sft._model.configs import auto_config, check_settings, read_by_transformers, refuse_kernels
 from fsdp_sft._model.record import record_of
 from fsdp_sft._model.twin import meta_twin
@@ -59,7 +58,6 @@ def build_meta_model(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     new_vocab_size: int | None = None,
-    part: Literal["all", "text"] = "all",
     **config_overrides: Any,
 ) -> "PreTrainedModel":
     """Build the model that a checkpoint's config names, with no memory behind its tensors.
@@ -83,9 +81,6 @@ def build_meta_model(
             and never taken away: None, and a number for which the checkpoint has rows already, keep the
             checkpoint's, spare rows included. ``load_weights`` sets each new row to the mean of the old ones,
             taken in float64 and the same on all ranks.
-        part: ``"text"`` leaves the vision and audio towers of a multimodal model out: they are neither read
-            nor held, and ``export_hf`` copies them from the folder, byte for byte. A batch with pixels is
-            refused. ``"all"`` builds the whole model.
         **config_overrides: Fields of the config to replace. With ``model_type="deepseek_v3"`` a config of a
             type that transformers does not know is read as one of that type.
 
@@ -98,8 +93,7 @@ def build_meta_model(
             that is not read.
         TypeError: If the config does not have a field of ``config_overrides``.
         UnsupportedModelError: If rows cannot be added for ``new_vocab_size`` tokens.
-        ValueError: If ``new_vocab_size`` is not a positive integer, or ``part`` is given for what is no
-            folder of the whole model.
+        ValueError: If ``new_vocab_size`` is not a positive integer.
 
     Example:
         >>> model = fs.build_meta_model(path, attention_dropout=0.1)
@@ -116,7 +110,6 @@ def build_meta_model(
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
         new_vocab_size=new_vocab_size,
-        part=part,
         config_overrides=config_overrides,
     )
 
@@ -131,7 +124,6 @@ def meta_model(
     trust_remote_code: bool,
     allow_pickle: bool = False,
     new_vocab_size: int | None = None,
-    part: str = "all",
     config_overrides: dict[str, Any] | None = None,
 ) -> "PreTrainedModel":
     """``build_meta_model`` with the fields of the config in a mapping, so that they can have any name.
@@ -140,14 +132,10 @@ def meta_model(
     is what was prepared.
     """
     check_dtypes(dtype=dtype)
-    if part not in ("all", "text"):
-        raise ValueError(f"part must be 'all' or 'text', got {part!r}")
     name = os.path.expanduser(name_or_path)
     called = name if called is None else os.path.expanduser(called)
     prepared = prepared_at(Path(name))
     if prepared is not None:
-        if part != "all":
-            raise ValueError(f"{name} is a prepared base, of a whole model: leave part={part!r} out")
         name, called = str(prepared.settings), prepared.name
     cls, config, quantised = _class_and_config(
         name, revision, attn_implementation, trust_remote_code, config_overrides or {}
@@ -160,8 +148,6 @@ def meta_model(
             model = build_with_vocabulary(cls, config, dtype, check_vocab_size(new_vocab_size))
         _set_requires_grad(model)
         _take_generation_config(model, Path(name))
-    if part != "all":
-        leave_out_towers(model, name)
     _tie(model, Path(name), allow_pickle)
     model.name_or_path = called
     if quantised is not None:

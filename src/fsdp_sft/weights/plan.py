@@ -16,7 +16,6 @@ from fsdp_sft._compat.conversions import (
     weight_conversions,
 )
 from fsdp_sft._compat.models import tied_names
-from fsdp_sft._model.absent import absent_towers, is_absent
 from fsdp_sft._model.named import named_tensors
 from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._model.wrappers import is_transformers
@@ -158,14 +157,12 @@ def make_plan(
     if not is_transformers(model):
         return _by_names(model, checkpoint, missing, unexpected)
     twin = meta_twin(model)
-    tensors, absent = named_tensors(model), absent_towers(model)
-    _check_same_names(twin, tensors, absent)
+    tensors = named_tensors(model)
+    _check_same_names(twin, tensors)
     plan = LoadPlan(twin=twin, conversions=weight_conversions(twin), before=shapes_before_new_tokens(model))
     matched, left_over = match_checkpoint_keys(twin, list(checkpoint.sources), plan.conversions)
     found: dict[str, Target] = {}
     for first, (converter, sources) in matched.items():
-        if is_absent(first, absent):
-            continue
         for target in _targets_of(plan, checkpoint, tensors, first, converter, sources):
             if target.name in tensors:
                 found[target.name] = target
@@ -173,7 +170,7 @@ def make_plan(
                 left_over[target.name] = first
     _resolve_ties(plan, model, tensors, found)
     _count_classes(plan, checkpoint)
-    _settle_missing(plan, tensors, found, absent)
+    _settle_missing(plan, tensors, found)
     _refuse_missing(plan, checkpoint, left_over, missing)
     _settle_unexpected(plan, left_over, unexpected)
     return plan
@@ -215,11 +212,9 @@ def _by_names(model: nn.Module, checkpoint: Checkpoint, missing: str, unexpected
     return plan
 
 
-def _check_same_names(twin: Any, tensors: Mapping[str, torch.Tensor], absent: Mapping[str, Any]) -> None:
-    """Refuse a model whose tensors are not those that its config describes, but for towers left out."""
+def _check_same_names(twin: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a model whose tensors are not those that its config describes."""
     for name, expected in twin.state_dict().items():
-        if is_absent(name, absent):
-            continue
         tensor = tensors.get(name)
         if tensor is None or tensor.shape != expected.shape:
             shape = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
@@ -389,11 +384,9 @@ def _settle_missing(
     plan: LoadPlan,
     tensors: Mapping[str, torch.Tensor],
     found: Mapping[str, Target],
-    towers: Mapping[str, Any],
 ) -> None:
     """Note which tensors the checkpoint does not fill."""
-    expected = [name for name in plan.twin.state_dict() if not is_absent(name, towers)]
-    absent = [name for name in expected if name not in found]
+    absent = [name for name in plan.twin.state_dict() if name not in found]
     # Tied names are one tensor, which is initialised once, under the first of them.
     first_names = {id(tensors[name]): name for name in reversed(absent)}
     allowed, _ = ignored_on_load(plan.twin)

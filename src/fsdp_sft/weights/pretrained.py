@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -43,7 +43,6 @@ def load_pretrained(
     trust_remote_code: bool = False,
     reshard_after_forward: bool | int = True,
     freeze_towers: bool = True,
-    part: Literal["all", "text"] = "all",
 ) -> "PreTrainedModel":
     """Build a checkpoint's model on the meta device, prepare its blocks, shard it, and load it.
 
@@ -72,7 +71,6 @@ def load_pretrained(
         reshard_after_forward: See ``shard_model``.
         freeze_towers: Whether the vision and audio towers of a multimodal model, which training on text does
             not use, are frozen; see ``freeze_towers``. A model of text alone has none.
-        part: ``"text"`` leaves them out, so that no rank reads or holds them; see ``build_meta_model``.
 
     Returns:
         The model in ``train()`` mode; ``model.load_report`` is the ``LoadReport``.
@@ -111,7 +109,6 @@ def load_pretrained(
         trust_remote_code=trust_remote_code,
         reshard_after_forward=reshard_after_forward,
         towers_too=not freeze_towers,
-        part=part,
     )
     model.load_report = load_weights(model, folder)
     return model.train()  # type: ignore[no-any-return]
@@ -133,7 +130,6 @@ def sharded_model(
     trust_remote_code: bool,
     reshard_after_forward: bool | int,
     towers_too: bool,
-    part: str = "all",
 ) -> Any:
     """A folder's model, sharded and on the meta device, for the keywords of ``load_pretrained``.
 
@@ -150,7 +146,6 @@ def sharded_model(
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             new_vocab_size=new_vocab_size,
-            part=part,
         )
         towers = [] if towers_too else freeze_towers(model)
         if peft_config is not None:

@@ -8,7 +8,7 @@ import atexit
 import os
 import sys
 
-LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "SUBMITIT_LOCAL_LOCALID")
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
 
 
 def _check() -> None:

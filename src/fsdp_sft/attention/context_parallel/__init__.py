@@ -8,7 +8,6 @@ from fsdp_sft.attention.context_parallel.group import (
 )
 from fsdp_sft.attention.context_parallel.use import (
     check_shareable,
-    compare_again,
     sequence_group_of,
     share_attention,
     use_context_parallel,
@@ -18,7 +17,6 @@ __all__ = [
     "SequenceGroup",
     "WholeRows",
     "check_shareable",
-    "compare_again",
     "part_of_rows",
     "sequence_group_in",
     "sequence_group_of",

@@ -1,8 +1,5 @@
 """Check that nothing but attention mixes positions: a row must give the same in parts as whole."""
 
-import functools
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -31,8 +28,8 @@ def verify(model: nn.Module, group: SequenceGroup) -> None:
     The model is left as it was.
 
     Raises:
-        UnsupportedModelError: If they differ; the message names the first module whose output differs. Also
-            if tokens see later ones, or if without ``position_ids`` the model does not count from 0.
+        UnsupportedModelError: If they differ. Also if tokens see later ones, or if without ``position_ids``
+            the model does not count from 0.
 
     Collective: all ranks that hold the model; either all raise or none.
     """
@@ -40,21 +37,16 @@ def verify(model: nn.Module, group: SequenceGroup) -> None:
         model.eval()
         probe = _PartsProbe(model, group)
         reason, cause = "", None
-        running: list[str] = []
         try:
-            with _names_of_running(model, running):
-                reason = probe.assumption_that_fails()
-                wrong = probe.part_differs()
+            reason = probe.assumption_that_fails()
+            wrong = probe.part_differs()
         except Exception as error:
-            at = probe.named(running[-1]) if running else "its own code"
-            reason = f"cannot run on parts of a row: {type(error).__name__} in {at}: {error}"
+            reason = f"cannot run on parts of a row: {type(error).__name__}: {error}"
             cause, wrong = error, True
         if not all_reduce_sum([wrong or bool(reason)])[0]:
             return
         if not any(all_reduce_sum([bool(reason)])):
-            reason = (
-                f"computes something else on parts of a row than on the whole, {probe.first_that_differs()}"
-            )
+            reason = "computes something else on parts of a row than on the whole"
     raise UnsupportedModelError(
         f"{_name(model)} {reason or 'differs on another rank'}. Under context parallelism positions may "
         "meet in attention alone, by transformers' attention and mask interfaces: no recurrent state, "
@@ -126,24 +118,6 @@ class _PartsProbe:
             return True
         return _share_beyond(found, expected, self.tolerance) > self._most_flipped
 
-    def first_that_differs(self) -> str:
-        """A text that names the first module whose output differs, inner before outer.
-
-        Both forwards are run again and all outputs kept.
-        """
-        with _outputs(self.model, self.whole.length, self.own) as plain:
-            self._plain()
-        with _outputs(self.model, self.whole.length, slice(None)) as part:
-            self._part()
-        for name, expected in plain.items():
-            if self.differ(part.get(name), expected):
-                return f"first in {self.named(name)}"
-        return "if in no module by itself"
-
-    def named(self, fqn: str) -> str:
-        """A module of the model, with its class."""
-        return f"{fqn} ({type(self.model.get_submodule(fqn)).__name__})"
-
     def _plain(self, ids: torch.Tensor | None = None, **inputs: Any) -> Any:
         """Output of a plain forward of the whole row."""
         ids = self.ids if ids is None else ids
@@ -159,44 +133,6 @@ class _PartsProbe:
                 attention_mask=mask,
                 **self.options,
             )
-
-
-@contextmanager
-def _names_of_running(model: nn.Module, running: list[str]) -> Iterator[None]:
-    """Keep in ``running`` the names of the modules that have been called and not returned, innermost last."""
-
-    def enter(name: str, *_: Any) -> None:
-        running.append(name)
-
-    def leave(*_: Any) -> None:
-        running.pop()
-
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if name:
-                hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, name)))
-                hooks.enter_context(module.register_forward_hook(leave))
-        yield
-
-
-@contextmanager
-def _outputs(model: nn.Module, length: int, own: slice) -> Iterator[dict[str, torch.Tensor]]:
-    """Collect all modules' outputs for this rank's tokens, by name, in the order in which they return."""
-    kept: dict[str, torch.Tensor] = {}
-
-    def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, (tuple, list)) and output else output
-        if not isinstance(first, torch.Tensor) or not first.is_floating_point() or first.ndim < 2:
-            return
-        dim = 1 if first.ndim > 2 else 0  # experts and routers see tokens of all rows in one dimension
-        if own == slice(None) or first.shape[dim] == length:
-            kept[name] = first.movedim(dim, 0)[own].flatten(1).float().cpu()
-
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if name:
-                hooks.enter_context(module.register_forward_hook(functools.partial(keep, name)))
-        yield kept
 
 
 def _share_beyond(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:

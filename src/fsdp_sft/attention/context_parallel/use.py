@@ -1,13 +1,12 @@
 """Set a model up for context parallelism, and find out whether it is."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.record import findings, kept_of, record_of
+from fsdp_sft._model.record import kept_of, record_of
 from fsdp_sft._model.sharded import mesh_of
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.wrappers import unwrapped
@@ -23,13 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _WITHIN = ("sdpa", "eager", "sdpa_varlen")  # attention implementations that can be wrapped
-
-
-@dataclass
-class _Compared:
-    """Remembers whether a model under context parallelism was compared with itself."""
-
-    done: bool = False
 
 
 @answered
@@ -55,8 +47,8 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
     Raises:
         ValueError: If ``mesh`` is not the one that the model is sharded on, or ``cp`` does not divide the
             query heads; the message says which values would.
-        UnsupportedModelError: If the model's attention cannot be wrapped, or the comparison shows a module
-            whose output differs, which the message names. The model is as before.
+        UnsupportedModelError: If the model's attention cannot be wrapped, or the comparison shows a
+            difference. The model is as before.
         TypeError: If the model is not one of transformers.
 
     Collective: all ranks of the mesh; either all raise or none.
@@ -97,23 +89,6 @@ def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
             set_attention(before)
         raise
     record_of(inner).keep(group)
-    findings(inner, _Compared).done = True
-
-
-def compare_again(model: nn.Module, group: SequenceGroup | None) -> None:
-    """Compare a model with itself again if its forward has changed since; all ranks must have seen that.
-
-    Raises:
-        UnsupportedModelError: On all ranks, if the parts of a row no longer give what the whole row does.
-
-    Collective: all ranks of the model's mesh, if there is anything to compare.
-    """
-    if group is None:
-        return
-    compared = findings(model, _Compared)
-    if not compared.done:
-        verify(model, group)
-        compared.done = True
 
 
 def check_shareable(model: nn.Module, ranks: int) -> None:

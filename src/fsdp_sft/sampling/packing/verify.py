@@ -1,7 +1,7 @@
 """Measure, on the model at hand, whether it keeps packed rows apart."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,12 +12,12 @@ from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import forward_parameters
 from fsdp_sft._model.inputs import no_cache, spread_positions
 from fsdp_sft._model.preserved import preserved, uncompiled
-from fsdp_sft._model.record import findings, forget_findings, is_changed
+from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.mesh import raise_on_mesh, sum_over_mesh
+from fsdp_sft._ranks.mesh import raise_on_mesh
 from fsdp_sft._tensors.rounding import TOLERANCES, logits_tolerance
 from fsdp_sft.errors import PackingError
 from fsdp_sft.sampling.packing.rotation import Rotations, largest_difference, rope_depends_on_length
@@ -40,9 +40,9 @@ _SAMPLES = 16  # positions compared at each end of a long row; twice as many are
 
 @dataclass
 class _Passed:
-    """Most tokens of packs for which no probe of the model's forward has failed; 0 without a probe."""
+    """Most tokens of packs for which no probe of the model has failed, by the attention that it ran."""
 
-    length: int = 0
+    lengths: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,13 @@ def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
         raise ValueError(f"max_length must be a positive integer, got {max_length!r}")
     mesh = training_mesh_of(model)
-    if any(sum_over_mesh([is_changed(model)], mesh)):
-        forget_findings(model)
     report, _ = verify(model, max_length, mesh, untold_is_error=True)
     return report
 
 
 def verified_length(model: nn.Module) -> int:
-    """Most tokens of packs for which no probe of the model's forward has failed; 0 without a probe."""
-    return findings(model, _Passed).length
+    """Most tokens of packs for which no probe of the model has failed; 0 without a probe."""
+    return record_of(model).kept_or_new(_Passed).lengths.get(attention_of(unwrapped(model)), 0)
 
 
 def verify(
@@ -144,7 +142,7 @@ def verify(
     """
     report = error = None
     told = True
-    passed = findings(model, _Passed)
+    passed, attention = record_of(model).kept_or_new(_Passed).lengths, attention_of(unwrapped(model))
     try:
         _check_model(model)
         spread_positions(model)
@@ -157,7 +155,7 @@ def verify(
         error = caught
     raise_on_mesh(error, "verifying that packed rows are kept apart", mesh)
     assert report is not None
-    passed.length = max(max_length, passed.length)
+    passed[attention] = max(max_length, passed.get(attention, 0))
     return report, told
 
 
