@@ -267,6 +267,48 @@ def test_rates_that_have_become_0() -> None:
     assert "every learning rate has become 0" in told[3][0]
 
 
+def test_a_warm_up_from_0_that_nobody_steps() -> None:
+    for steps_it in (False, True):
+        model = tiny_model("llama")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        schedule = LambdaLR(optimizer, lambda step: step / 10)
+        told = []
+        for _ in range(4):
+            told += _warned(_step(model, optimizer))
+            schedule.step() if steps_it else None
+        assert len(told) == (not steps_it)
+        assert steps_it or "has been 0 in three steps" in told[0]
+    model = tiny_model("llama")
+    at_0 = torch.optim.SGD(model.parameters(), lr=0.0)
+    assert [_warned(_step(model, at_0)) for _ in range(4)] == [[]] * 4, "a rate of 0 may be meant"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_schedule_that_is_made_after_its_optimizer_was_loaded(tmp_path: Path, late: bool) -> None:
+    def begun() -> tuple[Any, Any]:
+        model = tiny_model("llama")
+        return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def scheduled(optimizer: Any) -> LambdaLR:
+        return LambdaLR(optimizer, lambda step: 0.5**step)
+
+    model, optimizer = begun()
+    schedule = scheduled(optimizer)
+    for _ in range(2):
+        fs.train_step(model, ragged_batches(1), optimizer, scheduler=schedule)
+    fs.save_checkpoint(
+        tmp_path, 2, model=model, optimizer=optimizer, train_state={"s": schedule.state_dict()}
+    )
+    model, optimizer = begun()
+    schedule = None if late else scheduled(optimizer)
+    loaded = fs.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    schedule = schedule or scheduled(optimizer)
+    schedule.load_state_dict(loaded.train_state["s"])
+    told = [_warned(_step(model, optimizer, scheduler=schedule)) for _ in range(2)]
+    assert [len(texts) for texts in told] == [late, 0]
+    assert not late or "made after load_checkpoint sets its first rates again" in told[0][0]
+
+
 def test_a_checkpoint_without_its_optimizer(tmp_path: Path) -> None:
     model = tiny_model("llama")
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,5 +1,6 @@
 """One warning each of what is probably a mistake in a step, but may be meant."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,6 +63,14 @@ def warn_of_what_may_be_meant(
             "your own leaves it, and this window's are added to it. If that is not meant, leave that "
             "backward to train_step, or call optimizer.zero_grad() before it"
         )
+    apart = [one for one in schedulers if _sets_other_rates(one)]
+    if apart and first_time(model, "other rates"):
+        warn_caller(
+            f"the learning rates are {[group['lr'] for group in apart[0].optimizer.param_groups]}, and "
+            f"{type(apart[0]).__name__} stands at {apart[0].get_last_lr()}: a schedule that is made after "
+            "load_checkpoint sets its first rates again. Make it before load_checkpoint, and call its "
+            "load_state_dict after it"
+        )
     resumed = resumed_with_optimizer(model)
     behind = [one for one in schedulers if getattr(one, "last_epoch", None) == 0]
     if resumed and behind and first_time(model, f"scheduler {resumed}"):
@@ -87,6 +96,15 @@ def warn_of_what_may_be_meant(
         )
     if above:
         done_with(model).add(_AT_A_RATE)
+    started = any(_is_above_0(group.get("initial_lr", 0)) for one in optimizers for group in one.param_groups)
+    if started and not schedulers and scaler is None and _AT_A_RATE not in done_with(model):
+        first, second, third = (f"step {number} at rate 0" for number in (1, 2, 3))
+        if not first_time(model, first) and not first_time(model, second) and first_time(model, third):
+            warn_caller(
+                "every learning rate has been 0 in three steps, which changed nothing: a schedule that warms "
+                "up from 0 is stepped by nobody. Pass train_step(scheduler=scheduler), or call "
+                "scheduler.step() after each step"
+            )
 
 
 def _warn_of_lost_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -104,6 +122,15 @@ def _warn_of_lost_updates(model: nn.Module, optimizers: list[torch.optim.Optimiz
                 "nearest: an update below 1/512 of a value is lost, as most are in fine-tuning. Use "
                 "fsdp_sft.StochasticAdamW, or float32 masters (master_dtype=torch.float32)"
             )
+
+
+def _sets_other_rates(scheduler: Any) -> bool:
+    """Whether a schedule's last rates are not those of its optimizer, as far as both are on the host."""
+    last = getattr(scheduler, "get_last_lr", list)()
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
+    pairs = [(rate, group["lr"]) for rate, group in zip(last, groups, strict=False)]
+    on_host = [pair for pair in pairs if all(getattr(rate, "is_cpu", True) for rate in pair)]
+    return any(not math.isclose(a, b, rel_tol=1e-6) for a, b in on_host)
 
 
 def _is_above_0(rate: Any) -> bool:
