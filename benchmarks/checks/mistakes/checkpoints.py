@@ -102,13 +102,6 @@ MISTAKES = [
         ("tests/export/test_chat.py",),
     ),
     Mistake(
-        "what modules keep in forms of their own is not given back",
-        "_model/state.py",
-        "        model.load_state_dict(state)",
-        "        pass",
-        ("tests/dcp_io/test_own_state.py",),
-    ),
-    Mistake(
         "state that an optimizer makes anew is saved",
         "dcp_io/optimizer_content.py",
         "if optimizer.state is not optimizer.state or",
