@@ -249,20 +249,6 @@ MISTAKES = [
         ("tests/metrics/test_watching.py",),
     ),
     Mistake(
-        "8-bit state is cut in the middle of its blocks",
-        "dcp_io/inner_parts.py",
-        "if piece.in_part % block or piece.in_shard % block or piece.size % block:",
-        "if False:",
-        ("tests/dcp_io/test_inner_tensors.py",),
-    ),
-    Mistake(
-        "a table of values is taken for blocks",
-        "dcp_io/inner_parts.py",
-        "    if sliced == values:\n        return None\n",
-        "",
-        ("tests/dcp_io/test_inner_tensors.py",),
-    ),
-    Mistake(
         "ranks with other tensors write parts of different things",
         "dcp_io/folder.py",
         "if digest != digests[0]]",
