@@ -57,10 +57,6 @@ REACHED_BY: dict[str, Options] = {
     "old steps deleted unasked": {"resume": "same ranks"},
     "an export into a folder that has filled fails": {"export": "into a full folder"},
     "generation does not stop where an answer was taught to end": {"twist": "chat template"},
-    "what modules keep in forms of their own is not given back": {
-        "twist": "extra state",
-        "resume": "same ranks",
-    },
     "several optimizers are restored by their place in the list": {
         "optimizer": "muon and adamw",
         "resume": "same ranks",

@@ -53,7 +53,6 @@ AXES: dict[str, tuple[str, ...]] = {
     "twist": (
         "none",
         "hook on the head",
-        "extra state",
         "set_epoch in the loop",
         "keys differ",
         "chat template",

@@ -43,7 +43,6 @@ class Told:
         epochs: Which epoch each window belongs to.
         windows: This rank's micro-batches, by step.
         expert_loads: Tokens of each step, and how many of them each expert was given, by layer.
-        extra: The caller's extra state after loading.
         steps: The steps that were there at the end.
         exported: The folder, or None.
     """
@@ -53,7 +52,6 @@ class Told:
     epochs: list[int] = field(default_factory=list)
     windows: list[list[dict[str, torch.Tensor]]] = field(default_factory=list)
     expert_loads: list[tuple[int, Any]] = field(default_factory=list)
-    extra: int | None = None
     steps: list[int] = field(default_factory=list)
     exported: str | None = None
 
@@ -92,8 +90,6 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
     if draw["experts"] == "one by one":
         fs.prepare_experts(model, impl="eager")
     inner = model.module if draw["mesh"] == "torch DDP 2" else model
-    if draw["twist"] == "extra state":
-        inner.add_module("meter", options.Meter(17 if first == 1 else 0))
     options.twist(draw, inner)
     if draw["varlen"] == "yes":
         fs.use_varlen_attention(inner)
@@ -113,7 +109,6 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
         loop.load(state["loop"])
         for one, saved in zip(stepped, state["schedulers"], strict=True):
             one.load_state_dict(saved)
-        told.extra = inner.meter.value if draw["twist"] == "extra state" else None
     _train(draw, folder, told, (model, inner, given, made, stepped), loop, held_out, first, last)
     told.trained.parameters = _tensors(inner, buffers=False)
     told.steps = (

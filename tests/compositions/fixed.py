@@ -85,7 +85,6 @@ EQUAL: list[dict[str, str]] = [
         "clip": "1e-2",
         "evaluate": "before",
         "vocabulary": "grown",
-        "twist": "extra state",
     },
     {
         "architecture": "sliding window",
@@ -153,7 +152,6 @@ EQUAL: list[dict[str, str]] = [
         "loss": "loss_fn",
         "accumulation": "3 each",
         "optimizer": "adamw in a wrapper",
-        "twist": "extra state",
     },
     {
         "architecture": "float32 modules",
@@ -178,7 +176,6 @@ EQUAL: list[dict[str, str]] = [
         "scheduler": "linear",
         "resume": "other ranks",
         "export": "into a full folder",
-        "twist": "extra state",
     },
     {
         "architecture": "moe with router loss",

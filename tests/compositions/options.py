@@ -164,20 +164,6 @@ def twist(draw: Draw, model: Any) -> None:
         model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, out: out * HOOK_FACTOR)
 
 
-class Meter(nn.Module):
-    """A part of the caller's model that keeps something beside tensors."""
-
-    def __init__(self, value: int) -> None:
-        super().__init__()
-        self.value = value
-
-    def get_extra_state(self) -> Any:
-        return {"value": self.value}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.value = state["value"]
-
-
 def loss_terms(draw: Draw) -> dict[str, float]:
     """What the loss has beside the cross entropy."""
     return {"label_smoothing": 0.1, "z_loss": 0.01} if draw["loss terms"] == "smoothing and z-loss" else {}

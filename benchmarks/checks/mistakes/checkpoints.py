@@ -95,13 +95,6 @@ MISTAKES = [
         ("tests/export/test_chat.py",),
     ),
     Mistake(
-        "what modules keep in forms of their own is not given back",
-        "_model/state.py",
-        "        model.load_state_dict(state)",
-        "        pass",
-        ("tests/dcp_io/test_own_state.py",),
-    ),
-    Mistake(
         "state that an optimizer makes anew is saved",
         "dcp_io/optimizer_content.py",
         "if optimizer.state is not optimizer.state or",
@@ -240,20 +233,6 @@ MISTAKES = [
         "        if not verdicts:\n            try:\n",
         "        if True:\n            try:\n",
         ("tests/ranks/test_agree.py",),
-    ),
-    Mistake(
-        "8-bit state is cut in the middle of its blocks",
-        "dcp_io/inner_parts.py",
-        "if piece.in_part % block or piece.in_shard % block or piece.size % block:",
-        "if False:",
-        ("tests/dcp_io/test_inner_tensors.py",),
-    ),
-    Mistake(
-        "a table of values is taken for blocks",
-        "dcp_io/inner_parts.py",
-        "    if sliced == values:\n        return None\n",
-        "",
-        ("tests/dcp_io/test_inner_tensors.py",),
     ),
     Mistake(
         "ranks with other tensors write parts of different things",

@@ -4,20 +4,6 @@ from benchmarks.checks.mistakes.mistake import Mistake
 
 MISTAKES: list[Mistake] = [
     Mistake(
-        "a name that rename leaves out stays",
-        "weights/resolve.py",
-        "        if name is None:\n            continue\n        if not isinstance(name, str):",
-        "        name = key if name is None else name\n        if not isinstance(name, str):",
-        ("tests/weights/test_rename.py",),
-    ),
-    Mistake(
-        "a module of one's own may lack what it has no values for",
-        "weights/plan.py",
-        '    if lacking and missing == "error":',
-        "    if False:",
-        ("tests/weights/test_rename.py",),
-    ),
-    Mistake(
         "a strided tensor of a pickle is read in row-major order",
         "_tensors/torch_file.py",
         "own = None if _is_contiguous(moving) else stride",

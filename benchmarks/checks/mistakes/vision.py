@@ -29,7 +29,7 @@ MISTAKES: list[Mistake] = [
         "export/card.py",
         "    if modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type) == architecture:\n",
         "    if False:\n",
-        ("tests/export/test_upload.py",),
+        ("tests/export/test_card.py",),
     ),
     Mistake(
         "adapters are put into frozen towers",

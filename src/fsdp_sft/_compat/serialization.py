@@ -15,4 +15,4 @@ def first_byte(tensor: torch.Tensor) -> int:
 
     ``_checkpoint_offset``: ``torch.load`` onto the meta device says nowhere else where it found it.
     """
-    return int(tensor.untyped_storage()._checkpoint_offset)  # type: ignore[attr-defined]
+    return tensor.untyped_storage()._checkpoint_offset or 0

@@ -173,7 +173,7 @@ def _entry(name: str, tensor: Any, keys: dict[int, str], places: _Places) -> Ten
             f"{name!r} is not stored as plain numbers of its own (shape {shape}, strides {stride}); "
             "store a plain copy of it (.clone())"
         )
-    length, start = span * tensor.itemsize, tensor.storage_offset() * tensor.itemsize
+    length, start = span * tensor.itemsize, int(tensor.storage_offset()) * tensor.itemsize
     first, size = places[keys[first_byte(tensor)]]
     if start + length > size:
         raise ValueError(f"{name!r} lies outside of the archive's records; {_CONVERT}")

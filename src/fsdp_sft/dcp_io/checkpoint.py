@@ -24,9 +24,10 @@ from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.adapter_settings import check_adapters
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last
 from fsdp_sft.dcp_io.choice import choose_step, deleted_meanwhile
+from fsdp_sft.dcp_io.folder import read_tensors
 from fsdp_sft.dcp_io.left_behind import note_optimizer
 from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, TRAIN_STATE_NAME, Manifest
-from fsdp_sft.dcp_io.model_state import check_model, read_model
+from fsdp_sft.dcp_io.model_state import check_model
 from fsdp_sft.dcp_io.optimizer_content import Optimizers
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
 from fsdp_sft.dcp_io.packed_base import check_packed, note_new_bytes, stored_tensors
@@ -318,7 +319,7 @@ def _load_step(
             rng, rank_state = read_rank_content(folder, manifest, this_rank())
     with agreed(f"reading {folder} (the model is loaded in part)"):
         files = StoredFolder(folder)
-        read_model(files, manifest, model, tensors, sources)
+        read_tensors(files, sources, tensors.tensors)
         if has_base:
             note_new_bytes(model)
         if optimizer is not None:

@@ -66,8 +66,6 @@ class FolderContent:
         mesh: Name and size of each axis of the mesh; see ``Manifest``.
         metric: Metric of the step; see ``Manifest``.
         model: Tensors of the model; None where an optimizer's state is saved alone.
-        extra: Extra state of modules, as JSON by name; see ``Manifest``.
-        extra_tensors: Tensors to which ``extra`` refers, by name.
         optimizer: State of the optimizer; None if there is none.
         train_state: Bytes of ``train_state.json``; rank 0's are written.
         rank_content: State of this rank alone, as tensors by their names in the file.
@@ -78,8 +76,6 @@ class FolderContent:
     mesh: list[list[Any]] | None
     metric: float | None = None
     model: ModelTensors | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-    extra_tensors: Tensors = field(default_factory=dict)
     optimizer: OptimizerContent | None = None
     train_state: bytes | None = None
     rank_content: dict[str, torch.Tensor] | None = None
@@ -90,7 +86,7 @@ class FolderContent:
         """Tensors by name, of each section: the model and the optimizer."""
         found: dict[str, Mapping[str, Any]] = {}
         if self.model is not None:
-            found["model"] = {**self.model.tensors, **self.extra_tensors}
+            found["model"] = self.model.tensors
         if self.optimizer is not None:
             found["optimizer"] = self.optimizer.tensors
         return found
@@ -127,7 +123,6 @@ class FolderContent:
             model=self.stored.get("model"),
             ties=self.model.ties if self.model is not None else {},
             frozen=self.model.frozen if self.model is not None else [],
-            extra=self.extra,
             optimizer=self.stored.get("optimizer"),
             optimizer_info=self.optimizer.info if self.optimizer is not None else {},
             rank_states=self.rank_content is not None,

@@ -3,7 +3,6 @@
 import itertools
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,8 @@ from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import (
     ModelTensors,
-    give_back,
     match_tensors,
     model_tensors,
-    room_for,
-    with_extra_tensors,
 )
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, this_rank
 from fsdp_sft._tensors.boxes import Box, box_of, local_of
@@ -63,7 +59,7 @@ def save_full_state_dict(
 
     Raises:
         ValueError: If the suffix is another one, or the model is on the meta device.
-        UnstorableStateError: If a module has extra state that is not a tensor.
+        UnstorableStateError: If a module has state beside its parameters and buffers.
         OSError: If writing fails; raised on all ranks, and what was at ``path`` stays.
 
     Collective: all ranks.
@@ -84,7 +80,7 @@ def save_full_state_dict(
         _check_suffix(target)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
-        content = with_extra_tensors(model_tensors(model))
+        content = model_tensors(model)
         dtypes = {
             n: dtype if dtype and t.is_floating_point() else t.dtype for n, t in content.tensors.items()
         }
@@ -137,7 +133,7 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
                 "a dtype for frozen_dtype, or resume a step of save_checkpoint"
             )
         _check_suffix(source_path)
-        content = with_extra_tensors(model_tensors(model))
+        content = model_tensors(model)
     sizes = all_gather_objects(source_path.stat().st_size if source_path.is_file() else None)
     if sizes[0] is None:
         raise CheckpointNotFoundError(f"there is no file {source_path} (as rank 0 sees it)")
@@ -152,8 +148,6 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
         if files:
             _check_ties(content, plan, files, everywhere=not shared)
     names = {first: found[0] for first, found in plan.items()}
-    made = {name: room_for(content.tensors[name], *described[names[name]]) for name in content.made}
-    content = replace(content, tensors={**content.tensors, **made})
     if shared:
         with agreed(f"reading {source_path} (the model is loaded in part)"):
             jobs: list[Job | Computation] = []
@@ -162,8 +156,6 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
             read_jobs(jobs, workers=threads_that_read(), damaged=CheckpointCorruptError)
     else:
         _distribute(content, names, files, f"distributing {source_path}")
-    with agreed(f"giving modules of {type(model).__name__} their own state"):
-        give_back(model, made)
 
 
 def _open(path: Path) -> Files:

@@ -47,7 +47,6 @@ class Manifest:
         model: Tensors of the model by FQN; None if there is no model in the folder.
         ties: Name of the stored tensor of each further name of a tied tensor.
         frozen: FQNs of parameters that were frozen.
-        extra: Extra state of modules (``get_extra_state``) as JSON, by name; its tensors are in ``model``.
         optimizer: Tensors of the optimizer's state by ``<fqn>/<state name>``; None if there is no optimizer
             in the folder. With several optimizers, each name begins with the optimizer's number and a slash.
         optimizer_info: Class, parameters, groups and state other than tensors of the optimizer; with several
@@ -66,7 +65,6 @@ class Manifest:
     model: dict[str, StoredTensor] | None = None
     ties: dict[str, str] = field(default_factory=dict)
     frozen: list[str] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, StoredTensor] | None = None
     optimizer_info: dict[str, Any] = field(default_factory=dict)
     metric: float | None = None
@@ -120,7 +118,6 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         **encode_tensors({"model": manifest.model, "optimizer": manifest.optimizer}),
         "ties": manifest.ties,
         "frozen": manifest.frozen,
-        "extra": manifest.extra,
         "optimizer_info": manifest.optimizer_info,
         "rank_states": manifest.rank_states,
         "versions": manifest.versions,
@@ -227,9 +224,6 @@ def parse(body: Mapping[str, Any], index: Mapping[str, Any]) -> Manifest:
     if optimizer is not None:
         for info, own in per_optimizer(body["optimizer_info"], optimizer):
             _check_optimizer_info(info, own)
-    extra = dict(body.get("extra", {}))
-    # Decoded with empty tensors, to raise here if that is not possible.
-    decode(list(extra.values()), {name: torch.empty(0) for name in model or {}})
     return Manifest(
         step=body["step"],
         world_size=world_size,
@@ -238,7 +232,6 @@ def parse(body: Mapping[str, Any], index: Mapping[str, Any]) -> Manifest:
         model=model,
         ties=dict(body["ties"]),
         frozen=list(body["frozen"]),
-        extra=extra,
         optimizer=optimizer,
         optimizer_info=dict(body["optimizer_info"]),
         metric=None if body["metric"] is None else float(body["metric"]),

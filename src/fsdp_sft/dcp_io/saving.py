@@ -18,7 +18,6 @@ from fsdp_sft._tensors.disk import unsound_beside
 from fsdp_sft.dcp_io.adapter_settings import adapter_settings
 from fsdp_sft.dcp_io.background import wait_for_last
 from fsdp_sft.dcp_io.content import FolderContent, Parts, describe_mesh, own_parts
-from fsdp_sft.dcp_io.extra_state import check_alike, encode_extra, own_digests
 from fsdp_sft.dcp_io.folder import new_folder_beside, write_folder
 from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
 from fsdp_sft.dcp_io.manifest import checked_size
@@ -104,7 +103,7 @@ class Save:
             self._include_base,
         )
         states = content.optimizer.tensors if content.optimizer is not None else {}
-        return _SaveRequest(str(self.target), self._metric, own_digests(content), names_to_take_apart(states))
+        return _SaveRequest(str(self.target), self._metric, names_to_take_apart(states))
 
     def copy(self, *, in_background: bool) -> None:
         """Take the values, as copies if they are written in the background. Rank 0 makes the folder.
@@ -173,14 +172,11 @@ def _content(
 ) -> FolderContent:
     """What this rank contributes to a save."""
     tensors = stored_tensors(model, with_base=include_base)
-    extra, extra_tensors = encode_extra(tensors)
     return FolderContent(
         step=step,
         mesh=describe_mesh(model),
         metric=None if metric is None else float(metric),
         model=tensors,
-        extra=extra,
-        extra_tensors=extra_tensors,
         optimizer=optimizer_content(model, optimizer) if optimizer is not None else None,
         train_state=checked_size(_as_json(train_state), "train_state"),
         rank_content=rank_content(rank_state),
@@ -202,7 +198,6 @@ class _SaveRequest:
 
     target: str
     metric: float | None
-    digests: dict[str, str]
     in_subclasses: list[str]
 
 
@@ -211,5 +206,4 @@ def _agree_on(everyone: list[_SaveRequest]) -> list[str]:
     apart = difference([(r, {"target": own.target, "metric": own.metric}) for r, own in enumerate(everyone)])
     if apart:
         raise CheckpointError(f"ranks were told to save different things: {apart}")
-    check_alike([own.digests for own in everyone])
     return sorted({name for own in everyone for name in own.in_subclasses})

@@ -28,7 +28,6 @@ from fsdp_sft.export.own_rows import has_whole_rows, open_own_rows
 from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, refuse_tied, unsharded_twin
 from fsdp_sft.export.settings import write_settings
 from fsdp_sft.export.target import export_target, put_in_place, reachable
-from fsdp_sft.export.upload import make_repository, upload
 
 _logger = logging.getLogger(__name__)
 
@@ -42,7 +41,6 @@ def export_hf(
     max_shard_size: int | str = "5GB",
     tokenizer: Any = None,
     chat_template: str | None = None,
-    push_to_hub: str | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a folder that ``from_pretrained`` and serving engines read: weights, index, configuration, card.
@@ -71,9 +69,6 @@ def export_hf(
         chat_template: Template with which rows were encoded, if it is not the tokenizer's own: its text, or
             the name of one of the tokenizer's. It is saved with the tokenizer; the tokenizer object that is
             passed does not change.
-        push_to_hub: Repository such as ``"name/model"``. It is made (public or private as the account's
-            default says) before the export begins, so that a token without permission to write is noticed at
-            once. Rank 0 uploads the files when all are complete; if that fails, they stay in the folder.
         overwrite: Whether the files of an earlier export in ``out_dir`` (weights, configuration, tokenizer)
             are replaced by the new ones when these are complete; other files there stay.
 
@@ -84,7 +79,7 @@ def export_hf(
         TypeError: If the model is not a transformers model, or ``tokenizer`` cannot be saved.
         ValueError: If the model has adapters that cannot be merged.
         UnsupportedModelError: If ``from_pretrained`` would not read the export as what was trained.
-        OSError: If writing or uploading fails; raised on all ranks. An incomplete export leaves nothing
+        OSError: If writing fails; raised on all ranks. An incomplete export leaves nothing
             behind.
 
     Collective: all ranks.
@@ -113,11 +108,8 @@ def export_hf(
             dtype,
             max_shard_size,
             (tokenizer, chat_template),
-            push_to_hub,
             overwrite,
         )
-    if push_to_hub is not None:
-        upload(folder, push_to_hub, files)
     tell(_logger, "exported %d files in %.2f s: %s", len(files), time.perf_counter() - started, folder)
     return folder
 
@@ -130,7 +122,6 @@ def _export(
     dtype: torch.dtype | None,
     max_shard_size: int | str,
     chat: tuple[Any, str | None],
-    push_to_hub: str | None,
     overwrite: bool,
 ) -> tuple[Path, list[str]]:
     """Write the folder of a model without adapters around it; (folder, names of its files).
@@ -146,15 +137,13 @@ def _export(
             refuse_tied(content, merges)
             if this_rank() == 0:
                 plan, config = plan_export(model, content, dtype, caching)
-                if push_to_hub is not None:
-                    make_repository(push_to_hub)
                 target = reachable(target)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 sweep(target)
                 check_room(target.parent, plan.num_bytes, f"the export to {target}")
                 temporary = temporary_beside(target)
                 temporary.mkdir()
-                write_settings(model, config, temporary, push_to_hub or target.name, dtype, *chat)
+                write_settings(model, config, temporary, target.name, dtype, *chat)
         plan, folder = share((plan, temporary))
         assert plan is not None
         gatherer = Gatherer()

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,14 +17,12 @@ from fsdp_sft._compat.conversions import (
 )
 from fsdp_sft._compat.models import keep_in_float32_patterns
 from fsdp_sft._model.quantised import refuse_quantised_model
-from fsdp_sft._model.state import ModelTensors, model_tensors, with_extra_tensors
+from fsdp_sft._model.state import ModelTensors, model_tensors
 from fsdp_sft._model.twin import tied_meta_twin
 from fsdp_sft._model.vocabulary import warn_of_tokenizer
 from fsdp_sft._model.wrappers import inner_model
-from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._tensors.safetensors import num_bytes
-from fsdp_sft.errors import abridged
 from fsdp_sft.export.hf_files import Described
 from fsdp_sft.export.readback import refuse_unreadable
 from fsdp_sft.export.settings import export_config
@@ -82,16 +80,7 @@ def exportable(
     refuse_quantised_model(model)
     # A processor has a tokenizer inside.
     warn_of_tokenizer(model, getattr(tokenizer, "tokenizer", tokenizer), chat_template)
-    return _without_extra_objects(model_tensors(model))
-
-
-def _without_extra_objects(content: ModelTensors) -> ModelTensors:
-    """``content`` with extra state that is a tensor among its tensors, and none of the other extra state."""
-    kept = {name: value for name, value in content.extra.items() if type(value) is torch.Tensor}
-    left_out = content.extra.keys() - kept.keys()
-    if left_out:
-        warn_caller(f"extra state of modules that is no tensor is not exported: {abridged(left_out)}")
-    return with_extra_tensors(replace(content, extra=kept))
+    return model_tensors(model)
 
 
 def plan_export(

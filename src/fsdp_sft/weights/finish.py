@@ -94,8 +94,6 @@ def initialise_rest(model: nn.Module, plan: LoadPlan, *, seed: int) -> None:
     The model's own code does both. The values are the same on every rank, and equal to those of plain
     ``from_pretrained`` after ``torch.manual_seed(seed)``.
     """
-    if plan.twin is None:
-        return
     with unmoved(seed=seed):
         values = initialise_computed(plan.twin, set(plan.initialised))
         values.update(_computed_in_16_bits(model, plan, values))

@@ -3,7 +3,6 @@
 import os
 import socket
 import time
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import nn
@@ -25,7 +24,7 @@ from fsdp_sft.weights.plan import LoadPlan, make_plan
 from fsdp_sft.weights.prepared import load_prepared_base, open_prepared
 from fsdp_sft.weights.prepared_note import prepared_at
 from fsdp_sft.weights.report import LoadReport
-from fsdp_sft.weights.resolve import Rename, open_checkpoint, renamed
+from fsdp_sft.weights.resolve import open_checkpoint
 
 Strategy = Literal["auto", "slice", "exchange"]
 _MIN_BUDGET_BYTES = 1 << 16
@@ -45,7 +44,6 @@ def load_weights(
     seed: int = 0,
     allow_pickle: bool = False,
     check_finite: bool = True,
-    rename: Rename | None = None,
 ) -> LoadReport:
     """Stream a safetensors checkpoint into a model's shards, casting each piece on its way.
 
@@ -73,11 +71,6 @@ def load_weights(
             are read by position, and no code in the pickle is run.
         check_finite: Whether NaN and infinity among a parameter's values are an error. False loads them, for
             a model that is to be examined or repaired afterwards.
-        rename: Mapping, or function, from the checkpoint's names to the model's; None as a name leaves a
-            tensor out, and names that a mapping does not have stay. It comes before transformers' own renames
-            and conversions. A module of one's own, which has none of these, is loaded by its names: its
-            parameters and persistent buffers must all be in the checkpoint, or keep the values that they have
-            with ``missing="initialise"``, and its other buffers must have their values.
 
     Returns:
         What was read, from where, and how long it took.
@@ -89,8 +82,7 @@ def load_weights(
             such as adapters that ``peft.get_peft_model`` made there. Nothing has been read then.
         UnsupportedModelError: If the adapters were initialised from other base weights.
         ValueError: If an argument is out of range.
-        TypeError: If the model is a module around a transformers model, without ``rename``; the message names
-            what to pass.
+        TypeError: If the model is none of transformers; if it has one inside, the message names it.
 
     Collective: all ranks. An error on one is raised on all.
     Memory: The shards. On the host a read buffer of about 1 MiB for each of at most 4 threads, or for an
@@ -107,23 +99,22 @@ def load_weights(
         ([], [], 'slice')
     """
     _check_arguments(strategy, host_budget_bytes, missing, unexpected)
-    _check_model(model, rename)
+    _check_model(model)
     started = time.perf_counter()
     reshard(model)
     folder = resolve_folder(name_or_path, revision=revision, variant=variant, allow_pickle=allow_pickle)
     with agreed("planning the load"):
         refuse_initialised_from_base(model)
         prepared = prepared_at(folder)
-        if prepared is not None and (variant is not None or rename is not None):
-            given = f"variant={variant!r}" if variant is not None else "names to rename"
-            raise CheckpointFormatError(f"{folder} is a prepared base, which has no {given}")
+        if prepared is not None and variant is not None:
+            raise CheckpointFormatError(f"{folder} is a prepared base, which has no variant={variant!r}")
     if prepared is not None:
         manifest = open_prepared(prepared, verify=True)
         return load_prepared_base(model, prepared, manifest, check_finite=check_finite, started=started)
     with agreed("planning the load"):
         with without_adapters(model) as base:
             make_ties(base)
-            checkpoint = renamed(open_checkpoint(folder, variant, allow_pickle=allow_pickle), rename)
+            checkpoint = open_checkpoint(folder, variant, allow_pickle=allow_pickle)
             plan = make_plan(base, checkpoint, missing=missing, unexpected=unexpected)
             digest = plan.digest(checkpoint)
         sources = account(model, plan)
@@ -178,18 +169,13 @@ def _check_arguments(strategy: str, host_budget_bytes: int, missing: str, unexpe
         raise ValueError(f"host_budget_bytes must be at least {_MIN_BUDGET_BYTES}, got {host_budget_bytes!r}")
 
 
-def _check_model(model: nn.Module, rename: Any) -> None:
-    """Refuse models and names that do not go together."""
-    if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
-        raise TypeError(f"rename must be a mapping or a function of a name, got {rename!r}")
+def _check_model(model: nn.Module) -> None:
+    """Refuse models that are not of transformers."""
     base = base_of(model)
-    if is_transformers(base):
-        return
-    own = type(base).__name__.removeprefix("FSDP")
-    if rename is None and (advice := inner_model(base)):
+    if not is_transformers(base):
         raise TypeError(
-            f"load_weights loads a transformers model, and {own} has one inside{advice}. For weights of a "
-            "module of one's own, rename= says which name is which"
+            f"load_weights loads a transformers model, got {type(base).__name__.removeprefix('FSDP')}"
+            f"{inner_model(base)}; load_full_state_dict reads a module of one's own"
         )
 
 

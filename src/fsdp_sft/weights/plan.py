@@ -18,7 +18,6 @@ from fsdp_sft._compat.conversions import (
 from fsdp_sft._compat.models import tied_names
 from fsdp_sft._model.named import named_tensors
 from fsdp_sft._model.twin import meta_twin
-from fsdp_sft._model.wrappers import is_transformers
 from fsdp_sft._quantised.settings import IN_16_BITS
 from fsdp_sft._quantised.unsaid import is_scaled, refuse_packed
 from fsdp_sft._tensors.packed import Packed
@@ -96,11 +95,10 @@ class LoadPlan:
         unexpected: Names (after renaming) that the model has no place for.
         class_bytes: Bytes of the checkpoint by kind of target.
         before: Shapes in the checkpoint of the tensors that get rows for new tokens, by name.
-        twin: Unsharded model on the meta device; see ``meta_twin``. None for a model that is not one of
-            transformers, which is loaded by its own names.
         conversions: transformers' list of conversions, in which those that were used are marked.
     """
 
+    twin: Any
     targets: dict[str, Target] = field(default_factory=dict)
     duplicates: list[Target] = field(default_factory=list)
     groups: list[ConvertedGroup] = field(default_factory=list)
@@ -109,7 +107,6 @@ class LoadPlan:
     unexpected: list[str] = field(default_factory=list)
     class_bytes: dict[str, int] = field(default_factory=dict)
     before: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    twin: Any = None
     conversions: list[Any] = field(default_factory=list)
 
     @property
@@ -154,8 +151,6 @@ def make_plan(
             ``unexpected`` allow it, if keys are missing that the model's class does not allow to be missing,
             or left over that it does not name as ignorable; the error has their names.
     """
-    if not is_transformers(model):
-        return _by_names(model, checkpoint, missing, unexpected)
     twin = meta_twin(model)
     tensors = named_tensors(model)
     _check_same_names(twin, tensors)
@@ -173,42 +168,6 @@ def make_plan(
     _settle_missing(plan, tensors, found)
     _refuse_missing(plan, checkpoint, left_over, missing)
     _settle_unexpected(plan, left_over, unexpected)
-    return plan
-
-
-def _by_names(model: nn.Module, checkpoint: Checkpoint, missing: str, unexpected: str) -> LoadPlan:
-    """The plan of a model that is not one of transformers: each tensor is stored under its own name.
-
-    What is missing, if that is no error, keeps the value that it has.
-    """
-    plan, tensors = LoadPlan(), named_tensors(model)
-    left_over = {key: key for key in checkpoint.sources if key not in tensors}
-    found = {}
-    for key in checkpoint.sources.keys() & tensors.keys():
-        traced = _traced(checkpoint, key)
-        _check_fits(key, tensors[key], traced, [key], None)
-        is_parameter = isinstance(tensors[key], nn.Parameter)
-        found[key] = Target(key, tuple(traced.shape), "identity", tuple(traced.pieces), None, is_parameter)
-    _resolve_ties(plan, model, tensors, {key: found[key] for key in sorted(found)})
-    _count_classes(plan, checkpoint)
-    filled = {id(tensors[name]) for name in found}
-    name = type(model).__name__.removeprefix("FSDP")
-    lacking = [key for key in model.state_dict() if key in tensors and id(tensors[key]) not in filled]
-    plan.missing = lacking
-    if lacking and missing == "error":
-        others = f" of its names ({abridged(left_over)})" if left_over else ""
-        raise CheckpointFormatError(
-            f"the checkpoint has no values for {abridged(lacking)} of {name}: rename= says which{others} is "
-            "which, and missing='initialise' keeps the values that they have",
-            missing=lacking,
-        )
-    plan.unexpected = sorted(left_over)
-    if plan.unexpected and unexpected == "error":
-        raise CheckpointFormatError(
-            f"{name} has no place for {abridged(plan.unexpected)} of the checkpoint: rename= says which name "
-            "is which, and unexpected='ignore' leaves the rest unread",
-            unexpected=plan.unexpected,
-        )
     return plan
 
 

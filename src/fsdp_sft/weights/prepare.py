@@ -12,7 +12,7 @@ from filelock import FileLock
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_sft._compat.models import tied_names
-from fsdp_sft._model.state import ModelTensors, model_tensors
+from fsdp_sft._model.state import model_tensors
 from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._process.words import answered
@@ -25,7 +25,6 @@ from fsdp_sft.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
-    UnstorableStateError,
 )
 from fsdp_sft.sac import Ratio
 from fsdp_sft.shard.apply import shard_model
@@ -267,7 +266,7 @@ def _write(model: Any, source: Path, base: PreparedBase) -> None:
         content = FolderContent(
             step=None,
             mesh=describe_mesh(model),
-            model=_plain_tensors(model),
+            model=model_tensors(model),
             settings={NOTE_NAME: base.note(), **_settings(source, model)} if this_rank() == 0 else {},
         )
         if this_rank() == 0 and os.path.lexists(target):  # `_is_sound` has found it damaged
@@ -277,18 +276,6 @@ def _write(model: Any, source: Path, base: PreparedBase) -> None:
     except Exception:
         if not share(this_rank() == 0 and _is_sound(target)):
             raise  # if sound, another job, which took this one for dead, has made the folder first
-
-
-def _plain_tensors(model: Any) -> ModelTensors:
-    """The model's tensors; refuses a model whose modules make extra state for a state dict."""
-    content = model_tensors(model)
-    if content.made or content.extra:
-        raise UnstorableStateError(
-            f"modules of {type(model).__name__} keep state in a form of their own "
-            f"({sorted([*content.made, *content.extra])[:4]}), which prepare_base does not store: use "
-            "load_pretrained"
-        )
-    return content
 
 
 def _settings(source: Path, model: Any) -> dict[str, bytes]:

@@ -2,8 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_sft._process.bounds import MAX_INDEX_BYTES, MAX_SETTINGS_BYTES, parse_json
@@ -22,9 +21,6 @@ PICKLED_SINGLE = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 ADAPTER = "adapter_config.json"
 _INDEX_ENDING, _PICKLE_ENDING, _SAFE_ENDING = ".json", ".bin", ".safetensors"
-
-
-Rename = Mapping[str, str | None] | Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
@@ -49,34 +45,6 @@ class Checkpoint:
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(source.entry.num_bytes for source in self.sources.values())
-
-
-def renamed(checkpoint: Checkpoint, rename: Rename | None) -> Checkpoint:
-    """A checkpoint with its tensors under other names; those that get None are left out.
-
-    Raises:
-        CheckpointFormatError: If two tensors get one name, or a mapping names one that is not there.
-        TypeError: If a name is no text.
-    """
-    if rename is None:
-        return checkpoint
-    if not callable(rename) and (unknown := [name for name in rename if name not in checkpoint.sources]):
-        raise CheckpointFormatError(
-            f"rename names {abridged(unknown)}, which the checkpoint does not have; it has "
-            f"{abridged(checkpoint.sources)}"
-        )
-    sources: dict[str, Stored] = {}
-    olds: dict[str, str] = {}
-    for key, stored in checkpoint.sources.items():
-        name = rename(key) if callable(rename) else rename.get(key, key)
-        if name is None:
-            continue
-        if not isinstance(name, str):
-            raise TypeError(f"rename gives {name!r} for {key!r}; expected a name, or None to leave it out")
-        if name in sources:
-            raise CheckpointFormatError(f"rename gives {name!r} to {olds[name]!r} and to {key!r}")
-        sources[name], olds[name] = stored, key
-    return replace(checkpoint, sources=sources)
 
 
 def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: bool = False) -> str:
