@@ -130,20 +130,6 @@ MISTAKES = [
         ("tests/dcp_io/test_pruned.py",),
     ),
     Mistake(
-        "a pulse takes back what a newer beat has said",
-        "jobs/watchdog/exchange.py",
-        "if number > beats[rank].number:",
-        "if True:",
-        ("tests/jobs/watchdog/test_exchange.py",),
-    ),
-    Mistake(
-        "what is new in a beat is not fetched",
-        "jobs/watchdog/exchange.py",
-        "self._version += is_new",
-        "self._version = 1",
-        ("tests/jobs/watchdog/test_exchange.py",),
-    ),
-    Mistake(
         "gloo's two threads write to one string",
         "_compat/groups.py",
         "options._timeout, options._threads = timeout, 1",

@@ -38,14 +38,14 @@ MISTAKES = [
     ),
     Mistake(
         "an encoding does not depend on the options",
-        "collate/encoded/key.py",
+        "collate/encoded/dataset.py",
         "for key, value in asdict(options).items()",
         "for key, value in {}.items()",
         ENCODED,
     ),
     Mistake(
         "an encoding does not depend on the template",
-        "collate/encoded/key.py",
+        "collate/encoded/dataset.py",
         '"templates": tokenizer.chat_template,',
         '"templates": None,',
         ENCODED,

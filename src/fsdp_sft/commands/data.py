@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,35 +23,7 @@ _EXAMPLES = """examples:
   fsdp-sft inspect-data chats.jsonl --tokenizer ./model --train-on last --html rows.html
   fsdp-sft inspect-data chats.jsonl --tokenizer ./base --chat-template chatml.jinja
   fsdp-sft inspect-data chats.jsonl --tokenizer ./model --json > report.json"""
-_BARS, _WIDTH = 12, 40
 _QUANTILES = (("median", 0.5), ("95 %", 0.95), ("longest", 1.0))
-
-
-@dataclass(frozen=True)
-class DataReport:
-    """What of a file of chats would be trained.
-
-    Attributes:
-        rows: Number of rows read.
-        counts: Number of rows by outcome, as ``filter_rows`` counts them.
-        examples: Up to three examples of each reason and note.
-        tokens: Tokens of the kept rows, after truncation.
-        trained_tokens: Targets among them, after the shift.
-        cut_rows: Rows that ``max_length`` has cut.
-        quantiles: Tokens per row: median, 95 %, longest.
-        packs: Number of packs of ``max_length`` tokens; None without ``max_length``.
-        pack_fill: Filled share of the packs, from 0 to 1; None without ``max_length``.
-    """
-
-    rows: int
-    counts: dict[str, int]
-    examples: dict[str, list[str]]
-    tokens: int
-    trained_tokens: int
-    cut_rows: int
-    quantiles: dict[str, int]
-    packs: int | None
-    pack_fill: float | None
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
@@ -105,9 +76,9 @@ def _inspect(args: argparse.Namespace) -> int:
         )
         args.html.write_text(page)
     if args.json:
-        print(json.dumps(asdict(report), indent=1))
+        print(json.dumps(report, indent=1))
         return 0
-    print("\n".join(_text(args, report, chats)))
+    print("\n".join(_text(args, report)))
     refused = {index for reason in counts.indices if reason in REFUSALS for index in counts.indices[reason]}
     numbers = (number for number in range(len(rows)) if number not in refused)
     for number, chat in zip(numbers, chats[: args.show], strict=False):
@@ -152,58 +123,44 @@ def _read(path: Path) -> Iterator[Any]:
 
 def _report(
     rows: int, counts: Any, whole: list[EncodedChat], chats: list[EncodedChat], max_length: int | None
-) -> DataReport:
-    """The numbers of the report."""
+) -> dict[str, Any]:
+    """The numbers of the report, of rows after truncation."""
     from fsdp_sft.sampling.packing import pack_lengths
 
     lengths = sorted(len(chat.input_ids) for chat in chats)
     tokens = sum(lengths)
     packs = pack_lengths(lengths, max_length) if max_length else []
-    return DataReport(
-        rows=rows,
-        counts=dict(counts),
-        examples={reason: texts[:3] for reason, texts in counts.examples.items()},
-        tokens=tokens,
-        trained_tokens=sum(chat.num_targets for chat in chats),
-        cut_rows=sum(
-            len(long.input_ids) > len(chat.input_ids) for long, chat in zip(whole, chats, strict=True)
-        ),
-        quantiles={
+    cut = (len(long.input_ids) > len(chat.input_ids) for long, chat in zip(whole, chats, strict=True))
+    return {
+        "rows": rows,
+        "counts": dict(counts),
+        "examples": {reason: texts[:3] for reason, texts in counts.examples.items()},
+        "tokens": tokens,
+        "trained_tokens": sum(chat.num_targets for chat in chats),
+        "cut_rows": sum(cut),
+        "quantiles": {
             name: lengths[min(int(share * len(lengths)), len(lengths) - 1)] for name, share in _QUANTILES
         },
-        packs=len(packs) if max_length else None,
-        pack_fill=tokens / (len(packs) * max_length) if max_length else None,
-    )
+        "packs": len(packs) if max_length else None,
+        "pack_fill": tokens / (len(packs) * max_length) if max_length else None,
+    }
 
 
-def _text(args: argparse.Namespace, report: DataReport, chats: list[EncodedChat]) -> Iterator[str]:
+def _text(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
     """The report as lines of text."""
     from fsdp_sft.collate import REFUSALS
 
-    kept = report.counts["kept"]
-    yield f"{args.path}: {report.rows:,} rows, {kept:,} of them would be trained"
-    for reason, texts in report.examples.items():
+    kept = report["counts"]["kept"]
+    yield f"{args.path}: {report['rows']:,} rows, {kept:,} of them would be trained"
+    for reason, texts in report["examples"].items():
         what = REFUSALS.get(reason, "kept, but noted")
-        yield f"  {report.counts[reason]:,} {reason}: {what}"
+        yield f"  {report['counts'][reason]:,} {reason}: {what}"
         yield from (f"    {text[:160]}" for text in texts[:1])
-    share = report.trained_tokens / report.tokens
-    yield f"tokens: {report.tokens:,}, {report.trained_tokens:,} of them trained ({share:.0%})"
-    rows = ", ".join(f"{name} {tokens:,}" for name, tokens in report.quantiles.items())
-    yield f"tokens of a row: {rows}" + (f"; {report.cut_rows:,} rows are cut" if report.cut_rows else "")
-    yield from _histogram([len(chat.input_ids) for chat in chats])
-    if report.packs is not None:
-        yield f"packs of {args.max_length:,} tokens: {report.packs:,}, {report.pack_fill:.1%} full"
-
-
-def _histogram(lengths: list[int]) -> Iterator[str]:
-    """The number of rows by length, as bars."""
-    shortest, longest = min(lengths), max(lengths)
-    width = max(1, -(-(longest - shortest + 1) // _BARS))
-    bins = [0] * -(-(longest - shortest + 1) // width)
-    for length in lengths:
-        bins[(length - shortest) // width] += 1
-    digits = len(f"{longest:,}")
-    for index, number in enumerate(bins):
-        first = shortest + width * index
-        bar = "█" * max(round(_WIDTH * number / max(bins)), number > 0)
-        yield f"  {first:>{digits},} to {min(first + width - 1, longest):>{digits},}  {bar} {number:,}"
+    share = report["trained_tokens"] / report["tokens"]
+    yield f"tokens: {report['tokens']:,}, {report['trained_tokens']:,} of them trained ({share:.0%})"
+    rows = ", ".join(f"{name} {tokens:,}" for name, tokens in report["quantiles"].items())
+    yield f"tokens of a row: {rows}" + (
+        f"; {report['cut_rows']:,} rows are cut" if report["cut_rows"] else ""
+    )
+    if report["packs"] is not None:
+        yield f"packs of {args.max_length:,} tokens: {report['packs']:,}, {report['pack_fill']:.1%} full"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -13,14 +12,10 @@ import torch
 
 from fsdp_sft._process.devices import resolve_device, synchronize
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import tell
 from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.metrics.flops import peak_flops_per_second
-from fsdp_sft.metrics.memory import memory_stats
 
 T = TypeVar("T")
-_STEADY = 2  # steps, after which all states of the optimizer have their memory
-_logger = logging.getLogger("fsdp_sft")
 _Wait = Literal["data", "ranks", "paused"]
 
 
@@ -57,15 +52,13 @@ class ThroughputMeter:
             the CPU.
         peak_flops: Peak of one device in FLOP/s; None takes that of `peak_flops_per_second`.
         averaged_steps: Optimizer steps to average over, >= 1.
-        planned_bytes: Peak memory of a plan (`RunPlan.peak_bytes`): after the second step, which is the
-            first with all optimizer states, rank 0 logs the peak so far beside it. None logs nothing.
         warmup_steps: First steps that are left out (compilation, allocation, first read), >= 0. The first
             step starts when the meter is made.
         clock: Monotonic function that returns seconds; for tests.
 
     Raises:
         ValueError: `world_size` or `averaged_steps` below 1, `warmup_steps` below 0, `flops_per_token`,
-            `peak_flops` or `planned_bytes` not positive.
+            `peak_flops` not positive.
 
     Example:
         >>> ticks = iter([0.0, 5.0, 7.0, 9.0])
@@ -85,7 +78,6 @@ class ThroughputMeter:
         device: torch.device | str | int | None = None,
         peak_flops: float | None = None,
         averaged_steps: int = 20,
-        planned_bytes: int | None = None,
         warmup_steps: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -101,7 +93,6 @@ class ThroughputMeter:
         rates = {
             "flops_per_token": flops_per_token,
             "peak_flops": peak_flops,
-            "planned_bytes": planned_bytes,
         }
         for name, rate in rates.items():
             if rate is not None and not isinstance(rate, (int, float)):
@@ -112,8 +103,6 @@ class ThroughputMeter:
         self._world_size = world_size
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops_per_second(self._device) if peak_flops is None else peak_flops
-        self._planned_bytes = planned_bytes
-        self._updates = 0
         self._warmup_left = warmup_steps
         self._steps: deque[_TimedStep] = deque(maxlen=averaged_steps)
         self._clock = clock
@@ -150,9 +139,6 @@ class ThroughputMeter:
         step = _TimedStep(num_tokens, now - self._last - paused, data, ranks, paused)
         self._last = now
         self._spent.clear()
-        self._updates += 1
-        if self._planned_bytes is not None and self._updates == _STEADY:
-            tell(_logger, "%s", _beside_plan(self._planned_bytes, memory_stats(self._device)))
         if self._warmup_left:
             self._warmup_left -= 1
         else:
@@ -239,17 +225,6 @@ class ThroughputMeter:
     def _now_when_idle(self) -> float:
         synchronize(self._device)
         return self._clock()
-
-
-def _beside_plan(planned: int, stats: dict[str, int]) -> str:
-    """The peak of the first steps beside that of a plan, in words."""
-    # A plan counts what tensors have; on the CPU only the memory of the whole process is known.
-    key = "peak_allocated_bytes" if "peak_allocated_bytes" in stats else "peak_resident_bytes"
-    peak, what = stats[key], key.removeprefix("peak_").removesuffix("_bytes")
-    return (
-        f"peak of the first {_STEADY} steps: {peak / 2**30:.2f} GiB {what}; the plan says "
-        f"{planned / 2**30:.2f} ({peak / planned - 1:+.1%})"
-    )
 
 
 class _WatchedLoader(Generic[T]):

@@ -89,19 +89,6 @@ def _ahead(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
         _sum()
 
 
-def _shape(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
-    for step in range(1, 9):
-        batch = torch.ones(2, 24 if is_victim and step == 3 else 16, device=device_here())
-        if step == 3:
-            (folder / "acted").write_text(str(time.time()))
-        watchdog.step(step, shape=batch.shape)
-        gathered = [torch.empty(2, 16, device=device_here()) for _ in range(dist.get_world_size())]
-        if is_victim and step == 3:
-            time.sleep(60)  # in a collective of its own, which nobody else enters
-        dist.all_gather(gathered, batch)
-        gathered[0].sum().item()
-
-
 def _slow_loader(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
     act = _at(3, folder, lambda: time.sleep(60))
     with watchdog.phase("warm-up", timeout=30):
@@ -161,8 +148,6 @@ SCENES: dict[str, tuple[Callable[[fs.Watchdog, Path, bool], None], int, int, str
     "die-host": (_dies_apart, 2, 0, "rank 0", r"is dead.*in step 3, phase train"),
     "ahead-2": (_ahead, 2, 1, "agent", r"is 1 step ahead: in step 5, phase train, waiting in all_reduce"),
     "ahead-3": (_ahead, 3, 0, "rank 0", r"is 1 step ahead: in step 5, phase train, waiting in all_reduce"),
-    "shape-2": (_shape, 2, 1, "agent", r"has a batch of shape \(2, 24\) in step 3"),
-    "shape-3": (_shape, 3, 2, "agent", r"has a batch of shape \(2, 24\) in step 3"),
     "loader-3": (_slow_loader, 3, 2, "agent", r"hangs outside of a collective: in step 3, .*test_watch"),
     "exchange-2": (_exchange, 2, 1, "agent", r"hangs outside of a collective: in step 3, .*test_watch"),
     "kill-3": (_signalled(signal.SIGKILL), 3, 2, "agent", r"rank 2( on \S+)? died( in step 3, phase train)?"),
@@ -479,31 +464,6 @@ def test_a_process_that_was_stopped_itself_blames_nobody() -> None:
     assert _look(judge, _beats({}, {}), 101.0) is None
 
 
-@pytest.mark.parametrize(
-    ("shapes", "expected"),
-    [
-        ([(2, 8), (2, 8), (2, 9)], {2}),
-        ([(2, 8), (2, 9)], {0, 1}),
-        ([(2, 8), (2, 8), (2, 8)], set()),
-        ([(), (2, 8), (2, 8)], set()),
-    ],
-)
-def test_shapes_differ_from_the_majority(shapes: list[tuple[int, ...]], expected: set[int]) -> None:
-    beats = _beats(*[{"step": 4, "shapes": ((1, (2, 2)), (4, shape))} for shape in shapes])
-    finding = _look(_judge(len(shapes)), beats, 1.0)
-    assert set(finding.ranks if finding else ()) == expected
-
-
-def test_a_short_deviation_between_two_looks_is_found() -> None:
-    beats = _beats(
-        {"step": 9, "shapes": ((1, (2, 8)),)},
-        {"step": 9, "shapes": ((1, (2, 8)),)},
-        {"step": 8, "shapes": ((1, (2, 8)), (5, (2, 7)), (6, (2, 8)))},
-    )
-    assert _look(_judge(3), beats, 1.0) == Finding("shape", (2,))
-    assert _look(_judge(3), {r: replace(b, step=4) for r, b in beats.items()}, 1.0) is None
-
-
 def test_a_report_stays_short_for_a_thousand_ranks() -> None:
     judge = _judge(1000)
     odd = {"number": 0, "step": 6}
@@ -542,7 +502,7 @@ def test_words_for_what_ranks_do() -> None:
 
 
 def test_a_beat_survives_the_store() -> None:
-    beat = Beat(3, "n0", this_process(), limit=math.inf, shapes=((1, (2, 8)),), saw=((2, "dead"),), step=None)
+    beat = Beat(3, "n0", this_process(), limit=math.inf, saw=((2, "dead"),), step=None)
     assert Beat.from_bytes(beat.to_bytes()) == beat
     assert len(beat.to_bytes()) < 500
 

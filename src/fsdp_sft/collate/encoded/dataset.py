@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import socket
 import time
 import uuid
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,21 +16,22 @@ from typing import TYPE_CHECKING, Any, Literal
 from filelock import FileLock
 from typing_extensions import Unpack
 
+from fsdp_sft._compat import data, tokenizers
 from fsdp_sft._model.wrappers import tokenizer_of
 from fsdp_sft._ranks.agree import agree_on, agreed, all_gather_objects, share, this_rank, while_others_wait
 from fsdp_sft._tensors.disk import full_path, publish, sweep, temporary_beside, unsound_beside
 from fsdp_sft.collate.encoded.build import Work, build, look_first, num_refused, refusal
-from fsdp_sft.collate.encoded.key import key_of
-from fsdp_sft.collate.encoded.source import RowSource
+from fsdp_sft.collate.encoded.source import RowSource, row_bytes
 from fsdp_sft.collate.encoded.store import EncodedDataset, is_sound
 from fsdp_sft.collate.filtering import warn_of_notes
 from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS, WARNED_OF_TEMPLATES
-from fsdp_sft.collate.options import EncodeKeywords, check_choice, check_count, options_of
+from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count, options_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOOKED_AT_FIRST = 500
+_FORMAT_VERSION = 1
 _SEEN_SECONDS = 5.0  # time in which a network file system must show another node a new file
 
 
@@ -109,7 +113,7 @@ def encode_dataset(
 
     def make() -> Path:
         nonlocal is_new
-        target = cache / key_of(source, tokenizer, wanted, on_error)[:40]
+        target = cache / _key_of(source, tokenizer, wanted, on_error)[:40]
         if is_sound(target):
             return target
         with FileLock(target.with_name(f".claim-{target.name}")):
@@ -178,3 +182,51 @@ def _cache_folder(given: str | os.PathLike[str] | None) -> Path:
         return full_path(given)
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "fsdp-sft" / "encoded"
+
+
+def _key_of(
+    source: RowSource, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions, on_error: str
+) -> str:
+    """A digest of everything that the encoded rows depend on."""
+    # The rules for labels change with the library's version.
+    from fsdp_sft import __version__
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    about = {
+        "format": _FORMAT_VERSION,
+        "versions": [__version__, *tokenizers.versions_of_tokenizers()],
+        "data": _data_digest(source),
+        "tokenizer": hashlib.sha256(backend.to_str().encode()).hexdigest()
+        if backend is not None
+        else repr(tokenizer),
+        "special": sorted((key, str(value)) for key, value in tokenizer.special_tokens_map.items()),
+        "splits special tokens": getattr(tokenizer, "split_special_tokens", None),
+        "templates": tokenizer.chat_template,
+        "on_error": on_error,
+        **{
+            key: sorted(value) if isinstance(value, frozenset) else value
+            for key, value in asdict(options).items()
+        },
+    }
+    return hashlib.sha256(json.dumps(about, default=repr).encode()).hexdigest()
+
+
+def _data_digest(source: RowSource) -> str:
+    """A digest of all rows."""
+    if source.paths:
+        return "-".join(map(_file_digest, source.paths))
+    fingerprint = data.dataset_fingerprint(source.rows)
+    if fingerprint is not None:
+        return f"fingerprint {fingerprint}"
+    digest = hashlib.sha256()
+    for row in source.rows:
+        content = row_bytes(row)
+        digest.update(len(content).to_bytes(8, "little"))
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    """A digest of a file's contents."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -45,7 +45,6 @@ class Beat:
         where: Innermost place in the caller's own code, such as ``"train.py:33 in main"``.
         collective: Function of torch.distributed, or of this library's agreement between ranks, that the main
             thread waits in; "" if it is in none.
-        shapes: (first step, shape) for each of the latest changes of the batch's shape; () if none was given.
         saw: (rank, state) of processes on the same machine that do not run.
     """
 
@@ -62,7 +61,6 @@ class Beat:
     ticket: int = 0
     where: str = ""
     collective: str = ""
-    shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
     saw: tuple[tuple[int, str], ...] = ()
 
     def to_bytes(self) -> bytes:

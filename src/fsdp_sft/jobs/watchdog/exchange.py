@@ -1,22 +1,13 @@
-"""Heartbeats through the store, in a separate thread: a store that does not answer blocks no other thread.
+"""Heartbeats through the store, in a separate thread: a store that does not answer blocks no other thread."""
 
-A rank posts a pulse of 32 bytes, which changes all the time, and its beat, most of which rarely changes. A
-rank that watches fetches all pulses, and a beat only if the pulse says that it has changed, or when a report
-is due.
-"""
-
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from fsdp_sft.jobs.watchdog.beat import Beat
 
-_PULSE = struct.Struct("<qqqq")  # number, progress, step, version of the rest
-_NO_STEP = -(1 << 63)  # stands for None, which a pulse of integers cannot hold
 _FEW = 32  # missing ranks that are asked for one by one at each look
 _SHORTEST_PAUSE = 0.05  # seconds between two posts, however short the steps are
 _LEAVING_SECONDS = 0.2
@@ -68,10 +59,6 @@ class Exchange:
         self._closed_at = 0.0
         self._num_left = 0
         self._looks = 0
-        self._posted: Beat | None = None  # the last one, to see whether its lasting part has changed
-        self._version = 0
-        self._versions: dict[int, int] = {}
-        self._wants_details = False
         self.beats: dict[int, Beat] = {}
         self.answered = time.monotonic()
         self.verdict = ""
@@ -114,11 +101,6 @@ class Exchange:
         while self.answered < asked and time.monotonic() - asked < seconds and self._thread.is_alive():
             time.sleep(0.01)
 
-    def fetch_details(self, seconds: float) -> None:
-        """Fetch all beats, or give up after ``seconds``: a pulse does not say where its rank is."""
-        self._wants_details = True
-        self.refresh(seconds)
-
     def close(self, seconds: float) -> None:
         """Post the last beat and stop the thread, or give up after ``seconds``."""
         self._closed_at = time.monotonic()
@@ -136,7 +118,7 @@ class Exchange:
             full = self._hurry or self._closing or asked >= due
             self._hurry = False
             try:
-                self._post(full)
+                self._post()
                 if full:
                     self._fetch()
                     self.answered, self.error = asked, ""
@@ -148,48 +130,30 @@ class Exchange:
                 due = asked + (_LEAVING_SECONDS if self._wants_to_leave else self._interval)
             time.sleep(_SHORTEST_PAUSE)
 
-    def _post(self, full: bool) -> None:
-        """Post this rank's pulse, and its beat if that has changed or the exchange is ``full``."""
+    def _post(self) -> None:
+        """Post this rank's beat."""
         if self._store is None:
             self._store = self._given.clone()
             self._store.set_timeout(self._timeout)
         if self._wants_ticket and not self.ticket:
             self.ticket = int(self._store.add(self._prefix + "tickets", 1))
         beat = self._beat()
-        is_new = self._posted is None or _lasting(beat) != _lasting(self._posted)
-        self._posted = beat
-        self._version += is_new
-        if is_new or full:
-            self._store.set(self._key("beat", self._rank), beat.to_bytes())
+        self._store.set(self._key(self._rank), beat.to_bytes())
         if self.ticket == 1 and self.first_failed is None:
             self._store.set(self._prefix + "first_failed", f"{self._rank} {time.time()}")
             self.first_failed = beat
-        step = _NO_STEP if beat.step is None else beat.step
-        # The pulse goes after the beat, so that a rank that sees a new version finds that version's beat.
-        pulse = _PULSE.pack(beat.number, beat.progress, step, self._version)
-        self._store.set(self._key("pulse", self._rank), pulse)
 
     def _fetch(self) -> None:
-        """Fetch pulses, changed beats, the verdict, and what was asked about ranks that failed or left."""
+        """Fetch beats, the verdict, and what was asked about ranks that failed or left."""
         self._find_new()
         ranks = sorted(self._present)
-        pulses = dict(zip(ranks, map(_PULSE.unpack, self._values("pulse", ranks)), strict=True))
-        wants_details, self._wants_details = self._wants_details, False
-        fetched = [r for r in ranks if wants_details or pulses[r][3] != self._versions.get(r)]
-        beats = dict(self.beats)
-        for rank, value in zip(fetched, self._values("beat", fetched), strict=True):
-            beats[rank] = Beat.from_bytes(value)
-        for rank, (number, progress, step, version) in pulses.items():
-            self._versions[rank] = version
-            if number > beats[rank].number:  # else the beat was posted after the pulse was fetched
-                known = None if step == _NO_STEP else step
-                beats[rank] = replace(beats[rank], number=number, progress=progress, step=known)
-        self.beats = beats
+        values = self._store.multi_get([self._key(rank) for rank in ranks]) if ranks else []
+        self.beats = dict(zip(ranks, map(Beat.from_bytes, values), strict=True))
         first = self._prefix + "first_failed"
         # The beat of the rank that failed first is fetched each time, since it may have found out more.
         if self._wants_ticket and self._store.check([first]):
             rank, when = self._store.get(first).decode().split()
-            self.first_failed = Beat.from_bytes(self._store.get(self._key("beat", int(rank))))
+            self.first_failed = Beat.from_bytes(self._store.get(self._key(int(rank))))
             self.failed_for = time.time() - float(when)
         key = self._prefix + "verdict"
         if self._proposed and not self.verdict:
@@ -211,29 +175,17 @@ class Exchange:
         self._looks += 1
         if not self._missing:
             return
-        if self._store.check([self._key("pulse", rank) for rank in self._missing]):
+        if self._store.check([self._key(rank) for rank in self._missing]):
             found = set(self._missing)
         elif len(self._missing) <= _FEW or self._looks % 4 == 1:
-            found = {rank for rank in self._missing if self._store.check([self._key("pulse", rank)])}
+            found = {rank for rank in self._missing if self._store.check([self._key(rank)])}
         else:
             found = set()
         self._present |= found
         self._missing -= found
 
-    def _values(self, kind: str, ranks: Iterable[int]) -> list[bytes]:
-        keys = [self._key(kind, rank) for rank in ranks]
-        return list(self._store.multi_get(keys)) if keys else []
-
-    def _key(self, kind: str, rank: int) -> str:
-        return f"{self._prefix}{kind}/{rank}"
-
-
-def _lasting(beat: Beat) -> Beat:
-    """The part of a beat that must be posted when it changes.
-
-    The pulse has number, progress and step; where the main thread is matters only for a report.
-    """
-    return replace(beat, number=0, progress=0, step=None, where="", collective="")
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}beat/{rank}"
 
 
 def address_of(store: Any) -> str:

@@ -1,11 +1,10 @@
-"""The rules that turn beats into a finding: which rank is dead, silent, absent, different or overdue.
+"""The rules that turn beats into a finding: which rank is dead, silent, absent or overdue.
 
 One rule per method, from the surest to the least sure:
 
 - **dead**: the process is gone from its machine, and the store has since shown no final beat of it.
 - **absent**: the rank has posted no beat within ``timeout``: it never entered its watchdog.
 - **silent**: its beats stopped for ``timeout``: the process is stopped, or its host is gone.
-- **shape**: its batch differs in shape from that of most ranks, all of which have begun that step.
 - **overdue**: its beats continue, but its ``progress`` has stayed the same for longer than its limit. Ranks
   that wait for a rank with a longer limit (it saves, say) get that time too.
 
@@ -14,7 +13,6 @@ itself does not answer, no rank counts as silent.
 """
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -26,7 +24,7 @@ class Finding:
     """A problem, and the ranks that have it.
 
     Attributes:
-        kind: Rule that was broken: ``"dead"``, ``"silent"``, ``"absent"``, ``"shape"`` or ``"overdue"``.
+        kind: Rule that was broken: ``"dead"``, ``"silent"``, ``"absent"`` or ``"overdue"``.
         ranks: Ranks on which the problem was first seen.
     """
 
@@ -106,7 +104,6 @@ class Judge:
             Finding("dead", self._dead(running, answered)),
             Finding("absent", self._absent(beats, answered)),
             Finding("silent", self._silent(running, answered)),
-            Finding("shape", self._different(beats)),
             Finding("overdue", self._overdue(beats, running, now, answered)),
         ]
         return next((finding for finding in found if finding.ranks), None)
@@ -148,14 +145,6 @@ class Judge:
         others = [r for r in running if r != self.rank]
         return tuple(r for r in others if answered - self.stamps[r].heard > self.timeout)
 
-    def _different(self, beats: Mapping[int, Beat]) -> tuple[int, ...]:
-        """Ranks whose batch has another shape than that of most ranks in the same step."""
-        differing = differing_shapes(beats) if self.thorough and len(beats) == len(self.stamps) else {}
-        # The majority is known once all ranks have begun the step. A rank that never begins it becomes
-        # overdue.
-        steps = [b.step if b.step is not None else -1 for b in beats.values()]
-        return tuple(rank for rank, (step, _) in differing.items() if step <= min(steps))
-
     def _overdue(
         self, beats: Mapping[int, Beat], running: Mapping[int, Beat], now: float, answered: float
     ) -> tuple[int, ...]:
@@ -176,27 +165,3 @@ class Judge:
             r in beats and beats[r].state != RUNNING and answered - self.stamps[r].heard > self.timeout
             for r in self.lookouts
         )
-
-
-def differing_shapes(beats: Mapping[int, Beat]) -> dict[int, tuple[int, tuple[int, ...]]]:
-    """The ranks whose shape differs from that of most ranks, in the first step where shapes differ.
-
-    Returns:
-        Rank to (step, shape). If no shape has a majority: all ranks that gave a shape for that step.
-    """
-    given = {r: b for r, b in beats.items() if b.shapes and b.step is not None}
-    starts = sorted({start for b in given.values() for start, _ in b.shapes})
-    for step in starts:
-        shapes = {r: shape for r, b in given.items() if (shape := shape_at(b, step)) is not None}
-        counts = Counter(shapes.values()).most_common()
-        if len(counts) > 1:
-            clear = counts[0][1] > sum(count for _, count in counts[1:])
-            return {r: (step, s) for r, s in shapes.items() if not clear or s != counts[0][0]}
-    return {}
-
-
-def shape_at(beat: Beat, step: int) -> tuple[int, ...] | None:
-    """The shape of a rank's batch in ``step``; None before that step, without a shape, or if forgotten."""
-    if beat.step is None or beat.step < step:
-        return None
-    return next((shape for start, shape in reversed(beat.shapes) if start <= step), None) or None

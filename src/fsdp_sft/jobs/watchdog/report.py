@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from fsdp_sft._ranks.words import said_ranks
 from fsdp_sft.jobs.watchdog.beat import ENDED, FAILED, RUNNING, Beat
-from fsdp_sft.jobs.watchdog.judge import Finding, Stamps, differing_shapes
+from fsdp_sft.jobs.watchdog.judge import Finding, Stamps
 
 _MOST_LINES = 16
 _NOT_RUNNING = {
@@ -37,7 +37,6 @@ class Report:
     ) -> None:
         self.beats, self.stamps, self.states = beats, stamps, states
         self.now, self.timeout = now, timeout
-        self.shapes = differing_shapes(beats)
         # The last beat of a rank that does not run may be older than its last step, so it is left out.
         runs = [b for r, b in beats.items() if not (b.state == RUNNING and self._is_silent(r))]
         steps = Counter(b.step for b in runs if b.step is not None)
@@ -72,7 +71,6 @@ class Report:
             "dead": lambda: f"{who} died",
             "absent": lambda: f"{who} did not enter the watchdog within {self.timeout:g} s",
             "silent": lambda: f"{who} sent no heartbeat for {self.timeout:g} s",
-            "shape": lambda: "batches differ in shape",
             "overdue": lambda: f"{after}no progress for {self._limit(finding):g} s on {who}",
         }
         return says[finding.kind]()
@@ -91,9 +89,6 @@ class Report:
         if self._is_silent(rank):
             silence = self.now - self.stamps[rank].heard
             return f"has been silent for {silence:.0f} s: dead, stopped, or its host cannot be reached"
-        if rank in self.shapes:
-            step, shape = self.shapes[rank]
-            return f"has a batch of shape {shape} in step {step}"
         return self._out_of_step(beat) or self._not_waiting(beat)
 
     def doing(self, rank: int) -> str:
@@ -102,9 +97,8 @@ class Report:
         if beat.state != RUNNING:
             return "before the first step" if beat.step is None else f"after step {beat.step}"
         step = "before the first step" if beat.step is None else f"in step {beat.step}"
-        shape = f", batch {beat.shapes[-1][1]}" if self.shapes and beat.shapes else ""
         waits = f", waiting in {beat.collective}" if beat.collective else ""
-        return f"{step}, phase {beat.phase}{shape}{waits}{f', at {beat.where}' if beat.where else ''}"
+        return f"{step}, phase {beat.phase}{waits}{f', at {beat.where}' if beat.where else ''}"
 
     def _is_silent(self, rank: int) -> bool:
         """Whether a rank does not run or has not been heard of for the time-out."""

@@ -26,9 +26,8 @@ STALL_EXIT_CODE = 86
 """Exit code of every rank after the watchdog has reported a stall; no shell or scheduler uses it itself."""
 
 # Ranks that watch all others; all further ranks watch these and one neighbour. One lookout would do. With
-# 10,000 ranks each lookout asks the store for 320 kB at each look.
+# 1,000 ranks each lookout asks the store for 300 kB at each look.
 _LOOKOUTS = 4
-_SHAPES_KEPT = 16
 _TO_FIND_OUT = 0.2  # seconds that a rank which has lost a peer takes to tell the others which peer
 
 
@@ -45,8 +44,7 @@ class Watchdog:
     - a process sends no heartbeat for ``timeout`` seconds (it is stopped, or its host is lost);
     - a process makes no progress for that long (its loop hangs, or waits for a rank that is behind or has
       left);
-    - a process never enters the block;
-    - batches differ in a shape that was given to ``step``.
+    - a process never enters the block.
 
     Then every rank that still runs writes the same report to stderr: rank, host, process, step, phase and
     place of each rank that stands out, and what the others do; then the stack of its own main thread. It
@@ -102,7 +100,6 @@ class Watchdog:
         self._phases: list[tuple[str, float]] = [("train", self.timeout)]
         self._progress = count(1)
         self._state: dict[str, Any] = {"progress": 0, "step": None, "phase": "train", "limit": self.timeout}
-        self._shapes: list[tuple[int, tuple[int, ...]]] = []
         self._numbers = count(1)
         self._ending: dict[str, Any] = {"state": RUNNING}
         self._saw: dict[int, str] = {}
@@ -156,23 +153,17 @@ class Watchdog:
         if self._exchange is not None:
             self._exchange.close(min(self.timeout, 2.0))
 
-    def step(self, step: int, *, shape: Sequence[int] | None = None) -> None:
+    def step(self, step: int) -> None:
         """Report that the loop begins ``step``.
 
         Args:
             step: Number of the step; the same on all ranks for steps that belong together.
-            shape: Shape of the batch, if it must be the same on all ranks in each step (padding to
-                ``max_length``, packs, the caller's own collectives over the batch): a rank that differs ends
-                the job. Leave it out where lengths may differ; FSDP allows that.
 
         Raises:
             TypeError: If the step is not an int.
         """
         if isinstance(step, bool) or not isinstance(step, int):
             raise TypeError(f"step must be an int, got {type(step).__name__}")
-        sizes = tuple(int(size) for size in shape or ())
-        if sizes != (self._shapes[-1][1] if self._shapes else ()):
-            self._shapes = [*self._shapes[1 - _SHAPES_KEPT :], (step, sizes)]
         self._step = step
         self._moved()
 
@@ -224,7 +215,6 @@ class Watchdog:
             ticket=self._exchange.ticket if self._exchange is not None else 0,
             where=where,
             collective=collective,
-            shapes=tuple(self._shapes),
             saw=tuple(self._saw.items()),
             **self._state,
             **self._ending,
@@ -272,7 +262,7 @@ class Watchdog:
         if finding is None:
             return ""
         if self._exchange is not None:
-            self._exchange.fetch_details(self.interval)
+            self._exchange.refresh(self.interval)
             beats = {**self._exchange.beats, self._rank: beats[self._rank]}
         text = self._text(finding, beats, states, now)
         return self._exchange.propose(text, 2 * self.interval + 1) if self._exchange is not None else text
