@@ -10,8 +10,10 @@ from torch import nn
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.towers import frozen_towers
+from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.vocabulary import vocabulary_of
 from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft._ranks.mesh import copies_of_rows
 from fsdp_sft.collate import refuse_masked_pack
@@ -19,7 +21,6 @@ from fsdp_sft.collate.media import KEYS_OF_TOWERS
 from fsdp_sft.errors import BatchError, UnsupportedModelError
 from fsdp_sft.loss import LABEL_KEYS
 from fsdp_sft.sac import draws_random_numbers
-from fsdp_sft.step.lengths import check_length
 from fsdp_sft.step.once import first_time
 from fsdp_sft.targets import IGNORE_INDEX
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _logger = logging.getLogger(__name__)
+_OFFSET = 8  # some tables have a few rows more than positions
 
 
 def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
@@ -50,7 +52,7 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
             _refuse_placeholders(batch, ids, placeholders)
         if towers and isinstance(batch, Mapping) and any(key in batch for key in KEYS_OF_TOWERS):
             _say_that_towers_are_frozen(model, towers)
-        check_length(model, batch)
+        _check_length(model, batch)
         if knows_packs:
             refuse_masked_pack(batch)
         if not own_loss:
@@ -138,3 +140,49 @@ def refuse_noise_on_same_rows(model: nn.Module, mesh: "DeviceMesh | None") -> No
             "parallelism: ranks with the same rows would draw different random numbers. Build it with its "
             "dropout at 0 in the config"
         )
+
+
+def _check_length(model: nn.Module, batch: Any) -> None:
+    """Warn once of a row that is longer than the model was trained for.
+
+    Raises:
+        BatchError: For a row that is longer than the model's table of positions.
+    """
+    known = getattr(text_config(model), "max_position_embeddings", None)
+    if not isinstance(known, int) or known < 1:
+        return
+    length, name = _longest(batch), type(unwrapped(model)).__name__.removeprefix("FSDP")
+    if length <= known:
+        return
+    if _has_a_table(model, known):
+        raise BatchError(
+            f"a row has {length:,} tokens, and {name} has {known:,} positions: pass max_length={known} or "
+            "less where rows are encoded"
+        )
+    if not first_time(model, "length"):
+        return
+    warn_caller(
+        f"a row has {length:,} tokens, and {name} was made for {known:,} (max_position_embeddings): "
+        "positions beyond that were never trained. Pass max_length= where rows are encoded, or load the "
+        "model with a larger max_position_embeddings= and rope_parameters= that extend it (yarn)"
+    )
+
+
+def _has_a_table(model: nn.Module, known: int) -> bool:
+    """Whether positions are rows of a table and not computed (rotary, ALiBi)."""
+    return any(
+        isinstance(module, nn.Embedding)
+        and ("pos" in name or name.endswith("wpe"))
+        and 0 <= module.num_embeddings - known <= _OFFSET  # and not the patches of an image
+        for name, module in model.named_modules()
+    )
+
+
+def _longest(batch: Any) -> int:
+    """Tokens of the longest row of a batch or of its packs; 0 if unknown."""
+    if not isinstance(batch, Mapping):
+        return 0
+    ids, positions = batch.get("input_ids"), batch.get("position_ids")
+    if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.numel():
+        return int(positions.max()) + 1 if positions.device.type == "cpu" else 0
+    return ids.shape[-1] if isinstance(ids, torch.Tensor) and ids.ndim == 2 else 0
