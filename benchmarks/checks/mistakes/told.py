@@ -4,27 +4,6 @@ from benchmarks.checks.mistakes.mistake import Mistake
 
 MISTAKES = [
     Mistake(
-        "ranks that shuffle the same rows are told nothing",
-        "step/shares.py",
-        "        if number > 1\n",
-        "        if False\n",
-        ("tests/step/test_loader.py",),
-    ),
-    Mistake(
-        "ranks go on with orders of rows that differ",
-        "step/shares.py",
-        "    if apart:\n",
-        "    if False:\n",
-        ("tests/step/test_loader.py",),
-    ),
-    Mistake(
-        "a sampler of more rows than there are is told by an index",
-        "step/shares.py",
-        "    if rows is None or rows <= there:",
-        "    if True:",
-        ("tests/step/test_loader.py",),
-    ),
-    Mistake(
         "a pass goes on although its sampler was moved",
         "step/loader.py",
         "            if moved and window:",
@@ -72,20 +51,6 @@ MISTAKES = [
         "    if own > num_targets:",
         "    if False:",
         ("tests/test_mistakes.py",),
-    ),
-    Mistake(
-        "an order of the last epoch comes again without a word",
-        "step/loader.py",
-        "        note_pass(loader)",
-        "        pass",
-        ("tests/step/test_loader.py",),
-    ),
-    Mistake(
-        "windows that have ended are empty without a word",
-        "step/loader.py",
-        "        if self._ended and self._begun == 2:",
-        "        if False:",
-        ("tests/step/test_loader.py",),
     ),
     Mistake(
         "a step without gradients ends in what torch says",
