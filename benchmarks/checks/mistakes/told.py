@@ -46,13 +46,6 @@ MISTAKES = [
         ("tests/test_mistakes.py",),
     ),
     Mistake(
-        "a window is said to have fewer targets than a batch of it",
-        "loss/causal.py",
-        "    if own > num_targets:",
-        "    if False:",
-        ("tests/test_mistakes.py",),
-    ),
-    Mistake(
         "a step without gradients ends in what torch says",
         "step/trained.py",
         "    if not torch.is_grad_enabled():",
