@@ -68,8 +68,7 @@ def apply_sac(
         TypeError: If ``ratio`` is neither a number nor a text, or a block neither an FQN nor a position.
         ValueError: If an argument is out of range, if a block is unknown or lies in another one, or if
             transformers' own checkpointing is on. With ``save``, also if a name matches no submodule of the
-            chosen blocks, if a named one has no matrix to multiply by, if ``"sdpa"`` cannot be kept, or if a
-            part of a block is compiled separately (torch would see none of its operations).
+            chosen blocks, or a named one has no matrix to multiply by.
         UnsupportedModelError: If the model has no blocks. With ``save``, if parts of a block are sharded as
             groups of their own, as modules kept in float32 are. If the model is sharded later,
             ``shard_model`` raises it, or with another sharding the first forward.
