@@ -342,14 +342,6 @@ def test_labels_of_padding(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == []
 
 
-def test_a_window_of_fewer_targets_than_its_batch() -> None:
-    model, (batch,) = tiny_model("llama"), ragged_batches(1)
-    (told,) = _warned(lambda: fs.causal_lm_loss(model, batch, num_targets=len(batch["input_ids"])))
-    assert "this batch alone has" in told
-    assert "count_targets(window)" in told
-    assert _warned(lambda: fs.causal_lm_loss(model, batch, num_targets=fs.count_targets([batch]))) == []
-
-
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_a_step_without_gradients(off: Any) -> None:
     model = tiny_model("llama")

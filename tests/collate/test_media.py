@@ -7,7 +7,6 @@ import torch
 
 import fsdp_sft as fs
 from tests.harness.chat_templates import byte_tokenizer
-from tests.harness.models import tiny_model
 
 TOKENIZER = byte_tokenizer("chatml")
 CHAT = [{"role": "user", "content": "what is this?"}, {"role": "assistant", "content": "a cat"}]
@@ -78,21 +77,6 @@ def test_nulls_are_no_images(nothing: Any) -> None:
         "videos": nothing,
     }
     assert fs.encode_chat(row, TOKENIZER) == fs.encode_chat({"messages": CHAT}, TOKENIZER)
-
-
-@pytest.mark.parametrize("name", ["image_token_id", "image_token_index", "video_token_id", "audio_token_id"])
-def test_placeholders_without_an_image_are_refused(name: str) -> None:
-    model = tiny_model("llama")
-    setattr(model.config, name, 7)
-    ids = torch.tensor([[3, 7, 7, 5]])
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    what = {"image": "an image", "video": "a video", "audio": "a sound"}[name.partition("_")[0]]
-    for call in (lambda: fs.train_step(model, [batch], optimizer), lambda: fs.evaluate(model, [batch])):
-        with pytest.raises(fs.BatchError, match=f"2 ids 7, which stand for {what}, and no"):
-            call()
-    other = {"input_ids": ids - 1, "labels": ids - 1}
-    assert fs.train_step(model, [other], optimizer).num_targets == 3
 
 
 class _Processor:

@@ -247,30 +247,6 @@ def test_names_that_keep_nothing_are_refused(save: Any, message: str) -> None:
         fs.apply_sac(tiny_model("llama"), save=save)
 
 
-def test_sdpa_is_refused_where_there_is_no_fused_kernel_or_a_random_one() -> None:
-    with pytest.raises(ValueError, match="attn_implementation='eager'"):
-        fs.apply_sac(tiny_model("llama", attn_implementation="eager"), save="sdpa")
-    with pytest.raises(ValueError, match=r"attention_dropout=0\.2: the kernel has to draw"):
-        fs.apply_sac(tiny_model("llama", attention_dropout=0.2), save=["sdpa", "o_proj"])
-    changed = tiny_model("llama", attention_dropout=0.2)
-    changed.config.attention_dropout = 0.0  # the modules keep what they were built with
-    with pytest.raises(
-        ValueError, match=r"attention_dropout=0\.2: .*build the model with attention_dropout=0"
-    ):
-        fs.apply_sac(changed, save="sdpa")
-
-
-def test_what_torch_would_ignore_is_refused() -> None:
-    model = tiny_model("llama")
-    model.model.layers[1].mlp.compile(backend="aot_eager")
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp is compiled inside of the checkpoint"):
-        fs.apply_sac(model, save="o_proj")
-    model = tiny_model("llama")
-    model.model.layers[0] = torch.compile(model.model.layers[0], backend="aot_eager")
-    with pytest.raises(ValueError, match=r"layers\.0.* is compiled inside of the checkpoint"):
-        fs.apply_sac(model, save="o_proj")
-
-
 def test_unknown_blocks_are_not_compiled() -> None:
     with pytest.raises(ValueError, match="block 9 does not exist"):
         fs.compile_blocks(tiny_model("llama"), blocks=[9])

@@ -1,14 +1,11 @@
 """Windows of a loader's batches, the same number on all ranks."""
 
-import itertools
-import re
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
@@ -108,134 +105,6 @@ def _rows(number: int, first: int = 3) -> list[dict[str, Any]]:
 
 def _stack(rows: list[Any]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
-
-
-class _Noisy:
-    """A data set whose rows differ each time that they are read."""
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {name: [index + 3, int(torch.randint(3, 9, ()))] for name in ("input_ids", "labels")}
-
-
-def _loaders(rank: int, ranks: int) -> dict[str, Any]:
-    """Loaders of this rank by their kinds, each with what is said of it."""
-    rows, own = _rows(16), _rows(16)[rank::ranks]
-    sampler = fs.ResumableSampler
-    moved = sampler(rows)
-    moved.load_state_dict({**moved.state_dict(), "position": 2 * rank})
-    mixed: Any = ConcatDataset([rows, _rows(4)])
-    told: dict[str, tuple[Any, dict[str, Any], str]] = {
-        "shuffled": (rows, {"shuffle": True}, "2 ranks shuffle the same rows"),
-        "in order": (rows, {}, ""),
-        "parts": (own, {"shuffle": True}, ""),
-        "parts in order": (own, {}, ""),
-        "sampler": (rows, {"sampler": sampler(rows)}, ""),
-        "sampler of a part": (own, {"sampler": sampler(own, num_replicas=1, rank=0)}, ""),
-        "sampler of noise": (_Noisy(), {"sampler": sampler(16)}, ""),
-        "mixed": (mixed, {"sampler": fs.MixedSampler([rows, _rows(4)])}, ""),
-        "cut by hand and shared": (own, {"sampler": sampler(own)}, "the ranks' data sets differ"),
-        "unequal": (
-            rows[rank:],
-            {"sampler": sampler(rows[rank:])},
-            "BatchError: .*num_rows=16 and 15",
-        ),
-        "seeds": (
-            rows,
-            {"sampler": sampler(rows, seed=rank)},
-            "BatchError: .*seed=0 and 1, on",
-        ),
-        "moved on one": (rows, {"sampler": moved}, "BatchError: .*position=0 and 2"),
-        "seeds of torch's": (
-            rows,
-            {"sampler": DistributedSampler(rows, seed=rank)},  # type: ignore[arg-type]
-            "BatchError: .*seed=0 and 1",
-        ),
-        "packs of unequal rows": (
-            rows,
-            {"batch_sampler": fs.PackedSampler([2] * 15 + [2 - rank], max_length=8)},
-            "BatchError: .*rows_crc32",
-        ),
-        "of one part in two": (
-            rows[8 * rank : 8 * rank + 8],
-            {"sampler": sampler(8, num_replicas=2, rank=0)},
-            "the ranks' data sets differ",
-        ),
-        "kinds": (
-            rows,
-            {"sampler": sampler(rows) if rank else DistributedSampler(rows)},  # type: ignore[arg-type]
-            "BatchError: .*sampler='DistributedSampler' and 'ResumableSampler'",
-        ),
-        "nodes": (
-            rows[: 8 + 4 * rank],
-            {"sampler": DistributedSampler(rows[: 8 + 4 * rank], num_replicas=1, rank=0)},  # type: ignore[arg-type]
-            "",
-        ),
-        "fewer": (rows, {"sampler": sampler(rows[:10])}, "knows of 6 rows fewer than the loader's data set"),
-        "more": (
-            rows,
-            {"sampler": sampler(17)},
-            "BatchError: .*was made for 17 rows, .* has 16",
-        ),
-    }
-    return {
-        kind: (DataLoader(data, 1 if "batch_sampler" in options else 2, collate_fn=_stack, **options), words)
-        for kind, (data, options, words) in told.items()
-    }
-
-
-def _look_at_shares() -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for kind, (loader, words) in _loaders(rank, ranks).items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                list(fs.windows(loader, 1))
-                error = ""
-            except fs.BatchError as failed:
-                error = f"BatchError: {failed}"
-        told = [str(each.message) for each in caught]
-        if words.startswith("BatchError"):
-            assert re.match(words, error), (kind, error)
-        else:
-            assert (error, len(told)) == ("", bool(words) and rank == 0), (kind, told, error)
-            assert all(words in text for text in told), (kind, told)
-
-
-def test_ranks_that_do_not_share_the_rows_as_they_say() -> None:
-    run_distributed(_look_at_shares, 2)
-
-
-def test_an_order_that_is_not_set_anew() -> None:
-    rows: Any = _rows(6)
-    sampler: Any = DistributedSampler(rows, num_replicas=2, rank=0)
-    loader: Any = DataLoader(rows, 1, sampler=sampler, collate_fn=_stack)
-    next(fs.windows(loader, 1))
-    for epoch in (0, 1):
-        sampler.set_epoch(epoch)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert len(list(fs.windows(loader, 1))) == 3
-    with pytest.warns(UserWarning, match="the order of the last epoch again: call its set_epoch"):
-        list(fs.windows(loader, 1))
-
-
-def test_windows_that_are_gone_through_once_more() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        windows = fs.windows(ragged_batches(5), 1)
-        for _ in windows:
-            break
-        chunks = []
-        while chunk := list(itertools.islice(windows, 3)):
-            chunks.append(len(chunk))
-        assert chunks == [3, 1]
-        windows = fs.windows(ragged_batches(2), 1)
-        assert len(list(windows)) == 2
-    with pytest.warns(UserWarning, match=r"come to their end.*call windows\(loader"):
-        assert list(windows) == []
 
 
 @pytest.mark.parametrize("how", ["load_state_dict", "set_epoch", "mark_consumed"])

@@ -56,7 +56,7 @@ MISTAKES = [
     ),
     Mistake(
         "a row beyond a table of positions reaches the device",
-        "step/lengths.py",
+        "step/model_checks.py",
         "    if _has_a_table(model, known):",
         "    if False:",
         ("tests/step/test_lengths.py",),

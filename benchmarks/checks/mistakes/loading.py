@@ -215,10 +215,10 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "compiled blocks run out of variants",
-        "_model/recompiles.py",
-        'block.compile(**{"recompile_limit": _VARIANTS, **kwargs})',
-        "block.compile(**kwargs)",
-        ("tests/model/test_recompiles.py",),
+        "shard/compile.py",
+        'block.compile(**{"recompile_limit": _VARIANTS, **compile_kwargs})',
+        "block.compile(**compile_kwargs)",
+        ("tests/shard/test_recompiles.py",),
     ),
     Mistake(
         "operations of a group within a block taken for the block's",

@@ -4,27 +4,6 @@ from benchmarks.checks.mistakes.mistake import Mistake
 
 MISTAKES = [
     Mistake(
-        "ranks that shuffle the same rows are told nothing",
-        "step/shares.py",
-        "        if number > 1\n",
-        "        if False\n",
-        ("tests/step/test_loader.py",),
-    ),
-    Mistake(
-        "ranks go on with orders of rows that differ",
-        "step/shares.py",
-        "    if apart:\n",
-        "    if False:\n",
-        ("tests/step/test_loader.py",),
-    ),
-    Mistake(
-        "a sampler of more rows than there are is told by an index",
-        "step/shares.py",
-        "    if rows is None or rows <= there:",
-        "    if True:",
-        ("tests/step/test_loader.py",),
-    ),
-    Mistake(
         "a pass goes on although its sampler was moved",
         "step/loader.py",
         "            if moved and window:",
@@ -67,27 +46,6 @@ MISTAKES = [
         ("tests/test_mistakes.py",),
     ),
     Mistake(
-        "a window is said to have fewer targets than a batch of it",
-        "loss/causal.py",
-        "    if own > num_targets:",
-        "    if False:",
-        ("tests/test_mistakes.py",),
-    ),
-    Mistake(
-        "an order of the last epoch comes again without a word",
-        "step/loader.py",
-        "        note_pass(loader)",
-        "        pass",
-        ("tests/step/test_loader.py",),
-    ),
-    Mistake(
-        "windows that have ended are empty without a word",
-        "step/loader.py",
-        "        if self._ended and self._begun == 2:",
-        "        if False:",
-        ("tests/step/test_loader.py",),
-    ),
-    Mistake(
         "a step without gradients ends in what torch says",
         "step/trained.py",
         "    if not torch.is_grad_enabled():",
@@ -107,12 +65,5 @@ MISTAKES = [
         "kwargs.keys() - known.keys()",
         "()",
         ("tests/process/test_words.py",),
-    ),
-    Mistake(
-        "placeholders of images are trained",
-        "step/model_checks.py",
-        "        if found:",
-        "        if False:",
-        ("tests/collate/test_media.py",),
     ),
 ]

@@ -141,8 +141,8 @@ def answered() -> Iterator[None]:
         raise LostRankError(
             f"another rank has died, or has not answered within {_timeout.total_seconds():g} s ({detail}); "
             "end the job and start it again: it continues from its last checkpoint. If that rank came to the "
-            "end of its program, this one alone has made a call that is for all ranks (if rank == 0: ...). If "
-            "ranks of several nodes never met, name their common interface in GLOO_SOCKET_IFNAME"
+            "end of its program, this one alone has made a call that is for all ranks (if rank == 0: ...). "
+            "If ranks of several nodes never met, name their common interface in GLOO_SOCKET_IFNAME"
         ) from error
 
 

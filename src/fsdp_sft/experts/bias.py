@@ -6,8 +6,7 @@ from torch import nn
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._tensors.boxes import box_of, local_of, part_of
-from fsdp_sft.experts.biases import biases_of
-from fsdp_sft.experts.counter import counter_of
+from fsdp_sft.experts.counter import biases_of, counter_of
 
 
 def update_router_bias(model: nn.Module, *, rate: float) -> list[str]:

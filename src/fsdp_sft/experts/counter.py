@@ -9,7 +9,7 @@ import inspect
 import itertools
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_sft._model.named import named_tensors
 from fsdp_sft._model.record import kept_of, record_of
 from fsdp_sft._model.sharded import mesh_of
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.streams import LateTensor
 from fsdp_sft._ranks.mesh import copies_of_rows, device_groups_of
 from fsdp_sft.errors import ModelLossError, UnsupportedModelError, abridged
-from fsdp_sft.experts.biases import biases_of
 from fsdp_sft.experts.load import ExpertLoad
 
 if TYPE_CHECKING:
@@ -276,3 +276,33 @@ def count_choices(chosen: torch.Tensor, handle: int) -> torch.Tensor:
 @count_choices.register_fake
 def _(chosen: torch.Tensor, handle: int) -> torch.Tensor:
     return torch.empty_like(chosen)
+
+
+def biases_of(model: nn.Module, experts: Iterable[tuple[str, int]]) -> dict[str, tuple[str, torch.Tensor]]:
+    """Find the bias of each layer: the only untrained tensor next to its experts with one number per expert.
+
+    Args:
+        model: Unwrapped model.
+        experts: (FQN, number of experts) of each module with experts.
+
+    Returns:
+        (name, tensor) of the bias by the FQN of the experts, for layers that have one.
+    """
+    found = {}
+    for name, number in experts:
+        placed = name.removesuffix(".base_layer")  # peft's name for the layer inside of its adapters
+        beside = placed.rpartition(".")[0]
+        block = model.get_submodule(beside)
+        within = placed.removeprefix(f"{beside}.") + "."
+        biases = [
+            (f"{beside}.{key}", tensor)
+            for key, tensor in named_tensors(block).items()
+            if "bias" in key
+            and not key.startswith(within)
+            and tensor.numel() == number
+            and not tensor.requires_grad
+            and tensor.is_floating_point()
+        ]
+        if len(biases) == 1:
+            found[name] = biases[0]
+    return found

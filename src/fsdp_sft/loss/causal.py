@@ -7,10 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_sft._model.sharded import refuse_own_divisor, reshard, training_mesh_of
-from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.streams import travelling
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import world_size
 from fsdp_sft._ranks.mesh import cp_size
 from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.loss import counting
@@ -161,8 +159,6 @@ def causal_lm_loss(
         refuse_divided_twice(model)
     check_num_targets(num_targets)
     weight = _weight_of_window(batch, num_targets, target_weight)
-    if target_weight is None:
-        _warn_of_few_targets(batch, num_targets, mesh)
     _refuse_other_sharing(num_targets, cp_size(mesh))
     terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
     batch = _own_part(model, batch)
@@ -184,23 +180,6 @@ def _refuse_other_sharing(num_targets: int, own: int) -> None:
         raise ValueError(
             f"num_targets was counted for a mesh with cp={counted}, and each row of this model is computed "
             f"by {own} ranks: give count_targets, windows and samplers the model's mesh, by mesh="
-        )
-
-
-def _warn_of_few_targets(batch: Batch, num_targets: int, mesh: "DeviceMesh | None") -> None:
-    """Warn if a batch has more targets than its window is said to have over all ranks.
-
-    Without a mesh the ranks are the caller's, who may count on an average over them. Labels on a device are
-    not counted, since the host would have to wait for them.
-    """
-    labels = batch.get("shift_labels" if counting.is_shifted(batch) else "labels")
-    if torch.compiler.is_compiling() or not isinstance(labels, torch.Tensor) or not labels.is_cpu:
-        return
-    own = counting.num_targets(batch) if mesh is not None or world_size() == 1 else 0
-    if own > num_targets:
-        warn_caller(
-            f"num_targets={num_targets}, and this batch alone has {own}: the loss and its gradient are too "
-            "large. Pass the targets of the whole window over all ranks, count_targets(window)"
         )
 
 

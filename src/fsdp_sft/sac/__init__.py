@@ -1,10 +1,15 @@
 """Selective activation checkpointing: recompute chosen blocks, or chosen operations, in the backward."""
 
-from fsdp_sft.sac.apply import apply_sac as apply_sac, named_blocks as named_blocks, remove_sac as remove_sac
+from fsdp_sft.sac.apply import (
+    apply_sac as apply_sac,
+    draws_random_numbers as draws_random_numbers,
+    named_blocks as named_blocks,
+    remove_sac as remove_sac,
+)
 from fsdp_sft.sac.decisions import decides as decides, is_decision as is_decision
 from fsdp_sft.sac.groups import check_now as check_now
 from fsdp_sft.sac.host_copies import host_bytes_for as host_bytes_for
-from fsdp_sft.sac.noise import draws_random_numbers as draws_random_numbers
+from fsdp_sft.sac.offload import AROUND_COMPILED as AROUND_COMPILED
 from fsdp_sft.sac.ratio import (
     Placement as Placement,
     Ratio as Ratio,

@@ -13,7 +13,6 @@ from fsdp_sft._process.words import answered
 from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, refuse_foreign_checkpointing, restore
 from fsdp_sft.sac.decisions import checkpoint_of
 from fsdp_sft.sac.groups import check_before_forward
-from fsdp_sft.sac.noise import draws_random_numbers
 from fsdp_sft.sac.offload import Offload
 from fsdp_sft.sac.ops import check_kept, checkpoint_keeping
 from fsdp_sft.sac.ratio import Placement, Ratio, select_block_indices
@@ -69,8 +68,7 @@ def apply_sac(
         TypeError: If ``ratio`` is neither a number nor a text, or a block neither an FQN nor a position.
         ValueError: If an argument is out of range, if a block is unknown or lies in another one, or if
             transformers' own checkpointing is on. With ``save``, also if a name matches no submodule of the
-            chosen blocks, if a named one has no matrix to multiply by, if ``"sdpa"`` cannot be kept, or if a
-            part of a block is compiled separately (torch would see none of its operations).
+            chosen blocks, or a named one has no matrix to multiply by.
         UnsupportedModelError: If the model has no blocks. With ``save``, if parts of a block are sharded as
             groups of their own, as modules kept in float32 are. If the model is sharded later,
             ``shard_model`` raises it, or with another sharding the first forward.
@@ -206,3 +204,31 @@ def _fqn_of(model: nn.Module, entry: Any, modules: dict[str, nn.Module]) -> str:
             "its elements"
         )
     return entry
+
+
+def draws_random_numbers(model: nn.Module) -> bool:
+    """Whether a training forward can draw random numbers: it has a positive dropout, drop path or jitter."""
+    return any(
+        _is_noise(name, value)
+        for module in model.modules()
+        for name, value in [*vars(module).items(), *_config_items(module)]
+    ) or any(_is_dropout(module) for module in model.modules())
+
+
+def _is_noise(name: str, value: Any) -> bool:
+    """Whether an attribute is a positive rate of dropout or jitter, judged by its name."""
+    # layerdrop, which skips whole layers, counts too: it is drawn in Python, but from torch's generator.
+    noisy = "drop" in name or "jitter" in name
+    return noisy and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def _config_items(module: nn.Module) -> list[tuple[str, Any]]:
+    """Names and values of a module's config; empty without one."""
+    config = getattr(module, "config", None)
+    return list(vars(config).items()) if config is not None and hasattr(config, "__dict__") else []
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    """Whether a module is a dropout with a positive rate."""
+    # torch's dropout modules have only a private base in common, but all have p and "dropout" in their name.
+    return "dropout" in type(module).__name__.lower() and getattr(module, "p", 0) > 0

@@ -28,10 +28,11 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from fsdp_sft._compat.checkpointing import kept_in
 from fsdp_sft._compat.compile import compiled_call_of, set_compiled_call
 from fsdp_sft._model.named import tensors_in
-from fsdp_sft._model.recompiles import AROUND_COMPILED
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.host_memory import available_host_bytes
 from fsdp_sft.sac.host_copies import BlockActivations, CopyStream, HostTensor, identity
+
+AROUND_COMPILED = "_fsdp_sft_around_compiled"  # attribute of a block: function that wraps its compiled call
 
 _LEAST_BYTES = 1 << 10  # size from which a tensor is worth a copy
 _HANDLES = "_fsdp_sft_offload_hooks"  # attribute of the model: handles of its hooks

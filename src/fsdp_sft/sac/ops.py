@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.checkpointing import changes_its_inputs, draws_random_numbers_now
-from fsdp_sft._compat.compile import being_compiled, is_compiled, modules_being_traced
+from fsdp_sft._compat.compile import being_compiled, modules_being_traced
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft.sac.attach import override
 from fsdp_sft.sac.decisions import Contexts, decides, is_decision, with_decisions
@@ -39,9 +38,6 @@ def check_kept(model: nn.Module, blocks: dict[str, nn.Module], names: tuple[str,
         UnsupportedModelError: If parts of a block are sharded as groups of their own.
     """
     _kept_modules(blocks or find_blocks(model), names)
-    if SDPA in names:
-        _check_sdpa(model)
-    _refuse_compiled_parts(blocks)
     refuse_inner_groups(blocks)
 
 
@@ -164,37 +160,3 @@ def _nameable(blocks: dict[str, nn.Module], most: int = 16) -> list[str]:
         name for block in blocks.values() for name, m in block.named_modules() if name and _has_matrix(m)
     )
     return list(dict.fromkeys(name for name in names if not re.search(r"(^|\.)\d+(\.|$)", name)))[:most]
-
-
-def _check_sdpa(model: nn.Module) -> None:
-    """Raise if the model's attention has no fused kernel whose output could be kept."""
-    implementation = attention_of(model)
-    if implementation == "eager":
-        raise ValueError(
-            "save='sdpa' keeps fused attention kernels, and this model runs attn_implementation='eager'; "
-            "load it with 'sdpa', or name the attention module"
-        )
-    # A module has a copy of the rate from when it was built, whatever the config says since.
-    rates = (
-        item for part in (getattr(model, "config", model), *model.modules()) for item in vars(part).items()
-    )
-    for name, value in rates:
-        if "drop" in name and "att" in name and isinstance(value, float) and value > 0:
-            raise ValueError(
-                f"save='sdpa' cannot be kept with {name}={value}: the kernel has to draw its numbers again; "
-                f"build the model with {name}=0, or leave 'sdpa' out"
-            )
-
-
-def _refuse_compiled_parts(blocks: dict[str, nn.Module]) -> None:
-    """Refuse code that is compiled inside of a checkpoint, whose operations torch would not see."""
-    for fqn, block in blocks.items():
-        for name, module in block.named_modules():
-            # block.compile() compiles the block together with its checkpoint, which works.
-            # torch.compile(block) and part.compile() compile code inside of the checkpoint.
-            if is_compiled(module) and (name or hasattr(module, "_orig_mod")):
-                where = f"{fqn}.{name}" if name else fqn
-                raise ValueError(
-                    f"{where} is compiled inside of the checkpoint, where torch would ignore save=: use "
-                    "compile_blocks(model), or block.compile() instead of torch.compile(block)"
-                )

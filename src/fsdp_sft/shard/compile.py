@@ -6,9 +6,13 @@ from typing import Any
 from torch import nn
 
 from fsdp_sft._model.blocks import find_blocks
-from fsdp_sft._model.recompiles import compile_block
 from fsdp_sft._process.words import answered
-from fsdp_sft.sac import named_blocks
+from fsdp_sft.sac import AROUND_COMPILED, named_blocks
+
+# torch compiles a function once per variant: checkpointed or not, training or not, with and without
+# gradients, fixed or dynamic lengths, each kind of layer in a model. The first three alone use up torch's
+# default limit of 8.
+_VARIANTS = 64
 
 
 @answered
@@ -43,5 +47,7 @@ def compile_blocks(
     """
     chosen = find_blocks(model) if blocks is None else named_blocks(model, blocks)
     for block in chosen.values():
-        compile_block(block, **compile_kwargs)
+        block.compile(**{"recompile_limit": _VARIANTS, **compile_kwargs})
+        if AROUND_COMPILED in block.__dict__:
+            block.__dict__[AROUND_COMPILED]()
     return list(chosen)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from fsdp_sft._model.vocabulary import Vocabulary
-from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.trace_spans import part
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import all_reduce_min, all_reduce_sum, raise_first
@@ -19,7 +18,6 @@ from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, host_group, mesh_of_job
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import num_targets
 from fsdp_sft.step.own_loss import CountFn, counted
-from fsdp_sft.step.shares import look_at_shares, note_pass, sources_of
 from fsdp_sft.step.window import begun_late, num_rows, on_host, to_device
 
 if TYPE_CHECKING:
@@ -66,8 +64,7 @@ def windows(
         ValueError: If ``grad_accum_steps`` is not positive, if ``mesh`` is left out although this process has
             made several with different ``cp``, or if ``loader`` is None on a rank that has to read.
         BatchError: On all ranks, if a batch has an id beyond ``vocab_size``, if no rank had a target in a
-            whole epoch, if a sampler knows of more rows than there are, if ranks share an order of rows that
-            is not the same on all, or if a sampler is moved in a pass.
+            whole epoch, or if a sampler is moved in a pass.
 
     Collective: all ranks; each must ask for the same windows.
 
@@ -87,37 +84,7 @@ def windows(
     if loader is None and cp_rank(mesh) == 0:
         raise ValueError("this rank reads for itself, or for its cp group, and needs a loader; got None")
     vocabulary = Vocabulary("the model", vocab_size)
-    return _Pass(_windows(loader, grad_accum_steps, count_fn, vocabulary, mesh, map_fn))
-
-
-class _Pass(Iterator[list[Any]]):
-    """The windows of one pass; warns if they are iterated once more after their end."""
-
-    def __init__(self, windows: Generator[list[Any], None, None]) -> None:
-        self._windows = windows
-        self._ended = False
-        self._begun = 0
-
-    def __next__(self) -> list[Any]:
-        try:
-            return next(self._windows)
-        except StopIteration:
-            self._ended = True
-            raise
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        self._begun += 1
-        # A caller that takes a few windows at a time iterates once after the end without knowing it.
-        if self._ended and self._begun == 2:
-            warn_caller(
-                "these windows have come to their end, and give no more: call windows(loader, ...) again for "
-                "each epoch"
-            )
-        return self
-
-    def close(self) -> None:
-        """End the pass here."""
-        self._windows.close()
+    return _windows(loader, grad_accum_steps, count_fn, vocabulary, mesh, map_fn)
 
 
 def _windows(
@@ -141,7 +108,6 @@ def _windows(
     batches = begun_late(loader if loader is not None and reads else ())
     targets_seen = False
     stands: Any = None
-    look_at_shares(loader if reads else None)
     while True:
         window: list[Any] = []
         taken: list[Any] = []
@@ -188,8 +154,6 @@ def _windows(
             break
     if end_epoch is not None and (stands is None or _stands(sampler) == stands):
         end_epoch()  # unless the caller has moved it, after the last window
-    if reads:
-        note_pass(loader)
     if all_reduce_sum([targets_seen or in_mid_epoch])[0] == 0:
         raise BatchError(
             "the data set has no target on any rank: every label, after the shift, is -100, or there is no "
@@ -222,7 +186,10 @@ def _may_have_targets(batch: Any, count_fn: CountFn | None) -> bool:
 
 def _resumable(loader: Any) -> Any:
     """Sampler, batch sampler, stream or loader that keeps the position; None if none does."""
-    return next((source for source in sources_of(loader) if hasattr(source, "mark_consumed")), None)
+    batches = getattr(loader, "batch_sampler", None)
+    inner = getattr(batches, "sampler", None)
+    sources = (getattr(loader, "sampler", None), batches, getattr(loader, "dataset", None), inner, loader)
+    return next((source for source in sources if hasattr(source, "mark_consumed")), None)
 
 
 def _stands(sampler: Any) -> tuple[Any, Any]:

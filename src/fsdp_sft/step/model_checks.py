@@ -1,6 +1,5 @@
 """Checks on the host, before the first forward, that the model can take a batch."""
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,24 +8,22 @@ from torch import nn
 
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.towers import frozen_towers
+from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.vocabulary import vocabulary_of
 from fsdp_sft._model.wrappers import unwrapped
-from fsdp_sft._ranks.agree import tell
+from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.mesh import copies_of_rows
 from fsdp_sft.collate import refuse_masked_pack
-from fsdp_sft.collate.media import KEYS_OF_TOWERS
 from fsdp_sft.errors import BatchError, UnsupportedModelError
 from fsdp_sft.loss import LABEL_KEYS
 from fsdp_sft.sac import draws_random_numbers
-from fsdp_sft.step.lengths import check_length
 from fsdp_sft.step.once import first_time
 from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_logger = logging.getLogger(__name__)
+_OFFSET = 8  # some tables have a few rows more than positions
 
 
 def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
@@ -35,8 +32,7 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
     With an ``own_loss`` labels are not checked, because they mean what the caller wants; nor are positions,
     unless the attention is transformers'.
     """
-    vocabulary, placeholders = vocabulary_of(model), _placeholders(model)
-    towers = frozen_towers(model)
+    vocabulary = vocabulary_of(model)
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
 
     def check(batch: Any) -> None:
@@ -46,11 +42,7 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
             if not own_loss:
                 _refuse_other_shapes(batch, ids)
         vocabulary.check_ids(batch)
-        if isinstance(ids, torch.Tensor):
-            _refuse_placeholders(batch, ids, placeholders)
-        if towers and isinstance(batch, Mapping) and any(key in batch for key in KEYS_OF_TOWERS):
-            _say_that_towers_are_frozen(model, towers)
-        check_length(model, batch)
+        _check_length(model, batch)
         if knows_packs:
             refuse_masked_pack(batch)
         if not own_loss:
@@ -79,52 +71,6 @@ def _refuse_other_shapes(batch: Any, ids: torch.Tensor) -> None:
             )
 
 
-def _say_that_towers_are_frozen(model: nn.Module, towers: tuple[str, ...]) -> None:
-    """Say once that a batch has images, or the like, for towers that are not trained."""
-    if first_time(model, "features for frozen towers"):
-        tell(
-            _logger,
-            "the batch has images or the like, and %s stay as they are: load_pretrained(freeze_towers=False) "
-            "trains them too",
-            " and ".join(towers),
-        )
-
-
-# By the name of an id in the config: what it stands for, and parts of the keys of its features.
-_FEATURES = {
-    "image": ("an image", ("pixel_values", "image")),
-    "video": ("a video", ("pixel_values", "video")),
-    "audio": ("a sound", ("input_features", "audio")),
-}
-
-
-def _placeholders(model: nn.Module) -> dict[str, int]:
-    """Ids in whose place a model puts the features of an image, a video or a sound, by the kind of input."""
-    config: Any = getattr(unwrapped(model), "config", None)
-    found = {}
-    for kind in _FEATURES:
-        for name in (f"{kind}_token_id", f"{kind}_token_index"):
-            value = getattr(config, name, None)
-            if isinstance(value, int):
-                found[kind] = value
-    return found
-
-
-def _refuse_placeholders(batch: Any, ids: torch.Tensor, placeholders: dict[str, int]) -> None:
-    """Refuse ids that stand for an image, a video or a sound in a batch that has none."""
-    for kind, value in placeholders.items():
-        what, parts = _FEATURES[kind]
-        if any(part in str(key) for key in batch for part in parts):
-            continue
-        found = int((ids == value).sum())
-        if found:
-            raise BatchError(
-                f"the batch has {found} ids {value}, which stand for {what}, and no {what.split()[1]}: the "
-                "model would be trained on the placeholder. Add what its processor makes of it "
-                f"({parts[0]}...), or leave such texts out"
-            )
-
-
 def refuse_noise_on_same_rows(model: nn.Module, mesh: "DeviceMesh | None") -> None:
     """Refuse a model that draws random numbers on ranks that compute the same rows: they would differ.
 
@@ -138,3 +84,49 @@ def refuse_noise_on_same_rows(model: nn.Module, mesh: "DeviceMesh | None") -> No
             "parallelism: ranks with the same rows would draw different random numbers. Build it with its "
             "dropout at 0 in the config"
         )
+
+
+def _check_length(model: nn.Module, batch: Any) -> None:
+    """Warn once of a row that is longer than the model was trained for.
+
+    Raises:
+        BatchError: For a row that is longer than the model's table of positions.
+    """
+    known = getattr(text_config(model), "max_position_embeddings", None)
+    if not isinstance(known, int) or known < 1:
+        return
+    length, name = _longest(batch), type(unwrapped(model)).__name__.removeprefix("FSDP")
+    if length <= known:
+        return
+    if _has_a_table(model, known):
+        raise BatchError(
+            f"a row has {length:,} tokens, and {name} has {known:,} positions: pass max_length={known} or "
+            "less where rows are encoded"
+        )
+    if not first_time(model, "length"):
+        return
+    warn_caller(
+        f"a row has {length:,} tokens, and {name} was made for {known:,} (max_position_embeddings): "
+        "positions beyond that were never trained. Pass max_length= where rows are encoded, or load the "
+        "model with a larger max_position_embeddings= and rope_parameters= that extend it (yarn)"
+    )
+
+
+def _has_a_table(model: nn.Module, known: int) -> bool:
+    """Whether positions are rows of a table and not computed (rotary, ALiBi)."""
+    return any(
+        isinstance(module, nn.Embedding)
+        and ("pos" in name or name.endswith("wpe"))
+        and 0 <= module.num_embeddings - known <= _OFFSET  # and not the patches of an image
+        for name, module in model.named_modules()
+    )
+
+
+def _longest(batch: Any) -> int:
+    """Tokens of the longest row of a batch or of its packs; 0 if unknown."""
+    if not isinstance(batch, Mapping):
+        return 0
+    ids, positions = batch.get("input_ids"), batch.get("position_ids")
+    if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.numel():
+        return int(positions.max()) + 1 if positions.device.type == "cpu" else 0
+    return ids.shape[-1] if isinstance(ids, torch.Tensor) and ids.ndim == 2 else 0
