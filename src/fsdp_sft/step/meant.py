@@ -126,7 +126,7 @@ def _warn_of_lost_updates(model: nn.Module, optimizers: list[torch.optim.Optimiz
 
 def _sets_other_rates(scheduler: Any) -> bool:
     """Whether a schedule's last rates are not those of its optimizer, as far as both are on the host."""
-    last = getattr(scheduler, "get_last_lr", list)()
+    last: list[Any] = getattr(scheduler, "get_last_lr", list)()
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
     pairs = [(rate, group["lr"]) for rate, group in zip(last, groups, strict=False)]
     on_host = [pair for pair in pairs if all(getattr(rate, "is_cpu", True) for rate in pair)]
