@@ -49,7 +49,6 @@ PRIVATE = {
         "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected _keys_to_ignore_on_save "
         "_mesh_manager _tied_weights_keys"
     ),
-    "transformers:PreTrainedTokenizerFast": "_encode_plus",
     "transformers.core_model_loading:": "_weight_conversions",
     "transformers.initialization:": "_is_hf_initialized",
     "transformers.integrations.moe:": "_apply_gate",
