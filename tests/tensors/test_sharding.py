@@ -9,7 +9,7 @@ import torch
 
 from fsdp_sft._tensors.boxes import Box, tiling_problem
 from fsdp_sft._tensors.sharding import Sharding, one_rank
-from fsdp_sft.dcp_io.sharding import encode_sharding, parse_sharding
+from fsdp_sft.dcp_io.manifest import encode_sharding, parse_sharding
 from fsdp_sft.dcp_io.stored import StoredTensor, rank_of, shard_file
 
 

@@ -334,14 +334,18 @@ def _load_step(
 
 
 def _tell_of_other_ranks(loaded: LoadedCheckpoint) -> None:
-    """Warn, on rank 0, of what another number of ranks changes in a training."""
+    """Warn, on rank 0, of what another number of ranks changes in a training.
+
+    Collective: all ranks.
+    """
     before, now = loaded.world_size, world_size()
-    if this_rank() == 0 and before != now and loaded._manifest.optimizer is not None:
-        warn_caller(
-            f"the step was saved by {before} ranks and is loaded by {now}: with the same loader and "
-            f"grad_accum_steps a step of the optimizer has {now / before:.3g} times as many rows. What was "
-            "rank_state of each rank is in LoadedCheckpoint.rank_states"
-        )
+    with agreed(f"comparing this job with that of {loaded.path}"):
+        if this_rank() == 0 and before != now and loaded._manifest.optimizer is not None:
+            warn_caller(
+                f"the step was saved by {before} ranks and is loaded by {now}: with the same loader and "
+                f"grad_accum_steps a step of the optimizer has {now / before:.3g} times as many rows. What "
+                "was rank_state of each rank is in LoadedCheckpoint.rank_states"
+            )
 
 
 def read_train_state(folder: Path, manifest: Manifest) -> Any:

@@ -1,8 +1,8 @@
 """Optimizer state in tensor subclasses, such as 8-bit moments, stored as the tensors inside them.
 
 torch's protocol for such classes takes them apart (``__tensor_flatten__``) and rebuilds them
-(``__tensor_unflatten__``). Each rank's part is stored as it is, so the same shards are restored bitwise;
-``inner_parts`` reassembles the parts, also for other shards.
+(``__tensor_unflatten__``). Each rank's part is stored as it is, so the same shards are restored bitwise, and
+no others: a class quantises elements in blocks of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.modules import is_wrapper_subclass, local_tensor
-from fsdp_sft._process.codec import encode
+from fsdp_sft._process.codec import decode, encode
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, this_rank
-from fsdp_sft._tensors.boxes import box_of
+from fsdp_sft._tensors.boxes import Box, box_of, with_local
 from fsdp_sft._tensors.safetensors import DTYPES, dtype_name
 from fsdp_sft._tensors.sharding import own_part
+from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.content import OwnedTensor, Tensors
+from fsdp_sft.dcp_io.folder import read_tensors
+from fsdp_sft.dcp_io.stored import StoredTensor
 from fsdp_sft.errors import UnstorableStateError
 
 PLAIN = "values"  # name of the one inner tensor of a part that is a plain tensor
@@ -127,3 +131,88 @@ def inner_names(parts: Mapping[str, list[dict[str, Any]]]) -> set[str]:
         for index, entry in enumerate(entries)
         for inner in entry["inner"]
     }
+
+
+def parts_problem(name: str, parameter: torch.Tensor, parts: list[dict[str, Any]]) -> str | None:
+    """Why a state cannot be put together for this rank's shard of a parameter; None if it can."""
+    box = box_of(parameter)
+    if box.numel and _same(parts, box) is None:
+        return (
+            f"{name} is quantised in the shards of the ranks that saved it, and this rank has another shard: "
+            "load it on as many ranks with the same mesh, or begin with a fresh optimizer (optimizer=None)"
+        )
+    try:
+        for part in parts:
+            _class_of(part)
+    except ValueError as error:
+        return f"{name} cannot be put together: {error}"
+    return None
+
+
+def assemble_state(
+    name: str,
+    parameter: torch.Tensor,
+    parts: list[dict[str, Any]],
+    stored: Mapping[str, StoredTensor],
+    folder: StoredFolder,
+) -> torch.Tensor:
+    """Read a state and reassemble it for this rank's shard of a parameter.
+
+    Args:
+        name: Name of the state in the files.
+        parameter: The live parameter.
+        parts: Parts of the state from the manifest, with which ``parts_problem`` has found no problem.
+        stored: Stored tensors by name.
+        folder: The files.
+    """
+    box = box_of(parameter)
+    device = parameter.device
+    if not box.numel:
+        return torch.empty_like(parameter.detach())
+    index = _same(parts, box)
+    assert index is not None  # parts_problem has looked
+    inner = {n: _read(f"{name}/{index}/{n}", stored, folder, device) for n in parts[index]["inner"]}
+    local = _made(parts[index], inner, box.shape)
+    return with_local(parameter, local) if isinstance(parameter, DTensor) else local
+
+
+def _same(parts: list[dict[str, Any]], box: Box) -> int | None:
+    """Number of the part that is exactly a box; None if there is none."""
+    boxes = [(tuple(part["offset"]), tuple(part["shape"])) for part in parts]
+    return boxes.index((box.offset, box.shape)) if (box.offset, box.shape) in boxes else None
+
+
+def _class_of(part: dict[str, Any]) -> Any:
+    """The class that a part names, found among imported ones: a name in a file must not import anything."""
+    if part["class"] is None:
+        return None
+    left: list[Any] = [torch.Tensor]
+    while left:
+        kind = left.pop()
+        if f"{kind.__module__}.{kind.__qualname__}" == part["class"]:
+            return kind
+        left += kind.__subclasses__()
+    raise ValueError(
+        f"its class {part['class']} is not imported; make the optimizer as it was when it was saved"
+    )
+
+
+def _made(part: dict[str, Any], inner: dict[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of a part's class and of a shape, made from inner tensors."""
+    kind = _class_of(part)
+    if kind is None:
+        return inner[PLAIN]
+    context = decode(part["context"])
+    stride = torch.empty(shape, device="meta").stride()
+    made: torch.Tensor = kind.__tensor_unflatten__(inner, context, torch.Size(shape), stride)
+    return made
+
+
+def _read(
+    key: str, stored: Mapping[str, StoredTensor], folder: StoredFolder, device: torch.device
+) -> torch.Tensor:
+    """A whole stored inner tensor."""
+    tensor = stored[key]
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    read_tensors(folder, stored, {key: out})
+    return out

@@ -13,8 +13,7 @@ from fsdp_sft._process.codec import decode
 from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.content import OptimizerContent
 from fsdp_sft.dcp_io.folder import check_files, read_tensors
-from fsdp_sft.dcp_io.inner_parts import assemble_state, parts_problem
-from fsdp_sft.dcp_io.inner_tensors import inner_names
+from fsdp_sft.dcp_io.inner_tensors import assemble_state, inner_names, parts_problem
 from fsdp_sft.dcp_io.manifest import Manifest, per_optimizer
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list, optimizer_content
 from fsdp_sft.dcp_io.stored import StoredTensor
