@@ -23,20 +23,6 @@ MISTAKES = [
         ("tests/step/test_kinds_of_batches.py",),
     ),
     Mistake(
-        "a part's weight leaves out the white space before it",
-        "collate/layout.py",
-        "                start -= common_length(piece.head[::-1], text[:start][::-1][: len(piece.head)])\n",
-        "",
-        COLLATOR,
-    ),
-    Mistake(
-        "weights of parts are not used",
-        "collate/encode.py",
-        "    for start, end, weight in rendering.weighed:",
-        "    for start, end, weight in ():",
-        COLLATOR,
-    ),
-    Mistake(
         "an encoding does not depend on the options",
         "collate/encoded/dataset.py",
         "for key, value in asdict(options).items()",

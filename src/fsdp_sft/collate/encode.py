@@ -89,8 +89,7 @@ def encode_chat(
             list or JSON. Nulls with which an Arrow table fills calls and tools are removed, others stay.
             `chat_template_kwargs` are the row's own variables for the template. A message with `train`,
             `weight` or `loss_weight` of 0 is not trained; 1 leaves it to `train_on`; any other number above 0
-            is the factor of the loss of its tokens. A part of a content that is text or reasoning may have a
-            weight too, which multiplies that of its message.
+            is the factor of the loss of its tokens.
         tokenizer: A fast tokenizer.
         train_on: "assistant": every assistant turn, with its tool calls but not their results; "last": the
             last assistant turn; "all": every token; or a set of roles, of which all but the assistant's are
@@ -198,7 +197,6 @@ class _Rendering:
         turns: Turns that are trained; with `all_else`, those in which a weight is not 1.
         all_else: Whether everything but `turns` is trained with weight 1, as with train_on="all".
         weights: Weight of each message.
-        weighed: Span of each part whose weight is not 1, and the weight.
         notes: Names of `NOTES`.
         answers: Span of each trained answer.
         starts: First trained character of each assistant message that is trained.
@@ -208,7 +206,6 @@ class _Rendering:
     turns: list[Turn]
     all_else: bool
     weights: list[float]
-    weighed: tuple[tuple[int, int, float], ...]
     notes: tuple[str, ...]
     answers: tuple[tuple[int, int], ...]
     starts: tuple[int, ...]
@@ -225,8 +222,7 @@ def _render(
     template = _template(conversation, tokenizer, options, templates)
     all_else = options.train_on == "all"
     if all_else:
-        weighed = conversation.part_weights
-        wanted = [i for i, weight in enumerate(conversation.weights) if weight != 1 or i in weighed]
+        wanted = [index for index, weight in enumerate(conversation.weights) if weight != 1]
         trained = [index for index, weight in enumerate(conversation.weights) if weight]
     else:
         wanted = trained = selected_turns(conversation, options)
@@ -250,7 +246,6 @@ def _render(
         turns=found.turns,
         all_else=all_else,
         weights=conversation.weights,
-        weighed=found.weighed,
         notes=notes,
         answers=found.answers,
         starts=tuple(starts.values()),
@@ -325,8 +320,7 @@ def _labels(tokens: Tokens, rendering: _Rendering, train_eot: bool) -> tuple[lis
     ids, all_else = tokens.ids, rendering.all_else
     labels = list(ids) if all_else else [IGNORE_INDEX] * len(ids)
     of_turns = (rendering.weights[turn.message] for turn in rendering.turns)
-    is_weighted = rendering.weighed or any(weight not in (0, 1) for weight in of_turns)
-    weights = [1.0] * len(ids) if is_weighted else None
+    weights = [1.0] * len(ids) if any(weight not in (0, 1) for weight in of_turns) else None
     for turn in rendering.turns:
         first, stop = tokens.first_from(turn.start), tokens.first_from(turn.end)
         if not all_else and not train_eot and turn.stop_start < turn.end:
@@ -339,14 +333,7 @@ def _labels(tokens: Tokens, rendering: _Rendering, train_eot: bool) -> tuple[lis
         labels[first:stop] = ids[first:stop] if weight else [IGNORE_INDEX] * (stop - first)
         if weights is not None:
             weights[first:stop] = [weight] * (stop - first)
-    if weights is None:
-        return labels, None
-    for start, end, weight in rendering.weighed:
-        for index in range(tokens.first_from(start), tokens.first_from(end)):
-            if labels[index] != IGNORE_INDEX:
-                weights[index] *= weight
-                labels[index] = labels[index] if weight else IGNORE_INDEX
-    return labels, weights if set(weights) - {0.0, 1.0} else None
+    return labels, weights if set(weights or ()) - {0.0, 1.0} else None
 
 
 def _loses_an_answer(tokens: Tokens, rendering: _Rendering, options: EncodeOptions) -> bool:

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from fsdp_sft.collate.headers import common_length
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
 from fsdp_sft.collate.sentinels import NUMERIC_SENTINEL, numeric_sentinel, sentinel, split_at_sentinels
 from fsdp_sft.collate.template import ChatTemplate, TemplateFacts
 from fsdp_sft.errors import ChatTemplateError
 
-# By message index and key of a text ("content", ...): (characters, weight) of each part of that text.
-PartWeights = Mapping[int, dict[str, list[tuple[int, float]]]]
 # Templates of reasoning models search the content for these tags and cut it there.
 THINK = re.compile(r"(</?think>)")
 
@@ -73,23 +70,6 @@ class _TextSlot:
         yield from self.texts
         yield json.dumps(self.texts[0], ensure_ascii=False)[1:-1]
         yield repr(self.texts[0])[1:-1]
-
-
-@dataclass(slots=True)
-class _WeightedPart:
-    """A part of a message's text whose weight is not 1.
-
-    Attributes:
-        leaves: Numbers of its leaves.
-        head: White space and think tags of the part before its first leaf.
-        tail: White space and think tags of the part behind its last leaf.
-        weight: Weight of the part.
-    """
-
-    leaves: range
-    head: str
-    tail: str
-    weight: float
 
 
 @dataclass(slots=True)
@@ -157,7 +137,6 @@ class Layout:
         length: Characters of the rendering.
         marked: The messages with sentinels instead of their texts.
         numeric: Whether numbers, too, have sentinels in `marked`.
-        pieces: Parts of texts whose weight is not 1.
     """
 
     leaves: list[_TextSlot]
@@ -165,22 +144,6 @@ class Layout:
     length: int
     marked: list[Message]
     numeric: bool
-    pieces: list[_WeightedPart] = field(default_factory=list)
-
-    def weighed(self, text: str) -> Iterator[tuple[int, int, float]]:
-        """Start, end and weight of each printed part whose weight is not 1."""
-        for piece in self.pieces:
-            mine = [number for number, place in enumerate(self.places) if place.leaf in piece.leaves]
-            if not mine:
-                continue
-            # A part whose leaves follow each other is one span. If the template prints another leaf between
-            # them, each is a separate span.
-            runs = [mine] if mine[-1] - mine[0] + 1 == len(mine) else [[number] for number in mine]
-            for run in runs:
-                start, end = self.places[run[0]].start, self.places[run[-1]].end
-                start -= common_length(piece.head[::-1], text[:start][::-1][: len(piece.head)])
-                end += common_length(piece.tail, text[end : end + len(piece.tail)])
-                yield start, end, piece.weight
 
     def check(self, template: ChatTemplate, wanted: set[int]) -> None:
         """Check that each wanted message is printed once and in one piece.
@@ -250,7 +213,6 @@ def lay_out(
     tools: list[dict[str, Any]] | None,
     wanted: set[int],
     text: str,
-    part_weights: PartWeights,
 ) -> Layout:
     """Find the places of a conversation's texts in its rendering.
 
@@ -264,7 +226,6 @@ def lay_out(
         tools: Tool schemas.
         wanted: Indices of messages whose places are needed.
         text: The true rendering.
-        part_weights: Weights of parts of texts.
 
     Raises:
         ChatTemplateError: If no choice reproduces the rendering.
@@ -274,9 +235,7 @@ def lay_out(
     for roles in dict.fromkeys([everyone, everyone & {"assistant"}]):
         if roles_wanted <= roles and (roles == everyone or not _mimics(messages, template.facts())):
             for blanks, numbers in ((True, True), (True, False), (False, False)):
-                layout = _lay_out_once(
-                    template, messages, tools, roles, text, part_weights, blanks=blanks, numbers=numbers
-                )
+                layout = _lay_out_once(template, messages, tools, roles, text, blanks=blanks, numbers=numbers)
                 if layout is not None:
                     return layout
     raise template.error(
@@ -298,7 +257,6 @@ def _lay_out_once(
     tools: list[dict[str, Any]] | None,
     roles: frozenset[str],
     text: str,
-    part_weights: PartWeights,
     *,
     blanks: bool,
     numbers: bool,
@@ -311,7 +269,6 @@ def _lay_out_once(
         tools: Tool schemas.
         roles: Roles whose messages get sentinels.
         text: The true rendering.
-        part_weights: Weights of parts of texts.
         blanks: Whether answers of white space alone get a sentinel.
         numbers: Whether numbers in the arguments of calls get sentinels.
     """
@@ -319,11 +276,8 @@ def _lay_out_once(
     if numbers and NUMERIC_SENTINEL.search(text):
         return None
     leaves: list[_TextSlot] = []
-    pieces: list[_WeightedPart] = []
     marked = [
-        _Marker(index, leaves, pieces, part_weights.get(index, {}), numbers).mark(message, blanks=blanks)
-        if message["role"] in roles
-        else message
+        _Marker(index, leaves, numbers).mark(message, blanks=blanks) if message["role"] in roles else message
         for index, message in enumerate(messages)
     ]
     try:
@@ -332,7 +286,7 @@ def _lay_out_once(
             places = _align(template.skeleton(marked, tools, renew=True), text, leaves, numeric=numbers)
     except ChatTemplateError:
         return None
-    return None if places is None else Layout(leaves, places, len(text), marked, numbers, pieces)
+    return None if places is None else Layout(leaves, places, len(text), marked, numbers)
 
 
 def _align(marked: str, text: str, leaves: Sequence[_TextSlot], *, numeric: bool) -> list[SlotSpan] | None:
@@ -371,15 +325,11 @@ class _Marker:
     Attributes:
         message: Index of the message.
         leaves: Leaves of the conversation so far; those of this message are appended.
-        pieces: Parts whose weight is not 1 so far; those of this message are appended.
-        weights: (characters, weight) of each part of its texts, by the text's key.
         numbers: Whether numbers in the arguments of calls get sentinels as well.
     """
 
     message: int
     leaves: list[_TextSlot]
-    pieces: list[_WeightedPart]
-    weights: dict[str, list[tuple[int, float]]]
     numbers: bool
 
     def mark(self, message: Message, *, blanks: bool) -> Message:
@@ -393,7 +343,7 @@ class _Marker:
         for key in (*REASONING_KEYS, "content"):
             if key in marked:
                 pattern = THINK if "think>" in marked[key] else None
-                marked[key] = "".join(self._mark_parts(key, marked[key], pattern))
+                marked[key] = mark_text(marked[key], self._adder(is_reasoning=key != "content"), pattern)
                 if pattern and key == "content":
                     _note_reasoning(marked[key], self.leaves)
         if "tool_calls" in marked:
@@ -405,22 +355,6 @@ class _Marker:
             stripped = (content, content.lstrip("\n"), content.rstrip("\n"), content.strip("\n"), "")
             marked["content"] = mark_text(content, add) if content.strip() else add(*dict.fromkeys(stripped))
         return marked
-
-    def _mark_parts(self, key: str, text: str, pattern: re.Pattern[str] | None) -> Iterator[str]:
-        """The text with sentinels, in one piece or, if its parts have weights, part by part."""
-        add = self._adder(is_reasoning=key != "content")
-        if key not in self.weights:
-            yield mark_text(text, add, pattern)
-            return
-        position = 0
-        for length, weight in self.weights[key]:
-            first = len(self.leaves)
-            marked = mark_text(text[position : position + length], add, pattern)
-            if weight != 1:
-                edges = split_at_sentinels(marked, numeric=False)[0]
-                self.pieces.append(_WeightedPart(range(first, len(self.leaves)), edges[0], edges[-1], weight))
-            position += length
-            yield marked
 
     def _adder(self, **kind: bool) -> Callable[..., str]:
         """A function that adds a leaf of this kind, given its spellings, and returns its sentinel."""

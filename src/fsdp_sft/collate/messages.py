@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -34,7 +33,6 @@ _KNOWN = {*_MEANT, *_FLAG_KEYS, *_YES_OR_NO, *_BY_CHARACTERS, "function_call", "
 _NEAR = 0.83  # difflib's ratio: "tool_call", "toolCalls", and not "reason"
 # Keys under which a message carries notes while its row is read; take_notes removes them.
 _IN_PARTS = "reasoning given as a part of type thinking"
-_WEIGHED = "characters and weights of a content's parts"
 
 Message = dict[str, Any]
 
@@ -45,12 +43,10 @@ class Notes:
 
     Attributes:
         weight: Factor of its loss; 0 where the row switches it off.
-        parts: (characters, weight) of each part of its texts, by the key of the text, where weights differ.
         thinks_in_parts: Whether reasoning was given as a part of type "thinking".
     """
 
     weight: float
-    parts: dict[str, list[tuple[int, float]]]
     thinks_in_parts: bool
 
 
@@ -82,8 +78,6 @@ def read_message(item: Any, where: str) -> Message:
                 raise ValueError(f"{where} has reasoning twice: in its parts and beside its content")
             message["reasoning_content"] = parts.reasoning
             message[_IN_PARTS] = parts.is_thinking
-        if any(weight != 1 for pieces in parts.weighed.values() for _, weight in pieces):
-            message[_WEIGHED] = parts.weighed
     if content is None and not calls:
         raise ValueError(f"{where} has neither content nor tool_calls, got the keys {sorted(message)}")
     message["content"] = "" if content is None else as_text(content, f"{where}.content")
@@ -112,14 +106,12 @@ class _Parts:
         reasoning: The parts of type "reasoning" or "thinking", joined.
         is_thinking: Whether some were of type "thinking".
         calls: Tool calls.
-        weighed: (characters, weight) of each part, by the key of the text ("content", "reasoning_content").
     """
 
     text: str = ""
     reasoning: str = ""
     is_thinking: bool = False
     calls: list[Any] = field(default_factory=list)
-    weighed: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
 
 
 def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
@@ -135,15 +127,16 @@ def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
                 f"got {shortened(part)}"
             )
         weight = _pop_weight({key: value for key, value in part.items() if value is not None}, place)
+        if weight != 1:
+            raise ValueError(
+                f"{place} has the weight {weight:g}: a weight is of a whole message; make messages of the "
+                "parts, or give input_ids, labels and loss_weights"
+            )
         given = [part[key] for key in (kind, "text", "value") if part.get(key) is not None]
         value = next((one for one in given if one), given[0] if given else None)
         if kind == "thinking" and isinstance(value, list):
-            inner = _read_parts(value, place)
-            _refuse_weight(math.prod(w for _, w in inner.weighed.get("content", ())), f"a part of {place}")
-            value = inner.text
+            value = _read_parts(value, place).text
         text = as_text(value, place)
-        if kind == "tool_call" or not text.strip():
-            _refuse_weight(weight, place)
         rank = _ORDER.index(kind)
         if text and rank < last:
             raise ValueError(
@@ -155,21 +148,10 @@ def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
             found.calls.append(parse_json(text, f"{where}: tool_call"))
         elif kind == "text":
             found.text += text
-            found.weighed.setdefault("content", []).append((len(text), weight))
         else:
             found.reasoning += text
             found.is_thinking |= kind == "thinking"
-            found.weighed.setdefault("reasoning_content", []).append((len(text), weight))
     return found
-
-
-def _refuse_weight(weight: float, place: str) -> None:
-    """Raise ValueError unless the weight is 1."""
-    if weight != 1:
-        raise ValueError(
-            f"{place} has the weight {weight:g}: a weight is of a message, or of a part of it that is text "
-            "or reasoning and more than white space; give it to the message, or make messages of the parts"
-        )
 
 
 def _read_call(call: Any, where: str) -> dict[str, Any]:
@@ -199,7 +181,7 @@ def take_notes(message: Message, place: str) -> Notes:
     Raises:
         ValueError: If a weight is negative, not finite or no number.
     """
-    return Notes(_pop_weight(message, place), message.pop(_WEIGHED, {}), message.pop(_IN_PARTS, False))
+    return Notes(_pop_weight(message, place), message.pop(_IN_PARTS, False))
 
 
 def _pop_weight(message: Message, place: str) -> float:
@@ -215,8 +197,8 @@ def _pop_weight(message: Message, place: str) -> float:
     given = next((key for key in _BY_CHARACTERS if message.pop(key, None)), None)
     if given is not None:
         raise ValueError(
-            f"{place}: {given} is not read; give the content in parts, each with a weight: "
-            '[{"type": "text", "text": ..., "weight": 0}, ...]'
+            f"{place}: {given} is not read: a message is trained as a whole, or not; make messages of the "
+            "parts, or give input_ids and labels"
         )
     for key in _FLAG_KEYS:
         value = message.pop(key, 1)

@@ -33,8 +33,6 @@ class Conversation:
         messages: Messages with `role`, `content` (always a str) and, where given, `tool_calls`,
             `reasoning_content` and other template fields.
         weights: Factor of each message's loss; 0 where the row switched the message off.
-        part_weights: Weights of parts of texts: by message index and key of the text, (characters, weight) of
-            each part.
         tools: Tool schemas for the template, or None.
         template_kwargs: Further variables for the template.
         thinks_in_parts: Whether reasoning was given as a part of type "thinking", as for Mistral's models.
@@ -45,7 +43,6 @@ class Conversation:
     tools: list[dict[str, Any]] | None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     thinks_in_parts: bool = False
-    part_weights: dict[int, dict[str, list[tuple[int, float]]]] = field(default_factory=dict)
 
 
 def is_encoded(row: Any, row_format: str | None = None) -> bool:
@@ -148,7 +145,6 @@ def read_row(row: Any, row_format: str | None = None) -> Conversation:
         _read_tools(row.get("tools")),
         check_template_kwargs(row.get("chat_template_kwargs")),
         any(note.thinks_in_parts for note in notes),
-        {index: note.parts for index, note in enumerate(notes) if note.parts},
     )
 
 

@@ -95,7 +95,6 @@ class Found:
             own generation tags leave out a part in its middle.
         dropped: Texts of the trained messages that the template does not print.
         answers: Span of the printed texts of each trained assistant message.
-        weighed: Span of each part whose weight is not 1, and the weight.
         differing: A generation prompt, and what stands in its place in front of the answer; None if every
             answer follows its prompt.
         unprompted: A header of answers that no generation prompt writes; "" if there is none.
@@ -107,7 +106,6 @@ class Found:
     turns: list[Turn]
     dropped: tuple[Dropped, ...] = ()
     answers: tuple[tuple[int, int], ...] = ()
-    weighed: tuple[tuple[int, int, float], ...] = ()
     differing: tuple[str, str] | None = None
     unprompted: str = ""
     context: tuple[Dropped, ...] = ()
@@ -143,9 +141,7 @@ def find_turns(
     if OPEN in text:
         raise template.error(f"the conversation holds the private-use character {OPEN!r}")
     facts = template.facts()
-    layout = lay_out(
-        template, messages, conversation.tools, wanted or printed, text, conversation.part_weights
-    )
+    layout = lay_out(template, messages, conversation.tools, wanted or printed, text)
     # With train_on="all" the wanted messages are those to mask (weight 0) or to weigh. One of weight 0 that
     # the template does not print at all is no error.
     wanted -= layout.absent(wanted - printed)
@@ -168,10 +164,9 @@ def find_turns(
     if not reasoning:
         turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
         dropped = tuple(item for item in dropped if item.part != "reasoning")
-    weighed = tuple(layout.weighed(text))
     ordered = sorted(turns, key=lambda turn: turn.start)
     told = finder.differing, finder.unprompted, context, begins_late
-    return Found(text, ordered, dropped, answers, weighed, *told)
+    return Found(text, ordered, dropped, answers, *told)
 
 
 def _not_printed(layout: Layout, messages: list[Message], others: set[int], text: str) -> Iterator[Dropped]:
