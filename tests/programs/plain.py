@@ -83,7 +83,7 @@ class Plain(User):
 
     def _of_loss(self, loss: str) -> Refusal:
         if loss == "mean":
-            return Refusal(("ModelLossError",), is_sure=False)  # only a model's first loss is looked at
+            return Refusal(("ModelLossError",))
         if loss != "own" or not self.own_loss_differs or self.uncompared == "yes":
             return Refusal()
         return Refusal(("ModelLossError",))

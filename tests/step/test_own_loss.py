@@ -291,7 +291,7 @@ def _first_step(loss_fn: Any, **options: Any) -> str:
     return "stepped"
 
 
-def test_a_mean_is_refused_again_and_a_model_is_looked_at_once() -> None:
+def test_a_mean_is_refused_again_and_after_a_sum_but_each_function_is_asked_once() -> None:
     model = tiny_model("llama").train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     calls: list[int] = []
@@ -307,6 +307,8 @@ def test_a_mean_is_refused_again_and_a_model_is_looked_at_once() -> None:
     for expected in (3, 1):
         step(_sum_of_labels)
         assert len(calls) == expected
+    with pytest.raises(fs.ModelLossError, match="a mean over the targets"):
+        fs.train_step(model, ragged_batches(1), optimizer, loss_fn=_mean_of_labels)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -34,7 +34,7 @@ def refuse_mean(
     objective: Objective,
     mesh: "DeviceMesh | None",
 ) -> None:
-    """Refuse a ``loss_fn`` that returns a mean, once for each model.
+    """Refuse a ``loss_fn`` that returns a mean; each function is looked at once.
 
     The loss of one row is compared with the loss of a batch that has that row twice. If the targets double
     and the loss stays the same, it is a mean over targets, and the step would divide it once more. A case
@@ -51,13 +51,14 @@ def refuse_mean(
 
     Collective: all ranks of the mesh; two forwards of at most two rows.
     """
-    if objective.loss_fn is None or _DONE in done_with(model):
+    done = (_DONE, objective.code)
+    if objective.loss_fn is None or done in done_with(model):
         return
     ranks = mesh.size() if mesh is not None else 1
     rows = _row_and_twins(micro_batches, objective.count_fn)
     # One rank that cannot form these batches must not leave the others alone in a forward.
     if sum_over_mesh([rows is not None], mesh)[0] < ranks:
-        done_with(model).add(_DONE)
+        done_with(model).add(done)
         _logger.debug("whether loss_fn returns a sum was not looked at: its batches are not made of rows")
         return
     grown = _growth(model, objective, rows)
@@ -69,7 +70,7 @@ def refuse_mean(
             "(reduction='sum', or the mean times the targets), or, if every batch is meant to weigh "
             "the same, give count_fn=lambda batch: 1. check_labels=False leaves this check out"
         )
-    done_with(model).add(_DONE)
+    done_with(model).add(done)
     if not sums:
         _logger.info("whether loss_fn returns a sum over targets could not be told (growth %.3g)", grown)
 

@@ -1,6 +1,7 @@
 """What is checked, or warned of, once for each model."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -11,10 +12,10 @@ from fsdp_sft._model.record import record_of
 class _Done:
     """What was done for a model."""
 
-    things: set[str] = field(default_factory=set)
+    things: set[Any] = field(default_factory=set)
 
 
-def done_with(model: nn.Module) -> set[str]:
+def done_with(model: nn.Module) -> set[Any]:
     """What was done for a model, to be added to."""
     return record_of(model).kept_or_new(_Done).things
 

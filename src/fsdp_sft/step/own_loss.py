@@ -53,6 +53,12 @@ class Objective:
     terms: Terms = PLAIN
 
     @property
+    def code(self) -> Any:
+        """What tells the caller's loss from others: the code of a function, the class of another object."""
+        function = getattr(self.loss_fn, "func", self.loss_fn)  # of a partial
+        return getattr(function, "__code__", type(function))
+
+    @property
     def is_own(self) -> bool:
         """Whether the loss is the caller's."""
         return self.loss_fn is not None

@@ -184,7 +184,8 @@ def train_step(
     refuse_divided_twice(model)
     refuse_noise_on_same_rows(model, mesh)
     look = check_labels and loss_fn is None and count_fn is None and is_to_be_looked_at(model)
-    is_first = _TRAINED not in done_with(model)
+    taken = (_TRAINED, objective.code)
+    is_first = taken not in done_with(model)
 
     def check_model() -> None:
         refuse_untrainable(model, names, optimizers, mesh)
@@ -219,7 +220,7 @@ def train_step(
     step = _queued(
         model, window, objective, mesh, names, optimizers, scaler, max_grad_norm, grad_sync, verify, is_first
     )
-    done_with(model).add(_TRAINED)
+    done_with(model).add(taken)
     result = step.result()
     if not result.skipped:
         for one in schedulers:
