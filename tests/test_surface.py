@@ -398,7 +398,8 @@ def test_importing_costs_next_to_nothing_over_torch() -> None:
 
 
 def test_the_declared_dependencies_are_the_ones_imported() -> None:
-    allowed = {"torch", "transformers", "safetensors", "huggingface_hub", "typing_extensions", "fsdp_sft"}
+    allowed = {"torch", "transformers", "safetensors", "huggingface_hub", "filelock", "typing_extensions"}
+    allowed |= {"fsdp_sft"}
     # tqdm comes with transformers, jinja2 with torch; the others are extras
     optional = {"tqdm", "jinja2", "matplotlib", "peft"}
     for path in SOURCE.rglob("*.py"):
