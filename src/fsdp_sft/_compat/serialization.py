@@ -7,7 +7,7 @@ import torch
 
 def load_without_memory(file: IO[bytes]) -> Any:
     """What a file of ``torch.save`` holds, its tensors without memory; nothing but plain data is made."""
-    return torch.load(file, map_location="meta", weights_only=True)
+    return torch.load(file, map_location="meta", weights_only=True, mmap=False)
 
 
 def first_byte(tensor: torch.Tensor) -> int:

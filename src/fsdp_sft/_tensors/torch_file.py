@@ -154,9 +154,7 @@ def _entry(name: str, tensor: Any, keys: dict[int, str], places: _Places) -> Ten
         ValueError: If it is no tensor, is no view of plain numbers, or lies outside of the archive.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(
-            f"{name!r} is {type(tensor).__name__}, not a tensor: the file must be a dictionary of tensors"
-        )
+        raise ValueError(f"{name!r} is {type(tensor).__name__}, not a tensor: the file must be a state dict")
     is_plain = tensor.layout == torch.strided and not tensor.is_quantized
     if not is_plain or tensor.is_conj() or tensor.is_neg():
         raise ValueError(
