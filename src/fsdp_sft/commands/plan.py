@@ -14,7 +14,7 @@ _DESCRIPTION = (
 _EXAMPLES = """examples:
   %(prog)s --model Qwen/Qwen2.5-14B --gpus 8 --gpu h100 --seq 4096 --global-batch 64
   %(prog)s --model ./my-model --gpus 2 --gpu 4090 --seq 2048 --global-batch 16 --lora 16 --json
-  %(prog)s --model Qwen/Qwen2.5-14B --gpus 8,16 --gpu h100,h200 --seq 4096 --global-batch 64 --tokens 300M
+  %(prog)s --model Qwen/Qwen2.5-14B --gpus 8 --gpu h200 --seq 4096 --global-batch 64 --tokens 300M
   %(prog)s --model ./my-model --gpus 4 --gpu mine=48,362,864,per_node=4 --seq 4096 --global-batch 32"""
 _EXPERTS = ("grouped_mm", "eager")
 _FROZEN = ("float32", "bfloat16", "nf4", "fp8", "stored")
@@ -32,10 +32,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run)
     add, either = parser.add_argument, argparse.BooleanOptionalAction
     add("--model", help="folder with a config.json, or a Hub id; no weights are read")
-    add("--gpus", metavar="N", help="number of GPUs; several, as 8,16, are compared")
+    add("--gpus", type=int, metavar="N", help="number of GPUs")
     add(
         "--gpu",
-        help=f"{', '.join(GPUS)}, several of them (h100,a100), "
+        help=f"{', '.join(GPUS)}, "
         "with a size if unusual (a100-40gb, h100-79.1gib), or NAME=GiB,TFLOPs,GB/s "
         "of its memory, after which link=GB/s, network=GB/s, per_node=N may follow; cpu is for memory only",
     )

@@ -66,11 +66,6 @@ class Setup(Run):
         return self.num_gpus // self.dp_replicate
 
     @property
-    def tokens_per_rank(self) -> int:
-        """Tokens of each sequence that one rank has, filler included."""
-        return -(-self.seq_length // self.cp)
-
-    @property
     def activations_leave(self) -> bool:
         """Whether what checkpointed blocks keep is offloaded; on a CPU it is on the host already."""
         return self.sac_offload and self.device.name != "cpu"
