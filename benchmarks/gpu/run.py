@@ -136,7 +136,6 @@ def best_plan(config: Qwen2Config, attention: str, device: dict, args: argparse.
         compile=True,
         attention_mask=attention == "sdpa" and args.rows == "chats",
         optimizer="adamw_fused",
-        cp=1,
     )
     names = ("micro_batch_size", "grad_accum_steps", "sac_placement", "reshard_after_forward", "peak_bytes")
     seconds = plans[0].time.total

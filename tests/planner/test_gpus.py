@@ -124,11 +124,3 @@ def test_advice_rounds_masters_with_the_optimizer_that_can() -> None:
         fs.plan_run(LLAMA_8B, **job)
     assert "(--masters bfloat16 --optimizer adamw_stochastic)" in str(caught.value)
     assert fs.plan_run(LLAMA_8B, **job, master_dtype=torch.bfloat16, optimizer="adamw_stochastic")
-
-
-def test_advice_combines_what_does_not_suffice_alone() -> None:
-    job = {"num_gpus": 2, "gpu": "a100", "seq_length": 65536, "global_batch_size": 16, "cp": 1}
-    job |= {"attention_mask": False, "sac_offload": False, "loss_impl": "logits"}
-    with pytest.raises(fs.NoPlanError, match=r"- loss_impl='chunked', optimizer='adamw8bit': ") as caught:
-        fs.plan_run(LLAMA_8B, **job)
-    assert "(--loss chunked --optimizer adamw8bit)" in str(caught.value)

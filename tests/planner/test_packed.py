@@ -220,10 +220,6 @@ def test_8b_on_one_card_of_24_gb() -> None:
 
 
 def test_70b_on_two_cards_of_24_gb() -> None:
-    lines = _advice(LLAMA_70B, 2, "4090", lora_rank=16)
-    (line,) = (line for line in lines if "frozen_dtype='nf4'" in line)
-    assert "(--cpu-offload --frozen-dtype nf4)" in line
-    assert line.endswith("20 GiB of host memory per GPU")
     plan = _fits(LLAMA_70B, 2, "4090", frozen_dtype="nf4", cpu_offload=True)
     assert "fs.shard_model(model, mesh=mesh, frozen_dtype='nf4', offload_policy=" in plan.code()
     assert plan.to_dict()["frozen_dtype"] == "nf4"

@@ -14,7 +14,7 @@ _DESCRIPTION = (
 _EXAMPLES = """examples:
   %(prog)s --model Qwen/Qwen2.5-14B --gpus 8 --gpu h100 --seq 4096 --global-batch 64
   %(prog)s --model ./my-model --gpus 2 --gpu 4090 --seq 2048 --global-batch 16 --lora 16 --json
-  %(prog)s --model Qwen/Qwen2.5-14B --gpus 8,16 --gpu h100,h200 --seq 4096 --global-batch 64 --tokens 300M
+  %(prog)s --model Qwen/Qwen2.5-14B --gpus 8 --gpu h200 --seq 4096 --global-batch 64 --tokens 300M
   %(prog)s --model ./my-model --gpus 4 --gpu mine=48,362,864,per_node=4 --seq 4096 --global-batch 32"""
 _EXPERTS = ("grouped_mm", "eager")
 _FROZEN = ("float32", "bfloat16", "nf4", "fp8", "stored")
@@ -32,10 +32,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run)
     add, either = parser.add_argument, argparse.BooleanOptionalAction
     add("--model", help="folder with a config.json, or a Hub id; no weights are read")
-    add("--gpus", metavar="N", help="number of GPUs; several, as 8,16, are compared")
+    add("--gpus", type=int, metavar="N", help="number of GPUs")
     add(
         "--gpu",
-        help=f"{', '.join(GPUS)}, several of them (h100,a100), "
+        help=f"{', '.join(GPUS)}, "
         "with a size if unusual (a100-40gb, h100-79.1gib), or NAME=GiB,TFLOPs,GB/s "
         "of its memory, after which link=GB/s, network=GB/s, per_node=N may follow; cpu is for memory only",
     )
@@ -46,17 +46,17 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     searched = parser.add_argument_group("searched if not given")
     add = searched.add_argument
     add("--micro-batch", type=int, help="sequences per GPU and forward")
-    add("--cp", type=int, help="GPUs that share each row")
-    add("--replicas", type=int, help="replicas of the sharded model (HSDP)")
     add("--grad-sync", choices=("each", "last"), help="reduce gradients after each micro-batch, or the last")
     add("--sac", metavar="RATIO", help="checkpointed share of the blocks, such as 1/3")
     add("--sac-placement", choices=("even", "prefix"), help="which blocks those are")
-    add("--ep", type=int, metavar="N", help="ranks that share out the experts of each layer")
-    add("--offload", action=either, help="what checkpointed blocks keep waits on the host")
     add("--reshard", action=either, help="blocks are freed between forward and backward")
     add("--optimizer", choices=_OPTIMIZERS, help="adamw, fused where its update decides what fits")
     add("--compile", action=either, help="the blocks are compiled")
     add = parser.add_argument_group("not searched").add_argument
+    add("--cp", type=int, default=1, help="GPUs that share each row")
+    add("--ep", type=int, default=1, metavar="N", help="ranks that share out the experts of each layer")
+    add("--replicas", type=int, default=1, help="replicas of the sharded model (HSDP)")
+    add("--offload", action="store_true", help="what checkpointed blocks keep waits on the host")
     add("--no-padding", action="store_true", help="batches have no attention mask (packed sequences)")
     add("--loss", choices=("chunked", "logits"), default="chunked", help="default: chunked")
     add("--experts", choices=_EXPERTS, default="grouped_mm", help="default: grouped_mm")

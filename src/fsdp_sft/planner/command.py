@@ -1,7 +1,6 @@
 """``fsdp-sft plan``: what fits on the GPUs at hand, how fast it is, and where its memory goes."""
 
 import argparse
-import itertools
 import json
 import re
 import sys
@@ -38,11 +37,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} must be given, or --list-gpus")
-    names = [args.gpu] if "=" in args.gpu else args.gpu.split(",")
-    numbers = [_number("--gpus", text) for text in str(args.gpus).split(",")]
-    if len(names) * len(numbers) > 1:
-        return _report_machines(args, names, numbers)
-    args.gpus, gpu = numbers[0], gpu_named(args.gpu)
+    gpu = gpu_named(args.gpu)
     try:
         _report_plans(args, gpu, budget_of(gpu, args.gpus))
     except NoPlanError as error:
@@ -71,13 +66,6 @@ def _gpu_table() -> str:
     return f"{aligned([head, *rows])}\ncompared: estimates were compared with measurements on it"
 
 
-def _number(option: str, text: str) -> int:
-    """A positive whole number that an option has."""
-    if not text.strip().isdigit() or int(text) < 1:
-        raise ValueError(f"{option} takes numbers of at least 1, such as 8 or 8,16, got {text!r}")
-    return int(text)
-
-
 def _tokens(text: str | None) -> int | None:
     """A number of tokens, such as 300M or 1.5B; None if none is given."""
     if text is None:
@@ -88,72 +76,12 @@ def _tokens(text: str | None) -> int | None:
     return int(float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()])
 
 
-def _report_machines(args: argparse.Namespace, names: list[str], numbers: list[int]) -> int:
-    """Print the first plan on each kind and number of GPUs; 1 if none fits."""
-    if args.png:
-        raise ValueError("--png is of one kind and number of GPUs")
-    tokens, options, lines, found = _tokens(args.tokens), _options(args), [], []
-    for name, number in itertools.product(names, numbers):
-        try:
-            plan = _plans(args, num_gpus=number, **{**options, "gpu": name})[0]
-        except (NoPlanError, ValueError) as error:
-            lines.append(
-                (name, str(number), "-", "-", "-", "-", *(("-",) * 2 if tokens else ()), _short(error))
-            )
-            found.append({"gpu": name, "num_gpus": number, "error": str(error)})
-            continue
-        speed = plan.tokens_per_second * number
-        hours = (
-            ()
-            if tokens is None
-            else (f"{tokens / speed / 3600:.3g}", f"{tokens * number / speed / 3600:.3g}")
-        )
-        left = f"{plan.left_bytes / GIB:.1f}{' (tight)' if plan.is_tight else ''}"
-        memory = f"{plan.peak_bytes / GIB:.1f}"
-        lines.append(
-            (
-                name,
-                str(number),
-                memory,
-                left,
-                f"{plan.time.total:.3g} s",
-                f"{speed:,.0f}",
-                *hours,
-                _label(plan),
-            )
-        )
-        found.append({"gpu": name, **plan.to_dict(), **_duration(tokens, plan)})
-    if args.json:
-        print(json.dumps(found, indent=1))
-    else:
-        head = ("gpu", "number", "GiB per GPU", "left", "step", "tokens/s")
-        print(aligned([(*head, *(("hours", "GPU-hours") if tokens else ()), "plan 1"), *lines]))
-    return 0 if any("error" not in one for one in found) else 1
-
-
-def _short(error: Exception) -> str:
-    """An error in a few words."""
-    needed = re.search(r"needs ([\d.]+ GiB)", str(error)) if isinstance(error, NoPlanError) else None
-    return f"needs {needed[1]}" if needed else str(error).splitlines()[0].partition(":")[0]
-
-
 def _duration(tokens: int | None, plan: RunPlan) -> dict[str, float]:
     """Hours of a training of that many tokens, for the JSON output."""
     if tokens is None:
         return {}
     hours = tokens / (plan.tokens_per_second * plan.num_gpus) / 3600
     return {"tokens": tokens, "hours": hours, "gpu_hours": hours * plan.num_gpus}
-
-
-def _plans(args: argparse.Namespace, **options: Any) -> list[RunPlan]:
-    """The plans of what the command line asks for."""
-    with in_options():
-        return plan_run(
-            as_config(args.model),
-            seq_length=args.seq,
-            global_batch_size=args.global_batch,
-            **options,
-        )
 
 
 _NAMES = {
@@ -205,20 +133,20 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "loss_impl": args.loss,
         "experts_impl": args.experts,
         "master_dtype": _DTYPES[args.masters],
+        "cp": args.cp,
+        "ep_size": args.ep,
+        "dp_replicate": args.replicas,
+        "sac_offload": args.offload,
         "cpu_offload": args.cpu_offload,
         "lora_rank": args.lora,
     }
     searched = {
         "frozen_dtype": _DTYPES.get(args.frozen_dtype, args.frozen_dtype),
         "optimizer": args.optimizer,
-        "cp": args.cp,
-        "ep_size": args.ep,
         "micro_batch_size": args.micro_batch,
-        "dp_replicate": args.replicas,
         "grad_sync": args.grad_sync,
         "sac_ratio": args.sac,
         "sac_placement": args.sac_placement,
-        "sac_offload": args.offload,
         "reshard_after_forward": args.reshard,
         "compile": args.compile,
     }
@@ -228,7 +156,9 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
     """Print the plans, the memory and the code of the fastest one."""
     config, options, tokens = as_config(args.model), _options(args), _tokens(args.tokens)
-    plans = _plans(args, num_gpus=args.gpus, **options)
+    job = {"num_gpus": args.gpus, "seq_length": args.seq, "global_batch_size": args.global_batch}
+    with in_options():
+        plans = plan_run(config, **job, **options)
     best, shown = plans[0], plans[: args.plans]
     estimate = best.estimate
     if args.json:

@@ -124,8 +124,8 @@ class RunPlan:
         }
 
 
-def make_plan(setup: Setup, memory: MemoryEstimate, time: StepTime, why: str, usable_bytes: int) -> RunPlan:
-    """The plan of a setup; ``why`` says in words why several ranks share a row, or is empty."""
+def make_plan(setup: Setup, memory: MemoryEstimate, time: StepTime, usable_bytes: int) -> RunPlan:
+    """The plan of a setup."""
     tokens = setup.grad_accum_steps * setup.micro_batch_size * setup.seq_length / setup.cp
     return RunPlan(
         num_gpus=setup.num_gpus,
@@ -144,13 +144,13 @@ def make_plan(setup: Setup, memory: MemoryEstimate, time: StepTime, why: str, us
         time=time,
         tokens_per_second=tokens / time.total,
         relative_speed=1.0,
-        reasons=tuple(_reasons(setup, time, why, memory.host_bytes)),
+        reasons=tuple(_reasons(setup, time, memory.host_bytes)),
         setup=setup,
         usable_bytes=usable_bytes,
     )
 
 
-def _reasons(setup: Setup, time: StepTime, why: str, host_bytes: int) -> Iterator[str]:
+def _reasons(setup: Setup, time: StepTime, host_bytes: int) -> Iterator[str]:
     """Sentences about the plan's speed."""
     hidden = f"which costs {time.exposed:.2f} s" if time.exposed > 0.005 else "all of it hidden"
     yield (
@@ -176,8 +176,7 @@ def _reasons(setup: Setup, time: StepTime, why: str, host_bytes: int) -> Iterato
             f"{time.optimizer:.2f} s"
         )
     if setup.cp > 1:
-        because = f", since {why}" if why else ""
-        yield f"{setup.cp} GPUs share each row{because}: exchanges take {time.exchange:.2f} s of a micro-step"
+        yield f"{setup.cp} GPUs share each row: exchanges take {time.exchange:.2f} s of a micro-step"
     if setup.ep_size > 1:
         yield (
             f"{setup.ep_size} GPUs share out the experts of each layer: exchanges of tokens take "

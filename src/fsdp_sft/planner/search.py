@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Unpack
 
 from fsdp_sft._process.words import answered
-from fsdp_sft.errors import NoPlanError, UnsupportedModelError
+from fsdp_sft.errors import NoPlanError
 from fsdp_sft.planner.advice import what_would_fit
 from fsdp_sft.planner.budget import Budget, budget_of
 from fsdp_sft.planner.estimate import MemoryEstimate, check_options, estimate
-from fsdp_sft.planner.groups import group_divisors, group_sizes, with_leanest_update
 from fsdp_sft.planner.model import as_config, build_skeleton
 from fsdp_sft.planner.plan import TIGHT, RunPlan, make_plan
 from fsdp_sft.planner.run import RunKeywords
-from fsdp_sft.planner.setup import GradSync, Setup, check_integer
+from fsdp_sft.planner.setup import GradSync, Setup, check_integer, with_leanest_update
 from fsdp_sft.planner.speed import step_time
 from fsdp_sft.sac import Placement
 
@@ -53,13 +52,12 @@ def plan_run(
 
     - every micro-batch size that divides a rank's share of the batch, with compiled blocks, each with the
       smallest checkpointing ratio that fits, in both placements;
-    - offloaded activations (``sac_offload``), where that saves recomputation;
-    - where computation does not hide the network: blocks that stay gathered after the forward, gradients that
-      are reduced after the last micro-batch only, and replicas of the model (HSDP), one per node;
-    - expert parallelism within a node (``ep_size``);
-    - fused AdamW, where the update decides what fits and no ``optimizer`` is given;
-    - ranks that share rows (``cp``), in groups that divide the query heads and the ranks: within a node where
-      that could be faster, beyond a node only if nothing else fits.
+    - where computation does not hide the network: blocks that stay gathered after the forward, and gradients
+      that are reduced after the last micro-batch only;
+    - fused AdamW, where the update decides what fits and no ``optimizer`` is given.
+
+    Context parallelism (``cp``), expert parallelism (``ep_size``), replicas (``dp_replicate``) and offloading
+    (``sac_offload``, ``cpu_offload``) are as they are given: compare the first plans of a few.
 
     A plan that is neither faster nor leaner than another one is left out.
 
@@ -70,9 +68,8 @@ def plan_run(
             model. What the driver, the CUDA context, NCCL and fragmentation take is subtracted.
         seq_length: Tokens per sequence.
         global_batch_size: Sequences per optimizer step over all ranks; a multiple of ``num_gpus // cp``.
-        **estimate_options: Further fields of ``Run``. Those that would be searched
-            (``cp``, ``ep_size``, ``micro_batch_size``, ``sac_ratio``, ``sac_placement``, ``sac_offload``,
-            ``compile``, ``dp_replicate``, ``grad_sync``, ``reshard_after_forward``) are then fixed.
+        **estimate_options: Further fields of ``Run``. Those that would be searched (``micro_batch_size``,
+            ``sac_ratio``, ``sac_placement``, ``grad_sync``, ``reshard_after_forward``) are then fixed.
 
     Returns:
         At least one plan.
@@ -104,15 +101,11 @@ def plan_run(
     config = as_config(config)
     options = {"micro_batch_size": 1, "compile": True, **given}
     first = check_options(num_gpus=num_gpus, seq_length=seq_length, **options)
-    sizes = [1, *group_divisors(config, first)] if "cp" not in given else [first.cp]
-    dealt = [cp for cp in sizes if global_batch_size % (num_gpus // cp) == 0]
-    if not dealt:
+    if global_batch_size % (num_gpus // first.cp):
         raise ValueError(_no_multiple(first, global_batch_size))
     budget = budget_of(first.device, num_gpus, gpu_memory_bytes)
     search = _PlanSearch(config, given, global_batch_size, budget)
-    roomy, tight = (
-        _undominated(search.plans(first, sizes, dealt, share)) for share in (1 - TIGHT, Fraction(1))
-    )
+    roomy, tight = (_undominated(search.plans(first, share)) for share in (1 - TIGHT, Fraction(1)))
     plans = roomy + [plan for plan in tight if plan.is_tight and _is_faster(plan, roomy)]
     if not plans:
         raise NoPlanError(what_would_fit(config, first, given, budget, global_batch_size))
@@ -124,16 +117,10 @@ def _is_faster(plan: RunPlan, others: list[RunPlan]) -> bool:
     return all(plan.time.total < other.time.total * (1 - _WORTH_A_LOOK) for other in others)
 
 
-def _sharing_could_help(plans: list[RunPlan]) -> bool:
-    """Whether the fastest plan recomputes enough: sharing rows can save nothing else."""
-    best = min(plans, key=lambda plan: plan.time.total)
-    return best.grad_accum_steps * best.time.recompute > _WORTH_A_LOOK * best.time.total
-
-
 def _undominated(plans: list[RunPlan]) -> list[RunPlan]:
     """The plans by speed, without those that need no less memory than a faster one."""
     least, kept = math.inf, []
-    for plan in sorted(plans, key=lambda one: (one.time.total, one.cp, one.peak_bytes, one.sac_placement)):
+    for plan in sorted(plans, key=lambda one: (one.time.total, one.peak_bytes, one.sac_placement)):
         if plan.peak_bytes < least:
             least = plan.peak_bytes
             kept.append(plan)
@@ -150,7 +137,7 @@ def smallest_num_gpus(
     """Find the smallest power of two of GPUs on which a training fits at all.
 
     A micro-batch is one sequence, every block is checkpointed, and AdamW is fused unless ``optimizer`` is
-    given. If a rank cannot hold a sequence, ranks share it (``cp``).
+    given.
 
     Args:
         config: The config, as for ``estimate_memory``.
@@ -185,9 +172,7 @@ def smallest_num_gpus(
     while num_gpus <= _LARGEST_SEARCH:
         setup = check_options(num_gpus=num_gpus, micro_batch_size=1, seq_length=seq_length, **options)
         usable = budget_of(setup.device, num_gpus, gpu_memory_bytes).usable_bytes
-        leanest = with_leanest_update(setup, options)
-        shared = (replace(leanest, cp=cp) for cp in group_sizes(known, setup, options))
-        if any(estimate(known, way).peak_bytes <= usable for way in shared):
+        if estimate(known, with_leanest_update(setup, options)).peak_bytes <= usable:
             return int(num_gpus)
         num_gpus *= 2
     return None
@@ -204,17 +189,6 @@ def _no_multiple(setup: Setup, global_batch_size: int) -> str:
     )
 
 
-def _why_shared(smaller: list[int], dealt: list[int], plans: list[RunPlan]) -> str:
-    """Why more ranks share a row than each number in ``smaller``; empty for the smallest."""
-    if not smaller:
-        return ""
-    if plans:
-        return "parts of rows need less recomputation"
-    if smaller[-1] not in dealt:
-        return "there are too few sequences for smaller groups"
-    return "nothing fits with fewer"
-
-
 class _PlanSearch:
     """Finds the plans of one training."""
 
@@ -226,113 +200,70 @@ class _PlanSearch:
         self.usable = budget.usable_bytes  # what a plan may need
         self.fastest = math.inf  # seconds of the fastest plan so far
 
-    def plans(self, first: Setup, sizes: list[int], dealt: list[int], share: Fraction) -> list[RunPlan]:
+    def plans(self, first: Setup, share: Fraction) -> list[RunPlan]:
         """The plans that fit into a share of the usable memory.
 
         If the update alone decides what fits, and no optimizer was asked for, the fused one is tried as well.
         """
         self.usable, self.fastest = int(self.budget.usable_bytes * share), math.inf
-        found = self._plans_of_all_groups(first, sizes, dealt)
+        found = self._plans_of(first)
         could_help = (
             not found or min(found, key=lambda plan: plan.time.total).estimate.peak_phase == "optimizer"
         )
         leanest = with_leanest_update(first, self.options)
         if could_help and leanest != first:
-            found += self._plans_of_all_groups(leanest, sizes, dealt)
+            found += self._plans_of(leanest)
         return found
 
-    def _plans_of_all_groups(self, first: Setup, sizes: list[int], dealt: list[int]) -> list[RunPlan]:
-        plans: list[RunPlan] = []
-        for cp in dealt:
-            if plans and (cp > first.device.gpus_per_node or not _sharing_could_help(plans)):
-                break
-            why = _why_shared(sizes[: sizes.index(cp)], dealt, plans)
-            try:
-                plans += self.plans_of_groups(replace(first, cp=cp), why)
-            except UnsupportedModelError:
-                if cp == 1 or "cp" in self.options:
-                    raise
-                break  # no ranks can share rows of this model
-        return plans
-
-    def plans_of_groups(self, setup: Setup, why: str) -> list[RunPlan]:
-        """The plans that fit where ``setup.cp`` ranks share a row."""
-        sizes = [setup.ep_size] if "ep_size" in self.options else _expert_groups(self.config, setup)
-        return [plan for ep_size in sizes for plan in self._plans_of(replace(setup, ep_size=ep_size), why)]
-
-    def _plans_of(self, setup: Setup, why: str) -> list[RunPlan]:
-        """The plans that fit with the setup's ``cp`` and ``ep_size``, from the smallest micro-batch up."""
+    def _plans_of(self, setup: Setup) -> list[RunPlan]:
+        """The plans that fit, from the smallest micro-batch up."""
         plans: list[RunPlan] = []
         share = self.global_batch_size * setup.cp // setup.num_gpus
         for micro in _micro_batch_sizes(share, self.options.get("micro_batch_size")):
-            tried = replace(setup, micro_batch_size=micro, grad_accum_steps=share // micro)
-            given = "cp" in self.options or "micro_batch_size" in self.options
-            if setup.cp > 1 and not given and math.gcd(micro, setup.cp) > 1:
-                continue  # a smaller group with a smaller micro-batch has the same tokens and exchanges less
-            found = list(self._fitting(tried, why))
+            found = list(
+                self._fitting(replace(setup, micro_batch_size=micro, grad_accum_steps=share // micro))
+            )
             if not found:
                 break  # a larger micro-batch needs more
             plans += found
         return plans
 
-    def _fitting(self, setup: Setup, why: str) -> Iterator[RunPlan]:
+    def _fitting(self, setup: Setup) -> Iterator[RunPlan]:
         """For each placement and each promising layout, the plan with the smallest ratio that fits."""
-        plain = list(least_checkpointed(self.config, setup, self.options, self.usable))
-        for way, memory in plain + list(self._offloaded(setup, plain)):
-            yield self._plan(way, memory, why)
+        plain = list(_least_checkpointed(self.config, setup, self.options, self.usable))
+        for way, memory in plain:
+            yield self._plan(way, memory)
         for layout in self._layouts(setup) if plain else ():
             least = min((way for way, _ in plain), key=lambda way: way.sac_ratio)
             # A layout that communicates less takes more memory, so it recomputes no less than the plain one.
             # If it is not faster even with that little recomputation, it is not worth a search.
             hoped = replace(layout, sac_ratio=least.sac_ratio, sac_placement=least.sac_placement)
             if self._seconds(hoped) < self.fastest * (1 - _WORTH_A_LOOK):
-                for way, memory in least_checkpointed(self.config, layout, self.options, self.usable):
-                    yield self._plan(way, memory, why)
+                for way, memory in _least_checkpointed(self.config, layout, self.options, self.usable):
+                    yield self._plan(way, memory)
 
     def _seconds(self, setup: Setup) -> float:
         """Predicted seconds of an optimizer step."""
         return step_time(build_skeleton(self.config, setup), setup).total
 
-    def _plan(self, setup: Setup, memory: MemoryEstimate, why: str) -> RunPlan:
+    def _plan(self, setup: Setup, memory: MemoryEstimate) -> RunPlan:
         """The plan of a setup; the fastest one is remembered."""
-        time = step_time(build_skeleton(self.config, setup), setup)
-        plan = make_plan(setup, memory, time, why, self.budget.usable_bytes)
+        plan = make_plan(
+            setup, memory, step_time(build_skeleton(self.config, setup), setup), self.budget.usable_bytes
+        )
         self.fastest = min(self.fastest, plan.time.total)
         return plan
 
     def _layouts(self, setup: Setup) -> Iterator[Setup]:
         """Layouts of parameters and gradients that communicate less."""
-        replicas, ranks, node = [setup.dp_replicate], setup.num_gpus, setup.device.gpus_per_node
-        if "dp_replicate" not in self.options and ranks > node and ranks % node == 0 == node % setup.cp:
-            replicas.append(ranks // node)
         reshard = (setup.reshard_after_forward,) if "reshard_after_forward" in self.options else (True, False)
-        syncs: tuple[GradSync, ...] = ("each", "last") if setup.grad_accum_steps > 1 else (setup.grad_sync,)
-        if "grad_sync" in self.options:
+        syncs: tuple[GradSync, ...] = ("each", "last")
+        if "grad_sync" in self.options or setup.grad_accum_steps == 1:
             syncs = (setup.grad_sync,)
-        for dp_replicate, frees, sync in itertools.product(replicas, reshard, syncs):
-            layout = replace(setup, dp_replicate=dp_replicate, reshard_after_forward=frees, grad_sync=sync)
+        for frees, sync in itertools.product(reshard, syncs):
+            layout = replace(setup, reshard_after_forward=frees, grad_sync=sync)
             if layout != setup:
                 yield layout
-
-    def _offloaded(
-        self, setup: Setup, plain: list[tuple[Setup, MemoryEstimate]]
-    ) -> Iterator[tuple[Setup, MemoryEstimate]]:
-        """The setups in which offloading what checkpointed blocks keep allows fewer of them."""
-        least = min((way.sac_ratio for way, _ in plain), default=Fraction(2))
-        if least == 0 or "sac_offload" in self.options or setup.device.name == "cpu":
-            return
-        offloaded = replace(setup, sac_offload=True)
-        for way, memory in least_checkpointed(self.config, offloaded, self.options, self.usable):
-            if way.sac_ratio < least:
-                yield way, memory
-
-
-def _expert_groups(config: Any, setup: Setup) -> list[int]:
-    """1, and the numbers of ranks within a node over which a layer's experts could be distributed."""
-    experts = build_skeleton(config, setup).experts
-    most = min(setup.device.gpus_per_node, setup.num_shards) if setup.cp == 1 and experts else 1
-    fits = [n for n in range(2, most + 1) if not setup.num_shards % n and not any(e % n for e in experts)]
-    return [1, *fits]
 
 
 def _micro_batch_sizes(share: int, fixed: int | None) -> list[int]:
@@ -345,7 +276,7 @@ def _micro_batch_sizes(share: int, fixed: int | None) -> list[int]:
     return [fixed]
 
 
-def least_checkpointed(
+def _least_checkpointed(
     config: Any, setup: Setup, options: dict[str, Any], budget: int
 ) -> Iterator[tuple[Setup, MemoryEstimate]]:
     """For each placement that may be chosen, the setup with the smallest ratio that fits, if one does."""

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any, get_args
 
@@ -64,11 +64,6 @@ class Setup(Run):
     def num_shards(self) -> int:
         """Number of ranks that a parameter is sharded over."""
         return self.num_gpus // self.dp_replicate
-
-    @property
-    def tokens_per_rank(self) -> int:
-        """Tokens of each sequence that one rank has, filler included."""
-        return -(-self.seq_length // self.cp)
 
     @property
     def activations_leave(self) -> bool:
@@ -161,6 +156,13 @@ def _logits_dtype(run: Run) -> torch.dtype:
             f"{run.logits_dtype}: a plain loop does not know of rows that ranks share; leave it at None"
         )
     return wide
+
+
+def with_leanest_update(setup: Setup, options: dict[str, Any]) -> Setup:
+    """The setup with fused AdamW, which makes no copies, unless an optimizer was asked for."""
+    if "optimizer" in options or setup.device.name == "cpu":
+        return setup
+    return replace(setup, optimizer="adamw_fused")
 
 
 def check_integer(name: str, value: Any, smallest: int) -> None:
