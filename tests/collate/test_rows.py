@@ -257,7 +257,7 @@ def test_an_answer_that_another_tool_would_not_train(key: str, shape: str) -> No
                     {"role": "assistant", "content": "a", "training_detail": [{"begin_offset": 0}]},
                 ]
             },
-            "training_detail is not read; give the content in parts",
+            "training_detail is not read: a message is trained as a whole",
         ),
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "two answers .* give the one that is to be learnt"),
         ({"chosen": chat("q", "a")["messages"], "rejected": []}, "two answers"),

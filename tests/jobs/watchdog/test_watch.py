@@ -310,7 +310,7 @@ class _SlowExchange:
     def __init__(self, stale: dict[int, Beat], fresh: dict[int, Beat], first: Beat) -> None:
         self.beats, self._fresh, self._first = stale, fresh, first
         self.first_failed: Beat | None = None
-        self.answered, self.failed_for, self.error, self.ticket = -math.inf, 0.0, "", 2
+        self.answered, self.failed_for, self.error = -math.inf, 0.0, ""
         self.asked = 0
 
     def fail(self, seconds: float) -> None:
@@ -388,7 +388,7 @@ def test_a_look_takes_as_long_as_there_are_ranks() -> None:
 def test_who_is_not_watched_any_more_judges_itself(state: str) -> None:
     """All that watch all others have left, and rank 5 waits for them where no exception reaches it."""
     judge = Judge(5, range(6), thorough=False, timeout=10.0, now=0.0, lookouts=range(4))
-    gone = [{"number": 1, "state": state, "ticket": 1}] * 4
+    gone = [{"number": 1, "state": state}] * 4
     for now in (0.0, 9.0, 11.0, 19.0):
         assert _look(judge, _beats(*gone, {"number": now}, {"number": now, "progress": 0}), now) is None, now
         if now == 9.0:  # they still say something: they look at the others while they wait to leave
@@ -485,7 +485,7 @@ def test_words_for_what_ranks_do() -> None:
     rows: list[dict[str, Any]] = [{"step": 5, "number": 1, "collective": "all_reduce"} for _ in range(6)]
     rows[1] |= {"step": 7}
     rows[2] |= {"step": 4}
-    rows[3] |= {"state": FAILED, "error": "OSError: disk full", "ticket": 1}
+    rows[3] |= {"state": FAILED, "error": "OSError: disk full"}
     judge, beats = _judge(7), _beats(*rows)
     _look(judge, beats, 0.0)
     text = Report(beats, judge.stamps, {}, now=11.0, timeout=20.0).text(Finding("overdue", (0,)))

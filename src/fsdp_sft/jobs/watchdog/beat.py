@@ -41,7 +41,6 @@ class Beat:
         limit: Seconds for which ``progress`` may stay the same; infinite while paused.
         state: ``"running"``, ``"ended"`` or ``"failed"`` (an exception left the block).
         error: The exception of a failed rank.
-        ticket: Place of this rank among those that failed: 1, 2, ...; 0 if it did not.
         where: Innermost place in the caller's own code, such as ``"train.py:33 in main"``.
         collective: Function of torch.distributed, or of this library's agreement between ranks, that the main
             thread waits in; "" if it is in none.
@@ -58,7 +57,6 @@ class Beat:
     limit: float = 0.0
     state: str = RUNNING
     error: str = ""
-    ticket: int = 0
     where: str = ""
     collective: str = ""
     saw: tuple[tuple[int, str], ...] = ()

@@ -30,7 +30,6 @@ class Exchange:
         beats: The latest beat of each watched rank that has begun.
         answered: Time in ``time.monotonic()`` at which the last completed exchange began.
         verdict: The report that the job ends with, the same on all ranks that reach the store; "" so far.
-        ticket: Place of this rank among those that failed, from 1; 0 if it did not.
         first_failed: The last beat of the rank that failed first; None until this rank has asked.
         failed_for: Seconds since that exception, as far as the machines' clocks agree.
         num_left: Number of ranks that have left the loop; counted once this rank has left it.
@@ -55,14 +54,13 @@ class Exchange:
         self._missing, self._present = set(watched), set[int]()
         self._wake = threading.Event()
         self._proposed, self._decided = "", threading.Event()
-        self._wants_ticket = self._wants_to_leave = self._hurry = self._closing = False
+        self._has_failed = self._wants_to_leave = self._hurry = self._closing = False
         self._closed_at = 0.0
         self._num_left = 0
         self._looks = 0
         self.beats: dict[int, Beat] = {}
         self.answered = time.monotonic()
         self.verdict = ""
-        self.ticket = 0
         self.first_failed: Beat | None = None
         self.failed_for = 0.0
         self.num_left = 0
@@ -90,8 +88,8 @@ class Exchange:
         return self.verdict or text
 
     def fail(self, seconds: float) -> None:
-        """Take the next place among the ranks that failed, and exchange at once."""
-        self._wants_ticket = self._wants_to_leave = True
+        """Ask which rank failed first, which is this one if none has asked, and exchange at once."""
+        self._has_failed = self._wants_to_leave = True
         self.refresh(seconds)
 
     def refresh(self, seconds: float) -> None:
@@ -118,9 +116,10 @@ class Exchange:
             full = self._hurry or self._closing or asked >= due
             self._hurry = False
             try:
+                has_failed = self._has_failed  # asked before the beat is made, which then says so too
                 self._post()
                 if full:
-                    self._fetch()
+                    self._fetch(has_failed)
                     self.answered, self.error = asked, ""
             except RuntimeError as error:  # errors of torch's stores are DistErrors, which are RuntimeErrors
                 self.error = str(error).split("\n", 1)[0]
@@ -135,24 +134,18 @@ class Exchange:
         if self._store is None:
             self._store = self._given.clone()
             self._store.set_timeout(self._timeout)
-        if self._wants_ticket and not self.ticket:
-            self.ticket = int(self._store.add(self._prefix + "tickets", 1))
-        beat = self._beat()
-        self._store.set(self._key(self._rank), beat.to_bytes())
-        if self.ticket == 1 and self.first_failed is None:
-            self._store.set(self._prefix + "first_failed", f"{self._rank} {time.time()}")
-            self.first_failed = beat
+        self._store.set(self._key(self._rank), self._beat().to_bytes())
 
-    def _fetch(self) -> None:
+    def _fetch(self, has_failed: bool) -> None:
         """Fetch beats, the verdict, and what was asked about ranks that failed or left."""
         self._find_new()
         ranks = sorted(self._present)
         values = self._store.multi_get([self._key(rank) for rank in ranks]) if ranks else []
         self.beats = dict(zip(ranks, map(Beat.from_bytes, values), strict=True))
-        first = self._prefix + "first_failed"
-        # The beat of the rank that failed first is fetched each time, since it may have found out more.
-        if self._wants_ticket and self._store.check([first]):
-            rank, when = self._store.get(first).decode().split()
+        if has_failed:
+            own = f"{self._rank} {time.time()}"
+            rank, when = self._store.compare_set(self._prefix + "first_failed", "", own).decode().split()
+            # Fetched each time, since that rank may have found out more.
             self.first_failed = Beat.from_bytes(self._store.get(self._key(int(rank))))
             self.failed_for = time.time() - float(when)
         key = self._prefix + "verdict"

@@ -212,7 +212,6 @@ class Watchdog:
             host=self._host,
             process=self._process,
             number=next(self._numbers),
-            ticket=self._exchange.ticket if self._exchange is not None else 0,
             where=where,
             collective=collective,
             saw=tuple(self._saw.items()),
