@@ -121,7 +121,7 @@ MISTAKES = [
         "_ranks/uses.py",
         'return int(store.add(f"{what}-of-{rank}", 1))',
         "return use_of.__dict__.setdefault(what, []).append(0) or len(use_of.__dict__[what])",
-        ("tests/ranks/test_interfaces.py",),
+        ("tests/ranks/test_rendezvous.py",),
     ),
     Mistake(
         "the value of a token is shown",
