@@ -19,14 +19,14 @@ MISTAKES = [
     ),
     Mistake(
         "rows read off a mask that is not by rows",
-        "attention/varlen/rows.py",
+        "attention/varlen/attention.py",
         "if not bool(told):",
         "if False:",
         ("tests/attention/varlen/test_varlen.py",),
     ),
     Mistake(
         "attention over the rows of a pack",
-        "attention/varlen/rows.py",
+        "attention/varlen/attention.py",
         "bounds = [*edges.nonzero().squeeze(1).tolist(), begins.numel()]",
         "bounds = [0, begins.numel()]",
         ("tests/attention/varlen/test_varlen.py",),

@@ -211,7 +211,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a rank that has run out stands in with what it had last",
-        "step/uneven_eval.py",
+        "step/evaluation.py",
         "if not are_equal(everyone, ranks):",
         "if not are_equal(everyone, ranks) and last is None:",
         ("tests/step/test_keys.py",),

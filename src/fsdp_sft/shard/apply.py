@@ -1,8 +1,11 @@
 """Shard a model with FSDP2 block by block; the float32 masters are made from each shard, not each block."""
 
+import functools
 import logging
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +25,7 @@ from fsdp_sft._model.inputs import spread_positions
 from fsdp_sft._model.quantised import refuse_quantised_model
 from fsdp_sft._model.sharded import remember_mesh
 from fsdp_sft._model.wrappers import base_of, replicas_of
+from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft._ranks.mesh import EP, cp_size, parameter_mesh
@@ -31,7 +35,6 @@ from fsdp_sft.sac import check_now
 from fsdp_sft.shard.describe import name_uneven
 from fsdp_sft.shard.embeddings import follow_root
 from fsdp_sft.shard.expert_parallel import check_placeable_experts, place_experts
-from fsdp_sft.shard.foreign_saves import refuse_foreign_saves
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,6 +50,84 @@ from fsdp_sft.shard.units import (
     units_of,
     use_float32,
 )
+
+# Other libraries' ways to save or resize a model, of which a sharded one would write or change a part.
+
+
+class _ShardsOfOneRank(OrderedDict[str, Any]):
+    """A rank's ``state_dict``, which says so when it is pickled; copied and unpickled it is a plain one."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        warn_caller(
+            "these are the shards of one rank, and a file of them is no model: save_full_state_dict, "
+            "export_hf or save_checkpoint write the whole one"
+        )
+        return self._plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return deepcopy(self._plain(), memo)
+
+    def _plain(self) -> "OrderedDict[str, Any]":
+        plain = OrderedDict(self)
+        vars(plain).update(vars(self))  # torch's _metadata
+        return plain
+
+
+def refuse_foreign_saves(model: nn.Module, *, shared: bool) -> None:
+    """Let methods of transformers and peft refuse what they cannot do with shards, before they write.
+
+    Args:
+        model: A model that has just been sharded.
+        shared: Whether a rank has less than the whole model.
+    """
+    for each in {id(one): one for one in (model, base_of(model))}.values():
+        for name, instead in _INSTEAD.items():
+            if callable(getattr(each, name, None)) and (shared or name != "state_dict"):
+                each.__dict__[name] = functools.partial(instead, each)
+
+
+def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+    given = kwargs.get("state_dict")
+    if given is None or any(isinstance(value, DTensor) for value in given.values()):
+        raise UnsupportedModelError(
+            "save_pretrained would write one rank's shards. On all ranks call export_hf(model, folder, "
+            "tokenizer=...), or export_adapter(model, folder) for the adapter alone; nothing was written"
+        )
+    return type(model).save_pretrained(model, *args, **kwargs)
+
+
+def _push_to_hub(model: Any, *args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedModelError(
+        "push_to_hub would send one rank's shards. Call export_hf(model, folder) on all ranks, and then on "
+        "one huggingface_hub.upload_folder(repo_id=..., folder_path=folder); nothing was sent"
+    )
+
+
+def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    if new_num_tokens is None:
+        return model.get_input_embeddings()
+    raise UnsupportedModelError(
+        "a sharded model gets no more tokens: build it with new_vocab_size=, which build_meta_model and "
+        "load_pretrained take"
+    )
+
+
+def _state_dict(model: Any, *args: Any, **kwargs: Any) -> Any:
+    found = type(model).state_dict(model, *args, **kwargs)
+    if args or kwargs.get("destination") is not None or kwargs.get("prefix"):
+        return found  # as a part of another module's
+    own = _ShardsOfOneRank(found)
+    vars(own).update(vars(found))
+    return own
+
+
+_INSTEAD = {
+    "save_pretrained": _save_pretrained,
+    "push_to_hub": _push_to_hub,
+    "resize_token_embeddings": _resize_token_embeddings,
+    "state_dict": _state_dict,
+}
+
 
 Model = TypeVar("Model", bound=nn.Module)
 _logger = logging.getLogger(__name__)
