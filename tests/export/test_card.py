@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import fsdp_sft as fs
-from fsdp_sft.export.card import model_card
+from fsdp_sft.export.settings import model_card
 from tests.harness.models import tiny_model
 
 

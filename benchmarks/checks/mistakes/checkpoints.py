@@ -26,7 +26,7 @@ MISTAKES = [
     ),
     Mistake(
         "an export is not held against what its class reads",
-        "export/readback.py",
+        "export/plan.py",
         "    if unread:\n",
         "    if False:\n",
         ("tests/export/test_readback.py",),
@@ -124,7 +124,7 @@ MISTAKES = [
     ),
     Mistake(
         "a step that is pruned while it is read is taken for damaged",
-        "dcp_io/choice.py",
+        "dcp_io/checkpoint.py",
         "return folder != path and all_reduce_max(not folder.exists()) > 0",
         "return False",
         ("tests/dcp_io/test_pruned.py",),
@@ -159,7 +159,7 @@ MISTAKES = [
     ),
     Mistake(
         "two jobs save below one root",
-        "dcp_io/root.py",
+        "dcp_io/saving.py",
         "    in_use.take(root)\n",
         "",
         ("tests/dcp_io/test_in_use.py",),

@@ -80,7 +80,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a snapshot written before it has arrived",
-        "dcp_io/snapshot.py",
+        "dcp_io/saving.py",
         "                torch.accelerator.synchronize(device)",
         "                pass",
         ("tests/dcp_io/test_devices.py",),

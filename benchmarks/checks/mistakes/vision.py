@@ -26,7 +26,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "the card of a vision-language model names a sequence-to-sequence class",
-        "export/card.py",
+        "export/settings.py",
         "    if modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type) == architecture:\n",
         "    if False:\n",
         ("tests/export/test_card.py",),
