@@ -17,7 +17,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_sft.collate.tokens import tokenise
+from fsdp_sft.collate.encode import tokenise
 
 TEXTS = [
     "The answer is 42.  And   so on\n\n\n  indented\ttab \n",

@@ -19,7 +19,7 @@ MISTAKES = [
     ),
     Mistake(
         "an export points to code that is not there",
-        "export/carried.py",
+        "export/settings.py",
         "    return entry if repository else None",
         "    return entry",
         ("tests/export/test_carried.py",),

@@ -141,7 +141,7 @@ MISTAKES = [
     ),
     Mistake(
         "nulls of a JSON row are stripped",
-        "collate/nulls.py",
+        "collate/rows.py",
         "    if any(len({frozenset(item) for item in group}) > 1 for group in groups):",
         "    if False:",
         ("tests/collate/test_nulls.py",),
@@ -183,14 +183,14 @@ MISTAKES = [
     ),
     Mistake(
         "spaces that a token's offsets leave out are the next one's",
-        "collate/tokens.py",
+        "collate/encode.py",
         "if position < end and self.text[self._end(index - 1) : end].isspace():",
         "if False:",
         ("tests/collate/test_tokens.py",),
     ),
     Mistake(
         "a header that a token shares with the answer is not noted",
-        "collate/tokens.py",
+        "collate/encode.py",
         "return index < tokens.first_from(position) and not tokens.only_takes_in(index, position)",
         "return False",
         ("tests/collate/test_prompts.py::test_a_header_that_ends_with_a_space_is_noted",),

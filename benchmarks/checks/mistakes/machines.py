@@ -111,7 +111,7 @@ MISTAKES = [
     ),
     Mistake(
         "an interrupt prints nothing",
-        "check/watching.py",
+        "check/command.py",
         '                report("interrupted (SIGINT)")\n',
         "                pass\n",
         ("tests/check/test_command.py",),

@@ -12,7 +12,7 @@ MISTAKES = [
     ),
     Mistake(
         "the products of experts take no time",
-        "planner/cost.py",
+        "planner/ledger.py",
         'if packet.__name__ == "_grouped_mm":',
         'if packet.__name__ == "no_product":',
         ("tests/planner/test_speed.py::test_products_are_counted_as_torch_counts_them[mixtral-False]",),
@@ -40,7 +40,7 @@ MISTAKES = [
     ),
     Mistake(
         "the evenest parameter is named",
-        "planner/shards.py",
+        "planner/estimate.py",
         "worst = max(worst,",
         "worst = min(worst,",
         ("tests/planner/test_gpus.py::test_uneven_parameters_are_named",),
