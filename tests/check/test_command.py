@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fsdp_sft._ranks.words import ranks_named
 from fsdp_sft._tensors.disk import temporary_beside
-from fsdp_sft.check import watching
+from fsdp_sft.check import command
 from fsdp_sft.check.checks import variables as checks_variables
 from fsdp_sft.check.command import _asked
 from fsdp_sft.check.environment import minorities, place, shown
@@ -278,7 +278,7 @@ def _interrupted(seconds: float) -> list[str]:
         said.append(str(code))
         left.set()
 
-    with mock.patch.object(watching.os, "_exit", leave), watching.ended_with_words(said.append):
+    with mock.patch.object(command.os, "_exit", leave), command.ended_with_words(said.append):
         os.kill(os.getpid(), signal.SIGINT)
         left.wait(seconds)
     return said

@@ -13,7 +13,7 @@ from torch import nn
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
 from fsdp_sft._tensors import disk
-from fsdp_sft.dcp_io import root as root_module
+from fsdp_sft.dcp_io import saving
 from tests.harness.ranks import run_distributed
 
 
@@ -78,4 +78,4 @@ def test_renames_that_copy_are_said(tmp_path: Path) -> None:
 def test_an_ordinary_file_system_is_not_warned_about(tmp_path: Path) -> None:
     assert disk.renames_whole(tmp_path)
     assert not list(tmp_path.iterdir())
-    root_module._say_if_copied(tmp_path)
+    saving._say_if_copied(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fsdp_sft as fs
-from fsdp_sft.dcp_io import checkpoint, choice
+from fsdp_sft.dcp_io import checkpoint
 from tests.harness.ranks import run_distributed
 
 
@@ -34,10 +34,10 @@ def _advance(root: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        (choice, "open_folder"),
+        (checkpoint, "open_folder"),
         (checkpoint, "check_model"),
         (checkpoint, "read_train_state"),
-        (checkpoint, "read_model"),
+        (checkpoint, "read_tensors"),
     ],
     ids=["before it is opened", "before the check", "before its state", "before the tensors"],
 )
@@ -78,13 +78,13 @@ def test_damage_that_stays_is_damage(tmp_path: Path) -> None:
 
 def test_a_path_to_one_step_takes_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fs.save_checkpoint(tmp_path, 1, model=_model(1))
-    real = choice.open_folder
+    real = checkpoint.open_folder
 
     def pruned_first(*args: Any, **kwargs: Any) -> Any:
         _advance(tmp_path)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(choice, "open_folder", pruned_first)
+    monkeypatch.setattr(checkpoint, "open_folder", pruned_first)
     with pytest.raises(fs.CheckpointCorruptError, match="step-1"):
         fs.load_checkpoint(tmp_path / "step-1", model=_model(0))
 

@@ -1,6 +1,5 @@
 """Towers of vision-language models: found, frozen in 16 bits, and left out of what is counted and adapted."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -113,27 +112,6 @@ def test_adapters_are_not_put_into_them(given: Any) -> None:
     assert any("o_proj" in name for name in adapted) == (given != ["o_proj"])
     assert any("layers.1" in name for name in adapted) == (given != ".*layers.1.*")
     assert config.exclude_modules == (set(given) if isinstance(given, list) else given), "as it was"
-
-
-def test_images_for_a_frozen_tower_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny("gemma3")
-    image = model.config.image_token_id
-    with caplog.at_level(logging.INFO, logger="fsdp_sft"):
-        fs.freeze_towers(model)
-        assert "model.vision_tower and model.multi_modal_projector frozen" in caplog.text
-        ids = torch.full((1, 8), 7)
-        ids[0, 1:5] = image
-        labels = ids.masked_fill(ids == image, -100)
-        batch = {
-            "input_ids": ids,
-            "labels": labels,
-            "pixel_values": torch.randn(1, 3, 28, 28),
-            "token_type_ids": (ids == image).long(),
-        }
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        for _ in range(2):
-            fs.train_step(model, [batch], optimizer)
-    assert caplog.text.count("freeze_towers=False") == 1
 
 
 def test_it_comes_before_adapters() -> None:

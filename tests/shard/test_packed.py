@@ -158,7 +158,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recomputed": {"sac_ratio": 1},
     "kept gathered": {"reshard_after_forward": False},
     "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "shared experts": {"ep_size": 2},
+    "shared experts": {  # which have no adapters
+        "ep_size": 2,
+        "peft_config": peft.LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"),
+    },
 }
 
 
@@ -235,7 +238,7 @@ def test_fewer_experts_than_ranks_are_told(tmp_path: Path) -> None:
 def test_as_stored_by_ranks_that_share_experts(tmp_path: Path) -> None:
     for family in ("gpt-oss", "deepseek-v3"):
         published(tmp_path / family, family)
-        run_distributed(check_stored, 2, tmp_path / family, family, {}, {"ep_size": 2})
+        run_distributed(check_stored, 2, tmp_path / family, family, {}, OPTIONS["shared experts"])
 
 
 def _resume(folder: Path, kind: str, root: str, begin: bool) -> Any:

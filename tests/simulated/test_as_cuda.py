@@ -9,7 +9,7 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft._ranks import init as distributed
-from fsdp_sft.attention.varlen import attention, rows
+from fsdp_sft.attention.varlen import attention
 from tests.simulated.as_cuda import answering_for_cuda
 from tests.simulated.ranks import run_simulated
 
@@ -70,7 +70,7 @@ def _attention(device: str) -> list[torch.Tensor]:
         key = torch.arange(width, device=device)
         return ((row[query] == row[key]) & (key <= query) & (key > query - 5))[None, None]
 
-    found = rows.find_rows(mask, width, 0)
+    found = attention.find_rows(mask, width, 0)
     assert found is not None
     assert found.bounds == tuple(bounds.tolist())
     generator = torch.Generator().manual_seed(2)
@@ -89,7 +89,7 @@ def _attention_as_on_cuda() -> tuple[list[torch.Tensor], int]:
     calls = []
     kernel = attention.varlen_attn
     attention.varlen_attn = lambda *args, **kwargs: calls.append(1) or kernel(*args, **kwargs)
-    with answering_for_cuda(rows):
+    with answering_for_cuda(attention):
         return _attention("sim"), len(calls)
 
 

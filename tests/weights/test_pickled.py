@@ -218,7 +218,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (_sparse, "of its own|of meta tensor"),  # torch 2.15 refuses to load it without data
     (_complex, "complex128 in the checkpoint"),
     (_negated, "of its own"),
-    (_nested, "'state_dict' is dict, not a tensor"),
+    (_nested, "'state_dict' is OrderedDict, not a tensor"),
     (_a_list, "list, not a dictionary"),
 ]
 

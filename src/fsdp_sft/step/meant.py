@@ -63,7 +63,7 @@ def warn_of_what_may_be_meant(
             "your own leaves it, and this window's are added to it. If that is not meant, leave that "
             "backward to train_step, or call optimizer.zero_grad() before it"
         )
-    apart = [one for one in schedulers if _sets_other_rates(one)]
+    apart = [one for one in schedulers if getattr(one, "last_epoch", 0) and _sets_other_rates(one)]
     if apart and first_time(model, "other rates"):
         warn_caller(
             f"the learning rates are {[group['lr'] for group in apart[0].optimizer.param_groups]}, and "

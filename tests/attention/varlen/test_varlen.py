@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 import fsdp_sft as fs
-from fsdp_sft.attention.varlen import attention, rows as row_masks
+from fsdp_sft.attention.varlen import attention
 from tests.harness.architectures import class_names, tiny_architecture
 from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
@@ -66,7 +66,7 @@ def test_gradients_of_a_pack_are_the_sum_over_its_rows(
     assert float(packed_loss.detach()) == pytest.approx(loss, rel=1e-6)
     assert largest_error(actual, expected) < 1e-6
     assert len(masks[-3:]) == 3
-    assert all(isinstance(mask, row_masks.RowMask) for mask in masks[-3:])
+    assert all(isinstance(mask, attention.RowMask) for mask in masks[-3:])
     report = fs.verify_packing(model, max_length=100)
     assert report.error < 2e-6
 
@@ -88,7 +88,7 @@ def test_half_precision_is_as_near_to_float32_as_sdpa_is(dtype: torch.dtype) -> 
 def test_rows_are_those_of_the_mask_that_transformers_makes(
     window: int | None, slab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_masks, "_SLAB", slab)
+    monkeypatch.setattr(attention, "_SLAB", slab)
     model = tiny_model("gemma3", **({"sliding_window": window} if window else {}))
     config = model.config
     config._attn_implementation = "sdpa"
@@ -103,7 +103,7 @@ def test_rows_are_those_of_the_mask_that_transformers_makes(
         expected = make(**inputs)
         fs.use_varlen_attention(model)
         rows = make(**inputs)
-        assert isinstance(rows, row_masks.RowMask)
+        assert isinstance(rows, attention.RowMask)
         assert torch.equal(rows.dense(3, width), expected)
         assert torch.equal(rows[:, 0], expected[:, 0]), "DeepSeek V3.2 and others take a part of the mask"
         assert rows.shape == expected.shape
@@ -153,7 +153,7 @@ def test_padded_batches_and_generation_are_those_of_sdpa(family: str, masks: lis
     for a, b in zip(run(), expected, strict=True):
         assert torch.equal(a, b)
     assert masks
-    assert not any(isinstance(mask, row_masks.RowMask) for mask in masks)
+    assert not any(isinstance(mask, attention.RowMask) for mask in masks)
 
 
 def _embedding(model: Any) -> str:
@@ -280,7 +280,7 @@ def test_arguments_of_the_cuda_kernel(family: str, monkeypatch: pytest.MonkeyPat
         return reference_varlen_attn(*args, **kwargs)
 
     monkeypatch.setattr(attention, "varlen_attn", noting)
-    monkeypatch.setattr(row_masks, "_has_flash", lambda device: True)
+    monkeypatch.setattr(attention, "_has_flash", lambda device: True)
     model = tiny_model(family, attn_implementation="sdpa").to(torch.bfloat16)
     batch = packed(12, longest=40)
     loss, expected = gradients(model, batch)
@@ -305,7 +305,7 @@ def _window(model: Any) -> int:
 
 
 def test_what_sdpa_refuses_is_refused_before_the_kernel_ignores_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = row_masks.RowMask((0, 5, 12), torch.tensor([0, 5, 12], dtype=torch.int32), 7, 7, 12, True)
+    rows = attention.RowMask((0, 5, 12), torch.tensor([0, 5, 12], dtype=torch.int32), 7, 7, 12, True)
     inputs = torch.randn(3, 1, 4, 12, 16, dtype=torch.bfloat16)
     monkeypatch.setattr(attention, "varlen_attn", reference_varlen_attn)
     attention.attend_by_row(torch.nn.Module(), *inputs, rows)
@@ -318,13 +318,13 @@ def test_what_sdpa_refuses_is_refused_before_the_kernel_ignores_it(monkeypatch: 
 
 
 def test_values_shorter_than_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = row_masks.RowMask((0, 5, 12), torch.tensor([0, 5, 12], dtype=torch.int32), 7, 7, 12, True)
+    rows = attention.RowMask((0, 5, 12), torch.tensor([0, 5, 12], dtype=torch.int32), 7, 7, 12, True)
     query, key, value = (torch.randn(1, 4, 12, size, dtype=torch.bfloat16) for size in (16, 16, 8))
     module = torch.nn.Module()
     expected = attention.attend_by_row(module, query, key, value, rows.dense(1, 12))[0]
     monkeypatch.setattr(attention, "varlen_attn", reference_varlen_attn)
     with_kernel = attention.attend_by_row(module, query, key, value, rows)[0]
-    rows = row_masks.RowMask(rows.bounds, rows.offsets, 7, 7, 12, False)
+    rows = attention.RowMask(rows.bounds, rows.offsets, 7, 7, 12, False)
     row_by_row = attention.attend_by_row(module, query, key, value, rows)[0]
     for actual in (with_kernel, row_by_row):
         assert actual.shape == (1, 12, 4, 8)
@@ -436,7 +436,7 @@ def test_every_architecture_gives_what_it_gives_with_sdpa_or_is_refused(masks: l
                 continue
             masks.clear()
             actual = model(**inputs).logits
-        by_row = any(isinstance(mask, row_masks.RowMask) for mask in masks)
+        by_row = any(isinstance(mask, attention.RowMask) for mask in masks)
         counts["by row" if by_row else "as before"] += 1
         error = float((actual - expected).norm() / expected.norm())
         assert error < 1e-5, f"{name}: {error:.1e}"
