@@ -145,8 +145,9 @@ def train_step(
         BatchError: If labels show a recognised mistake, or ranks differ in the number of micro-batches, the
             keys of a micro-batch or the options of this call, or if a batch has an id or a label that the
             model has no row for.
-        UnsupportedModelError: If adapters are merged into the model, if torch would divide the gradients of
-            experts twice, or if ranks that compute the same rows (tensor parallelism) would draw different
+        UnsupportedModelError: If adapters are merged into the model, if ``set_gradient_divide_factor`` was
+            called with another number than that of the ranks, if torch would divide the gradients of experts
+            twice, or if ranks that compute the same rows (tensor parallelism) would draw different
             random numbers.
         ValueError: If a rank's batches cannot be used (all ranks raise it, before the forward), or if
             an option of the loss here (``loss_impl``, ``router_loss``, ``z_loss`` and the like) is given
