@@ -7,6 +7,34 @@ CHANGES = ("tests/test_changes.py",)
 
 MISTAKES: list[Mistake] = [
     Mistake(
+        "parameters that stay gathered after a backward have no norm",
+        "step/gradients.py",
+        "    reshard(model)  # parameters that stay gathered",
+        "    pass  # parameters that stay gathered",
+        ("tests/step/test_fsdp2_methods.py",),
+    ),
+    Mistake(
+        "an evaluation computes with what was gathered before the update",
+        "step/evaluation.py",
+        "    reshard(model)  # a forward before",
+        "    pass  # a forward before",
+        ("tests/step/test_fsdp2_methods.py",),
+    ),
+    Mistake(
+        "gradients may be divided by any number",
+        "_model/sharded.py",
+        "    if others:\n",
+        "    if False:\n",
+        ("tests/step/test_fsdp2_methods.py",),
+    ),
+    Mistake(
+        "a schedule at other rates than its optimizer is not said",
+        "step/meant.py",
+        " and _sets_other_rates(one)]",
+        " and False]",
+        ("tests/test_mistakes.py",),
+    ),
+    Mistake(
         "adapters that are merged are trained or saved once more",
         "_model/adapters.py",
         "    if merged:\n        raise UnsupportedModelError(",
