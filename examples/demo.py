@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 import fsdp_sft as fs
 
 HERE = Path(__file__).parent
-KILL_AFTER = 120  # steps, of which 100 are saved
+KILL_AFTER = 70  # steps, of which 50 are saved
 PLAN = ["plan", "--model", "examples/data/qwen2.5-7b", "--gpus", "8", "--gpu", "h100"]
 PLAN += ["--seq", "4096", "--global-batch", "64"]
 
