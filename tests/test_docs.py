@@ -78,6 +78,8 @@ def _is_migration(page: Path) -> bool:
 
 def _setup(page: Path) -> str:
     setup = SETUP.format(examples=str(EXAMPLES))
+    if page.name == "what-went.md":
+        return setup
     if _is_migration(page):
         return setup + MIGRATION_SETUP
     if page == ROOT / "README.md":

@@ -102,7 +102,7 @@ def test_dtypes_by_their_names(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"such as torch\.bfloat16, got 'half a byte'"):
         fs.export_hf(model, tmp_path / "out", dtype="half a byte")
     with pytest.raises(ValueError, match=r"got torch\.int8"):
-        fs.prepare_base(tmp_path, tmp_path / "p", mesh=None, master_dtype=torch.int8)
+        fs.load_pretrained(tmp_path, mesh=None, master_dtype=torch.int8)
 
 
 def test_adapters_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -334,7 +334,7 @@ def test_model_first_the_rest_by_keyword() -> None:
         "model_flops_per_token",
         "load_weights",
     }
-    two |= {"prepare_base", "add_adapters", "export_adapter", "token_losses"}
+    two |= {"add_adapters", "export_adapter", "token_losses"}
     three = {"train_step", "save_optimizer_state", "load_optimizer_state"}
     three |= {"render_labels", "render_labels_html"}
     three |= {"linear_cross_entropy_sum", "distillation_loss"}

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.speed.checkpoint --out RESULTS.md
 
-``--only save load export async memory prepared`` picks parts. Everything is on the CPU, with a warm cache.
+``--only save load export async memory`` picks parts. Everything is on the CPU, with a warm cache.
 Ways are timed in turn, the slowest rank counts, and the median over rounds is printed, with the median (and
 quartiles) of the ratio within a round. ``raw`` writes the same bytes from the same memory with the same
 writers and fsyncs them, or reads the same files into warm memory and hashes them, one piece after the other.
@@ -316,50 +316,12 @@ def _note_growth(measured: dict[str, int], name: str, action: Callable[[], Any])
     measured[name] = max(all_gather_objects(memory.grown))
 
 
-def prepared(args: argparse.Namespace, root: Path) -> str:
-    from transformers import LlamaForCausalLM
-
-    mesh = fs.build_mesh(device_type="cpu")
-    if is_main():
-        torch.manual_seed(0)
-        LlamaForCausalLM(config(args.layers, args.hidden)).bfloat16().save_pretrained(root / "base")
-    dist.barrier()
-    prepare_seconds = timed(lambda: fs.prepare_base(root / "base", root / "cache", mesh=mesh))
-    path = fs.prepare_base(root / "base", root / "cache", mesh=mesh)
-    again = timed(lambda: fs.prepare_base(root / "base", root / "cache", mesh=mesh))
-    models: dict[str, Any] = {}
-    ways: Ways = {
-        "load_pretrained": lambda: models.update(a=fs.load_pretrained(root / "base", mesh=mesh)),
-        "load_prepared": lambda: models.update(b=fs.load_prepared(path, mesh=mesh)),
-        "load_prepared(verify=False)": lambda: models.update(
-            c=fs.load_prepared(path, mesh=mesh, verify=False)
-        ),
-    }
-    seconds = alternate(ways, args.rounds, between=models.clear)
-    for way in ways.values():
-        way()
-    states = [
-        {name: t.to_local() if hasattr(t, "to_local") else t for name, t in m.state_dict().items()}
-        for m in models.values()
-    ]
-    equal = all(torch.equal(s[name], t) for s in states[1:] for name, t in states[0].items())
-    total = sum(parameter.numel() * 4 for parameter in models["a"].parameters())
-    note = (
-        f"A bfloat16 checkpoint into {total / 1e6:.0f} MB of float32 shards. Preparing took "
-        f"{prepare_seconds:.2f} s, finding it there {again:.2f} s. The three models are "
-        f"{'bitwise equal' if equal else 'NOT EQUAL'}."
-    )
-    head = ["way", "seconds", "MB/s", "speed relative to load_pretrained", "quartiles"]
-    return section("A prepared base model", note, head, lines(seconds, total, "load_pretrained"))
-
-
 PARTS = {
     "save": save,
     "load": load,
     "export": export,
     "async": asynchronous,
     "memory": memory,
-    "prepared": prepared,
 }
 
 

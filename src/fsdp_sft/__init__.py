@@ -18,8 +18,6 @@ Model
     describe_sharding       table of what each group holds
     compile_blocks          ``torch.compile`` of each block
     add_adapters            LoRA, by peft
-    prepare_base            base model converted once
-    load_prepared           that model, read in place
     prepare_experts         an exact way to compute a mixture's experts
     use_varlen_attention    attention of packs without work between rows
     use_context_parallel    ranks that share the tokens of a row

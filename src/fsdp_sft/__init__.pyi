@@ -140,7 +140,6 @@ from fsdp_sft.weights import (
     build_meta_model as build_meta_model,
     load_weights as load_weights,
 )
-from fsdp_sft.weights.prepare import load_prepared as load_prepared, prepare_base as prepare_base
 from fsdp_sft.weights.pretrained import load_pretrained as load_pretrained
 
 __version__: str

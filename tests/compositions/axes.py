@@ -15,7 +15,7 @@ AXES: dict[str, tuple[str, ...]] = {
         *("convolution", "float32 modules", "vision and text", "encoder-decoder", "classifier"),
         "not of transformers",
     ),
-    "start": ("materialised", "load_pretrained", "load_prepared", "meta"),
+    "start": ("materialised", "load_pretrained", "meta"),
     "stored": ("float32", "bfloat16", "both names of a tie", "fp8"),
     "mesh": (
         *("single", "1", "fsdp 2", "fsdp 3", "hsdp 2x2", "replicas 2", "torch DDP 2", "cp 2"),
@@ -117,17 +117,15 @@ def settled(draw: Draw) -> dict[str, str]:
     if own["adapters"] == "two adapters":  # peft takes the second where the first is
         own["start"] = "materialised"
         plainest("stored", "vocabulary")
-    if own["adapters"] == "none" or own["start"] in ("load_pretrained", "load_prepared"):
+    if own["adapters"] == "none" or own["start"] == "load_pretrained":
         plainest("adapted by")
     names_it = own["architecture"] in TRANSFORMERS_CAUSAL - {"learned positions"}
     if own["adapters"] == "none" or own["start"] == "materialised" or not names_it:
         plainest("frozen")
-    if own["frozen"] == "stored" and own["start"] == "load_prepared":  # which has what was computed
-        plainest("frozen")
     if own["frozen"] != "in its dtype":  # which holds what the packed bytes do
         own["stored"] = "fp8" if own["frozen"] == "stored" else "float32"
     of_experts = own["architecture"] in ("moe", "moe with router loss")
-    loaded = own["start"] in ("load_pretrained", "load_prepared")
+    loaded = own["start"] == "load_pretrained"
     adapted = own["adapters"] != "none"  # all layers are, experts too, which ranks then cannot share out
     if not of_experts or not loaded or adapted or not has_native_sharding():
         plainest("expert ranks")

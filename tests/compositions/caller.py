@@ -252,7 +252,7 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
     # One half with the lengths left open from the start, which spares half of the compiling.
     manner: dict[str, Any] = {"fullgraph": True, "dynamic": True} if draw["compile"] == "fullgraph" else {}
     config = options.adapter_config(draw)
-    if draw["start"] in ("load_pretrained", "load_prepared"):
+    if draw["start"] == "load_pretrained":
         common: dict[str, Any] = {"mesh": mesh, "sac_ratio": ratio, **_sharding(draw)}
         common["compile"] = draw["compile"] != "no"
         shards = mesh["dp_shard"].size() if "dp_shard" in (mesh.mesh_dim_names or ()) else 1
@@ -263,11 +263,9 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
             common |= {"peft_config": config, "adapter_seed": seed}
         if draw["vocabulary"] == "grown":
             common["new_vocab_size"] = _grown_size()
-        load: Any = fs.load_pretrained
-        if draw["start"] == "load_prepared":
-            load, source = fs.load_prepared, fs.prepare_base(source, folder / "prepared", mesh=mesh)
-        if common.keys() <= inspect.signature(load).parameters.keys() and keeps is None and not offload:
-            return load(source, **common)
+        known = inspect.signature(fs.load_pretrained).parameters.keys()
+        if common.keys() <= known and keeps is None and not offload:
+            return fs.load_pretrained(source, **common)
         return composed(source, **common, sac={"save": keeps, "offload": offload})
     model: Any
     if draw["start"] == "meta":

@@ -18,7 +18,7 @@ EQUAL: list[dict[str, str]] = [
     },
     {
         "architecture": "tied",
-        "start": "load_prepared",
+        "start": "load_pretrained",
         "stored": "both names of a tie",
         "mesh": "fsdp 3",
         "precision": "float16 with scaler",
@@ -190,7 +190,7 @@ EQUAL: list[dict[str, str]] = [
     },
     {
         "architecture": "moe",
-        "start": "load_prepared",
+        "start": "load_pretrained",
         "stored": "bfloat16",
         "expert ranks": "2",
         "experts": "one by one",

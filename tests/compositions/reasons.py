@@ -44,7 +44,7 @@ REASONS: tuple[Reason, ...] = (
         lambda draw: _is(
             draw,
             adapters=("dora", "lora and tokens"),
-            start=("meta", "load_pretrained", "load_prepared"),
+            start=("meta", "load_pretrained"),
         ),
         ("adapters", "start"),
         "load the base model with `from_pretrained`, put the adapters in, and shard it",

@@ -113,10 +113,6 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "shard_model": lambda: fs.shard_model(kept["meta"], mesh=kept["mesh"]),
         "load_weights": lambda: fs.load_weights(kept["meta"], base, missing="initialise"),
         "load_pretrained": loaded,
-        "prepare_base": lambda: keep(
-            "path", fs.prepare_base(base, root / "cache", mesh=kept["mesh"], missing="initialise")
-        ),
-        "load_prepared": lambda: fs.load_prepared(kept["path"], mesh=kept["mesh"], new_vocab_size=120),
         "add_adapters": adapted,
         "describe_sharding": lambda: fs.describe_sharding(kept["model"]),
         "encode_chat": lambda: keep("chat", fs.encode_chat(talk[0], tokenizer)),

@@ -144,27 +144,6 @@ MISTAKES: list[Mistake] = [
         ("tests/quantised/test_folders.py",),
     ),
     Mistake(
-        "a prepared base of another dtype is of another model",
-        "weights/prepared.py",
-        "if trained and base.dtype not in trained:",
-        "if False:",
-        ("tests/weights/test_prepared.py",),
-    ),
-    Mistake(
-        "a prepared base is called by its folder",
-        "weights/meta.py",
-        "name, called = str(prepared.settings), prepared.name",
-        "name = str(prepared.settings)",
-        ("tests/weights/test_prepared.py",),
-    ),
-    Mistake(
-        "a prepared base outlives an upgrade",
-        "weights/digest.py",
-        "    described += [torch.__version__, transformers.__version__]\n",
-        "",
-        ("tests/weights/test_prepared.py",),
-    ),
-    Mistake(
         "another class than the one asked for",
         "weights/meta.py",
         'wanted = overrides.get("architectures", config.architectures)',

@@ -48,7 +48,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "towers are frozen and not said to be",
         "weights/pretrained.py",
-        "towers = [] if towers_too else freeze_towers(model)",
+        "towers = freeze_towers_of(model) if freeze_towers else []",
         "towers: list[str] = []",
         ("tests/model/test_towers.py",),
     ),

@@ -52,7 +52,7 @@ class Reading:
     """Options for reading a plan.
 
     Attributes:
-        strategy: ``"slice"``, ``"exchange"``, or ``"prepared"``, which reads as ``"slice"`` does.
+        strategy: ``"slice"`` or ``"exchange"``.
         host_budget_bytes: Bytes that all read buffers together may take.
         workers: Number of threads that read.
         check_finite: Whether NaN and infinity are errors.

@@ -21,8 +21,6 @@ from fsdp_sft.weights.fill import Reading, fill
 from fsdp_sft.weights.finish import make_ties
 from fsdp_sft.weights.hub import resolve_folder
 from fsdp_sft.weights.plan import LoadPlan, make_plan
-from fsdp_sft.weights.prepared import load_prepared_base, open_prepared
-from fsdp_sft.weights.prepared_note import prepared_at
 from fsdp_sft.weights.report import LoadReport
 from fsdp_sft.weights.resolve import open_checkpoint
 
@@ -55,8 +53,7 @@ def load_weights(
     Args:
         model: Model from ``build_meta_model``, usually after ``shard_model``; on the meta device or not. With
             adapters, its base model is loaded, and ``modules_to_save`` are copied from it.
-        name_or_path: A folder, or a Hub id. For a folder from ``prepare_base``, checksums are compared, and
-            the model must have the dtype in which it was prepared.
+        name_or_path: A folder, or a Hub id.
         revision: Branch, tag or commit of a Hub id.
         variant: Variant of the weight files, such as ``"fp16"`` for ``model.fp16.safetensors``.
         strategy: ``"slice"``: every rank reads its own shards. ``"exchange"``: one of several replicas reads
@@ -105,13 +102,6 @@ def load_weights(
     folder = resolve_folder(name_or_path, revision=revision, variant=variant, allow_pickle=allow_pickle)
     with agreed("planning the load"):
         refuse_initialised_from_base(model)
-        prepared = prepared_at(folder)
-        if prepared is not None and variant is not None:
-            raise CheckpointFormatError(f"{folder} is a prepared base, which has no variant={variant!r}")
-    if prepared is not None:
-        manifest = open_prepared(prepared, verify=True)
-        return load_prepared_base(model, prepared, manifest, check_finite=check_finite, started=started)
-    with agreed("planning the load"):
         with without_adapters(model) as base:
             make_ties(base)
             checkpoint = open_checkpoint(folder, variant, allow_pickle=allow_pickle)

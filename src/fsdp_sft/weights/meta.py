@@ -33,7 +33,6 @@ from fsdp_sft._tensors.boxes import Box, whole
 from fsdp_sft._tensors.reader import read_jobs
 from fsdp_sft._tensors.safetensors import bytes_of
 from fsdp_sft.errors import CheckpointFormatError, FsdpSftError
-from fsdp_sft.weights.prepared_note import prepared_at
 from fsdp_sft.weights.resolve import open_checkpoint, told_of_adapter
 from fsdp_sft.weights.vocabulary import build_with_vocabulary, check_vocab_size
 
@@ -69,7 +68,7 @@ def build_meta_model(
     ``dtype`` is a 16-bit one.
 
     Args:
-        name_or_path: A folder with a ``config.json``, one that ``prepare_base`` returned, or a Hub id.
+        name_or_path: A folder with a ``config.json``, or a Hub id.
         revision: Branch, tag or commit of a Hub id.
         dtype: Dtype of the parameters, in which buffers that are computed from the config are computed too.
         attn_implementation: Attention implementation, such as ``"sdpa"`` or ``"flash_attention_2"``; None is
@@ -128,15 +127,11 @@ def meta_model(
 ) -> "PreTrainedModel":
     """``build_meta_model`` with the fields of the config in a mapping, so that they can have any name.
 
-    The model's ``name_or_path`` becomes ``called``, or the argument if that is None; for a prepared base it
-    is what was prepared.
+    The model's ``name_or_path`` becomes ``called``, or the argument if that is None.
     """
     check_dtypes(dtype=dtype)
     name = os.path.expanduser(name_or_path)
     called = name if called is None else os.path.expanduser(called)
-    prepared = prepared_at(Path(name))
-    if prepared is not None:
-        name, called = str(prepared.settings), prepared.name
     cls, config, quantised = _class_and_config(
         name, revision, attn_implementation, trust_remote_code, config_overrides or {}
     )

@@ -1,14 +1,13 @@
 """One call from a checkpoint to a sharded, loaded model in train() mode."""
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_sft._model.adapters import add_adapters
-from fsdp_sft._model.towers import freeze_towers
+from fsdp_sft._model.towers import freeze_towers as freeze_towers_of
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed
@@ -94,78 +93,36 @@ def load_pretrained(
     check_dtypes(master_dtype=master_dtype)
     packed_or_dtype(frozen_dtype)
     folder = resolve_folder(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
-    model = sharded_model(
-        folder,
-        called=name_or_path,
-        mesh=mesh,
-        master_dtype=master_dtype,
-        frozen_dtype=frozen_dtype,
-        mp_policy=mp_policy,
-        sac_ratio=sac_ratio,
-        compile=compile,
-        peft_config=peft_config,
-        new_vocab_size=new_vocab_size,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-        reshard_after_forward=reshard_after_forward,
-        towers_too=not freeze_towers,
-    )
-    model.load_report = load_weights(model, folder)
-    return model.train()  # type: ignore[no-any-return]
-
-
-def sharded_model(
-    folder: Path,
-    *,
-    called: str | os.PathLike[str] | None = None,
-    mesh: "DeviceMesh",
-    master_dtype: torch.dtype,
-    frozen_dtype: torch.dtype | str | None,
-    mp_policy: MixedPrecisionPolicy | None,
-    sac_ratio: Ratio,
-    compile: bool,  # noqa: A002
-    peft_config: "PeftConfig | None",
-    new_vocab_size: int | None,
-    attn_implementation: str | None,
-    trust_remote_code: bool,
-    reshard_after_forward: bool | int,
-    towers_too: bool,
-) -> Any:
-    """A folder's model, sharded and on the meta device, for the keywords of ``load_pretrained``.
-
-    ``called`` is the name that the model keeps of its source; see ``meta_model``. ``towers_too`` is whether
-    towers are trained as well.
-
-    Collective: all ranks.
-    """
     with agreed("building the model"):
         model: Any = meta_model(
             folder,
-            called=called,
+            called=name_or_path,
             dtype=master_dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             new_vocab_size=new_vocab_size,
         )
-        towers = [] if towers_too else freeze_towers(model)
+        towers = freeze_towers_of(model) if freeze_towers else []
         if peft_config is not None:
             model = add_adapters(model, peft_config)
         if sac_ratio:
             apply_sac(model, sac_ratio)
         if compile:
             compile_blocks(model)
+    is_frozen = bool(towers) or peft_config is not None
     shard_model(
         model,
         mesh=mesh,
         master_dtype=master_dtype,
-        frozen_dtype=frozen_dtype_of(frozen_dtype, bool(towers) or peft_config is not None, mp_policy),
+        frozen_dtype=_frozen_dtype(frozen_dtype, is_frozen, mp_policy),
         mp_policy=mp_policy,
         reshard_after_forward=reshard_after_forward,
     )
-    return model
+    model.load_report = load_weights(model, folder)
+    return model.train()  # type: ignore[no-any-return]
 
 
-def frozen_dtype_of(
+def _frozen_dtype(
     frozen_dtype: torch.dtype | str | None, is_frozen: bool, mp_policy: MixedPrecisionPolicy | None
 ) -> torch.dtype | str | None:
     """The dtype in which frozen shards are stored: if some were frozen, the compute dtype by default."""

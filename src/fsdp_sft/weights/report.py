@@ -16,14 +16,14 @@ class LoadReport:
     Attributes:
         bytes_read: Tensor bytes that this rank has read.
         job_bytes_read: Tensor bytes that all ranks together have read.
-        checkpoint_bytes: Bytes of all tensors in the checkpoint; for a prepared base, of its shard files.
+        checkpoint_bytes: Bytes of all tensors in the checkpoint.
         seconds: Duration of the whole call, on this rank.
         loaded: Names of the parameters and buffers that were filled from the checkpoint.
         missing: Names that the checkpoint has no values for, though the model's class expects them.
         unexpected: Names in the checkpoint that the model has no place for.
         initialised: Names that the model's own initialisation filled: the missing ones, and those that its
             class allows to be missing.
-        strategy: Strategy that was used: ``"slice"``, ``"exchange"``, or ``"prepared"`` for a prepared base.
+        strategy: Strategy that was used: ``"slice"`` or ``"exchange"``.
         reason: Reason for that strategy, in words.
         class_bytes: Bytes of the checkpoint by how they become parameters: ``"identity"`` (a stored tensor as
             it is), ``"separable"`` (whole tensors side by side), ``"region"`` (parts of tensors) and
