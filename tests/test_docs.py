@@ -78,13 +78,11 @@ def _is_migration(page: Path) -> bool:
 
 def _setup(page: Path) -> str:
     setup = SETUP.format(examples=str(EXAMPLES))
-    if page.name == "what-went.md":
-        return setup
     if _is_migration(page):
         return setup + MIGRATION_SETUP
     if page == ROOT / "README.md":
         return setup + STEP_SETUP
-    return setup + LOOP_SETUP if _has_the_loop(page) else ""
+    return setup + LOOP_SETUP if _has_the_loop(page) else setup * (page.name == "what-went.md")
 
 
 def _has_the_loop(page: Path) -> bool:
