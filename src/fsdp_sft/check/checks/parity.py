@@ -21,6 +21,7 @@ from fsdp_sft.check.training import (
     sharded_model,
 )
 from fsdp_sft.dcp_io import load_checkpoint, save_checkpoint
+from fsdp_sft.loss import prepare_loss
 from fsdp_sft.step import train_step
 
 _ROWS, _LENGTH = 2, 32
@@ -120,7 +121,9 @@ def _trained(cluster: Cluster, source: Path, batch: dict[str, torch.Tensor], dty
     model = sharded_model(cluster, source, dtype)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=_RATE)
-    options: Any = {"max_grad_norm": _MAX_NORM, "router_loss": _router(model), "check_labels": False}
+    options: Any = {"max_grad_norm": _MAX_NORM, "check": False}
+    if _has_router(model):  # so that both sides have the cross entropy alone
+        prepare_loss(model, router_loss="off")
     is_wide = dtype == torch.float32
     before = full_parameters(model) if is_wide else {}
     first = train_step(model, [batch], optimizer, **options)
@@ -134,11 +137,10 @@ def _trained(cluster: Cluster, source: Path, batch: dict[str, torch.Tensor], dty
     return _Trained(steps, before, full_parameters(model) if is_wide else {})
 
 
-def _router(model: Any) -> str | None:
-    """``"off"`` for a mixture, so that both sides have the cross entropy alone; None for other models."""
+def _has_router(model: Any) -> bool:
+    """Whether a model is a mixture whose router may have a loss."""
     text = model.config.get_text_config(decoder=True)
-    has_loss = any(getattr(text, name, None) for name in ("router_aux_loss_coef", "output_router_logits"))
-    return "off" if has_loss else None
+    return any(getattr(text, name, None) for name in ("router_aux_loss_coef", "output_router_logits"))
 
 
 def _plain(
