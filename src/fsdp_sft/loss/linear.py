@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fsdp_sft.loss.counting import Targets, facts_of
@@ -469,8 +468,8 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         return total.to(wide_dtype(hidden))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _refuse_second_derivative()
         if ctx.gradients is None:
             raise RuntimeError(
                 "linear_cross_entropy_sum: a second backward through the same loss; the first gave its "
@@ -479,6 +478,14 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         # They leave ``ctx``, so that each is freed as soon as it has been rounded to its input's dtype.
         gradients, ctx.gradients = ctx.gradients, None
         return (*gradients.scaled(grad_output * ctx.factor, ctx.dtype), *(None,) * 5)
+
+
+def _refuse_second_derivative() -> None:
+    """Raise in a backward that is to be derived itself: the kept gradients would count as constants."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a loss without logits has no derivative of its gradient (create_graph=True): use impl='logits'"
+        )
 
 
 def _gain(
@@ -494,7 +501,7 @@ def _gain(
     most = 1 + 128 * terms.z_loss
     if weights is None:
         return gain / most
-    return gain / (weights[targets].float().amax().clamp_min(1) * most)
+    return gain / (weights[targets].float().abs().amax().clamp_min(1) * most)
 
 
 def linear_token_losses(
@@ -584,8 +591,8 @@ class _LinearTokenLosses(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _refuse_second_derivative()
         none = (None,) * 4
         grad_output = grad_output.flatten(1)
         scale = ctx.options[1]

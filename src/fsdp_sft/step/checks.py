@@ -107,10 +107,8 @@ def refuse_untrainable(
         _refuse_alone(model)
     if mesh is None or mesh.size() == 1 or copies_of_rows(mesh) > 1:
         return
-    whole = [f"a tensor {tuple(p.shape)} of the optimizer alone" for p in stepped if p not in names]
-    if replicated_by(model) is None:
-        whole += [n for p, n in names.items() if p.requires_grad and not isinstance(p, DTensor)]
-    if whole:
+    whole = [n for p, n in names.items() if p.requires_grad and not isinstance(p, DTensor)]
+    if whole and replicated_by(model) is None:
         raise UnsupportedModelError(
             f"{len(whole)} trained parameters are not sharded ({abridged(whole)}): no reduction over the "
             "ranks reaches them, and each rank would train its own. Add them before shard_model (adapters by "
@@ -118,6 +116,23 @@ def refuse_untrainable(
         )
     refuse_own_divisor(model, mesh)
     refuse_hooks(names, are_shards=True)
+
+
+def refuse_beside(
+    names: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer], mesh: "DeviceMesh | None"
+) -> None:
+    """Refuse to step tensors that have got a gradient and are no parameters of the model.
+
+    Raises:
+        OptimizerError: If an optimizer holds one.
+    """
+    beside = [p for p in stepped_by(*optimizers) if p.grad is not None and p not in names]
+    if beside and mesh is not None and mesh.size() > 1 and copies_of_rows(mesh) == 1:
+        raise OptimizerError(
+            f"the optimizer steps {len(beside)} tensors (the first of shape {tuple(beside[0].shape)}) that "
+            "are none of the model's parameters: no reduction over the ranks reaches them, and each rank "
+            "would train its own. Register them in the model before it is sharded"
+        )
 
 
 def _refuse_alone(model: nn.Module) -> None:

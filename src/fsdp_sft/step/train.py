@@ -28,6 +28,7 @@ from fsdp_sft.step.checks import (
     done_with,
     first_time,
     look_at_labels,
+    refuse_beside,
     refuse_untrainable,
 )
 from fsdp_sft.step.gradients import SyncMode, checked_norm, clip_gradients, gradient_sync
@@ -182,7 +183,8 @@ def train_step(
         return _without_step(model, window)
     if check and any(may_be_packs(one.keys) for one in window.micro_batches):
         verify_at_first_use(model, window.seen, mesh, own_loss=objective.is_own)
-    step = _queued(model, window, objective, mesh, optimizers, scaler, max_grad_norm, grad_sync)
+    trained = names if check else None
+    step = _queued(model, window, objective, mesh, trained, optimizers, scaler, max_grad_norm, grad_sync)
     result = step.result()
     for one in schedulers if not result.skipped else ():
         one.step()
@@ -208,6 +210,7 @@ def _queued(
     window: Window,
     objective: Objective,
     mesh: "DeviceMesh | None",
+    names: dict[nn.Parameter, str] | None,
     optimizers: list[torch.optim.Optimizer],
     scaler: torch.amp.GradScaler | None,
     max_grad_norm: float | None,
@@ -220,6 +223,8 @@ def _queued(
             counter.start()
         forget_held_back(model)
         loss, router_loss, metrics = _forward_and_backward(model, window, objective, mesh, scaler, grad_sync)
+        if names is not None:
+            refuse_beside(names, optimizers, mesh)
         with part("clip_gradients"):
             infs = unscale(optimizers, scaler)
             norm = clip_gradients(model, max_grad_norm)

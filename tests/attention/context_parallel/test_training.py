@@ -385,9 +385,11 @@ def _check_features(folder: str, feature: str) -> None:
     fs.use_context_parallel(model, mesh=mesh)
     if feature in ("last", "reduce_scatter"):
         step["grad_sync"] = feature
-    step |= {"smoothing": {"label_smoothing": 0.1, "z_loss": 1e-3}, "logits": {"loss_impl": "logits"}}.get(
-        feature, {}
-    )
+    terms = {"label_smoothing": 0.1, "z_loss": 1e-3} if feature == "smoothing" else {}
+    if terms:
+        step["loss_fn"] = lambda model, batch: fs.loss_sum(model, batch, **terms)[0]
+    if feature == "logits":
+        fs.prepare_loss(model, impl="logits")
     trained = [p for p in model.parameters() if p.requires_grad]
     plain = _adamw([p for p in oracle.parameters() if p.requires_grad])
     optimizers: Any = _adamw(trained)
@@ -402,9 +404,7 @@ def _check_features(folder: str, feature: str) -> None:
             dist.broadcast(factors[0], 0), dist.broadcast(factors[1], 0)
             window = [{**batch, "loss_weights": f} for batch, f in zip(window, factors, strict=True)]
         result = fs.train_step(model, window, optimizers, **step)
-        loss = _written_out(
-            oracle, window, **{k: v for k, v in step.items() if k in ("label_smoothing", "z_loss")}
-        )
+        loss = _written_out(oracle, window, **terms)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
         plain.step()
