@@ -219,8 +219,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a loss that cannot be compared is taken for the cross entropy",
         "loss/router.py",
-        "        reason = (\n            f\"it cannot be compared",
-        "        reason = \"\" and (\n            f\"it cannot be compared",
+        '        reason = (\n            f"it cannot be compared',
+        '        reason = "" and (\n            f"it cannot be compared',
         ("tests/loss/test_own.py",),
     ),
     Mistake(

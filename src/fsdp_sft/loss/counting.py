@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from fsdp_sft._process.streams import travelling
 from fsdp_sft._ranks.agree import all_reduce_sum, world_size
-from fsdp_sft._ranks.mesh import cp_size, mesh_of_job, sum_over_mesh
+from fsdp_sft._ranks.mesh import mesh_of_job, sum_over_mesh
 from fsdp_sft.attention.context_parallel import sequence_group_in
 from fsdp_sft.collate import filler_of
 from fsdp_sft.errors import BatchError
@@ -33,26 +33,21 @@ class TargetCount(int):
     Attributes:
         num_tokens: Number of tokens of the window, without padding; 0 if unknown.
         weight: Sum of the targets' ``loss_weights``; without weights the number of targets.
-        cp: Number of ranks that share each row; None for a count over the caller's process group.
     """
 
     num_tokens: int
     weight: float
-    cp: int | None
 
-    def __new__(
-        cls, targets: int, num_tokens: int, weight: float | None = None, cp: int | None = None
-    ) -> Self:
+    def __new__(cls, targets: int, num_tokens: int, weight: float | None = None) -> Self:
         """The integer ``targets`` with the other arguments as attributes."""
         self = super().__new__(cls, targets)
         self.num_tokens = num_tokens
         self.weight = float(targets if weight is None else weight)
-        self.cp = cp
         return self
 
-    def __getnewargs__(self) -> tuple[int, int, float, int | None]:  # type: ignore[override]
+    def __getnewargs__(self) -> tuple[int, int, float]:  # type: ignore[override]
         """Arguments of the copy that pickle makes."""
-        return int(self), self.num_tokens, self.weight, self.cp
+        return int(self), self.num_tokens, self.weight
 
 
 @dataclass(frozen=True)
@@ -151,7 +146,7 @@ def count_targets(
         total = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(total, group=group)
         targets, tokens, weight = total.tolist()
-    return TargetCount(int(targets), int(tokens), weight, cp_size(mesh) if group is None else None)
+    return TargetCount(int(targets), int(tokens), weight)
 
 
 def num_tokens(batch: Any, needs_ids: bool = True) -> int:

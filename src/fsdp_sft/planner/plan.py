@@ -229,14 +229,13 @@ def _code(plan: RunPlan, model: str) -> Iterator[str]:
         yield "fs.use_context_parallel(model, mesh=mesh)"
     if setup.experts_impl != "grouped_mm":
         yield f"fs.prepare_experts(model, impl={setup.experts_impl!r})"
-    if setup.loss_impl != "chunked":
-        yield f"fs.prepare_loss(model, impl={setup.loss_impl!r})"
+    yield from ["fs.prepare_loss(model, impl='logits')"] * (setup.loss_impl == "logits")
     yield f"optimizer = {_OPTIMIZERS[setup.optimizer]}"
     sampler = "sampler=fs.ResumableSampler(rows)"
     yield f"loader = DataLoader(rows, {plan.micro_batch_size}, {sampler}, collate_fn=...)"
     yield f"for window in fs.windows(loader, grad_accum_steps={plan.grad_accum_steps}):"
-    step = _arguments({"grad_sync": (plan.grad_sync, "each")})
-    yield f"    fs.train_step(model, window, optimizer{', ' if step else ''}{step})"
+    deferred = "" if plan.grad_sync == "each" else f", grad_sync={plan.grad_sync!r}"
+    yield f"    fs.train_step(model, window, optimizer{deferred})"
 
 
 def _model(plan: RunPlan, name: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ window, the rest in each.
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,10 @@ from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.vocabulary import vocabulary_of
 from fsdp_sft._model.wrappers import replicated_by, unwrapped
 from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._process.streams import host_copies
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank, world_size
 from fsdp_sft._ranks.mesh import CP, EP, TP, copies_of_rows, has_made_cp
+from fsdp_sft._tensors.safetensors import bytes_of
 from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.errors import BatchError, OptimizerError, UnsupportedModelError, abridged
 from fsdp_sft.loss import LABEL_KEYS, is_shifted
@@ -309,14 +311,28 @@ def compare_rows(micro_batches: list[Any], mesh: "DeviceMesh | None") -> None:
 
 
 def _digest_of_rows(micro_batches: list[Any]) -> bytes:
-    """Digest of the ids and labels, eight bytes; empty for a window without a target."""
+    """Digest of the tensors of a window, eight bytes; empty for a window without a target."""
     digest = hashlib.blake2b(digest_size=8)
-    targets = False
-    for batch in micro_batches:
-        for name in ("input_ids", "labels", "shift_labels"):
-            value = batch.get(name) if isinstance(batch, Mapping) else None
-            if isinstance(value, torch.Tensor) and not value.is_nested:
-                digest.update(repr(tuple(value.shape)).encode())
-                digest.update(value.detach().to("cpu", torch.int64).contiguous().numpy().tobytes())
-                targets = targets or (name != "input_ids" and bool((value != IGNORE_INDEX).any()))
-    return digest.digest() if targets else b""
+    named = [one for batch in micro_batches for one in _named_tensors(batch)]
+    labels = []
+    for (name, _), value in zip(named, host_copies([value for _, value in named]), strict=True):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(bytes_of(value.contiguous()))
+        labels += [value] if name in LABEL_KEYS else []
+    is_empty = not named or (labels and not any(bool((value != IGNORE_INDEX).any()) for value in labels))
+    return b"" if is_empty else digest.digest()
+
+
+def _named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a batch with their names, those in its dicts, lists and tuples included.
+
+    A nested tensor is its rows.
+    """
+    if isinstance(batch, torch.Tensor) and not batch.is_nested:
+        yield name, batch
+    elif isinstance(batch, Mapping):
+        for key in sorted(batch.keys(), key=str):  # a TensorDict itself is iterated by its rows
+            yield from _named_tensors(batch[key], f"{name}.{key}" if name else str(key))
+    elif isinstance(batch, (torch.Tensor, list, tuple)):
+        for inner in batch.unbind() if isinstance(batch, torch.Tensor) else batch:
+            yield from _named_tensors(inner, name)
