@@ -201,10 +201,6 @@ def _check_refusals(folder: Path) -> None:
     fs.use_context_parallel(model, mesh=mesh)
     with pytest.raises(fs.BatchError, match="different batches"):
         fs.train_step(model, [batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)], optimizer)
-    with pytest.raises(fs.BatchError, match="different batches"):
-        fs.evaluate(model, [batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)])
-    with pytest.raises(fs.BatchError, match="different batches"):
-        fs.count_targets([batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)], mesh=mesh)
     with pytest.raises(fs.BatchError, match=r"'pixel_values' has \(1, 3"):
         fs.train_step(model, [{**batch, "pixel_values": torch.zeros(1, 3, 4, 4)}], optimizer)
     with pytest.raises(fs.UnsupportedModelError, match="called by itself in training"):
@@ -232,8 +228,6 @@ def _check_crossed() -> None:
     mesh = mesh_here(cp=2, dp_shard=2)
     rank = dist.get_rank()
     crossed = [batch_of(rows_of(LENGTHS, seed=int(rank in (1, 2))), PACKED)]
-    with pytest.raises(fs.BatchError, match="different batches"):
-        fs.count_targets(crossed, mesh=mesh)
     model = tiny_model("qwen3").to(device_here())
     fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     fs.use_context_parallel(model, mesh=mesh)
@@ -242,8 +236,6 @@ def _check_crossed() -> None:
     for batches in (crossed, [kinds]):
         with pytest.raises(fs.BatchError, match="different batches"):
             fs.train_step(model, batches, _adamw(model.parameters()))
-        with pytest.raises(fs.BatchError, match="different batches"):
-            fs.evaluate(model, batches)
 
 
 def test_groups_do_not_make_up_for_each_other() -> None:
