@@ -234,8 +234,7 @@ def _code(plan: RunPlan, model: str) -> Iterator[str]:
     sampler = "sampler=fs.ResumableSampler(rows)"
     yield f"loader = DataLoader(rows, {plan.micro_batch_size}, {sampler}, collate_fn=...)"
     yield f"for window in fs.windows(loader, grad_accum_steps={plan.grad_accum_steps}):"
-    deferred = "" if plan.grad_sync == "each" else f", grad_sync={plan.grad_sync!r}"
-    yield f"    fs.train_step(model, window, optimizer{deferred})"
+    yield f"    fs.train_step(model, window, optimizer, grad_sync={plan.grad_sync!r})"
 
 
 def _model(plan: RunPlan, name: str) -> Iterator[str]:

@@ -131,8 +131,11 @@ def _trained(cluster: Cluster, source: Path, batch: dict[str, torch.Tensor], dty
             parameter.zero_()
     load_checkpoint(root, model=model, optimizer=optimizer)
     second = train_step(model, [batch], optimizer, max_grad_norm=_MAX_NORM, check=False)
-    steps = [(result.loss, result.grad_norm) for result in (first, second)]
-    return _Trained(steps, before, full_parameters(model) if is_wide else {})
+    return _Trained(
+        [(result.loss, result.grad_norm) for result in (first, second)],
+        before,
+        full_parameters(model) if is_wide else {},
+    )
 
 
 def _router(model: Any) -> Literal["off"] | None:
