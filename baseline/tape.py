@@ -268,6 +268,8 @@ def _built(run: Played, base: Path, mesh: Any, *, ep_size: int | None = None) ->
     fs.load_weights(model, base)
     if mesh.mesh_dim_names and "cp" in mesh.mesh_dim_names and mesh["cp"].size() > 1:
         fs.use_context_parallel(model, mesh=mesh)
+    if run.loss_impl != "auto" or run.router_loss:
+        fs.prepare_loss(model, impl=run.loss_impl, router_loss=run.router_loss)  # type: ignore[arg-type]
     return model.train()
 
 
@@ -277,14 +279,11 @@ def _optimizer(model: Any) -> torch.optim.Optimizer:
 
 
 def _step(run: Played, model: Any, optimizer: Any, mesh: Any, step: int) -> list[str]:
-    options: dict[str, Any] = {"router_loss": run.router_loss} if run.router_loss else {}
     result = fs.train_step(
         model,
         _window(run, mesh, step),
         optimizer,
         grad_sync=run.grad_sync,
-        loss_impl=run.loss_impl,
-        **options,
     )
     return [result.loss.hex(), result.grad_norm.hex(), result.router_loss.hex()]
 

@@ -247,7 +247,7 @@ def _lose_on_one_rank(lost: list[int]) -> str:
         return scale * fs.loss_sum(module, batch)[0]
 
     with pytest.raises(fs.NonFiniteGradientError) as found:
-        fs.train_step(model, ragged_batches(1), _sgd(model), loss_fn=loss_fn, check_labels=False)
+        fs.train_step(model, ragged_batches(1), _sgd(model), loss_fn=loss_fn, check=False)
     return str(found.value)
 
 

@@ -69,7 +69,7 @@ OWNERS = {
     "what a temporary folder is called": (r"[\"']\.tmp-", {"_tensors/disk.py"}),
     "how a step's folder is called": (r"[\"']step-", {"dcp_io/steps.py"}),
     "the label that is not trained": (r"= -100\b", {"targets.py"}),
-    "rows of a chunk": (r"def \w*chunk_size", {"loss/chunks.py"}),
+    "rows of a chunk": (r"def \w*chunk_size", {"loss/linear.py"}),
     "which rank a sampler serves": (r"rank must be in \[0", {"sampling/sampler.py"}),
     "what is on the disk": (r"os\.fsync\(", {"_tensors/safetensors.py"}),
 }
@@ -337,7 +337,7 @@ def test_model_first_the_rest_by_keyword() -> None:
     two |= {"add_adapters", "export_adapter", "token_losses"}
     three = {"train_step", "save_optimizer_state", "load_optimizer_state"}
     three |= {"render_labels", "render_labels_html"}
-    three |= {"linear_cross_entropy_sum", "distillation_loss"}
+    three |= {"linear_cross_entropy_sum"}
     for name in fs.__all__:
         value = getattr(fs, name)
         if not inspect.isfunction(value):

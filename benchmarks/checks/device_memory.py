@@ -94,7 +94,7 @@ def _measure(folder: str) -> list[list[object]]:
     rows.append(_row("load_pretrained, what stays", "the shards and 1 MiB of buffers", shards + MIB, left))
     batch = {"input_ids": torch.arange(64).view(2, 32), "labels": torch.arange(64).view(2, 32)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    fs.train_step(model, [batch], optimizer, check_labels=False)
+    fs.train_step(model, [batch], optimizer, check=False)
     for name, async_ in (("save_checkpoint", False), ("save_checkpoint, async_=True", True)):
         peak, _, saved = _peak_of(
             lambda async_=async_: fs.save_checkpoint(

@@ -89,6 +89,7 @@ def measure(case: tuple) -> None:
     if compiled:
         fs.compile_blocks(model)
     fs.shard_model(model, mesh=fs.build_mesh())
+    fs.prepare_loss(model, impl=loss)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **{optimizer_of(case): True})
     ids = torch.randint(config.vocab_size, (micro, seq))
     batch = {"input_ids": ids, "labels": ids.clone()}
@@ -99,7 +100,7 @@ def measure(case: tuple) -> None:
         if step == 2:
             torch.cuda.synchronize()
             fs.reset_peak_memory()
-        fs.train_step(model, [batch] * steps, optimizer, loss_impl=loss)
+        fs.train_step(model, [batch] * steps, optimizer)
     memory = fs.memory_stats()
     print(json.dumps({key: memory[key] for key in ("peak_allocated_bytes", "peak_reserved_bytes")}))
     dist.destroy_process_group()

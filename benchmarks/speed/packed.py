@@ -96,7 +96,7 @@ def measure(folder: Path, length: int, rounds: int, dtype: torch.dtype) -> list[
         for name, model in models.items():
             dist.barrier()
             started = time.perf_counter()
-            fs.train_step(model, window, optimizers[name], check_labels=False)
+            fs.train_step(model, window, optimizers[name], check=False)
             seconds[name].append(time.perf_counter() - started)
     rows = []
     for name, model in models.items():
@@ -104,7 +104,7 @@ def measure(folder: Path, length: int, rounds: int, dtype: torch.dtype) -> list[
         values = sum(p.numel() for p in weights)
         held = sum(bits_of(p).numel() * bits_of(p).element_size() for p in weights)
         with Gathered() as gathered:
-            fs.train_step(model, window, optimizers[name], check_labels=False)
+            fs.train_step(model, window, optimizers[name], check=False)
         ratios = [a / b for a, b in zip(seconds[name][1:], seconds["bfloat16"][1:], strict=True)]
         rows.append(
             [

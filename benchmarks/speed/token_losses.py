@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 import fsdp_sft as fs
 from benchmarks.speed.loss import PeakMemory, device_and_name, parser_of_shapes
 from benchmarks.tables import median_and_range, publish, table
-from fsdp_sft.loss.linear_token_losses import linear_token_losses
+from fsdp_sft.loss.linear import linear_token_losses
 
 Tokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 PLAIN, TRL, OURS = "log_softmax and gather", "TRL's selective_log_softmax", "token_losses"

@@ -50,7 +50,6 @@ Loss and step
     count_targets           number of trained positions in a window, over all ranks
     causal_lm_loss          a micro-batch's loss, ready for backward
     token_losses            the loss of each token, for losses of your own
-    distillation_loss       divergence from a teacher over the whole vocabulary
     gradient_sync           when gradients are reduced
     prepare_loss            loss without logits, bound to a model once
     update_router_bias      experts balanced by a bias

@@ -78,12 +78,10 @@ from fsdp_sft.jobs.watchdog import STALL_EXIT_CODE as STALL_EXIT_CODE, Watchdog 
 from fsdp_sft.loss import (
     causal_lm_loss as causal_lm_loss,
     count_targets as count_targets,
-    distillation_loss as distillation_loss,
     linear_cross_entropy_sum as linear_cross_entropy_sum,
     loss_sum as loss_sum,
     prepare_loss as prepare_loss,
     scale_for_backward as scale_for_backward,
-    target_weight as target_weight,
     token_losses as token_losses,
 )
 from fsdp_sft.metrics import (

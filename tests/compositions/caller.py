@@ -95,6 +95,9 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
         fs.use_varlen_attention(inner)
     if mesh is not None:
         fs.use_context_parallel(model, mesh=mesh)
+    router: Any = "global_micro_batch" if draw["router loss"] == "global" else None
+    if draw["loss"] in ("chunked", "logits") or router:
+        fs.prepare_loss(model, impl="auto" if draw["loss"] == "auto" else draw["loss"], router_loss=router)
     told.start = _tensors(inner)
     made = options.optimizers(draw, inner, fs.StochasticAdamW)
     stepped = options.schedulers(draw, made)
@@ -192,8 +195,8 @@ def _loss_options(draw: Draw) -> dict[str, Any]:
         own = {"loss_fn": architectures.loss_of_tokens}
         return own | ({"count_fn": architectures.weight_of_tokens} if weighted else {})
     if draw["loss"] != "loss_fn":
-        router = "global_micro_batch" if draw["router loss"] == "global" else None
-        return {"loss_impl": draw["loss"], "router_loss": router, **options.loss_terms(draw)}
+        terms = options.loss_terms(draw)
+        return {"loss_fn": lambda model, batch: fs.loss_sum(model, batch, **terms)[0]} if terms else {}
     return {
         "loss_fn": architectures.summed_loss,
         "count_fn": partial(architectures.count, architecture=draw["architecture"]),

@@ -63,7 +63,7 @@ REASONS: tuple[Reason, ...] = (
         r"cannot be computed by impl='chunked'",
         lambda draw: _is(draw, loss="chunked", twist="hook on the head"),
         ("loss", "twist"),
-        "leave `loss_impl` at `auto`, which computes the logits then",
+        "leave `impl` of `prepare_loss` at `auto`, which computes the logits then",
     ),
     Reason(
         "trained tokens, merged into an export",

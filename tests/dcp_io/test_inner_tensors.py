@@ -187,7 +187,7 @@ def _torchao_end_to_end(root: str) -> None:
 
     def train(model: Any, optimizer: Any, count: int) -> None:
         for batch in ragged_batches(count + 1)[:count]:
-            assert fs.train_step(model, [batch], optimizer, check_labels=False).loss > 0
+            assert fs.train_step(model, [batch], optimizer, check=False).loss > 0
 
     with torch.compiler.set_stance("force_eager"):
         model, optimizer = make()

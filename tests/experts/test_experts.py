@@ -305,7 +305,7 @@ def test_what_a_copy_computes_beside_the_model_is_not_counted() -> None:
         return apart + fs.loss_sum(student, given)[0] * 0
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    load = fs.train_step(model, [batch], optimizer, loss_fn=distilled, check_labels=False).expert_load
+    load = fs.train_step(model, [batch], optimizer, loss_fn=distilled, check=False).expert_load
     assert sum(load.counts[0]) == 2 * 2 * 12  # the student's two forwards
 
 
@@ -320,7 +320,7 @@ def test_a_mask_of_other_tokens_is_refused() -> None:
             [batch],
             optimizer,
             loss_fn=lambda m, b: m(input_ids=b["input_ids"][:, :-1]).logits.square().sum(),
-            check_labels=False,
+            check=False,
         )
 
 

@@ -70,9 +70,9 @@ def _check_adapters(folder: Path) -> None:
         folder / "base", mesh=mesh_here(), peft_config=lora, frozen_dtype="stored"
     )
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-    fs.train_step(model, ragged_batches(1), optimizer, router_loss="off")
+    fs.train_step(model, ragged_batches(1), optimizer)
     _same(model, folder / "out")
-    fs.train_step(model, ragged_batches(1), optimizer, router_loss="off")
+    fs.train_step(model, ragged_batches(1), optimizer)
 
 
 def test_adapters_on_a_packed_base(tmp_path: Path) -> None:

@@ -40,29 +40,6 @@ def plain_token_losses(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor,
     return losses, entropies
 
 
-def plain_divergence(
-    student: Any,
-    teacher: Any,
-    batch: dict[str, Any],
-    *,
-    temperature: float,
-    kind: str,
-    ids: int | None = None,
-) -> torch.Tensor:
-    """The divergence of a student from a teacher, summed over targets, by the formula."""
-    total = torch.zeros((), dtype=torch.float64)
-    with torch.no_grad():
-        known = plain_logits(teacher, batch)
-    rows = zip(spans_of(batch), plain_logits(student, batch), known, strict=True)
-    for (row, a, b), logits, other in rows:
-        counts = (batch["labels"][row, a + 1 : b] != -100)[:, None]
-        q, p = (F.log_softmax(one[:-1, :ids] / temperature, -1) for one in (logits, other))
-        if kind == "reverse":
-            p, q = q, p
-        total = total + torch.where(counts, p.exp() * (p - q), 0.0).sum()
-    return total
-
-
 def signed(batch: dict[str, Any], seed: int = 0) -> torch.Tensor:
     """A weight of either sign for each token of a batch, float64 ``(B, S)``."""
     generator = torch.Generator().manual_seed(seed)

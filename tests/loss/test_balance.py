@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_sft as fs
 from fsdp_sft._compat.models import intercept_balance_loss
 from fsdp_sft.loss import num_tokens
-from fsdp_sft.loss.balance import _intercepted
+from fsdp_sft.loss.router import _intercepted
 from tests.harness.architectures import class_names
 from tests.harness.device import mesh_here
 from tests.harness.float64 import AllFloat64
@@ -94,10 +94,10 @@ def _check(shape: dict[str, int], kind: str, micro_batches: int, router_loss: An
         fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), master_dtype=torch.float64)
         before = {name: full(p).clone() for name, p in model.named_parameters()}
         window = [_batch(rank, m, kind) for m in range(micro_batches)]
-        options = {"router_loss": router_loss, "loss_impl": impl}
+        fs.prepare_loss(model, impl=impl, router_loss=router_loss)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        found = fs.evaluate(model, window, **options)
-        result = fs.train_step(model, window, optimizer, max_grad_norm=None, **options)
+        found = fs.evaluate(model, window)
+        result = fs.train_step(model, window, optimizer, max_grad_norm=None)
     tokens = sum(len(ids) for rows in together for ids, _ in rows)
     assert result.num_tokens == tokens
     for loss, added in ((result.loss, result.router_loss), (found.loss, found.router_loss)):
@@ -150,13 +150,14 @@ def _check_shared_rows(shape: dict[str, int], router_loss: Any) -> None:
         before = {name: full(p).clone() for name, p in model.named_parameters()}
         window = [_batch(share, m, PACKED) for m in range(3)]
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        found = fs.evaluate(model, window, router_loss=router_loss)
+        fs.prepare_loss(model, router_loss=router_loss)
+        found = fs.evaluate(model, window)
         count = fs.count_targets(window, mesh=mesh)
-        parts = [fs.causal_lm_loss(model, b, num_targets=count, router_loss=router_loss) for b in window]
+        parts = [fs.causal_lm_loss(model, b, num_targets=count) for b in window]
         own = torch.stack([part.detach() for part in parts]).sum()
         dist.all_reduce(own)
         model.zero_grad()
-        result = fs.train_step(model, window, optimizer, max_grad_norm=None, router_loss=router_loss)
+        result = fs.train_step(model, window, optimizer, max_grad_norm=None)
     assert float(own) / dist.get_world_size() == pytest.approx(float(entropy + router), rel=1e-12)
     for loss, added in ((result.loss, result.router_loss), (found.loss, found.router_loss)):
         assert loss == pytest.approx(float(entropy), rel=1e-12)

@@ -283,7 +283,7 @@ def test_every_causal_lm_is_fused_exactly_or_falls_back_with_a_reason(
 
 def _prepared_apart() -> None:
     model = shard_by_heads(family_model("llama"))
-    with pytest.raises(ValueError, match="ranks ask for different implementations"):
+    with pytest.raises(ValueError, match="ranks call with different arguments"):
         fs.prepare_loss(model, impl="logits" if torch.distributed.get_rank() else "auto")
     fs.prepare_loss(model)
     if torch.distributed.get_rank() == 0:

@@ -73,7 +73,7 @@ def _check_step(family: str, cp: int) -> None:
     window = [batch_of(rows[dist.get_rank() // cp], PACKED)]
     before = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-    result = fs.train_step(model, window, optimizer, max_grad_norm=None, router_loss="off")
+    result = fs.train_step(model, window, optimizer, max_grad_norm=None)
     loss, gradients = plain_gradients(oracle, [row for own in rows for row in own])
     assert result.loss == pytest.approx(loss, rel=1e-5)
     moved = {name: before[name] - full(p.detach()) for name, p in model.named_parameters()}

@@ -466,7 +466,7 @@ def _elsewhere(root: Path, mesh_shape: dict[str, int]) -> list[float]:
     stored = [full(t).clone() for p in model.parameters() for t in (p, optimizer.state[p]["exp_avg"])]
     batches = ragged_batches(4, seed=50)[:2]  # the same on every rank, so that gradients are about the same
     for _ in range(2):
-        fs.train_step(model, batches, optimizer, check_labels=False)
+        fs.train_step(model, batches, optimizer, check=False)
     assert {int(s["step"]) for s in optimizer.state.values()} == {4}
     return [stored, [full(p).clone() for p in model.parameters()]]  # type: ignore[return-value]
 
@@ -524,7 +524,7 @@ def _skipped() -> None:
         return fs.loss_sum(model, batch)[0] * math.inf
 
     with pytest.raises(fs.NonFiniteGradientError):
-        fs.train_step(model, windows[1], optimizer, loss_fn=infinite, check_labels=False)
+        fs.train_step(model, windows[1], optimizer, loss_fn=infinite, check=False)
     empty = [{**b, "labels": torch.full_like(b["labels"], -100)} for b in windows[1]]
     assert fs.train_step(model, empty, optimizer).skipped
     assert all(map(torch.equal, before, _own(model, optimizer)))

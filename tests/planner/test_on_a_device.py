@@ -159,6 +159,7 @@ def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
         batch["attention_mask"] = torch.ones_like(ids)
         batch["attention_mask"][0, -1] = 0  # transformers makes no mask of ones alone
     window = [batch] * options["grad_accum_steps"]
+    fs.prepare_loss(model, impl=options["loss_impl"], router_loss="off")
     for _ in range(3):
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
@@ -166,10 +167,8 @@ def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
             model,
             window,
             optimizer,
-            loss_impl=options["loss_impl"],
             grad_sync=options["grad_sync"],
-            router_loss="off",
-            check_labels=False,
+            check=False,
         )
     torch.accelerator.synchronize()
     return torch.accelerator.memory_stats()["requested_bytes.all.peak"], torch.sim.touched()

@@ -82,9 +82,7 @@ def _use(folder: Path, cases: list[Any]) -> list[tuple[int, int]]:
         for _ in range(2):
             torch.accelerator.synchronize()
             torch.accelerator.reset_peak_memory_stats()
-            fs.train_step(
-                model, [{"input_ids": ids, "labels": ids}], optimizer, check_labels=False, router_loss="off"
-            )
+            fs.train_step(model, [{"input_ids": ids, "labels": ids}], optimizer, check=False)
         torch.accelerator.synchronize()
         stats = torch.accelerator.memory_stats()
         found.append((stats["requested_bytes.all.current"], stats["requested_bytes.all.peak"]))

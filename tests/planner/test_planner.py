@@ -417,10 +417,10 @@ def test_the_estimate_leaves_the_model_and_the_config_alone() -> None:
 
 
 def test_the_chunk_size_is_the_losses() -> None:
-    from fsdp_sft.loss import linear_cross_entropy
+    from fsdp_sft.loss import linear
     from fsdp_sft.planner import kernels
 
-    assert kernels.default_chunk_size is linear_cross_entropy.default_chunk_size
+    assert kernels.default_chunk_size is linear.default_chunk_size
     rows = [kernels.default_chunk_size(width, torch.bfloat16) for width in (64, 300, 896, 5120)]
     assert rows == [128, 300, 896, 1024]
 

@@ -51,7 +51,7 @@ def _use(folder: Path) -> dict[str, tuple[int, int]]:
         for _ in range(2):
             torch.accelerator.synchronize()
             torch.accelerator.reset_peak_memory_stats()
-            fs.train_step(model, [{"input_ids": ids, "labels": ids}], optimizer, check_labels=False)
+            fs.train_step(model, [{"input_ids": ids, "labels": ids}], optimizer, check=False)
         torch.accelerator.synchronize()
         stats = torch.accelerator.memory_stats()
         found[way] = stats["requested_bytes.all.current"], stats["requested_bytes.all.peak"]

@@ -18,7 +18,7 @@ from transformers import masking_utils
 
 import fsdp_sft as fs
 from fsdp_sft._model.blocks import find_blocks
-from fsdp_sft.loss import linear_cross_entropy
+from fsdp_sft.loss import linear
 
 CPU = torch.device("cpu")
 
@@ -111,15 +111,15 @@ def _step(
 def _no_packing() -> Iterator[None]:
     """Answer what transformers and the loss ask of values, which fake tensors lack."""
     find = masking_utils.find_packed_sequence_indices
-    targets = linear_cross_entropy.targets_in
+    targets = linear.targets_in
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # Every position has a target; to look for them takes values too.
-    linear_cross_entropy.targets_in = lambda labels, vocabulary, known: torch.arange(labels.numel())
+    linear.targets_in = lambda labels, vocabulary, known: torch.arange(labels.numel())
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = find
-        linear_cross_entropy.targets_in = targets
+        linear.targets_in = targets
 
 
 class _Watch:
@@ -172,7 +172,7 @@ def _loss_in_the_heads_place(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 
     def loss_of(hidden: torch.Tensor) -> torch.Tensor:
         ids = batch["input_ids"]
-        losses.append(linear_cross_entropy.linear_cross_entropy_sum(hidden, head.weight, ids, bias=head.bias))
+        losses.append(linear.linear_cross_entropy_sum(hidden, head.weight, ids, bias=head.bias))
         return hidden.new_empty((*hidden.shape[:-1], 0))
 
     def loss_of_model(*args: Any, **kwargs: Any) -> torch.Tensor:

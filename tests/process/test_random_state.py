@@ -15,7 +15,7 @@ import fsdp_sft as fs
 from tests.harness.architectures import quiet, tiny_architecture
 from tests.harness.chats import TOKENIZERS, chat
 from tests.harness.composed import composed
-from tests.harness.device import device_here, mesh_here
+from tests.harness.device import mesh_here
 from tests.harness.hf_folders import rewrite, save_tiny, tensors_of
 from tests.harness.models import ragged_batches, tiny_config, tiny_model
 from tests.harness.packs import drawn_rows
@@ -29,7 +29,6 @@ DOCUMENTED = {
     "causal_lm_loss": "likewise",
     "loss_sum": "likewise",
     "token_losses": "likewise",
-    "distillation_loss": "likewise",
 }
 # Classes do their work in methods, which the calls below run where they could draw.
 NUMPY = "numpy"
@@ -66,7 +65,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
     memory = {"gpu_memory_bytes": 1 << 34, "seq_length": 16}
 
     dropping = tiny_model("gpt2", resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1).train()
-    by_row, narrow, taught = (tiny_model("llama") for _ in range(3))
+    by_row, narrow = (tiny_model("llama") for _ in range(2))
     with quiet():
         mixture = tiny_architecture("Glm4MoeForCausalLM").eval()
 
@@ -127,7 +126,6 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "row_sizes": lambda: fs.row_sizes(rows),
         "pack_lengths": lambda: fs.pack_lengths([3, 4, 5], 8),
         "attention_cost": lambda: fs.attention_cost(kept["model"].config),
-        "target_weight": lambda: fs.target_weight(batches),
         "windows": streamed,
         "keep_workers_alive": lambda: list(fs.keep_workers_alive(batches)),
         "count_targets": lambda: fs.count_targets(batches),
@@ -135,9 +133,6 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "prepare_experts": lambda: fs.prepare_experts(mixture),
         "loss_sum": lambda: keep("loss", fs.loss_sum(kept["model"].eval(), _on(kept["model"], batches[0]))),
         "token_losses": lambda: fs.token_losses(kept["model"].eval(), _on(kept["model"], batches[0])),
-        "distillation_loss": lambda: fs.distillation_loss(
-            kept["model"], taught.to(device_here()), _on(kept["model"], batches[0])
-        ),
         "causal_lm_loss": lambda: fs.causal_lm_loss(
             kept["model"], _on(kept["model"], batches[0]), num_targets=9
         ),

@@ -65,6 +65,8 @@ class Ours(User):
             manner = {} if settings["shards"] == "freed" else {"reshard_after_forward": False}
             fs.shard_model(self.model, mesh=mesh, mp_policy=MixedPrecisionPolicy(), **manner)
         self.model.to(device_here())
+        with suppress(fs.ModelLossError):
+            self._prepare()
         self.optimizer = self.made_optimizer()
         rows = rows_for(program)
         self.sampler = fs.ResumableSampler(rows)
@@ -122,7 +124,7 @@ class Ours(User):
             window,
             self.optimizer,
             loss_fn=self.loss_fn(loss),
-            **{"loss_impl": self.program.settings["loss"] if loss == "own" else "auto", **options},
+            **options,
         )
         load = None if result.expert_load is None else [sum(layer) for layer in result.expert_load.counts]
         return result.loss, result.grad_norm, result.num_targets, result.num_tokens, load
@@ -141,7 +143,7 @@ class Ours(User):
         self.toggle(name)
         if name in OF_THE_FORWARD:
             with suppress(fs.ModelLossError):
-                fs.prepare_loss(self.model)
+                self._prepare()
 
     def _save(self) -> None:
         fs.save_checkpoint(
@@ -170,9 +172,7 @@ class Ours(User):
         place = min(place, int(self.program.settings["window"]) - 1)
         if way == "loss_fn":
             self.place = place
-            fs.train_step(
-                self.model, self._taken(), self.optimizer, loss_fn=self._failing, check_labels=False
-            )
+            fs.train_step(self.model, self._taken(), self.optimizer, loss_fn=self._failing)
             return
         bomb = self.bombs[layer]
         bomb.way, bomb.left = way, place
@@ -202,7 +202,10 @@ class Ours(User):
             self.optimizer.state.pop(stray, None)
 
     def _leave_uncompared(self) -> None:
-        fs.prepare_loss(self.model, compare=False)
+        self._prepare(compare=False)
+
+    def _prepare(self, **options: Any) -> None:
+        fs.prepare_loss(self.model, impl=self.program.settings["loss"], **options)  # type: ignore[arg-type]
 
     def _checkpointing(self, ratio: str) -> None:
         fs.apply_sac(self.model, ratio)

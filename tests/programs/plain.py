@@ -62,7 +62,7 @@ class Plain(User):
         loss = args[0] if name == "train" else name
         if name == "fail":
             loss = "sum" if args[0] == "loss_fn" else "own"
-        found = list(self._of_training(loss))
+        found = list(self._of_training())
         if name == "stray" and self.is_sharded:
             found.append("OptimizerError")
         of_loss = self._of_loss(loss)
@@ -72,18 +72,13 @@ class Plain(User):
             return Refusal((*found, "PlantedError"))
         return Refusal(tuple(found), is_sure)
 
-    def _of_training(self, loss: str) -> list[str]:
+    def _of_training(self) -> list[str]:
         found = ["UnsupportedModelError"] if "merged" in self.on else []
-        are_freed = (
-            self.program.settings["shards"] == "freed"
-        )  # parameters that stay gathered are plain tensors
-        if self.is_sharded and ("hook on a weight" in self.on or (loss == "penalty" and are_freed)):
+        if self.is_sharded and "hook on a weight" in self.on:
             found.append("UnsupportedModelError")
         return found
 
     def _of_loss(self, loss: str) -> Refusal:
-        if loss == "mean":
-            return Refusal(("ModelLossError",))
         if loss != "own" or not self.own_loss_differs or self.uncompared == "yes":
             return Refusal()
         return Refusal(("ModelLossError",))

@@ -167,11 +167,7 @@ class User:
         """A loss of the user's own, by its name; None for that of the library."""
         if name == "own":
             return None
-        own = {"penalty": self._penalised, "coefficient": self._scaled, "stray": self._with_stray}
-        return {"sum": _sum, "mean": _mean, **own}[name]
-
-    def _penalised(self, model: Any, batch: Any) -> torch.Tensor:
-        return _sum(model, batch) + 0.01 * sum(p.square().sum() for p in self.layers[-1].parameters())
+        return {"sum": _sum, "coefficient": self._scaled, "stray": self._with_stray}[name]
 
     def _with_stray(self, model: Any, batch: Any) -> torch.Tensor:
         return self.stray.mean() * _sum(model, batch)
@@ -208,7 +204,3 @@ def _logits_and_targets(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Ten
 
 def _sum(model: Any, batch: Any) -> torch.Tensor:
     return F.cross_entropy(*_logits_and_targets(model, batch), reduction="sum", label_smoothing=0.1)
-
-
-def _mean(model: Any, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(*_logits_and_targets(model, batch))

@@ -43,7 +43,7 @@ OF_THE_FORWARD = {
     "another loss of the model",
     "merged",
 }
-LOSSES = ("own", "own", "own", "own", "sum", "sum", "coefficient", "mean", "penalty")
+LOSSES = ("own", "own", "own", "own", "sum", "sum", "coefficient")
 WAYS_TO_FAIL = ("forward", "backward", "loss_fn")
 # What one rank may do where the others do as the program says. A hook is none of it: what only watches a
 # model, as `wandb.watch` does, is put on one rank, and what a hook does cannot be told.
@@ -117,7 +117,7 @@ def _step(generator: random.Random, settings: dict[str, str]) -> Step:
     draws: list[Step] = [
         ("toggle", generator.choice([name for name in TOGGLES if adapters or name != "merged"])),
         ("toggle", generator.choice([name for name in TOGGLES if adapters or name != "merged"])),
-        ("evaluate", generator.choice(("own", "own", "sum", "mean"))),
+        ("evaluate", generator.choice(("own", "own", "sum"))),
         ("generate",),
         ("reference",),
         ("save",),

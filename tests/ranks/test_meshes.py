@@ -31,7 +31,6 @@ def _without_a_model(**given: Any) -> list[Any]:
         fs.MixedSampler([_ROWS, _ROWS], **given).rank,
         len(list(fs.windows(loader, 1, **given))),
         fs.count_targets([batch], **given),
-        fs.target_weight([batch], **given),
         float(fs.scale_for_backward(torch.tensor(6.0), num_targets=2, **given)),
     ]
 
@@ -45,7 +44,6 @@ def _calls_without_a_model(**given: Any) -> list[Callable[[], Any]]:
         partial(fs.MixedSampler, [_ROWS, _ROWS], **given),
         partial(fs.windows, [batch], 1, **given),
         partial(fs.count_targets, [batch], **given),
-        partial(fs.target_weight, [batch], **given),
         partial(fs.scale_for_backward, torch.tensor(6.0), num_targets=2, **given),
     ]
 
@@ -70,10 +68,6 @@ def _check_the_only_mesh() -> None:
     assert (started_anew.num_replicas, started_anew.rank) == (2, rank // 2)
     assert _without_a_model(mesh=mesh) == expected
     assert _without_a_model(mesh=other)[:4] == [4, rank, 4, rank]
-    model = fs.shard_model(tiny_model("llama"), mesh=other, mp_policy=FLOAT32)
-    batch = {name: value.to(device_here()) for name, value in ragged_batches(1)[0].items()}
-    with pytest.raises(ValueError, match=r"counted for a mesh with cp=2, and each row .* by 1 ranks"):
-        fs.causal_lm_loss(model, batch, num_targets=fs.count_targets([batch], mesh=mesh))
 
 
 def test_without_a_model_the_only_mesh_is_taken_and_of_two_none() -> None:

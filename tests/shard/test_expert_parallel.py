@@ -88,14 +88,13 @@ def _check_step(folder: str, options: dict[str, int], dtype: torch.dtype, prepar
         fs.compile_blocks(model, backend="aot_eager")
     before = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    fs.prepare_loss(model, impl="chunked" if "chunked" in prepare else "logits", router_loss="off")
     result = fs.train_step(
         model,
         rows_of_rank(batches, options),
         optimizer,
         max_grad_norm=0.05,
-        loss_impl="chunked" if "chunked" in prepare else "logits",
         grad_sync="last" if "last" in prepare else "each",
-        router_loss="off",
     )
     exact = dtype == torch.float64
     loss, norm, gradients = _expected(load_native(folder, None, dtype=dtype), batches, 0.05)
@@ -138,7 +137,7 @@ def _check_divided_twice(folder: str) -> None:
     batches = rows_of_rank(ragged_batches(8), EP4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for attempt in (
-        lambda: fs.train_step(model, batches, optimizer, router_loss="off"),
+        lambda: fs.train_step(model, batches, optimizer),
         lambda: fs.causal_lm_loss(model, batches[0], num_targets=4, router_loss="off"),
     ):
         with pytest.raises(fs.UnsupportedModelError, match="divided by the ranks twice"):
@@ -174,9 +173,10 @@ def _window(step: int, options: dict[str, int] | None) -> list[Any]:
 
 def _train(model: Any, optimizer: Any, steps: range, options: dict[str, int] | None) -> list[float]:
     losses = []
+    fs.prepare_loss(model, router_loss="micro_batch")
     for step in steps:
         window = _window(step, options)
-        result = fs.train_step(model, window, optimizer, router_loss="micro_batch")
+        result = fs.train_step(model, window, optimizer)
         losses.append(result.loss)
     return losses
 
@@ -408,7 +408,7 @@ def _check_adapters(folder: str, out: str) -> None:
             ep_size=ep_size,
         )
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-        steps = [fs.train_step(model, batches, optimizer, router_loss="off") for _ in range(2)]
+        steps = [fs.train_step(model, batches, optimizer) for _ in range(2)]
         trained = {n: full(p.detach()) for n, p in model.named_parameters() if p.requires_grad}
         with model.disable_adapter():
             base = fs.evaluate(model, batches).loss

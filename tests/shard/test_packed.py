@@ -86,7 +86,7 @@ def train(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     before = {name: full(p).detach().clone() for name, p in trained.items()}
     optimizer = torch.optim.SGD(trained.values(), lr=1.0)
     window = BATCHES[: 4 - 4 % ranks][rank::ranks]
-    result = fs.train_step(model, window, optimizer, max_grad_norm=None, router_loss="off")
+    result = fs.train_step(model, window, optimizer, max_grad_norm=None)
     after = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return result.loss, {name: before[name] - full(p).detach() for name, p in after.items()}
 

@@ -38,12 +38,13 @@ def _train(family: str, options: dict[str, Any]) -> list[Any]:
     loss_impl = options.pop("loss_impl", "auto")
     model = tiny_model(family, **options).to(context.device)
     fs.shard_model(model, mesh=fs.build_mesh(), mp_policy=policy)
+    fs.prepare_loss(model, impl=loss_impl)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(7)
     found: list[Any] = []
     for seed in range(2):
         batches = ragged_batches(4, seed=seed)[context.rank :: context.world_size]
-        step = fs.train_step(model, batches, optimizer, loss_impl=loss_impl)
+        step = fs.train_step(model, batches, optimizer)
         found += [step.loss, step.grad_norm]
     found.append(_digest({name: full(p).detach() for name, p in model.named_parameters()}))
     return found

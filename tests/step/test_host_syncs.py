@@ -11,7 +11,7 @@ from tests.harness.models import tiny_model, windows_of_rank
 from tests.simulated.ranks import run_simulated
 
 SLOW = 0.002  # seconds that a copy takes
-FORMS = ("step", "chunked", "device batches", "router", "scaler", "hooked head")
+FORMS = ("step", "logits", "device batches", "router", "scaler")
 
 
 def _waits_of(call: Callable[[], Any]) -> list[str]:
@@ -33,22 +33,22 @@ def _steps(form: str, micro_batches: int) -> dict[str, Any]:
         return {}
     context = fs.init_distributed()
     on_device = context.device if form == "device batches" else None
-    family, options = ("mixtral", {"router_loss": "micro_batch"}) if form == "router" else ("llama", {})
-    model = fs.shard_model(tiny_model(family).to(context.device), mesh=fs.build_mesh())
-    if form == "hooked head":
-        model.lm_head.register_forward_hook(lambda *_: None)  # full logits
+    model: Any = tiny_model("mixtral" if form == "router" else "llama").to(context.device)
+    fs.shard_model(model, mesh=fs.build_mesh())
+    fs.prepare_loss(
+        model,
+        impl="logits" if form == "logits" else "auto",
+        router_loss="micro_batch" if form == "router" else None,
+    )
+    options: dict[str, Any] = {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if form == "chunked":
-        options["loss_impl"] = "chunked"
     if form == "scaler":
         options["scaler"] = torch.amp.GradScaler("sim", init_scale=8.0)
     *first, last = windows_of_rank(micro_batches, on_device)
     for window in first:
         fs.train_step(model, window, optimizer, **options)
     step = _waits_of(lambda: fs.train_step(model, last, optimizer, **options))
-    shared: Any = {name: options[name] for name in ("router_loss", "loss_impl") if name in options}
-    fs.evaluate(model, last, **shared)  # asks the model for its own loss, once
-    evaluation = _waits_of(lambda: fs.evaluate(model, last, **shared))
+    evaluation = _waits_of(lambda: fs.evaluate(model, last))
     return {"step": step, "evaluate": evaluation, "touched": torch.sim.touched()}
 
 

@@ -107,18 +107,17 @@ def _check_different_options() -> None:
     before = [p.to_local().clone() for p in model.parameters()]
     batch = ragged_batches(2)[0]
     for name, values in {
-        "router_loss": ("micro_batch", "global_micro_batch"),
         "max_grad_norm": (1.0, None),
         "grad_sync": ("each", "last"),
-        "z_loss": (0.0, 1e-4),
+        "check": (True, False),
     }.items():
         with pytest.raises(fs.BatchError, match=rf"different options \({name}=.* on ranks 0 and 1"):
             fs.train_step(model, [batch], optimizer, **{name: values[rank]})
-        if name in ("router_loss", "z_loss"):
+        if name == "check":
             with pytest.raises(fs.BatchError, match=rf"different options \({name}="):
                 fs.evaluate(model, [batch], **{name: values[rank]})
     assert all(map(torch.equal, before, [p.to_local() for p in model.parameters()]))
-    fs.train_step(model, [batch], optimizer, max_grad_norm=(1, 1.0)[rank], router_loss="off")
+    fs.train_step(model, [batch], optimizer, max_grad_norm=(1, 1.0)[rank])
 
 
 def test_ranks_with_different_options_are_refused() -> None:

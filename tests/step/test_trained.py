@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn import functional as F
 
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
@@ -69,78 +68,10 @@ def _hook_after_a_step() -> Any:
     return lambda: fs.train_step(model, _mine(), optimizer)
 
 
-def _hook_on_a_gathered_weight(name: str) -> Any:
-    model = _sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with torch.no_grad():
-        model(input_ids=_mine()[0]["input_ids"].to(device_here()))
-    assert not isinstance(model.lm_head.weight, DTensor), "torch leaves the root gathered"
-    hooks = {"register_hook": lambda gradient: 0 * gradient, "register_post_accumulate_grad_hook": print}
-    handle = getattr(model.lm_head.weight, name)(hooks[name])
-
-    def call() -> None:
-        try:
-            fs.train_step(model, _mine(), optimizer)
-        finally:
-            handle.remove()
-            fs.train_step(model, _mine(), optimizer)
-
-    return call
-
-
 def _hook_before() -> Any:
     model = tiny_model("llama")
     model.lm_head.weight.register_hook(lambda gradient: 0 * gradient)
     return lambda: _sharded(model)
-
-
-def _penalty() -> Any:
-    model = _sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        summed, targets = fs.loss_sum(model, batch)
-        weight = model.model.layers[0].mlp.up_proj.weight
-        assert isinstance(weight, DTensor), "sharded again after the block's forward"
-        return summed + 0.01 * targets * weight.full_tensor().square().sum()
-
-    return lambda: fs.train_step(model, _mine(), optimizer, loss_fn=loss)
-
-
-def _penalty_of_shards() -> Any:
-    model = _sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        return fs.loss_sum(model, batch)[0] + 0.01 * sum(p.square().sum() for p in model.parameters())
-
-    return lambda: fs.train_step(model, _mine(), optimizer, loss_fn=loss)
-
-
-class _Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm, self.head = nn.Embedding(101, 8), nn.BatchNorm1d(8), nn.Linear(8, 101)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.embed(ids).transpose(1, 2)).transpose(1, 2))
-
-
-def _statistics(frozen_at_first: bool = False) -> Any:
-    torch.manual_seed(0)
-    model = _Normed()
-    fs.shard_model(model, mesh=mesh_here(), blocks={"head": model.head}, mp_policy=MixedPrecisionPolicy())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch = {"input_ids": torch.arange(3, 19).view(1, 16)}
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(model(batch["input_ids"])[0], batch["input_ids"][0], reduction="sum")
-
-    if frozen_at_first:
-        model.norm.eval()
-        fs.train_step(model, [batch], optimizer, loss_fn=loss, count_fn=lambda batch: 16)
-        model.train()
-    return lambda: fs.train_step(model, [batch], optimizer, loss_fn=loss, count_fn=lambda batch: 16)
 
 
 def _frozen_by_chance() -> Any:
@@ -161,12 +92,6 @@ def _other_scale() -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(device_here().type, init_scale=2.0 ** (8 + dist.get_rank()))
     return lambda: fs.train_step(model, _mine(), optimizer, scaler=scaler)
-
-
-def _other_replica() -> Any:
-    model = _sharded(tiny_model("llama", seed=dist.get_rank()), dp_replicate=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return lambda: fs.train_step(model, _mine(), optimizer)
 
 
 def _replaced(name: str, gathered: bool) -> Any:
@@ -244,16 +169,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a hook after a step": (_hook_after_a_step, fs.UnsupportedModelError, "up_proj.weight have hooks"),
     "a hook before sharding": (_hook_before, fs.UnsupportedModelError, "lm_head.weight have hooks"),
-    "a hook on a gathered weight": (
-        partial(_hook_on_a_gathered_weight, "register_hook"),
-        fs.UnsupportedModelError,
-        "lm_head.weight have hooks",
-    ),
-    "a later hook on a gathered weight": (
-        partial(_hook_on_a_gathered_weight, "register_post_accumulate_grad_hook"),
-        fs.UnsupportedModelError,
-        "lm_head.weight have hooks",
-    ),
     "a tied head that was untied": (
         partial(_replaced, "lm_head", False),
         fs.UnsupportedModelError,
@@ -273,26 +188,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "all frozen": (_all_frozen, fs.OptimizerError, "no parameter is trained"),
     "all frozen on one": (_frozen_on_one, fs.OptimizerError, "no parameter is trained"),
     "another norm in a tensor": (_other_norm, fs.BatchError, "max_grad_norm="),
-    "a penalty on shards": (
-        _penalty,
-        fs.UnsupportedModelError,
-        "uses the shards of .*up_proj.weight directly",
-    ),
-    "a penalty that is a DTensor": (
-        _penalty_of_shards,
-        fs.UnsupportedModelError,
-        "uses the shards of parameters directly",
-    ),
-    "running statistics": (
-        _statistics,
-        fs.UnsupportedModelError,
-        "norm .BatchNorm1d. keeps running statistics",
-    ),
-    "running statistics again": (
-        partial(_statistics, frozen_at_first=True),
-        fs.UnsupportedModelError,
-        "norm .BatchNorm1d. keeps running statistics",
-    ),
     "layers frozen by chance": (
         _frozen_by_chance,
         fs.BatchError,
@@ -300,11 +195,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "another rate": (_other_rate, fs.BatchError, r"lr=0.001 of group 0 of AdamW and lr=0.002 of group 0"),
     "another scale": (_other_scale, fs.BatchError, r"scale=256.0 and 512.0"),
-    "another replica": (
-        _other_replica,
-        fs.UnsupportedModelError,
-        "begin with different values .*lm_head.weight|embed",
-    ),
 }
 
 
@@ -353,49 +243,6 @@ def _advice_on_hooks() -> float:
 
 def test_the_advised_hook_gives_the_gradients_of_one_process() -> None:
     assert max(run_distributed(_advice_on_hooks, 2)) < 1e-5
-
-
-class _Penalised(nn.Module):
-    """A linear layer whose forward adds its penalty, as the message on penalties advises."""
-
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.weight = inner.weight
-        self.penalty = torch.zeros(())
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.penalty = self.weight.square().sum()
-        return F.linear(hidden, self.weight)
-
-
-def _with_penalty(model: Any, batch: Any) -> torch.Tensor:
-    labels = batch["labels"][:, 1:].flatten()
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-    summed = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
-    return summed + 0.01 * (labels != -100).sum() * model.model.layers[0].mlp.up_proj.penalty
-
-
-def _penalised() -> Any:
-    model = tiny_model("llama")
-    model.model.layers[0].mlp.up_proj = _Penalised(model.model.layers[0].mlp.up_proj)
-    return model
-
-
-def _advice_on_penalties() -> float:
-    plain, model = _penalised(), _sharded(_penalised())
-    batches = ragged_batches(2 * dist.get_world_size())
-    targets = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
-    for batch in batches:
-        (_with_penalty(plain, batch) / targets).backward()
-    expected = {name: p.grad for name, p in plain.named_parameters()}
-    before = {name: full(p).clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    fs.train_step(model, _mine(), optimizer, loss_fn=_with_penalty, max_grad_norm=None)
-    return largest_error({name: before[name] - full(p) for name, p in model.named_parameters()}, expected)
-
-
-def test_the_advised_penalty_gives_the_gradients_of_one_process() -> None:
-    assert max(run_distributed(_advice_on_penalties, 2)) < 1e-5
 
 
 def test_one_process_trains_what_it_is_given() -> None:

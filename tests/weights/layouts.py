@@ -162,7 +162,7 @@ def try_one(name: str, root: Path, mesh: Any) -> dict[str, str] | None:
         row["bitwise"] = "yes" if difference(model, oracle) == [] else "NO"
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
         rows = {key: value.chunk(dist.get_world_size())[rank] for key, value in batch(model.config).items()}
-        result = fs.train_step(model, [rows], optimizer, max_grad_norm=None, router_loss="off")
+        result = fs.train_step(model, [rows], optimizer, max_grad_norm=None)
         worst = 0.0
         for key, parameter in model.named_parameters():
             change = (full(parameter) - expected[key]).abs().max() / expected[key].abs().max().clamp_min(1e-6)

@@ -108,21 +108,21 @@ MISTAKES = [
     ),
     Mistake(
         "the z-loss has half its gradient",
-        "loss/linear_cross_entropy.py",
+        "loss/linear.py",
         "logits.mul_(1 + 2 * z_loss * (largest - above))",
         "logits.mul_(1 + z_loss * (largest - above))",
         TERMS,
     ),
     Mistake(
         "smoothing has no gradient",
-        "loss/linear_cross_entropy.py",
+        "loss/linear.py",
         "            logits.sub_(smoothing / logits.shape[1])",
         "            pass",
         TERMS,
     ),
     Mistake(
         "weights of the loss are left out of its gradient",
-        "loss/linear_cross_entropy.py",
+        "loss/linear.py",
         "            logits.mul_(weights)\n",
         "            pass\n",
         TERMS,
@@ -130,8 +130,8 @@ MISTAKES = [
     Mistake(
         "a loss by weights is divided by the count",
         "loss/causal.py",
-        '    known = target_weight if target_weight is not None else getattr(num_targets, "weight", None)',
-        "    known = num_targets",
+        "    weight = num_targets if weight is None else weight\n",
+        "    weight = num_targets\n",
         TERMS,
     ),
 ]

@@ -104,7 +104,7 @@ MISTAKES: list[Mistake] = [
         "_process/streams.py",
         "                    event.synchronize()\n                found",
         "                    pass\n                found",
-        (*SYNCS, "tests/step/test_judged_later.py"),
+        SYNCS,
     ),
     Mistake(
         "the loss asked for between micro-batches",
@@ -119,20 +119,6 @@ MISTAKES: list[Mistake] = [
         'return moved if own_loss or device.type == "cpu" else checked_batch(moved, seen, device)',
         "return moved",
         SYNCS,
-    ),
-    Mistake(
-        "a head judged between micro-batches",
-        "step/train.py",
-        'gradient_sync(model, "all" if last else deferred), checked_later(checks):',
-        'gradient_sync(model, "all" if last else deferred), checked_later(None):',
-        SYNCS,
-    ),
-    Mistake(
-        "a forward that has changed is forgotten once the step is queued",
-        "step/result.py",
-        "        changed = None if self.is_finite else self.checks.problem()",
-        "        changed = None",
-        ("tests/step/test_judged_later.py",),
     ),
     Mistake(
         "a search for NaN that makes a mask of the whole shard",

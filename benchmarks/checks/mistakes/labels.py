@@ -55,13 +55,6 @@ MISTAKES = [
         ("tests/collate/test_context.py",),
     ),
     Mistake(
-        "a row beyond a table of positions reaches the device",
-        "step/model_checks.py",
-        "    if _has_a_table(model, known):",
-        "    if False:",
-        ("tests/step/test_lengths.py",),
-    ),
-    Mistake(
         "a row is trained without its image",
         "collate/media.py",
         "    if found:",
@@ -106,9 +99,9 @@ MISTAKES = [
     ),
     Mistake(
         "the shift made twice, with full logits",
-        "loss/forward.py",
-        "    targets = targets.flatten().to(logits.device)",
-        "    targets = targets.roll(-1, 1).flatten().to(logits.device)",
+        "loss/causal.py",
+        "summed_loss(logits.flatten(0, 1), targets.flatten()",
+        "summed_loss(logits.flatten(0, 1), targets.roll(-1, 1).flatten()",
         ("tests/test_parity.py", "tests/loss/test_loss.py"),
     ),
     Mistake(
@@ -121,8 +114,8 @@ MISTAKES = [
     Mistake(
         "a mean of each rank's own mean",
         "loss/counting.py",
-        "        targets, tokens, weight, *apart = sum_over_mesh([*once, *same_rows], mesh)",
-        "        targets, tokens, weight = (max(one, 1) * world_size() for one in own); apart = []",
+        "        targets, tokens, weight = sum_over_mesh(once, mesh)",
+        "        targets, tokens, weight = (max(one, 1) * world_size() for one in own)",
         ("tests/test_parity.py", "tests/test_step.py"),
     ),
     Mistake(

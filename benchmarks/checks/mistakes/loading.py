@@ -68,14 +68,14 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "ids beyond the embedding reach the device",
-        "step/model_checks.py",
+        "step/checks.py",
         "        vocabulary.check_ids(batch)\n",
         "",
         ("tests/model/test_vocabulary.py",),
     ),
     Mistake(
         "labels beyond the head reach the device",
-        "step/model_checks.py",
+        "step/checks.py",
         "            vocabulary.check_labels(batch, LABEL_KEYS, IGNORE_INDEX)\n",
         "",
         ("tests/model/test_vocabulary.py",),

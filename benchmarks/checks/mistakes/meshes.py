@@ -73,7 +73,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a pack on a model that nobody has verified is trained",
         "step/train.py",
-        'if verify == "first" and any(may_be_packs(one.keys) for one in window.micro_batches):',
+        "if check and any(may_be_packs(one.keys) for one in window.micro_batches):",
         "if False:",
         PACKS,
     ),
@@ -113,24 +113,10 @@ MISTAKES: list[Mistake] = [
         WRAPPERS,
     ),
     Mistake(
-        "the loss without logits does not look at what the forward makes of them",
-        "loss/head.py",
-        "losses[:1] = [_checked(loss, outputs[-1], transform, num_logits(head)) for loss in losses[:1]]",
-        "pass",
-        ("tests/test_changes.py",),
-    ),
-    Mistake(
-        "hooks on the logits are not looked for",
-        "loss/head.py",
-        "if foreign_hooks(model.get_submodule(name), pre=name in inner):",
-        "if False:",
-        HEADS,
-    ),
-    Mistake(
         "LoRA of the head left out of the loss without logits",
-        "loss/linear_head.py",
-        "_why_not_plain(own.base_layer if _trains_tokens(own) else own)",
-        '_why_not_plain(getattr(own, "base_layer", own))',
+        "loss/head.py",
+        "plain = own.base_layer if _trains_tokens(own) else own",
+        'plain = getattr(own, "base_layer", own)',
         HEADS,
     ),
     Mistake(
@@ -204,13 +190,6 @@ MISTAKES: list[Mistake] = [
         MESHES,
     ),
     Mistake(
-        "targets that were counted for another sharing of rows divide a loss",
-        "loss/causal.py",
-        "    if counted not in (None, own):\n",
-        "    if False:\n",
-        MESHES,
-    ),
-    Mistake(
         "a sampler in a worker that is started anew takes every row for its rank's",
         "sampling/sampler.py",
         'return {**self.__dict__, "_given_place": place}',
@@ -239,20 +218,6 @@ MISTAKES: list[Mistake] = [
         ("tests/attention/context_parallel/test_exact.py::test_two_ranks_share_rows",),
     ),
     Mistake(
-        "what differs in one group makes up for another",
-        "loss/same_rows.py",
-        'hashlib.blake2b(f"{group.share}".encode(), digest_size=5)',
-        "hashlib.blake2b(digest_size=5)",
-        ("tests/attention/context_parallel/test_training.py::test_groups_do_not_make_up_for_each_other",),
-    ),
-    Mistake(
-        "rows of nested batches that ranks share are not compared",
-        "loss/same_rows.py",
-        "        yield from _named_tensors(batch.unbind(), name)\n",
-        "        return\n",
-        ("tests/ports/test_differences.py::test_what_did_not_work_at_first",),
-    ),
-    Mistake(
         "padding on the left sees filler",
         "attention/context_parallel/attention.py",
         "        inner[..., -whole.filler :] = -math.inf\n",
@@ -276,9 +241,9 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "ranks of a group train different rows",
-        "step/window.py",
-        "    refuse_different_rows(rows_apart)\n",
-        "",
+        "step/checks.py",
+        "    if any(len(different) > 1 for different in rows_at.values()):",
+        "    if False:",
         ("tests/attention/context_parallel/test_training.py::test_what_cannot_be_shared_is_refused",),
     ),
     Mistake(

@@ -19,9 +19,9 @@ MISTAKES = [
     ),
     Mistake(
         "labels of padding are trained without a word",
-        "step/labels.py",
-        "padding += int(",
-        "padding += 0 * int(",
+        "step/checks.py",
+        "    if padding and this_rank() == 0:",
+        "    if False:",
         ("tests/test_mistakes.py",),
     ),
     Mistake(
@@ -47,7 +47,7 @@ MISTAKES = [
     ),
     Mistake(
         "a step without gradients ends in what torch says",
-        "step/trained.py",
+        "step/checks.py",
         "    if not torch.is_grad_enabled():",
         "    if False:",
         ("tests/test_mistakes.py",),

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat import refuse_missing
-from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
 
 
 def forget_failed_iteration(model: nn.Module) -> None:
@@ -85,18 +84,6 @@ def gradient_divide_factors(model: nn.Module) -> set[float | None]:
     """By what FSDP2 divides the sums of gradients; None is the number of ranks that reduce them."""
     return {
         group.gradient_divide_factor for state in _states_within(model) for group in state._fsdp_param_groups
-    }
-
-
-def hooked_while_gathered(model: nn.Module) -> set[torch.Tensor]:
-    """Shards whose gathered parameters have hooks, which see the gradients of one rank only.
-
-    FSDP2 keeps a gathered parameter with its hooks, and without its memory, from one gather to the next.
-    """
-    return {
-        parameter.sharded_param
-        for parameter, gathered in _held_parameters(model)
-        if gathered is not None and (has_hooks(gathered) or has_grad_hooks(gathered))
     }
 
 

@@ -1,6 +1,5 @@
 """Modules, tensors and hooks of torch."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,26 +27,6 @@ def wrapper_tensor(cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
 
 
-def foreign_hooks(module: nn.Module, *, pre: bool) -> list[Any]:
-    """Hooks on a module's call that may look at or change what it returns.
-
-    Left out are hooks that do neither: FSDP2's, those of this library's checkpointing, and torch's own hooks
-    on all modules. Hooks are in private attributes that no public function reads.
-
-    Args:
-        module: The module; modules inside it are not looked at.
-        pre: Whether to include hooks before the forward, which may change its arguments.
-    """
-    from torch.nn.modules import module as hooks_of_all
-
-    kinds = ["forward", "backward", "backward_pre", *(["forward_pre"] if pre else [])]
-    own = [hook for kind in kinds for hook in getattr(module, f"_{kind}_hooks").values()]
-    foreign = [hook for hook in own if not _defined_in(hook, "torch.distributed.fsdp.", "fsdp_sft.sac.")]
-    kinds = ["forward", "backward", "backward_pre"]
-    of_all = [hook for kind in kinds for hook in getattr(hooks_of_all, f"_global_{kind}_hooks").values()]
-    return foreign + [hook for hook in of_all if not _defined_in(hook, "torch.")]
-
-
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether ``register_hook`` was called on a parameter, which only ``_backward_hooks`` shows."""
     return bool(parameter._backward_hooks)
@@ -56,13 +35,6 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 def has_grad_hooks(parameter: torch.Tensor) -> bool:
     """The same for ``register_post_accumulate_grad_hook``, by ``_post_accumulate_grad_hooks``."""
     return bool(parameter._post_accumulate_grad_hooks)
-
-
-def _defined_in(hook: Any, *packages: str) -> bool:
-    """Whether the function of a hook was defined in one of the packages."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith(packages)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.errors import BatchError, abridged
@@ -82,12 +81,6 @@ def check_row(ids: Any, vocab_size: int) -> None:
     """
     if len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
         _check("input_ids", torch.tensor(list(ids), dtype=torch.int64), vocab_size, "the model", set)
-
-
-def padding_token(model: nn.Module) -> int | None:
-    """Id of the token with which a model's rows are padded, by its config; None if that does not say."""
-    value = getattr(text_config(model), "pad_token_id", None)
-    return value if isinstance(value, int) else None
 
 
 def warn_of_tokenizer(model: nn.Module, tokenizer: Any, chat_template: str | None = None) -> None:

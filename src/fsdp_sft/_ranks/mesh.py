@@ -1,7 +1,6 @@
 """The ranks of the job as a mesh: how it is made, who shares rows, and where parameters are sharded."""
 
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -146,39 +145,13 @@ def data_parallel_place(mesh: "DeviceMesh") -> tuple[int, int]:
     return place // each, mesh.size() // each  # cp is the last axis
 
 
-@dataclass(frozen=True)
-class SameRows:
-    """Ranks that get the same whole rows, as tensor parallelism needs.
-
-    Attributes:
-        size: Number of ranks in the group.
-        rank: Index of this rank in the group.
-        share: Index of the group, which is also the index of its share of the data.
-    """
-
-    size: int
-    rank: int
-    share: int
-
-
-def same_rows_in(mesh: "DeviceMesh | None") -> SameRows | None:
-    """This rank's group on a model's mesh; None if all ranks get different rows."""
+def copies_of_rows(mesh: "DeviceMesh | None") -> int:
+    """Number of ranks of a model's mesh that get the same whole row, as tensor parallelism needs."""
     names = () if mesh is None else mesh.mesh_dim_names or ()
     # If a model's only mesh is that of its experts, all other parameters are on every rank, and all ranks get
     # the same rows.
     axis = TP if TP in names else EP if EP in names else None
-    if mesh is None or axis is None or mesh[axis].size() == 1:
-        return None
-    share = 0
-    for name, size, index in zip(names, mesh.shape, mesh.get_coordinate() or (), strict=True):
-        share = share if name == axis else share * size + index
-    return SameRows(mesh[axis].size(), mesh.get_local_rank(axis), share)
-
-
-def copies_of_rows(mesh: "DeviceMesh | None") -> int:
-    """Number of ranks of a model's mesh that get the same row."""
-    same = same_rows_in(mesh)
-    return 1 if same is None else same.size
+    return 1 if mesh is None or axis is None else mesh[axis].size()
 
 
 def host_group(mesh: "DeviceMesh", axis: str) -> dist.ProcessGroup:

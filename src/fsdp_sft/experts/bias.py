@@ -51,7 +51,7 @@ def update_router_bias(model: nn.Module, *, rate: float) -> list[str]:
     if not biases:
         raise ValueError(
             f"{type(unwrapped(model)).__name__} has no bias that balances its experts; see router_loss= of "
-            "train_step for models that do so by a loss"
+            "prepare_loss for models that do so by a loss"
         )
     for name, bias in biases.values():
         if bias.dtype.itemsize < 4:

@@ -1,34 +1,198 @@
 """The causal-LM loss of a model on a batch: labels shifted once, a float32 sum, with or without logits."""
 
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
+from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.inputs import no_cache
+from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import refuse_own_divisor, reshard, training_mesh_of
+from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.streams import travelling
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.mesh import cp_size
-from fsdp_sft.attention.context_parallel import sequence_group_of
+from fsdp_sft._ranks.mesh import CP, device_groups_of, sum_over_mesh
+from fsdp_sft.attention.context_parallel import SequenceGroup, part_of_rows, sequence_group_of
+from fsdp_sft.collate import refuse_masked_pack
+from fsdp_sft.errors import ModelLossError
+from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import counting
-from fsdp_sft.loss.additions import RouterLoss
 from fsdp_sft.loss.counting import (
     WEIGHTS_KEY,
     Batch,
+    CheckedBatch,
     check_num_targets,
+    counted_tokens,
+    is_shifted,
     num_targets,
     scaled_for_averaging,
+    targets_of,
     weight_of,
+    weights_of,
+    without_labels,
 )
-from fsdp_sft.loss.forward import loss_parts, ranks_of_router
-from fsdp_sft.loss.part import own_part, refuse_part_in_whole, tokens_of
-from fsdp_sft.loss.prepare import LossImpl
-from fsdp_sft.loss.terms import Terms
+from fsdp_sft.loss.head import LossChoice, ProbeError, fusible_head, loss_at_head, proved, wide
+from fsdp_sft.loss.linear import PLAIN, Terms, chunked_loss, linear_token_losses, summed_loss
+from fsdp_sft.loss.part import BatchPart, is_of_whole_rows, own_part, tokens_of, whole_rows
+from fsdp_sft.loss.router import (
+    Additions,
+    Balance,
+    LossSettings,
+    RouterLoss,
+    additions_to,
+    balanced_by,
+    check_router_loss,
+)
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
+from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+LossImpl = Literal["auto", "chunked", "logits"]
+
+IMPLS = get_args(LossImpl)
+_logger = logging.getLogger("fsdp_sft.loss")
+
+
+@dataclass
+class _Choices:
+    """Choices for a model's forward, by ``impl``."""
+
+    by_impl: dict[str, LossChoice] = field(default_factory=dict)
+
+
+def prepare_loss(
+    model: nn.Module,
+    *,
+    impl: LossImpl = "auto",
+    router_loss: RouterLoss | None = None,
+    compare: bool = True,
+) -> str:
+    """Say how a model's loss is computed, and prove it: for ``train_step``, ``evaluate`` and ``loss_sum``.
+
+    Without a call, the first loss does the same with the defaults. Call this function again, on all ranks,
+    after a change of the model's forward (another head, scale or loss): what was proved is not looked at
+    again.
+
+    A loss without full logits needs a head that is a linear layer, or what peft trains of one
+    (``modules_to_save``, trained tokens). The model's logits must be the head's output up to a scale and a
+    soft cap. That is checked on a tiny batch, on which the loss must also equal that of the model's real
+    logits. A hook on the head then sees the loss in place of the logits.
+
+    Args:
+        model: Decoder-only language model with its weights, sharded or not. Its mode, buffers, gradients and
+            the random number generators are left as they were. A sharded model is resharded.
+        impl: ``"auto"`` takes the chunked loss if possible, and full logits with a logged warning if not.
+            ``"chunked"`` raises if it is not. ``"logits"`` computes full logits.
+        router_loss: What to do with the loss of a mixture's router; see ``loss_sum``.
+        compare: Whether to compare the model's own loss, ``model(**batch, labels=...)``, with the cross
+            entropy. False trains the cross entropy alone, whatever the model's own loss is: for a model whose
+            own loss raises, or has terms that are not to be trained.
+
+    Returns:
+        ``"chunked"`` or ``"logits"``. The choice and its reason are logged.
+
+    Raises:
+        ModelLossError: If the model's own loss is not the cross entropy, or cannot be computed to compare it;
+            see ``loss_sum``.
+        ValueError: If ``impl`` or ``router_loss`` is none of these, if ranks differ in arguments, if the
+            model is an encoder-decoder or on the meta device, or if its loss cannot be computed by ``impl``;
+            the message has the reason.
+
+    Collective: all ranks of the model's mesh, by four forwards of 2 x 8 tokens.
+    Memory: With trained tokens on the head, a copy of its weight in each forward, and its gradient in float32
+    until the backward.
+
+    Example:
+        >>> fs.prepare_loss(model)
+        'chunked'
+    """
+    _check_impl(impl)
+    check_router_loss(router_loss)
+    _refuse_encoder_decoder(model)
+    routers = (None, *get_args(RouterLoss))
+    own = 1 + IMPLS.index(impl) + 3 * routers.index(router_loss) + 12 * bool(compare)
+    ranks, sums, squares = sum_over_mesh([1.0, own, own * own], training_mesh_of(model))
+    if ranks * squares != sums * sums:
+        raise ValueError("prepare_loss: ranks call with different arguments; give all of them the same")
+    record_of(model).keep(LossSettings(compare=compare, router_loss=router_loss))
+    additions_to(model, None)
+    choices = record_of(model).kept_or_new(_Choices).by_impl
+    choice = _decide(model, impl)
+    choices.clear()  # those for another impl may be of other numbers
+    choices.update({impl: choice, "auto": choice})
+    return choice.impl
+
+
+def _choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
+    """The choice for ``impl``, made now if there is none.
+
+    Collective: all ranks of the model's mesh, the first time.
+    """
+    choices = record_of(model).kept_or_new(_Choices).by_impl
+    if impl not in choices:
+        choices[impl] = _decide(model, impl)
+    return choices[impl]
+
+
+def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
+    """Make the choice for ``impl``; all ranks of the mesh take part."""
+    if impl == "logits":
+        return LossChoice(impl)
+    name = original_class(unwrapped(model)).__name__
+    mesh = training_mesh_of(model)
+    first = mesh is None or mesh.get_rank() == 0
+
+    def agreed(reason: str) -> str:
+        """This rank's reason, or the number of other ranks that have one; empty if no rank has."""
+        failed = sum_over_mesh([bool(reason)], mesh)[0]
+        others = f"{int(failed)} other ranks of the mesh could not compute it from the hidden states"
+        return reason or others * bool(failed)
+
+    head, reason = fusible_head(model)
+    # Ranks agree before the proof, because its forwards are collective, and again on its outcome.
+    reason, choice = agreed(reason), None
+    if head is not None and not reason:
+        try:
+            choice = proved(model, head)
+        except ProbeError as error:
+            reason = str(error)
+        reason = agreed(reason)
+    if choice is not None and not reason:
+        if first:
+            _logger.info("loss of %s: %s, %s", name, choice.impl, choice.transform)
+        return choice
+    if impl != "auto":
+        raise ModelLossError(f"the loss of {name} cannot be computed by impl={impl!r}: {reason}")
+    if first:
+        _logger.warning("loss of %s: full logits, because %s", name, reason)
+    return LossChoice("logits")
+
+
+def _check_impl(impl: str) -> None:
+    """Raise for an unknown ``impl``."""
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
+
+
+def _refuse_encoder_decoder(model: nn.Module) -> None:
+    """Raise for an encoder-decoder, whose labels are not shifted against its inputs."""
+    model = unwrapped(model)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ModelLossError(
+            f"{original_class(model).__name__} is an encoder-decoder: its labels are not shifted against its "
+            "inputs. Give train_step and evaluate a loss_fn, such as the sum that model(**batch).loss is the "
+            "mean of"
+        )
 
 
 def loss_sum(
@@ -60,8 +224,9 @@ def loss_sum(
             by that number is then the model's own loss. Filler of a pack does not count, and under context
             parallelism the whole rows count. ``"global_micro_batch"`` computes it over the tokens of all
             ranks of the model's mesh in this call; each rank's result has its share. ``"off"`` leaves it
-            out. None is ``"micro_batch"`` if the config has ``output_router_logits``; if not, the loss is
-            left out with one warning that names the coefficient.
+            out. None is what ``prepare_loss`` was told; without that, ``"micro_batch"`` if the config has
+            ``output_router_logits``, and if not, the loss is left out with one warning that names the
+            coefficient.
         label_smoothing: Label smoothing, defined as in ``torch.nn.functional.cross_entropy``.
         z_loss: Factor of the z-loss, the squared logarithm of the softmax's denominator, which is added to
             each target's loss (PaLM: 1e-4).
@@ -69,12 +234,12 @@ def loss_sum(
     Returns:
         (the loss, the number of targets). The loss is a float32 scalar (float64 for float64 logits),
         connected to the parameters even if the batch has no target. Under context parallelism both are those
-        of this rank's part of the rows, and their sums over the group's ranks are those of the batch.
+        of this rank's part of the rows, and their sums over the group's ranks are those of the batch; within
+        the ``loss_fn`` of ``train_step`` each rank of a group gets those of the whole rows.
 
     Raises:
-        ModelLossError: If the model's own loss is not the cross entropy; the message says what it does. Also
-            if the forward does something else to its head's output than when its loss was prepared, and if
-            the router's loss has to be computed over several ranks or without a pack's filler, and is not
+        ModelLossError: If the model's own loss is not the cross entropy; the message has both numbers. Also
+            if the router's loss has to be computed over several ranks or without a pack's filler, and is not
             transformers' usual one.
         ValueError: If the model is an encoder-decoder or a classifier, if the batch has no proper labels, or
             if the model's loss cannot be computed by ``impl``.
@@ -90,23 +255,13 @@ def loss_sum(
         (torch.float32, torch.Size([]))
     """
     terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
-    batch = _own_part(model, batch)
-    summed, router = loss_parts(model, batch, impl, router_loss, terms)
-    targets = num_targets(batch)
+    part, group = _part_for(model, batch)
+    summed, router, groups = loss_parts(model, part, impl, router_loss, terms)
     if router is not None:
-        groups = () if torch.compiler.is_compiling() else ranks_of_router(model, batch, router_loss)
-        summed = summed + router * _weight_of_router(batch, groups, router.device)
-    return summed, targets
-
-
-def _own_part(model: nn.Module, batch: Batch) -> Batch:
-    """This rank's part of a batch."""
-    if torch.compiler.is_compiling():
-        return batch
-    reshard(model)  # a forward before an optimizer's step leaves the root gathered, with the old values
-    group = sequence_group_of(model)
-    refuse_part_in_whole(group)
-    return own_part(batch, group)  # type: ignore[no-any-return]
+        summed = summed + router * _weight_of_router(part, groups, router.device)
+    if group is not None and is_of_whole_rows():
+        return whole_rows(summed.reshape(1), group).sum(), num_targets(batch)
+    return summed, num_targets(part)
 
 
 @answered
@@ -117,34 +272,24 @@ def causal_lm_loss(
     num_targets: int,
     impl: LossImpl = "auto",
     router_loss: RouterLoss | None = None,
-    num_tokens: int | None = None,
-    target_weight: float | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """This micro-batch's share of the window's mean loss, ready for ``backward``.
 
     Args:
         model: Decoder-only language model, sharded or not.
         batch: Batch of the form that ``loss_sum`` takes.
-        num_targets: Number of targets of the whole window over all ranks, from ``count_targets``.
+        num_targets: Number of targets of the whole window over all ranks, from ``count_targets``, which
+            keeps the number of tokens and the sum of the ``loss_weights`` with it.
         impl: Implementation of the loss; see ``loss_sum``.
         router_loss: What to do with the loss of a mixture's router; see ``loss_sum``. Here it is weighted by
             the micro-batch's share of the window's tokens, without padding.
-        num_tokens: Number of tokens of the window over all ranks, without padding; None takes the number
-            that ``count_targets`` has stored in ``num_targets``.
-        target_weight: Sum of the window's ``loss_weights`` over all ranks, if its batches have any; None
-            takes the sum that ``count_targets`` has stored in ``num_targets``.
-        label_smoothing: Label smoothing; see ``loss_sum``.
-        z_loss: Factor of the z-loss; see ``loss_sum``.
 
     Returns:
         A scalar. Summed over the window's micro-batches and averaged over ranks it is the mean over targets,
         weighted by ``loss_weights`` if there are any.
 
     Raises:
-        ValueError: If ``loss_sum`` refuses the model or the batch, or ``num_targets`` is not positive or was
-            counted for a mesh with another ``cp`` than the model's.
+        ValueError: If ``loss_sum`` refuses the model or the batch, or ``num_targets`` is not positive.
 
     Collective: all ranks, by the model's forward.
 
@@ -157,15 +302,18 @@ def causal_lm_loss(
     mesh = training_mesh_of(model)
     if not torch.compiler.is_compiling():
         refuse_divided_twice(model)
-    check_num_targets(num_targets)
-    weight = _weight_of_window(batch, num_targets, target_weight)
-    _refuse_other_sharing(num_targets, cp_size(mesh))
-    terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
-    batch = _own_part(model, batch)
-    summed, router = loss_parts(model, batch, impl, router_loss, terms)
+    weight = getattr(num_targets, "weight", None)
+    if weight is None and batch.get(WEIGHTS_KEY) is not None:
+        raise ValueError(
+            "a batch with loss_weights is divided by the sum of the window's weights, which is not known: "
+            "take num_targets from count_targets, which sums them too"
+        )
+    weight = num_targets if weight is None else weight
+    check_num_targets(weight)
+    part, _ = _part_for(model, batch)
+    summed, router, _ = loss_parts(model, part, impl, router_loss)
     if router is not None:
-        share = _share_of_tokens(batch, num_targets, num_tokens, mesh)
-        summed = summed + router * (share * weight)
+        summed = summed + router * (_share_of_tokens(part, num_targets, mesh) * weight)
     if mesh is None:
         return summed / weight
     if not torch.compiler.is_compiling():
@@ -173,42 +321,16 @@ def causal_lm_loss(
     return scaled_for_averaging(summed, weight)
 
 
-def _refuse_other_sharing(num_targets: int, own: int) -> None:
-    """Refuse targets that were counted for another ``cp`` than the model's ``own``."""
-    counted = getattr(num_targets, "cp", None)
-    if counted not in (None, own):
-        raise ValueError(
-            f"num_targets was counted for a mesh with cp={counted}, and each row of this model is computed "
-            f"by {own} ranks: give count_targets, windows and samplers the model's mesh, by mesh="
-        )
-
-
-def _weight_of_window(batch: Batch, num_targets: int, target_weight: float | None) -> float:
-    """Divisor of the window's loss: the sum of its weights, or its number of targets."""
-    known = target_weight if target_weight is not None else getattr(num_targets, "weight", None)
-    if known is None and batch.get(WEIGHTS_KEY) is not None:
-        raise ValueError(
-            "a batch with loss_weights is divided by the sum of the window's weights, which is not known: "
-            "take num_targets from count_targets, which sums them too, or pass target_weight"
-        )
-    weight = num_targets if known is None else known
-    check_num_targets(weight)
-    return weight
-
-
-def _share_of_tokens(
-    batch: Batch, num_targets: int, num_tokens: int | None, mesh: "DeviceMesh | None"
-) -> float:
+def _share_of_tokens(batch: Batch, num_targets: int, mesh: "DeviceMesh | None") -> float:
     """A batch's share of the window's tokens."""
-    tokens = num_tokens if num_tokens is not None else getattr(num_targets, "num_tokens", 0)
+    tokens = getattr(num_targets, "num_tokens", 0)
     if tokens:
         return tokens_of(batch) / tokens
     if num_targets == counting.num_targets(batch) and (mesh is None or mesh.size() == 1):
         return 1.0  # the batch is the window
     raise ValueError(
         "the router's loss of a micro-batch weighs by its tokens over those of the window, which are not "
-        "known: take num_targets from count_targets, which counts them too, or pass num_tokens or "
-        "router_loss='off'"
+        "known: take num_targets from count_targets, which counts them too, or pass router_loss='off'"
     )
 
 
@@ -228,3 +350,239 @@ def _weight_of_router(
     for group in groups:
         dist.all_reduce(total, group=group)
     return total[0] * own / total[1].clamp(min=1)
+
+
+@overload
+def token_losses(
+    model: nn.Module, batch: Batch, *, impl: LossImpl = "auto", entropy: Literal[False] = False
+) -> torch.Tensor: ...
+
+
+@overload
+def token_losses(
+    model: nn.Module, batch: Batch, *, impl: LossImpl = "auto", entropy: Literal[True]
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def token_losses(
+    model: nn.Module, batch: Batch, *, impl: LossImpl = "auto", entropy: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Negative log-likelihood of each label, for a loss of your own (DPO, weights, clipped ratios).
+
+    ``-token_losses(model, batch)`` are the log-probabilities of the labels. Each may get any weight, of
+    either sign; the loss made of them is differentiated as if it were made of logits, which are not held.
+
+    Args:
+        model: Decoder-only language model, sharded or not. Under ``torch.no_grad`` (a reference model) the
+            result costs a forward.
+        batch: Batch of the form that ``loss_sum`` takes, padded or packed. ``loss_weights`` are left to you.
+        impl: Implementation; see ``loss_sum``.
+        entropy: Whether to return the entropy of each prediction as well, from the same pass.
+
+    Returns:
+        Losses, float32 ``(B, S)`` (float64 for float64 logits), aligned with the labels: entry ``[b, s]`` is
+        that of ``labels[b, s]``, which position ``s - 1`` predicts, and 0 where that is -100 or ``s`` is 0.
+        With ``shift_labels``, entry ``[b, s]`` is that of ``shift_labels[b, s]``. With ``entropy``, (losses,
+        entropies in nats), alike in shape and alignment. All are connected to the parameters even if the
+        batch has no target. A router's loss is not part of them.
+
+        Under context parallelism each rank of a group gives the whole rows and gets the values of all their
+        tokens. The backward sums what the group's ranks have made of them, so a loss that each of them
+        computes counts ``cp`` times: ``train_step`` and ``evaluate`` count a ``loss_fn`` once; in a loop of
+        your own divide by ``cp``.
+
+    Raises:
+        ValueError: If the model is an encoder-decoder or a classifier, if the batch has no proper labels, or
+            if the losses cannot be computed by ``impl``.
+        RuntimeError: In a backward that is to be derived itself (``create_graph=True``).
+
+    Collective: all ranks of the model's mesh, by its forward.
+    Memory: ``chunk_size * V`` logits, as in ``linear_cross_entropy_sum``. Until the backward, the hidden
+        states; if the head is frozen, their gradient in float32. A trained head's gradient needs the logits a
+        second time, which the backward computes in chunks. With trained tokens on the head, a copy of
+        its weight until the backward.
+
+    Example:
+        >>> losses = fs.token_losses(model, batch)
+        >>> losses.dtype, losses.shape == batch["labels"].shape
+        (torch.float32, True)
+        >>> summed, _ = fs.loss_sum(model, batch)
+        >>> torch.allclose(losses.sum(), summed)
+        True
+    """
+    _check_impl(impl)
+    _refuse_encoder_decoder(model)
+    part, group = _part_for(model, batch)
+    targets = targets_of(part)
+    if not isinstance(part, CheckedBatch):
+        refuse_masked_pack(batch)
+
+    def of_logits(logits: torch.Tensor) -> torch.Tensor:
+        flat = logits.flatten(0, 1), targets.flatten().to(logits.device)
+        losses = F.cross_entropy(*flat, ignore_index=IGNORE_INDEX, reduction="none").view(targets.shape)
+        if not entropy:
+            return losses[None]
+        logs = logits.log_softmax(-1)
+        counts = targets.to(logits.device) != IGNORE_INDEX
+        return torch.stack([losses, torch.where(counts, -(logs.exp() * logs).sum(-1), 0.0)])
+
+    known = part.targets if isinstance(part, CheckedBatch) else None
+    at_head = partial(linear_token_losses, labels=targets, known=known, entropy=entropy)
+    inputs = {**without_labels(part), **no_cache(model)}
+    values, _ = _run(impl)(model, inputs, targets, impl, _forward_of(model, part), at_head, of_logits)
+    if group is not None:
+        values = whole_rows(values, group)[..., : batch["input_ids"].shape[1]]
+    if not is_shifted(batch):
+        values = F.pad(values[..., :-1], (1, 0))
+    return (values[0], values[1]) if entropy else values[0]
+
+
+def loss_parts(
+    model: nn.Module,
+    batch: Batch,
+    impl: LossImpl = "auto",
+    router_loss: RouterLoss | None = None,
+    terms: Terms = PLAIN,
+    is_counted: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None, tuple[dist.ProcessGroup, ...]]:
+    """(the loss summed over the targets, the router's loss times its coefficient or None, groups of that).
+
+    The router's loss is this rank's share, which the caller weights by tokens: of the tokens of all ranks of
+    the groups, which take tensors on the device, or of its own if there is none.
+
+    Args:
+        model: Decoder-only language model, sharded or not.
+        batch: Batch of the form that ``loss_sum`` takes; under context parallelism this rank's part of one.
+        impl: Implementation of the loss; see ``loss_sum``.
+        router_loss: What to do with the loss of a mixture's router; see ``loss_sum``.
+        terms: What the loss has beside the cross entropy.
+        is_counted: False for a batch that only takes part in other ranks' forwards: the router's loss then
+            does not count its tokens.
+    """
+    _check_impl(impl)
+    _refuse_encoder_decoder(model)
+    targets, weights = targets_of(batch), weights_of(batch)
+    known = batch.targets if isinstance(batch, CheckedBatch) else None
+    if known is None:
+        refuse_masked_pack(batch)
+    balance, groups = None, ()
+    if torch.compiler.is_compiling():
+        additions = torch.compiler.disable(additions_to)(model, router_loss)
+        if additions.over_ranks:
+            raise ModelLossError("router_loss='global_micro_batch' cannot be computed inside torch.compile")
+    else:
+        additions = additions_to(model, router_loss)
+        groups = _groups_of_router(model, batch, additions)
+        balance = _balance(model, batch, additions, groups)
+        if balance is not None and not is_counted:
+            balance.counted = torch.zeros_like(targets, dtype=torch.bool)
+
+    def added(output: Any) -> torch.Tensor | None:
+        if balance is not None and balance.loss is None:
+            raise ModelLossError(
+                f"the router's loss of {type(model).__name__} was not computed where it was when the model "
+                "was first asked: it has been compiled as a whole since (compile_blocks compiles its "
+                "blocks), or its forward replaced"
+            )
+        return additions.of(output, model)
+
+    def of_logits(logits: torch.Tensor) -> torch.Tensor:
+        factors = None if weights is None else weights.flatten().to(logits.device)
+        return summed_loss(logits.flatten(0, 1), targets.flatten().to(logits.device), factors, terms)
+
+    at_head = partial(chunked_loss, labels=targets, known=known, weights=weights, terms=terms)
+    inputs = {**without_labels(batch), **no_cache(model), **additions.inputs}
+    context = _forward_of(model, batch, balance)
+    summed, router = _run(impl)(model, inputs, targets, impl, context, at_head, of_logits, added)
+    return summed, router, groups
+
+
+def _run(impl: LossImpl) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """``_computed``, outside of a compiled graph, which cannot contain replaced forwards of modules."""
+    hides = impl != "logits" and torch.compiler.is_compiling()
+    return torch.compiler.disable(_computed) if hides else _computed
+
+
+def _computed(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    targets: torch.Tensor,
+    impl: LossImpl,
+    context: Any,
+    at_head: Callable[..., torch.Tensor],
+    of_logits: Callable[[torch.Tensor], torch.Tensor],
+    added: Callable[[Any], torch.Tensor | None] = lambda output: None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One forward: (``at_head`` of the head's operands or ``of_logits`` of its logits, what is ``added``)."""
+    choice = LossChoice("logits") if impl == "logits" else _choice_for(model, impl)
+    head = choice.head
+    if head is not None:
+        with context:
+            return loss_at_head(model, head, inputs, choice.at(head, at_head), added)
+    with context:
+        output = model(**inputs)
+    logits = output.logits
+    if logits.ndim != 3 or logits.shape[:2] != targets.shape:
+        raise ModelLossError(
+            f"the loss of tokens needs logits of shape (B, S, vocabulary) for labels {tuple(targets.shape)}, "
+            f"got {tuple(logits.shape)} from {original_class(model).__name__}; for a classifier give "
+            "train_step a loss_fn"
+        )
+    return of_logits(wide(logits)), added(output)
+
+
+def _part_for(model: nn.Module, batch: Batch) -> tuple[Batch, SequenceGroup | None]:
+    """(this rank's part of a batch, the ranks that share its rows or None); the model is resharded."""
+    if torch.compiler.is_compiling():
+        return batch, None
+    reshard(model)  # a forward before an optimizer's step leaves the root gathered, with the old values
+    group = sequence_group_of(model)
+    return own_part(batch, group), group
+
+
+@contextmanager
+def _forward_of(model: nn.Module, batch: Batch, balance: Balance | None = None) -> Iterator[None]:
+    """Context of a forward of a batch or of this rank's part of one."""
+    counter = None if torch.compiler.is_compiling() else counter_of(model)
+    rows = part_of_rows(batch.whole) if isinstance(batch, BatchPart) else nullcontext()
+    routed = nullcontext() if balance is None else balanced_by(balance)
+    with rows, routed, nullcontext() if counter is None else counter.counting(_counted(batch)):
+        yield
+
+
+def _counted(batch: Batch) -> torch.Tensor | None:
+    """Mask of the tokens of a batch that are neither padding nor filler; None if all count."""
+    return batch.counted if isinstance(batch, BatchPart) else counted_tokens(batch)
+
+
+def _groups_of_router(model: nn.Module, batch: Batch, additions: Additions) -> tuple[dist.ProcessGroup, ...]:
+    """Process groups over whose tokens a batch's router loss is computed; none if only over this rank's."""
+    if not additions.is_added or not (additions.over_ranks or isinstance(batch, BatchPart)):
+        return ()
+    mesh = training_mesh_of(model)
+    if additions.over_ranks:
+        return device_groups_of(mesh)
+    return () if mesh is None else (mesh.get_group(CP),)
+
+
+def _balance(
+    model: nn.Module, batch: Batch, additions: Additions, groups: tuple[dist.ProcessGroup, ...]
+) -> Balance | None:
+    """Replacement of the model's own router loss; None takes the model's own.
+
+    Raises:
+        ModelLossError: If only the model's own can be taken, and it is not the loss that is asked for.
+    """
+    if not additions.is_added:
+        return None
+    counted = _counted(batch)
+    if additions.is_balanced:
+        return Balance(counted, groups)
+    is_filled = counted is not None and batch.get("attention_mask") is None and not bool(counted.all())
+    if additions.over_ranks or isinstance(batch, BatchPart) or is_filled:
+        raise ModelLossError(
+            f"the router's loss of {type(model).__name__} is not computed by transformers' usual function in "
+            "an uncompiled forward, so that it cannot be that of several ranks' tokens, nor leave out what "
+            "fills this pack up: take prepare_loss(model, router_loss='off')"
+        )
+    return None

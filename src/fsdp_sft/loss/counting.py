@@ -10,11 +10,10 @@ from torch.nn import functional as F
 
 from fsdp_sft._process.streams import travelling
 from fsdp_sft._ranks.agree import all_reduce_sum, world_size
-from fsdp_sft._ranks.mesh import cp_size, mesh_of_job, sum_over_mesh
+from fsdp_sft._ranks.mesh import mesh_of_job, sum_over_mesh
 from fsdp_sft.attention.context_parallel import sequence_group_in
 from fsdp_sft.collate import filler_of
 from fsdp_sft.errors import BatchError
-from fsdp_sft.loss.same_rows import refuse_different_rows, to_compare_rows
 from fsdp_sft.targets import IGNORE_INDEX, shifted
 
 if TYPE_CHECKING:
@@ -34,26 +33,21 @@ class TargetCount(int):
     Attributes:
         num_tokens: Number of tokens of the window, without padding; 0 if unknown.
         weight: Sum of the targets' ``loss_weights``; without weights the number of targets.
-        cp: Number of ranks that share each row; None for a count over the caller's process group.
     """
 
     num_tokens: int
     weight: float
-    cp: int | None
 
-    def __new__(
-        cls, targets: int, num_tokens: int, weight: float | None = None, cp: int | None = None
-    ) -> Self:
+    def __new__(cls, targets: int, num_tokens: int, weight: float | None = None) -> Self:
         """The integer ``targets`` with the other arguments as attributes."""
         self = super().__new__(cls, targets)
         self.num_tokens = num_tokens
         self.weight = float(targets if weight is None else weight)
-        self.cp = cp
         return self
 
-    def __getnewargs__(self) -> tuple[int, int, float, int | None]:  # type: ignore[override]
+    def __getnewargs__(self) -> tuple[int, int, float]:  # type: ignore[override]
         """Arguments of the copy that pickle makes."""
-        return int(self), self.num_tokens, self.weight, self.cp
+        return int(self), self.num_tokens, self.weight
 
 
 @dataclass(frozen=True)
@@ -123,7 +117,6 @@ def count_targets(
     Raises:
         ValueError: If a batch has no proper labels, if mesh and group are both given, or if neither is given
             although this process has made several meshes with different ``cp``.
-        BatchError: If ranks of one ``cp`` group have different rows.
 
     Collective: all ranks of ``mesh`` or ``group``.
 
@@ -146,46 +139,14 @@ def count_targets(
     if mesh is not None:
         sharing = sequence_group_in(mesh)
         once = own if sharing is None or sharing.rank == 0 else [0.0] * len(own)
-        same_rows = to_compare_rows(batches, sharing)
-        targets, tokens, weight, *apart = sum_over_mesh([*once, *same_rows], mesh)
-        refuse_different_rows(apart)
+        targets, tokens, weight = sum_over_mesh(once, mesh)
     elif group is None:
         targets, tokens, weight = all_reduce_sum(own)
     else:
         total = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(total, group=group)
         targets, tokens, weight = total.tolist()
-    return TargetCount(int(targets), int(tokens), weight, cp_size(mesh) if group is None else None)
-
-
-def target_weight(
-    micro_batches: Iterable[Batch],
-    *,
-    mesh: "DeviceMesh | None" = None,
-    group: dist.ProcessGroup | None = None,
-) -> float:
-    """Sum of the ``loss_weights`` of all targets of a window.
-
-    Args:
-        micro_batches: Batches of the form that ``count_targets`` takes.
-        mesh: Mesh from ``build_mesh``; see ``count_targets``.
-        group: Process group to sum over instead of a mesh; see ``count_targets``.
-
-    Returns:
-        The sum over all ranks. A batch without ``loss_weights`` adds its number of targets.
-
-    Raises:
-        ValueError: If a batch has no proper labels or weights.
-
-    Collective: all ranks of ``mesh`` or ``group``.
-
-    Example:
-        >>> ids, labels = torch.tensor([[3, 4, 5, 6]]), torch.tensor([[-100, -100, 5, 6]])
-        >>> batch = {"input_ids": ids, "labels": labels}
-        >>> fs.target_weight([{**batch, "loss_weights": torch.tensor([[1.0, 1.0, 1.0, 0.5]])}])
-        1.5
-    """
-    return count_targets(micro_batches, mesh=mesh, group=group).weight
+    return TargetCount(int(targets), int(tokens), weight)
 
 
 def num_tokens(batch: Any, needs_ids: bool = True) -> int:
@@ -296,7 +257,7 @@ def scale_for_backward(
     Args:
         loss: Sum over this rank's targets in one micro-batch.
         num_targets: Number of targets of the whole window over all ranks, from ``count_targets``; for a loss
-            with ``loss_weights`` their sum, from ``target_weight``.
+            with ``loss_weights`` their sum, its ``weight``.
         mesh: Mesh over which FSDP2 averages the gradients; None takes the only one there is.
 
     Returns:

@@ -1,71 +1,108 @@
-"""Run a model's own forward with the loss in place of the head's product.
+"""The head of a model: found, proved once, and then called with the loss in place of its product.
 
 The model is called as usual, with all that happens between its inputs and its head: FSDP2's hooks, mixed
 precision, checkpointing, compiled blocks. Only the ``forward`` of the head is replaced during that call. The
 head is still called as a module. If it has its own FSDP2 group, it is gathered before the call and its
 gradient is reduced after the backward. It returns the loss, and FSDP2 registers its backward hooks on that.
+
+That this is the model's loss is proved at its first use, on two tiny rows. That the head is linear shows in
+its structure. What the model does to the head's output, a scale or a soft cap, has to be observed: in the
+second row the head's output is replaced by large known numbers, and what the model makes of them shows both.
+The first row holds the real logits, whose cross entropy the loss must reproduce.
 """
 
-import math
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from fsdp_sft._compat.compile import is_compiled
-from fsdp_sft._compat.modules import foreign_hooks
-from fsdp_sft._model.wrappers import replicated_by, unwrapped, with_wrappers
-from fsdp_sft._process.streams import LateValues
-from fsdp_sft.errors import ModelLossError
-from fsdp_sft.loss.linear_head import num_logits, why_not_linear
-from fsdp_sft.loss.transform import Transform, tolerance
+from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.inputs import no_cache
+from fsdp_sft._model.preserved import preserved, uncompiled
+from fsdp_sft._model.sharded import compute_device
+from fsdp_sft._model.twin import text_config
+from fsdp_sft._model.wrappers import base_of, replicated_by, unwrapped, with_wrappers
+from fsdp_sft.experts import counter_of
+from fsdp_sft.loss.linear import chunked_loss
+from fsdp_sft.targets import IGNORE_INDEX
 
 HeadForward = Callable[[torch.Tensor], torch.Tensor]
 
+_LENGTH = 8
+_KNOWN_SIZE = 20.0  # standard deviation of the known numbers; large enough for a soft cap to show
+# Largest relative error of the fused loss. It leaves room for TF32, because scale and soft cap have been
+# checked more exactly before.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
-class HeadChecks:
-    """Checks of forwards, read later because the host would have to wait for them.
 
-    If a check fails, the loss and the gradients of that forward are NaN, so that they do no harm meanwhile.
+class ProbeError(Exception):
+    """A forward that was tried has failed, or does not show what was looked for; the message says why."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """The function that a model applies to its head's output: ``cap(scale * logits)``.
+
+    Attributes:
+        scale: Factor of the logits.
+        softcap: Bound of ``cap(x) = softcap * tanh(x / softcap)``; None for no cap.
     """
 
-    def __init__(self) -> None:
-        self._sound: list[torch.Tensor] = []
-        self._message = ""
+    scale: float = 1.0
+    softcap: float | None = None
 
-    def add(self, sound: torch.Tensor, message: str) -> None:
-        """Add the check of a forward.
+    def __str__(self) -> str:
+        scaled = "" if self.scale == 1 else f"logits times {self.scale:g}"
+        capped = "" if self.softcap is None else f"logits capped at {self.softcap:g}"
+        return ", ".join(filter(None, (scaled, capped))) or "logits as they are"
 
-        Args:
-            sound: 0-dim bool tensor, True if the forward is as it was when its loss was prepared.
-            message: Message of the error if it is not.
-        """
-        self._sound.append(sound)
-        self._message = message
-
-    def problem(self) -> ModelLossError | None:
-        """The error of a failed check, None if all passed; the host waits for the device."""
-        return None if all(LateValues(self._sound).read()) else ModelLossError(self._message)
+    def error(self, raw: torch.Tensor, logits: torch.Tensor) -> float:
+        """Largest difference between ``logits`` and transformed ``raw``, relative to the largest logit."""
+        own, logits = wide(raw) * self.scale, wide(logits)
+        if self.softcap is not None:
+            own = self.softcap * torch.tanh(own / self.softcap)
+        return float((own - logits).abs().max() / logits.abs().max())
 
 
-_later: ContextVar[HeadChecks | None] = ContextVar("fsdp_sft_head_checks", default=None)
+@dataclass(frozen=True)
+class LossChoice:
+    """The chosen implementation of one model's loss.
 
+    Attributes:
+        impl: ``"chunked"`` or ``"logits"``.
+        transform: Scale and soft cap that a fused loss applies to the head's output.
+        known_head: Head whose forward a fused loss replaces; None for ``"logits"``.
+    """
 
-@contextmanager
-def checked_later(checks: HeadChecks | None) -> Iterator[None]:
-    """Collect the checks of forwards within the block in ``checks``; None checks each at once."""
-    token = _later.set(checks)
-    try:
-        yield
-    finally:
-        _later.reset(token)
+    impl: str
+    transform: Transform = field(default_factory=Transform)
+    known_head: "weakref.ref[nn.Module] | None" = None
+
+    @property
+    def head(self) -> nn.Module | None:
+        """The head; None if full logits are computed, or if the model has lost it."""
+        return None if self.known_head is None else self.known_head()
+
+    def at(self, head: nn.Module, compute: Callable[..., torch.Tensor]) -> HeadForward:
+        """A function from hidden states to ``compute(hidden=, weight=, bias=, scale=, softcap=)``."""
+
+        def computed(hidden: torch.Tensor) -> torch.Tensor:
+            # FSDP2 replaces the head's parameters when it gathers them, so they are looked up at each call.
+            weight, bias = head_operands(head)
+            scale, softcap = self.transform.scale, self.transform.softcap
+            return compute(hidden=hidden, weight=weight, bias=bias, scale=scale, softcap=softcap)
+
+        return computed
 
 
 def fusible_head(model: nn.Module) -> tuple[nn.Module | None, str]:
-    """(the head, "") if it is one linear map and no hook would see its logits, else (None, the reason)."""
+    """(the head, "") if it is one linear map that is called by itself, else (None, the reason)."""
     inner = unwrapped(model)
     if any(is_compiled(module) for module in with_wrappers(model)):
         return None, "the model is compiled as a whole (compile_blocks compiles its blocks)"
@@ -73,36 +110,193 @@ def fusible_head(model: nn.Module) -> tuple[nn.Module | None, str]:
     head = get() if get is not None else None
     if not isinstance(head, nn.Module):
         return None, f"{type(inner).__name__} names no output embeddings"
-    reason = why_not_linear(head) or _hooked(model, head)
-    return (None, reason) if reason else (head, "")
+    reason = _why_not_linear(head)
+    return (None, f"its head is not a plain nn.Linear: {reason}") if reason else (head, "")
 
 
-def _hooked(model: nn.Module, head: nn.Module) -> str:
-    """Why a hook prevents a fused loss (it expects logits, or sits on a part that is not called), or ""."""
-    for fqn, module in model.named_modules(remove_duplicate=False):
-        if module is not head:
-            continue
-        parts = fqn.split(".")
-        outer = [".".join(parts[:end]) for end in range(len(parts))]
-        inner = [name for name, inside in module.named_modules(prefix=fqn) if inside is not head]
-        for name in [*outer, fqn, *inner]:
-            if foreign_hooks(model.get_submodule(name), pre=name in inner):
-                return f"a hook is registered on {name or 'the model'}, which would not see the logits"
-    return ""
+def _why_not_linear(head: nn.Module) -> str:
+    """Why ``head_operands`` cannot express a head as one product; empty if it can."""
+    own = _inside(head)
+    for module in (head, own):
+        if "forward" in vars(module) or is_compiled(module):
+            return f"the forward of {original_class(module).__name__} is replaced"
+    plain = own.base_layer if _trains_tokens(own) else own
+    cls = original_class(plain)
+    if cls.forward is not nn.Linear.forward or "forward" in vars(plain):
+        return f"it computes something else ({cls.__module__}.{cls.__name__})"
+    others = {name for name, _ in plain.named_parameters()} - {"weight", "bias"}
+    return f"it has parameters of its own: {', '.join(sorted(others))}" if others else ""
 
 
-def _refuse_changed(head: nn.Module) -> None:
-    """Refuse a head that was given a forward or hooks since its loss was prepared, which would be left out.
+def head_operands(head: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(weight ``(V, H)``, bias ``(V,)`` or None), connected to the trained parameters of a linear ``head``.
+
+    peft trains a copy of a head (``modules_to_save``) or some of its rows (``trainable_token_indices``),
+    which is one product again. Call it while the head's parameters are gathered.
+    """
+    own: Any = _inside(head)
+    if _trains_tokens(own):
+        base = own.base_layer
+        if own.disable_adapters or own.merged or not own.active_adapters:
+            return base.weight, base.bias
+        # peft's layer for trained tokens leaves the bias out too.
+        return own.get_merged_weights(own.active_adapters), None
+    return own.weight, own.bias
+
+
+def num_logits(head: nn.Module) -> int:
+    """Number of logits of a token, which is the number of rows of the head's weight."""
+    own: Any = _inside(head)
+    return int(getattr(own, "base_layer", own).weight.shape[0])
+
+
+def _inside(head: nn.Module) -> Any:
+    """The layer that computes: the one that peft's wrapper calls now, or the head itself."""
+    if not _is_of_peft(head, "AuxiliaryTrainingWrapper"):
+        return head
+    wrapper: Any = head
+    if hasattr(wrapper, "token_adapter"):
+        return wrapper.token_adapter
+    known = getattr(wrapper, "modules_to_save", None)
+    if known is None:
+        return wrapper
+    active = wrapper.active_adapters
+    if wrapper.disable_adapters or not active or any(name not in known for name in active):
+        return wrapper.original_module
+    return known[active[0]]
+
+
+def _trains_tokens(module: nn.Module) -> bool:
+    """Whether a module is peft's layer of which some rows are trained."""
+    return _is_of_peft(module, "TrainableTokensLayer")
+
+
+def _is_of_peft(module: nn.Module, name: str) -> bool:
+    """Whether ``module`` is of peft's class ``name``; peft is not imported to find out."""
+    return any(cls.__name__ == name and cls.__module__.startswith("peft.") for cls in type(module).__mro__)
+
+
+def proved(model: nn.Module, head: nn.Module) -> LossChoice:
+    """A choice whose loss equals that of the real logits on a tiny batch.
+
+    The model's mode, buffers and gradients and the random number generators are left as they were, and the
+    model is resharded.
+
+    Args:
+        model: Model with its weights.
+        head: Its head, for which ``fusible_head`` gives no reason against a fused loss.
 
     Raises:
-        ModelLossError: If it was.
+        ProbeError: If it does not give that loss.
+
+    Collective: all ranks of the model's mesh, by two forwards.
     """
-    reason = why_not_linear(head) or ("a hook is registered on it" if foreign_hooks(head, pre=False) else "")
-    if reason:
-        raise ModelLossError(
-            f"the model's head has changed since its loss was prepared ({reason}): call prepare_loss(model) "
-            "after the change, on all ranks"
+    device = compute_device(model)
+    ids = torch.arange(3, 3 + 2 * _LENGTH, device=device).view(2, -1) % num_logits(head)
+    targets = ids.roll(-1, dims=1)
+    targets[:, -1] = IGNORE_INDEX
+    targets[1] = IGNORE_INDEX  # the second row shows the transform and has no real logits
+    inputs = {"input_ids": ids, **no_cache(model)}
+    with trying(model):
+        raw, logits = _observe(model, head, inputs)
+        choice = LossChoice("chunked", _transform_of(model, raw, logits), weakref.ref(head))
+        expected = F.cross_entropy(wide(logits[0]), targets[0], reduction="sum", ignore_index=IGNORE_INDEX)
+
+        def loss_of(**operands: Any) -> torch.Tensor:
+            return chunked_loss(labels=targets, known=None, **operands)
+
+        actual, _ = loss_at_head(model, head, inputs, choice.at(head, loss_of))
+    error = float((actual - expected).abs() / expected.abs().clamp_min(1e-6))
+    if not error <= _TOLERANCE.get(raw.dtype, 1e-2):
+        raise ProbeError(f"the fused loss differs from that of the logits by {error:.1e}, relatively")
+    return choice
+
+
+@contextmanager
+def trying(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, compiled code and counts; afterwards the model is as it was.
+
+    Raises:
+        ProbeError: For any error inside but a lack of memory; what it has left in FSDP2's state is dropped.
+    """
+    counter = counter_of(model)
+    uncounted = nullcontext() if counter is None else counter.paused()
+    try:
+        with preserved(model), torch.no_grad(), uncompiled(), uncounted:
+            model.eval()
+            yield
+    except (torch.OutOfMemoryError, ProbeError):
+        raise
+    except Exception as error:
+        first = str(error).strip().split("\n")[0]
+        raise ProbeError(f"the probe failed: {type(error).__name__}: {first}") from error
+
+
+def _observe(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the output of the head, the logits that the model returned), both ``(2, S, V)``."""
+    raw: list[torch.Tensor] = []
+    own_head = head.forward
+
+    def head_forward(hidden: torch.Tensor) -> torch.Tensor:
+        logits = own_head(hidden)
+        raw.append(logits)
+        if logits.shape[:2] == inputs["input_ids"].shape:
+            generator = torch.Generator().manual_seed(0)
+            known = _KNOWN_SIZE * torch.randn(logits.shape[1:], generator=generator)
+            raw[-1] = torch.stack([logits[0], known.to(logits)])
+        return raw[-1]
+
+    with replaced_forward(head, head_forward):
+        logits = getattr(model(**inputs), "logits", None)
+    if len(raw) != 1:
+        raise ProbeError(f"the forward calls the head {len(raw)} times")
+    if not isinstance(logits, torch.Tensor):
+        raise ProbeError("the forward returns no logits")
+    if logits.shape != raw[0].shape or logits.shape[:2] != inputs["input_ids"].shape:
+        raise ProbeError(
+            f"the head returns {tuple(raw[0].shape)} and the model {tuple(logits.shape)} for input_ids "
+            f"{tuple(inputs['input_ids'].shape)}"
         )
+    return raw[0], logits
+
+
+def _transform_of(model: nn.Module, raw: torch.Tensor, logits: torch.Tensor) -> Transform:
+    """The scale and soft cap, among those that the config suggests, that turn ``raw`` into ``logits``."""
+    scales: dict[float, None] = {1.0: None}  # dicts keep the order
+    softcaps: dict[float | None, None] = {None: None}
+    for name, value in _numbers_of(model):
+        if value > 0 and any(word in name for word in ("logit", "scal", "multiplier")):
+            scales.update({value: None, 1 / value: None})
+        if value > 0 and "cap" in name:
+            softcaps[value] = None
+    errors = {(one := Transform(a, b)): one.error(raw, logits) for a in scales for b in softcaps}
+    best = min(errors, key=lambda candidate: errors[candidate])
+    # What rounding can explain.
+    if not errors[best] <= 16 * max(torch.finfo(raw.dtype).eps, torch.finfo(logits.dtype).eps):
+        raise ProbeError(
+            "what the model does to its head's output is neither a scale nor a soft cap of its config "
+            f"(off by {errors[best]:.1e} of the largest logit)"
+        )
+    return best
+
+
+def _numbers_of(model: nn.Module) -> Iterator[tuple[str, float]]:
+    """(name, value) of the numbers of a model, its config, and the configs inside that.
+
+    Some models read their config in each forward, others keep a copy as an attribute.
+    """
+    inner: Any = base_of(unwrapped(model))
+    config: Any = getattr(inner, "config", None)
+    inside = [value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "to_dict")]
+    for holder in (inner, config, text_config(inner), *inside):
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                yield name, float(value)
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in float32, or in float64 if it is."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def loss_at_head(
@@ -110,7 +304,6 @@ def loss_at_head(
     head: nn.Module,
     inputs: dict[str, Any],
     loss_of: HeadForward,
-    transform: Transform,
     added_in: Callable[[Any], torch.Tensor | None] = lambda output: None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call ``model(**inputs)`` and compute the loss from the hidden states that its head is called with.
@@ -121,7 +314,6 @@ def loss_at_head(
         inputs: Arguments of its forward, without labels.
         loss_of: Function from hidden states ``(B, S, H)`` to a scalar; it runs while the head's parameters
             are gathered.
-        transform: Scale and soft cap that the forward is expected to apply to the head's output.
         added_in: Function from the forward's output to what the model adds to its loss, None if nothing.
 
     Returns:
@@ -129,57 +321,67 @@ def loss_at_head(
 
     Raises:
         RuntimeError: If the forward does not call its head exactly once.
-        ModelLossError: If the head has been given a forward or hooks, or the model does something else to its
-            output than ``transform``.
     """
-    _refuse_changed(head)
     inner = unwrapped(model)
-    losses: list[torch.Tensor] = []
-    outputs: list[Any] = []
-    added: list[torch.Tensor | None] = [None]
-    errors: list[Exception] = []
-    forward = inner.forward
-
-    def head_forward(hidden: torch.Tensor) -> torch.Tensor:
-        try:
-            losses.append(loss_of(hidden))
-        # An exception that left the forward here would leave FSDP2's state in the middle of a forward. It is
-        # raised after the forward has ended.
-        except Exception as error:
-            errors.append(error)
-            losses.append(hidden.new_zeros(()))
-        return losses[-1]
-
-    def model_forward(*args: Any, **kwargs: Any) -> Any:
-        outputs.append(forward(*args, **kwargs))
-        try:
-            added[0] = added_in(outputs[-1])
-            losses[:1] = [_checked(loss, outputs[-1], transform, num_logits(head)) for loss in losses[:1]]
-        except Exception as error:
-            errors.append(error)
-        if not losses:
-            return outputs[-1]
-        return losses[-1] if added[0] is None else (losses[-1], added[0])
-
+    forward = _LossForward(inner.forward, loss_of, added_in)
     with (
-        replaced_forward(head, head_forward),
+        replaced_forward(head, forward.at_head),
         head.register_forward_hook(_few_logits),
-        replaced_forward(inner, model_forward),
+        replaced_forward(inner, forward.of_model),
     ):
         returned = model(**inputs)
-    if errors:
-        raise errors[0]
-    if len(losses) != 1:
+    if forward.error is not None:
+        raise forward.error
+    if len(forward.losses) != 1:
         raise RuntimeError(
-            f"{type(model).__name__} called its head {len(losses)} times in one forward; call "
+            f"{type(model).__name__} called its head {len(forward.losses)} times in one forward; call "
             "prepare_loss(model) on all ranks if it was replaced"
         )
     # Under DistributedDataParallel the returned loss is taken, which is connected to the nodes that it adds
     # to the graph. FSDP2 may have cast what the call returned to its policy's output_dtype, so there the loss
     # is taken as it was computed.
     if replicated_by(model) is not None:
-        return returned if added[0] is not None else (returned, None)
-    return losses[0], added[0]
+        return returned if forward.added is not None else (returned, None)
+    return forward.losses[0], forward.added
+
+
+class _LossForward:
+    """One forward of a model that returns its loss, computed where the model calls its head.
+
+    An exception that left a forward here would leave FSDP2's state in the middle of it, so the first one is
+    kept in ``error`` until the forward has ended.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        loss_of: HeadForward,
+        added_in: Callable[[Any], torch.Tensor | None],
+    ) -> None:
+        self._forward, self._loss_of, self._added_in = forward, loss_of, added_in
+        self.losses: list[torch.Tensor] = []
+        self.added: torch.Tensor | None = None
+        self.error: Exception | None = None
+
+    def at_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The loss, in place of the head's product."""
+        try:
+            self.losses.append(self._loss_of(hidden))
+        except Exception as error:
+            self.error = self.error or error
+            self.losses.append(hidden.new_zeros(()))
+        return self.losses[-1]
+
+    def of_model(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss, and what the model adds to it, in place of the model's output."""
+        output = self._forward(*args, **kwargs)
+        try:
+            self.added = self._added_in(output)
+        except Exception as error:
+            self.error = self.error or error
+        if not self.losses:
+            return output
+        return self.losses[-1] if self.added is None else (self.losses[-1], self.added)
 
 
 @contextmanager
@@ -198,44 +400,9 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 def _few_logits(head: nn.Module, args: tuple[torch.Tensor, ...], _loss: torch.Tensor) -> torch.Tensor:
-    """Forward hook that replaces the head's result by known logits of one position.
+    """Forward hook that replaces the head's result by logits of one position, for the rest of the forward.
 
     They cover all ids, since a model may change the logits of some. Forward hooks run in the order of their
     registration, so FSDP2's have seen the loss before.
     """
-    return _known(args[0], num_logits(head)).expand(*args[0].shape[:-2], 1, -1).clone()
-
-
-def _known(like: torch.Tensor, number: int) -> torch.Tensor:
-    """Known logits: of both signs, large enough for a soft cap to show, and exact in every dtype.
-
-    They are computed on the device, because the device would have to wait for a copy from the host.
-    """
-    steps = torch.arange(number, device=like.device) * 89 % 127 - 63
-    return steps.to(like.dtype) * 0.5
-
-
-def _checked(loss: torch.Tensor, output: Any, transform: Transform, number: int) -> torch.Tensor:
-    """The loss, if the model has turned the known logits into what ``transform`` makes of them.
-
-    Raises:
-        ModelLossError: If it has not, or the output does not show it. If checks are read later, the loss
-            becomes NaN instead.
-    """
-    message = (
-        f"the model no longer makes {transform} of its head's output, as when its loss was prepared: a scale "
-        "or a soft cap was changed, or its forward replaced. Call prepare_loss(model) after the change, on "
-        "all ranks, or use impl='logits' (loss_impl= of train_step)"
-    )
-    logits = getattr(output, "logits", None)
-    if not isinstance(logits, torch.Tensor) or logits.shape[-1] != number:
-        raise ModelLossError(message)
-    error = transform.error(_known(logits, number).expand(logits.shape), logits.detach())
-    sound = error <= tolerance(logits, logits)
-    later = _later.get()
-    if later is not None and logits.device.type not in ("cpu", "meta"):
-        later.add(sound, message)
-        return loss * torch.full_like(loss.detach(), math.nan).masked_fill(sound, 1.0)
-    if not bool(sound):
-        raise ModelLossError(message)
-    return loss
+    return args[0].new_zeros(*args[0].shape[:-2], 1, num_logits(head))

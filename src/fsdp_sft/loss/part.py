@@ -130,18 +130,9 @@ def loss_of_whole_rows() -> Iterator[None]:
         _whole_rows.reset(token)
 
 
-def refuse_part_in_whole(group: SequenceGroup | None) -> None:
-    """Refuse the loss of a part of the rows where that of whole rows is computed, which counts once a group.
-
-    Raises:
-        ValueError: Within ``loss_of_whole_rows``, if ranks share rows.
-    """
-    if group is not None and _whole_rows.get():
-        raise ValueError(
-            f"loss_sum and causal_lm_loss return the loss of this rank's part of the rows, which "
-            f"{group.size} ranks share, and a loss_fn returns that of whole rows: use "
-            "token_losses(model, batch).sum()"
-        )
+def is_of_whole_rows() -> bool:
+    """Whether this is within ``loss_of_whole_rows``."""
+    return _whole_rows.get()
 
 
 def whole_rows(values: torch.Tensor, group: SequenceGroup) -> torch.Tensor:

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fsdp_sft._process.gpus import Gpu
-from fsdp_sft.loss.chunks import default_chunk_size
+from fsdp_sft.loss.linear import default_chunk_size
 from fsdp_sft.planner.ledger import ATTENTION, LOSS, Ledger
 
 _LOGITS_TRIPS = (

@@ -229,12 +229,12 @@ def _code(plan: RunPlan, model: str) -> Iterator[str]:
         yield "fs.use_context_parallel(model, mesh=mesh)"
     if setup.experts_impl != "grouped_mm":
         yield f"fs.prepare_experts(model, impl={setup.experts_impl!r})"
+    yield from ["fs.prepare_loss(model, impl='logits')"] * (setup.loss_impl == "logits")
     yield f"optimizer = {_OPTIMIZERS[setup.optimizer]}"
     sampler = "sampler=fs.ResumableSampler(rows)"
     yield f"loader = DataLoader(rows, {plan.micro_batch_size}, {sampler}, collate_fn=...)"
     yield f"for window in fs.windows(loader, grad_accum_steps={plan.grad_accum_steps}):"
-    step = _arguments({"grad_sync": (plan.grad_sync, "each"), "loss_impl": (setup.loss_impl, "chunked")})
-    yield f"    fs.train_step(model, window, optimizer{', ' if step else ''}{step})"
+    yield f"    fs.train_step(model, window, optimizer, grad_sync={plan.grad_sync!r})"
 
 
 def _model(plan: RunPlan, name: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -274,15 +274,12 @@ def shard_model(
     return model
 
 
-def refuse_hooks(
-    names: dict[nn.Parameter, str], *, are_shards: bool, gathered: Collection[torch.Tensor] = ()
-) -> None:
+def refuse_hooks(names: dict[nn.Parameter, str], *, are_shards: bool) -> None:
     """Refuse trained parameters with hooks that do not run once the model is sharded.
 
     Args:
         names: The parameters with their names.
         are_shards: Whether the model is sharded already.
-        gathered: Shards of parameters that have hooks while they are gathered.
 
     Raises:
         UnsupportedModelError: If there are any. A post-accumulate-grad hook runs if it is registered on a
@@ -292,7 +289,7 @@ def refuse_hooks(
         name
         for parameter, name in names.items()
         if parameter.requires_grad
-        and (has_hooks(parameter) or (not are_shards and has_grad_hooks(parameter)) or parameter in gathered)
+        and (has_hooks(parameter) or (not are_shards and has_grad_hooks(parameter)))
     ]
     if hooked:
         raise UnsupportedModelError(

@@ -13,20 +13,12 @@ from fsdp_sft._model.sharded import compute_device, reshard, training_mesh_of
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import all_gather_objects, control_group
-from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, same_rows_in, sum_over_mesh
+from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup, sequence_group_of
 from fsdp_sft.errors import BatchError
-from fsdp_sft.loss import (
-    HeadChecks,
-    LossImpl,
-    RouterLoss,
-    Terms,
-    checked_later,
-    refuse_different_rows,
-    to_compare_rows,
-    tokens_of,
-)
-from fsdp_sft.sampling.packing import Verify, check_verify, verify_at_first_use
+from fsdp_sft.loss import tokens_of
+from fsdp_sft.sampling.packing import verify_at_first_use
+from fsdp_sft.step.checks import check_of
 from fsdp_sft.step.keys import (
     Keys,
     are_equal,
@@ -37,10 +29,7 @@ from fsdp_sft.step.keys import (
     refuse_different_options,
     to_compare,
 )
-from fsdp_sft.step.loss_is_sum import refuse_mean
-from fsdp_sft.step.model_checks import check_of
-from fsdp_sft.step.own_loss import CountFn, LossFn, Objective
-from fsdp_sft.step.own_metrics import OwnMetrics
+from fsdp_sft.step.objective import CountFn, LossFn, Objective, OwnMetrics
 from fsdp_sft.step.window import Check, begun_late, on_device, on_host
 
 if TYPE_CHECKING:
@@ -73,8 +62,7 @@ def in_step(
         of its targets and of their weight, None for a stand-in).
 
     Raises:
-        BatchError: On all ranks, if those that have a batch have different keys, or ranks of a group have
-            different rows.
+        BatchError: On all ranks, if those that have a batch have different keys.
 
     Collective: all ranks, if there is a mesh.
     """
@@ -85,12 +73,10 @@ def in_step(
     source = begun_late(batches)
     while True:
         batch = error = count = None
-        same_rows = [0.0, 0.0]
         try:
             batch = next(source, None)
             if batch is not None:
                 (seen,) = on_host([batch])
-                same_rows = to_compare_rows([seen], group or same_rows_in(mesh))
                 check(seen)
                 keys = keys_of(batch)
                 seen = objective.part(seen, group)
@@ -101,20 +87,17 @@ def in_step(
         terms = to_compare(digest(keys))
         silent = [0.0] * len(terms)
         mine, stood = (terms, silent) if batch is not None else (silent, terms)
-        have, failed, *sums = sum_over_mesh(
-            [batch is not None, error is not None, *mine, *stood, *same_rows], mesh
-        )
+        have, failed, *sums = sum_over_mesh([batch is not None, error is not None, *mine, *stood], mesh)
         if failed:
             raise_on_mesh(error, "reading a batch to evaluate", mesh)
         if not have:
             return
-        refuse_different_rows(sums[-2:])
         if not are_equal(sums[: len(terms)], int(have)):
             refuse_different_keys([keys] if batch is not None else [])
         last = last if batch is None else batch
         # The sums tell every rank whether all that have run out have a stand-in with the right keys. If not,
         # one batch is sent to all.
-        everyone = [one + other for one, other in zip(sums[: len(terms)], sums[len(terms) : -2], strict=True)]
+        everyone = [one + other for one, other in zip(sums[: len(terms)], sums[len(terms) :], strict=True)]
         if not are_equal(everyone, ranks):
             sent = _from_a_rank_with_one(batch)
             if batch is None:
@@ -160,14 +143,9 @@ def evaluate(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    loss_impl: LossImpl = "auto",
     loss_fn: LossFn | None = None,
     count_fn: CountFn | None = None,
-    verify: Verify = "first",
-    router_loss: RouterLoss | None = None,
-    check_labels: bool = True,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    check: bool = True,
 ) -> EvalResult:
     """Mean loss over all targets of all ranks, without gradients, in ``eval()`` mode.
 
@@ -179,26 +157,19 @@ def evaluate(
         model: Decoder-only language model, sharded or not; with ``loss_fn``, any model.
         batches: This rank's batches, of the form that ``loss_sum`` takes; they are moved to the model's
             device.
-        loss_impl: Implementation of the loss; see ``impl`` of ``loss_sum``.
         loss_fn: Loss of your own; see ``train_step``. Its result for a batch that does not count is ignored.
         count_fn: Function that counts the targets of a batch; see ``train_step``.
-        verify: Whether packs are verified; see ``train_step``.
-        router_loss: Loss of a mixture's router; see ``train_step``.
-        check_labels: With ``loss_fn``, whether to check that it returns a sum, as ``train_step`` does.
-        label_smoothing: Label smoothing; see ``loss_sum``. 0 gives the plain cross entropy, whatever the
-            model is trained with.
-        z_loss: Factor of the z-loss; see ``loss_sum``.
+        check: Whether to check the batches, and packs as ``train_step`` does.
 
     Returns:
         The same ``EvalResult`` on every rank.
 
     Raises:
         PackingError: If the model mixes the rows of a pack, or a pack has an attention mask.
-        ModelLossError: If the model's own loss is not the cross entropy, or ``loss_fn`` returns a mean.
-        BatchError: If ranks have batches of different keys at the same time or differ in an option, or if no
+        ModelLossError: If the model's own loss is not the cross entropy.
+        BatchError: If ranks have batches of different keys at the same time or differ in an argument, if no
             rank has a target or all targets have weight 0, or if a batch has an id or a label that the model
             has no row for.
-        ValueError: If an option of the loss here is out of range, or given beside ``loss_fn``.
 
     Collective: all ranks, if the model is sharded or inside DistributedDataParallel.
 
@@ -206,10 +177,7 @@ def evaluate(
         >>> fs.evaluate(model, loader)
         EvalResult(loss=..., perplexity=..., num_targets=..., router_loss=0.0, metrics={})
     """
-    terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
-    objective = Objective(loss_impl, loss_fn, count_fn, router_loss, terms)
-    objective.check()
-    check_verify(verify)
+    objective = Objective(loss_fn, count_fn)
     mesh, group = training_mesh_of(model), sequence_group_of(model)
     device = compute_device(model)
     reshard(model)  # a forward before an optimizer's step leaves the root gathered, with the old values
@@ -217,17 +185,14 @@ def evaluate(
     total = added = torch.zeros((), dtype=torch.float64, device=device)
     targets = target_weight = 0.0
     tokens = 0
-    checks, metrics = HeadChecks(), OwnMetrics()
-    check = check_of(model, own_loss=objective.is_own)
-    options = {"verify": verify, "check_labels": check_labels, **objective.options()}
-    _agree_on(options, mesh)
+    metrics = OwnMetrics()
+    check_batch = check_of(model, own_loss=objective.is_own) if check else lambda batch: None
+    _agree_on({"check": check, "loss_fn": objective.is_own}, mesh)
     model.eval()
     try:
-        with torch.no_grad(), checked_later(checks):
-            for number, (batch, seen, count) in enumerate(in_step(batches, mesh, objective, check, group)):
-                if number == 0 and check_labels:
-                    refuse_mean(model, [batch], objective, mesh)
-                if verify == "first" and may_be_packs(keys_of(batch)):
+        with torch.no_grad():
+            for batch, seen, count in in_step(batches, mesh, objective, check_batch, group):
+                if check and may_be_packs(keys_of(batch)):
                     whole = [seen] if group is None else on_host([batch])
                     verify_at_first_use(model, whole, mesh, own_loss=objective.is_own)
                 moved = on_device(batch, seen, device, own_loss=objective.is_own)
@@ -244,11 +209,8 @@ def evaluate(
             module.training = training
         reshard(model)
     own_loss, own_added = LateValues([total, added]).read()  # the only place where the host waits
-    changed = None if math.isfinite(own_loss) else checks.problem()
-    values = [own_loss, targets, target_weight, own_added, tokens, changed is not None]
-    loss_total, all_targets, all_weight, router_total, all_tokens, failed = sum_over_mesh(values, mesh)
-    if failed:
-        raise_on_mesh(changed, "looking at what the model makes of its head's output", mesh)
+    values = [own_loss, targets, target_weight, own_added, tokens]
+    loss_total, all_targets, all_weight, router_total, all_tokens = sum_over_mesh(values, mesh)
     if all_targets == 0 and all_weight == 0:
         raise BatchError(
             "evaluate: no target on any rank; every label, after the shift, is -100, or there is no batch"

@@ -17,7 +17,7 @@ from fsdp_sft._ranks.agree import all_reduce_min, all_reduce_sum, raise_first
 from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, host_group, mesh_of_job
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import num_targets
-from fsdp_sft.step.own_loss import CountFn, counted
+from fsdp_sft.step.objective import CountFn, counted
 from fsdp_sft.step.window import begun_late, num_rows, on_host, to_device
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.dcp_io.left_behind import loaded_without_optimizer, resumed_with_optimizer
 from fsdp_sft.errors import abridged
 from fsdp_sft.sac import draws_random_numbers
-from fsdp_sft.step.once import done_with, first_time
+from fsdp_sft.step.checks import done_with, first_time
 from fsdp_sft.step.optimizers import stepped_by
 
 _AT_A_RATE = "was trained at a learning rate above 0"

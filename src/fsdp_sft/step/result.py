@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._ranks.agree import all_gather_objects
-from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, sum_over_mesh
+from fsdp_sft._ranks.mesh import copies_of_rows, sum_over_mesh
 from fsdp_sft.errors import NonFiniteGradientError, abridged
 from fsdp_sft.experts import ExpertLoad, LateLoad
-from fsdp_sft.loss import HeadChecks
-from fsdp_sft.step.own_metrics import OwnMetrics
+from fsdp_sft.step.objective import OwnMetrics
 from fsdp_sft.step.window import Window
 
 if TYPE_CHECKING:
@@ -63,7 +62,6 @@ class QueuedStep:
             router's loss, and the infs that a scaler has found.
         window: The step's window.
         mesh: Ranks that share it.
-        checks: Checks of the step's forwards that wait for the device.
         expert_load: Tokens that experts were given, being copied to the host; None if they are not counted.
         metrics: This rank's sums of the metrics of the caller's loss; None if the loss is the library's.
     """
@@ -71,7 +69,6 @@ class QueuedStep:
     values: LateValues
     window: Window
     mesh: "DeviceMesh | None"
-    checks: HeadChecks
     expert_load: LateLoad | None
     metrics: OwnMetrics | None = None
 
@@ -99,15 +96,11 @@ class QueuedStep:
 
         Raises:
             NonFiniteGradientError: If the gradient was not finite.
-            ModelLossError: If a forward has changed since its loss was prepared.
 
         Collective: all ranks of the mesh.
         """
         norm, loss, added, *_ = self.values.read()
-        changed = None if self.is_finite else self.checks.problem()
-        loss, added, has_changed = sum_over_mesh([loss, added, changed is not None], self.mesh)
-        if has_changed:
-            raise_on_mesh(changed, "looking at what the model makes of its head's output", self.mesh)
+        loss, added = sum_over_mesh([loss, added], self.mesh)
         window = self.window
         divisor = window.weight * copies_of_rows(self.mesh)
         loss, added = loss / divisor, added / divisor

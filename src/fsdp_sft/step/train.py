@@ -10,7 +10,6 @@ from torch import nn
 from fsdp_sft._compat.fsdp import forget_held_back
 from fsdp_sft._compat.optim import forget_unscaled, known_scale
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
-from fsdp_sft._model.vocabulary import padding_token
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._process.trace_spans import part
@@ -19,24 +18,23 @@ from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._ranks.mesh import copies_of_rows
 from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.experts import counter_of
-from fsdp_sft.loss import (
-    HeadChecks,
-    LossImpl,
-    RouterLoss,
-    Terms,
-    checked_later,
-    scaled_for_averaging,
-    tokens_of,
-)
-from fsdp_sft.sampling.packing import Verify, check_verify, verify_at_first_use
+from fsdp_sft.loss import scaled_for_averaging, tokens_of
+from fsdp_sft.sampling.packing import verify_at_first_use
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
+from fsdp_sft.step.checks import (
+    FIRST_WINDOW,
+    check_of,
+    compare_rows,
+    done_with,
+    first_time,
+    look_at_labels,
+    refuse_beside,
+    refuse_untrainable,
+)
 from fsdp_sft.step.gradients import SyncMode, checked_norm, clip_gradients, gradient_sync
 from fsdp_sft.step.keys import may_be_packs
-from fsdp_sft.step.labels import is_to_be_looked_at, say_what_was_seen
-from fsdp_sft.step.loss_is_sum import refuse_mean
 from fsdp_sft.step.meant import warn_of_what_may_be_meant
-from fsdp_sft.step.model_checks import check_of, refuse_noise_on_same_rows
-from fsdp_sft.step.once import done_with, first_time
+from fsdp_sft.step.objective import CountFn, LossFn, Objective, OwnMetrics
 from fsdp_sft.step.optimizers import (
     Optimizers,
     checked_optimizers,
@@ -46,17 +44,7 @@ from fsdp_sft.step.optimizers import (
     step_all,
     unscale,
 )
-from fsdp_sft.step.own_loss import CountFn, LossFn, Objective
-from fsdp_sft.step.own_metrics import OwnMetrics
 from fsdp_sft.step.result import QueuedStep, StepResult
-from fsdp_sft.step.trained import (
-    gradients_past_reduction,
-    has_replicas,
-    refuse_beside,
-    refuse_different_replicas,
-    refuse_past_reduction,
-    refuse_untrainable,
-)
 from fsdp_sft.step.window import Window, agree_on_window, on_device
 
 if TYPE_CHECKING:
@@ -64,7 +52,6 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 GradSync = Literal["each", "last", "reduce_scatter"]
-_TRAINED = "a step was taken"
 
 
 @answered
@@ -77,14 +64,9 @@ def train_step(
     scheduler: "LRScheduler | Sequence[LRScheduler] | None" = None,
     scaler: torch.amp.GradScaler | None = None,
     grad_sync: GradSync = "each",
-    loss_impl: LossImpl = "auto",
     loss_fn: LossFn | None = None,
     count_fn: CountFn | None = None,
-    verify: Verify = "first",
-    router_loss: RouterLoss | None = None,
-    check_labels: bool = True,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    check: bool = True,
 ) -> StepResult:
     """Forward, backward and optimizer step over one window; no gradient is left afterwards, even if it fails.
 
@@ -109,51 +91,36 @@ def train_step(
             memory. ``"last"``: after the last only, which needs the least communication but holds unsharded
             gradients. ``"reduce_scatter"``: shards them after every micro-batch and, under HSDP, defers the
             all-reduce between replicas to the last.
-        loss_impl: Implementation of the loss; see ``impl`` of ``loss_sum``.
         loss_fn: Function ``loss_fn(model, batch)`` that returns the loss of one batch, **summed** over its
-            targets: a scalar tensor on the model's device, connected to the parameters even for a batch
-            without targets. None is ``loss_sum``. Use it for encoder-decoders, classifiers, models that are
-            not transformers', another ignored label, or a loss of your own; ``token_losses`` and
-            ``distillation_loss`` are what one is made of without logits. It may return ``(loss, {name: summed
-            value})``: values are numbers or 0-dim tensors, and ``StepResult.metrics`` has their means per
-            target. Under context parallelism it gets whole rows on each rank of a group, is made of these two
-            functions, and counts once. Before the model's first step it is called with one row and with that
-            row twice, to tell a sum from a mean; nothing of these calls counts, and one that fails, as a loss
-            over pairs of rows may, is left out. While it runs, ``use_cache`` is off in the model's configs,
-            because transformers separates the rows of a pack only without a cache.
+            targets and not their mean: a scalar tensor on the model's device, connected to the parameters
+            even for a batch without targets. None is ``loss_sum``, as ``prepare_loss`` has set it up for the
+            model. Use it for label smoothing and a z-loss (arguments of ``loss_sum``), encoder-decoders,
+            classifiers, models that are not transformers', another ignored label, or a loss of your own, made
+            of ``token_losses``. It may return ``(loss, {name: summed value})``: values are numbers or 0-dim
+            tensors, and ``StepResult.metrics`` has their means per target. Under context parallelism it gets
+            whole rows on each rank of a group, is made of these two functions, and counts once. While it
+            runs, ``use_cache`` is off in the model's configs, because transformers separates the rows of a
+            pack only without a cache.
         count_fn: Function ``count_fn(batch)`` that returns the number of targets of a batch as the loader
             gave it, or their weight, a float; it is called before the first forward. The window's loss is
             divided by the sum. None counts the labels that are not -100 after the shift. With both functions
             given, a batch may be any object; tensors in dicts, lists and tuples are moved to the device.
-        verify: ``"first"`` checks with the first pack that the model does not mix its rows, as
-            ``verify_packing`` does, unless that has been called before. ``"off"`` does not check.
-        router_loss: Loss of a mixture's router; see ``loss_sum``. Here each micro-batch's router loss is
-            weighted by its share of the window's tokens, without padding. ``"global_micro_batch"`` takes the
-            micro-batches at the same place of the window on all ranks together.
-        check_labels: Whether to check the labels of the model's first three windows; labels that ``loss_fn``
-            or ``count_fn`` interprets are not checked. Labels that have been shifted already, or that are
-            the attention mask, raise an error. Labels that differ from the id at their place, and ranks that
-            have the same rows in the first window, cause one warning each. With ``loss_fn``, whether to check
-            that it returns a sum.
-        label_smoothing: Label smoothing; see ``loss_sum``.
-        z_loss: Factor of the z-loss; see ``loss_sum``.
+        check: Whether to check the model and the batches before the first forward. Errors are labels that
+            have been shifted already or are the attention mask, ids beyond the model's, other rows on ranks
+            that share them, nothing that is trained, and trained parameters outside the shards; the first
+            pack shows whether the model mixes its rows, as ``verify_packing`` does. Warnings are the same
+            rows on all ranks, and what may be meant. Labels that ``loss_fn`` or ``count_fn`` interprets are
+            not checked; labels and rows are looked at in the model's first window.
 
     Returns:
         The same ``StepResult`` on every rank.
 
     Raises:
-        BatchError: If labels show a recognised mistake, or ranks differ in the number of micro-batches, the
-            keys of a micro-batch or the options of this call, or if a batch has an id or a label that the
-            model has no row for.
-        UnsupportedModelError: If adapters are merged into the model, if ``set_gradient_divide_factor`` was
-            called with another number than that of the ranks, if torch would divide the gradients of experts
-            twice, or if ranks that compute the same rows (tensor parallelism) would draw different
-            random numbers.
-        ValueError: If a rank's batches cannot be used (all ranks raise it, before the forward), or if
-            an option of the loss here (``loss_impl``, ``router_loss``, ``z_loss`` and the like) is given
-            beside ``loss_fn``.
-        ModelLossError: If the model's own loss is not the cross entropy (see ``loss_sum``), or ``loss_fn``
-            returns a mean.
+        BatchError: If a check of the batches fails, or ranks differ in the number of micro-batches, the keys
+            of a micro-batch or the arguments of this call.
+        UnsupportedModelError: If what is trained would not be reduced over the ranks as it has to be.
+        ValueError: If a rank's batches cannot be used (all ranks raise it, before the forward).
+        ModelLossError: If the model's own loss is not the cross entropy (see ``loss_sum``).
         OptimizerError: If an optimizer was made before the model was sharded, if a scheduler belongs to
             another optimizer, or if nothing is trained.
         TypeError: If an argument is not the optimizer, scheduler or function that it should be, or
@@ -174,58 +141,53 @@ def train_step(
     if grad_sync not in ("each", "last", "reduce_scatter"):
         raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
     max_grad_norm = checked_norm(max_grad_norm)
-    terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
-    objective = Objective(loss_impl, loss_fn, count_fn, router_loss, terms)
-    objective.check()
-    check_verify(verify)
+    objective = Objective(loss_fn, count_fn)
     optimizers, names, left_out = checked_optimizers(model, optimizer)
     schedulers = checked_schedulers(scheduler, optimizers)
     scaler = prepare_scaler(optimizers, scaler)
     mesh, group = training_mesh_of(model), sequence_group_of(model)
     refuse_divided_twice(model)
-    refuse_noise_on_same_rows(model, mesh)
-    look = check_labels and loss_fn is None and count_fn is None and is_to_be_looked_at(model)
-    taken = (_TRAINED, objective.code)
-    is_first = taken not in done_with(model)
+    is_first = check and FIRST_WINDOW not in done_with(model)
 
-    def check_model() -> None:
+    def check_window(seen: list[Any]) -> None:
         refuse_untrainable(model, names, optimizers, mesh)
         warn_of_what_may_be_meant(model, optimizers, schedulers, scaler, names, left_out)
+        if is_first and loss_fn is None and count_fn is None:
+            look_at_labels(model, seen)
+        check_batch = check_of(model, own_loss=objective.is_own)
+        for batch in seen:
+            check_batch(batch)
 
+    options = {
+        "max_grad_norm": max_grad_norm,
+        "grad_sync": grad_sync,
+        "loss_fn": objective.is_own,
+        "check": check,
+        "trained": tuple(name for parameter, name in names.items() if parameter.requires_grad),
+        "optimizers": options_of(optimizers),
+        "scale": None if scaler is None else known_scale(scaler),
+        "watched": counter_of(model) is not None,
+    }
     window = agree_on_window(
         micro_batches,
         mesh,
         objective,
-        check=check_of(model, own_loss=objective.is_own),
-        check_model=check_model,
-        look=look,
-        pad=padding_token(model),
+        check=check_window if check else lambda seen: None,
         group=group,
-        options={
-            "max_grad_norm": max_grad_norm,
-            "grad_sync": grad_sync,
-            "verify": verify,
-            "check_labels": check_labels,
-            **_of_the_state(model, names, optimizers, scaler),
-            **objective.options(),
-        },
+        options=options,
     )
-    if is_first and has_replicas(model, mesh):
-        refuse_different_replicas(model, mesh)
-    if look:
-        say_what_was_seen(model, window.seen, window.differences, mesh)
+    if is_first:
+        compare_rows(window.seen, mesh)
+        done_with(model).add(FIRST_WINDOW)
     if window.weight == 0:
         return _without_step(model, window)
-    if check_labels:
-        refuse_mean(model, [one.given for one in window.micro_batches], objective, mesh)
-    step = _queued(
-        model, window, objective, mesh, names, optimizers, scaler, max_grad_norm, grad_sync, verify, is_first
-    )
-    done_with(model).add(taken)
+    if check and any(may_be_packs(one.keys) for one in window.micro_batches):
+        verify_at_first_use(model, window.seen, mesh, own_loss=objective.is_own)
+    trained = names if check else None
+    step = _queued(model, window, objective, mesh, trained, optimizers, scaler, max_grad_norm, grad_sync)
     result = step.result()
-    if not result.skipped:
-        for one in schedulers:
-            one.step()
+    for one in schedulers if not result.skipped else ():
+        one.step()
     return result
 
 
@@ -248,36 +210,28 @@ def _queued(
     window: Window,
     objective: Objective,
     mesh: "DeviceMesh | None",
-    names: dict[nn.Parameter, str],
+    names: dict[nn.Parameter, str] | None,
     optimizers: list[torch.optim.Optimizer],
     scaler: torch.amp.GradScaler | None,
     max_grad_norm: float | None,
     grad_sync: GradSync,
-    verify: Verify,
-    is_first: bool,
 ) -> QueuedStep:
     """Forwards, backwards and, if the gradient is finite, the optimizers' step; no gradient is left."""
     counter = counter_of(model)
     try:
-        if verify == "first" and any(may_be_packs(one.keys) for one in window.micro_batches):
-            verify_at_first_use(model, window.seen, mesh, own_loss=objective.is_own)
         if counter is not None:
             counter.start()
         forget_held_back(model)
-        with gradients_past_reduction(model, names if is_first else {}) as past:
-            loss, router_loss, checks, metrics = _forward_and_backward(
-                model, window, objective, mesh, scaler, grad_sync
-            )
-        if is_first:
-            refuse_past_reduction(past, mesh)
-        refuse_beside(names, optimizers, mesh)
+        loss, router_loss, metrics = _forward_and_backward(model, window, objective, mesh, scaler, grad_sync)
+        if names is not None:
+            refuse_beside(names, optimizers, mesh)
         with part("clip_gradients"):
             infs = unscale(optimizers, scaler)
             norm = clip_gradients(model, max_grad_norm)
         load = None if counter is None else counter.finish(mesh, compute_device(model))
         if metrics is not None:
             metrics.begin_copy()
-        step = QueuedStep(LateValues([norm, loss, router_loss, *infs]), window, mesh, checks, load, metrics)
+        step = QueuedStep(LateValues([norm, loss, router_loss, *infs]), window, mesh, load, metrics)
         with part("optimizer"):  # reading the norm is the only place where the host waits for the device
             step_all(optimizers, scaler, skipped=step.has_infs or not step.is_finite)
     except BaseException:
@@ -293,21 +247,6 @@ def _queued(
     return step
 
 
-def _of_the_state(
-    model: nn.Module,
-    names: dict[nn.Parameter, str],
-    optimizers: list[torch.optim.Optimizer],
-    scaler: torch.amp.GradScaler | None,
-) -> dict[str, Any]:
-    """State, beside the arguments of a step, that has to be the same on all ranks."""
-    return {
-        "trained": tuple(name for parameter, name in names.items() if parameter.requires_grad),
-        "optimizers": options_of(optimizers),
-        "scale": None if scaler is None else known_scale(scaler),
-        "watched": counter_of(model) is not None,
-    }
-
-
 def _forward_and_backward(
     model: nn.Module,
     window: Window,
@@ -315,21 +254,20 @@ def _forward_and_backward(
     mesh: "DeviceMesh | None",
     scaler: torch.amp.GradScaler | None,
     grad_sync: GradSync,
-) -> tuple[torch.Tensor, torch.Tensor, HeadChecks, OwnMetrics | None]:
+) -> tuple[torch.Tensor, torch.Tensor, OwnMetrics | None]:
     """Run each micro-batch forward and backward; gradients are of the window's loss per target.
 
     Returns:
-        (summed loss of this rank's targets, routers' losses in the same unit, checks of the loss that are
-        read with the norm of the gradient, sums of the caller's metrics). Sums are float64 and 0-dim, on the
-        device, so that the host does not wait for them.
+        (summed loss of this rank's targets, routers' losses in the same unit, sums of the caller's metrics).
+        Sums are float64 and 0-dim, on the device, so that the host does not wait for them.
     """
     device, copies, weight = compute_device(model), copies_of_rows(mesh), window.weight
     deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
     total = added = torch.zeros((), dtype=torch.float64, device=device)
-    checks, metrics = HeadChecks(), OwnMetrics() if objective.is_own else None
+    metrics = OwnMetrics() if objective.is_own else None
     for number, batch in enumerate(window.micro_batches, start=1):
         last = number == len(window.micro_batches)
-        with gradient_sync(model, "all" if last else deferred), checked_later(checks):
+        with gradient_sync(model, "all" if last else deferred):
             with part("forward"):
                 moved = on_device(batch.given, batch.part, device, own_loss=objective.is_own)
                 summed, router, named = objective.of(model, moved)
@@ -345,4 +283,4 @@ def _forward_and_backward(
             loss = scaled_for_averaging(summed, weight * copies) if mesh is not None else summed / weight
             with part("backward"):
                 (scaler.scale(loss) if scaler is not None else loss).backward()
-    return total, added, checks, metrics
+    return total, added, metrics

@@ -3,13 +3,13 @@
 import copy
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fsdp_sft._process.streams import host_copies, travelling
-from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, same_rows_in, sum_over_mesh
+from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup
 from fsdp_sft.errors import BatchError
 from fsdp_sft.jobs.preemption import keep_workers_alive
@@ -18,8 +18,6 @@ from fsdp_sft.loss import (
     BatchPart,
     checked_batch,
     part_on_device,
-    refuse_different_rows,
-    to_compare_rows,
 )
 from fsdp_sft.step.keys import (
     Keys,
@@ -30,8 +28,7 @@ from fsdp_sft.step.keys import (
     refuse_different_options,
     to_compare,
 )
-from fsdp_sft.step.labels import Differences, look_at
-from fsdp_sft.step.own_loss import Objective
+from fsdp_sft.step.objective import Objective
 
 Check = Callable[[Any], None]
 
@@ -68,14 +65,12 @@ class Window:
         tokens: Number of tokens on all ranks, without padding.
         weight: Sum of the targets' ``loss_weights`` on all ranks; without weights the number of targets.
         micro_batches: Those of this rank.
-        differences: Labels that differ from the ids at their places, on all ranks; zeros if not compared.
     """
 
     targets: int
     tokens: int
     weight: float
     micro_batches: tuple[MicroBatch, ...]
-    differences: Differences
 
     @property
     def seen(self) -> list[Any]:
@@ -88,10 +83,7 @@ def agree_on_window(
     mesh: "DeviceMesh | None",
     objective: Objective,
     *,
-    check: Check,
-    check_model: Callable[[], None],
-    look: bool,
-    pad: int | None,
+    check: Callable[[list[Any]], None],
     group: SequenceGroup | None,
     options: dict[str, Any],
 ) -> Window:
@@ -102,10 +94,7 @@ def agree_on_window(
         mesh: Mesh of the model, whose ranks share the window; None is this rank alone.
         objective: Definition of the loss. A batch without ``input_ids`` is an error, unless the loss is the
             caller's own: it then counts as 0 tokens.
-        check: Function that raises for a batch that the model cannot take.
-        check_model: Function that raises if the model cannot be trained.
-        look: Whether to look for mistakes in labels.
-        pad: Id of the model's padding token; None if it does not say.
+        check: Function that raises if the model cannot be trained, or not with these batches on the host.
         group: Ranks that share the rows; each counts the targets and tokens of its part.
         options: Options of the step that must be the same on every rank.
 
@@ -114,33 +103,23 @@ def agree_on_window(
     error: Exception | None = None
     targets, weight, tokens = 0.0, 0.0, 0
     batches: list[MicroBatch] = []
-    found = Differences()
-    same_rows: list[float] = [0.0, 0.0]
     try:
-        check_model()
         given = _checked_window(micro_batches)
         seen = on_host(given)
-        same_rows = to_compare_rows(seen, group or same_rows_in(mesh))
         for batch, copied in zip(given, seen, strict=True):
             one = MicroBatch(batch, copied, objective.part(copied, group), keys_of(copied))
             batches.append(one)
             count, own_weight, own_tokens = objective.measured(one.given, one.part, group)
             targets, weight, tokens = targets + count, weight + own_weight, tokens + own_tokens
-        if look:
-            found = look_at(seen, pad)
-        for batch in seen:
-            check(batch)
+        check(seen)
     except Exception as caught:
         error = caught
     ranks = mesh.size() if mesh is not None else 1
     keys = [one.keys for one in batches]
     compared = to_compare([*digest(repr(options)), len(keys), *digest(keys)])
-    own = [tokens, *astuple(found), error is not None]
-    all_weight, all_targets, *sums = sum_over_mesh([weight, targets, *own, *same_rows, *compared], mesh)
-    all_tokens, *looked_at, failed = map(int, sums[: len(own)])
+    own = [weight, targets, tokens, error is not None]
+    all_weight, all_targets, all_tokens, failed, *equal = sum_over_mesh([*own, *compared], mesh)
     copies = copies_of_rows(mesh)
-    all_weight, all_targets, all_tokens = all_weight / copies, all_targets / copies, all_tokens // copies
-    rows_apart, equal = sums[len(own) : len(own) + 2], sums[len(own) + 2 :]
     if failed:
         raise_on_mesh(error, "checking the window and the model", mesh)
     if not are_equal(equal[:-8], ranks):
@@ -153,8 +132,8 @@ def agree_on_window(
         )
     if not are_equal(equal, ranks):
         refuse_different_keys(keys)
-    refuse_different_rows(rows_apart)
-    return Window(round(all_targets), all_tokens, all_weight, tuple(batches), Differences(*looked_at))
+    tokens, weight = int(all_tokens) // copies, all_weight / copies
+    return Window(round(all_targets / copies), tokens, weight, tuple(batches))
 
 
 def _checked_window(micro_batches: Any) -> list[Any]:

@@ -201,10 +201,6 @@ def _check_refusals(folder: Path) -> None:
     fs.use_context_parallel(model, mesh=mesh)
     with pytest.raises(fs.BatchError, match="different batches"):
         fs.train_step(model, [batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)], optimizer)
-    with pytest.raises(fs.BatchError, match="different batches"):
-        fs.evaluate(model, [batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)])
-    with pytest.raises(fs.BatchError, match="different batches"):
-        fs.count_targets([batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)], mesh=mesh)
     with pytest.raises(fs.BatchError, match=r"'pixel_values' has \(1, 3"):
         fs.train_step(model, [{**batch, "pixel_values": torch.zeros(1, 3, 4, 4)}], optimizer)
     with pytest.raises(fs.UnsupportedModelError, match="called by itself in training"):
@@ -232,8 +228,6 @@ def _check_crossed() -> None:
     mesh = mesh_here(cp=2, dp_shard=2)
     rank = dist.get_rank()
     crossed = [batch_of(rows_of(LENGTHS, seed=int(rank in (1, 2))), PACKED)]
-    with pytest.raises(fs.BatchError, match="different batches"):
-        fs.count_targets(crossed, mesh=mesh)
     model = tiny_model("qwen3").to(device_here())
     fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     fs.use_context_parallel(model, mesh=mesh)
@@ -242,8 +236,6 @@ def _check_crossed() -> None:
     for batches in (crossed, [kinds]):
         with pytest.raises(fs.BatchError, match="different batches"):
             fs.train_step(model, batches, _adamw(model.parameters()))
-        with pytest.raises(fs.BatchError, match="different batches"):
-            fs.evaluate(model, batches)
 
 
 def test_groups_do_not_make_up_for_each_other() -> None:
@@ -385,9 +377,11 @@ def _check_features(folder: str, feature: str) -> None:
     fs.use_context_parallel(model, mesh=mesh)
     if feature in ("last", "reduce_scatter"):
         step["grad_sync"] = feature
-    step |= {"smoothing": {"label_smoothing": 0.1, "z_loss": 1e-3}, "logits": {"loss_impl": "logits"}}.get(
-        feature, {}
-    )
+    terms = {"label_smoothing": 0.1, "z_loss": 1e-3} if feature == "smoothing" else {}
+    if terms:
+        step["loss_fn"] = lambda model, batch: fs.loss_sum(model, batch, **terms)[0]
+    if feature == "logits":
+        fs.prepare_loss(model, impl="logits")
     trained = [p for p in model.parameters() if p.requires_grad]
     plain = _adamw([p for p in oracle.parameters() if p.requires_grad])
     optimizers: Any = _adamw(trained)
@@ -402,9 +396,7 @@ def _check_features(folder: str, feature: str) -> None:
             dist.broadcast(factors[0], 0), dist.broadcast(factors[1], 0)
             window = [{**batch, "loss_weights": f} for batch, f in zip(window, factors, strict=True)]
         result = fs.train_step(model, window, optimizers, **step)
-        loss = _written_out(
-            oracle, window, **{k: v for k, v in step.items() if k in ("label_smoothing", "z_loss")}
-        )
+        loss = _written_out(oracle, window, **terms)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
         plain.step()

@@ -53,17 +53,15 @@ def _probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_an_unverified_model_that_leaks_is_refused_at_the_first_pack() -> None:
     model = _leaking()
     before = {name: p.clone() for name, p in model.named_parameters()}
-    with pytest.raises(fs.PackingError, match=r"first pack for this model.*not kept apart.*verify='off'"):
+    with pytest.raises(fs.PackingError, match=r"first pack for this model.*not kept apart.*check=False"):
         _step(model, _pack(5, 9))
     with pytest.raises(fs.PackingError, match="first pack"):
         fs.evaluate(model, [_pack(5, 9)])
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
     _step(model, *ragged_batches(2))
     _step(model, {**_pack(14), "position_ids": torch.arange(14)[None]})  # a single row is no pack
-    assert not _step(model, _pack(5, 9), verify="off").skipped
-    assert fs.evaluate(model, [_pack(5, 9)], verify="off").num_targets == 12
-    with pytest.raises(ValueError, match="verify must be 'first' or 'off'"):
-        _step(model, _pack(5, 9), verify="never")
+    assert not _step(model, _pack(5, 9), check=False).skipped
+    assert fs.evaluate(model, [_pack(5, 9)], check=False).num_targets == 12
 
 
 def test_it_is_verified_once_for_a_model_and_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:

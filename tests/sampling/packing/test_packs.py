@@ -260,12 +260,12 @@ def test_packs_of_weighted_rows() -> None:
     assert pack["labels"].tolist() == [[-100, 2, 3, -100, 5, -100, -100, -100]]
     assert pack["loss_weights"].dtype == torch.float32
     assert pack["loss_weights"].tolist() == [[1, 1, 1, 9, 0.5, 0, 0, 0]]
-    assert fs.target_weight([pack]) == 2.5
+    assert fs.count_targets([pack]).weight == 2.5
     shifted = {"input_ids": [6, 7], "shift_labels": [7, 8], "loss_weights": [2.0, 4.0]}
     mixed = collate([weighted, shifted])
     assert mixed["shift_labels"].tolist() == [[5, -100, 7, 8, -100, -100, -100, -100]]
     assert mixed["loss_weights"].tolist() == [[0.5, 0, 2, 4, 0, 0, 0, 0]]
-    assert fs.target_weight([mixed]) == 6.5
+    assert fs.count_targets([mixed]).weight == 6.5
     with pytest.raises(ValueError, match="loss_weights has 1 entries"):
         collate([fs.EncodedChat([4, 5], [4, 5], [1.0])])
 

@@ -183,5 +183,5 @@ def _refuse_alone(module: nn.Module) -> None:
         raise UnsupportedModelError(
             "a model under context parallelism was called by itself in training: every rank of a group would "
             "compute the whole rows. Call train_step, causal_lm_loss or loss_sum, which cut them; a loss_fn "
-            "is made of token_losses or distillation_loss"
+            "is made of token_losses or loss_sum"
         )

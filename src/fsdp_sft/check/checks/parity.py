@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,6 +21,7 @@ from fsdp_sft.check.training import (
     sharded_model,
 )
 from fsdp_sft.dcp_io import load_checkpoint, save_checkpoint
+from fsdp_sft.loss import prepare_loss
 from fsdp_sft.step import train_step
 
 _ROWS, _LENGTH = 2, 32
@@ -120,21 +121,24 @@ def _trained(cluster: Cluster, source: Path, batch: dict[str, torch.Tensor], dty
     model = sharded_model(cluster, source, dtype)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=_RATE)
-    options: Any = {"max_grad_norm": _MAX_NORM, "router_loss": _router(model), "check_labels": False}
+    prepare_loss(model, router_loss=_router(model))
     is_wide = dtype == torch.float32
     before = full_parameters(model) if is_wide else {}
-    first = train_step(model, [batch], optimizer, **options)
+    first = train_step(model, [batch], optimizer, max_grad_norm=_MAX_NORM, check=False)
     save_checkpoint(root, 1, model=model, optimizer=optimizer)
     with torch.no_grad():
         for parameter in trained:
             parameter.zero_()
     load_checkpoint(root, model=model, optimizer=optimizer)
-    second = train_step(model, [batch], optimizer, **options)
-    steps = [(result.loss, result.grad_norm) for result in (first, second)]
-    return _Trained(steps, before, full_parameters(model) if is_wide else {})
+    second = train_step(model, [batch], optimizer, max_grad_norm=_MAX_NORM, check=False)
+    return _Trained(
+        [(result.loss, result.grad_norm) for result in (first, second)],
+        before,
+        full_parameters(model) if is_wide else {},
+    )
 
 
-def _router(model: Any) -> str | None:
+def _router(model: Any) -> Literal["off"] | None:
     """``"off"`` for a mixture, so that both sides have the cross entropy alone; None for other models."""
     text = model.config.get_text_config(decoder=True)
     has_loss = any(getattr(text, name, None) for name in ("router_aux_loss_coef", "output_router_logits"))

@@ -9,7 +9,7 @@ from fsdp_sft.errors import PackingError
 from fsdp_sft.sampling.packing.bins import pack_lengths
 from fsdp_sft.sampling.packing.collator import PackedCollator, row_sizes
 from fsdp_sft.sampling.packing.cost import attention_cost
-from fsdp_sft.sampling.packing.first_use import Verify, check_verify, verify_at_first_use
+from fsdp_sft.sampling.packing.first_use import verify_at_first_use
 from fsdp_sft.sampling.packing.sampler import PackedSampler
 from fsdp_sft.sampling.packing.stream import PackedStream
 from fsdp_sft.sampling.packing.verify import PackingReport, verify_packing
@@ -20,9 +20,7 @@ __all__ = [
     "PackedStream",
     "PackingError",
     "PackingReport",
-    "Verify",
     "attention_cost",
-    "check_verify",
     "pack_lengths",
     "row_sizes",
     "verify_at_first_use",

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,8 +17,6 @@ from fsdp_sft.sampling.packing.verify import verified_length, verify
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-Verify = Literal["first", "off"]
 
 _LONGEST_PROBE = 4096
 _logger = logging.getLogger("fsdp_sft.sampling.packing")
@@ -62,7 +60,7 @@ def verify_at_first_use(
     except PackingError as error:
         raise PackingError(
             f"the first pack for this model: {error}. verify_packing shows the same before training; "
-            "verify='off' leaves it out"
+            "check=False leaves it out"
         ) from error
     if not told and (mesh is None or mesh.get_rank() == 0):
         _logger.warning(
@@ -71,9 +69,3 @@ def verify_at_first_use(
             type(unwrapped(model)).__name__,
             attention_of(unwrapped(model)),
         )
-
-
-def check_verify(verify: str) -> None:
-    """Raise ValueError unless ``verify`` is one of the allowed values."""
-    if verify not in ("first", "off"):
-        raise ValueError(f"verify must be 'first' or 'off', got {verify!r}")

@@ -1,25 +1,23 @@
-"""The loss of a batch and its targets: the library's, or the caller's own, whose results are checked."""
+"""The loss of a batch and its targets: the library's, or the caller's own, and the metrics it returns."""
 
 import math
 import numbers
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fsdp_sft._model.blocks import without_caches
+from fsdp_sft._process.streams import LateValues
+from fsdp_sft._ranks.agree import all_gather_objects
+from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup, sequence_group_of
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import (
-    PLAIN,
     WEIGHTS_KEY,
-    LossImpl,
-    RouterLoss,
-    Terms,
-    check_router_loss,
     loss_of_whole_rows,
     loss_parts,
     num_targets,
@@ -27,8 +25,10 @@ from fsdp_sft.loss import (
     tokens_of,
     weight_of,
 )
-from fsdp_sft.step.own_metrics import checked_metrics
-from fsdp_sft.step.trained import refuse_sharded_loss
+from fsdp_sft.step.keys import are_equal, digest, to_compare
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]]
 CountFn = Callable[[Any], float]
@@ -36,54 +36,25 @@ CountFn = Callable[[Any], float]
 
 @dataclass(frozen=True)
 class Objective:
-    """Definition of the loss of a batch; the fields are arguments of ``train_step``.
+    """Definition of the loss of a batch.
 
     Attributes:
-        impl: Implementation of the loss, the argument ``loss_impl``.
         loss_fn: The caller's loss; None for that of ``loss_sum``.
         count_fn: The caller's count of a batch's targets, or their weight; None counts its labels.
-        router_loss: What to do with a router's loss; see ``loss_sum``.
-        terms: ``label_smoothing`` and ``z_loss``.
     """
 
-    impl: LossImpl = "auto"
     loss_fn: LossFn | None = None
     count_fn: CountFn | None = None
-    router_loss: RouterLoss | None = None
-    terms: Terms = PLAIN
 
-    @property
-    def code(self) -> Any:
-        """What tells the caller's loss from others: the code of a function, the class of another object."""
-        function = getattr(self.loss_fn, "func", self.loss_fn)  # of a partial
-        return getattr(function, "__code__", type(function))
+    def __post_init__(self) -> None:
+        for name, function in vars(self).items():
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be a function, got {type(function).__name__}")
 
     @property
     def is_own(self) -> bool:
         """Whether the loss is the caller's."""
         return self.loss_fn is not None
-
-    def options(self) -> dict[str, Any]:
-        """Options that must be the same on every rank; of ``loss_fn`` only whether it is given."""
-        own = {"loss_impl": self.impl, "router_loss": self.router_loss, "loss_fn": self.is_own}
-        return own | {name: float(value) for name, value in vars(self.terms).items()}
-
-    def check(self) -> None:
-        """Refuse what is not a function, and options of ``loss_sum`` beside a ``loss_fn``."""
-        check_router_loss(self.router_loss)
-        for name, function in (("loss_fn", self.loss_fn), ("count_fn", self.count_fn)):
-            if function is not None and not callable(function):
-                raise TypeError(f"{name} must be a function, got {type(function).__name__}")
-        for name, value, default in (
-            ("loss_impl", self.impl, "auto"),
-            ("router_loss", self.router_loss, None),
-            *((name, value, 0.0) for name, value in vars(self.terms).items()),
-        ):
-            if self.is_own and value != default:
-                raise ValueError(
-                    f"{name}={value!r} says how the loss here is computed, and loss_fn replaces that loss: "
-                    f"leave {name} out"
-                )
 
     def of(
         self, model: nn.Module, batch: Any, *, is_counted: bool = True
@@ -93,14 +64,17 @@ class Objective:
         The caller's loss and metrics are those of whole rows. Ranks that share rows return equal shares.
         """
         if self.loss_fn is None:
-            parts = loss_parts(model, batch, self.impl, self.router_loss, self.terms, is_counted)
-            return *parts, {}
+            summed, router, _ = loss_parts(model, batch, is_counted=is_counted)
+            return summed, router, {}
         counter, group = counter_of(model), sequence_group_of(model)
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        counted = mask != 0 if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
         with (
-            nullcontext() if counter is None else counter.counting(_mask_of(batch)),
+            nullcontext() if counter is None else counter.counting(counted),
             nullcontext() if group is None else loss_of_whole_rows(),
+            without_caches(model),
         ):
-            summed, metrics = _summed(self.loss_fn, model, batch)
+            summed, metrics = _checked(self.loss_fn(model, batch))
         if group is not None:
             summed = summed / group.size
             metrics = {name: value / group.size for name, value in metrics.items()}
@@ -129,12 +103,6 @@ class Objective:
         return count, weight_of(part) if weighted else float(count), tokens
 
 
-def _mask_of(batch: Any) -> torch.Tensor | None:
-    """Mask of the tokens that are not padding, in a batch for the caller's loss; None if unknown."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return mask != 0 if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
-
-
 def counted(batch: Any, count_fn: CountFn | None) -> float:
     """Number of targets of a batch, or their weight: by ``count_fn``, or by its labels."""
     if count_fn is None:
@@ -142,33 +110,65 @@ def counted(batch: Any, count_fn: CountFn | None) -> float:
     count: Any = count_fn(batch)
     if isinstance(count, torch.Tensor) and count.numel() == 1:
         count = count.item()
-    if isinstance(count, bool) or not isinstance(count, numbers.Real):
+    if isinstance(count, bool) or not isinstance(count, numbers.Real) or not 0 <= count < math.inf:
         raise TypeError(f"count_fn must return a number, a batch's targets or their weight, got {count!r}")
-    number: float = float(count)
-    if not 0 <= number < math.inf:
-        raise ValueError(f"count_fn must return a number of targets or their weight, got {count}")
-    return number
+    return float(count)
 
 
-def _summed(loss_fn: LossFn, model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Checked result of ``loss_fn``: a scalar, with gradients where they are enabled, and metrics."""
-    with without_caches(model):
-        result: Any = loss_fn(model, batch)
+def _checked(result: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Result of a ``loss_fn``: a scalar, with gradients where they are enabled, and float64 metrics."""
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    refuse_sharded_loss(loss)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        got = (
-            f"a {loss.dtype} tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, torch.Tensor)
-            else type(loss).__name__
-        )
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not isinstance(metrics, Mapping):
+        got = [tuple(one.shape) if isinstance(one, torch.Tensor) else one for one in (loss, metrics)]
         raise TypeError(
-            f"loss_fn must return the loss summed over the batch's targets, a scalar; got {got}. Values to "
-            "report go beside it: (loss, {name: summed value})"
+            "loss_fn must return the loss summed over the batch's targets, a scalar, or (loss, {name: summed "
+            f"value}}), got {got[0]!r} and {got[1]!r}"
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ValueError(
             "loss_fn returned a loss that depends on no parameter that is trained; a batch without targets "
             "needs one too, such as (logits * 0).sum(), because other ranks wait in its backward"
         )
-    return loss.reshape(()), checked_metrics(metrics, loss.device)
+    sums = {
+        name: value.detach().to(torch.float64).reshape(())
+        if isinstance(value, torch.Tensor)
+        else torch.tensor(float(value), dtype=torch.float64, device=loss.device)
+        for name, value in metrics.items()
+    }
+    return loss.reshape(()), sums
+
+
+class OwnMetrics:
+    """Sums by name over the batches of one rank, which stay on the device until they are read."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._late: LateValues | None = None
+
+    def add(self, metrics: dict[str, torch.Tensor]) -> None:
+        """Add the values of a batch; it may lack names that other batches have."""
+        for name, value in metrics.items():
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def begin_copy(self) -> None:
+        """Start to copy the sums to the host, which waits for them in ``over``."""
+        self._late = LateValues(list(self._sums.values()))
+
+    def over(self, mesh: "DeviceMesh | None", divisor: float) -> dict[str, float]:
+        """The sums over all ranks, divided by ``divisor``; a name that only some ranks have counts as theirs.
+
+        Collective: all ranks of the mesh.
+        """
+        if self._late is None:
+            self.begin_copy()
+        assert self._late is not None
+        own = dict(sorted(zip(self._sums, self._late.read(), strict=True)))
+        names = list(own)
+        if mesh is not None and mesh.size() > 1:
+            compared = to_compare([len(names), *digest(names)])
+            if not are_equal(sum_over_mesh(compared, mesh), mesh.size()):
+                names = sorted(set().union(*all_gather_objects(names)))
+        if not names:
+            return {}
+        sums = sum_over_mesh([own.get(name, 0.0) for name in names], mesh)
+        return {name: total / divisor for name, total in zip(names, sums, strict=True)}

@@ -1,0 +1,338 @@
+"""Checks of a step before its first forward, which ``check=False`` leaves out.
+
+Five mistakes would train something else in silence: labels that are shifted already, the same rows on ranks
+that should have others (or other rows on ranks that share them), ids that a model has no row for, nothing
+that is trained, and a trained parameter outside the shards. Labels and rows are looked at in a model's first
+window, the rest in each.
+"""
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_sft._compat.attention import attention_of
+from fsdp_sft._model.adapters import refuse_merged
+from fsdp_sft._model.record import record_of
+from fsdp_sft._model.sharded import refuse_own_divisor
+from fsdp_sft._model.twin import text_config
+from fsdp_sft._model.vocabulary import vocabulary_of
+from fsdp_sft._model.wrappers import replicated_by, unwrapped
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._process.streams import host_copies
+from fsdp_sft._ranks.agree import all_gather_objects, this_rank, world_size
+from fsdp_sft._ranks.mesh import CP, EP, TP, copies_of_rows, has_made_cp
+from fsdp_sft._tensors.safetensors import bytes_of
+from fsdp_sft.collate import refuse_masked_pack
+from fsdp_sft.errors import BatchError, OptimizerError, UnsupportedModelError, abridged
+from fsdp_sft.loss import LABEL_KEYS, is_shifted
+from fsdp_sft.shard.apply import refuse_hooks
+from fsdp_sft.step.optimizers import stepped_by
+from fsdp_sft.targets import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+FIRST_WINDOW = "its first window was looked at"
+_FEWEST = 16  # fewest targets for which a mistake in labels is reported
+_VARIED = 8  # fewest different ids among them
+_SHARE = 0.99  # share of the targets that must show the mistake
+_OFF = "; check=False if that is meant"
+
+_logger = logging.getLogger("fsdp_sft.step")
+
+
+@dataclass
+class _Done:
+    """What was checked, or warned of, once for a model."""
+
+    things: set[Any] = field(default_factory=set)
+
+
+def done_with(model: nn.Module) -> set[Any]:
+    """What was checked, or warned of, once for a model; to be added to."""
+    return record_of(model).kept_or_new(_Done).things
+
+
+def first_time(model: nn.Module, thing: str) -> bool:
+    """Whether this is the first call with this model and ``thing``."""
+    done = done_with(model)
+    is_first = thing not in done
+    done.add(thing)
+    return is_first
+
+
+def refuse_untrainable(
+    model: nn.Module,
+    names: dict[nn.Parameter, str],
+    optimizers: list[torch.optim.Optimizer],
+    mesh: "DeviceMesh | None",
+) -> None:
+    """Refuse a model of which nothing would be trained, or something by each rank for itself.
+
+    Args:
+        model: Model, whose parameters are not gathered.
+        names: Its parameters with their names.
+        optimizers: Those that step them.
+        mesh: Ranks that share the window.
+
+    Raises:
+        OptimizerError: If nothing is trained.
+        RuntimeError: If gradients are off.
+        UnsupportedModelError: If adapters are merged into it, or gradients of what is trained would not be
+            reduced over the ranks, or not as they have to be.
+    """
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "gradients are off here (torch.no_grad, torch.inference_mode or set_grad_enabled(False)), and a "
+            "step needs them: call train_step outside of that block"
+        )
+    stepped = [parameter for parameter in stepped_by(*optimizers) if parameter.requires_grad]
+    if not stepped and not any(parameter.requires_grad for parameter in names):
+        raise OptimizerError(
+            "no parameter is trained: all are frozen. Set requires_grad of those that are to be trained"
+        )
+    if not stepped:
+        raise OptimizerError(
+            "no parameter of the optimizer is trained, so that a step would change nothing: make it of those "
+            "that require a gradient (adapters go in before that, and before sharding)"
+        )
+    refuse_merged(model, "training")
+    if mesh is None:
+        _refuse_alone(model)
+    if mesh is None or mesh.size() == 1 or copies_of_rows(mesh) > 1:
+        return
+    whole = [n for p, n in names.items() if p.requires_grad and not isinstance(p, DTensor)]
+    if whole and replicated_by(model) is None:
+        raise UnsupportedModelError(
+            f"{len(whole)} trained parameters are not sharded ({abridged(whole)}): no reduction over the "
+            "ranks reaches them, and each rank would train its own. Add them before shard_model (adapters by "
+            "add_adapters, or load_pretrained(peft_config=)), or freeze them with requires_grad_(False)"
+        )
+    refuse_own_divisor(model, mesh)
+    refuse_hooks(names, are_shards=True)
+
+
+def refuse_beside(
+    names: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer], mesh: "DeviceMesh | None"
+) -> None:
+    """Refuse to step tensors that have got a gradient and are no parameters of the model.
+
+    Raises:
+        OptimizerError: If an optimizer holds one.
+    """
+    beside = [p for p in stepped_by(*optimizers) if p.grad is not None and p not in names]
+    if beside and mesh is not None and mesh.size() > 1 and copies_of_rows(mesh) == 1:
+        raise OptimizerError(
+            f"the optimizer steps {len(beside)} tensors (the first of shape {tuple(beside[0].shape)}) that "
+            "are none of the model's parameters: no reduction over the ranks reaches them, and each rank "
+            "would train its own. Register them in the model before it is sharded"
+        )
+
+
+def _refuse_alone(model: nn.Module) -> None:
+    """Refuse a model of this process alone in a job of several."""
+    name, started = type(unwrapped(model)).__name__, os.environ.get("WORLD_SIZE", "1")
+    if world_size() > 1:
+        raise UnsupportedModelError(
+            f"{name} is neither sharded nor inside DistributedDataParallel, so that each of the "
+            f"{world_size()} ranks would train a model of its own: call shard_model(model, "
+            "mesh=build_mesh()) before the optimizer is made"
+        )
+    if not dist.is_initialized() and started.isdecimal() and int(started) > 1:
+        raise UnsupportedModelError(
+            f"{started} processes were started (WORLD_SIZE) and have not met, so that each would train a "
+            "model of its own: call init_distributed() first, and shard the model. Processes that are meant "
+            "to be apart have no WORLD_SIZE in their environment"
+        )
+
+
+def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
+    """A function that raises for a batch that the model cannot take.
+
+    With an ``own_loss`` labels are not checked, because they mean what the caller wants; nor are positions,
+    unless the attention is transformers'.
+    """
+    vocabulary = vocabulary_of(model)
+    knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
+
+    def check(batch: Any) -> None:
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if isinstance(ids, torch.Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
+            raise BatchError(
+                f"input_ids are {ids.dtype}, and ids are integers: make them torch.long (vectors go into "
+                "inputs_embeds)"
+            )
+        vocabulary.check_ids(batch)
+        _warn_of_length(model, batch)
+        if knows_packs:
+            refuse_masked_pack(batch)
+        if not own_loss:
+            vocabulary.check_labels(batch, LABEL_KEYS, IGNORE_INDEX)
+
+    return check
+
+
+def _warn_of_length(model: nn.Module, batch: Any) -> None:
+    """Warn once of a row, alone or in a pack, that is longer than the model was trained for."""
+    known = getattr(text_config(model), "max_position_embeddings", None)
+    if not isinstance(known, int) or known < 1 or not isinstance(batch, Mapping):
+        return
+    ids, positions = batch.get("input_ids"), batch.get("position_ids")
+    length = ids.shape[-1] if isinstance(ids, torch.Tensor) and ids.ndim == 2 else 0
+    if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.numel():
+        length = int(positions.max()) + 1 if positions.is_cpu else 0
+    if length > known and first_time(model, "length"):
+        warn_caller(
+            f"a row has {length:,} tokens, and {type(unwrapped(model)).__name__.removeprefix('FSDP')} was "
+            f"made for {known:,} (max_position_embeddings): positions beyond that were never trained. Pass "
+            "max_length= where rows are encoded, or load the model with a larger max_position_embeddings= "
+            "and rope_parameters= that extend it (yarn)"
+        )
+
+
+def look_at_labels(model: nn.Module, micro_batches: list[Any]) -> None:
+    """Refuse a window of this rank whose labels show a recognised mistake; warn of trained padding.
+
+    Recognised are labels that have been shifted already, ``shift_labels`` that have not been shifted, and
+    labels that are the attention mask. A shift is reported only from 16 targets on, if at least 8 of them are
+    different ids; places where an id equals the next one show nothing and do not count.
+
+    Raises:
+        BatchError: If there is such a mistake.
+    """
+    batches = [
+        b for b in micro_batches if isinstance(b, Mapping) and isinstance(b.get("input_ids"), torch.Tensor)
+    ]
+    for batch in batches:
+        _refuse_mask(batch)
+    _refuse_shift([batch for batch in batches if not is_shifted(batch)], "labels")
+    _refuse_shift([batch for batch in batches if is_shifted(batch)], "shift_labels")
+    padding = sum(
+        int(((batch["labels"] != IGNORE_INDEX) & (batch["attention_mask"] == 0)).sum())
+        for batch in batches
+        if not is_shifted(batch)
+        and isinstance(batch.get("attention_mask"), torch.Tensor)
+        and batch["attention_mask"].shape == batch["labels"].shape
+    )
+    if padding and this_rank() == 0:
+        _logger.warning(
+            "%d labels are of padding (attention_mask 0), which the model would learn to write: set them to "
+            "-100, as SFTCollator does",
+            padding,
+        )
+
+
+def _refuse_shift(batches: list[Any], name: str) -> None:
+    """Refuse ``labels`` that equal the next ids, or ``shift_labels`` that equal the ids at their places."""
+    right = wrong = 0
+    values: list[torch.Tensor] = []
+    for batch in batches:
+        own, following = batch["input_ids"][:, :-1], batch["input_ids"][:, 1:]
+        labels = batch[name][:, :-1]
+        telling = (labels != IGNORE_INDEX) & (own != following)
+        meant, mistaken = (own, following) if name == "labels" else (following, own)
+        wrong += int((telling & (labels == mistaken)).sum())
+        right += int((telling & (labels != mistaken)).sum())
+        values.append(labels[telling & (labels == mistaken) & (labels != meant)])
+    if wrong + right < _FEWEST or wrong <= _SHARE * (wrong + right):
+        return
+    if len(torch.cat(values).unique()) < _VARIED:
+        return
+    said = (
+        "labels equal the next id at {} of {} targets: they have been shifted already and the loss shifts "
+        "them itself. Give labels aligned with input_ids, or what you have as shift_labels"
+        if name == "labels"
+        else "shift_labels equal the id at their own place at {} of {} targets: they have not been shifted. "
+        "Give them as labels, which the loss shifts"
+    )
+    raise BatchError(said.format(wrong, wrong + right) + _OFF)
+
+
+def _refuse_mask(batch: Mapping[str, Any]) -> None:
+    """Refuse labels that are the attention mask, even if the field of the mask holds something else."""
+    name = "shift_labels" if is_shifted(batch) else "labels"
+    labels, mask = batch[name], batch.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.shape != labels.shape or labels.numel() < _FEWEST:
+        return
+    is_binary = bool(((labels == 0) | (labels == 1)).all()) and not torch.equal(labels, batch["input_ids"])
+    is_mask = bool(((mask == 0) | (mask == 1)).all())
+    if is_binary and (torch.equal(labels, mask.to(labels.dtype)) or not is_mask):
+        raise BatchError(
+            f"{name} consist of 0 and 1 and "
+            + ("equal the attention mask" if is_mask else "the attention mask of other numbers")
+            + ": two fields of the batch have been exchanged, and the model would learn to say token 1"
+            + _OFF
+        )
+
+
+def compare_rows(micro_batches: list[Any], mesh: "DeviceMesh | None") -> None:
+    """Refuse ranks that share rows and have different ones; warn of the same rows where others should be.
+
+    Raises:
+        BatchError: On all ranks, if ranks of one ``cp`` or ``tp`` group have different rows.
+
+    Collective: all ranks of the mesh.
+    """
+    if mesh is None or mesh.size() == 1:
+        return
+    names, place = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
+    own_place = tuple(at for name, at in zip(names, place, strict=True) if name not in (CP, TP, EP))
+    places: dict[bytes, dict[tuple[int, ...], list[int]]] = {}
+    rows_at: dict[tuple[int, ...], set[bytes]] = {}
+    for rank, (at, rows) in enumerate(all_gather_objects((own_place, _digest_of_rows(micro_batches)))):
+        places.setdefault(rows, {}).setdefault(at, []).append(rank)
+        rows_at.setdefault(at, set()).add(rows)
+    if any(len(different) > 1 for different in rows_at.values()):
+        raise BatchError(
+            "ranks of one cp group have different batches, and each computes a part of the same rows: "
+            "iterate with windows(loader, n, mesh=mesh), whose first rank of a group reads for all of it, or "
+            "give samplers mesh=mesh, and collators nothing random that ranks draw by themselves. Ranks of "
+            "one tp group need the same batches too: give samplers num_replicas= and rank= without tp"
+        )
+    for rows, same in places.items():
+        # Windows without a target have no digest.
+        if rows and len(same) > 1 and mesh.get_rank() == 0:
+            _logger.warning(
+                "ranks %s have the same rows in the first window: each gradient counts them so often. %s",
+                abridged(str(rank) for rank in sorted(rank for ranks in same.values() for rank in ranks)),
+                "Samplers and windows without mesh= follow the mesh with cp that this process has made, and "
+                "this model is not on it: give them mesh=build_mesh()"
+                if CP not in names and has_made_cp()
+                else "Give the loader a sampler that shares rows out, such as ResumableSampler",
+            )
+
+
+def _digest_of_rows(micro_batches: list[Any]) -> bytes:
+    """Digest of the tensors of a window, eight bytes; empty for a window without a target."""
+    digest = hashlib.blake2b(digest_size=8)
+    named = [one for batch in micro_batches for one in _named_tensors(batch)]
+    labels = []
+    for (name, _), value in zip(named, host_copies([value for _, value in named]), strict=True):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(bytes_of(value.contiguous()))
+        labels += [value] if name in LABEL_KEYS else []
+    is_empty = not named or (labels and not any(bool((value != IGNORE_INDEX).any()) for value in labels))
+    return b"" if is_empty else digest.digest()
+
+
+def _named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a batch with their names, those in its dicts, lists and tuples included.
+
+    A nested tensor is its rows.
+    """
+    if isinstance(batch, torch.Tensor) and not batch.is_nested:
+        yield name, batch
+    elif isinstance(batch, Mapping):
+        for key in sorted(batch.keys(), key=str):  # a TensorDict itself is iterated by its rows
+            yield from _named_tensors(batch[key], f"{name}.{key}" if name else str(key))
+    elif isinstance(batch, (torch.Tensor, list, tuple)):
+        for inner in batch.unbind() if isinstance(batch, torch.Tensor) else batch:
+            yield from _named_tensors(inner, name)
