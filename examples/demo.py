@@ -88,13 +88,11 @@ def frame(page: str, height: int) -> str:
     return f'<iframe srcdoc="{html.escape(page)}" style="height:{height}px" title="labels"></iframe>'
 
 
-def picture(path: Path) -> str:
+def picture(path: Path, shows: str) -> str:
     """A PNG within the page; empty without matplotlib."""
     if not path.exists():
         return ""
-    return (
-        f'<img alt="{path.stem}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
-    )
+    return f'<img alt="{shows}" src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">'
 
 
 def report(args: argparse.Namespace, twice: list[tuple[int, float, float]], plan: str) -> str:
@@ -112,7 +110,8 @@ def report(args: argparse.Namespace, twice: list[tuple[int, float, float]], plan
     return page.substitute(
         toy=frame((args.output / "labels.html").read_text(), 300),
         tool=frame(labels_of_tool_chat(args), 330),
-        loss=picture(args.output / "loss.png"),
+        answers=html.escape((args.output / "answers.txt").read_text(encoding="utf-8")),
+        loss=picture(args.output / "loss.png", "loss, gradient norm, throughput and memory over the steps"),
         first=f"{entries[0]['loss']:.3f}",
         last=f"{entries[-1]['loss']:.4f}",
         ranks=args.ranks,
@@ -123,8 +122,8 @@ def report(args: argparse.Namespace, twice: list[tuple[int, float, float]], plan
         twice=len(twice),
         rows=rows,
         command="fsdp-sft " + " ".join(PLAN),
-        plan=html.escape(plan),
-        picture=picture(args.output / "plan.png"),
+        plan=html.escape(plan.partition("Picture: ")[0]),
+        picture=picture(args.output / "plan.png", "memory of each plan by what holds it"),
         files=files,
     )
 
@@ -132,7 +131,8 @@ def report(args: argparse.Namespace, twice: list[tuple[int, float, float]], plan
 WHERE = {
     "checkpoints": "the steps: model, optimizer and position in the data, with a checksum of each file",
     "export": "a plain Hugging Face folder, for <code>from_pretrained</code> and servers",
-    "log.jsonl": "what each step logged",
+    "log.jsonl": "what each step logged; <code>loss.png</code> is its picture",
+    "answers.txt": "what was asked before and after the training",
     "tiny-model": "the model before training",
     "torchrun.txt": "what torchrun said of the killed rank",
 }

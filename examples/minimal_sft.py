@@ -149,10 +149,9 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
         print(f"eight of them, as a page with the trained text in colour: {page}")
         if args.data is None and not checkpoints.exists():
             share, _ = answer(args.model, test_rows, context.device)
-            print(
-                f"answered exactly before training: {share:.0%} of {len(test_rows)} unseen questions",
-                flush=True,
-            )
+            text = f"answered exactly before training: {share:.0%} of {len(test_rows)} unseen questions\n"
+            (args.output / "answers.txt").write_text(text, encoding="utf-8")
+            print(text, end="", flush=True)
 
     mesh = fs.build_mesh(dp_replicate=args.dp_replicate)
     model = fs.load_pretrained(
@@ -224,9 +223,12 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
         print(f"exported to {export}, a folder for from_pretrained")
         if args.data is None:
             share, answers = answer(export, test_rows, context.device)
-            for row, text in list(zip(test_rows, answers, strict=True))[:3]:
-                print(f"  {row['messages'][0]['content']}  ->  {text}")
-            print(f"answered exactly after training: {share:.0%} of {len(test_rows)} unseen questions")
+            questions = [row["messages"][0]["content"] for row in test_rows[:3]]
+            lines = [f"  {asked}  ->  {text}" for asked, text in zip(questions, answers, strict=False)]
+            lines += [f"answered exactly after training: {share:.0%} of {len(test_rows)} unseen questions"]
+            with (args.output / "answers.txt").open("a", encoding="utf-8") as file:
+                print("\n".join(lines), file=file)
+            print("\n".join(lines))
     dist.barrier()
     dist.destroy_process_group()
 
