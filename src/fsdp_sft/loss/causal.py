@@ -465,7 +465,8 @@ def loss_parts(
     known = batch.targets if isinstance(batch, CheckedBatch) else None
     if known is None:
         refuse_masked_pack(batch)
-    balance, groups = None, ()
+    balance: Balance | None = None
+    groups: tuple[dist.ProcessGroup, ...] = ()
     if torch.compiler.is_compiling():
         additions = torch.compiler.disable(additions_to)(model, router_loss)
         if additions.over_ranks:
@@ -484,7 +485,7 @@ def loss_parts(
                 "was first asked: it has been compiled as a whole since (compile_blocks compiles its "
                 "blocks), or its forward replaced"
             )
-        return additions.of(output, model)
+        return additions.of(output, model)  # type: ignore[no-any-return]
 
     def of_logits(logits: torch.Tensor) -> torch.Tensor:
         factors = None if weights is None else weights.flatten().to(logits.device)

@@ -220,31 +220,36 @@ def own_loss_is_ours(model: nn.Module, inputs: dict[str, Any]) -> tuple[bool, bo
             token = getattr(getattr(inner, "config", None), f"{special}_token_id", None)
             if isinstance(token, int) and 0 <= token < rows:
                 labels[0, column] = token
-        labels[0, 6] = IGNORE_INDEX
-        labels[1, 1:5] = IGNORE_INDEX
+        labels[0, 6] = labels[1, 1:5] = IGNORE_INDEX
         given = {"input_ids": ids, **no_cache(model), **inputs}
         model.train()
         with unmoved([device]):
             output = model(**given, labels=labels)
         logits = model(**given).logits  # a fused kernel returns a loss or logits
-        loss, aux = getattr(output, "loss", None), getattr(output, "aux_loss", None)
+        loss: Any = getattr(output, "loss", None)
+        aux: Any = getattr(output, "aux_loss", None)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             _logger.info("loss of %s: its forward with labels returns none to compare with", _name(model))
             return False, False, ""
-        flat = wide(logits).flatten(0, 1), shifted(labels).flatten().to(logits.device)
-        expected = float(F.cross_entropy(*flat, ignore_index=IGNORE_INDEX))
+        targets = shifted(labels).flatten().to(logits.device)
+        expected = float(F.cross_entropy(wide(logits).flatten(0, 1), targets, ignore_index=IGNORE_INDEX))
         name, coefficient = _coefficient(model)
         has_aux = isinstance(aux, torch.Tensor) and bool(name)
         if has_aux:
             expected += coefficient * float(aux)
         own, near = float(loss), _TOLERANCE.get(loss.dtype, 2 * torch.finfo(loss.dtype).eps)
-        computed = balance.loss
-    is_balanced = has_aux and computed is not None and math.isclose(float(computed), float(aux), rel_tol=near)
+    is_balanced = (
+        has_aux and balance.loss is not None and math.isclose(float(balance.loss), float(aux), rel_tol=near)
+    )
     broken = not math.isfinite(own) and not math.isfinite(expected)  # which a step says in its own words
     if broken or math.isclose(own, expected, rel_tol=near, abs_tol=1e-3 * near):
         return has_aux, is_balanced, ""
-    ours = "the cross entropy" + f" and {name} times aux_loss" * has_aux
-    return has_aux, is_balanced, f"on a tiny batch it is {own:.6g}, and {ours} {expected:.6g}"
+    also = f" and {name} times aux_loss" * has_aux
+    return (
+        has_aux,
+        is_balanced,
+        f"on a tiny batch it is {own:.6g}, and the cross entropy{also} {expected:.6g}",
+    )
 
 
 def _coefficient(model: nn.Module) -> tuple[str, float]:

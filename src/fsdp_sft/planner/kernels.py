@@ -178,7 +178,7 @@ def _chunk_buffers(
 ) -> None:
     """Allocate and drop what one pass through the chunk loop holds, so that the ledger sees its peak.
 
-    No value is computed. The lists below keep tensors alive as long as ``loss/linear_cross_entropy.py`` and
+    No value is computed. The lists below keep tensors alive as long as ``loss/linear.py`` and
     ``loss/products.py`` do, with a ``del`` where those free one: the peak of a chunk is the largest set of
     buffers that is alive at once.
 

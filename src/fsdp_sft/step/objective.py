@@ -110,7 +110,7 @@ def counted(batch: Any, count_fn: CountFn | None) -> float:
     count: Any = count_fn(batch)
     if isinstance(count, torch.Tensor) and count.numel() == 1:
         count = count.item()
-    if isinstance(count, bool) or not isinstance(count, numbers.Real) or not 0 <= count < math.inf:
+    if isinstance(count, bool) or not isinstance(count, numbers.Real) or not 0 <= float(count) < math.inf:
         raise TypeError(f"count_fn must return a number, a batch's targets or their weight, got {count!r}")
     return float(count)
 
