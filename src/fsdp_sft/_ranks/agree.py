@@ -17,6 +17,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -230,32 +231,24 @@ def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | N
 
     Collective: all ranks.
     """
-    results: list[T] = []
-    failures: list[Exception] = []
+    if not is_distributed():
+        return work() if working else None
+    done: Future[T | None] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
-        except Exception as error:
-            failures.append(error)
+            done.set_result(work() if working else None)
+        except BaseException as error:
+            done.set_exception(error)
 
-    thread = threading.Thread(target=run, name="fsdp_sft-work", daemon=True) if working else None
-    if thread is not None:
-        thread.start()
-    pause = _POLL_SECONDS[0]
-    while True:
-        if thread is not None:
-            thread.join(pause)
-        elif is_distributed():
-            time.sleep(pause)
-        busy, failed = all_reduce_sum([thread is not None and thread.is_alive(), bool(failures)])
-        if failed or not busy:
-            break
+    threading.Thread(target=run, name="fsdp_sft-work", daemon=True).start()
+    pause, busy, failed = _POLL_SECONDS[0], 1.0, 0.0
+    while busy and not failed:
+        time.sleep(pause)
         pause = min(pause * 2, _POLL_SECONDS[1])
+        busy, failed = all_reduce_sum([not done.done(), done.done() and done.exception() is not None])
     with agreed(phase):
-        if failures:
-            raise failures[0]
-    return results[0] if results else None
+        return done.result() if done.done() else None
 
 
 @contextmanager
