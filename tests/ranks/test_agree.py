@@ -32,7 +32,7 @@ class _Mute(Exception):
 
 class _Odd(Exception):
     def __reduce__(self) -> Any:
-        return (ValueError,)
+        return (ValueError, ())
 
 
 class _Large(Exception):

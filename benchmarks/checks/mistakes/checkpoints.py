@@ -146,8 +146,8 @@ MISTAKES = [
     Mistake(
         "an address of IPv6 stands in a URL without brackets",
         "_ranks/slurm.py",
-        'return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"',
-        'return f"tcp://{address}:{port}"',
+        'meeting = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"',
+        'meeting = f"tcp://{address}:{port}"',
         ("tests/ranks/test_distributed.py",),
     ),
     Mistake(

@@ -46,20 +46,6 @@ MISTAKES: list[Mistake] = [
         ("tests/quantised/test_refusals.py",),
     ),
     Mistake(
-        "large pages are taken whatever they cost",
-        "_tensors/prefault.py",
-        "        return self._lost <= _MOST_LOST * self._seconds_in_small\n",
-        "        return True\n",
-        ("tests/weights/test_prefault.py",),
-    ),
-    Mistake(
-        "gains with large pages are gambled away when these become dear",
-        "_tensors/prefault.py",
-        "max(0.0, self._lost + seconds - _WORTH * in_small)",
-        "self._lost + seconds - _WORTH * in_small",
-        ("tests/weights/test_prefault.py",),
-    ),
-    Mistake(
         "a load seeds the caller's generators",
         "weights/finish.py",
         "    with unmoved(seed=seed):\n",
