@@ -203,7 +203,7 @@ def all_reduce_min(value: int) -> int:
 
     Collective: all ranks.
     """
-    return _decided("least", "comparing", None, int(value), min)
+    return _decided("least", "comparing", None, value, lambda everyone: int(min(everyone)))
 
 
 def all_reduce_max(value: int) -> int:
@@ -211,7 +211,7 @@ def all_reduce_max(value: int) -> int:
 
     Collective: all ranks.
     """
-    return _decided("most", "comparing", None, int(value), max)
+    return _decided("most", "comparing", None, value, lambda everyone: int(max(everyone)))
 
 
 def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | None:

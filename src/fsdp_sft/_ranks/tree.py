@@ -115,8 +115,7 @@ class Tree:
 
     def _lost(self, peer: int, error: RuntimeError) -> bytes:
         """The message that a rank is lost: its number and gloo's reason."""
-        detail = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        return self._message(_LOST, f"rank {peer}: {detail}".encode())
+        return self._message(_LOST, f"rank {peer}: {error}"[:300].encode())
 
     def _pass(self, way: Callable[..., Any], memory: bytearray, peer: int) -> bytearray:
         """Send or receive a block of memory in pieces that gloo takes; nothing if it is empty.
