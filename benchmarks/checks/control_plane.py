@@ -147,8 +147,8 @@ def main() -> None:
     columns = [f"N = {size}: mean (busiest)" for size in by_size]
     head = ["", *columns, "exponent of the mean, N > 2", "at 1,000"]
     sections = [
-        "torch's collectives, which the library does not use for this, are beside its own: rings, whose messages "
-        "and bytes a rank grow with N. "
+        "torch's collectives, which the library does not use for this, are beside its own: rings, whose "
+        "messages and bytes a rank grow with N. "
         "N - 1 edges of a tree are used once up and once down, so the mean over ranks is a constant times "
         "(N - 1) / N: half of it at N = 2, all of it in a large job. At 1,000 ranks: the mean by that rule. "
         "The busiest: messages by log2 N, but by N where the host of the store answers every rank (a start, "

@@ -6,7 +6,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a strided tensor of a pickle is read in row-major order",
         "_tensors/torch_file.py",
-        "own = None if _is_contiguous(moving) else stride",
+        "own = None if tensor.is_contiguous() else stride",
         "own = None",
         ("tests/weights/test_pickled.py",),
     ),
