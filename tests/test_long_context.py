@@ -168,7 +168,7 @@ def test_a_tenth_is_held_out() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--cp", "3"], "cp=3 does not divide the 1 ranks"),
+        (["--cp", "3"], "cp=3 makes 3 ranks, but the job has 1"),
         (["--model", "{model}", "--seq-length", "256"], "more than the 128 positions"),
     ],
 )

@@ -7,16 +7,14 @@
 
 What a training script meets: each process has imported torch and transformers and joined its group, and has
 never built a model. A round starts the ranks anew for each of the ways, each with one thread; the time is
-the slowest rank's. ``raw`` is the limit that benchmarks.speed.load describes. ``ours`` chooses between large
-pages and small ones; beside it are loads that take large ones wherever they fit, and none. ``large`` is the
-share of a process's own memory that lies in large pages in the end, by the system's count.
+the slowest rank's. ``raw`` is the limit that benchmarks.speed.load describes. ``large`` is the share of a
+process's own memory that lies in large pages in the end, by the system's count.
 
 Memory is fresh to the process and not to the machine: see ``have_memory_ready``. With ``--idle`` a load
 begins some seconds later, when the host of a virtual machine may have taken back what it can.
 """
 
 import argparse
-import contextlib
 import json
 import statistics
 import subprocess
@@ -24,17 +22,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
 from benchmarks.speed.load import have_memory_ready, make_checkpoint, native, ours, rank, raw_reader
-from fsdp_sft._tensors.prefault import PageCosts
 
-_PAGES: dict[str, bool | None] = {"ours": None, "ours, large pages": True, "ours, small pages": False}
-WAYS = ("raw", *_PAGES, "transformers native")
+WAYS = ("raw", "ours", "transformers native")
 
 
 def one(way: str, folder: Path, idle: float) -> None:
@@ -52,9 +47,8 @@ def one(way: str, folder: Path, idle: float) -> None:
     dist.barrier()
     if way == "raw":
         seconds = raw_reader(folder)
-    elif way in _PAGES:
-        with decided(_PAGES[way]):
-            seconds = ours(folder, mesh, False)
+    elif way == "ours":
+        seconds = ours(folder, mesh, False)
     else:
         seconds = native(folder, mesh)
     worst = torch.tensor([seconds, large_share()])
@@ -62,13 +56,6 @@ def one(way: str, folder: Path, idle: float) -> None:
     if rank() == 0:
         print(json.dumps(dict(zip(("seconds", "large"), worst.tolist(), strict=True))))
     dist.destroy_process_group()
-
-
-def decided(large: bool | None) -> contextlib.AbstractContextManager[object]:
-    """Loads inside take large pages wherever they fit (True) or none (False); None lets them choose."""
-    if large is None:
-        return contextlib.nullcontext()
-    return mock.patch.object(PageCosts, "large_pays", return_value=large)
 
 
 def large_share() -> float:

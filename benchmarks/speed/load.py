@@ -33,7 +33,6 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from benchmarks.host_memory import PeakMemory
-from fsdp_sft._tensors.prefault import ask_for_large_pages
 from fsdp_sft.weights import build_meta_model, load_weights
 
 PIECE = 1 << 20
@@ -71,13 +70,10 @@ def have_memory_ready(folder: Path) -> None:
     """Let the machine have the memory that a rank's shards will take, and this process not.
 
     A virtual machine may have to ask its host for every page that it has not used for some seconds, which can
-    take longer than all that is measured here. Both kinds of pages are written to and given back.
+    take longer than all that is measured here. They are written to and given back.
     """
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors")) * 2 // world() * 11 // 10
-    large, small = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
-    ask_for_large_pages(large)
-    large.fill_(0)
-    small.fill_(0)
+    torch.empty(size, dtype=torch.uint8).fill_(0)
 
 
 def raw_reader(folder: Path) -> float:

@@ -1,13 +1,17 @@
 """One verdict per phase, and the first error raised on every rank."""
 
 import re
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
+from fsdp_sft import errors
 from fsdp_sft._ranks import agree
 from tests.harness.device import mesh_here
 from tests.harness.models import tiny_model
@@ -15,10 +19,30 @@ from tests.harness.ranks import run_distributed
 
 
 class _Picky(Exception):
-    """Cannot be pickled: its constructor wants more than its args."""
+    """Does not come back from a pickle: its constructor wants more than its args."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__(f"{a} and {b}")
+
+
+class _Mute(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("no text")
+
+
+class _Odd(Exception):
+    def __reduce__(self) -> Any:
+        return (ValueError, ())
+
+
+class _Large(Exception):
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.all = bytes(2 << 20)
+
+
+class _OfTheCaller(KeyError):
+    pass
 
 
 def _check_first_error() -> None:
@@ -46,6 +70,52 @@ def _check_first_error() -> None:
 
 def test_all_ranks_raise_the_first_error() -> None:
     run_distributed(_check_first_error, 3, timeout=30)
+
+
+def _of_ours(name: str) -> Exception:
+    error: Exception = getattr(errors, name)(f"something about {name}", 3)
+    vars(error)["where"] = Path("/a")
+    error.add_note("a note")
+    return error
+
+
+def _hear_errors() -> None:
+    rank = dist.get_rank()
+    as_they_were = [
+        *(_of_ours(name) for name in fs.__all__ if name.endswith("Error")),
+        KeyError("k"),
+        FileNotFoundError(2, "No such file or directory", "/a"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        ZeroDivisionError(),
+        torch.OutOfMemoryError("no room"),
+        ExceptionGroup("several", [ValueError("x")]),
+        _OfTheCaller("k"),
+    ]
+    for error in as_they_were:
+        notes = len(getattr(error, "__notes__", ()))
+        with pytest.raises(type(error)) as caught:
+            agree.raise_first(error if rank == 1 else None, "failing")
+        told = {**vars(caught.value), "__notes__": caught.value.__notes__[:notes]}
+        assert told == {**vars(error), "__notes__": getattr(error, "__notes__", [])[:notes]}
+        assert (type(caught.value), str(caught.value)) == (type(error), str(error))
+        assert repr(caught.value.args) == repr(error.args)
+    by_their_text = {
+        "_Picky: 1 and 2": _Picky(1, 2),
+        "_Mute": _Mute("x"),
+        "_Odd: x": _Odd("x"),
+        "_Large: x": _Large("x"),
+        "ValueError": ValueError(10**5000),
+        "Local: tensor([1.])": type("Local", (Exception,), {})(torch.ones(1)),
+    }
+    for text, error in by_their_text.items():
+        with pytest.raises(Exception) as caught:
+            agree.raise_first(error if rank == 1 else None, "failing")
+        assert type(caught.value) is fs.RemoteRankError if rank == 0 else caught.value is error
+        assert rank == 1 or str(caught.value) == f"rank 1 raised {text}"
+
+
+def test_errors_arrive_as_they_were_or_by_their_text() -> None:
+    run_distributed(_hear_errors, 2, timeout=30)
 
 
 def test_without_a_group_there_is_nothing_to_exchange() -> None:
@@ -105,10 +175,10 @@ def _decide_on_rank_0() -> None:
     assert note.startswith("rank 0 failed first while deciding (failed: 0), at test_agree.py:")
     assert agree.through_rank_0("adding", lambda: rank, sum) == 3
     for own, decide in (
-        (lambda: object() if rank == 1 else rank, len),
-        (lambda: rank, lambda everyone: object()),
+        (lambda: threading.Lock() if rank == 1 else rank, len),
+        (lambda: rank, lambda everyone: threading.Lock()),
     ):
-        with pytest.raises(TypeError, match="a message"):
+        with pytest.raises(TypeError, match="cannot pickle"):
             agree.through_rank_0("what no message holds", own, decide)
     assert agree.through_rank_0("adding", lambda: rank, sum) == 3
 

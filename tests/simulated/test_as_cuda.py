@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-import fsdp_sft as fs
-from fsdp_sft._ranks import init as distributed
 from fsdp_sft.attention.varlen import attention
 from tests.simulated.as_cuda import answering_for_cuda
 from tests.simulated.ranks import run_simulated
@@ -98,24 +96,3 @@ def test_attention_of_rows_takes_the_varlen_kernel_and_gives_the_same() -> None:
     assert calls == 1
     for one, other in zip(actual, _attention("cpu"), strict=True):
         torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)
-
-
-def _one_device_for_two() -> str:
-    torch.accelerator.set_device_index(0)
-    with answering_for_cuda(distributed):
-        try:
-            distributed._check_devices(torch.device("sim", 0))
-        except ValueError as error:
-            return str(error)
-        return "nothing"
-
-
-def _a_device_each() -> None:
-    with answering_for_cuda(distributed):
-        distributed._check_devices(fs.init_distributed().device)
-
-
-def test_two_ranks_on_one_device_are_refused() -> None:
-    for message in run_simulated(_one_device_for_two, 2):
-        assert "ranks [0, 1] share one GPU" in message
-    run_simulated(_a_device_each, 2)

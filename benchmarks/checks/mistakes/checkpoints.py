@@ -146,8 +146,8 @@ MISTAKES = [
     Mistake(
         "an address of IPv6 stands in a URL without brackets",
         "_ranks/slurm.py",
-        'return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"',
-        'return f"tcp://{address}:{port}"',
+        'meeting = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"',
+        'meeting = f"tcp://{address}:{port}"',
         ("tests/ranks/test_distributed.py",),
     ),
     Mistake(
@@ -202,22 +202,22 @@ MISTAKES = [
     Mistake(
         "a rank that misses another tells nobody",
         "_ranks/tree.py",
-        "        kind = _FINE if news is None else news.kind",
-        "        kind = _FINE",
+        "            message = self._send(child, [message]) or message",
+        "            self._send(child, [self._message(_FINE, message[_HEAD.size :])])",
         ("tests/ranks/test_tree.py",),
     ),
     Mistake(
         "ranks connect so late that the end of one is not noticed",
         "_ranks/agree.py",
-        'Tree(group).around(b"", operator.add)',
-        "pass",
+        '            tree.up(b"")\n            tree.down(b"")\n',
+        "",
         ("tests/ranks/test_distributed.py", "tests/ranks/test_tree.py"),
     ),
     Mistake(
         "rank 0 decides although a rank has failed",
         "_ranks/agree.py",
-        "        if not verdicts:\n            try:\n",
-        "        if True:\n            try:\n",
+        "                if messages and not failures:",
+        "                if messages:",
         ("tests/ranks/test_agree.py",),
     ),
     Mistake(

@@ -39,8 +39,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "shards that stay on the host loaded onto the device",
         "weights/finish.py",
-        "        filled = torch.empty_like(tensor, device=shard_device)",
-        "        filled = torch.empty_like(tensor, device=device)",
+        "        return torch.empty_like(tensor, device=shard_device)",
+        "        return torch.empty_like(tensor, device=device)",
         LOAD,
     ),
     Mistake(

@@ -6,7 +6,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a strided tensor of a pickle is read in row-major order",
         "_tensors/torch_file.py",
-        "own = None if _is_contiguous(moving) else stride",
+        "own = None if tensor.is_contiguous() else stride",
         "own = None",
         ("tests/weights/test_pickled.py",),
     ),
@@ -44,20 +44,6 @@ MISTAKES: list[Mistake] = [
         "            yield from settings_in(value)\n",
         "            pass\n",
         ("tests/quantised/test_refusals.py",),
-    ),
-    Mistake(
-        "large pages are taken whatever they cost",
-        "_tensors/prefault.py",
-        "        return self._lost <= _MOST_LOST * self._seconds_in_small\n",
-        "        return True\n",
-        ("tests/weights/test_prefault.py",),
-    ),
-    Mistake(
-        "gains with large pages are gambled away when these become dear",
-        "_tensors/prefault.py",
-        "max(0.0, self._lost + seconds - _WORTH * in_small)",
-        "self._lost + seconds - _WORTH * in_small",
-        ("tests/weights/test_prefault.py",),
     ),
     Mistake(
         "a load seeds the caller's generators",

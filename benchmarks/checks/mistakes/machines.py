@@ -118,9 +118,9 @@ MISTAKES = [
     ),
     Mistake(
         "a process's own count of meetings tells them apart",
-        "_ranks/uses.py",
-        'return int(store.add(f"{what}-of-{rank}", 1))',
-        "return use_of.__dict__.setdefault(what, []).append(0) or len(use_of.__dict__[what])",
+        "_ranks/rendezvous.py",
+        'meeting = restart.add(f"meetings-of-{rank}", 1)',
+        'meeting = _own_keys.__dict__["met"] = _own_keys.__dict__.get("met", 0) + 1',
         ("tests/ranks/test_rendezvous.py",),
     ),
     Mistake(

@@ -4,7 +4,7 @@ import base64
 import json
 import reprlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,13 +18,7 @@ _TAG = "__fsdp_sft__"
 _NOT_VALID = "not a valid stored value"
 
 
-Further = Callable[[Any], tuple[str, Any] | None]  # a value to its kind and what it is made of; None: unknown
-Made = Callable[[str, Any], Any]  # and back
-
-
-def encode(
-    value: Any, where: str, tensors: dict[str, torch.Tensor] | None = None, further: Further | None = None
-) -> Any:
+def encode(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
     """Turn nested state into values that JSON can hold.
 
     Args:
@@ -33,7 +27,6 @@ def encode(
         where: Name of ``value`` in an error, such as ``"train_state"``.
         tensors: Dict to which tensors are added under their key paths, and with which bytes are allowed too;
             None refuses both.
-        further: Function from a value of another type to its kind and what it is made of.
 
     Raises:
         TypeError: For any other value; the message names its key path.
@@ -41,10 +34,10 @@ def encode(
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) in (list, tuple, deque):
-        items = [encode(item, f"{where}[{index}]", tensors, further) for index, item in enumerate(value)]
+        items = [encode(item, f"{where}[{index}]", tensors) for index, item in enumerate(value)]
         return items if type(value) is list else {_TAG: type(value).__name__, "items": items}
     if type(value) in (dict, OrderedDict, Counter):
-        return _encode_dict(value, where, tensors, further)
+        return _encode_dict(value, where, tensors)
     if isinstance(value, torch.dtype):
         return {_TAG: "dtype", "name": str(value).removeprefix("torch.")}
     if type(value) is torch.Size:
@@ -56,9 +49,6 @@ def encode(
         return {_TAG: "tensor", "key": where}
     if tensors is not None and type(value) is bytes:
         return {_TAG: "bytes", "base64": base64.b64encode(value).decode()}
-    known = None if further is None else further(value)
-    if known is not None:
-        return {_TAG: known[0], "of": encode(known[1], where, tensors, further)}
     advice = (
         "plain tensors belong in rank_state, or in the model as buffers; a number is tensor.item()"
         if isinstance(value, torch.Tensor)
@@ -67,20 +57,20 @@ def encode(
     raise TypeError(f"{where} is a {type(value).__name__}, which JSON cannot hold: {advice}")
 
 
-def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None, made: Made | None = None) -> Any:
-    """The inverse of ``encode``; ``made`` is that of ``further``.
+def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """The inverse of ``encode``.
 
     Raises:
         ValueError: If ``encode`` cannot have made ``value``.
     """
     if isinstance(value, list):
-        return [decode(item, tensors, made) for item in value]
+        return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if _TAG not in value:
-        return {key: decode(item, tensors, made) for key, item in value.items()}
+        return {key: decode(item, tensors) for key, item in value.items()}
     try:
-        return _decode_tagged(value, tensors or {}, made)
+        return _decode_tagged(value, tensors or {})
     except MALFORMED as error:
         if str(error).startswith(_NOT_VALID):
             raise  # said once, and not at each level
@@ -104,13 +94,11 @@ def loads(text: bytes, what: str) -> Any:
     return parse_json(text, what)
 
 
-def _encode_dict(
-    value: Mapping[Any, Any], where: str, tensors: dict[str, torch.Tensor] | None, further: Further | None
-) -> Any:
+def _encode_dict(value: Mapping[Any, Any], where: str, tensors: dict[str, torch.Tensor] | None) -> Any:
     """A dict as a JSON object if all its keys are strings, else as a list of pairs."""
     plain = type(value) is not Counter and all(type(key) is str for key in value) and _TAG not in value
     encoded = [
-        (encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]", tensors, further))
+        (encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]", tensors))
         for key, item in value.items()
     ]
     if plain:
@@ -119,7 +107,7 @@ def _encode_dict(
     return {_TAG: kind, "items": [list(pair) for pair in encoded]}
 
 
-def _decode_tagged(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], made: Made | None) -> Any:
+def _decode_tagged(value: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
     """The value of a JSON object that has the key ``_TAG``."""
     kind = value[_TAG]
     if kind == "tensor":
@@ -128,8 +116,6 @@ def _decode_tagged(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], m
         return base64.b64decode(value["base64"], validate=True)
     if kind == "dtype":
         return _dtype(str(value["name"]))
-    if made is not None and "of" in value:
-        return made(kind, decode(value["of"], tensors, made))
     makers: dict[str, Any] = {
         "Size": torch.Size,
         "tuple": tuple,
@@ -139,8 +125,8 @@ def _decode_tagged(value: dict[str, Any], tensors: Mapping[str, torch.Tensor], m
     }
     items = value["items"]
     if kind in ("dict", "Counter"):
-        return makers[kind]([(_hashable(decode(k)), decode(item, tensors, made)) for k, item in items])
-    return makers[kind]([decode(item, tensors, made) for item in items])
+        return makers[kind]([(_hashable(decode(k)), decode(item, tensors)) for k, item in items])
+    return makers[kind]([decode(item, tensors) for item in items])
 
 
 def _dtype(name: str) -> torch.dtype:

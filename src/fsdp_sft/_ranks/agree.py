@@ -6,16 +6,18 @@ them raise the error that came first. Verdicts use a separate gloo group, which 
 training, and travel along a tree (`tree.py`), so no rank talks to all others.
 """
 
+import functools
 import logging
-import math
 import operator
 import os
+import pickle
 import re
-import struct
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -25,8 +27,7 @@ import torch.distributed as dist
 from fsdp_sft._compat.groups import careful_gloo
 from fsdp_sft._process.callers import outermost_call
 from fsdp_sft._process.limits import says_too_many_files, too_many_files
-from fsdp_sft._ranks.message import pack, portable, revived, unpack
-from fsdp_sft._ranks.tree import Call, Combine, Tree
+from fsdp_sft._ranks.tree import Tree
 from fsdp_sft.errors import LostRankError, RemoteRankError, abridged
 
 T = TypeVar("T")
@@ -52,10 +53,18 @@ def this_rank() -> int:
     In a thread with a group of its own it is the rank there, also after ``destroy_process_group``: a save in
     the background must not take itself for a job of one.
     """
-    own: dist.ProcessGroup | None = getattr(_this_thread, "group", None)
-    if own is not None:
-        return own.rank()
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    group = _own_group() or dist.group.WORLD
+    return 0 if group is None else group.rank()
+
+
+def world_size() -> int:
+    """Number of ranks in the default process group; 1 without one. In a thread as for ``this_rank``."""
+    group = _own_group() or dist.group.WORLD
+    return 1 if group is None else group.size()
+
+
+def _own_group() -> dist.ProcessGroup | None:
+    return getattr(_this_thread, "group", None)
 
 
 def tell(logger: logging.Logger, message: str, *values: Any) -> None:
@@ -64,21 +73,12 @@ def tell(logger: logging.Logger, message: str, *values: Any) -> None:
         logger.info(message, *values)
 
 
-def world_size() -> int:
-    """Number of ranks in the default process group; 1 without one. In a thread as for ``this_rank``."""
-    own: dist.ProcessGroup | None = getattr(_this_thread, "group", None)
-    if own is not None:
-        return own.size()
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """The gloo group of all ranks for verdicts, counts and manifests, made on first use.
 
     Collective: all ranks, the first time it is called for a default process group.
     """
-    own: dist.ProcessGroup | None = getattr(_this_thread, "group", None)
-    return own if own is not None else _group("control", timeout)
+    return _own_group() or _group("control", timeout)
 
 
 def background_group() -> dist.ProcessGroup:
@@ -95,8 +95,8 @@ def background_group() -> dist.ProcessGroup:
 @contextmanager
 def agreeing_over(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Context in which all agreements of this thread use ``group``; None changes nothing."""
-    before = getattr(_this_thread, "group", None)
-    _this_thread.group = group if group is not None else before
+    before = _own_group()
+    _this_thread.group = group or before
     try:
         yield
     finally:
@@ -118,7 +118,9 @@ def _group(name: str, timeout: timedelta | None) -> dist.ProcessGroup:
             group = dist.new_group(backend="gloo", timeout=_timeout)
             # A first message along the tree connects its ranks: gloo connects two ranks when they first
             # communicate, and notices the end of a rank by the connection to it.
-            Tree(group).around(b"", operator.add)
+            tree = Tree(group)
+            tree.up(b"")
+            tree.down(b"")
         _groups[name] = (weakref.ref(world), weakref.ref(group))
     return group
 
@@ -153,22 +155,15 @@ def _said_by_gloo(error: RuntimeError) -> str:
     return text.partition(". ")[0].rstrip(".")
 
 
-def _around(kind: str, own: bytes, combine: Combine, decide: Callable[[bytes], bytes] | None = None) -> bytes:
-    """``Tree.around`` over this thread's control group, for an exchange of that kind."""
-    group = control_group()
-    with answered():
-        return Tree(group, _call(kind)).around(own, combine, decide)
-
-
-def _call(kind: str) -> Call:
-    """The call of this library that an exchange is for, by its name and its place in the caller's code."""
+def _call() -> tuple[str, str]:
+    """The call of this library that an exchange is for: its name, and with its place in the caller's code."""
     call = outermost_call()
     if call is None:
-        return Call(kind)
+        return "", ""
     ours, caller = call
     name = ours.f_code.co_name
     at = "" if caller is None else f" ({os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno})"
-    return Call(f"{name} {kind}", name.lstrip("_") + at)
+    return name, name.lstrip("_") + at
 
 
 def share(value: Any) -> Any:
@@ -176,10 +171,8 @@ def share(value: Any) -> Any:
 
     Collective: all ranks.
     """
-    if not is_distributed():
-        return value
-    own = pack(value) if this_rank() == 0 else b""
-    return unpack(_around("share", own, lambda low, high: low))
+    own = value if this_rank() == 0 else None
+    return _decided("share", "sharing a value", None, own, operator.itemgetter(0))
 
 
 def all_gather_objects(value: Any) -> list[Any]:
@@ -189,28 +182,7 @@ def all_gather_objects(value: Any) -> list[Any]:
 
     Collective: all ranks.
     """
-    if not is_distributed():
-        return [value]
-    frames = _around("gather", _frame(pack(value)), operator.add)
-    return [unpack(own) for own in _framed(frames)]
-
-
-_LENGTH = struct.Struct("<q")
-
-
-def _frame(data: bytes) -> bytes:
-    """Data prefixed with its length, so that frames can be joined and split again."""
-    return _LENGTH.pack(len(data)) + data
-
-
-def _framed(frames: bytes) -> Iterator[bytes]:
-    """The data of each of several joined frames, in order."""
-    position = 0
-    while position < len(frames):
-        (length,) = _LENGTH.unpack_from(frames, position)
-        position += _LENGTH.size
-        yield frames[position : position + length]
-        position += length
+    return _decided("gather", "gathering values", None, value, list)
 
 
 def all_reduce_sum(values: list[float]) -> list[float]:
@@ -218,7 +190,12 @@ def all_reduce_sum(values: list[float]) -> list[float]:
 
     Collective: all ranks, with lists of the same length.
     """
-    return _reduced(values, operator.add)
+
+    def added(everyone: list[list[float]]) -> list[float]:
+        return [functools.reduce(operator.add, column) for column in zip(*everyone, strict=True)]
+
+    own = list(map(float, values))
+    return _decided(f"sum of {len(own)}", "adding", None, own, added)
 
 
 def all_reduce_min(value: int) -> int:
@@ -226,7 +203,7 @@ def all_reduce_min(value: int) -> int:
 
     Collective: all ranks.
     """
-    return int(_reduced([value], min)[0])
+    return _decided("least", "comparing", None, value, lambda everyone: int(min(everyone)))
 
 
 def all_reduce_max(value: int) -> int:
@@ -234,19 +211,7 @@ def all_reduce_max(value: int) -> int:
 
     Collective: all ranks.
     """
-    return int(_reduced([value], max)[0])
-
-
-def _reduced(values: list[float], of_two: Callable[[float, float], float]) -> list[float]:
-    """Element-wise reduction over all ranks by a function of two numbers."""
-    if not is_distributed():
-        return list(values)
-    numbers = struct.Struct(f"<{len(values)}d")
-
-    def combine(low: bytes, high: bytes) -> bytes:
-        return numbers.pack(*map(of_two, numbers.unpack(low), numbers.unpack(high)))
-
-    return list(numbers.unpack(_around(f"{of_two.__name__} {len(values)}", numbers.pack(*values), combine)))
+    return _decided("most", "comparing", None, value, lambda everyone: int(max(everyone)))
 
 
 def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | None:
@@ -266,32 +231,24 @@ def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | N
 
     Collective: all ranks.
     """
-    results: list[T] = []
-    failures: list[Exception] = []
+    if not is_distributed():
+        return work() if working else None
+    done: Future[T | None] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
-        except Exception as error:
-            failures.append(error)
+            done.set_result(work() if working else None)
+        except BaseException as error:
+            done.set_exception(error)
 
-    thread = threading.Thread(target=run, name="fsdp_sft-work", daemon=True) if working else None
-    if thread is not None:
-        thread.start()
-    pause = _POLL_SECONDS[0]
-    while True:
-        if thread is not None:
-            thread.join(pause)
-        elif is_distributed():
-            time.sleep(pause)
-        busy, failed = all_reduce_sum([thread is not None and thread.is_alive(), bool(failures)])
-        if failed or not busy:
-            break
+    threading.Thread(target=run, name="fsdp_sft-work", daemon=True).start()
+    pause, busy, failed = _POLL_SECONDS[0], 1.0, 0.0
+    while busy and not failed:
+        time.sleep(pause)
         pause = min(pause * 2, _POLL_SECONDS[1])
+        busy, failed = all_reduce_sum([not done.done(), done.done() and done.exception() is not None])
     with agreed(phase):
-        if failures:
-            raise failures[0]
-    return results[0] if results else None
+        return done.result() if done.done() else None
 
 
 @contextmanager
@@ -314,23 +271,9 @@ def agreed(phase: str) -> Iterator[None]:
 def raise_first(error: Exception | None, phase: str) -> None:
     """Exchange one verdict, and raise the earliest error of any rank on every rank.
 
-    If no rank has an error, only one number travels to rank 0 and back.
-
     Collective: all ranks.
     """
-    if not is_distributed():
-        if error is not None:
-            raise error
-        return
-    when = math.inf if error is None else time.time()
-    try:
-        if _reduced([when], min)[0] == math.inf:
-            return
-        verdicts = all_gather_objects(_verdict(error, when))
-    except (LostRankError, RemoteRankError) as broken:
-        _note_own(error, broken, phase)
-        raise
-    _raise_earliest(verdicts, error, phase)
+    _decided("verdict", phase, error, None, lambda everyone: None)
 
 
 def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]], T]) -> T:
@@ -350,41 +293,49 @@ def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]],
     Memory: Rank 0 holds what all ranks returned, the others what they pass on.
     """
     error: Exception | None = None
-    value: A | None = None
-    mine = b""
+    value: Any = None
     try:
         value = own()
-        mine = pack((None, value)) if is_distributed() else b""
     except Exception as caught:
         error = caught
+    return _decided("decision", phase, error, value, decide)
+
+
+def _decided(
+    kind: str, phase: str, error: Exception | None, value: Any, decide: Callable[[list[Any]], T]
+) -> T:
+    """What rank 0 makes of all ranks' values, or the first error of any rank; one exchange, of that kind."""
     if not is_distributed():
         if error is not None:
             raise error
-        return decide([value])  # type: ignore[list-item]
-    deciding: Exception | None = None
-
-    def judge(frames: bytes) -> bytes:
-        nonlocal deciding
-        told = [unpack(frame) for frame in _framed(frames)]
-        verdicts = [verdict for verdict, _ in told if verdict is not None]
-        if not verdicts:
-            try:
-                return pack(([], decide([value for _, value in told])))
-            except Exception as caught:
-                deciding = caught
-                verdicts = [_verdict(caught, time.time())]
-        return pack((verdicts, None))
-
-    when = time.time()
-    mine = mine if error is None else pack((_verdict(error, when), None))
+        return decide([value])
+    answer = b""
     try:
-        verdicts, answer = unpack(_around("decide", _frame(mine), operator.add, judge))
+        own = pickle.dumps((_failure(error), value if error is None else None))
+    except Exception as caught:  # what cannot be sent
+        error = caught
+        own = pickle.dumps((_failure(error), None))
+    name, site = _call()
+    try:
+        with answered():
+            tree = Tree(control_group(), f"{name} {kind}", site)
+            messages = tree.up(own)
+            try:
+                failed, values = zip(*map(pickle.loads, messages), strict=True) if messages else ((), ())
+                failures = [failure for failure in failed if failure is not None]
+                if messages and not failures:
+                    answer = pickle.dumps(([], decide(list(values))))
+            except Exception as caught:
+                error, failures = caught, [_failure(caught)]
+            failures, decided = pickle.loads(tree.down(answer or pickle.dumps((failures, None))))
     except (LostRankError, RemoteRankError) as broken:
-        _note_own(error, broken, phase)
+        if error is not None:
+            broken.add_note(f"this rank itself had failed while {phase}: {error!r}")
         raise
-    _raise_earliest(verdicts, error or deciding, phase)
-    decided: T = answer
-    return decided
+    if failures:
+        raise _first(failures, error, phase)
+    result: T = decided
+    return result
 
 
 def agree_on(phase: str, **facts: Any) -> None:
@@ -429,28 +380,51 @@ def _apart(name: str, one: Any, other: Any) -> str:
     return f"{name}={one!r} and {other!r}"
 
 
-_Verdict = tuple[float, int, dict[str, Any]]  # when, rank, error
+_Failure = tuple[float, int, str, str, bytes]  # when, on which rank, text, place, the error pickled
+_MOST_PICKLED = 1 << 20  # bytes of an error that is sent as it is: it may hold anything
 
 
-def _verdict(error: Exception | None, when: float) -> _Verdict | None:
-    """This rank's error and its time, in a form that can be sent; None without an error."""
-    return None if error is None else (when, this_rank(), portable(error))
+def _failure(error: Exception | None) -> _Failure | None:
+    """An error as it is sent, from now; None without one. It never raises: the other ranks wait."""
+    if error is None:
+        return None
+    text, pickled = type(error).__name__, b""
+    try:
+        text = f"{text}: {error}"
+        pickled = pickle.dumps(error)
+    except Exception:  # its class may do anything when it is asked for its text or its attributes
+        pass
+    return time.time(), this_rank(), text, _place(error), pickled if len(pickled) <= _MOST_PICKLED else b""
 
 
-def _raise_earliest(verdicts: list[_Verdict | None], own: Exception | None, phase: str) -> None:
-    """Raise the earliest of all ranks' errors; on the rank it comes from, the original with its traceback."""
-    failed = [verdict for verdict in verdicts if verdict is not None]
-    if not failed:
-        return
-    _, first_rank, told = min(failed, key=lambda verdict: verdict[:2])
-    first = own if first_rank == this_rank() and own is not None else revived(told, first_rank)
-    ranks = [verdict[1] for verdict in failed]
-    at = f", at {told['place']}" if told.get("place") else ""
-    first.add_note(f"rank {first_rank} failed first while {phase} (failed: {abridged(map(str, ranks))}){at}")
-    raise first
+def _place(error: Exception) -> str:
+    """Where an error was raised: the innermost line that is not of this library or of torch; "" for none.
+
+    A launcher may end a rank before its own traceback is printed.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if not _NOT_THE_CALLERS.search(one.filename)]
+    return f", at {os.path.basename(own[-1].filename)}:{own[-1].lineno} in {own[-1].name}" if own else ""
 
 
-def _note_own(error: Exception | None, broken: Exception, phase: str) -> None:
-    """Note on an error about another rank that this rank had failed too."""
-    if error is not None:
-        broken.add_note(f"this rank itself had failed while {phase}: {error!r}")
+def _first(failures: list[_Failure], own: Exception | None, phase: str) -> Exception:
+    """The earliest of all ranks' errors; on the rank it comes from, the original with its traceback."""
+    _, rank, text, place, pickled = min(failures)
+    first = own if rank == this_rank() and own is not None else _revived(rank, text, pickled)
+    ranks = abridged(str(failure[1]) for failure in failures)
+    first.add_note(f"rank {rank} failed first while {phase} (failed: {ranks}){place}")
+    return first
+
+
+def _revived(rank: int, text: str, pickled: bytes) -> Exception:
+    """Another rank's error; a ``RemoteRankError`` with its text if it does not come back as it was."""
+    try:
+        error = pickle.loads(pickled)
+        if isinstance(error, Exception) and f"{type(error).__name__}: {error}" == text:
+            return error
+    except Exception:  # as above
+        pass
+    return RemoteRankError(f"rank {rank} raised {text}")
+
+
+_NOT_THE_CALLERS = re.compile(r"[/\\](fsdp_sft|torch)[/\\]")

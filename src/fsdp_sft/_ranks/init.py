@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import (
-    all_gather_objects,
     control_group,
     is_distributed,
     world_size,
@@ -122,7 +121,6 @@ def init_distributed(
         meet(launch, backend or _default_backend(device_type), timeout)
     if is_distributed():
         control_group(timeout)
-        _check_devices(device)
     return DistributedContext(
         rank=launch.rank,
         local_rank=launch.local_rank,
@@ -147,9 +145,8 @@ def ranks_on_host() -> int:
 def _existing_launch() -> Launch:
     """This process's place in the caller's process group."""
     world_size = dist.get_world_size()
-    local_rank = env_int("LOCAL_RANK") if "LOCAL_RANK" in os.environ else None
-    if local_rank is None and is_slurm_step() and "SLURM_LOCALID" in os.environ:
-        local_rank = env_int("SLURM_LOCALID")
+    names = ("LOCAL_RANK", "SLURM_LOCALID")[: 1 + is_slurm_step()]
+    local_rank = next((env_int(name) for name in names if name in os.environ), None)
     rank = dist.get_rank()
     local_world_size = env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
     if local_rank is None:
@@ -168,30 +165,6 @@ def _say_what_was_found(launch: Launch, device: torch.device) -> None:
     )
     if launch.hint and launch.rank == 0:
         _logger.warning("%s", launch.hint)
-
-
-def _check_devices(device: torch.device) -> None:
-    """Refuse two ranks on one GPU, which NCCL would refuse only in its first collective.
-
-    Other backends can share a GPU, so only NCCL is checked.
-    """
-    if device.type != "cuda" or "nccl" not in _backend_name():
-        return
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    shared = _shared_device(all_gather_objects((socket.gethostname(), uuid)))
-    if shared is not None:
-        raise ValueError(
-            f"ranks {shared} share one GPU on {socket.gethostname()}: this process sees "
-            f"{torch.accelerator.device_count()}{_visible('cuda')}; start one process per GPU"
-        )
-
-
-def _shared_device(devices: list[tuple[str, str]]) -> list[int] | None:
-    """The first ranks that have the same (host, device); None if no two have."""
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, device in enumerate(devices):
-        ranks.setdefault(device, []).append(rank)
-    return next((sharing for sharing in ranks.values() if len(sharing) > 1), None)
 
 
 def _visible(device_type: str) -> str:

@@ -6,13 +6,11 @@ from collections.abc import Iterable, Sequence
 from fsdp_sft._ranks.slurm import (
     Launch,
     env_int,
-    env_port,
     is_slurm_step,
     slurm_launch,
     unused_allocation,
 )
 
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Variables that hold a process's rank on its node. Some launchers set torchrun's variables without
 # LOCAL_RANK: OpenMPI, MPICH and Intel MPI, MVAPICH. Operators of Kubernetes mostly set none, since a pod has
 # one process.
@@ -45,23 +43,13 @@ def detect_launch() -> Launch:
 
 def _torchrun_launch() -> Launch:
     """The place that torchrun's variables give, or those of a launcher that sets the same."""
-    missing = [name for name in _TORCHRUN_VARIABLES if not os.environ.get(name)]
-    if missing:
-        present = [name for name in (*_TORCHRUN_VARIABLES, "LOCAL_RANK") if os.environ.get(name)]
-        raise ValueError(
-            f"{', '.join(present)} set but {', '.join(missing)} not: torchrun sets all of "
-            f"{', '.join(_TORCHRUN_VARIABLES)}, LOCAL_RANK; start with torchrun, or set the missing ones, or "
-            "unset all of them to run as a single process"
-        )
     rank, world_size = env_int("RANK"), env_int("WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise ValueError(f"RANK={rank} is not in [0, WORLD_SIZE={world_size})")
     local_rank, local_world_size, hint = _place_on_node(world_size)
-    if not 0 <= local_rank < local_world_size:
-        raise ValueError(f"LOCAL_RANK={local_rank} is not in [0, {local_world_size} processes on this node)")
     # torch takes an IPv6 address only without the brackets that it has in a URL.
-    os.environ["MASTER_ADDR"] = os.environ["MASTER_ADDR"].strip("[]")
-    details = f"meeting at {os.environ['MASTER_ADDR']}:{env_port('MASTER_PORT')}"
+    os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR", "").strip("[]")
+    details = f"meeting at {os.environ['MASTER_ADDR']}:{env_int('MASTER_PORT')}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         details += f", restart {_restarts()} of {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}"
     return Launch(

@@ -212,21 +212,13 @@ def build_mesh(
     for name, value in ((DP_REPLICATE, dp_replicate), (DP_SHARD, dp_shard), (CP, cp)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    if num_ranks % cp:
-        raise ValueError(f"cp={cp} does not divide the {num_ranks} ranks; use one of {_divisors(num_ranks)}")
     if dp_shard is None:
-        left = num_ranks // cp
-        if left % dp_replicate:
-            raise ValueError(
-                f"dp_replicate={dp_replicate} does not divide the {left} ranks{_beside(cp)}; "
-                f"use one of {_divisors(left)}"
-            )
-        dp_shard = left // dp_replicate
+        dp_shard = max(1, num_ranks // (cp * dp_replicate))
     if dp_replicate * dp_shard * cp != num_ranks:
         product = f"dp_replicate={dp_replicate} x dp_shard={dp_shard}" + (f" x cp={cp}" if cp > 1 else "")
         raise ValueError(
-            f"{product} makes {dp_replicate * dp_shard * cp} ranks, but the job has {num_ranks}; leave "
-            "dp_shard out to use all that the others leave"
+            f"{product} makes {dp_replicate * dp_shard * cp} ranks, but the job has {num_ranks}: leave "
+            "dp_shard out to use all that the others leave, which have to divide the number of ranks"
         )
     if device_type is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -273,13 +265,3 @@ def device_groups_of(mesh: "DeviceMesh | None") -> tuple[dist.ProcessGroup, ...]
     if mesh is None or mesh.size() == 1:
         return ()
     return tuple(mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)
-
-
-def _beside(cp: int) -> str:
-    """Addition to a message about the ranks if ``cp > 1``."""
-    return f" that cp={cp} leaves" if cp > 1 else ""
-
-
-def _divisors(number: int) -> list[int]:
-    """All divisors of a number."""
-    return [d for d in range(1, number + 1) if number % d == 0]

@@ -19,7 +19,6 @@ from fsdp_sft._process.limits import make_room_for
 from fsdp_sft._ranks.agree import answered
 from fsdp_sft._ranks.launch import restarts_to_set_apart
 from fsdp_sft._ranks.slurm import Launch
-from fsdp_sft._ranks.uses import use_of
 
 _logger = logging.getLogger("fsdp_sft")
 _LONG_SECONDS = 30.0
@@ -33,7 +32,9 @@ def meet(launch: Launch, backend: str, timeout: timedelta) -> None:
 
     Collective: all ranks.
     """
-    make_room_for(launch.world_size, hosts_store=_is_store_in_rank_0(launch))
+    # The store is in rank 0, and not in this process alone or in torchrun's agent.
+    hosts_store = bool(launch.init_method) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    make_room_for(launch.world_size, hosts_store=hosts_store)
     with careful_gloo(), _says_when_it_waits(launch):
         _init_process_group(launch, backend, timeout)
     connect_neighbours(dist.group.WORLD)
@@ -69,11 +70,6 @@ def connect_neighbours(group: dist.ProcessGroup | None) -> None:
             dist.all_reduce(torch.zeros(1), group=group)
 
 
-def _is_store_in_rank_0(launch: Launch) -> bool:
-    """Whether the store is in rank 0, and not in this process alone or in torchrun's agent."""
-    return launch.init_method is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
 def _init_process_group(launch: Launch, backend: str, timeout: timedelta) -> None:
     if "torch.distributed.tensor" in sys.modules:
         forget_meshes()  # a process group of this process may have ended before
@@ -91,10 +87,10 @@ def _own_keys(store: Any, rank: int) -> Any:
     """A store without what has met over it before.
 
     It keeps the addresses of ranks. So each restart of the workers, and each meeting of theirs, gets new
-    keys.
+    keys. Meetings are counted in the store: a process's own count would be another where a rank was replaced.
     """
     restart = dist.PrefixStore(  # type: ignore[attr-defined,unused-ignore]
         f"restart-{restarts_to_set_apart()}", store
     )
-    meeting = use_of(restart, "meetings", rank)
+    meeting = restart.add(f"meetings-of-{rank}", 1)
     return dist.PrefixStore(f"meeting-{meeting}", restart)  # type: ignore[attr-defined,unused-ignore]

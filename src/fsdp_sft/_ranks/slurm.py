@@ -39,24 +39,14 @@ class Launch:
 
 def env_int(name: str) -> int:
     """An environment variable that must be a number."""
+    found = os.environ.get(name, "")
     try:
-        return int(os.environ[name])
+        return int(found)
     except ValueError:
-        raise ValueError(f"{name}={os.environ[name]!r} is not a number") from None
-
-
-def env_port(name: str) -> int:
-    """An environment variable that must be a port."""
-    port = env_int(name)
-    if not 0 < port < 2**16:
-        raise ValueError(f"{name}={port} is not a port; use a free one from 1024 to 65535")
-    return port
-
-
-def meeting_at(address: str, port: int) -> str:
-    """The URL at which ranks meet, with an IPv6 address in brackets."""
-    address = address.strip("[]")
-    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+        raise ValueError(
+            f"{name}={found!r} is not a number: pass on what the launcher sets (srun --export=ALL, a "
+            "container's option), or unset all of it (RANK, LOCAL_RANK, SLURM_STEP_ID, ...) to run alone"
+        ) from None
 
 
 def is_slurm_step() -> bool:
@@ -100,29 +90,18 @@ def slurm_launch() -> Launch:
     Raises:
         ValueError: If a variable is missing or wrong; the message names it.
     """
-    missing = [name for name in ("SLURM_PROCID", "SLURM_LOCALID") if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"inside Slurm step {os.environ['SLURM_STEP_ID']}, but {' and '.join(missing)} not set; pass the "
-            "environment on (srun --export=ALL, a container's option), or unset SLURM_STEP_ID to run alone"
-        )
-    tasks = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in os.environ), None)
-    if tasks is None:
-        raise ValueError("inside a Slurm step, but neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS is set")
+    tasks = "SLURM_NTASKS" if "SLURM_STEP_NUM_TASKS" not in os.environ else "SLURM_STEP_NUM_TASKS"
     rank, local_rank, world_size = env_int("SLURM_PROCID"), env_int("SLURM_LOCALID"), env_int(tasks)
     if not 0 <= rank < world_size:
         raise ValueError(f"SLURM_PROCID={rank} is not in [0, {tasks}={world_size})")
     where = f"job {os.environ.get('SLURM_JOB_ID', '?')}, step {os.environ['SLURM_STEP_ID']}"
     if world_size == 1:
         return Launch("slurm", 0, 0, 1, 1, None, where)
-    address = os.environ.get("MASTER_ADDR") or _master_address()
-    port = env_port("MASTER_PORT") if os.environ.get("MASTER_PORT") else _port()
-    meeting = meeting_at(address, port)
-    local_world_size = _local_world_size()
-    if not 0 <= local_rank < local_world_size:
-        raise ValueError(f"SLURM_LOCALID={local_rank} is not in [0, {local_world_size} tasks on this node)")
+    address = (os.environ.get("MASTER_ADDR") or _master_address()).strip("[]")
+    port = env_int("MASTER_PORT") if os.environ.get("MASTER_PORT") else _port()
+    meeting = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
     details = f"{where}, node {os.environ.get('SLURMD_NODENAME', '?')}, meeting at {meeting}"
-    return Launch("slurm", rank, local_rank, world_size, local_world_size, meeting, details)
+    return Launch("slurm", rank, local_rank, world_size, _local_world_size(), meeting, details)
 
 
 def _local_world_size() -> int:

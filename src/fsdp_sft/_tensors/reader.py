@@ -27,7 +27,6 @@ from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._process.streams import CallerStream, host_buffer
 from fsdp_sft._ranks.init import ranks_on_host
 from fsdp_sft._tensors.jobs import ByteRange, Computation, Job
-from fsdp_sft._tensors.prefault import HostPages
 from fsdp_sft._tensors.safetensors import bytes_of, expect, expect_parts, open_file, read_at
 from fsdp_sft._tensors.segments import Batch, batches_of, segments_of
 from fsdp_sft.errors import CheckpointFormatError
@@ -56,7 +55,6 @@ def read_jobs(
     host_budget_bytes: int = 1 << 30,
     workers: int = 1,
     progress: Callable[[int], None] = lambda _: None,
-    pages: HostPages | None = None,
     damaged: type[Exception] = CheckpointFormatError,
 ) -> int:
     """Do all jobs, one device after the other, in the order of files and bytes.
@@ -66,7 +64,6 @@ def read_jobs(
         host_budget_bytes: Bytes that all buffers together may take.
         workers: Number of threads; fewer are used if the budget does not allow a buffer for each.
         progress: Called with the bytes of each read, under a lock.
-        pages: Maps the memory of shards on the host; None starts new timings.
         damaged: Class of the error for a file that cannot be read.
 
     Returns:
@@ -83,7 +80,7 @@ def read_jobs(
     by_device: dict[torch.device, list[Job | Computation]] = {}
     for job in jobs:
         by_device.setdefault(job.dest.device, []).append(job)
-    read = partial(_read_for, host_budget_bytes, workers, progress, pages or HostPages(), damaged)
+    read = partial(_read_for, host_budget_bytes, workers, progress, damaged)
     return sum(read(device, own) for device, own in by_device.items())
 
 
@@ -91,7 +88,6 @@ def _read_for(
     host_budget_bytes: int,
     workers: int,
     progress: Callable[[int], None],
-    pages: HostPages,
     damaged: type[Exception],
     device: torch.device,
     jobs: list[Job | Computation],
@@ -106,7 +102,7 @@ def _read_for(
     tasks.sort(key=lambda task: (task.runs[0].file, task.runs[0].start))
     caller = CallerStream.on(device)
     buffers = 1 if device.type == "cpu" else 2
-    reader = _Reader(partial(_Stage, buffers, size, device, caller), tasks, progress, pages, damaged)
+    reader = _Reader(partial(_Stage, buffers, size, device, caller), tasks, progress, damaged)
     workers = max(1, min(workers, host_budget_bytes // (size * buffers)))
     try:
         if workers == 1:
@@ -128,11 +124,9 @@ class _Reader:
         make_stage: Callable[[], "_Stage"],
         tasks: list[Batch | Computation],
         progress: Callable[[int], None],
-        pages: HostPages,
         damaged: type[Exception],
     ) -> None:
         self.bytes_read = 0
-        self._pages = pages
         self._damaged = damaged
         self._make_stage = make_stage
         self._tasks = tasks
@@ -211,21 +205,18 @@ class _Reader:
             raw = torch.empty(run.num_bytes, dtype=torch.uint8)
             self._read(run, task.key, bytes_of(raw))
             raws.append(raw.to(task.dest.device))
-        self._pages.prefault(task.dest)
         _deliver(task, task.compute(raws), task.dest)
 
     def _read_batch(self, batch: Batch, stage: "_Stage") -> None:
         """Read a batch, and deliver its segments to their places in the shards."""
         (run,), first = batch.runs, batch.segments[0]
         if first.job.is_direct:
-            self._pages.prefault(first.place())
             self._read(run, batch.key, bytes_of(first.place()))
             return
         self._read(run, batch.key, stage.memory(run.num_bytes))
         staged = stage.staged(run.num_bytes)
         for segment in batch.segments:
             place = segment.place()
-            self._pages.prefault(place)
             at = segment.start - run.start
             _deliver(segment.job, segment.values(staged[at : at + segment.num_bytes]), place)
         stage.used()

@@ -55,7 +55,7 @@ def read_pickled(path: Path, damaged: type[Exception] = CheckpointFormatError) -
             state, keys = _without_tensors(pickled, places)
             if not isinstance(state, dict):
                 raise ValueError(f"it holds {type(state).__name__}, not a dictionary of tensors")
-            entries = {_text(name): _entry(name, value, keys, places) for name, value in state.items()}
+            entries = {name: _entry(name, value, keys, places) for name, value in state.items()}
             file_bytes = os.fstat(file.fileno()).st_size
     except pickle.UnpicklingError as error:
         why = str(error.__context__ or error).splitlines()[0]
@@ -147,12 +147,15 @@ def _refuse_costly(pickled: bytes) -> None:
         is_tuple = code.name.startswith("TUPLE")
 
 
-def _entry(name: str, tensor: Any, keys: dict[int, str], places: _Places) -> TensorEntry:
+def _entry(name: Any, tensor: Any, keys: dict[int, str], places: _Places) -> TensorEntry:
     """Where the bytes of a tensor lie.
 
     Raises:
-        ValueError: If it is no tensor, is no view of plain numbers, or lies outside of the archive.
+        ValueError: If its name is no text, or it is no tensor or no view of plain numbers, or lies outside
+            of the archive.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"a key of it is {type(name).__name__}, and not the name of a tensor")
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name!r} is {type(tensor).__name__}, not a tensor: the file must be a state dict")
     is_plain = tensor.layout == torch.strided and not tensor.is_quantized
@@ -162,11 +165,10 @@ def _entry(name: str, tensor: Any, keys: dict[int, str], places: _Places) -> Ten
         )
     shape = check_sizes(tuple(tensor.shape), "the shape of a tensor")
     stride = check_sizes(tensor.stride(), "the strides of a tensor")
-    moving = [(size, step) for size, step in zip(shape, stride, strict=True) if size > 1]
-    span = 1 + sum((size - 1) * step for size, step in moving)
+    span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if 0 in shape:
         return TensorEntry(tensor.dtype, shape, 0, 0)
-    if math.prod(size for size, _ in moving) > span:
+    if math.prod(shape) > span:
         raise ValueError(
             f"{name!r} is not stored as plain numbers of its own (shape {shape}, strides {stride}); "
             "store a plain copy of it (.clone())"
@@ -175,22 +177,5 @@ def _entry(name: str, tensor: Any, keys: dict[int, str], places: _Places) -> Ten
     first, size = places[keys[first_byte(tensor)]]
     if start + length > size:
         raise ValueError(f"{name!r} lies outside of the archive's records; {_CONVERT}")
-    own = None if _is_contiguous(moving) else stride
+    own = None if tensor.is_contiguous() else stride
     return TensorEntry(tensor.dtype, shape, first + start, first + start + length, own)
-
-
-def _is_contiguous(moving: list[tuple[int, int]]) -> bool:
-    """Whether dimensions of these sizes and strides, those of one index left out, follow without gaps."""
-    expected = 1
-    for size, step in reversed(moving):
-        if step != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _text(name: Any) -> str:
-    """A key of the dictionary, which must be a text."""
-    if not isinstance(name, str):
-        raise ValueError(f"a key of it is {type(name).__name__}, and not the name of a tensor")
-    return name

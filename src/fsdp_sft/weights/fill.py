@@ -19,7 +19,6 @@ from fsdp_sft._ranks.agree import agreed, all_reduce_sum, control_group, tell, t
 from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of, replicate_dims, whole
 from fsdp_sft._tensors.jobs import Computation, Job
 from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard
-from fsdp_sft._tensors.prefault import HostPages
 from fsdp_sft._tensors.reader import check_all_finite, check_same, read_jobs
 from fsdp_sft._tensors.stored import AT_ONCE
 from fsdp_sft.shard.packing import (
@@ -157,7 +156,6 @@ class _Reads:
     device: torch.device
 
     def __post_init__(self) -> None:
-        self.pages = HostPages()
         self.tensors = named_tensors(self.model)
         # Tied weights that the checkpoint stores under both names must be equal. Where they come out of a
         # conversion, this rank's part of the second one is kept here until both are complete.
@@ -199,7 +197,6 @@ class _Reads:
             host_budget_bytes=self.how.host_budget_bytes,
             workers=self.how.workers,
             progress=progress,
-            pages=self.pages,
         )
 
 
@@ -274,7 +271,6 @@ def _exchange(reads: _Reads, staging: dict[torch.dtype, torch.Tensor]) -> int:
         if local.numel() == 0:
             continue
         if dtype == local.dtype or not local.is_contiguous():
-            reads.pages.prefault(local)
             dist.broadcast(local, group=group, group_src=reader)
             continue
         is_reader = mesh.get_local_rank(dim) == reader
@@ -284,7 +280,6 @@ def _exchange(reads: _Reads, staging: dict[torch.dtype, torch.Tensor]) -> int:
                 sent.copy_(part)
             dist.broadcast(sent, group=group, group_src=reader)
             if not is_reader:
-                reads.pages.prefault(part)
                 part.copy_(sent)
     return _fill_converted(reads)
 
@@ -404,7 +399,6 @@ def _take(reads: _Reads, target: Target, values: torch.Tensor, where: Box) -> No
         fill_packed(_packed_shard(reads, target.name), part_of(values, box))
     elif common is not None:
         mine, theirs = part_of(reads.place_of(target), common.relative_to(box)), common.relative_to(where)
-        reads.pages.prefault(mine)
         with torch.no_grad():
             mine.copy_(part_of(values, theirs))
 

@@ -15,7 +15,6 @@ from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._tensors.boxes import box_of, local_of, part_of
 from fsdp_sft._tensors.packed_shard import PackedShard
-from fsdp_sft._tensors.prefault import ask_for_large_pages, maps_ahead
 from fsdp_sft._tensors.reader import check_all_finite
 from fsdp_sft.weights.plan import LoadPlan
 
@@ -63,7 +62,6 @@ def materialise(model: nn.Module, packed: Collection[int] = ()) -> torch.device:
         if tensor.is_meta and not isinstance(tensor, DTensor):
             if id(tensor) not in made:
                 fresh = torch.empty_like(tensor, device=device)
-                _advise(fresh)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
             setattr(*slot(model, name), made[id(tensor)])
@@ -72,19 +70,11 @@ def materialise(model: nn.Module, packed: Collection[int] = ()) -> torch.device:
         if not tensor.is_meta or id(tensor) in packed:
             return tensor
         # Not DTensor.from_local, which moves shards that stay on the host to the mesh's device.
-        filled = torch.empty_like(tensor, device=shard_device)
-        _advise(local_of(filled))
-        return filled
+        return torch.empty_like(tensor, device=shard_device)
 
     if any(isinstance(tensor, DTensor) and tensor.is_meta for tensor in named.values()):
         apply_to_tensors(model, fill)
     return shard_device
-
-
-def _advise(fresh: torch.Tensor) -> None:
-    """Ask for large pages where the load cannot time whether they pay; see ``maps_ahead``."""
-    if not maps_ahead():
-        ask_for_large_pages(fresh)
 
 
 @torch.no_grad()

@@ -16,7 +16,6 @@ from typing import Any
 from fsdp_sft._compat.groups import default_store
 from fsdp_sft._process.identity import process_state, this_process
 from fsdp_sft._ranks.agree import is_distributed, this_rank, world_size
-from fsdp_sft._ranks.uses import use_of
 from fsdp_sft.jobs.watchdog.beat import ENDED, FAILED, RUNNING, Beat, place_of_main_thread
 from fsdp_sft.jobs.watchdog.exchange import Exchange, address_of
 from fsdp_sft.jobs.watchdog.judge import Finding, Judge
@@ -224,7 +223,7 @@ class Watchdog:
         self._store_address = address_of(store)
         self._exchange = Exchange(
             store,
-            prefix=f"fsdp_sft/watchdog/{use_of(store, 'fsdp_sft/watchdogs', self._rank)}/",
+            prefix=f"fsdp_sft/watchdog/{store.add(f'fsdp_sft/watchdogs-of-{self._rank}', 1)}/",
             rank=self._rank,
             watched=watched,
             beat=self._beat,
