@@ -28,6 +28,7 @@ KINDS = ("text", "tool call", "reasoning", "both")
 THINKS = re.compile(
     r"(?:\s|</?think[^<>]*>|\[/?THINK\]|<\|(?:START|END)_THINKING\|>|<\|channel>thought|<channel\|>)*"
 )
+CLOSES = re.compile(r"</think|\[/THINK|END_THINKING|<channel\|>")
 FIRST = ("Firstzq", "Secondzq", "Thirdzq")
 
 Messages = list[dict[str, Any]]
@@ -177,7 +178,17 @@ def holds(
     if name == "context_dropped":
         question = {"role": "user", "content": "Askzq1zq"}
         return len(lost) > len(of_answers) or (bool(tools) and "weather" not in render([question], False))
+    if name == "empty_reasoning":
+        return any(CLOSES.search(each.begun[0], len(each.prompt)) for each in answers(render, messages))
+    if name == "reasoning_in_content":
+        return any("</think>" in m["content"] in text and not _takes_a_key(render) for m in messages)
     raise ValueError(f"no judgement of {name}; write one")
+
+
+def _takes_a_key(render: Render) -> bool:
+    keys = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "Whyzq2zq")
+    answer = {"role": "assistant", "content": "Tellzq2zq", **keys}
+    return "Whyzq2zq" in render([{"role": "user", "content": "Askzq1zq"}, answer], False)
 
 
 def _endings(tokenizer: Any, render: Render) -> tuple[list[str], str]:
@@ -238,7 +249,8 @@ WARNED = {
 
 JUDGED = (
     "dropped", "dropped_past_reasoning", "no_end_of_turn", "end_of_turn_is_text", "prompt_differs",
-    "no_generation_prompt", "start_in_a_token", "context_dropped",
+    "no_generation_prompt", "start_in_a_token", "context_dropped", "empty_reasoning",
+    "reasoning_in_content",
 )  # fmt: skip
 
 
@@ -256,6 +268,8 @@ def verdicts(tokenizer: Any) -> Iterator[tuple[str, str, str, str]]:
                 yield kind, "", "not judged", str(messages)
             continue
         chat, heard = found
+        if tokenizer(render(messages, False), add_special_tokens=False)["input_ids"] != chat.input_ids:
+            continue  # reasoning was given under its key
         told = {*chat.notes, *(name for text in heard for words_, name in WARNED.items() if words_ in text)}
         for name in sorted({*told, *JUDGED}):
             is_true = holds(name, tokenizer, render, messages, tools, chat.labels)

@@ -266,7 +266,7 @@ def test_generation_starts_at_the_first_of_two_headers() -> None:
     tokens = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
     own = tokenizer(template, *tokens, eos="<|return|>")
     expected = (
-        "<|start|>assistant⟦<|channel|>analysis<|message|><|end|><|start|>assistant<|channel|>final<|message|>"
+        "<|start|>assistant<|channel|>analysis<|message|><|end|>⟦<|start|>assistant<|channel|>final<|message|>"
         "one<|return|>⟧"
     )
     assert shown(chat("q", "one"), own).endswith(expected)
