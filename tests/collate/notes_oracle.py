@@ -28,7 +28,7 @@ KINDS = ("text", "tool call", "reasoning", "both")
 THINKS = re.compile(
     r"(?:\s|</?think[^<>]*>|\[/?THINK\]|<\|(?:START|END)_THINKING\|>|<\|channel>thought|<channel\|>)*"
 )
-CLOSES = re.compile(r"</think|\[/THINK|END_THINKING|<channel\|>")
+CLOSES = re.compile(r"(?:</think[^<>]*>|\[/THINK\]|<\|END_THINKING\|>|<channel\|>)\s*")
 FIRST = ("Firstzq", "Secondzq", "Thirdzq")
 
 Messages = list[dict[str, Any]]
@@ -217,7 +217,8 @@ def _cuts_a_token(tokenizer: Any, text: str, labels: list[int], answer: Answer) 
     The answer begins behind the prompt, or behind what both have; with generation tags perhaps at its text.
     """
     shared = answer.prompt if answer.told.startswith(answer.prompt) else _shared([answer.prompt, answer.told])
-    edges = {len(text) - len(answer.told) + len(shared)}
+    block = CLOSES.search(answer.begun[0], len(shared))  # an empty one is not trained
+    edges = {len(text) - len(answer.told) + (block.end() if block else len(shared))}
     if "generation" in tokenizer.chat_template.replace("add_generation", ""):
         edges.add(len(text) - len(answer.told) + len(answer.begun[0]))
     spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
