@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.utils.data import get_worker_info
 from typing_extensions import Unpack
 
 from fsdp_sft._model.vocabulary import check_row
@@ -14,7 +15,7 @@ from fsdp_sft._model.wrappers import tokenizer_of
 from fsdp_sft._process.words import answered
 from fsdp_sft.collate.encode import EncodedChat, encode_rows, truncate
 from fsdp_sft.collate.filtering import let_pass
-from fsdp_sft.collate.notes import warn
+from fsdp_sft.collate.notes import NOTES, warn
 from fsdp_sft.collate.options import EncodeKeywords, check_choice, check_count, options_of
 from fsdp_sft.collate.rows import check_encoded
 from fsdp_sft.collate.template import describe_tokenizer
@@ -42,7 +43,8 @@ class SFTCollator:
         vocab_size: Number of embeddings of the model, such as `model.config.vocab_size`; a row with an id
             outside of them raises. None leaves that check to `train_step`.
         **options: Further options of `encode_chat`. Without `truncation` among them, the first row of which
-            `max_length` leaves nothing of an answer is warned of.
+            `max_length` leaves nothing of an answer is warned of; so is, once, a template that writes
+            nothing after the last answer, on which generation could stop.
 
     Raises:
         ValueError: For an option that is not allowed, or a tokenizer without a padding token.
@@ -88,7 +90,7 @@ class SFTCollator:
         self.padding_side = padding_side
         self.pad_to_multiple_of = pad_to_multiple_of or 1
         self.vocab_size = vocab_size
-        self._tells_of_cuts = "truncation" not in options
+        self._told = {"answer_cut_off"} if "truncation" in options else set()
         dropped = let_pass(tokenizer) if on_dropped is None else on_dropped
         self._options = options_of("SFTCollator", options, max_length=max_length, on_dropped=dropped)
 
@@ -122,12 +124,16 @@ class SFTCollator:
         ]
         for chat in chats:
             check_encoded(chat.input_ids, chat.labels, chat.loss_weights)
-            if self._tells_of_cuts and "answer_cut_off" in chat.notes:
-                self._tells_of_cuts = False
-                warn(
-                    f"a row is cut at max_length={self.max_length} and nothing of an answer is left: "
-                    "filter_rows counts such rows (answer_cut_off). truncation= says that it is meant"
-                )
+        self._warn_of(
+            "answer_cut_off",
+            any("answer_cut_off" in chat.notes for chat in chats),
+            f"a row is cut at max_length={self.max_length} and nothing of an answer is left: "
+            "filter_rows counts such rows (answer_cut_off). truncation= says that it is meant",
+        )
+        # Of a loader's workers the first is enough: nearly all rows of a template have this note, or none.
+        number = sum("no_end_of_turn" in chat.notes for chat in chats)
+        if getattr(get_worker_info(), "id", 0) == 0:
+            self._warn_of("no_end_of_turn", 2 * number > len(chats), NOTES["no_end_of_turn"])
         if self.vocab_size is not None:
             for chat in chats:
                 check_row(chat.input_ids, self.vocab_size)
@@ -145,6 +151,12 @@ class SFTCollator:
             weights = [chat.loss_weights or [1.0] * len(chat.input_ids) for chat in chats]
             batch["loss_weights"] = self._pad(weights, length, 0.0, "f")
         return batch
+
+    def _warn_of(self, note: str, holds: bool, text: str) -> None:
+        """Warn, once, if a note holds of the rows."""
+        if holds and note not in self._told:
+            self._told.add(note)
+            warn(text)
 
     def _pad(
         self, rows: Sequence[Sequence[float]], length: int, filler: float, code: str = "q"
