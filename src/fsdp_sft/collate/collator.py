@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -124,16 +125,20 @@ class SFTCollator:
         ]
         for chat in chats:
             check_encoded(chat.input_ids, chat.labels, chat.loss_weights)
-        self._warn_of(
-            "answer_cut_off",
-            any("answer_cut_off" in chat.notes for chat in chats),
+        counts = Counter(note for chat in chats for note in chat.notes)
+        # All rows of a template have an end or none, nearly, so the first of a data loader's workers tells.
+        has_no_end = getattr(get_worker_info(), "id", 0) == 0 and 2 * counts["no_end_of_turn"] > len(chats)
+        cut = (
             f"a row is cut at max_length={self.max_length} and nothing of an answer is left: "
-            "filter_rows counts such rows (answer_cut_off). truncation= says that it is meant",
+            "filter_rows counts such rows (answer_cut_off). truncation= says that it is meant"
         )
-        # Of a loader's workers the first is enough: nearly all rows of a template have this note, or none.
-        number = sum("no_end_of_turn" in chat.notes for chat in chats)
-        if getattr(get_worker_info(), "id", 0) == 0:
-            self._warn_of("no_end_of_turn", 2 * number > len(chats), NOTES["no_end_of_turn"])
+        for note, holds, text in (
+            ("answer_cut_off", counts["answer_cut_off"] > 0, cut),
+            ("no_end_of_turn", has_no_end, NOTES["no_end_of_turn"]),
+        ):
+            if holds and note not in self._told:
+                self._told.add(note)
+                warn(text)
         if self.vocab_size is not None:
             for chat in chats:
                 check_row(chat.input_ids, self.vocab_size)
@@ -151,12 +156,6 @@ class SFTCollator:
             weights = [chat.loss_weights or [1.0] * len(chat.input_ids) for chat in chats]
             batch["loss_weights"] = self._pad(weights, length, 0.0, "f")
         return batch
-
-    def _warn_of(self, note: str, holds: bool, text: str) -> None:
-        """Warn, once, if a note holds of the rows."""
-        if holds and note not in self._told:
-            self._told.add(note)
-            warn(text)
 
     def _pad(
         self, rows: Sequence[Sequence[float]], length: int, filler: float, code: str = "q"

@@ -193,12 +193,12 @@ def _warn(template: ChatTemplate, what: str) -> None:
 
 def _dropped_error(lost: Dropped, template: ChatTemplate) -> ChatTemplateError:
     """The error for a text that the template does not print."""
-    keys = template.reasoning_keys() if lost.part == "reasoning" else []
+    key = template.facts().reasoning_key if lost.part == "reasoning" else ""
     shown = lost.text if len(lost.text) <= 60 else f"{lost.text[:60]}..."
     return ChatTemplateError(
         f"the chat template of {describe_tokenizer(template.tokenizer)} does not print the {lost.part} of "
         f"message {lost.message}, {shown!r}, so it would not be trained: "
-        + (f"give reasoning as {' or '.join(map(repr, keys))}, which it prints; or " if keys else "")
+        + (f"give reasoning as {key!r}, which it prints; or " if key else "")
         + "pass a chat_template= that prints it, leave the row out (filter_rows with on_error='count'), or "
         "train what is printed with on_dropped='count'",
         reason="dropped_text",

@@ -25,7 +25,7 @@ from fsdp_sft.collate.headers import (
     through_the_tag,
 )
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
-from fsdp_sft.collate.sentinels import has_sentinel, sentinel
+from fsdp_sft.collate.sentinels import sentinel
 from fsdp_sft.errors import ChatTemplateError
 
 if TYPE_CHECKING:
@@ -304,9 +304,11 @@ class ChatTemplate:
         for text in reasoned.values():
             opening, behind, *_ = re.split(f"{sentinel(4)}|{sentinel(3)}", text)
             closing = CLOSED_REASONING.match(behind)
-            is_empty_block = _squeezed(opening + behind) == _squeezed(before_answer)
-            tag = closing[0].strip() if closing and is_empty_block else ""
-            if tag and not any(one.rstrip().endswith(tag) for one in supplied):
+            if (
+                closing
+                and _squeezed(opening + behind) == _squeezed(before_answer)
+                and not any(one.rstrip().endswith(closing[0].strip()) for one in supplied)
+            ):
                 supplied.append(before_answer.removesuffix(behind.removeprefix(closing[0])))
         headers = [header for header in sorted(headers, key=len, reverse=True) if header.strip()]
         return TemplateFacts(
@@ -349,8 +351,9 @@ class ChatTemplate:
         for opening in THINK_OPENINGS:
             content = f"{opening}\n{sentinel(4)}\n</think>\n\n{sentinel(3)}"
             with suppress(ChatTemplateError):
-                text = self.render([*chat[:3], {**chat[3], "content": content}], tools=tools)[0]
-                told = self._after(2, text)
+                told = self._after(
+                    2, self.render([*chat[:3], {**chat[3], "content": content}], tools=tools)[0]
+                )
                 if _squeezed(told) == _squeezed(reasoned) if reasoned else content.strip() not in told:
                     yield opening
 
@@ -410,16 +413,6 @@ class ChatTemplate:
         of_every_turn = after_answer[: common_length(after_answer, after_past_answer)]
         is_later = eos and (eos in of_every_turn or (run is not None and eos in run[0]))
         return first, eos if is_later else first
-
-    def reasoning_keys(self) -> list[str]:
-        """The keys of a message whose value the template prints as reasoning."""
-        found = []
-        for key in REASONING_KEYS:
-            answer = {"role": "assistant", "content": "b", key: sentinel(0)}
-            with suppress(ChatTemplateError):
-                if has_sentinel(self.render([{"role": "user", "content": "a"}, answer])[0]):
-                    found.append(key)
-        return found
 
     def last_special_token(self, text: str) -> str | None:
         """The special token with which ``text`` ends; None if it ends with something else."""

@@ -47,6 +47,7 @@ class OnDisk(Sequence[dict[str, Any]]):
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows
         self.column_names = sorted(rows[0])
+        self.format = {"type": None}
         self._fingerprint = str(hash(json.dumps(rows)))
 
     def __len__(self) -> int:
@@ -99,6 +100,15 @@ def test_rows_are_those_of_encode_chat(
     with pytest.raises(IndexError):
         encoded[len(expected)]
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.name[:5] in (".tmp-", ".part")] == []
+
+
+@pytest.mark.parametrize("form", ["arrow", "pandas", "numpy", "torch"])
+def test_a_data_set_may_have_any_format(form: str, tmp_path: Path) -> None:
+    made = pytest.importorskip("datasets").Dataset.from_list([{**row, "other": 1} for row in rows(5)])
+    formatted = made.with_format(form, columns=["messages"])
+    assert list(fs.encode_dataset(formatted, TOKENIZER, max_length=99, cache_dir=tmp_path)) == plainly(
+        rows(5)
+    )
 
 
 def test_what_is_there_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
