@@ -299,32 +299,13 @@ def _rendering(tokenizer: Any, messages: Messages, tools: Any) -> Render | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--only", default="", help="part of a template's name")
-    arguments = parser.parse_args()
-    by_kind: Counter[tuple[str, ...]] = Counter()
-    lines = []
-    for path in sorted(path for folder in arguments.folders for path in folder.glob("*.jinja")):
-        if arguments.only not in path.stem:
-            continue
-        counts: Counter[tuple[str, ...]] = Counter()
+    total: Counter[tuple[str, ...]] = Counter()
+    for path in sorted(path for folder in parser.parse_args().folders for path in folder.glob("*.jinja")):
         for kind, name, verdict, details in verdicts(tokenizer_for(path.read_text(), pairs=True)[0]):
-            counts[name, verdict] += 1
-            by_kind[name, verdict, kind] += 1
+            total[name or "rows", verdict] += 1
             if verdict in ("false", "missing", "not judged"):
                 print("   ", path.stem, kind, name, verdict, details[:200])
-        told = [
-            f"{name} {n}{'' if how == 'true' else ' ' + how}" for (name, how), n in counts.items() if name
-        ]
-        rows_ = [counts["", verdict] for verdict in ("encoded", "refused")]
-        lines.append(
-            f"| {path.parent.name}/{path.stem} | {rows_[0]} | {rows_[1]} | {', '.join(sorted(told))} |"
-        )
-        print(lines[-1], flush=True)
-    print("\n| note | verdict |", " | ".join(KINDS), "|\n|---|---|" + "---|" * len(KINDS))
-    for name, verdict in sorted({key[:2] for key in by_kind}):
-        cells = [str(by_kind[name, verdict, kind]) for kind in KINDS]
-        print(f"| {name or 'rows'} | {verdict} |", " | ".join(cells), "|")
-    print("\n| template | encoded | refused | notes |\n|---|---|---|---|", *lines, sep="\n")
+    print(*(f"{name} {verdict} {number}" for (name, verdict), number in sorted(total.items())), sep="\n")
 
 
 if __name__ == "__main__":

@@ -374,7 +374,7 @@ def test_render_labels_refuses_labels_of_something_else(labels):
         "reason_tool_use_demo_50.jsonl",
     ],
 )
-def test_real_data(name, capsys):
+def test_real_data(name):
     folder = os.environ.get("FSDP_SFT_DATA")
     if not folder:
         pytest.skip("FSDP_SFT_DATA is not set to a folder with the sample data")
@@ -383,9 +383,6 @@ def test_real_data(name, capsys):
     tokenizer = ct.bpe_tokenizer("chatml")
     tokenizer.chat_template = ct.CHATML_REASONING
     encoded = [encode_chat(row, tokenizer) for row in rows]
-    total, trained = sum(len(e.input_ids) for e in encoded), sum(e.num_targets for e in encoded)
-    with capsys.disabled():
-        print(f" [{len(rows)} rows, {total} tokens, {trained / total:.1%} trained]", end="")
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for row, item in zip(rows, encoded, strict=True):
         turns = row.get("messages") or row.get("conversations") or [{"role": "assistant"}]
@@ -395,15 +392,6 @@ def test_real_data(name, capsys):
             if turn.get("role", turn.get("from")) in ("assistant", "gpt", "function_call")
         ]
         assert item.labels.count(stop) == len(answers)
-        text = tokenizer.decode([label for label in item.labels if label != IGNORE_INDEX])
-        for answer in answers:
-            value = answer.get("content") or answer.get("value") or row.get("output")
-            parts = (
-                [part["value"] for part in value if part["type"] != "tool_call"]
-                if isinstance(value, list)
-                else [value]
-            )
-            assert answer.get("from") == "function_call" or all(part in text for part in parts)
 
 
 @pytest.mark.parametrize(

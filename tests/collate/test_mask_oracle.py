@@ -89,6 +89,13 @@ def _judge(
         return "wrong", f"a text is left out: {is_lost}, noted: {encoded.notes}"
     whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     if whole["input_ids"] != encoded.input_ids:
+        for key in (
+            "reasoning_content",
+            "thinking",
+        ):  # reasoning of a content goes where the template reads it
+            apart = [_apart(message, key) for message in messages]
+            if apart != messages and encode_chat({"messages": apart}, tokenizer) == masked:
+                return _judge(tokenizer, apart, tools, stops)
         return "wrong", "the tokens are others"
     wanted = [characters[start] for start, _ in whole["offset_mapping"]]
     marks = [label != IGNORE_INDEX for label in encoded.labels]
@@ -100,6 +107,11 @@ def _judge(
     if not re.fullmatch(r"(?:<[^<>]*>|thought|\s)*", tokenizer.decode(block)):
         return "wrong", f"no empty block: {tokenizer.decode(block)!r}"
     return "exact", ""
+
+
+def _apart(message: dict[str, Any], key: str) -> dict[str, Any]:
+    found = re.fullmatch(r"\s*<think>(.*?)</think>(.*)", message["content"], re.DOTALL)
+    return {**message, key: found[1].strip(), "content": found[2].lstrip()} if found else message
 
 
 def _check(name: str, tokenizer: PreTrainedTokenizerFast, stops: list[str]) -> Counter[str]:
@@ -246,9 +258,8 @@ def _trained(tokenizer: PreTrainedTokenizerFast, kind: str, option: str, stops: 
     elif kind == "none":
         supplied.append(supplied[1] + block)
     start = max(n for prompt in supplied for n in range(len(text) + 1) if prompt.endswith(text[:n]))
-    said = text.index("ANS") + 3
-    ends = [text.index(stop, said) + len(stop) for stop in stops if stop in text[said:]]
-    return text[start : min(ends, default=said)]
+    ends = [at + len(stop) for stop in stops if (at := text.find(stop, text.index("ANS"))) >= 0]
+    return text[start : min(ends, default=text.index("ANS") + 3)]
 
 
 def _check_reasoning(tokenizer: PreTrainedTokenizerFast, stops: list[str], block: str = "") -> Counter[str]:

@@ -169,8 +169,6 @@ def test_thinking_that_the_generation_prompt_opens_is_not_trained():
 def test_an_empty_think_block_of_the_template_is_trained_on_request_alone():
     row, tokenizer, block = chat("a", "b"), TOKENIZERS["qwen3"], "<think>\n\n</think>\n\n"
     assert shown(row, tokenizer).endswith(f"<|im_start|>assistant\n{block}⟦b<|im_end|>⟧\n")
-    trained = shown(row, tokenizer, empty_reasoning="train")
-    assert trained.endswith(f"<|im_start|>assistant\n⟦{block}b<|im_end|>⟧\n")
     assert shown(row, tokenizer, train_on="all").startswith("⟦")
     assert encode_chat(row, tokenizer).notes == ("empty_reasoning",)
     with pytest.raises(ChatTemplateError, match="message 1 has no reasoning"):

@@ -41,30 +41,12 @@ def plainly(given: Sequence[Any], **options: Any) -> list[fs.EncodedChat]:
     return [one for one in found if one.num_targets]
 
 
-class OnDisk(Sequence[dict[str, Any]]):
-    """What ``datasets.Dataset`` looks like: columns for a slice, a fingerprint."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows = rows
-        self.column_names = sorted(rows[0])
-        self.format = {"type": None}
-        self._fingerprint = str(hash(json.dumps(rows)))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return {name: [row[name] for row in self.rows[index]] for name in self.column_names}
-        return self.rows[index]
-
-
 def given_as(kind: str, folder: Path) -> Any:
     made = rows()
     if kind == "list":
         return made
     if kind == "data set":
-        return OnDisk(made)
+        return pytest.importorskip("datasets").Dataset.from_list(made)
     if kind == "encoded":
         return [fs.encode_chat(row, TOKENIZER) for row in made]
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in made]
