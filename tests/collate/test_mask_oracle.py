@@ -89,10 +89,7 @@ def _judge(
         return "wrong", f"a text is left out: {is_lost}, noted: {encoded.notes}"
     whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     if whole["input_ids"] != encoded.input_ids:
-        for key in (
-            "reasoning_content",
-            "thinking",
-        ):  # reasoning of a content goes where the template reads it
+        for key in ("reasoning_content", "thinking"):  # where the template reads it
             apart = [_apart(message, key) for message in messages]
             if apart != messages and encode_chat({"messages": apart}, tokenizer) == masked:
                 return _judge(tokenizer, apart, tools, stops)
