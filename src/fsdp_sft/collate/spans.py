@@ -265,10 +265,13 @@ def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
     opening, thought, answer = (
         _inline(message["content"]) if message["role"] == "assistant" else ("", "", None)
     )
-    if answer is None or opening in facts.reads_tags or any(key in message for key in REASONING_KEYS):
-        return message
-    # The closing tag alone, with which a line ends: else the answer may speak of the tag.
-    if not opening and re.match(r"[^\S\n]*(?:\n|$)", answer) is None:
+    if (
+        answer is None
+        or opening in facts.reads_tags
+        or any(key in message for key in REASONING_KEYS)
+        # With a closing tag alone, a line must end behind it: else the answer may speak of the tag.
+        or (not opening and re.match(r"[^\S\n]*(?:\n|$)", answer) is None)
+    ):
         return message
     return {**message, facts.reasoning_key: thought.strip(), "content": answer.lstrip()}
 

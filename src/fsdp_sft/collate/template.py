@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _SECONDS = 10.0  # of the CPU, for one conversation
 _MAX_CHARACTERS = 1 << 27  # of a rendered conversation, which is copied several times
-THINK_OPENINGS = ("<think>", "")  # before reasoning in a content: a prompt may have written the tag
 _MODES = tuple({name: on} for name in ("enable_thinking", "thinking") for on in (True, False))
 _endless: set[str] = set()  # templates that have gone over the time, which are not tried again
 
@@ -69,7 +68,7 @@ class TemplateFacts:
             not), where reasoning is opened, or an empty block of it printed, by the prompt. For a template
             that prints an empty block which no prompt has, the text between the question and the answer.
         reasoning_key: The key of a message that the template prints as reasoning; "" if there is none.
-        reads_tags: Of `THINK_OPENINGS` those behind which the template finds reasoning in a content itself.
+        reads_tags: Of "<think>" and "" those behind which the template finds reasoning in a content itself.
     """
 
     headers: tuple[str, ...]
@@ -348,7 +347,7 @@ class ChatTemplate:
             tools: Its tools.
             reasoned: Text behind the last question with reasoning under a key of its own; "" if none is read.
         """
-        for opening in THINK_OPENINGS:
+        for opening in ("<think>", ""):  # a prompt may have written the tag
             content = f"{opening}\n{sentinel(4)}\n</think>\n\n{sentinel(3)}"
             with suppress(ChatTemplateError):
                 told = self._after(

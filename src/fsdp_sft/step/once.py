@@ -1,6 +1,5 @@
 """What is checked, or warned of, once for each model."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -8,16 +7,13 @@ from torch import nn
 from fsdp_sft._model.record import record_of
 
 
-@dataclass
-class _Done:
+class _Done(set[Any]):
     """What was done for a model."""
-
-    things: set[Any] = field(default_factory=set)
 
 
 def done_with(model: nn.Module) -> set[Any]:
     """What was done for a model, to be added to."""
-    return record_of(model).kept_or_new(_Done).things
+    return record_of(model).kept_or_new(_Done)
 
 
 def first_time(model: nn.Module, thing: str) -> bool:

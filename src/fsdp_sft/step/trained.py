@@ -102,7 +102,12 @@ def refuse_untrainable(
     refuse_merged(model, "training")
     looked = record_of(model).kept_or_new(_Modules)
     if looked.norms is None:
-        looked.norms = {name: module for name, module in model.named_modules() if _has_statistics(module)}
+        looked.norms = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm)
+            and not isinstance(module, nn.SyncBatchNorm)
+        }
     if mesh is not None and mesh.size() > 1 and isinstance(unwrapped(model), FSDPModule):
         _refuse_running_statistics(looked.norms)
     _refuse_unreduced(model, names, mesh)
@@ -152,10 +157,6 @@ def _refuse_alone(model: nn.Module) -> None:
             "model of its own: call init_distributed() first, and shard the model. Processes that are meant "
             "to be apart have no WORLD_SIZE in their environment"
         )
-
-
-def _has_statistics(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
 
 
 def _refuse_running_statistics(norms: dict[str, nn.Module]) -> None:
