@@ -109,7 +109,7 @@ class RowError(FsdpSftError, ValueError):
 
     Attributes:
         reason: The name under which `filter_rows` counts such a row: "malformed", "media", "too_long", and
-            for a `ChatTemplateError` "refused_by_template" or "dropped_text".
+            for a `ChatTemplateError` "refused_by_template", "dropped_text" or "no_reasoning".
     """
 
     reason: str
@@ -128,7 +128,7 @@ class ChatTemplateError(RowError):
 
 def row_error(text: str, reason: str) -> RowError:
     """The error of a row for a reason, of the class that goes with it."""
-    of_template = reason in ("refused_by_template", "dropped_text")
+    of_template = reason in ("refused_by_template", "dropped_text", "no_reasoning")
     return ChatTemplateError(text, reason=reason) if of_template else RowError(text, reason=reason)
 
 

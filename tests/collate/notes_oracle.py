@@ -28,6 +28,7 @@ KINDS = ("text", "tool call", "reasoning", "both")
 THINKS = re.compile(
     r"(?:\s|</?think[^<>]*>|\[/?THINK\]|<\|(?:START|END)_THINKING\|>|<\|channel>thought|<channel\|>)*"
 )
+CLOSES = re.compile(r"(?:</think[^<>]*>|\[/THINK\]|<\|END_THINKING\|>|<channel\|>)\s*")
 FIRST = ("Firstzq", "Secondzq", "Thirdzq")
 
 Messages = list[dict[str, Any]]
@@ -177,7 +178,17 @@ def holds(
     if name == "context_dropped":
         question = {"role": "user", "content": "Askzq1zq"}
         return len(lost) > len(of_answers) or (bool(tools) and "weather" not in render([question], False))
+    if name == "empty_reasoning":
+        return any(CLOSES.search(each.begun[0], len(each.prompt)) for each in answers(render, messages))
+    if name == "reasoning_in_content":
+        return any("</think>" in m["content"] in text and not _takes_a_key(render) for m in messages)
     raise ValueError(f"no judgement of {name}; write one")
+
+
+def _takes_a_key(render: Render) -> bool:
+    keys = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "Whyzq2zq")
+    answer = {"role": "assistant", "content": "Tellzq2zq", **keys}
+    return "Whyzq2zq" in render([{"role": "user", "content": "Askzq1zq"}, answer], False)
 
 
 def _endings(tokenizer: Any, render: Render) -> tuple[list[str], str]:
@@ -206,7 +217,8 @@ def _cuts_a_token(tokenizer: Any, text: str, labels: list[int], answer: Answer) 
     The answer begins behind the prompt, or behind what both have; with generation tags perhaps at its text.
     """
     shared = answer.prompt if answer.told.startswith(answer.prompt) else _shared([answer.prompt, answer.told])
-    edges = {len(text) - len(answer.told) + len(shared)}
+    block = CLOSES.search(answer.begun[0], len(shared))  # an empty one is not trained
+    edges = {len(text) - len(answer.told) + (block.end() if block else len(shared))}
     if "generation" in tokenizer.chat_template.replace("add_generation", ""):
         edges.add(len(text) - len(answer.told) + len(answer.begun[0]))
     spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -238,7 +250,8 @@ WARNED = {
 
 JUDGED = (
     "dropped", "dropped_past_reasoning", "no_end_of_turn", "end_of_turn_is_text", "prompt_differs",
-    "no_generation_prompt", "start_in_a_token", "context_dropped",
+    "no_generation_prompt", "start_in_a_token", "context_dropped", "empty_reasoning",
+    "reasoning_in_content",
 )  # fmt: skip
 
 
@@ -256,6 +269,8 @@ def verdicts(tokenizer: Any) -> Iterator[tuple[str, str, str, str]]:
                 yield kind, "", "not judged", str(messages)
             continue
         chat, heard = found
+        if tokenizer(render(messages, False), add_special_tokens=False)["input_ids"] != chat.input_ids:
+            continue  # reasoning was given under its key
         told = {*chat.notes, *(name for text in heard for words_, name in WARNED.items() if words_ in text)}
         for name in sorted({*told, *JUDGED}):
             is_true = holds(name, tokenizer, render, messages, tools, chat.labels)
@@ -284,32 +299,13 @@ def _rendering(tokenizer: Any, messages: Messages, tools: Any) -> Render | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path)
-    parser.add_argument("--only", default="", help="part of a template's name")
-    arguments = parser.parse_args()
-    by_kind: Counter[tuple[str, ...]] = Counter()
-    lines = []
-    for path in sorted(path for folder in arguments.folders for path in folder.glob("*.jinja")):
-        if arguments.only not in path.stem:
-            continue
-        counts: Counter[tuple[str, ...]] = Counter()
+    total: Counter[tuple[str, ...]] = Counter()
+    for path in sorted(path for folder in parser.parse_args().folders for path in folder.glob("*.jinja")):
         for kind, name, verdict, details in verdicts(tokenizer_for(path.read_text(), pairs=True)[0]):
-            counts[name, verdict] += 1
-            by_kind[name, verdict, kind] += 1
+            total[name or "rows", verdict] += 1
             if verdict in ("false", "missing", "not judged"):
                 print("   ", path.stem, kind, name, verdict, details[:200])
-        told = [
-            f"{name} {n}{'' if how == 'true' else ' ' + how}" for (name, how), n in counts.items() if name
-        ]
-        rows_ = [counts["", verdict] for verdict in ("encoded", "refused")]
-        lines.append(
-            f"| {path.parent.name}/{path.stem} | {rows_[0]} | {rows_[1]} | {', '.join(sorted(told))} |"
-        )
-        print(lines[-1], flush=True)
-    print("\n| note | verdict |", " | ".join(KINDS), "|\n|---|---|" + "---|" * len(KINDS))
-    for name, verdict in sorted({key[:2] for key in by_kind}):
-        cells = [str(by_kind[name, verdict, kind]) for kind in KINDS]
-        print(f"| {name or 'rows'} | {verdict} |", " | ".join(cells), "|")
-    print("\n| template | encoded | refused | notes |\n|---|---|---|---|", *lines, sep="\n")
+    print(*(f"{name} {verdict} {number}" for (name, verdict), number in sorted(total.items())), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
 """Options, batches, filtering and rendering of chats."""
 
-import json
 import math
-import os
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -363,47 +360,6 @@ def test_render_labels():
 def test_render_labels_refuses_labels_of_something_else(labels):
     with pytest.raises(ValueError, match="each label must be -100 or the id at its position"):
         render_labels(TOKENIZERS["chatml"], [3, 4], labels)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "alpaca_en_demo.json",
-        "glaive_toolcall_en_demo.json",
-        "v1_sft_demo.jsonl",
-        "reason_tool_use_demo_50.jsonl",
-    ],
-)
-def test_real_data(name, capsys):
-    folder = os.environ.get("FSDP_SFT_DATA")
-    if not folder:
-        pytest.skip("FSDP_SFT_DATA is not set to a folder with the sample data")
-    text = (Path(folder) / name).read_text()
-    rows = json.loads(text) if name.endswith("json") else [json.loads(line) for line in text.splitlines()]
-    tokenizer = ct.bpe_tokenizer("chatml")
-    tokenizer.chat_template = ct.CHATML_REASONING
-    encoded = [encode_chat(row, tokenizer) for row in rows]
-    total, trained = sum(len(e.input_ids) for e in encoded), sum(e.num_targets for e in encoded)
-    with capsys.disabled():
-        print(f" [{len(rows)} rows, {total} tokens, {trained / total:.1%} trained]", end="")
-    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    for row, item in zip(rows, encoded, strict=True):
-        turns = row.get("messages") or row.get("conversations") or [{"role": "assistant"}]
-        answers = [
-            turn
-            for turn in turns
-            if turn.get("role", turn.get("from")) in ("assistant", "gpt", "function_call")
-        ]
-        assert item.labels.count(stop) == len(answers)
-        text = tokenizer.decode([label for label in item.labels if label != IGNORE_INDEX])
-        for answer in answers:
-            value = answer.get("content") or answer.get("value") or row.get("output")
-            parts = (
-                [part["value"] for part in value if part["type"] != "tool_call"]
-                if isinstance(value, list)
-                else [value]
-            )
-            assert answer.get("from") == "function_call" or all(part in text for part in parts)
 
 
 @pytest.mark.parametrize(

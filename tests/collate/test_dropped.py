@@ -75,8 +75,8 @@ def test_reasoning_that_is_not_printed_is_refused(key: str) -> None:
         encode_chat(row, own)
     assert encode_chat(row, own, on_dropped="count").notes == ("dropped",)
     assert encode_chat(row, own, train_reasoning=False).notes == ()
-    assert ChatTemplate(own).reasoning_keys() == []
-    assert "reasoning_content" in ChatTemplate(tokenizer()).reasoning_keys()
+    assert ChatTemplate(own).facts().reasoning_key == ""
+    assert ChatTemplate(tokenizer()).facts().reasoning_key == "reasoning_content"
 
 
 def test_what_is_printed_is_no_loss() -> None:

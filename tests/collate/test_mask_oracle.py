@@ -5,9 +5,13 @@ found where it is installed, or in the folder that FSDP_SFT_TEMPLATES names.
 """
 
 import importlib.util
+import json
 import os
+import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +78,8 @@ def _judge(
     expected = _expected(tokenizer, messages, tools, stops)
     row = {"messages": messages, **({"tools": tools} if tools else {})}
     try:
-        encoded = encode_chat(row, tokenizer, on_dropped="count")
+        encoded = encode_chat(row, tokenizer, on_dropped="count", empty_reasoning="train")
+        masked = encode_chat(row, tokenizer, on_dropped="count")
     except (ChatTemplateError, ValueError) as error:
         return ("refused rightly", expected) if isinstance(expected, str) else ("refused", str(error))
     if isinstance(expected, str):
@@ -84,6 +89,10 @@ def _judge(
         return "wrong", f"a text is left out: {is_lost}, noted: {encoded.notes}"
     whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     if whole["input_ids"] != encoded.input_ids:
+        for key in ("reasoning_content", "thinking"):  # where the template reads it
+            apart = [_apart(message, key) for message in messages]
+            if apart != messages and encode_chat({"messages": apart}, tokenizer) == masked:
+                return _judge(tokenizer, apart, tools, stops)
         return "wrong", "the tokens are others"
     wanted = [characters[start] for start, _ in whole["offset_mapping"]]
     marks = [label != IGNORE_INDEX for label in encoded.labels]
@@ -91,7 +100,15 @@ def _judge(
     if differing:
         at = whole["offset_mapping"][differing[0]][0]
         return "wrong", f"{text[max(0, at - 40) : at]!r} >>> {text[at : at + 40]!r}"
+    block = [a for a, b in zip(encoded.labels, masked.labels, strict=True) if a != b]
+    if not re.fullmatch(r"(?:<[^<>]*>|thought|\s)*", tokenizer.decode(block)):
+        return "wrong", f"no empty block: {tokenizer.decode(block)!r}"
     return "exact", ""
+
+
+def _apart(message: dict[str, Any], key: str) -> dict[str, Any]:
+    found = re.fullmatch(r"\s*<think>(.*?)</think>(.*)", message["content"], re.DOTALL)
+    return {**message, key: found[1].strip(), "content": found[2].lstrip()} if found else message
 
 
 def _check(name: str, tokenizer: PreTrainedTokenizerFast, stops: list[str]) -> Counter[str]:
@@ -138,6 +155,7 @@ def test_public_templates() -> None:
         template = path.read_text()
         try:
             total += _check(path.stem, byte_tokenizer(template, stops, eos), stops)
+            total += _check_reasoning(byte_tokenizer(template, stops, eos), stops)
         except AssertionError as error:
             failed.append(f"{path.stem}: {error}")
     print(f"{len(paths)} templates, {dict(total)}")
@@ -163,3 +181,110 @@ def test_the_brute_force_finds_mistakes(mistake: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(encode, "find_turns", wrong)
     with pytest.raises(AssertionError):
         _check("chatml", ct.byte_tokenizer("chatml"), OWN_STOPS["chatml"])
+
+
+# --- reasoning: what a prompt supplies in some mode is not trained -----------------------------------------
+
+_BLOCK = "<think>\n\n</think>\n\n"
+_THINK = ("<think>\n", "\n</think>\n\n", _BLOCK)
+# Of each kind of template: the key that it reads, the texts before and behind reasoning and in its absence,
+# the ends of its prompt by default, with enable_thinking=True and =False, and whether it reads think tags.
+THINKERS: dict[str, tuple[Any, ...]] = {
+    "qwen3": ("reasoning_content", *_THINK, "", "", _BLOCK, True),
+    "qwen3.5": ("reasoning_content", *_THINK, "<think>\n", "<think>\n", _BLOCK, True),
+    "qwen3.5 off": ("reasoning_content", *_THINK, _BLOCK, "<think>\n", _BLOCK, True),
+    "qwen3.8": ("reasoning_content", *_THINK, "<think>\n", "<think>\n", _BLOCK, False),
+    "glm": ("reasoning", "\n<think>", "</think>\n", "\n<think></think>\n", "", "", "\n<think></think>", True),
+    "nemotron": ("reasoning", *_THINK[:2], "<think></think>", *["<think>\n"] * 2, "<think></think>", False),
+    "gpt-oss": ("thinking", "<|think|>", "<|end|><|final|>", "<|final|>", "", "", "", False),
+    "gemma": ("reasoning", "<|channel>thought\n", "\n<channel|>", "", "", "", "", False),
+    "no modes": ("reasoning_content", *_THINK, "", "", "", True),
+    "no key": ("", "", "", "", "", "", "", False),
+}
+WITHOUT_MODES = {"no modes": _BLOCK, "qwen3": _BLOCK}  # what these print is in no prompt of theirs
+KINDS = {
+    "none": {"content": "ANS"},
+    "field": {"content": "ANS", **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "WHY")},
+    "inline": {"content": "<think>\nWHY\n</think>\n\nANS"},
+    "closing tag": {"content": "WHY\n</think>\n\nANS"},
+}
+
+
+def _thinker(name: str) -> PreTrainedTokenizerFast:
+    *texts, reads = THINKERS[name]
+    key, opening, closing, empty, plain, on, off = (json.dumps(text) for text in texts)
+    cut = (
+        "{% set thought = said.split('</think>')[0].split('<think>')[-1].strip() %}"
+        "{% set said = said.split('</think>')[-1].lstrip() %}"
+    )
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+        "{% set said = message.content %}"
+        f"{{% if message.role == 'assistant' %}}{{% set thought = message[{key}] %}}"
+        f"{{% if {json.dumps(reads)} and '</think>' in said %}}{cut}{{% endif %}}"
+        f"{{{{ {opening} + thought + {closing} if thought else {empty} }}}}{{% endif %}}"
+        "{{ said + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+        f"{{{{ {plain} if enable_thinking is not defined else {on} if enable_thinking else {off} }}}}"
+        "{% endif %}"
+    )
+    return byte_tokenizer(template, ["<|im_end|>"], "<|im_end|>")
+
+
+def _trained(tokenizer: PreTrainedTokenizerFast, kind: str, option: str, stops: list[str], block: str) -> str:
+    """What is to be trained of an answer: what no prompt supplies, through the token that stops."""
+
+    def after_the_question(answer: dict[str, str] | None, **mode: bool) -> str:
+        chat = [{"role": "user", "content": "QQQ"}, *([{"role": "assistant", **answer}] if answer else [])]
+        for render in forms(tokenizer, None, mode):
+            with suppress(Exception):
+                if "QQQ" in (text := render(chat, not answer)):
+                    return text.rpartition("QQQ")[2]
+        raise oracle.CannotTellError("the template raises")
+
+    text, field = (after_the_question(KINDS[one]) for one in (kind, "field"))
+    if kind != "none" and "WHY" in field and "".join(text.split()) != "".join(field.split()):
+        text = field
+    prompts = [
+        after_the_question(None),
+        *(after_the_question(None, enable_thinking=on) for on in (True, False)),
+    ]
+    supplied = [prompts[0], prompts[0].partition("<think>")[0], *prompts]
+    if kind == "none" and option == "train":
+        supplied = [*supplied[:2], *(prompt for prompt in prompts if "</think>" not in prompt)]
+    elif kind == "none":
+        supplied.append(supplied[1] + block)
+    start = max(n for prompt in supplied for n in range(len(text) + 1) if prompt.endswith(text[:n]))
+    ends = [at + len(stop) for stop in stops if (at := text.find(stop, text.index("ANS"))) >= 0]
+    return text[start : min(ends, default=text.index("ANS") + 3)]
+
+
+def _check_reasoning(tokenizer: PreTrainedTokenizerFast, stops: list[str], block: str = "") -> Counter[str]:
+    found: Counter[str] = Counter()
+    for kind, option in product(KINDS, ("mask", "train")):
+        row = [{"role": "user", "content": "QQQ"}, {"role": "assistant", **KINDS[kind]}]
+        chat = encode_chat({"messages": row}, tokenizer, empty_reasoning=option, on_dropped="count")  # type: ignore[arg-type]
+        trained = tokenizer.decode([label for label in chat.labels if label != IGNORE_INDEX])
+        noted = {"dropped", "reasoning_in_content"} & {*chat.notes}
+        if kind == "field" and "WHY" in trained:  # of three keys at most one is printed
+            noted.discard("dropped")
+        expected = _trained(tokenizer, kind, option, stops, block)
+        assert noted or trained == expected, f"{kind}, {option}: {trained!r} for {expected!r}"
+        found["noted" if noted else "equal"] += 1
+    return found
+
+
+@pytest.mark.parametrize("name", [*THINKERS, *(f"family {name}" for name in OWN_STOPS)])
+def test_what_a_prompt_supplies_is_not_trained(name: str) -> None:
+    family = name.removeprefix("family ")
+    if name in THINKERS:
+        tokenizer, stops, block = (
+            _thinker(name),
+            ["<|im_end|>"],
+            WITHOUT_MODES["no modes"] * (name == "no modes"),
+        )
+    else:
+        tokenizer, stops, block = ct.byte_tokenizer(family), OWN_STOPS[family], WITHOUT_MODES.get(family, "")
+    found = _check_reasoning(tokenizer, stops, block)
+    keyless = name == "no key" or (name not in THINKERS and family != "qwen3")
+    assert found["noted"] == (6 if keyless else 0)

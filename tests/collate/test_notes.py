@@ -146,3 +146,14 @@ def test_a_worker_of_a_data_loader_warns_on_rank_0_alone(rank: str) -> None:
         multiprocessing_context="fork",
     )  # fmt: skip
     assert (next(iter(loader)) > 0) is (rank == "0")
+
+
+def test_a_collator_warns_once_that_no_answer_ends() -> None:
+    own, _ = tokenizer_for(WRITTEN["without an end"])
+    ended, _ = tokenizer_for(ct.CHATML)
+    collate = fs.SFTCollator(own, max_length=99)
+    few = [fs.encode_chat(ROW, own), *[fs.encode_chat(ROW, ended)] * 2]
+    assert [_warned(lambda rows=rows: collate(rows)) for rows in (few, [ROW], [ROW])] == [0, 1, 0]
+    heard = _Heard(fs.SFTCollator(own, max_length=99))
+    loader = DataLoader([ROW] * 4, collate_fn=heard, num_workers=2, multiprocessing_context="fork")
+    assert sum(loader) == 1

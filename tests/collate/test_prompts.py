@@ -11,36 +11,7 @@ import transformers as tf
 from fsdp_sft.collate import encode_chat, filter_rows
 from fsdp_sft.errors import ChatTemplateError
 from tests.collate.written import ROW, tokenizer, turns
-from tests.harness import chat_templates as ct
 from tests.harness.chats import chat, shown
-
-
-@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
-def test_a_generation_prompt_that_rows_do_not_have_is_noted(train_on: str) -> None:
-    header = "'<|' + message.role + '|>'"
-    tokens = ("<|user|>", "<|assistant|>", "<|end|>", "<think>")
-    written = turns(header, "<|end|>")
-
-    def counted(template: str) -> dict[str, int]:
-        own = tokenizer(template, *tokens)
-        return filter_rows([ROW], own, train_on=train_on)[1]  # type: ignore[arg-type]
-
-    differing = written.replace("{{ '<|' + 'assistant' + '|>' }}", "{{ '<|assistant|>\n' }}")
-    assert differing != written
-    with pytest.warns(UserWarning, match=r"'<\|assistant\|>\\n' when it asks .* prints '<\|assistant\|>' in"):
-        assert counted(differing) == {"kept": 1, "prompt_differs": 1}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert counted(written) == {"kept": 1}
-        for opened in ("<think>\n", "\n<think>\n\n</think>\n\n", "<|channel>thought\n", "[THINK]"):
-            thinks = written.replace("'assistant' + '|>' }}", f"'assistant' + '|>' + {opened!r} }}}}")
-            assert thinks != written
-            assert counted(thinks) == {"kept": 1}
-
-
-@pytest.mark.parametrize("name", ct.FAMILIES)
-def test_no_family_has_a_generation_prompt_of_its_own(name: str) -> None:
-    assert "prompt_differs" not in encode_chat(ROW, ct.byte_tokenizer(name)).notes
 
 
 def test_a_question_without_an_answer_has_no_prompt_to_differ() -> None:
@@ -163,19 +134,6 @@ def test_a_generation_prompt_for_later_questions_only_is_noted() -> None:
     assert shown(ROW, own).endswith("<|assistant|>\n⟦two<|end|>⟧")
 
 
-def test_a_header_that_ends_with_a_space_in_later_turns_only() -> None:
-    own = joining("Ġo", "Ġt")
-    early = "(':\n' if NUMBER < 3 else ': ')"
-    own.chat_template = (
-        turns(f"message.role + {early}", "</s>\n")
-        .replace(f"'assistant' + {early}", f"'assistant' + {early.replace('NUMBER', 'messages|length + 1')}")
-        .replace("NUMBER", "loop.index")
-    )
-    with pytest.warns(UserWarning, match="2 of 2 rows are counted as start_in_a_token"):
-        _, counts = filter_rows([ROW, ROW], own)
-    assert counts == {"kept": 2, "start_in_a_token": 2}
-
-
 HEADS = {
     "a system message": "('[steered]\n' if messages[0].role == 'system' else '')",
     "tools": "('[tools]\n' if tools else '')",
@@ -266,7 +224,7 @@ def test_generation_starts_at_the_first_of_two_headers() -> None:
     tokens = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
     own = tokenizer(template, *tokens, eos="<|return|>")
     expected = (
-        "<|start|>assistant⟦<|channel|>analysis<|message|><|end|><|start|>assistant<|channel|>final<|message|>"
+        "<|start|>assistant<|channel|>analysis<|message|><|end|>⟦<|start|>assistant<|channel|>final<|message|>"
         "one<|return|>⟧"
     )
     assert shown(chat("q", "one"), own).endswith(expected)

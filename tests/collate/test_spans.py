@@ -10,6 +10,7 @@ from fsdp_sft.collate import (
     IGNORE_INDEX,
     ChatTemplateError,
     encode_chat,
+    filter_rows,
     spans,
 )
 from fsdp_sft.collate.rows import read_row
@@ -165,10 +166,17 @@ def test_thinking_that_the_generation_prompt_opens_is_not_trained():
     assert text.endswith("<|im_start|>assistant\n<think>\n⟦new\n</think>\n\nd<|im_end|>⟧\n")
 
 
-def test_an_empty_think_block_of_the_template_is_trained():
-    assert shown(chat("a", "b"), TOKENIZERS["qwen3"]).endswith(
-        "<|im_start|>assistant\n⟦<think>\n\n</think>\n\nb<|im_end|>⟧\n"
+def test_an_empty_think_block_of_the_template_is_trained_on_request_alone():
+    row, tokenizer, block = chat("a", "b"), TOKENIZERS["qwen3"], "<think>\n\n</think>\n\n"
+    assert shown(row, tokenizer).endswith(f"<|im_start|>assistant\n{block}⟦b<|im_end|>⟧\n")
+    assert shown(row, tokenizer, train_on="all").startswith("⟦")
+    assert encode_chat(row, tokenizer).notes == ("empty_reasoning",)
+    with pytest.raises(ChatTemplateError, match="message 1 has no reasoning"):
+        encode_chat(row, tokenizer, empty_reasoning="error")
+    _, counts = filter_rows(
+        [row, chat("a", "<think>c</think>b")], tokenizer, on_error="count", empty_reasoning="error"
     )
+    assert counts == {"kept": 1, "no_reasoning": 1}
 
 
 def test_tags_leave_out_what_they_do_not_cover():

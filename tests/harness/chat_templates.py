@@ -163,8 +163,10 @@ def _write_qwen3(messages: list[dict[str, Any]]) -> list[Piece]:
             if "</think>" in text:
                 thought = text.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
                 text = text.split("</think>")[-1].lstrip("\n")
-            if index > last:
-                text = "<think>\n" + thought.strip("\n") + "\n</think>\n\n" + text.lstrip("\n")
+            if index > last:  # an empty block is no answer's
+                text = text.lstrip("\n")
+                block = "<think>\n" + thought.strip("\n") + "\n</think>\n\n"
+                pieces.append((block, bool(thought.strip("\n"))))
         answer = message["role"] == "assistant"
         pieces += [(text, answer), ("<|im_end|>", answer), ("\n", False)]
     return pieces

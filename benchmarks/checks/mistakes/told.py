@@ -25,6 +25,13 @@ MISTAKES = [
         ("tests/test_mistakes.py",),
     ),
     Mistake(
+        "an end of turn that is padding gets no gradient without a word",
+        "step/meant.py",
+        "            and module.num_embeddings == rows",
+        "            and False",
+        ("tests/step/test_lengths.py",),
+    ),
+    Mistake(
         "a model left in eval mode is trained without a word",
         "step/meant.py",
         "    if not model.training and first_time(",

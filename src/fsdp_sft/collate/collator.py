@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.utils.data import get_worker_info
 from typing_extensions import Unpack
 
 from fsdp_sft._model.vocabulary import check_row
@@ -14,7 +16,7 @@ from fsdp_sft._model.wrappers import tokenizer_of
 from fsdp_sft._process.words import answered
 from fsdp_sft.collate.encode import EncodedChat, encode_rows, truncate
 from fsdp_sft.collate.filtering import let_pass
-from fsdp_sft.collate.notes import warn
+from fsdp_sft.collate.notes import NOTES, warn
 from fsdp_sft.collate.options import EncodeKeywords, check_choice, check_count, options_of
 from fsdp_sft.collate.rows import check_encoded
 from fsdp_sft.collate.template import describe_tokenizer
@@ -42,7 +44,8 @@ class SFTCollator:
         vocab_size: Number of embeddings of the model, such as `model.config.vocab_size`; a row with an id
             outside of them raises. None leaves that check to `train_step`.
         **options: Further options of `encode_chat`. Without `truncation` among them, the first row of which
-            `max_length` leaves nothing of an answer is warned of.
+            `max_length` leaves nothing of an answer is warned of; so is, once, a template that writes
+            nothing after the last answer, on which generation could stop.
 
     Raises:
         ValueError: For an option that is not allowed, or a tokenizer without a padding token.
@@ -88,7 +91,7 @@ class SFTCollator:
         self.padding_side = padding_side
         self.pad_to_multiple_of = pad_to_multiple_of or 1
         self.vocab_size = vocab_size
-        self._tells_of_cuts = "truncation" not in options
+        self._told = {"answer_cut_off"} if "truncation" in options else set()
         dropped = let_pass(tokenizer) if on_dropped is None else on_dropped
         self._options = options_of("SFTCollator", options, max_length=max_length, on_dropped=dropped)
 
@@ -122,12 +125,20 @@ class SFTCollator:
         ]
         for chat in chats:
             check_encoded(chat.input_ids, chat.labels, chat.loss_weights)
-            if self._tells_of_cuts and "answer_cut_off" in chat.notes:
-                self._tells_of_cuts = False
-                warn(
-                    f"a row is cut at max_length={self.max_length} and nothing of an answer is left: "
-                    "filter_rows counts such rows (answer_cut_off). truncation= says that it is meant"
-                )
+        counts = Counter(note for chat in chats for note in chat.notes)
+        # All rows of a template have an end or none, nearly, so the first of a data loader's workers tells.
+        has_no_end = getattr(get_worker_info(), "id", 0) == 0 and 2 * counts["no_end_of_turn"] > len(chats)
+        cut = (
+            f"a row is cut at max_length={self.max_length} and nothing of an answer is left: "
+            "filter_rows counts such rows (answer_cut_off). truncation= says that it is meant"
+        )
+        for note, holds, text in (
+            ("answer_cut_off", counts["answer_cut_off"] > 0, cut),
+            ("no_end_of_turn", has_no_end, NOTES["no_end_of_turn"]),
+        ):
+            if holds and note not in self._told:
+                self._told.add(note)
+                warn(text)
         if self.vocab_size is not None:
             for chat in chats:
                 check_row(chat.input_ids, self.vocab_size)

@@ -166,6 +166,7 @@ def encode_chat(
     train_on: TrainOn = "assistant",
     train_eot: bool = True,
     train_reasoning: bool = True,
+    empty_reasoning: Literal["mask", "train", "error"] = "mask",
     max_length: int | None = None,
     truncation: str = "right",
     chat_template: str | None = None,
@@ -195,8 +196,13 @@ def encode_chat(
             last assistant turn; "all": every token; or a set of roles, of which all but the assistant's are
             trained without the white space in front of their texts.
         train_eot: Whether the end-of-turn token is trained.
-        train_reasoning: Whether reasoning is trained, with the tags around it. What a template prints in its
-            absence, such as an empty think block, is always trained.
+        train_reasoning: Whether reasoning is trained, with the tags around it. Reasoning between ``<think>``
+            and ``</think>`` at the beginning of a content is given to the template as the key that it reads
+            (`reasoning_content`, `reasoning`, `thinking`), unless it finds it in the content itself.
+        empty_reasoning: What to do with the empty block of reasoning, such as ``<think></think>``, that a
+            template prints in front of an answer without reasoning, where the generation prompt does not have
+            it: "mask" leaves it untrained, so that the model does not unlearn to reason, "train" trains it,
+            "error" refuses the row. ``train_on="all"`` trains it always.
         max_length: Most tokens to keep; None keeps all.
         truncation: "right" drops the end, "left" the beginning, "error" raises.
         chat_template: Template to use instead of the tokenizer's.
@@ -230,6 +236,7 @@ def encode_chat(
         train_on=train_on,
         train_eot=train_eot,
         train_reasoning=train_reasoning,
+        empty_reasoning=empty_reasoning,
         max_length=max_length,
         truncation=truncation,
         chat_template=chat_template,
@@ -327,14 +334,21 @@ def _render(
     else:
         wanted = trained = selected_turns(conversation, options)
     try:
-        found = find_turns(template, conversation, wanted, reasoning=options.train_reasoning, printed=trained)
+        found = find_turns(
+            template,
+            conversation,
+            wanted,
+            reasoning=options.train_reasoning,
+            empty_blocks=all_else or options.empty_reasoning == "train",
+            printed=trained,
+        )
     except ChatTemplateError:
         if not all_else or wanted:
             raise
         # If every token is trained, the places of the texts are not needed; a text that is missing from the
         # rendering is found by searching for it.
         found = find_turns(template, conversation, [], printed=[])
-        found = replace(found, dropped=tuple(not_in_the_text(conversation.messages, trained, found.text)))
+        found = replace(found, dropped=tuple(not_in_the_text(found.messages, trained, found.text)))
     _check_text(found.text)
     notes = tuple(notes_of(found, template, conversation, options))
     starts: dict[int, int] = {}

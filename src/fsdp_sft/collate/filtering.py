@@ -35,6 +35,7 @@ REFUSALS = {
     "media": "it has an image, a video or a sound, and text alone is encoded",
     "too_long": 'over max_length with truncation="error"',
     "refused_by_template": "the template does not take the conversation, or does not show what is trained",
+    "no_reasoning": "an answer has no reasoning, with empty_reasoning='error'",
     "dropped_text": "the template leaves out a text of an answer",
 }
 """Reasons why a row is not kept, by their names in `FilterCounts`."""

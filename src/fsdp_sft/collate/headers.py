@@ -9,6 +9,9 @@ OPENED_REASONING = re.compile(
     r"\s*[<\[][^<>\[\]]*(?:think|thought|reason|channel)[^<>\[\]]*[>\]].*", re.DOTALL | re.IGNORECASE
 )
 
+# The tag that closes it in an answer: </think>, [/THINK], <|END_THINKING|>, <|end|> ...
+CLOSED_REASONING = re.compile(r"\s*(?:<[^<>]*>|\[[^\[\]]*\]|\{[^{}]*\})\s*")
+
 
 def through_the_tag(text: str, length: int, tokens: Iterable[str]) -> int:
     """`length`, or the end of the token or tag of `text` that a cut there would split."""
@@ -52,6 +55,11 @@ def shared_header(prompt: str, before: str) -> str:
         if word and re.match(r"\w", prompt[length:] or before[length:]):
             length = word.start()
     return prompt[:length]
+
+
+def overlap(prompt: str, text: str) -> int:
+    """Length of the longest end of `prompt` with which `text` begins."""
+    return next(n for n in range(min(len(prompt), len(text)), -1, -1) if prompt.endswith(text[:n]))
 
 
 def common_length(first: str, second: str) -> int:

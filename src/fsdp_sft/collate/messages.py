@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-from fsdp_sft.collate.media import PARTS, refuse_media
 from fsdp_sft.errors import RowError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -33,6 +32,22 @@ _KNOWN = {*_MEANT, *_FLAG_KEYS, *_YES_OR_NO, *_BY_CHARACTERS, "function_call", "
 _NEAR = 0.83  # difflib's ratio: "tool_call", "toolCalls", and not "reason"
 # Keys under which a message carries notes while its row is read; take_notes removes them.
 _IN_PARTS = "reasoning given as a part of type thinking"
+# Keys of rows and messages, as LLaVA, LLaMA-Factory, ms-swift, TRL and the docs of datasets name them.
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+# Types of content parts, in OpenAI's and transformers' formats.
+_MEDIA_PARTS = (*_MEDIA, "image_url", "video_url", "audio_url", "input_image", "input_audio")
+# Keys that a processor adds to a tokenised row, for the vision or audio encoder of a model.
+KEYS_OF_TOWERS = (
+    "pixel_values",
+    "pixel_values_videos",
+    "pixel_values_images",
+    "image_grid_thw",
+    "video_grid_thw",
+    "image_sizes",
+    "input_features",
+    "input_values",
+    "audio_values",
+)
 
 Message = dict[str, Any]
 
@@ -119,7 +134,7 @@ def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
     found, last = _Parts(), 0
     for number, part in enumerate(parts):
         kind, place = part.get("type") if isinstance(part, dict) else None, f"{where}.content[{number}]"
-        if kind in PARTS:
+        if kind in _MEDIA_PARTS:
             raise RowError(f"{place} is a part of type {kind}: only text is encoded here", reason="media")
         if kind not in _ORDER:
             raise ValueError(
@@ -208,6 +223,33 @@ def _pop_weight(message: Message, place: str) -> float:
             )
         total *= float(value)
     return total
+
+
+def refuse_media(row: Mapping[Any, Any], where: str = "the row") -> None:
+    """Refuse a row or message with an image, a video or a sound.
+
+    Raises:
+        RowError: If it has one that is not empty.
+    """
+    found = [key for key in (*_MEDIA, *KEYS_OF_TOWERS) if key in row and not _is_empty(row[key])]
+    if found:
+        raise RowError(
+            f"{where} has {' and '.join(map(repr, found))}: only text is encoded here, and the row would be "
+            "trained without it. Leave the column out of the data set if the model is not to see it, or "
+            "give train_step batches of the model's own processor",
+            reason="media",
+        )
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a value is null, False or blank, or holds nothing else, as in a row from an Arrow table."""
+    if value is None or value is False:
+        return True
+    if isinstance(value, Mapping):
+        return all(map(_is_empty, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_empty, value))
+    return isinstance(value, str | bytes) and not value.strip()
 
 
 def as_text(value: Any, where: str) -> str:

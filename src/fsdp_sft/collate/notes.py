@@ -37,6 +37,10 @@ NOTES = {
     "(tokenizer.model_max_length); pass max_length=, or raise that if the model takes more",
     "special_tokens": "a text of the row holds a special token, which the model reads as one and not as "
     "text, so it can begin or end a turn; take it out of the text, unless it is meant",
+    "empty_reasoning": "the template prints an empty block of reasoning in front of an answer without any; "
+    "it is trained with empty_reasoning='train' alone",
+    "reasoning_in_content": "reasoning between think tags is printed as text of the answer, since the "
+    "template reads none there; give it under the key that the template reads, if it reads one",
     "answer_cut_off": "max_length leaves nothing of an answer",
 }
 """Remarks on rows that are kept, by their names in `FilterCounts`."""
@@ -78,6 +82,17 @@ def notes_of(
     if found.begins_late and options.train_on != "all":
         yield "end_of_answer_alone"
     yield from _on_prompts(found, template)
+    if found.reasoning_in_content:
+        yield "reasoning_in_content"
+    if found.empty_reasoning is not None and options.train_on != "all":
+        if options.empty_reasoning == "error":
+            raise ChatTemplateError(
+                f"message {found.empty_reasoning} has no reasoning, and the chat template of "
+                f"{describe_tokenizer(template.tokenizer)} prints an empty block of it, which "
+                "empty_reasoning='error' refuses: give the reasoning, leave the row out, or pass 'mask'",
+                reason="no_reasoning",
+            )
+        yield "empty_reasoning"
     if options.train_on != "all" and found.turns and options.train_eot:
         last = found.turns[-1]
         if conversation.messages[last.message]["role"] == "assistant" and last.stop_start == last.end:
@@ -178,12 +193,12 @@ def _warn(template: ChatTemplate, what: str) -> None:
 
 def _dropped_error(lost: Dropped, template: ChatTemplate) -> ChatTemplateError:
     """The error for a text that the template does not print."""
-    keys = template.reasoning_keys() if lost.part == "reasoning" else []
+    key = template.facts().reasoning_key if lost.part == "reasoning" else ""
     shown = lost.text if len(lost.text) <= 60 else f"{lost.text[:60]}..."
     return ChatTemplateError(
         f"the chat template of {describe_tokenizer(template.tokenizer)} does not print the {lost.part} of "
         f"message {lost.message}, {shown!r}, so it would not be trained: "
-        + (f"give reasoning as {' or '.join(map(repr, keys))}, which it prints; or " if keys else "")
+        + (f"give reasoning as {key!r}, which it prints; or " if key else "")
         + "pass a chat_template= that prints it, leave the row out (filter_rows with on_error='count'), or "
         "train what is printed with on_dropped='count'",
         reason="dropped_text",

@@ -20,6 +20,7 @@ class EncodeKeywords(TypedDict, total=False):
     train_on: TrainOn
     train_eot: bool
     train_reasoning: bool
+    empty_reasoning: str
     truncation: str
     chat_template: str | None
     row_format: str | None
@@ -37,6 +38,7 @@ class EncodeOptions:
     train_on: TrainOn = "assistant"
     train_eot: bool = True
     train_reasoning: bool = True
+    empty_reasoning: str = "mask"
     max_length: int | None = None
     truncation: str = "right"
     chat_template: str | None = None
@@ -57,6 +59,7 @@ class EncodeOptions:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if roles == "all" and not self.train_reasoning:
             raise ValueError('train_reasoning=False contradicts train_on="all", which trains every token')
+        check_choice("empty_reasoning", self.empty_reasoning, ("mask", "train", "error"))
         if self.max_length is not None:
             check_count("max_length", self.max_length)
         check_choice("truncation", self.truncation, ("right", "left", "error"))

@@ -1,136 +1,199 @@
-"""Convert the rows of data sets to one list of chat messages, without a tokenizer or template."""
+"""Convert the rows of data sets to one list of chat messages, without a tokenizer or template.
+
+A new shape of rows is a reader and a line in `SHAPES`.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
-from fsdp_sft.collate.media import refuse_media
-from fsdp_sft.collate.messages import MAX_WEIGHT, Message, as_list, as_text, parse_json, shortened, take_notes
-from fsdp_sft.collate.shapes import MESSAGE_LISTS, SHAPES, RowShape, repair
+from fsdp_sft.collate.messages import (
+    MAX_WEIGHT,
+    Message,
+    as_list,
+    as_text,
+    parse_json,
+    read_message,
+    refuse_media,
+    shortened,
+    take_notes,
+)
 
-# Tell the nulls of a row from those with which an Arrow table fills keys that the row does not have.
-#
-# A column of structs in an Arrow table gives every struct the keys of all the others, with null for those it
-# did not have. Whether a row comes from such a table shows in the row itself:
-#
-# - Structs in one list that have different keys cannot come from a table.
-# - A null where nobody writes one (a message's ``tool_calls``, a tool's ``type``) can only come from a table.
-#
-# In a row that shows neither, nulls are kept.
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "system": "system",
+}
+_MARKS = {"messages": "role", "conversations": "from"}  # by which a list of turns is told
+_ANSWERS = ("answer", "response", "output", "completion", "solution", "reply", "assistant")
+_CHATS = ("chat", "dialog", "dialogue", "conversation", "turns", *_MARKS)
+_ALSO_CALLED = {
+    "messages": _CHATS,
+    "conversations": _CHATS,
+    "prompt": ("question", "query", "problem", "input", "user"),
+    "completion": _ANSWERS,
+    "input": ("context",),
+    "output": _ANSWERS,
+    "text": ("content", "document", "article", "body"),
+}  # by keys that are read: what other data sets call them
 
-# The only keywords of JSON Schema whose value may be null.
-_NULL_IN_A_SCHEMA = ("default", "const")
 
+@dataclass(frozen=True)
+class RowShape:
+    """A shape of chat rows.
 
-def without_fillers(row: dict[str, Any], message_lists: Collection[str]) -> dict[str, Any]:
-    """The row without nulls from a table in the arguments of calls and in tools.
-
-    Args:
-        row: A chat row of plain Python data, which is not modified.
-        message_lists: Its keys that may hold a list of messages.
+    Attributes:
+        name: What ``row_format=`` calls it.
+        key: The key by which a row is recognised.
+        says: The keys in words, for messages.
+        read: Function from a row to its messages.
+        answer: The key of what is trained.
+        others: Further keys that ``read`` looks at.
     """
-    lists = [row[key] for key in message_lists if isinstance(row.get(key), list)]
-    calls = [call for items in lists for call in _calls(items)]
-    tools = row["tools"] if isinstance(row.get("tools"), list) else []
-    if not calls and not tools:
-        return row
-    known = dict(_parameters(tools))
-    from_table = _comes_from_a_table(lists, calls, tools)
-    cleaned = dict(row)
-    for key in message_lists:
-        if isinstance(row.get(key), list):
-            cleaned[key] = [_clean_message(item, from_table, known) for item in row[key]]
-    if from_table and tools:
-        cleaned["tools"] = _stripped(tools)
-    return cleaned
+
+    name: str
+    key: str
+    says: str
+    read: Callable[[Mapping[str, Any]], list[Message]]
+    answer: str
+    others: tuple[str, ...] = ()
 
 
-def _dicts(values: Iterable[Any]) -> list[Mapping[str, Any]]:
-    return [value for value in values if isinstance(value, dict)]
+def _read_messages(row: Mapping[str, Any]) -> list[Message]:
+    items = as_list(row["messages"], "messages")
+    return _with_system(row, [read_message(item, f"messages[{i}]") for i, item in enumerate(items)])
 
 
-def _calls(messages: list[Any]) -> Iterator[Mapping[str, Any]]:
-    """The tool calls of all messages."""
-    for message in _dicts(messages):
-        if isinstance(calls := message.get("tool_calls"), list):
-            yield from _dicts(calls)
+def _read_conversations(row: Mapping[str, Any]) -> list[Message]:
+    items = as_list(row["conversations"], "conversations")
+    messages = [_read_turn(item, f"conversations[{i}]") for i, item in enumerate(items)]
+    return _with_system(row, messages)
 
 
-def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The object with the name and the arguments or parameters: the inner one, or the call or tool itself."""
-    inner = call.get("function")
-    return inner if isinstance(inner, dict) else call
+def _read_turn(item: Any, where: str) -> Message:
+    """One ShareGPT turn as a message."""
+    if isinstance(item, dict) and "role" in item:
+        return read_message(item, where)
+    if not isinstance(item, dict) or "from" not in item:
+        raise ValueError(f"{where} must be a dict with from and value, got {shortened(item)}")
+    refuse_media(item, where)
+    speaker = item["from"]
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        raise ValueError(f"{where} has the role {speaker!r}; known roles: {', '.join(SHAREGPT_ROLES)}")
+    message: Message = {key: value for key, value in item.items() if key not in ("from", "value")}
+    message["role"] = SHAREGPT_ROLES[speaker]
+    value = as_text(item.get("value"), f"{where}.value")
+    if speaker != "function_call":
+        return read_message({**message, "content": value}, where)
+    calls = parse_json(value, f"{where}: function_call")
+    calls = calls if isinstance(calls, list) else [calls]
+    return read_message({**message, "content": "", "tool_calls": calls}, where)
 
 
-def _parameters(tools: list[Any]) -> Iterator[tuple[str, Any]]:
-    """(name of a tool, set of the names of its parameters) for each tool whose schema lists them."""
-    for tool in _dicts(tools):
-        inner = _function(tool)
-        schema = inner.get("parameters")
-        properties = schema.get("properties") if isinstance(schema, dict) else None
-        if isinstance(inner.get("name"), str) and isinstance(properties, dict):
-            yield inner["name"], {name for name, value in properties.items() if value is not None}
-
-
-def _comes_from_a_table(lists: list[list[Any]], calls: list[Mapping[str, Any]], tools: list[Any]) -> bool:
-    """Whether the row shows that it comes from an Arrow table, by the rules at the top of this module."""
-    functions = [_function(call) for call in calls]
-    arguments = _dicts(function.get("arguments") for function in functions)
-    groups = [*map(_dicts, lists), calls, functions, arguments, _dicts(tools)]
-    if any(len({frozenset(item) for item in group}) > 1 for group in groups):
-        return False
-    messages = [item for items in lists for item in _dicts(items)]
-    # In OpenAI's format a message that calls a tool has content: null, so that null shows nothing.
-    hints = [{k: v for k, v in message.items() if k != "content"} for message in messages]
-    if any(value is None for item in [*hints, *calls, *functions] for value in item.values()):
-        return True
-    names = {function.get("name") for function in functions}
-    if len(names) > 1 and any(value is None for item in arguments for value in item.values()):
-        return True  # different functions have arguments with the same keys, which a table has given them
-    return any(_has_impossible_null(tool) for tool in tools)
-
-
-def _has_impossible_null(schema: Any) -> bool:
-    """Whether a tool's JSON schema has a null where JSON Schema allows none."""
-    if isinstance(schema, dict):
-        return any(
-            key not in _NULL_IN_A_SCHEMA if value is None else _has_impossible_null(value)
-            for key, value in schema.items()
+def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
+    """Messages of an Alpaca row, with its history."""
+    if row.get("output") is None:
+        told = repair(row, *(("input", "output") if row.get("context") else ("output",)))
+        raise ValueError(f'an Alpaca row needs "instruction" and "output", got the keys {sorted(row)}{told}')
+    if row.get("corrected") is not None:
+        raise ValueError(
+            '"corrected" is not read, and "output" would be trained in its place: give what is to be learnt '
+            "as messages"
         )
-    return isinstance(schema, list) and any(_has_impossible_null(item) for item in schema if item is not None)
+    messages: list[Message] = []
+    for number, pair in enumerate(as_list(row.get("history") or [], "history")):
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise ValueError(f"history[{number}] must be a [user, assistant] pair, got {shortened(pair)}")
+        messages += _pair(pair[0], pair[1], f"history[{number}]")
+    parts = [as_text(row.get(key) or "", key) for key in ("instruction", "input")]
+    messages += _pair("\n".join(part for part in parts if part), row["output"], "output")
+    return _with_system(row, messages)
 
 
-def _clean_message(message: Any, from_table: bool, known: dict[str, Any]) -> Any:
-    """The message without filled-in nulls in the arguments of its calls."""
-    if not isinstance(message, dict) or not isinstance(message.get("tool_calls"), list):
-        return message
-    return {**message, "tool_calls": [_clean_call(call, from_table, known) for call in message["tool_calls"]]}
+def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
+    """Messages of a prompt/completion row; a prompt given as a list of messages is not trained."""
+    if row.get("completion") is None:
+        told = repair(row, "completion")
+        raise ValueError(f'a prompt row needs "prompt" and "completion", got the keys {sorted(row)}{told}')
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) or isinstance(completion, str):
+        return _with_system(row, _pair(prompt, completion, "prompt/completion"))
+    given, wanted = (
+        [read_message(item, f"{key}[{i}]") for i, item in enumerate(as_list(row[key], key))]
+        for key in ("prompt", "completion")
+    )
+    return _with_system(row, [{**message, "train": 0} for message in given] + wanted)
 
 
-def _clean_call(call: Any, from_table: bool, known: dict[str, Any]) -> Any:
-    """The call without filled-in nulls in its arguments."""
-    function = _function(call) if isinstance(call, dict) else {}
-    arguments = function.get("arguments")
-    if not isinstance(arguments, dict):
-        return call
-    if from_table:
-        arguments = _stripped(arguments)
-    elif function.get("name") in known:
-        # A null for a parameter that the tool's schema does not have can only come from a table.
-        names = known[function["name"]]
-        arguments = {key: value for key, value in arguments.items() if value is not None or key in names}
-    changed = {**function, "arguments": arguments}
-    return {**call, "function": changed} if "function" in call else changed
+def repair(row: Mapping[str, Any], *wanted: str) -> str:
+    """The keys that are nearest to those wanted, with the line that renames them; "" if none is near."""
+    found: dict[str, str] = {}
+    for key in wanted:
+        mark, kind = repr(_MARKS.get(key, "")), list if key in _MARKS else str
+        names = {
+            str(own).lower(): own
+            for own, value in row.items()
+            if isinstance(value, kind) and (kind is str or mark in repr(value[:1]))
+        }
+        near = [one for name in (key, *_ALSO_CALLED[key]) for one in get_close_matches(name, names, 1, 0.8)]
+        found.update((key, names[one]) for one in near[:1])
+    like = ", ".join(f"{own!r} is nearest to {key!r}" for key, own in found.items())
+    line = ", ".join(f'"{key}": row["{own}"]' for key, own in found.items())
+    whole = f": rows.map(lambda row: {{{line}}})" if len(found) == len(wanted) else ""
+    return f"; {like}{whole}" if found else ""
 
 
-def _stripped(value: Any) -> Any:
-    """The value without keys that are null, at any depth."""
-    if isinstance(value, dict):
-        return {key: _stripped(item) for key, item in value.items() if item is not None}
-    return [_stripped(item) for item in value] if isinstance(value, list) else value
+def _with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """The messages, with the row's ``system`` in front unless they begin with a system message."""
+    system = row.get("system")
+    if not system or (messages and messages[0]["role"] in ("system", "developer")):
+        return messages
+    return [{"role": "system", "content": as_text(system, "system")}, *messages]
+
+
+def _pair(user: Any, assistant: Any, where: str) -> list[Message]:
+    """A user's message and the assistant's answer."""
+    return [
+        {"role": "user", "content": as_text(user, f"{where} (user side)")},
+        {"role": "assistant", "content": as_text(assistant, f"{where} (assistant side)")},
+    ]
+
+
+SHAPES = (
+    RowShape("messages", "messages", '"messages" (role/content)', _read_messages, "messages", ("system",)),
+    RowShape(
+        "sharegpt",
+        "conversations",
+        '"conversations" (from/value)',
+        _read_conversations,
+        "conversations",
+        ("system",),
+    ),
+    RowShape(
+        "alpaca",
+        "instruction",
+        '"instruction" + "output" (Alpaca)',
+        _read_alpaca,
+        "output",
+        ("input", "history", "system"),
+    ),
+    RowShape(
+        "prompt_completion", "prompt", '"prompt" + "completion"', _read_prompt, "completion", ("system",)
+    ),
+)
+"""Every shape of chat rows, in the order in which they are tried; tokenised rows come before, texts after."""
+MESSAGE_LISTS = {key for shape in SHAPES for key in (shape.key, shape.answer)}
+"""Keys of a row that may hold a list of messages."""
 
 
 FORMATS = ("tokenized", *(shape.name for shape in SHAPES), "text")
@@ -253,7 +316,7 @@ def read_row(row: Any, row_format: str | None = None) -> Conversation:
     refuse_media(row)
     try:
         plain = {key: _plain(value) if key in _READ else value for key, value in row.items()}
-        row = without_fillers(plain, MESSAGE_LISTS)
+        row = _without_fillers(plain)
         messages = shape.read(row)
     except RecursionError:
         raise ValueError("the row is nested too deeply to be read") from None
@@ -282,6 +345,45 @@ def _shape_of(row: Mapping[str, Any], row_format: str | None) -> RowShape:
     by_name = (("messages",), ("conversations",), ("prompt", "completion"), ("text",))
     told = max((repair(row, *names) for names in by_name), key=len)
     raise ValueError(f"no known row shape in {keys}; accepted shapes: {_ACCEPTED}{told}")
+
+
+def _without_fillers(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without the nulls with which an Arrow table fills keys in calls and tools that a row lacks.
+
+    A column of structs in a table gives every struct the keys of all the others. So messages with different
+    keys come from no table, and a null that is not a content, such as a question's ``tool_calls``, only from
+    one. In tools every null does where JSON Schema has none.
+
+    Args:
+        row: A chat row of plain Python data, which is not modified.
+    """
+    lists = {key: _dicts(row[key]) for key in MESSAGE_LISTS if isinstance(row.get(key), list)}
+    keys = {(key, *message) for key, messages in lists.items() for message in messages}
+    values = [item for messages in lists.values() for message in messages for item in message.items()]
+    from_table = len(keys) == len(lists) and any(item is None for key, item in values if key != "content")
+    cleaned = dict(row)
+    if isinstance(row.get("tools"), list):
+        cleaned["tools"] = _stripped(row["tools"], () if from_table else ("default", "const"))
+    for key in lists if from_table else ():
+        cleaned[key] = [
+            {**item, "tool_calls": _stripped(item["tool_calls"])}
+            if isinstance(item, dict) and "tool_calls" in item
+            else item
+            for item in row[key]
+        ]
+    return cleaned
+
+
+def _dicts(values: list[Any]) -> list[dict[str, Any]]:
+    return [value for value in values if isinstance(value, dict)]
+
+
+def _stripped(value: Any, nullable: tuple[str, ...] = ()) -> Any:
+    """The value without keys that are null, at any depth, but for the `nullable` ones."""
+    if isinstance(value, dict):
+        kept = {key: item for key, item in value.items() if item is not None or key in nullable}
+        return {key: _stripped(item, nullable) for key, item in kept.items()}
+    return [_stripped(item, nullable) for item in value] if isinstance(value, list) else value
 
 
 def check_template_kwargs(given: Any) -> dict[str, Any]:

@@ -40,8 +40,3 @@ def split_at_sentinels(text: str, *, numeric: bool) -> tuple[list[str], list[int
     pieces = _EITHER_SENTINEL.split(text)
     numbers = [int(a or b) for a, b in zip(pieces[1::3], pieces[2::3], strict=True)]
     return pieces[::3], numbers
-
-
-def has_sentinel(text: str) -> bool:
-    """Whether a sentinel occurs in the text."""
-    return _SENTINEL.search(text) is not None

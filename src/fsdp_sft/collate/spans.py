@@ -49,21 +49,27 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from fsdp_sft.collate.headers import OPENED_REASONING, common_length, is_a_header, shared_header
+from fsdp_sft.collate.headers import (
+    CLOSED_REASONING,
+    OPENED_REASONING,
+    common_length,
+    is_a_header,
+    overlap,
+    shared_header,
+)
 from fsdp_sft.collate.layout import THINK, Dropped, Layout, MessageSpan, SlotSpan, lay_out, mark_text
-from fsdp_sft.collate.messages import Message
+from fsdp_sft.collate.messages import REASONING_KEYS, Message
 from fsdp_sft.collate.rows import Conversation
 from fsdp_sft.collate.sentinels import OPEN, sentinel, split_at_sentinels
 from fsdp_sft.collate.template import ChatTemplate, TemplateFacts
 from fsdp_sft.errors import ChatTemplateError
 
-# Tags that open and close reasoning in the rendered text: <think>, [THINK], <|END_THINKING|>, <|end|> ...
+# A tag that opens reasoning in the rendered text.
 _OPENING = re.compile(r"(?:<[^<>]*>|\[[^\[\]]*\]|\{[^{}]*\})\s*$")
-_CLOSING = re.compile(r"\s*(?:<[^<>]*>|\[[^\[\]]*\]|\{[^{}]*\})\s*")
 _OPENED_THINK = re.compile(r"(?:<think[^<>]*>\s*)?(?:</think[^<>]*>\s*)?$")
 
 
@@ -100,6 +106,10 @@ class Found:
         unprompted: A header of answers that no generation prompt writes; "" if there is none.
         context: Untrained texts of other roles than the assistant that the template does not print.
         begins_late: Whether the template's generation tags leave out the beginning of an answer.
+        empty_reasoning: The first trained message in front of which the template prints an empty block of
+            reasoning that its prompt does not have; None if there is none.
+        reasoning_in_content: Whether a trained content has reasoning that the template prints as its text.
+        messages: The messages in the form that the template accepts.
     """
 
     text: str
@@ -110,6 +120,9 @@ class Found:
     unprompted: str = ""
     context: tuple[Dropped, ...] = ()
     begins_late: bool = False
+    empty_reasoning: int | None = None
+    reasoning_in_content: bool = False
+    messages: list[Message] = field(default_factory=list)
 
 
 def find_turns(
@@ -118,6 +131,7 @@ def find_turns(
     wanted: Iterable[int],
     *,
     reasoning: bool = True,
+    empty_blocks: bool = True,
     printed: Iterable[int] | None = None,
 ) -> Found:
     """Render a conversation and find the trained characters of the messages `wanted`.
@@ -127,6 +141,8 @@ def find_turns(
         conversation: The conversation to render.
         wanted: Indices of the messages whose characters are to be found.
         reasoning: Whether their reasoning, with the tags that open and close it, is part of their turns.
+        empty_blocks: Whether an empty block of reasoning, which the template prints in front of an answer
+            without any, is part of its turn.
         printed: Indices of the messages whose missing texts are reported in `Found.dropped`; None takes
             `wanted`.
 
@@ -137,7 +153,7 @@ def find_turns(
     wanted = set(wanted)
     printed = wanted if printed is None else set(printed)
     if not wanted and not printed:
-        return Found(text, [])
+        return Found(text, [], messages=messages)
     if OPEN in text:
         raise template.error(f"the conversation holds the private-use character {OPEN!r}")
     facts = template.facts()
@@ -147,7 +163,9 @@ def find_turns(
     wanted -= layout.absent(wanted - printed)
     layout.check(template, wanted)
     owned = _tags_by_message(tags, layout.places, messages)
-    finder = _TurnFinder(template, facts, messages, owned, layout, conversation.tools, facts.prompt_varies)
+    finder = _TurnFinder(
+        template, facts, messages, owned, layout, conversation.tools, empty_blocks, facts.prompt_varies
+    )
     spoken = {index for index in printed if messages[index]["role"] == "assistant"}
     extents = list(layout.extents(wanted | spoken))
     finder.check_headers(text, extents)
@@ -165,8 +183,13 @@ def find_turns(
         turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
         dropped = tuple(item for item in dropped if item.part != "reasoning")
     ordered = sorted(turns, key=lambda turn: turn.start)
-    told = finder.differing, finder.unprompted, context, begins_late
-    return Found(text, ordered, dropped, answers, *told)
+    as_text = any(
+        "</think>" in messages[index]["content"]
+        and _inline(messages[index]["content"])[0] not in facts.reads_tags
+        for index in spoken
+    )
+    told = finder.differing, finder.unprompted, context, begins_late, finder.empty, as_text
+    return Found(text, ordered, dropped, answers, *told, messages)
 
 
 def _not_printed(layout: Layout, messages: list[Message], others: set[int], text: str) -> Iterator[Dropped]:
@@ -195,7 +218,7 @@ def _without_reasoning(turn: Turn, places: list[SlotSpan], text: str) -> Iterato
         before = mine[number - 1].end if number else turn.start
         after = mine[number + 1].start if number + 1 < len(mine) else turn.stop_start
         opening = _OPENING.search(text[before : place.start])
-        closing = _CLOSING.match(text[place.end : after])
+        closing = CLOSED_REASONING.match(text[place.end : after])
         end = before + opening.start() if opening else place.start
         if number == 0:  # nothing but the header of the reasoning stands between the turn's start and it
             end = turn.start
@@ -208,19 +231,60 @@ def _without_reasoning(turn: Turn, places: list[SlotSpan], text: str) -> Iterato
 def _render_any(
     template: ChatTemplate, conversation: Conversation
 ) -> tuple[str, list[tuple[int, int]], list[Message]]:
-    """Render the messages, or the first of their `_other_forms` that the template accepts.
+    """Render the messages in the first form that the template accepts: theirs, or one of `_other_forms`.
+
+    Reasoning at the beginning of a content goes where the template wants it, unless it refuses that.
 
     Returns:
         (text, spans of the template's generation tags, messages in the form that was accepted).
     """
-    messages = conversation.messages
-    try:
-        return *template.render(messages, tools=conversation.tools), messages
-    except ChatTemplateError:
-        for form in _other_forms(messages):
-            with suppress(ChatTemplateError):
+    refused = None
+    for messages in _with_reasoning_apart(template, conversation.messages):
+        for form in (messages, *_other_forms(messages)):
+            try:
                 return *template.render(form, tools=conversation.tools), form
-        raise
+            except ChatTemplateError as error:
+                refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def _with_reasoning_apart(template: ChatTemplate, messages: list[Message]) -> Iterator[list[Message]]:
+    """The messages with reasoning under the key that the template reads, if that helps; then as they are."""
+    if any("</think>" in message["content"] for message in messages if message["role"] == "assistant"):
+        with suppress(ChatTemplateError):
+            facts = template.facts()
+            apart = [_reasoning_apart(message, facts) for message in messages]
+            if facts.reasoning_key and apart != messages:
+                yield apart
+    yield messages
+
+
+def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
+    """An assistant's message with its reasoning out of its content, unless the template finds it there."""
+    opening, thought, answer = (
+        _inline(message["content"]) if message["role"] == "assistant" else ("", "", None)
+    )
+    if (
+        answer is None
+        or opening in facts.reads_tags
+        or any(key in message for key in REASONING_KEYS)
+        # With a closing tag alone, a line must end behind it: else the answer may speak of the tag.
+        or (not opening and re.match(r"[^\S\n]*(?:\n|$)", answer) is None)
+    ):
+        return message
+    return {**message, facts.reasoning_key: thought.strip(), "content": answer.lstrip()}
+
+
+def _inline(content: str) -> tuple[str, str, str | None]:
+    """(tag that opens reasoning at the beginning, the reasoning, the answer; None without reasoning)."""
+    head, closing, answer = content.partition("</think>")
+    before, opening, thought = head.partition("<think>")
+    return (
+        opening,
+        thought if opening else head,
+        answer if closing and not (opening and before.strip()) else None,
+    )
 
 
 @dataclass(slots=True)
@@ -234,10 +298,12 @@ class _TurnFinder:
         tags: Spans of the template's generation tags, by message.
         layout: Places of the texts in the rendering.
         tools: Tool schemas of the conversation.
+        empty_blocks: Whether an empty block of reasoning is part of a turn.
         exact: Whether prompts are rendered for each answer, because they end elsewhere than the headers.
         differing: The first prompt, and the text in front of the answer to the question, which does not
             begin with it.
         unprompted: The header with which that text continues where the template writes no prompt.
+        empty: The first message with an empty block.
     """
 
     template: ChatTemplate
@@ -246,9 +312,11 @@ class _TurnFinder:
     tags: dict[int, list[tuple[int, int]]]
     layout: Layout
     tools: list[dict[str, Any]] | None
+    empty_blocks: bool = True
     exact: bool = False
     differing: tuple[str, str] | None = None
     unprompted: str = ""
+    empty: int | None = None
 
     def find(self, text: str, extent: MessageSpan) -> list[Turn]:
         """The turns of the message at `extent`."""
@@ -273,6 +341,7 @@ class _TurnFinder:
             )
         if stop is None:
             raise self.template.error(f"no end-of-turn token comes after the tool calls of message {index}")
+        start += self._supplied(index, text[floor + start : first], first)
         begin, stop_start, end = floor + start, last + stop[0], last + stop[1]
         # What lies between two {% generation %} blocks of one turn is not trained. The end of the last block
         # is not the end of the turn: the end-of-turn token may follow.
@@ -292,12 +361,32 @@ class _TurnFinder:
             raise self.template.error(
                 f"message {index} is blank, and its turn cannot be located in what it prints"
             )
+        start += self._supplied(index, ending[start:], None)
         found = [(at, -len(stop)) for stop in self.facts.stop_tokens if (at := ending.find(stop, start)) >= 0]
         if found:
             at, length = min(found)
             return [Turn(index, floor + start, floor + at, floor + at - length)]
         end = floor + max(start, len(ending.rstrip()))
         return [Turn(index, floor + start, end, end)] if end > floor + start else []
+
+    def _supplied(self, index: int, before: str, first: int | None) -> int:
+        """Number of characters of an answer, up to its first leaf, that a prompt supplies in some mode.
+
+        They open reasoning or, where none follows, are an empty block of it.
+
+        Args:
+            index: Index of the message.
+            before: The text from the start of its turn to its first leaf.
+            first: Position of that leaf; None if the message has none.
+        """
+        lengths = (overlap(prompt, before) for prompt in self.facts.supplied)
+        length = max((n for n in lengths if before[:n].strip()), default=0)
+        if not length or self.messages[index]["role"] != "assistant":
+            return 0
+        if any(place.start == first and place.is_reasoning for place in self.layout.places):
+            return length
+        self.empty = index if self.empty is None else self.empty
+        return 0 if self.empty_blocks else length
 
     def check_headers(self, text: str, extents: list[MessageSpan]) -> None:
         """Set ``exact``, ``differing`` and ``unprompted`` from the prompts of a few answers.

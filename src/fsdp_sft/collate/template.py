@@ -17,9 +17,15 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from fsdp_sft._compat.tokenizers import render_chat
-from fsdp_sft.collate.headers import common_length, is_begun_by, shared_header, through_the_tag
+from fsdp_sft.collate.headers import (
+    CLOSED_REASONING,
+    common_length,
+    is_begun_by,
+    shared_header,
+    through_the_tag,
+)
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
-from fsdp_sft.collate.sentinels import has_sentinel, sentinel
+from fsdp_sft.collate.sentinels import sentinel
 from fsdp_sft.errors import ChatTemplateError
 
 if TYPE_CHECKING:
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
 
 _SECONDS = 10.0  # of the CPU, for one conversation
 _MAX_CHARACTERS = 1 << 27  # of a rendered conversation, which is copied several times
+_MODES = tuple({name: on} for name in ("enable_thinking", "thinking") for on in (True, False))
 _endless: set[str] = set()  # templates that have gone over the time, which are not tried again
 
 # A macro or a block set captures its output, and transformers counts the offsets of generation tags in it
@@ -57,6 +64,11 @@ class TemplateFacts:
         prompt_varies: Whether that text differs from the one after the first question (some templates number
             their turns), so that `headers` hold for no other turns.
         opens_reasoning: Whether `prompt` precedes answers with reasoning only.
+        supplied: The text between a later question and the start of generation in other modes (thinking or
+            not), where reasoning is opened, or an empty block of it printed, by the prompt. For a template
+            that prints an empty block which no prompt has, the text between the question and the answer.
+        reasoning_key: The key of a message that the template prints as reasoning; "" if there is none.
+        reads_tags: Of "<think>" and "" those behind which the template finds reasoning in a content itself.
     """
 
     headers: tuple[str, ...]
@@ -72,6 +84,9 @@ class TemplateFacts:
     prompt: str = ""
     prompt_varies: bool = False
     opens_reasoning: bool = False
+    supplied: tuple[str, ...] = ()
+    reasoning_key: str = ""
+    reads_tags: tuple[str, ...] = ()
 
 
 class ChatTemplate:
@@ -124,8 +139,9 @@ class ChatTemplate:
         *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
+        mode: dict[str, Any] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render a conversation in transformers' sandbox.
+        """Render a conversation in transformers' sandbox; `mode` goes before other variables.
 
         Returns:
             (text, character spans of the generation tags; empty if the tags are in a macro or a block set).
@@ -140,7 +156,7 @@ class ChatTemplate:
                 text, tags = render_chat(
                     self.text,
                     messages,
-                    variables=self._variables,
+                    variables={**self._variables, **(mode or {})},
                     tools=tools,
                     add_generation_prompt=add_generation_prompt,
                 )
@@ -239,8 +255,8 @@ class ChatTemplate:
     def _probe(self, tools: list[dict[str, Any]] | None) -> TemplateFacts:
         """Facts from renderings of four sentinels, with and without a generation prompt."""
 
-        def render(chat: list[Message], *, prompt: bool = False) -> str:
-            return self.render(chat, tools=tools, add_generation_prompt=prompt)[0]
+        def render(chat: list[Message], *, prompt: bool = False, mode: dict[str, Any] | None = None) -> str:
+            return self.render(chat, tools=tools, add_generation_prompt=prompt, mode=mode)[0]
 
         # Message n consists of sentinel n alone, so the rest of a rendering is the template's own text.
         # `asked` follows the question when only the question is rendered, `prompted` when a generation prompt
@@ -276,9 +292,23 @@ class ChatTemplate:
         if end_of_turn is None and text and after_past_answer.startswith(closing.rstrip()):
             first = end_of_turn = text
         stops = [self.tokenizer.eos_token, first, end_of_turn]
+        reasoned = {key: text for key, text in self._reasoned(chat, tools) if sentinel(4) in text}
         opens_reasoning = not before_answer.startswith(prompted_later) and any(
-            before.startswith(prompted_later) for before in self._before_reasoning(chat, tools)
+            text.startswith(prompted_later) for text in reasoned.values()
         )
+        supplied = []
+        for mode in _MODES:
+            with suppress(ChatTemplateError):
+                supplied.append(self._after(2, render(chat[:3], prompt=True, mode=mode)))
+        for text in reasoned.values():
+            opening, behind, *_ = re.split(f"{sentinel(4)}|{sentinel(3)}", text)
+            closing = CLOSED_REASONING.match(behind)
+            if (
+                closing
+                and _squeezed(opening + behind) == _squeezed(before_answer)
+                and not any(one.rstrip().endswith(closing[0].strip()) for one in supplied)
+            ):
+                supplied.append(before_answer.removesuffix(behind.removeprefix(closing[0])))
         headers = [header for header in sorted(headers, key=len, reverse=True) if header.strip()]
         return TemplateFacts(
             headers=tuple(headers),
@@ -295,15 +325,36 @@ class ChatTemplate:
                 is_begun_by(prompted, prompted_later) or is_begun_by(prompted_later, prompted)
             ),
             opens_reasoning=opens_reasoning,
+            supplied=tuple(text for text in dict.fromkeys(supplied) if text != prompted_later),
+            reasoning_key=next(iter(reasoned), ""),
+            reads_tags=tuple(self._tags_read(chat, tools, next(iter(reasoned.values()), ""))),
         )
 
-    def _before_reasoning(self, chat: list[Message], tools: list[dict[str, Any]] | None) -> Iterator[str]:
-        """Texts between the last question and an answer with reasoning, for each key that it may have."""
+    def _reasoned(self, chat: list[Message], tools: list[dict[str, Any]] | None) -> Iterator[tuple[str, str]]:
+        """(key, text behind the last question) of an answer with reasoning, for each key that it may have."""
         for key in REASONING_KEYS:
             answer = {**chat[3], key: sentinel(4)}
             with suppress(ChatTemplateError):
-                text = self.render([*chat[:3], answer], tools=tools)[0]
-                yield re.split(f"{sentinel(3)}|{sentinel(4)}", self._after(2, text), maxsplit=1)[0]
+                yield key, self._after(2, self.render([*chat[:3], answer], tools=tools)[0])
+
+    def _tags_read(
+        self, chat: list[Message], tools: list[dict[str, Any]] | None, reasoned: str
+    ) -> Iterator[str]:
+        """The openings of reasoning in a content that the template does not take for text of the answer.
+
+        Args:
+            chat: The messages of the probe.
+            tools: Its tools.
+            reasoned: Text behind the last question with reasoning under a key of its own; "" if none is read.
+        """
+        for opening in ("<think>", ""):  # a prompt may have written the tag
+            content = f"{opening}\n{sentinel(4)}\n</think>\n\n{sentinel(3)}"
+            with suppress(ChatTemplateError):
+                told = self._after(
+                    2, self.render([*chat[:3], {**chat[3], "content": content}], tools=tools)[0]
+                )
+                if _squeezed(told) == _squeezed(reasoned) if reasoned else content.strip() not in told:
+                    yield opening
 
     def _without_next_header(self, after_past_answer: str, before_question: str) -> str:
         """`after_past_answer` without the header of the next question: the text that closes the answer.
@@ -361,16 +412,6 @@ class ChatTemplate:
         of_every_turn = after_answer[: common_length(after_answer, after_past_answer)]
         is_later = eos and (eos in of_every_turn or (run is not None and eos in run[0]))
         return first, eos if is_later else first
-
-    def reasoning_keys(self) -> list[str]:
-        """The keys of a message whose value the template prints as reasoning."""
-        found = []
-        for key in REASONING_KEYS:
-            answer = {"role": "assistant", "content": "b", key: sentinel(0)}
-            with suppress(ChatTemplateError):
-                if has_sentinel(self.render([{"role": "user", "content": "a"}, answer])[0]):
-                    found.append(key)
-        return found
 
     def last_special_token(self, text: str) -> str | None:
         """The special token with which ``text`` ends; None if it ends with something else."""
@@ -495,6 +536,11 @@ def templates_used(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 def _has_captured_tag(template: str) -> bool:
     """Whether a generation tag is inside a macro or a block set."""
     return _CAPTURED_TAG.search(template) is not None
+
+
+def _squeezed(text: str) -> str:
+    """The text without white space."""
+    return "".join(text.split())
 
 
 def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

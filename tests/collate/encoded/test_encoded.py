@@ -41,29 +41,12 @@ def plainly(given: Sequence[Any], **options: Any) -> list[fs.EncodedChat]:
     return [one for one in found if one.num_targets]
 
 
-class OnDisk(Sequence[dict[str, Any]]):
-    """What ``datasets.Dataset`` looks like: columns for a slice, a fingerprint."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows = rows
-        self.column_names = sorted(rows[0])
-        self._fingerprint = str(hash(json.dumps(rows)))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return {name: [row[name] for row in self.rows[index]] for name in self.column_names}
-        return self.rows[index]
-
-
 def given_as(kind: str, folder: Path) -> Any:
     made = rows()
     if kind == "list":
         return made
     if kind == "data set":
-        return OnDisk(made)
+        return pytest.importorskip("datasets").Dataset.from_list(made)
     if kind == "encoded":
         return [fs.encode_chat(row, TOKENIZER) for row in made]
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in made]
@@ -99,6 +82,15 @@ def test_rows_are_those_of_encode_chat(
     with pytest.raises(IndexError):
         encoded[len(expected)]
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.name[:5] in (".tmp-", ".part")] == []
+
+
+@pytest.mark.parametrize("form", ["arrow", "pandas", "numpy", "torch"])
+def test_a_data_set_may_have_any_format(form: str, tmp_path: Path) -> None:
+    made = pytest.importorskip("datasets").Dataset.from_list([{**row, "other": 1} for row in rows(5)])
+    formatted = made.with_format(form, columns=["messages"])
+    assert list(fs.encode_dataset(formatted, TOKENIZER, max_length=99, cache_dir=tmp_path)) == plainly(
+        rows(5)
+    )
 
 
 def test_what_is_there_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Reasons why a row cannot be encoded; a row without a target can, but is not kept.
-_REFUSED = ("malformed", "too_long", "refused_by_template", "dropped_text", "media")
+_REFUSED = ("malformed", "too_long", "refused_by_template", "dropped_text", "no_reasoning", "media")
 
 # Rows or bytes that take less time to encode than a process takes to start.
 _FEWEST = {"row": 4000, "B": 8 << 20}

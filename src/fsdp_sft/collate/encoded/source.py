@@ -113,6 +113,9 @@ class RowSource:
             )
         if not len(given):
             raise ValueError("there are no rows to encode")
+        if data.is_hub_dataset(given) and given.format["type"] not in (None, "custom"):
+            # Slices of other formats are tables or arrays. A transform stays.
+            given = given.with_format(None, columns=given.format["columns"])
         return cls(given)
 
     @property
