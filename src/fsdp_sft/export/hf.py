@@ -23,9 +23,9 @@ from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
 from fsdp_sft._tensors.disk import check_room, sweep, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft.export.hf_files import HfFiles
-from fsdp_sft.export.merged import gathered
+from fsdp_sft.export.merged import gathered, refuse_unmergeable
 from fsdp_sft.export.own_rows import has_whole_rows, open_own_rows
-from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, refuse_tied, unsharded_twin
+from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, unsharded_twin
 from fsdp_sft.export.settings import write_settings
 from fsdp_sft.export.target import export_target, put_in_place, reachable
 
@@ -134,7 +134,7 @@ def _export(
     try:
         with agreed(f"preparing to export to {target}"):
             content = exportable(model, dtype, *chat)
-            refuse_tied(content, merges)
+            refuse_unmergeable(content, merges)
             if this_rank() == 0:
                 plan, config = plan_export(model, content, dtype, caching)
                 target = reachable(target)

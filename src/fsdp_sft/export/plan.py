@@ -258,14 +258,3 @@ def joined(outputs: Mapping[str, list[str]]) -> list[list[str]]:
         merged = set(made).union(*(keys for keys, _ in sharing))
         groups.append((merged, [member for _, members in sharing for member in members] + [name]))
     return [members for _, members in groups]
-
-
-def refuse_tied(content: ModelTensors, merges: Mapping[str, Any]) -> None:
-    """Refuse to merge adapters into a weight that is tied to another one."""
-    tied = {*content.ties, *content.ties.values()}
-    for fqn in merges:
-        if f"{fqn}.weight" in tied:
-            raise ValueError(
-                f"{fqn} has adapters and its weight is tied to another: merged, both would change. Write the "
-                "adapters alone with export_adapter"
-            )
