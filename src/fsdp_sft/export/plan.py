@@ -19,7 +19,7 @@ from fsdp_sft._compat.conversions import (
 from fsdp_sft._compat.models import keep_in_float32_patterns, original_class
 from fsdp_sft._model.quantised import refuse_quantised_model
 from fsdp_sft._model.state import ModelTensors, model_tensors
-from fsdp_sft._model.twin import tied_meta_twin
+from fsdp_sft._model.twin import keep_config, tied_meta_twin
 from fsdp_sft._model.vocabulary import warn_of_tokenizer
 from fsdp_sft._model.wrappers import inner_model
 from fsdp_sft._process.callers import warn_caller
@@ -127,6 +127,7 @@ def exportable(
     refuse_quantised_model(model)
     # A processor has a tokenizer inside.
     warn_of_tokenizer(model, getattr(tokenizer, "tokenizer", tokenizer), chat_template)
+    keep_config(model)
     return model_tensors(model)
 
 

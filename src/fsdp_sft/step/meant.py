@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.fsdp import compute_dtypes
+from fsdp_sft._model.twin import keep_config
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.dcp_io.left_behind import loaded_without_optimizer, resumed_with_optimizer
@@ -50,6 +51,8 @@ def warn_of_what_may_be_meant(
             "scaler=torch.amp.GradScaler(), or compute in bfloat16, which needs none"
         )
     _warn_of_lost_updates(model, optimizers)
+    if first_time(model, "config"):
+        keep_config(model)
     if left_out and first_time(model, "left out"):
         warn_caller(
             f"{len(left_out)} parameters that require gradients are in no optimizer ({abridged(left_out)}): "
