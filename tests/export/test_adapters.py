@@ -112,7 +112,10 @@ def _export_all(kinds: dict[str, Any], folder: str, is_sharded: bool) -> dict[st
         logits, modules, state = _logits(model), list(model.modules()), everything(model)
         told[name] = "merged"
         out = f"{folder}/{name}"
-        for call in (partial(fs.check_export, out, model=model), partial(fs.export_hf, model, out, dtype=None)):
+        for call in (
+            partial(fs.check_export, out, model=model),
+            partial(fs.export_hf, model, out, dtype=None),
+        ):
             try:
                 call()
             except ValueError as error:

@@ -1,6 +1,7 @@
 """An export reads back as what was trained, or is refused: before the training, if it is asked then."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import transformers
 from torch import nn
 
 import fsdp_sft as fs
-from tests.harness.hf_folders import tensors_of
-from tests.harness.models import tiny_model
+from tests.harness.hf_folders import save_tiny, tensors_of
+from tests.harness.models import ragged_batches, tiny_model
 from tests.harness.quantised_folders import fp8_experts_folder, fp8_folder, mxfp4_folder
 
 DEQUANTISED = {
@@ -148,4 +149,40 @@ def test_weights_that_transformers_holds_quantised_are_refused(tmp_path: Path) -
     )
     for call in calls:
         with pytest.raises(fs.UnsupportedModelError, match=r"quantised \(bitsandbytes\).*load_pretrained"):
+            call()
+
+
+def test_a_model_that_transformers_read_from_a_gguf_is_exported(tmp_path: Path) -> None:
+    model: Any = tiny_model("llama")
+    model.is_quantized = True  # also of weights that were dequantised while they were read
+    model.config.quantization_config = {"quant_method": "gguf"}
+    folder = fs.export_hf(model, tmp_path / "out")
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    model.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.ones(4, dtype=torch.uint8), False)
+    with pytest.raises(fs.UnsupportedModelError, match=r"quantised \(gguf\)"):
+        fs.check_export(tmp_path / "packed", model=model)
+
+
+EDITED = {"rms_norm_eps": 0.1, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
+AT_WILL = {"use_cache": True, "eos_token_id": 3, "attention_dropout": 0.1, "router_aux_loss_coef": 0.1}
+
+
+def test_a_config_that_is_edited_after_the_model_was_built_is_named(tmp_path: Path) -> None:
+    model: Any = fs.build_meta_model(save_tiny(tmp_path / "base"))
+    trained: Any = tiny_model("llama")
+    fs.check_export(tmp_path / "out", model=trained)
+    for each in (model, trained):
+        vars(each.config).update(AT_WILL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fs.check_export(tmp_path / "out", model=each)
+        vars(each.config).update(EDITED)
+    sgd = torch.optim.SGD(trained.parameters(), lr=0.0)
+    for call in (
+        lambda: fs.check_export(tmp_path / "out", model=model),
+        lambda: pytest.raises(AttributeError, fs.shard_model, model, mesh=None),
+        lambda: fs.train_step(trained, ragged_batches(1), sgd),
+        lambda: fs.export_hf(trained, tmp_path / "out"),
+    ):
+        with pytest.warns(UserWarning, match="^rms_norm_eps, rope_parameters of the model's config changed"):
             call()

@@ -15,6 +15,18 @@ from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft.errors import CheckpointFormatError, CheckpointNotFoundError, FsdpSftError
 
 _SETTINGS = ("*.json", "*.jinja", "*.txt", "*.model")  # of which configs and tokenizers are read
+# Names of weight files in other formats, and what to do with them.
+_OTHER_FORMATS = {
+    re.compile(r"gguf", re.IGNORECASE): "GGUF, the format of llama.cpp, is not read: take the model's "
+    "checkpoint in 16 bits, from which it was made",
+    re.compile(r"^consolidated"): "consolidated files are in the format of their maker (Mistral, Meta), with "
+    "other names and rotary rows in another order: put the repository's model*.safetensors beside them",
+    re.compile(
+        r"^(shard-\d+-model-.*|sharded$)"
+    ): "torch's HuggingFaceStorageWriter wrote a file for each rank: "
+    "read them once into the state_dict() of a whole model, torch.distributed.checkpoint.load(state, "
+    "storage_reader=HuggingFaceStorageReader(folder), no_dist=True), and call its save_pretrained",
+}
 # Fields of a config that say of how many parts a model is built, each in time of its own.
 _COUNTS = {re.compile(r"(layers?|blocks)$"): MAX_LAYERS, re.compile(r"(experts|labels)$"): MAX_LABELS}
 
@@ -137,7 +149,15 @@ def read_by_transformers(name: str, what: str) -> Iterator[None]:
         blame_no_file(error, name)
         raise CheckpointFormatError(
             f"transformers does not read the {what} of {name}: {type(error).__name__}: {error!s:.500}"
+            f"{told_of_format(Path(name))}"
         ) from error
+
+
+def told_of_format(folder: Path) -> str:
+    """Advice, for the end of an error, on a folder whose weights are in a format that is not read."""
+    names = [str(folder), *(path.name for path in folder.glob("*"))]
+    told = (advice for form, advice in _OTHER_FORMATS.items() if any(form.search(name) for name in names))
+    return next((f"; {advice}" for advice in told), "")
 
 
 def refuse_kernels(name: str, config: Any) -> None:

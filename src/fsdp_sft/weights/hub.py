@@ -63,7 +63,9 @@ def resolve_folder(
             "copy it to every node"
         )
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise CheckpointFormatError(f"{name} is not a folder, and no Hub id could look like this")
+        raise CheckpointFormatError(
+            f"{name} is not a folder, and no Hub id could look like this{told_of_format(Path(name))}"
+        )
     return _snapshot(name, revision, variant, trust_remote_code, allow_pickle)
 
 
