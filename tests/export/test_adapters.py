@@ -1,4 +1,4 @@
-"""Every adapter of peft: what ``check_export`` lets pass is exported, the others alone, and the model stays."""
+"""Every adapter of peft: merged by an export or written alone, as ``check_export`` says; the model stays."""
 
 from functools import partial
 from pathlib import Path

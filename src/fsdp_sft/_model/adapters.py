@@ -133,15 +133,11 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """
     config: Any = getattr(model, "active_peft_config", None)
     kind = getattr(config, "peft_type", None)
-    if kind == "XLORA":
+    is_mixed = kind == "XLORA"  # by what it reads, of several adapters
+    if kind is not None and (config.is_prompt_learning or config.is_adaption_prompt or is_mixed):
         raise UnsupportedModelError(
-            "XLORA mixes its adapters by what it reads, and cannot be merged into the base's weights; "
-            "save_full_state_dict writes all of the model"
-        )
-    if kind is not None and (config.is_prompt_learning or config.is_adaption_prompt):
-        raise UnsupportedModelError(
-            f"{kind} trains tokens beside the model and cannot be merged into "
-            "its weights; export_adapter writes them in peft's format"
+            f"{kind} computes beside the base's weights and cannot be merged into them; "
+            + ("save_full_state_dict writes it" if is_mixed else "export_adapter writes it in peft's format")
         )
     return _tuner_layers(base_of(model))
 

@@ -39,7 +39,6 @@ def config_of(name: str | os.PathLike[str]) -> Any:
     """
     config = _named(name, partial(auto_config, trust_remote_code=False, is_plan=True), "config")
     refuse_kernels(os.fspath(name), config)
-    _check_heads(os.fspath(name), config)
     return config
 
 
@@ -89,29 +88,6 @@ def _type_of_class(said: dict[str, Any]) -> str | None:
     named = getattr(transformers, first, None) if isinstance(first, str) else None
     config_class = getattr(named, "config_class", None)
     return getattr(config_class, "model_type", None) or None
-
-
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-
-def sizes_by_default(name: str, config: Any) -> dict[str, Any]:
-    """The sizes of a model that its config file does not say, and so are its class's, by their names.
-
-    Files that transformers writes say all of them; one that was written by hand, or has a name misspelt,
-    describes another model than was meant.
-    """
-    from transformers import PreTrainedConfig
-
-    raw = PreTrainedConfig.get_config_dict(os.path.expanduser(name))[0]
-    said = {str(key) for part in (raw, *raw.values()) if isinstance(part, dict) for key in part}
-    text = config.get_text_config(decoder=True)
-    found = {}
-    for size in _SIZES:
-        field = getattr(text, "attribute_map", {}).get(size, size)
-        number = _number(text, field)
-        if said.isdisjoint({size, field}) and number is not None:
-            found[field] = number
-    return found
 
 
 def check_settings(folder: Path) -> None:
@@ -185,26 +161,6 @@ def tokenizer_of(name: str | os.PathLike[str]) -> Any:
     from transformers import AutoTokenizer
 
     return _named(name, partial(AutoTokenizer.from_pretrained, trust_remote_code=False), "tokenizer")
-
-
-def _number(config: Any, name: str) -> int | None:
-    """A whole number of a config; None if it has none, or one for each layer: transformers raises then."""
-    try:
-        value = getattr(config, name, None)
-    except Exception:
-        return None
-    return value if isinstance(value, int) else None
-
-
-def _check_heads(name: str, config: Any) -> None:
-    """Refuse heads that cannot share keys: transformers would build the model, and its forward fail."""
-    text = config.get_text_config(decoder=True)
-    heads, shared = (_number(text, f"num_{what}_heads") for what in ("attention", "key_value"))
-    if heads and shared and heads % shared:
-        raise CheckpointFormatError(
-            f"the config of {name} has {heads} attention heads, which is no multiple of its {shared} heads "
-            "of keys and values"
-        )
 
 
 def _check_counts(fields: Any, name: str) -> None:

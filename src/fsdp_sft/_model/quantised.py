@@ -22,8 +22,6 @@ def refuse_quantised_model(model: nn.Module) -> None:
         settings = settings_of_config(folder, config)
         method = settings.method if settings is not None else "of a format without quant_method"
         way = IN_16_BITS
-        if method == "gguf" and all(p.is_floating_point() for p in module.parameters()):
-            continue  # transformers says so of any model that it read from a GGUF, and dequantised
         if method in METHODS:
             way = (
                 f"load it with load_pretrained({folder!r}, mesh=mesh), which computes the values of each "

@@ -3,7 +3,6 @@
 import copy
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,11 +66,8 @@ def rotations_by_length(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-@dataclass(frozen=True)
-class _Built:
+class _Built(dict[str, Any]):
     """The fields of a model's config when it was built."""
-
-    fields: dict[str, Any]
 
 
 def keep_config(model: nn.Module) -> None:
@@ -86,12 +82,12 @@ def keep_config(model: nn.Module) -> None:
     built = record.kept(_Built)
     if built is None:
         record.keep(_Built(fields))
-    elif changed := list(_changed(built.fields, fields)):
+    elif changed := list(_changed(built, fields)):
         warn_caller(
-            f"{abridged(changed)} of the model's config changed after the model was built, which goes on with "
-            "what it was built with: an export would say the new values, and compute another thing than was "
-            "trained. Pass them where the model is built, as build_meta_model(path, rope_parameters=...), "
-            "or set them back"
+            f"{abridged(changed)} of the model's config changed after the model was built, and it goes on "
+            "with what it was built with: an export would say the new values, and compute another thing than "
+            "was trained. Pass them where the model is built, as build_meta_model(path, "
+            "rope_parameters=...), or set them back"
         )
 
 

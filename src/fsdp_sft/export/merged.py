@@ -1,7 +1,7 @@
 """The full tensors of a model under the names that it is saved under, with adapters merged into them."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -46,18 +46,8 @@ def refuse_unmergeable(content: ModelTensors, merges: Mapping[str, Any]) -> None
             ) from error
 
 
-class Gathers(Protocol):
-    """What makes full tensors of sharded ones, on some ranks or all."""
-
-    def gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """The full tensor as ``dtype``; None on a rank that gets none."""
-
-    def attempt(self, action: Callable[[], None]) -> None:
-        """Run what may fail on this rank alone."""
-
-
 def gathered(
-    content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any], name: str, gathers: Gathers
+    content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any], name: str, gathers: Any
 ) -> torch.Tensor | None:
     """A full tensor, with adapters merged into it if it has any.
 
@@ -66,7 +56,7 @@ def gathered(
         plan: Plan of the export.
         merges: Layers with adapters, by name.
         name: A source of the plan.
-        gathers: What makes full tensors.
+        gathers: What makes full tensors of sharded ones, on some ranks or all: a ``Gatherer``, or its like.
     """
     source, dtype = plan.sources[name], plan.dtypes[name]
     fqn, _, leaf = source.rpartition(".")

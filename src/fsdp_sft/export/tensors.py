@@ -72,7 +72,7 @@ def iter_hf_tensors(
     reshard(model)
     merges = adapted_layers(model)
     with without_adapters(model, trained=True) as base:
-        plan: ExportPlan | None = None
+        plan: Any = None
         with agreed("preparing to hand over the tensors"):
             content = exportable(base, dtype)
             refuse_unmergeable(content, merges)
@@ -80,8 +80,7 @@ def iter_hf_tensors(
                 plan, _ = plan_export(base, content, dtype)
             twin: Any = unsharded_twin(base)
         plan = share(plan)
-        assert plan is not None
-    return _tensors(content, plan, merges, twin)
+        return _tensors(content, plan, merges, twin)
 
 
 @torch.no_grad()

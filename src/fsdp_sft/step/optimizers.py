@@ -127,9 +127,9 @@ def step_all(
             if not any(_OF_DTENSOR.search(text) for text in (str(error), *files)):
                 raise
             raise OptimizerError(
-                f"{type(optimizer).__name__} cannot step sharded parameters, for which torch lacks an operation "
-                f"({error!s:.200}), and may have stepped some of them: take AdamW, SGD or another optimizer, "
-                "without fused=True where that is the cause, and begin anew"
+                f"{type(optimizer).__name__} cannot step sharded parameters, and may have stepped some: "
+                f"torch lacks an operation for shards ({error!s:.200}). Take AdamW, SGD or another one, "
+                "without fused=True if that is the cause, and begin anew"
             ) from error
     if scaler is not None:
         scaler.update()

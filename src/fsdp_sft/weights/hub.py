@@ -6,6 +6,7 @@ import time
 import uuid
 from pathlib import Path
 
+from fsdp_sft._model.configs import told_of_format
 from fsdp_sft._quantised.find import check
 from fsdp_sft._quantised.settings import CONFIG, OTHER_FILES, settings_of
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, this_rank, while_others_wait

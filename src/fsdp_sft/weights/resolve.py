@@ -76,7 +76,8 @@ def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: boo
     if found is None:
         present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
         raise CheckpointFormatError(
-            f"{folder} has neither {safe[0]} nor {safe[1]}; it has {abridged(present)}{told_of_format(folder)}"
+            f"{folder} has neither {safe[0]} nor {safe[1]}; it has {abridged(present)}"
+            f"{told_of_format(folder)}"
         )
     return found
 
