@@ -145,7 +145,7 @@ def _export(
                 temporary.mkdir()
                 write_settings(model, config, temporary, target.name, dtype, *chat)
         plan, folder = share((plan, temporary))
-            gatherer = Gatherer()
+        gatherer = Gatherer()
         _write_weights(model, content, plan, merges, folder, max_shard_size, gatherer)
         gatherer.finish(f"exporting to {target}")
         with agreed(f"publishing {target}"):
