@@ -80,7 +80,7 @@ def iter_hf_tensors(
                 plan, _ = plan_export(base, content, dtype)
             twin: Any = unsharded_twin(base)
         plan = share(plan)
-        return _tensors(content, plan, merges, twin)
+    return _tensors(content, plan, merges, twin)
 
 
 @torch.no_grad()
