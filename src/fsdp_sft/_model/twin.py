@@ -17,7 +17,7 @@ from fsdp_sft.errors import abridged
 # Fields that change no logits, or that modules read whenever they compute.
 _AT_WILL = re.compile(
     r"^_|token_id|dtype|drop|loss|_coef$|label|^(output|return|tie)_|^(use_cache|architectures|auto_map"
-    r"|transformers_version|problem_type|task_specific_params|quantization_config|layer_types)$"
+    r"|transformers_version|problem_type|task_specific_params|quantization_config|vocab_size)$"
 )
 
 
