@@ -1,7 +1,6 @@
 """A base model that was taught to chat stops and is asked as it was trained, once it is read back."""
 
 import copy
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -136,26 +135,3 @@ def _export_adapters(folder: str) -> None:
 def test_adapters_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     run_distributed(_export_adapters, 2, str(tmp_path))
-
-
-def test_a_tokenizer_with_more_tokens_than_rows_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="fsdp_sft")
-    model, tokenizer = _model(), byte_tokenizer("chatml")
-    rows = model.get_input_embeddings().weight.shape[0]
-    spare = rows - len(tokenizer)
-    tokenizer.add_tokens([f"<spare{number}>" for number in range(spare)])
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
-    fs.export_hf(model, tmp_path / "fits", tokenizer=tokenizer)
-    assert "has no row" not in caplog.text
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|stop|>"]})
-    fs.export_hf(model, tmp_path / "fits", tokenizer=tokenizer, overwrite=True)  # nothing uses it
-    assert re.search(r"knows 1 tokens .* has no row \('<\|stop\|>' is", caplog.text)
-    tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|stop|>")
-    fs.export_hf(model, tmp_path / "fits", tokenizer=tokenizer, overwrite=True)
-    words = (
-        rf"uses 1 tokens .* has no row \('<\|stop\|>' is {rows + 1}; rows: 0 to {rows - 1}\).*new_vocab_size="
-    )
-    assert re.search(words, caplog.text)
-    fs.export_hf(model, tmp_path / "out")

@@ -1,6 +1,8 @@
 """An export reads back as what was trained, or is refused: before the training, if it is asked then."""
 
 import json
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,8 @@ import transformers
 from torch import nn
 
 import fsdp_sft as fs
-from tests.harness.hf_folders import tensors_of
-from tests.harness.models import tiny_model
+from tests.harness.hf_folders import save_tiny, tensors_of
+from tests.harness.models import ragged_batches, tiny_model
 from tests.harness.quantised_folders import fp8_experts_folder, fp8_folder, mxfp4_folder
 
 DEQUANTISED = {
@@ -116,7 +118,7 @@ def test_a_buffer_that_the_class_does_not_have_is_told(tmp_path: Path) -> None:
     assert "model.seen" in tensors_of(tmp_path / "out")
 
 
-def test_adapters_of_peft_and_a_class_of_ones_own_pass(tmp_path: Path) -> None:
+def test_a_class_of_ones_own_passes_and_adapters_of_a_tied_head_do_not(tmp_path: Path) -> None:
     class WithValue(transformers.LlamaForCausalLM):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
@@ -127,9 +129,6 @@ def test_adapters_of_peft_and_a_class_of_ones_own_pass(tmp_path: Path) -> None:
     read = WithValue.from_pretrained(fs.export_hf(own, tmp_path / "own", dtype=None))
     assert torch.equal(read.value.weight, own.value.weight)
     peft = pytest.importorskip("peft")
-    model = fs.add_adapters(tiny_model("qwen2-tied"), peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
-    fs.check_export(tmp_path / "adapted", model=model)
-    fs.export_hf(model, tmp_path / "adapted")
     tied = fs.add_adapters(tiny_model("qwen2-tied"), peft.LoraConfig(target_modules=["lm_head"]))
     with pytest.raises(ValueError, match="tied to another"):
         fs.check_export(tmp_path / "tied", model=tied)
@@ -148,4 +147,40 @@ def test_weights_that_transformers_holds_quantised_are_refused(tmp_path: Path) -
     )
     for call in calls:
         with pytest.raises(fs.UnsupportedModelError, match=r"quantised \(bitsandbytes\).*load_pretrained"):
+            call()
+
+
+def test_a_model_that_transformers_read_from_a_gguf_is_exported(tmp_path: Path) -> None:
+    model: Any = tiny_model("llama")
+    model.is_quantized = True  # also of weights that were dequantised while they were read
+    model.config.quantization_config = {"quant_method": "gguf"}
+    folder = fs.export_hf(model, tmp_path / "out")
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    model.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.ones(4, dtype=torch.uint8), False)
+    with pytest.raises(fs.UnsupportedModelError, match=r"quantised \(gguf\)"):
+        fs.check_export(tmp_path / "packed", model=model)
+
+
+EDITED = {"rms_norm_eps": 0.1, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
+AT_WILL = {"use_cache": True, "eos_token_id": 3, "attention_dropout": 0.1, "router_aux_loss_coef": 0.1}
+
+
+def test_a_config_that_is_edited_after_the_model_was_built_is_named(tmp_path: Path) -> None:
+    built: Any = fs.build_meta_model(save_tiny(tmp_path / "base"))
+    model: Any = tiny_model("llama")
+    fs.check_export(tmp_path / "out", model=model)
+    vars(model.config).update(AT_WILL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fs.check_export(tmp_path / "out", model=model)
+    for each in (built, model):
+        vars(each.config).update(EDITED)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    for call in (
+        lambda: fs.shard_model(built, mesh=None),  # which then fails, as there is no mesh
+        lambda: fs.check_export(tmp_path / "out", model=model),
+        lambda: fs.train_step(model, ragged_batches(1), sgd),
+        lambda: fs.export_hf(model, tmp_path / "out"),
+    ):
+        with suppress(TypeError), pytest.warns(UserWarning, match="^rms_norm_eps, rope_parameters of"):
             call()

@@ -4,14 +4,13 @@ import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fsdp_sft as fs
-from fsdp_sft._model.configs import _check_heads, config_of, tokenizer_of
+from fsdp_sft._model.configs import config_of, tokenizer_of
 from tests.harness.hf_folders import save_tiny
 
 ODD: dict[str, dict[str, Any]] = {
@@ -94,22 +93,6 @@ def test_a_pipe_among_the_settings(read: Callable[[Path], Any], name: str, tmp_p
 def test_layers_as_many_as_models_have(tmp_path: Path) -> None:
     folder = _with(save_tiny(tmp_path), "config.json", {"num_hidden_layers": 200, "layer_types": None})
     assert fs.build_meta_model(folder).config.num_hidden_layers == 200
-
-
-def test_what_classes_say_by_themselves_is_not_refused() -> None:
-    """Also of configs with numbers for each layer, of which transformers raises for the whole."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    looked_at = 0
-    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        config = None
-        with suppress(Exception):  # a class that cannot be made without arguments
-            config = CONFIG_MAPPING[name]()
-        if config is not None:
-            _check_heads(name, config)
-            looked_at += 1
-    assert looked_at > 150
 
 
 def test_a_model_under_another_name_is_read_as_told(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Ways to quantise that are not read, and packed weights of which no config tells: refused by name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import fsdp_sft as fs
 from fsdp_sft.weights.hub import resolve_folder
 from tests.harness.hf_folders import rewrite, tensors_of
 from tests.harness.hub_server import serve, use_hub
-from tests.harness.quantised_folders import configure, fp8_folder, mxfp4_folder
+from tests.harness.quantised_folders import configure, fp8_folder, mxfp4_folder, opened
+from tests.harness.quantised_weights import FORMATS
 from tests.harness.ranks import run_distributed
 
 
@@ -80,3 +82,16 @@ def test_packed_values_are_never_initialised(names: tuple[str, ...], tmp_path: P
     rewrite(tmp_path, stored)
     with pytest.raises(fs.CheckpointFormatError, match=f"packed ones \\({module}.{names[0]}\\)"):
         fs.load_weights(fs.build_meta_model(tmp_path), tmp_path, missing="initialise", unexpected="ignore")
+
+
+def test_scales_that_bitsandbytes_has_changed_are_named(tmp_path: Path) -> None:
+    """As it saves a model without double quantisation that was run on a CPU with AVX512-BF16."""
+    made = FORMATS["nf4"](64, 128)
+    scales = made.tensors[".weight.absmax"]
+    changed = replace(
+        made, tensors=made.tensors | {".weight.absmax": scales.view(64, 2).T.bfloat16().contiguous()}
+    )
+    with pytest.raises(
+        fs.CheckpointFormatError, match=r"scales of 'm\.weight' .* in the first forward on a CPU"
+    ):
+        opened(tmp_path, changed)

@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -213,3 +214,36 @@ def _steps_in_bfloat16() -> None:
 
 def test_updates_that_bfloat16_loses_are_warned_of_once() -> None:
     run_distributed(_steps_in_bfloat16, 2)
+
+
+# What torch has for shards: with fused=True not all that it has without.
+STEPPED = ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam")
+LACKING = {"Adafactor": {}, "Rprop": {}, "SGD": {"fused": True}, "Adagrad": {"fused": True}}
+
+
+def _of_torch() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    window = ragged_batches(2 * ranks)
+    plain = tiny_model("llama")
+    _, gradients = oracle_gradients(plain, window)
+    for name, options in [*((name, None) for name in STEPPED), *LACKING.items()]:
+        expected = copy.deepcopy(plain)
+        for key, parameter in expected.named_parameters():
+            parameter.grad = gradients[key]
+        model = fs.shard_model(copy.deepcopy(plain), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+        make: Any = getattr(torch.optim, name)
+        optimizer = make(model.parameters(), lr=1e-3, **(options or {}))
+        with (
+            nullcontext()
+            if options is None
+            else pytest.raises(fs.OptimizerError, match=f"{name} cannot step")
+        ):
+            fs.train_step(model, window[rank::ranks], optimizer, max_grad_norm=None)
+            make(expected.parameters(), lr=1e-3).step()
+        assert all(p.grad is None for p in model.parameters()), name
+        actual = {key: full(p.detach()) for key, p in model.named_parameters()}
+        assert largest_error(actual, {key: p.detach() for key, p in expected.named_parameters()}) < 1e-3, name
+
+
+def test_optimizers_of_torch_step_as_in_the_plain_loop_or_are_refused() -> None:
+    run_distributed(_of_torch, 2)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
-from tests.harness.hf_folders import plain, save_tiny
+from tests.harness.hf_folders import plain, rewrite, save_tiny, tensors_of
 from tests.harness.models import TINY
 from tests.harness.multimodal import SECTIONS
 from tests.harness.ranks import run_distributed
@@ -40,12 +40,31 @@ def _refused(folder: Path, build: dict[str, Any]) -> str:
     return str(found.value)
 
 
-def test_a_makers_own_file_alone(tmp_path: Path) -> None:
+OTHERS = {
+    "consolidated.safetensors": "put the repository's model*.safetensors beside",
+    "tiny-Q8_0.gguf": "GGUF, the format of llama.cpp, is not read",
+    "shard-00001-model-00001-of-00001.safetensors": "HuggingFaceStorageReader(folder)",
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_files_of_another_format_alone(other: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "base", max_shard_size="1GB")
-    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
-    assert "put the repository's model*.safetensors beside" in run_distributed(_refused, 1, folder, {})[0]
-    (folder / "model.safetensors").write_bytes((folder / "consolidated.safetensors").read_bytes())
+    (folder / "model.safetensors").rename(folder / other)
+    assert OTHERS[other] in run_distributed(_refused, 1, folder, {})[0]
+    (folder / "model.safetensors").write_bytes((folder / other).read_bytes())
     assert_same(run_distributed(_load, 1, folder, {}, {})[0], everything(plain(folder)))
+    (folder / "config.json").unlink()
+    with pytest.raises(fs.CheckpointFormatError, match=re.escape(OTHERS[other])):
+        fs.build_meta_model(folder)
+
+
+def test_experts_under_another_name_are_named(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "base", "mixtral")
+    stored = {name: value for name, value in tensors_of(folder).items() if ".experts." not in name}
+    rewrite(folder, stored | {"model.layers.0.mlp.switch_mlp.up_proj.weight": torch.ones(4, 4)})
+    told = run_distributed(_refused, 1, folder, {})[0]
+    assert re.search(r"no values for .*experts.*; it has .*switch_mlp\.up_proj", told)
 
 
 def test_masks_that_are_no_longer_stored(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.named import named_tensors, slot
 from fsdp_sft._model.towers import frozen_towers, pattern_of
 from fsdp_sft._model.wrappers import base_of, unwrapped
@@ -131,10 +132,12 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
         UnsupportedModelError: For prompt tuning and the like, which cannot become part of the base's weights.
     """
     config: Any = getattr(model, "active_peft_config", None)
-    if config is not None and config.is_prompt_learning:
+    kind = getattr(config, "peft_type", None)
+    is_mixed = kind == "XLORA"  # by what it reads, of several adapters
+    if kind is not None and (config.is_prompt_learning or config.is_adaption_prompt or is_mixed):
         raise UnsupportedModelError(
-            f"{config.peft_type} trains tokens beside the model and cannot be merged into "
-            "its weights; export_adapter writes them in peft's format"
+            f"{kind} computes beside the base's weights and cannot be merged into them; "
+            + ("save_full_state_dict writes it" if is_mixed else "export_adapter writes it in peft's format")
         )
     return _tuner_layers(base_of(model))
 
@@ -197,24 +200,33 @@ def merged_weights(layer: Any, full: dict[str, torch.Tensor]) -> dict[str, torch
     Returns:
         The base layer's parameters and buffers by their names in it.
     """
-    # peft merges within the layer, which holds only this rank's shards: swap in the full tensors, let peft
-    # merge, and swap the layer's own tensors back in.
-    slots = {name: slot(layer, name) for name in full}
-    own = {name: getattr(module, leaf) for name, (module, leaf) in slots.items()}
-    wrappers = _nested(layer)
-    merged = [list(wrapper.merged_adapters) for wrapper in wrappers]
-    try:
-        for name, (module, leaf) in slots.items():
-            is_parameter = isinstance(own[name], nn.Parameter)
-            setattr(module, leaf, nn.Parameter(full[name], False) if is_parameter else full[name])
-        for wrapper in wrappers:
+    # peft merges within a layer, and may swap its parts, so it gets a copy of the layer.
+    layers = _nested(with_tensors(layer, full))
+    for wrapper in layers:
+        if not wrapper.disable_adapters:
             wrapper.merge()
-        return {name: tensor.detach() for name, tensor in named_tensors(layer.get_base_layer()).items()}
-    finally:
-        for wrapper, before in zip(wrappers, merged, strict=True):
-            wrapper.merged_adapters[:] = before
-        for name, (module, leaf) in slots.items():
-            setattr(module, leaf, own[name])
+    return {name: tensor.detach() for name, tensor in named_tensors(layers[0].get_base_layer()).items()}
+
+
+def with_tensors(module: nn.Module, full: Mapping[str, torch.Tensor], prefix: str = "") -> Any:
+    """A copy of a module, without its hooks, that holds other tensors; the module stays as it is.
+
+    Args:
+        module: The module, sharded or not.
+        full: Parameters and buffers of the copy by their names, after ``prefix``; others are the module's.
+        prefix: Name of the module with a dot at its end, or nothing.
+    """
+    made: Any = object.__new__(original_class(module))
+    for key, value in vars(module).items():
+        own = copy.copy(value) if isinstance(value, (dict, list)) else value
+        made.__dict__[key] = type(value)() if "_hooks" in key else own
+    for name, child in module._modules.items():
+        made._modules[name] = None if child is None else with_tensors(child, full, f"{prefix}{name}.")
+    for tensors in (made._parameters, made._buffers):
+        for name in tensors.keys() & {key.removeprefix(prefix) for key in full}:
+            is_parameter = isinstance(tensors[name], nn.Parameter)
+            tensors[name] = nn.Parameter(full[prefix + name], False) if is_parameter else full[prefix + name]
+    return made
 
 
 def refuse_merged(model: nn.Module, doing: str) -> None:
@@ -281,8 +293,9 @@ def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
     from peft.utils import ModulesToSaveWrapper
 
     if isinstance(wrapper, ModulesToSaveWrapper):
-        chosen = wrapper.modules_to_save[wrapper.active_adapters[0]] if trained else wrapper.original_module
-        return cast(nn.Module, chosen)
+        if not trained or wrapper.disable_adapters:
+            return cast(nn.Module, wrapper.original_module)
+        return cast(nn.Module, wrapper.modules_to_save[wrapper.active_adapters[0]])
     if isinstance(wrapper, BaseTunerLayer) and getattr(wrapper, "base_layer", None) is not None:
         layer = wrapper.get_base_layer()
         if layer is wrapper.base_layer or all(map(_is_of_parameter, _nested(wrapper))):
@@ -311,10 +324,10 @@ def _refuse_unless_initialised_alone(peft_config: Any) -> None:
     if not isinstance(peft_config, LoraConfig):
         variant = type(peft_config).__name__
     if variant is not None:
+        other = ", or take init_lora_weights=True or 'gaussian'" if "init_lora" in variant else ""
         raise UnsupportedModelError(
-            f"{variant} cannot be initialised on the meta device, without the base weights: take a "
-            "LoraConfig with init_lora_weights=True or 'gaussian', or load the base model with "
-            "from_pretrained"
+            f"{variant} cannot be initialised on the meta device, without the base weights: load the base "
+            f"model with transformers' from_pretrained, and then call add_adapters and shard_model{other}"
         )
 
 

@@ -1,6 +1,7 @@
 """Find the repeated blocks of a model, which are sharded, checkpointed and compiled one by one."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,9 +56,11 @@ def find_blocks(
         blocks = _by_module_list(model)
         wanted = "in a repeated module list"
     if not blocks:
+        seen = Counter(type(module).__name__ for module in model.modules()).most_common(12)
         raise UnsupportedModelError(
             f"no block {wanted} in {type(model).__name__}; name the class with block_cls= "
-            f"of find_blocks, and pass what it returns as blocks=. Seen: {_summary(model)}"
+            f"of find_blocks, and pass what it returns as blocks=. Seen: "
+            + ", ".join(f"{name} x{count}" for name, count in seen)
         )
     return blocks
 
@@ -163,15 +166,6 @@ def _inside(fqn: str, outer: Iterable[str]) -> bool:
 def _num_parameters(module: nn.Module) -> int:
     """Number of elements in a module's parameters."""
     return sum(p.numel() for p in module.parameters())
-
-
-def _summary(model: nn.Module, most: int = 12) -> str:
-    """The most frequent classes of a model and their numbers, for messages."""
-    counts: dict[str, int] = {}
-    for module in model.modules():
-        counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
-    shown = [f"{name} x{count}" for name, count in sorted(counts.items(), key=lambda kv: -kv[1])]
-    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more classes" if len(shown) > most else "")
 
 
 def configs_without_caches(model: nn.Module) -> list[Any]:

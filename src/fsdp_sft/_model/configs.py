@@ -15,6 +15,18 @@ from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft.errors import CheckpointFormatError, CheckpointNotFoundError, FsdpSftError
 
 _SETTINGS = ("*.json", "*.jinja", "*.txt", "*.model")  # of which configs and tokenizers are read
+# Names of weight files in other formats, and what to do with them.
+_OTHER_FORMATS = {
+    re.compile(r"gguf", re.IGNORECASE): "GGUF, the format of llama.cpp, is not read: take the model's "
+    "checkpoint in 16 bits, from which it was made",
+    re.compile(r"^consolidated"): "consolidated files are in the format of their maker (Mistral, Meta), with "
+    "other names and rotary rows in another order: put the repository's model*.safetensors beside them",
+    re.compile(
+        r"^(shard-\d+-model-.*|sharded$)"
+    ): "torch's HuggingFaceStorageWriter wrote a file for each rank: "
+    "read them once into the state_dict() of a whole model, torch.distributed.checkpoint.load(state, "
+    "storage_reader=HuggingFaceStorageReader(folder), no_dist=True), and call its save_pretrained",
+}
 # Fields of a config that say of how many parts a model is built, each in time of its own.
 _COUNTS = {re.compile(r"(layers?|blocks)$"): MAX_LAYERS, re.compile(r"(experts|labels)$"): MAX_LABELS}
 
@@ -27,7 +39,6 @@ def config_of(name: str | os.PathLike[str]) -> Any:
     """
     config = _named(name, partial(auto_config, trust_remote_code=False, is_plan=True), "config")
     refuse_kernels(os.fspath(name), config)
-    _check_heads(os.fspath(name), config)
     return config
 
 
@@ -79,29 +90,6 @@ def _type_of_class(said: dict[str, Any]) -> str | None:
     return getattr(config_class, "model_type", None) or None
 
 
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-
-def sizes_by_default(name: str, config: Any) -> dict[str, Any]:
-    """The sizes of a model that its config file does not say, and so are its class's, by their names.
-
-    Files that transformers writes say all of them; one that was written by hand, or has a name misspelt,
-    describes another model than was meant.
-    """
-    from transformers import PreTrainedConfig
-
-    raw = PreTrainedConfig.get_config_dict(os.path.expanduser(name))[0]
-    said = {str(key) for part in (raw, *raw.values()) if isinstance(part, dict) for key in part}
-    text = config.get_text_config(decoder=True)
-    found = {}
-    for size in _SIZES:
-        field = getattr(text, "attribute_map", {}).get(size, size)
-        number = _number(text, field)
-        if said.isdisjoint({size, field}) and number is not None:
-            found[field] = number
-    return found
-
-
 def check_settings(folder: Path) -> None:
     """Refuse settings that are no regular files, or too large: others would wait for a pipe, or read on.
 
@@ -137,7 +125,15 @@ def read_by_transformers(name: str, what: str) -> Iterator[None]:
         blame_no_file(error, name)
         raise CheckpointFormatError(
             f"transformers does not read the {what} of {name}: {type(error).__name__}: {error!s:.500}"
+            f"{told_of_format(Path(name))}"
         ) from error
+
+
+def told_of_format(folder: Path) -> str:
+    """Advice, for the end of an error, on a folder whose weights are in a format that is not read."""
+    names = [str(folder), *(path.name for path in folder.glob("*"))]
+    told = (advice for form, advice in _OTHER_FORMATS.items() if any(form.search(name) for name in names))
+    return next((f"; {advice}" for advice in told), "")
 
 
 def refuse_kernels(name: str, config: Any) -> None:
@@ -165,26 +161,6 @@ def tokenizer_of(name: str | os.PathLike[str]) -> Any:
     from transformers import AutoTokenizer
 
     return _named(name, partial(AutoTokenizer.from_pretrained, trust_remote_code=False), "tokenizer")
-
-
-def _number(config: Any, name: str) -> int | None:
-    """A whole number of a config; None if it has none, or one for each layer: transformers raises then."""
-    try:
-        value = getattr(config, name, None)
-    except Exception:
-        return None
-    return value if isinstance(value, int) else None
-
-
-def _check_heads(name: str, config: Any) -> None:
-    """Refuse heads that cannot share keys: transformers would build the model, and its forward fail."""
-    text = config.get_text_config(decoder=True)
-    heads, shared = (_number(text, f"num_{what}_heads") for what in ("attention", "key_value"))
-    if heads and shared and heads % shared:
-        raise CheckpointFormatError(
-            f"the config of {name} has {heads} attention heads, which is no multiple of its {shared} heads "
-            "of keys and values"
-        )
 
 
 def _check_counts(fields: Any, name: str) -> None:

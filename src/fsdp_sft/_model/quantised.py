@@ -21,13 +21,13 @@ def refuse_quantised_model(model: nn.Module) -> None:
         folder = str(getattr(config, "name_or_path", "") or "folder")
         settings = settings_of_config(folder, config)
         method = settings.method if settings is not None else "of a format without quant_method"
-        way = IN_16_BITS
-        if method in METHODS:
-            way = (
-                f"load it with load_pretrained({folder!r}, mesh=mesh), which computes the values of each "
-                "shard while it reads, or with build_meta_model, shard_model and load_weights"
-            )
+        if method == "gguf" and all(p.is_floating_point() for p in module.parameters()):
+            continue  # transformers says so of any model that it read from a GGUF, and dequantised
+        way = (
+            f"load it with load_pretrained({folder!r}, mesh=mesh), which computes the values of each shard "
+            "while it reads, or with build_meta_model, shard_model and load_weights"
+        )
         raise UnsupportedModelError(
             f"the weights of this {type(module).__name__} are quantised ({method}), and cannot be cut, "
-            f"trained or exported as they are: {way}"
+            f"trained or exported as they are: {way if method in METHODS else IN_16_BITS}"
         )

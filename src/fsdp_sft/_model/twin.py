@@ -1,13 +1,24 @@
 """Models of the same class and config on the meta device."""
 
 import copy
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_sft._compat.models import build_like_from_pretrained, original_class
-from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._model.record import record_of
+from fsdp_sft._model.wrappers import base_of, unwrapped
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft.errors import abridged
+
+# Fields that change no logits, or that modules read whenever they compute.
+_AT_WILL = re.compile(
+    r"^_|token_id|dtype|drop|loss|_coef$|label|^(output|return|tie)_|^(use_cache|architectures|auto_map"
+    r"|transformers_version|problem_type|task_specific_params|quantization_config|vocab_size)$"
+)
 
 
 def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
@@ -53,3 +64,38 @@ def rotations_by_length(model: nn.Module) -> dict[str, nn.Module]:
             if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
                 found[name] = module
     return found
+
+
+class _Built(dict[str, Any]):
+    """The fields of a model's config when it was built."""
+
+
+def keep_config(model: nn.Module) -> None:
+    """Keep the fields of a model's config at the first call, and at later ones warn of what has changed.
+
+    Modules take their numbers out of a config when they are made, and files are written from it.
+    """
+    base = base_of(unwrapped(model))
+    if not hasattr(getattr(base, "config", None), "to_dict"):
+        return
+    fields, record = base.config.to_dict(), record_of(base)
+    built = record.kept(_Built)
+    if built is None:
+        record.keep(_Built(fields))
+    elif changed := list(_changed(built, fields)):
+        warn_caller(
+            f"{abridged(changed)} of the model's config changed after the model was built, and it goes on "
+            "with what it was built with: an export would say the new values, and compute another thing than "
+            "was trained. Pass them where the model is built, as build_meta_model(path, "
+            "rope_parameters=...), or set them back"
+        )
+
+
+def _changed(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
+    """Names of fields, also of configs within, that are not what they were, unless they may change."""
+    for name in sorted(old.keys() | new.keys()):
+        before, after = old.get(name), new.get(name)
+        if name.endswith("_config") and isinstance(before, dict) and isinstance(after, dict):
+            yield from (f"{name}.{inner}" for inner in _changed(before, after))
+        elif before != after and not _AT_WILL.search(name):
+            yield name

@@ -1,6 +1,5 @@
 """The token ids for which a model has rows. Batches with others are refused: a GPU would end the process."""
 
-import logging
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -10,14 +9,11 @@ import torch
 from torch import nn
 
 from fsdp_sft._model.wrappers import unwrapped
-from fsdp_sft._ranks.agree import this_rank
-from fsdp_sft.errors import BatchError, abridged
+from fsdp_sft.errors import BatchError
 
 # Names in a config of ids for images and the like, which a multimodal model replaces before it looks up
 # embeddings.
 _PLACEHOLDER = re.compile(r"(image|video|audio|vision|speech)\w*token\w*(id|index)$|^(boi|eoi)_token")
-_MEDIA = re.compile(r"image|img|video|audio|vision|speech", re.IGNORECASE)  # in the name of a token
-_logger = logging.getLogger("fsdp_sft")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -81,48 +77,6 @@ def check_row(ids: Any, vocab_size: int) -> None:
     """
     if len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
         _check("input_ids", torch.tensor(list(ids), dtype=torch.int64), vocab_size, "the model", set)
-
-
-def warn_of_tokenizer(model: nn.Module, tokenizer: Any, chat_template: str | None = None) -> None:
-    """Warn of a tokenizer that uses tokens for which a model has no row; log those that it only knows.
-
-    The end-of-text token and those in the chat template are used for certain. Others may never be, such as a
-    default that transformers adds when it loads a tokenizer. This is no error, because an export comes after
-    the training: what was trained is written, and the tokenizer can be exchanged. Tokens for images and the
-    like may have no row: a multimodal model replaces them before it looks up embeddings, and its tokenizer
-    may come with a text model (Gemma 3 1B).
-
-    Args:
-        model: The model; nothing is checked for one that is not from transformers.
-        tokenizer: A tokenizer, or None; nothing is checked for one without ``get_vocab``.
-        chat_template: The chat template if it is not the tokenizer's own.
-    """
-    known = vocabulary_of(model)
-    rows = min((number for number in (known.embedding, known.head) if number is not None), default=None)
-    get_vocab = getattr(tokenizer, "get_vocab", None)
-    if rows is None or not callable(get_vocab) or this_rank():
-        return
-    exempt = _placeholders(known.config)
-    extra = sorted(
-        (index, token)
-        for token, index in get_vocab().items()
-        if index >= rows and index not in exempt and not _MEDIA.search(token)
-    )
-    if not extra:
-        return
-    template = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
-    end = getattr(tokenizer, "eos_token_id", None)
-    used = [(index, token) for index, token in extra if index == end or token in template]
-    shown = abridged([f"{token!r} is {index}" for index, token in used or extra], ", ", 4)
-    text = f"{len(used or extra)} tokens for which {known.owner} has no row ({shown}; rows: 0 to {rows - 1})"
-    if used:
-        _logger.warning(
-            "the tokenizer uses %s: the exported model can neither read nor write them. Export the tokenizer "
-            "that rows were encoded with, or load the model with new_vocab_size=len(tokenizer) and train it",
-            text,
-        )
-    else:
-        _logger.info("the tokenizer knows %s", text)
 
 
 def _rows(model: Any, getter: str, kind: type[nn.Module]) -> int | None:

@@ -73,6 +73,12 @@ def _add(tensors: Tensors, key: str) -> None:
         parts["outer"] = StoredPart(outer, (1, block * nested), -(-blocks // nested))
         parts["outer_table"] = StoredPart(tensors.shaped(f"{key}.nested_quant_map", (256,), key, _FLOAT))
     else:
+        if tensors.entry(f"{key}.absmax").dtype == torch.bfloat16:
+            raise settings.refused(
+                f"the scales of {key!r} are bfloat16 and in another order: bitsandbytes 0.50 changes them in "
+                "the first forward on a CPU, and its own reader then gives other weights. Quantise the "
+                "checkpoint again, and save it before any forward"
+            )
         absmax = tensors.shaped(f"{key}.absmax", (blocks,), key, _FLOAT)
     parts["absmax"] = StoredPart(absmax, (1, block), blocks)
     offset: Any = state.get("nested_offset") if nested else 0.0

@@ -126,7 +126,7 @@ def _is_within(module: str, entry: str) -> bool:
 
 def _drop_activations(tensors: Tensors, stored: Mapping[str, InFile]) -> None:
     """Leave out what belongs to the activations of a module that has packed weights."""
-    modules = {name[:at] for name in tensors.packed for at in _dots(name)}
+    modules = {name[: dot.start()] for name in tensors.packed for dot in re.finditer(r"\.", name)}
     fields = tensors.settings.fields
     caches = any(fields.get(name) for name in ("kv_cache_scheme", "kv_cache_quant_algo"))
     for key in stored:
@@ -139,7 +139,3 @@ def _drop_activations(tensors: Tensors, stored: Mapping[str, InFile]) -> None:
             and (key[: found.start()] in modules or key[: found.start()] in tensors.packed)
         ):
             tensors.used[key] = "activations"
-
-
-def _dots(name: str) -> list[int]:
-    return [at for at, character in enumerate(name) if character == "."]

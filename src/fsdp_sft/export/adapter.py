@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdp_sft._model.adapters import with_tensors
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors, model_tensors
 from fsdp_sft._model.wrappers import unwrapped
@@ -128,6 +129,9 @@ def _names(model: "PeftModel", content: ModelTensors, name: str) -> list[str]:
     """Names in the model of the tensors that peft would save, in the model's order."""
     from peft import get_peft_model_state_dict
 
+    if model.peft_config[name].is_prompt_learning:  # peft saves what its encoder computes
+        own_parts = (f"prompt_encoder.{name}.", f".modules_to_save.{name}.")
+        return [key for key in content.names if any(part in key for part in own_parts)]
     own = {key: content.tensors[first] for key, first in content.names.items()}
     saved = get_peft_model_state_dict(model, own, adapter_name=name, save_embedding_layers=False)
     kept = {id(tensor) for tensor in saved.values()}
@@ -136,7 +140,16 @@ def _names(model: "PeftModel", content: ModelTensors, name: str) -> list[str]:
 
 def _save(model: "PeftModel", folder: Path, full: dict[str, torch.Tensor], name: str) -> None:
     """Let peft write the adapter's full tensors, configuration and card."""
-    model.save_pretrained(str(folder), selected_adapters=[name], state_dict=full, save_embedding_layers=False)
+    encoders = getattr(model, "prompt_encoder", {})
+    own = dict(encoders.items())
+    try:
+        for key in own.keys() & {name}:
+            encoders[key] = with_tensors(own[key], full, f"prompt_encoder.{key}.")
+        model.save_pretrained(
+            str(folder), selected_adapters=[name], state_dict=full, save_embedding_layers=False
+        )
+    finally:
+        encoders.update(own)
     if name != "default":  # peft puts an adapter of another name into a folder of that name
         for path in (folder / name).iterdir():
             path.rename(folder / path.name)

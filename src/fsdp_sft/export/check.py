@@ -10,7 +10,8 @@ from torch import nn
 from fsdp_sft._model.adapters import adapted_layers, without_adapters
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._ranks.agree import agreed, share, this_rank
-from fsdp_sft.export.plan import exportable, plan_export, refuse_tied
+from fsdp_sft.export.merged import refuse_unmergeable
+from fsdp_sft.export.plan import exportable, plan_export
 from fsdp_sft.export.target import check_target, export_target
 
 
@@ -65,7 +66,7 @@ def check_export(
         need = 0
         if base is not None:
             content = exportable(base, torch.bfloat16)
-            refuse_tied(content, merges)
+            refuse_unmergeable(content, merges)
             if this_rank() == 0:
                 need = plan_export(base, content, torch.bfloat16)[0].num_bytes
         if this_rank() == 0:

@@ -23,9 +23,9 @@ from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
 from fsdp_sft._tensors.disk import check_room, sweep, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft.export.hf_files import HfFiles
-from fsdp_sft.export.merged import gathered
+from fsdp_sft.export.merged import gathered, refuse_unmergeable
 from fsdp_sft.export.own_rows import has_whole_rows, open_own_rows
-from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, refuse_tied, unsharded_twin
+from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, unsharded_twin
 from fsdp_sft.export.settings import write_settings
 from fsdp_sft.export.target import export_target, put_in_place, reachable
 
@@ -128,13 +128,13 @@ def _export(
 
     Collective: all ranks.
     """
-    plan: ExportPlan | None = None
+    plan: Any = None
     temporary: Path | None = None
     files: list[str] = []
     try:
         with agreed(f"preparing to export to {target}"):
             content = exportable(model, dtype, *chat)
-            refuse_tied(content, merges)
+            refuse_unmergeable(content, merges)
             if this_rank() == 0:
                 plan, config = plan_export(model, content, dtype, caching)
                 target = reachable(target)
@@ -145,7 +145,6 @@ def _export(
                 temporary.mkdir()
                 write_settings(model, config, temporary, target.name, dtype, *chat)
         plan, folder = share((plan, temporary))
-        assert plan is not None
         gatherer = Gatherer()
         _write_weights(model, content, plan, merges, folder, max_shard_size, gatherer)
         gatherer.finish(f"exporting to {target}")
@@ -184,7 +183,7 @@ def _write_weights(
         if own is not None and group[0] in plan.unchanged and not is_adapted and has_whole_rows(tensor):
             written = plan.unchanged[group[0]]
             gatherer.attempt(partial(own.write, written, tensor, plan.dtypes[group[0]]))
-            writer.expect_no_more(written)
+            writer.left.discard(written)  # the ranks write it themselves
             continue
         full = {}
         for name in group:

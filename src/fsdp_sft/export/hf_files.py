@@ -22,7 +22,7 @@ class HfFiles:
 
     def __init__(self, written: Described) -> None:
         self._written = written
-        self._left = set(written)
+        self.left = set(written)
         self._files: dict[str, tuple[int, Header]] = {}
         self._file_of: dict[str, str] = {}
 
@@ -64,7 +64,7 @@ class HfFiles:
         Raises:
             RuntimeError: If no tensor of that name, dtype and shape remains to be written.
         """
-        if self._written.get(name) != (tensor.dtype, tuple(tensor.shape)) or name not in self._left:
+        if self._written.get(name) != (tensor.dtype, tuple(tensor.shape)) or name not in self.left:
             raise RuntimeError(
                 f"{name} came out as {tensor.dtype} {tuple(tensor.shape)} when converted apart from the "
                 "rest of the model; please report the architecture"
@@ -72,11 +72,7 @@ class HfFiles:
         fd, header = self._files[self._file_of[name]]
         contiguous = tensor.contiguous()
         write_at(fd, header.entries[name].start, bytes_of(contiguous))
-        self._left.remove(name)
-
-    def expect_no_more(self, name: str) -> None:
-        """Note that the ranks write this tensor themselves."""
-        self._left.discard(name)
+        self.left.remove(name)
 
     def finish(self) -> None:
         """Force everything to the disk.
@@ -84,9 +80,9 @@ class HfFiles:
         Raises:
             RuntimeError: If a tensor was never written.
         """
-        if self._left:
+        if self.left:
             raise RuntimeError(
-                f"no tensor was converted to {sorted(self._left)[:4]}; please report the architecture"
+                f"no tensor was converted to {sorted(self.left)[:4]}; please report the architecture"
             )
         for fd, _ in self._files.values():
             force_to_disk(fd)

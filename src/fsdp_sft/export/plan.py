@@ -19,8 +19,7 @@ from fsdp_sft._compat.conversions import (
 from fsdp_sft._compat.models import keep_in_float32_patterns, original_class
 from fsdp_sft._model.quantised import refuse_quantised_model
 from fsdp_sft._model.state import ModelTensors, model_tensors
-from fsdp_sft._model.twin import tied_meta_twin
-from fsdp_sft._model.vocabulary import warn_of_tokenizer
+from fsdp_sft._model.twin import keep_config, tied_meta_twin
 from fsdp_sft._model.wrappers import inner_model
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.dtypes import check_dtypes
@@ -125,8 +124,7 @@ def exportable(
     if chat_template is not None and not isinstance(chat_template, str):
         raise TypeError(f"chat_template must be a string, got {type(chat_template).__name__}")
     refuse_quantised_model(model)
-    # A processor has a tokenizer inside.
-    warn_of_tokenizer(model, getattr(tokenizer, "tokenizer", tokenizer), chat_template)
+    keep_config(model)
     return model_tensors(model)
 
 
@@ -162,17 +160,10 @@ def plan_export(
     direct = {name: names[id(tensor)] for name, tensor in meta.items() if id(tensor) in names}
     plan = ExportPlan(sources, dtypes, groups, written, direct, converts)
     config = export_config(model, content, caching or [], dtype)
-    refuse_unreadable(model, config, written, _buffers(content, plan))
+    tensors = {name: content.tensors[sources[name]] for name in direct}
+    buffers = {direct[name] for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
+    refuse_unreadable(model, config, written, buffers)
     return plan, config
-
-
-def _buffers(content: ModelTensors, plan: ExportPlan) -> set[str]:
-    """Names in the files of the tensors that are no parameters."""
-    return {
-        plan.unchanged[name]
-        for name, first in plan.sources.items()
-        if name in plan.unchanged and not isinstance(content.tensors[first], nn.Parameter)
-    }
 
 
 def unsharded_twin(model: nn.Module) -> nn.Module:
@@ -258,14 +249,3 @@ def joined(outputs: Mapping[str, list[str]]) -> list[list[str]]:
         merged = set(made).union(*(keys for keys, _ in sharing))
         groups.append((merged, [member for _, members in sharing for member in members] + [name]))
     return [members for _, members in groups]
-
-
-def refuse_tied(content: ModelTensors, merges: Mapping[str, Any]) -> None:
-    """Refuse to merge adapters into a weight that is tied to another one."""
-    tied = {*content.ties, *content.ties.values()}
-    for fqn in merges:
-        if f"{fqn}.weight" in tied:
-            raise ValueError(
-                f"{fqn} has adapters and its weight is tied to another: merged, both would change. Write the "
-                "adapters alone with export_adapter"
-            )

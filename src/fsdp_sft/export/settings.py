@@ -188,6 +188,7 @@ def export_config(model: Any, content: ModelTensors, caching: list[Any], dtype: 
         for part in {id(c): c for c in (config, config.get_text_config())}.values():
             part.tie_word_embeddings = False
     _without_further_predictions(config, content)
+    vars(config).pop("quantization_config", None)  # of a model that transformers read from a GGUF
     config.dtype = str(dtype or model.dtype).removeprefix("torch.")
     config.architectures = [original_class(model).__name__]
     return config

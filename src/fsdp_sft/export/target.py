@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp_sft._process.callers import warn_caller
@@ -98,7 +97,8 @@ def put_in_place(temporary: Path, target: Path, *, overwrite: bool) -> Path:
     if overwrite and target.is_dir() and os.listdir(target):
         _replace_files(temporary, target)
         return target
-    for place in _places(target):
+    for number in itertools.count(1):
+        place = target if number == 1 else target.with_name(f"{target.name}-{number}")
         try:
             publish(temporary, place)
         except OSError as error:
@@ -113,12 +113,6 @@ def put_in_place(temporary: Path, target: Path, *, overwrite: bool) -> Path:
             )
         return place
     raise AssertionError
-
-
-def _places(target: Path) -> Iterator[Path]:
-    """``target``, then the same name with -2, -3 and so on."""
-    yield target
-    yield from (target.with_name(f"{target.name}-{number}") for number in itertools.count(2))
 
 
 def _replace_files(temporary: Path, target: Path) -> None:

@@ -15,8 +15,8 @@ from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._ranks.agree import agreed, share, this_rank
 from fsdp_sft._tensors.packed_shard import values_of
-from fsdp_sft.export.merged import gathered
-from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, refuse_tied, unsharded_twin
+from fsdp_sft.export.merged import gathered, refuse_unmergeable
+from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, unsharded_twin
 
 
 class _OnAllRanks:
@@ -72,15 +72,14 @@ def iter_hf_tensors(
     reshard(model)
     merges = adapted_layers(model)
     with without_adapters(model, trained=True) as base:
-        plan: ExportPlan | None = None
+        plan: Any = None
         with agreed("preparing to hand over the tensors"):
             content = exportable(base, dtype)
-            refuse_tied(content, merges)
+            refuse_unmergeable(content, merges)
             if this_rank() == 0:
                 plan, _ = plan_export(base, content, dtype)
             twin: Any = unsharded_twin(base)
         plan = share(plan)
-        assert plan is not None
     return _tensors(content, plan, merges, twin)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._model.configs import sizes_by_default
 from fsdp_sft._process.gpus import GB, GIB, GPUS, Gpu, gpu_named
 from fsdp_sft.errors import NoPlanError, UnsupportedModelError
 from fsdp_sft.planner.budget import Budget, budget_of
@@ -211,10 +210,6 @@ def _job(args: argparse.Namespace, gpu: Gpu, budget: Budget, estimate: MemoryEst
 
 def _notes_on_config(args: argparse.Namespace, config: Any) -> Iterator[str]:
     """Remarks on a config, and on rows as long as these."""
-    taken = sizes_by_default(args.model, config)
-    if taken:
-        named = ", ".join(f"{name}={value}" for name, value in taken.items())
-        yield f"the config does not say {named}, but its class has these defaults: see whether it is complete"
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if isinstance(positions, int) and positions < args.seq:
         yield f"the config gives the model {positions} positions"

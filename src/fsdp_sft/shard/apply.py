@@ -24,6 +24,7 @@ from fsdp_sft._model.blocks import find_blocks, is_never_called
 from fsdp_sft._model.inputs import spread_positions
 from fsdp_sft._model.quantised import refuse_quantised_model
 from fsdp_sft._model.sharded import remember_mesh
+from fsdp_sft._model.twin import keep_config
 from fsdp_sft._model.wrappers import base_of, replicas_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.dtypes import check_dtypes
@@ -219,6 +220,7 @@ def shard_model(
             "of the forward is its param_dtype"
         )
     _refuse_sharded(model)
+    keep_config(model)
     refuse_quantised_model(model)
     refuse_hooks({p: name for name, p in model.named_parameters()}, are_shards=False)
     given, mesh = mesh, parameter_mesh(mesh)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.fsdp import compute_dtypes
-from fsdp_sft._model.twin import text_config
+from fsdp_sft._model.twin import keep_config, text_config
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.dcp_io.left_behind import loaded_without_optimizer, resumed_with_optimizer
@@ -53,6 +53,8 @@ def warn_of_what_may_be_meant(
     _warn_of_lost_updates(model, optimizers)
     if first_time(model, "end row"):
         _warn_of_an_end_without_gradient(model)
+    if first_time(model, "config"):
+        keep_config(model)
     if left_out and first_time(model, "left out"):
         warn_caller(
             f"{len(left_out)} parameters that require gradients are in no optimizer ({abridged(left_out)}): "

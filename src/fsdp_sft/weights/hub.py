@@ -6,6 +6,7 @@ import time
 import uuid
 from pathlib import Path
 
+from fsdp_sft._model.configs import told_of_format
 from fsdp_sft._quantised.find import check
 from fsdp_sft._quantised.settings import CONFIG, OTHER_FILES, settings_of
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, this_rank, while_others_wait
@@ -63,7 +64,9 @@ def resolve_folder(
             "copy it to every node"
         )
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise CheckpointFormatError(f"{name} is not a folder, and no Hub id could look like this")
+        raise CheckpointFormatError(
+            f"{name} is not a folder, and no Hub id could look like this{told_of_format(Path(name))}"
+        )
     return _snapshot(name, revision, variant, trust_remote_code, allow_pickle)
 
 

@@ -22,7 +22,7 @@ from fsdp_sft._compat.models import (
 )
 from fsdp_sft._model.configs import auto_config, check_settings, read_by_transformers, refuse_kernels
 from fsdp_sft._model.record import record_of
-from fsdp_sft._model.twin import meta_twin
+from fsdp_sft._model.twin import keep_config, meta_twin
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._process.words import answered
@@ -147,6 +147,7 @@ def meta_model(
     model.name_or_path = called
     if quantised is not None:
         record_of(model).keep(quantised)
+    keep_config(model)
     return model.train()  # type: ignore[no-any-return]
 
 

@@ -369,9 +369,10 @@ def _refuse_missing(
             f"transformers has no place for ({abridged(unplaced)}): {IN_16_BITS}"
         )
     if plan.missing and policy == "error":
+        other = f"it has {abridged(sorted(left_over))}, which the model lacks; " if left_over else ""
         raise CheckpointFormatError(
             f"the checkpoint has no values for {abridged(plan.missing)} of {type(plan.twin).__name__}; "
-            "load_weights(missing='initialise') fills them with the model's own initialisation",
+            f"{other}load_weights(missing='initialise') fills them with the model's own initialisation",
             missing=plan.missing,
         )
 

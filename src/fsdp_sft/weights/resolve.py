@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_sft._model.configs import told_of_format
 from fsdp_sft._process.bounds import MAX_INDEX_BYTES, MAX_SETTINGS_BYTES, parse_json
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._quantised.find import published
@@ -74,14 +75,10 @@ def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: boo
         )
     if found is None:
         present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-        wanted = f"neither {safe[0]} nor {safe[1]}"
-        advice = ""
-        if any(name.startswith("consolidated") for name in present):
-            advice = (
-                ". consolidated files are in the format of their maker (Mistral, Meta), with other names and "
-                "rotary rows in another order: put the repository's model*.safetensors beside them"
-            )
-        raise CheckpointFormatError(f"{folder} has {wanted}; it has {abridged(present)}{advice}")
+        raise CheckpointFormatError(
+            f"{folder} has neither {safe[0]} nor {safe[1]}; it has {abridged(present)}"
+            f"{told_of_format(folder)}"
+        )
     return found
 
 
