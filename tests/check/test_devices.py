@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_sft.check import environment
-from fsdp_sft.check.environment import GIB, faults_of_device, memory_of_device
+from fsdp_sft.check.environment import GIB, driver_and_faults, memory_of_device
 
 
 def _rank(free: float = 79.5, **other: Any) -> dict[str, Any]:
@@ -35,12 +35,13 @@ def test_the_device_that_is_not_well_is_named(odd: dict[str, Any], level: str, s
 
 def test_healthy_devices_and_blind_ones() -> None:
     assert environment._compare([_rank(), _rank()])[2] == []
-    said, measured, problems = environment._compare([_rank(memory=None, faults=None)] * 2)
+    said, measured, problems = environment._compare([_rank(faults=None)] * 2)
     assert problems == []
-    assert measured == {}
+    assert measured == {"memory_bytes": 80 * GIB}
+    assert environment._compare([_rank(memory=None)])[1] == {}
     assert "not seen: faults of devices" in said
     assert memory_of_device(torch.device("cpu")) is None
-    assert faults_of_device(torch.device("cpu")) == []
+    assert driver_and_faults(torch.device("cpu")) is None
     (little,) = environment._compare([_rank(), _rank(shared=GIB // 8)])[2]
     assert (little.level, little.ranks) == ("warn", (1,))
     assert "/dev/shm has 0.12 GiB free" in little.text
@@ -59,6 +60,7 @@ def test_what_nvidias_library_says_is_read(monkeypatch: pytest.MonkeyPatch) -> N
         NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1,
         NVML_VOLATILE_ECC=0,
         nvmlInit=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: "570.1",
         nvmlDeviceGetHandleByUUID=asked.append,
         nvmlDeviceGetTotalEccErrors=lambda handle, kind, counter: 2 if (kind, counter) == (1, 0) else 0,
         nvmlDeviceGetRemappedRows=lambda handle: (1, 0, 1, 0),
@@ -67,7 +69,9 @@ def test_what_nvidias_library_says_is_read(monkeypatch: pytest.MonkeyPatch) -> N
     device = torch.device("cuda", 0)
     monkeypatch.setitem(sys.modules, "pynvml", library)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="abc"))
-    said = " ".join(faults_of_device(device) or ())
+    driver, faults = driver_and_faults(device) or ("", [])
+    said = " ".join(faults)
+    assert driver == "570.1"
     assert asked == ["GPU-abc"]
     assert "2 uncorrected memory errors" in said
     assert "wait to be replaced: reset" in said
@@ -75,6 +79,6 @@ def test_what_nvidias_library_says_is_read(monkeypatch: pytest.MonkeyPatch) -> N
     assert "could not be replaced" not in said
     for name in ("TotalEccErrors", "RemappedRows", "CurrentClocksThrottleReasons"):
         monkeypatch.setattr(library, f"nvmlDeviceGet{name}", refuse)
-    assert faults_of_device(device) == []
+    assert driver_and_faults(device) == ("570.1", [])
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert faults_of_device(device) is None
+    assert driver_and_faults(device) is None

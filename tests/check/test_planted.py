@@ -86,12 +86,6 @@ def _accelerated(seconds: float) -> Iterator[None]:
         yield
 
 
-def _stale() -> Callable[[int], bytes]:
-    """The content of files, but of those that are read back."""
-    content = machines._content
-    return lambda rank: content(rank if rank == VICTIM else RANKS)
-
-
 def _no_space(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
@@ -155,16 +149,13 @@ FAULTS = {
         "renames of the other ranks are not seen",
         lambda _: mock.patch.object(os, "listdir", return_value=[f"new-{VICTIM}"]),
     ),
-    "a stale file": Fault(
-        "folder", "is read as something else", lambda _: mock.patch.object(machines, "_content", _stale())
-    ),
     "a full disk": Fault(
         "folder", "No space left on device", lambda _: mock.patch.object(machines, "sync_file", _no_space)
     ),
     "an error": Fault(
         "products",
         "raised ValueError: no products today",
-        lambda _: mock.patch.object(machines, "checksum", side_effect=ValueError("no products today")),
+        lambda _: mock.patch.object(machines, "exact_product", side_effect=ValueError("no products today")),
     ),
 }
 

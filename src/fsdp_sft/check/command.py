@@ -183,9 +183,9 @@ def _lines(job: Job, done: Sequence[Done], problems: Sequence[Problem], stopped:
     else:
         warned = f", {len(problems)} warning{'s' * (len(problems) > 1)}" if problems else ""
         yield f"Healthy{warned}{'; not seen here: ' + ', '.join(unseen) if unseen else ''}."
-    hosts = excluded_hosts(job, problems)
-    if hosts:
-        yield f"To leave the node{'s' * (len(hosts) > 1)} out: --exclude={','.join(hosts)}"
+    excluded = excluded_hosts(job, problems)
+    if excluded:
+        yield f"To leave the node{'s' * (len(excluded) > 1)} out: --exclude={','.join(excluded)}"
 
 
 def _wrapped(head: str, text: str, indent: int) -> list[str]:

@@ -56,8 +56,8 @@ _CLOCK_WARNS, _CLOCK_FAILS = 1.0, 2.5  # seconds; machines that ask a time serve
 _READINGS = 7  # of the clock: the one at which a rank was least late counts
 _LEAST_SHARED = 1 * GIB  # of /dev/shm: loaders and NCCL put what they share there
 _FREE_WARNS, _FREE_FAILS = 0.95, 0.8  # of a device's memory; a context of our own takes a hundredth
-# Reasons for lower clocks that a healthy GPU does not have: https://docs.nvidia.com/deploy/nvml-api/. A cap on
-# power (0x4) is normal under load.
+# Reasons for lower clocks that a healthy GPU does not have: https://docs.nvidia.com/deploy/nvml-api/. A cap
+# on power (0x4) is normal under load.
 _SLOWED = {0x8: "hardware slowdown", 0x40: "heat (hardware)", 0x20: "heat (software)", 0x80: "power brake"}
 _REPORT_SECONDS = 120
 
@@ -70,13 +70,13 @@ def environment(job: Job) -> Found:
         clocks.append(time.time())
 
     def own() -> dict[str, Any]:
-        shared = Path("/dev/shm")
+        shared, faults = Path("/dev/shm"), driver_and_faults(job.device)
         return {
             "facts": {**versions(job.device), **variables()},
             "clocks": clocks,
             "shared": shutil.disk_usage(shared).free if shared.is_dir() else None,
             "memory": memory_of_device(job.device),
-            "faults": faults_of_device(job.device),
+            "faults": None if faults is None else faults[1],
         }
 
     said, measured, problems = through_rank_0("comparing environments", own, _compare)
@@ -98,9 +98,9 @@ def _compare(everyone: list[dict[str, Any]]) -> tuple[str, dict[str, Any], list[
     if known:
         free, total = (min(one[place] for one in known) for place in (0, 1))
         parts.append(f"{free / GIB:.1f} GiB free of {total / GIB:.1f}")
-    blind = any(one["faults"] is None for one in everyone)
-    seen = ", ".join(parts) + ("; not seen: faults of devices (no nvidia-ml-py)" if blind else "")
-    return seen, {"memory_bytes": total} if known else {}, problems
+    if known and any(one["faults"] is None for one in everyone):
+        parts[-1] += "; not seen: faults of devices (no nvidia-ml-py)"
+    return ", ".join(parts), {"memory_bytes": total} if known else {}, problems
 
 
 def _apart(facts: list[dict[str, str]]) -> Iterator[Problem]:
@@ -155,17 +155,15 @@ def memory_of_device(device: torch.device) -> tuple[int, int] | None:
     return None
 
 
-def faults_of_device(device: torch.device) -> list[str] | None:
-    """What NVIDIA's management library says is wrong with a GPU; None without ``nvidia-ml-py``."""
-    if device.type != "cuda":
-        return [] if device.type == "cpu" else None
+def driver_and_faults(device: torch.device) -> tuple[str, list[str]] | None:
+    """What NVIDIA's management library says of a GPU; None without ``nvidia-ml-py``."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-        handle = pynvml.nvmlDeviceGetHandleByUUID(name)
+        driver, handle = str(pynvml.nvmlSystemGetDriverVersion()), pynvml.nvmlDeviceGetHandleByUUID(name)
     except Exception:  # not installed, another vendor's driver, or a device that it does not show
         return None
 
@@ -186,12 +184,13 @@ def faults_of_device(device: torch.device) -> list[str] | None:
         "rows of its memory wait to be replaced: reset the GPU": is_pending,
         f"its clocks are lowered by {slowed}: look at cooling and power": slowed,
     }
-    return [text for text, is_so in said.items() if is_so]
+    return driver, [text for text, is_so in said.items() if is_so]
 
 
 def versions(device: torch.device) -> dict[str, str]:
     """Versions and the kind of device of this rank, by name; what is not installed is "none"."""
     has_nccl = torch.distributed.is_nccl_available() and torch.cuda.is_available()
+    driver = driver_and_faults(device)
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -199,19 +198,10 @@ def versions(device: torch.device) -> dict[str, str]:
         "CUDA": str(torch.version.cuda or "none"),
         "ROCm": str(torch.version.hip or "none"),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none",
-        "driver": _driver(),
+        "driver": "not known" if driver is None else driver[0],
         "device": device_name(device) or device.type,
         "processor": platform.machine(),
     }
-
-
-def _driver() -> str:
-    with suppress(Exception):  # no nvidia-ml-py, or no driver
-        import pynvml
-
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    return "not known"
 
 
 def _installed(name: str) -> str:
@@ -326,7 +316,11 @@ def env(args: argparse.Namespace) -> int:
     }
     everyone = all_gather_objects(own)
     if this_rank() == 0:
-        print(json.dumps(_as_json(everyone), indent=1) if args.json else _text(everyone), flush=True)
+        facts = [
+            {part: {name: _shown(value) for name, value in some.items()} for part, some in one.items()}
+            for one in everyone
+        ]
+        print(json.dumps({"ranks": facts}, indent=1) if args.json else _text(everyone), flush=True)
     all_gather_objects(None)  # a launcher ends the job when its first rank has left
     return 0
 
@@ -344,13 +338,3 @@ def _text(everyone: list[dict[str, dict[str, str]]]) -> str:
             lines.append(f"  {name:<{width}}  {_shown(usual)}{'  <- differs: ' + marked if marked else ''}")
         lines.append("")
     return printable("\n".join(map(str.rstrip, lines)).rstrip())
-
-
-def _as_json(everyone: list[dict[str, dict[str, str]]]) -> dict[str, Any]:
-    """The facts of each rank, and the names of those in which ranks differ."""
-    apart = {section: sorted(minorities([one[section] for one in everyone])) for section in everyone[0]}
-    ranks = [
-        {part: {name: _shown(value) for name, value in facts.items()} for part, facts in one.items()}
-        for one in everyone
-    ]
-    return {"ranks": ranks, "differ": {section: names for section, names in apart.items() if names}}

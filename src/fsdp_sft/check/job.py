@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from fsdp_sft._ranks.agree import all_gather_objects, share
+from fsdp_sft._ranks.agree import agreed, all_gather_objects, share
 from fsdp_sft._ranks.init import DistributedContext
 from fsdp_sft._ranks.mesh import CP, build_mesh, parameter_mesh
 from fsdp_sft._tensors.disk import full_path
@@ -119,21 +119,18 @@ def folder_below(job: Job, root: Path | None) -> Iterator[None]:
 
     Collective: all ranks.
     """
-    made, why = None, ""
-    if job.rank == 0 and (root is not None or len(set(job.hosts)) == 1):
-        try:
+    made = None
+    with agreed("making a folder for the checks"):
+        if job.rank == 0 and (root is not None or len(set(job.hosts)) == 1):
             if root is not None:
                 root.mkdir(parents=True, exist_ok=True)
             made = Path(tempfile.mkdtemp(prefix=".check-", dir=None if root is None else full_path(root)))
-        except OSError as error:
-            why = f"no folder can be made below {root} ({error}): take another --root"
-    folder, why = share((made, why))
-    missing = (0,) if why else ()
-    if folder is not None:
-        missing = tuple(rank for rank, there in enumerate(all_gather_objects(folder.is_dir())) if not there)
-        why = f"{root} is not there, or another folder than that of rank 0: mount it on every node"
-    job.folder = None if missing else folder
-    job.folder_problem = Problem("fail", missing, why) if missing else None
+    job.folder = folder = share(made)
+    blind = folder is not None and not folder.is_dir()
+    missing = tuple(rank for rank, is_blind in enumerate(all_gather_objects(blind)) if is_blind)
+    if missing:
+        text = f"{root} is not there, or another folder than that of rank 0: mount it on every node"
+        job.folder, job.folder_problem = None, Problem("fail", missing, text)
     try:
         yield
     finally:

@@ -2,20 +2,20 @@
 
 import math
 import os
+import re
 import statistics
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from itertools import product
 
 import torch
 import torch.distributed as dist
+from torch.utils.benchmark import Timer
 
 from fsdp_sft._process.devices import synchronize
 from fsdp_sft._ranks.agree import agreed, all_gather_objects
 from fsdp_sft._tensors.disk import sync_file
-from fsdp_sft._tensors.safetensors import bytes_of
 from fsdp_sft.check.job import Found, Job, Problem, axes_of
 
 _MIB = 1 << 20
@@ -39,21 +39,17 @@ def products(job: Job) -> Found:
         result = torch.nn.functional.linear(a, b)
         # The rows that are wrong (Freivalds' algorithm), by the host.
         found = torch.cat([rows.double().cpu() @ weights for rows in result.split(1024)])
-        wrong, total = int((found != expected).sum()), checksum(result)
-    everyone: list[tuple[int, int]] = all_gather_objects((wrong, total))
-    right = next((total for wrong, total in everyone if not wrong), everyone[0][1])
+    everyone: list[bool] = all_gather_objects(torch.equal(found, expected))
     text = "products are wrong: the device or its memory is damaged; leave the node out and have it tested"
-    bad = [rank for rank, own in enumerate(everyone) if own != (0, right)]
+    bad = [rank for rank, is_right in enumerate(everyone) if not is_right]
     problems = [Problem("fail", (rank,), text, exclude=True) for rank in bad]
-    said = f"{'exact' if not bad else 'not exact'} in {str(a.dtype).removeprefix('torch.')}"
-    if not job.is_accelerated:
-        return f"{said}; not seen: rates (ranks share processors)", problems
-    rates = _rates(job, lambda: torch.nn.functional.linear(a, b), 2.0 * math.prod(_SHAPE))
+    rates = _rates(lambda: torch.nn.functional.linear(a, b), 2.0 * a.shape[0] * b.numel())
     job.measured["flops_per_second"] = min(rates)
-    return f"{said}, {min(rates) / 1e12:.3g} to {max(rates) / 1e12:.3g} TFLOP/s a rank", [
-        *problems,
-        *_slow_devices(rates),
-    ]
+    said = f"{'not ' if bad else ''}exact in {str(a.dtype).removeprefix('torch.')}, "
+    said += f"{min(rates) / 1e12:.3g} to {max(rates) / 1e12:.3g} TFLOP/s a rank"
+    if job.is_accelerated:
+        return said, [*problems, *_slow_devices(rates)]
+    return f"{said}; not seen: slow devices (ranks share processors)", problems
 
 
 def exact_product(job: Job) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -81,36 +77,21 @@ def _signs(rows: int, columns: int, *, seed: int) -> torch.Tensor:
     return found
 
 
-def checksum(result: torch.Tensor) -> int:
-    """A checksum of a tensor's bytes."""
-    return zlib.crc32(bytes_of(result.detach().cpu().contiguous()))
-
-
-def _rates(job: Job, work: Callable[[], object], amount: float) -> list[float]:
+def _rates(work: Callable[[], object], amount: float) -> list[float]:
     """What each rank does per second; all measure again while one is in doubt, and the median counts."""
     own, rates = [], []
     for _ in range(_TRIALS):
         with agreed("timing"):
-            own.append(amount / _seconds_of(work, job.device))
+            own.append(amount / _seconds_of(work))
         rates = all_gather_objects(statistics.median(own))
         if min(rates) >= _RATE_WARNS * statistics.median_high(rates):
             break
     return rates
 
 
-def _seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that ``work`` takes, as the mean of so many calls that they take ``_TRIAL_SECONDS``."""
-    work()  # the first call compiles, allocates and chooses
-    runs, spent = 1, 0.0
-    while spent < _TRIAL_SECONDS:
-        runs *= 2
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(runs):
-            work()
-        synchronize(device)
-        spent = time.perf_counter() - start
-    return spent / runs
+def _seconds_of(work: Callable[[], object]) -> float:
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=_TRIAL_SECONDS).median)
 
 
 def _slow_devices(rates: list[float]) -> Iterator[Problem]:
@@ -124,8 +105,15 @@ def _slow_devices(rates: list[float]) -> Iterator[Problem]:
 
 # --- reductions -------------------------------------------------------------------------------------------
 
-_EACH = 1024  # elements of a rank's part
 _LARGEST = {torch.float32: 32, torch.bfloat16: 2}  # sums below 256 are exact in bfloat16
+_COLLECTIVES = {
+    "all_gather": ("all_gather", None),
+    "reduce_scatter (sum)": ("reduce_scatter", dist.ReduceOp.SUM),
+    "reduce_scatter (mean)": ("reduce_scatter", dist.ReduceOp.AVG),
+    "all_reduce (sum)": ("all_reduce", dist.ReduceOp.SUM),
+    "all_reduce (mean)": ("all_reduce", dist.ReduceOp.AVG),
+}
+_UNSUPPORTED = re.compile("not support|unsupported|only available|cannot use", re.IGNORECASE)
 
 
 def reductions(job: Job) -> Found:
@@ -138,16 +126,19 @@ def reductions(job: Job) -> Found:
         return "not seen: one rank reduces nothing", []
     wrong: dict[tuple[int, ...], list[str]] = {}
     unsupported: set[str] = set()
-    for axis, group in axes_of(job).items():
-        for dtype in _LARGEST:
-            for name, collective in _COLLECTIVES.items():
-                found = all_gather_objects(_try(collective, group, dtype, job.device))
-                bad = tuple(rank for rank, is_right in enumerate(found) if not is_right)
-                if None in found:
-                    unsupported.add(name)
-                elif bad:
-                    named = f"{name} of {str(dtype).removeprefix('torch.')} along {axis}"
-                    wrong.setdefault(bad, []).append(named)
+    for (axis, group), dtype, (name, how) in product(axes_of(job).items(), _LARGEST, _COLLECTIVES.items()):
+        try:
+            is_right = _is_right(group, dtype, job.device, *how)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            if not _UNSUPPORTED.search(str(error)):
+                raise
+            is_right = None
+        found = all_gather_objects(is_right)
+        bad = tuple(rank for rank, own in enumerate(found) if not own)
+        if None in found:
+            unsupported.add(name)
+        elif bad:
+            wrong.setdefault(bad, []).append(f"{name} of {str(dtype).removeprefix('torch.')} along {axis}")
     advice = "gradients would be wrong too; try another version of torch or of NCCL, or NCCL_ALGO=Ring"
     problems = [
         Problem("fail", ranks, f"wrong results: {', '.join(names)}: {advice}")
@@ -157,71 +148,36 @@ def reductions(job: Job) -> Found:
     return f"{'not all' if wrong else 'all'} gathers, sums and means are exact{missing}", problems
 
 
-def _numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a rank brings: small whole numbers, other ones on each rank and at each place."""
-    # None is below 0, so that no sum is 0, which is what a reduction that does nothing may leave.
-    place = torch.arange(count)
-    return ((place * 7 + rank * 13 + place // 5 * rank) % (_LARGEST[dtype] + 1)).to(dtype)
-
-
-def _try(
-    collective: Callable[..., bool], group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
+def _is_right(
+    group: dist.ProcessGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+    kind: str,
+    op: dist.ReduceOp.RedOpType | None,
 ) -> bool | None:
-    """Whether a collective is right on this rank; None if the backend does not have it."""
-    words = ("not support", "unsupported", "only available", "cannot use")
-    try:
-        return collective(group, dtype, device)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        if any(word in str(error).lower() for word in words):
-            return None
-        raise
+    """Whether a collective of small whole numbers, others on each rank and at each place, is exact."""
+    ranks, rank = group.size(), group.rank()
+    each = max(64, (1 << 14) // ranks)
+    place, whose = torch.arange(each * ranks), torch.arange(ranks)[:, None]
+    # None is below 0, so that no sum is 0, which is what a reduction that does nothing may leave.
+    numbers = (place * 7 + whose * 13 + place // 5 * whose) % (_LARGEST[dtype] + 1)
+    own = numbers[rank].to(device, dtype)
+    total = numbers.sum(0).double()
+    coarse = 2.0**-6 if dtype == torch.bfloat16 else 2.0**-18  # a mean, and a large sum, may be rounded
+    if op != dist.ReduceOp.AVG and float(total.max()) <= 256:
+        coarse = 0.0
+    expected = total / ranks if op == dist.ReduceOp.AVG else total
+    if kind == "all_gather":
+        found, expected = own.new_full((numbers.numel(),), -77), numbers.flatten().double()
+        dist.all_gather_single(found, own, group=group)
+    elif kind == "reduce_scatter":
+        found, expected = own.new_full((each,), -77), expected.view(ranks, each)[rank]
+        dist.reduce_scatter_single(found, own, op=op, group=group)
+    else:
+        found = own
+        dist.all_reduce(found, op=op, group=group)
+    return bool((found.cpu().double() - expected).abs().max() <= coarse * expected.max())
 
-
-def _gather(group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> bool:
-    whole = torch.full((_EACH * group.size(),), -77, dtype=dtype, device=device)
-    dist.all_gather_single(whole, _numbers(group.rank(), _EACH, dtype).to(device), group=group)
-    expected = torch.cat([_numbers(rank, _EACH, dtype) for rank in range(group.size())])
-    return torch.equal(whole.cpu(), expected)
-
-
-def _scatter(
-    op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
-) -> bool:
-    count = _EACH * group.size()
-    part = torch.full((_EACH,), -77, dtype=dtype, device=device)
-    dist.reduce_scatter_single(part, _numbers(group.rank(), count, dtype).to(device), op=op, group=group)
-    own = slice(group.rank() * _EACH, (group.rank() + 1) * _EACH)
-    return _is_reduced(part, op, group, count, own)
-
-
-def _reduce(
-    op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
-) -> bool:
-    own = _numbers(group.rank(), _EACH, dtype).to(device)
-    dist.all_reduce(own, op=op, group=group)
-    return _is_reduced(own, op, group, _EACH, slice(None))
-
-
-def _is_reduced(
-    found: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup, count: int, part: slice
-) -> bool:
-    """Whether a reduction is exact; a mean, and a sum over very many ranks, may be rounded."""
-    numbers = [_numbers(rank, count, found.dtype).double() for rank in range(group.size())]
-    expected, wide = torch.stack(numbers).sum(0)[part], found.cpu().double()
-    if op != dist.ReduceOp.AVG and float(expected.max()) <= 256:
-        return torch.equal(wide, expected)
-    expected = expected / group.size() if op == dist.ReduceOp.AVG else expected
-    coarse = 2.0**-6 if found.dtype == torch.bfloat16 else 2.0**-18
-    return bool((wide - expected).abs().max() <= coarse * expected.max())
-
-
-_COLLECTIVES: dict[str, Callable[..., bool]] = {
-    "all_gather": _gather,
-    "reduce_scatter (sum)": lambda *args: _scatter(dist.ReduceOp.SUM, *args),
-    "reduce_scatter (mean)": lambda *args: _scatter(dist.ReduceOp.AVG, *args),
-    "all_reduce (sum)": lambda *args: _reduce(dist.ReduceOp.SUM, *args),
-    "all_reduce (mean)": lambda *args: _reduce(dist.ReduceOp.AVG, *args),
-}
 
 # --- network ----------------------------------------------------------------------------------------------
 
@@ -299,25 +255,16 @@ def _link_rates(job: Job, rings: list[list[int]]) -> dict[int, float]:
     size = _SENT if job.is_accelerated else _SENT_ON_CPU
     out = torch.zeros(size, dtype=torch.uint8, device=job.device)
     into, mine = torch.empty_like(out), 0.0
-    for pairs in _rounds(rings):
-        peer = pairs.get(job.rank)
-        for _ in range(_RUNS if peer is not None else 0):
-            assert peer is not None
-            mine = max(mine, 2 * size / _exchange(out, into, peer, first=job.rank < peer))
-        all_gather_objects(None)  # rounds do not overlap
+    own: list[int] = next((ring for ring in rings if job.rank in ring), [])
+    for step in range(max(map(len, rings))):  # one link of a ring after the other
+        ends = {own[(step + more) % len(own)] for more in (0, 1)} if step < len(own) else set()
+        if job.rank in ends:
+            (peer,) = ends - {job.rank}
+            times = [_exchange(out, into, peer, first=job.rank < peer) for _ in range(_RUNS)]
+            mine = max(mine, 2 * size / min(times))
+        all_gather_objects(None)
     rates: list[float] = all_gather_objects(mine)
     return {one: rates[one] for ring in rings for one in ring}
-
-
-def _rounds(rings: list[list[int]]) -> list[dict[int, int]]:
-    """Three rounds in which each rank meets the next of its ring, and the one before."""
-    rounds: list[dict[int, int]] = [{}, {}, {}]
-    for ring in rings:
-        links = [(one, ring[(place + 1) % len(ring)]) for place, one in enumerate(ring)]
-        for place, (a, b) in enumerate(links[: 1 if len(ring) == 2 else None]):
-            is_odd_one = place == len(ring) - 1 and len(ring) % 2
-            rounds[2 if is_odd_one else place % 2].update({a: b, b: a})
-    return rounds
 
 
 def _exchange(out: torch.Tensor, into: torch.Tensor, peer: int, *, first: bool) -> float:
@@ -338,20 +285,22 @@ def _exchange(out: torch.Tensor, into: torch.Tensor, peer: int, *, first: bool) 
 
 # --- folder -----------------------------------------------------------------------------------------------
 
-_WRITTEN = 4 * _MIB
 _SEEN_WITHIN, _LOOK = 5.0, 0.1  # seconds after which every rank has to see a rename, and between two looks
-_ADVICE = (
-    "checkpoints appear by a rename; mount the folder without caching of attributes (noac), or take another"
-)
+_ADVICE = "checkpoints appear by a rename; mount the folder without caching (noac), or take another"
 
 
 def folder(job: Job) -> Found:
-    """Whether all ranks can write to the run's folder, and see what the others have renamed and written."""
+    """Whether all ranks can write to the run's folder, and see what the others have renamed."""
     if job.folder is None:
         return "not seen: no folder", [job.folder_problem] if job.folder_problem is not None else []
     why, ranks = "", range(job.context.world_size)
     try:
-        _write(job.folder, job.rank)
+        before = job.folder / f"old-{job.rank}"
+        before.mkdir()
+        (before / "file").write_bytes(bytes(1 << 20))
+        sync_file(before / "file")
+        os.listdir(job.folder)  # a client that remembers a listing remembers this one
+        os.rename(before, job.folder / f"new-{job.rank}")
     except OSError as error:
         why = f"{error.strerror or error}"
     told: list[str] = all_gather_objects(why)
@@ -365,36 +314,8 @@ def folder(job: Job) -> Found:
         names = set(os.listdir(job.folder))
         unseen = {rank for rank in ranks if f"new-{rank}" not in names or f"old-{rank}" in names}
         time.sleep(_LOOK if unseen else 0.0)
-    peer = (job.rank + 1) % len(ranks)
-    is_same = peer in unseen or _reads(job.folder, peer)
-    everyone: list[tuple[list[int], bool]] = all_gather_objects((sorted(unseen), is_same))
-    problems = _unseen([missing for missing, _ in everyone])
-    stale = tuple(rank for rank, (_, is_right) in enumerate(everyone) if not is_right)
-    if stale:
-        text = "what another rank has written is read as something else: do not use this folder"
-        problems.append(Problem("fail", stale, text))
-    return "written, renamed and read" if not problems else "", problems
-
-
-def _content(rank: int) -> bytes:
-    return rank.to_bytes(8, "little") * (_WRITTEN // 8)
-
-
-def _write(folder: Path, rank: int) -> None:
-    """Write a file to the disk, and rename its folder."""
-    before = folder / f"old-{rank}"
-    before.mkdir()
-    (before / "file").write_bytes(_content(rank))
-    sync_file(before / "file")
-    os.listdir(folder)  # a client that remembers a listing remembers this one
-    os.rename(before, folder / f"new-{rank}")
-
-
-def _reads(folder: Path, rank: int) -> bool:
-    try:
-        return (folder / f"new-{rank}" / "file").read_bytes() == _content(rank)
-    except OSError:
-        return False
+    problems = _unseen(all_gather_objects(sorted(unseen)))
+    return "" if problems else "files are written and renamed, and all ranks see it", problems
 
 
 def _unseen(told: list[list[int]]) -> list[Problem]:
