@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 
 import torch
@@ -201,14 +202,21 @@ def _gather_rate(job: Job, group: dist.ProcessGroup) -> float:
     """Bytes per second that a rank receives in a gather; of the slowest group of the axis."""
     each = (_GATHERED if job.is_accelerated else _GATHERED_ON_CPU) // group.size()
     whole = torch.zeros(each * group.size(), dtype=torch.uint8, device=job.device)
-    part, times = whole[:each].clone(), []
+    part = whole[:each].clone()
+    seconds = _fastest(lambda: dist.all_gather_single(whole, part, group=group), job.device)
+    return float(each * (group.size() - 1) / max(all_gather_objects(seconds)))
+
+
+def _fastest(exchange: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of some exchanges, after the one that connects ranks."""
+    times = []
     for _ in range(1 + _RUNS):
-        synchronize(job.device)
+        synchronize(device)
         start = time.perf_counter()
-        dist.all_gather_single(whole, part, group=group)
-        synchronize(job.device)
+        exchange()
+        synchronize(device)
         times.append(time.perf_counter() - start)
-    return float(each * (group.size() - 1) / max(all_gather_objects(statistics.median(times[1:]))))
+    return min(times[1:])
 
 
 def _rings(job: Job) -> dict[str, list[list[int]]]:
@@ -260,27 +268,23 @@ def _link_rates(job: Job, rings: list[list[int]]) -> dict[int, float]:
         ends = {own[(step + more) % len(own)] for more in (0, 1)} if step < len(own) else set()
         if job.rank in ends:
             (peer,) = ends - {job.rank}
-            times = [_exchange(out, into, peer, first=job.rank < peer) for _ in range(_RUNS)]
-            mine = max(mine, 2 * size / min(times))
+            exchange = partial(_exchange, out, into, peer, first=job.rank < peer)
+            mine = max(mine, 2 * size / _fastest(exchange, job.device))
         all_gather_objects(None)
     rates: list[float] = all_gather_objects(mine)
     return {one: rates[one] for ring in rings for one in ring}
 
 
-def _exchange(out: torch.Tensor, into: torch.Tensor, peer: int, *, first: bool) -> float:
-    """Seconds in which a tensor goes to another rank and one comes from it.
+def _exchange(out: torch.Tensor, into: torch.Tensor, peer: int, *, first: bool) -> None:
+    """Send a tensor to another rank, and receive one from it.
 
     One after the other, and not as a batch: backends that take operations in order would wait for each other.
     """
-    synchronize(out.device)
-    start = time.perf_counter()
     if first:
         dist.send(out, peer)
     dist.recv(into, peer)
     if not first:
         dist.send(out, peer)
-    synchronize(out.device)
-    return time.perf_counter() - start
 
 
 # --- folder -----------------------------------------------------------------------------------------------

@@ -121,18 +121,19 @@ def _shortened(config: Any, layers: int) -> Any:
         whole = text
     whole.use_cache = text.use_cache = False
     total = text.num_hidden_layers
+    short: dict[str, Any] = {}
     if layers < total:
-        for name, value in list(vars(text).items()):
-            if isinstance(value, list) and len(value) == total:  # an entry for each layer
-                setattr(text, name, value[:layers])
-        if getattr(text, "num_kv_shared_layers", None):  # of the last layers
-            text.num_kv_shared_layers = 0
-        text.num_hidden_layers = layers
+        lists = {name: value for name, value in vars(text).items() if isinstance(value, list)}
+        short = {
+            name: value[:layers] for name, value in lists.items() if len(value) == total
+        }  # of each layer
+        short |= {"num_kv_shared_layers": 0} if getattr(text, "num_kv_shared_layers", None) else {}
+        short["num_hidden_layers"] = layers
     if text.vocab_size > _SMALL_VOCABULARY:
-        text.vocab_size = _SMALL_VOCABULARY
-        for name in _SPECIAL:
-            if getattr(text, name, None) is not None:  # some configs take no None
-                setattr(text, name, 0)
+        short |= {name: 0 for name in _SPECIAL if getattr(text, name, None) is not None}
+        short["vocab_size"] = _SMALL_VOCABULARY
+    for name, value in short.items():
+        setattr(text, name, value)
     return whole
 
 
@@ -273,35 +274,35 @@ def _plain(
     ids: torch.Tensor,
     labels: torch.Tensor,
 ) -> tuple[_Steps, _Weights]:
-    """(loss and norm of two steps in one process, the weights after them)."""
+    """(loss and norm of two steps in one process, the weights after them); a twin computes in ``dtype``."""
     model = _plain_model(source, job.device, values, torch.float32)
     twin = model if dtype == torch.float32 else _plain_model(source, job.device, values, dtype)
-    steps = [_plain_step(model, twin, ids, labels) for _ in range(2)]
+    pairs = list(zip(model.parameters(), twin.parameters(), strict=True))
+    optimizer = torch.optim.SGD([mine for mine, _ in pairs if mine.requires_grad], lr=_RATE)
+    steps = []
+    for _ in range(2):
+        twin.zero_grad()
+        with torch.no_grad():
+            for mine, theirs in pairs:
+                theirs.copy_(mine)
+        loss = _plain_backward(twin, job.device, ids, labels)
+        for mine, theirs in pairs:
+            mine.grad = None if theirs.grad is None else theirs.grad.float()
+        steps.append((loss, float(nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM))))
+        optimizer.step()
     return steps, {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
-def _plain_step(model: Any, twin: Any, ids: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
-    """(mean loss per target, norm of the gradient) by a twin that computes; then a clipped step."""
-    pairs = list(zip(model.parameters(), twin.parameters(), strict=True))
-    with torch.no_grad():
-        for mine, theirs in pairs:
-            theirs.copy_(mine)
-            theirs.grad = None
+def _plain_backward(model: Any, device: torch.device, ids: torch.Tensor, labels: torch.Tensor) -> float:
+    """Mean loss per target, after its backward."""
     count, total = int((labels[..., 1:] != IGNORE_INDEX).sum()), 0.0
-    rows = (whole.flatten(0, 1).split(_AT_ONCE) for whole in (ids, labels))
+    rows = (whole.flatten(0, 1).to(device).split(_AT_ONCE) for whole in (ids, labels))
     for some, targets in zip(*rows, strict=True):
-        device = pairs[0][0].device
-        logits = twin(input_ids=some.to(device)).logits[:, :-1].float().flatten(0, 1)
-        wanted = targets[:, 1:].to(device).flatten()
-        loss = F.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum")
+        logits = model(input_ids=some).logits[:, :-1].float().flatten(0, 1)
+        loss = F.cross_entropy(logits, targets[:, 1:].flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
         (loss / count).backward()
         total += float(loss.detach())
-    with torch.no_grad():
-        gradients = [(mine, theirs.grad.float()) for mine, theirs in pairs if theirs.grad is not None]
-        norm = math.sqrt(sum(float(gradient.double().square().sum()) for _, gradient in gradients))
-        for mine, gradient in gradients:
-            mine.sub_(gradient * min(1.0, _MAX_NORM / (norm + 1e-6)), alpha=_RATE)
-    return total / count, norm
+    return total / count
 
 
 # --- both -------------------------------------------------------------------------------------------------
