@@ -382,16 +382,15 @@ def known_device(folder: Path, args: argparse.Namespace) -> dict:
     if done.returncode:
         raise RuntimeError(f"fsdp-sft check found something wrong:\n{done.stdout}\n{done.stderr[-2000:]}")
     check = json.loads(file.read_text())
-    seen = {name: one["measured"] for name, one in check["checks"].items()}
-    name = seen["versions"]["versions"]["device"]
+    name, seen = check["device"], check["measured"]
     known = known_gpu(name)
     gpu = args.gpu or (known.name if known else "h100")
     return {
         "name": "CPU" if name == "cpu" else name,
         "gpu": gpu,
-        "memory": seen["devices"].get("memory_bytes", GPUS[gpu].memory_bytes),
+        "memory": seen.get("memory_bytes", GPUS[gpu].memory_bytes),
         "peak": known.flops_per_second if known else None,
-        "flops_per_second": seen["products"]["flops_per_second"],
+        "flops_per_second": seen.get("flops_per_second"),
         "table": done.stdout,
     }
 

@@ -5,36 +5,28 @@ import re
 import socket
 from pathlib import Path
 
-import pytest
-
+from fsdp_sft.jobs.watchdog import STALL_EXIT_CODE
 from tests.harness.forks import Program
 from tests.harness.launches import environment
 
 SCRIPT = """
 import os, signal, sys, time
-from fsdp_sft.check import sequence
-from fsdp_sft.check.checks import machine
-from fsdp_sft.check.mechanism import Check, Outcome
+from fsdp_sft.check import command
 from fsdp_sft.commands import main
 
-sequence._AT_LEAST, sequence._PATIENCE = 4.0, 0.0
+command._SILENCE_ELSE = 4.0
+products = command.CHECKS["products"]
 
-def run(cluster):
+def planted(job):
     if os.environ["RANK"] == sys.argv[2]:
         if sys.argv[1] == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        if sys.argv[1] == "stops":
-            os.kill(os.getpid(), signal.SIGSTOP)
         if sys.argv[1] == "hangs":
             time.sleep(600)
-    return machine.CHECK.run(cluster)
+    return products(job)
 
-known = sequence.all_checks()
-planted = [Check(c.name, c.asks, c.order, c.seconds, run if c.name == "machine" else c.run) for c in known]
-import fsdp_sft.check.command as command
-command._BETWEEN = 6.0
-command.all_checks = lambda: planted
-sys.exit(main(["check", "--only", "versions,machine,reductions", "--json", sys.argv[3]]))
+command.CHECKS["products"] = planted
+sys.exit(main(["check", "--only", "environment,products", "--json", sys.argv[3]]))
 """
 
 
@@ -64,23 +56,21 @@ def _play(folder: Path, what: str, victim: int, ranks: int) -> tuple[list[tuple[
     return others, found
 
 
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        ("dies", r"rank 1 on \S+ died|rank 1 .*is dead"),
-        ("hangs", "rank 1 .*hangs outside of a collective"),
-        pytest.param("stops", "rank 1 .*is stopped", marks=pytest.mark.slow),
-    ],
-)
-def test_a_lost_rank_is_named_in_the_table(tmp_path: Path, what: str, says: str) -> None:
-    outcomes, file = _play(tmp_path, what, 1, 2)
+def test_a_rank_that_dies_is_in_the_table(tmp_path: Path) -> None:
+    outcomes, file = _play(tmp_path, "dies", 1, 2)
     code, printed = outcomes[0]
     assert code == 1, printed
     flat = " ".join(printed.split())
     table = flat[flat.index("fsdp-sft check: 2 ranks") :]
+    assert re.search("FAIL all ranks: in the check products: .*another rank has died", table), printed
+    assert "ok environment" in table
     found = json.loads(file.read_text())
-    assert re.search(says, table), printed
-    assert re.search(r"FAIL rank 1 (on|\(host)", table), printed
-    assert "ok versions" in table
     assert found["healthy"] is False
-    assert found["troubles"][0]["ranks"] == [1]
+    assert "in the check products" in found["stopped"]
+
+
+def test_the_watchdog_names_a_rank_that_hangs_in_a_check(tmp_path: Path) -> None:
+    code, printed = _play(tmp_path, "hangs", 1, 2)[0][0]
+    assert code == STALL_EXIT_CODE, printed
+    assert "ok    environment" in printed
+    assert re.search("rank 1 .*hangs outside of a collective: in step 1, phase products", printed), printed

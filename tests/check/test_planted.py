@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -19,13 +18,10 @@ import torch.distributed as dist
 import transformers as tf
 
 import fsdp_sft as fs
-from fsdp_sft._process.devices import synchronize
-from fsdp_sft.check.checks import folder, parity
-from fsdp_sft.check.cluster import Asked, Cluster, make_cluster
-from fsdp_sft.check.mechanism import Outcome, Trouble
-from fsdp_sft.check.raised import Raised
-from fsdp_sft.check.results import ordered, text_of, to_json
-from fsdp_sft.check.sequence import all_checks, run_checks
+from fsdp_sft.check import job as of_job, machines, parity as of_layers
+from fsdp_sft.check.command import CHECKS, Done, ordered, run_check, text_of, to_json
+from fsdp_sft.check.environment import host_name
+from fsdp_sft.check.job import Job, Problem, make_job
 from tests.harness import multimodal
 from tests.harness.models import LATENT, TINY, tiny_config
 from tests.harness.ranks import run_distributed
@@ -39,45 +35,15 @@ class Fault:
 
     Attributes:
         check: The check that has to notice it.
-        says: What its trouble has to say.
+        says: What its problem has to say.
         plant: Context in which the rank has it.
         everywhere: Context that all ranks are in.
-        level: Of the trouble.
     """
 
     check: str
     says: str
     plant: Callable[[Path], Any]
     everywhere: Callable[[int], Any] = lambda rank: mock.patch.dict(os.environ)
-    level: str = "fail"
-
-
-def _slowed(function: Callable[..., Any], times: float = 2.1) -> Callable[..., Any]:
-    """The function, which takes as many times as long, on any device."""
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        synchronize(args[0].device)
-        start = time.perf_counter()
-        result = function(*args, **kwargs)
-        synchronize(args[0].device)
-        until = start + times * (time.perf_counter() - start) + 2e-5
-        while time.perf_counter() < until:
-            pass
-        return result
-
-    return slow
-
-
-@contextmanager
-def _held_back() -> Iterator[None]:
-    """Context in which this process stands still for two thirds of the time, as one below a quota does."""
-    before = signal.signal(signal.SIGALRM, lambda *_: time.sleep(0.02))
-    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.03)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _late(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,6 +75,17 @@ def _zeros(function: Callable[..., Any]) -> Callable[..., Any]:
     return zeros
 
 
+@contextmanager
+def _accelerated(seconds: float) -> Iterator[None]:
+    """Context in which each rank has a device of its own, whose products take so long."""
+    with (
+        mock.patch.object(of_job, "ACCELERATORS", ("cpu",)),
+        mock.patch.object(machines, "_SHAPE", machines._SHAPE_ON_CPU),
+        mock.patch.object(machines, "_seconds_of", return_value=seconds),
+    ):
+        yield
+
+
 def _no_space(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
@@ -119,34 +96,36 @@ def _reductions(of: Callable[..., Any]) -> Any:
 
 
 FAULTS = {
-    "versions": Fault("versions", "torch 1.0", lambda _: mock.patch.object(torch, "__version__", "1.0")),
+    "versions": Fault(
+        "environment", "torch is 1.0, and", lambda _: mock.patch.object(torch, "__version__", "1.0")
+    ),
     "a variable": Fault(
-        "variables",
-        "NCCL_ALGO=Tree, and NCCL_ALGO is not set",
+        "environment",
+        "NCCL_ALGO is Tree, and not set elsewhere",
         lambda _: mock.patch.dict(os.environ, NCCL_ALGO="Tree"),
     ),
     "a secret": Fault(
-        "variables",
-        "HF_TOKEN=set, not shown, and HF_TOKEN=set, not shown elsewhere",
+        "environment",
+        "HF_TOKEN is set, not shown, and set, not shown elsewhere",
         lambda _: mock.patch.dict(os.environ, HF_TOKEN="hf_other"),
         lambda _: mock.patch.dict(os.environ, HF_TOKEN="hf_secret"),
     ),
     "a clock": Fault(
-        "machine",
-        r"its clock is 5.0 s ahead of",
+        "environment",
+        "its clock is 5.0 s ahead of",
         lambda _: mock.patch.object(time, "time", lambda at=time.time: at() + 5),
     ),
     "a late clock": Fault(
-        "machine",
-        r"its clock is 5.0 s behind",
+        "environment",
+        "its clock is 5.0 s behind",
         lambda _: mock.patch.object(time, "time", lambda at=time.time: at() - 5),
     ),
     "a slow device": Fault(
         "products",
-        "of the others' rate",
-        lambda _: mock.patch.object(torch.nn.functional, "linear", _slowed(torch.nn.functional.linear)),
+        "products run at 0.50 of the others' rate",
+        lambda _: mock.patch.object(machines, "_seconds_of", return_value=2.0),
+        lambda _: _accelerated(1.0),
     ),
-    "a rank that is held back": Fault("products", "of the others' rate", lambda _: _held_back()),
     "a wrong product": Fault(
         "products",
         "products are wrong",
@@ -168,33 +147,30 @@ FAULTS = {
     "a blind rank": Fault(
         "folder",
         "renames of the other ranks are not seen",
-        lambda path: mock.patch.object(os, "listdir", return_value=[f"new-{VICTIM}"]),
+        lambda _: mock.patch.object(os, "listdir", return_value=[f"new-{VICTIM}"]),
     ),
     "a full disk": Fault(
-        "folder",
-        "No space left on device",
-        lambda _: mock.patch("fsdp_sft.check.checks.folder.sync_file", _no_space),
+        "folder", "No space left on device", lambda _: mock.patch.object(machines, "sync_file", _no_space)
     ),
     "an error": Fault(
         "products",
         "raised ValueError: no products today",
-        lambda _: mock.patch(
-            "fsdp_sft.check.checks.products.checksum", side_effect=ValueError("no products today")
-        ),
+        lambda _: mock.patch.object(machines, "exact_product", side_effect=ValueError("no products today")),
     ),
 }
 
 
-def _cluster(root: Path, **asked: Any) -> Cluster:
-    cluster = make_cluster(fs.init_distributed(), Asked(root=root, seconds=12.0, **asked))
-    cluster.folder = root / "own"
-    if cluster.rank == 0:
-        cluster.folder.mkdir(exist_ok=True)
+def _job(root: Path, **training: Any) -> Job:
+    training.setdefault("config", of_layers.truncated_config(None))
+    job = make_job(fs.init_distributed(), host_name(), **training)
+    job.folder = root / "own"
+    if job.rank == 0:
+        job.folder.mkdir(exist_ok=True)
     dist.barrier()
-    return cluster
+    return job
 
 
-def _found(names: list[str], path: Path) -> dict[str, list[Trouble]]:
+def _found(names: list[str], path: Path) -> dict[str, list[Problem]]:
     """What each fault makes its check say, on this rank."""
     found = {}
     for name in names:
@@ -202,12 +178,10 @@ def _found(names: list[str], path: Path) -> dict[str, list[Trouble]]:
         own = path / name.replace(" ", "-")
         own.mkdir(exist_ok=True)
         dist.barrier()
-        with fault.everywhere(dist.get_rank()), mock.patch.object(folder, "_SEEN_WITHIN", 1.0):
-            cluster = _cluster(own)
-            checks = [one for one in all_checks() if one.name == fault.check]
-            with fault.plant(own) if cluster.rank == VICTIM else mock.patch.dict(os.environ):
-                done = run_checks(cluster, checks)
-        found[name] = [trouble for one in done for trouble in one.outcome.troubles]
+        with fault.everywhere(dist.get_rank()), mock.patch.object(machines, "_SEEN_WITHIN", 1.0):
+            job = _job(own)
+            with fault.plant(own) if job.rank == VICTIM else mock.patch.dict(os.environ):
+                found[name] = run_check(job, fault.check).problems
     return found
 
 
@@ -217,50 +191,42 @@ def test_every_fault_is_named_with_its_rank(tmp_path: Path) -> None:
     missed = {
         name: found
         for name, found in results[0].items()
-        if [
-            one
-            for one in found
-            if one.ranks == (VICTIM,) and FAULTS[name].says in one.text and one.level == "fail"
-        ]
-        != found
-        or not found
+        if [(one.ranks, one.level, FAULTS[name].says in one.text) for one in found]
+        != [((VICTIM,), "fail", True)]
     }
     assert not missed, "\n".join(f"{name}: {found}" for name, found in missed.items())
 
 
-def _healthy(root: Path) -> tuple[str, dict[str, Any], list[Trouble]]:
-    cluster = _cluster(root)
-    done = run_checks(cluster, all_checks())
-    troubles = ordered([trouble for one in done for trouble in one.outcome.troubles])
-    return text_of(cluster, done, "", troubles, 1.0), to_json(cluster, done, "", troubles, 1.0), troubles
+def _healthy(root: Path) -> tuple[str, dict[str, Any]]:
+    job = _job(root)
+    done: list[Done] = [run_check(job, name) for name in CHECKS]
+    problems = ordered([problem for one in done for problem in one.problems])
+    return text_of(job, done, problems), to_json(job, done, problems)
 
 
 @pytest.mark.accelerator
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_healthy_ranks_are_accused_of_nothing(ranks: int, tmp_path: Path) -> None:
-    for text, found, troubles in run_distributed(_healthy, ranks, tmp_path):
-        assert [one for one in troubles if one.level == "fail"] == [], text
+    for text, found in run_distributed(_healthy, ranks, tmp_path):
+        assert [one for one in found["problems"] if one["level"] == "fail"] == [], text
         assert found["healthy"], text
         assert json.loads(json.dumps(found)) == found
-        seen = {name for name, one in found["checks"].items() if one["measured"] or one["said"]}
-        assert {"products", "parity", "folder"} <= seen
-        assert ranks == 1 or {"network", "reductions"} <= seen
+        unseen = {name for name, one in found["checks"].items() if one["verdict"] == "-"}
+        assert unseen == ({"network", "reductions"} if ranks == 1 else set()), text
 
 
-def _little_memory(root: Path) -> tuple[str, list[Trouble]]:
-    cluster = _cluster(root)
-    asked = getattr(torch.accelerator, "get_memory_info", None)
+def _little_memory(root: Path) -> tuple[str, list[Problem]]:
+    job = _job(root)
     has_little = mock.patch.object(torch.accelerator, "get_memory_info", return_value=(10 << 30, 80 << 30))
-    with has_little if cluster.rank == VICTIM and asked is not None else mock.patch.dict(os.environ):
-        (done,) = run_checks(cluster, [one for one in all_checks() if one.name == "devices"])
-    return cluster.device.type, list(done.outcome.troubles)
+    with has_little if job.rank == VICTIM else mock.patch.dict(os.environ):
+        return job.device.type, run_check(job, "environment").problems
 
 
 @pytest.mark.accelerator
 def test_a_device_whose_memory_others_have_is_named(tmp_path: Path) -> None:
-    for device, troubles in run_distributed(_little_memory, 2, tmp_path):
-        assert device == "cpu" or [(one.level, one.ranks) for one in troubles] == [("fail", (VICTIM,))]
-        assert device == "cpu" or "10.0 of 80.0 GiB" in troubles[0].text
+    for device, problems in run_distributed(_little_memory, 2, tmp_path):
+        assert device == "cpu" or [(one.level, one.ranks) for one in problems] == [("fail", (VICTIM,))]
+        assert device == "cpu" or "10.0 of 80.0 GiB" in problems[0].text
 
 
 def _config(family: str) -> Any:
@@ -274,19 +240,20 @@ def _config(family: str) -> Any:
     return tiny_config(family, num_hidden_layers=4)
 
 
-def _parity(root: Path, family: str | None, asked: dict[str, Any], *, planted: bool) -> Outcome:
-    config = None if family is None else _config(family)
-    cluster = _cluster(root, config=config, **asked)
+def _parity(root: Path, family: str | None, training: dict[str, Any], *, planted: bool) -> Done:
+    config = of_layers.truncated_config(
+        None if family is None else _config(family), ep_size=training.get("ep_size", 1)
+    )
+    job = _job(root, config=config, **training)
     # Workers that compile would stay, and cost the rank its place in the pool.
     alone = torch._inductor.config.patch(compile_threads=1)
-    with alone, _reductions(_zeros) if planted and cluster.rank == VICTIM else mock.patch.dict(os.environ):
-        (done,) = run_checks(cluster, [one for one in all_checks() if one.name == "parity"])
-    return done.outcome
+    with alone, _reductions(_zeros) if planted and job.rank == VICTIM else mock.patch.dict(os.environ):
+        return run_check(job, "parity")
 
 
 def test_parity_sees_gradients_that_are_not_reduced(tmp_path: Path) -> None:
-    outcome = run_distributed(_parity, 2, tmp_path, None, {}, planted=True)[0]
-    texts = [one.text for one in outcome.troubles]
+    done = run_distributed(_parity, 2, tmp_path, None, {}, planted=True)[0]
+    texts = [one.text for one in done.problems]
     assert any("gradient norm" in text and "in one process (float32)" in text for text in texts), texts
 
 
@@ -307,27 +274,7 @@ FEATURES: dict[str, tuple[str | None, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_what_is_asked_for_trains_as_in_one_process(feature: str, tmp_path: Path) -> None:
-    outcome = run_distributed(_parity, 2, tmp_path, *FEATURES[feature], planted=False)[0]
-    assert outcome.troubles == ()
-    assert "of one process" in outcome.said
-
-
-def _left(root: Path) -> str:
-    """What is known of a rank that leaves a check which the others are in."""
-    cluster = _cluster(root)
-    raised = Raised(cluster)
-    planted = mock.patch.object(parity, "sharded_model", side_effect=ValueError("no model today"))
-    checks = [one for one in all_checks() if one.name == "parity"]
-    with (
-        planted if cluster.rank == VICTIM else mock.patch.dict(os.environ),
-        pytest.raises(fs.RemoteRankError),
-    ):
-        run_checks(cluster, checks, raised=raised)
-    told = raised.told()
-    dist.barrier()
-    raised.withdraw()
-    return told
-
-
-def test_a_rank_that_leaves_a_check_says_why(tmp_path: Path) -> None:
-    assert run_distributed(_left, 2, tmp_path) == [f"rank {VICTIM} raised ValueError: no model today"] * 2
+    done = run_distributed(_parity, 2, tmp_path, *FEATURES[feature], planted=False)[0]
+    assert done.problems == []
+    assert "bfloat16 within" in done.said
+    assert "of one process" in done.said

@@ -3,10 +3,10 @@
 import torch
 
 from fsdp_sft._ranks.init import DistributedContext
-from fsdp_sft.check.cluster import Asked, Cluster
+from fsdp_sft.check.job import Job
 
 
-def cluster_of(*hosts: str) -> Cluster:
+def job_of(*hosts: str) -> Job:
     """Rank 0's view of a job whose ranks are on these hosts."""
     context = DistributedContext(0, 0, len(hosts), 2, torch.device("cpu"), "gloo", "torchrun")
-    return Cluster(context, Asked(), list(hosts), 0, 2, 1.0)
+    return Job(context, list(hosts))

@@ -20,10 +20,12 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="folder with a config.json, or a Hub id; no weights are read; default: a Llama")
     add("--root", type=Path, help="folder of the run, which all nodes see; default: none, or a temporary one")
-    add("--seconds", type=_seconds, default=120.0, help="after which no more check begins; default: 120")
     add("--json", type=Path, default=Path("check.json"), metavar="FILE", help="default: check.json")
-    add("--only", metavar="CHECK,...", help="run these alone")
-    add("--list", action="store_true", help="print the checks, and run none")
+    add(
+        "--only",
+        metavar="CHECK,...",
+        help="of environment, products, reductions, network, folder, parity, these alone",
+    )
     add = parser.add_argument_group("the training, for parity").add_argument
     add("--replicas", type=int, default=1, help="replicas of the sharded model (HSDP)")
     add("--cp", type=int, default=1, help="ranks that share each row")
@@ -43,16 +45,6 @@ def add_env(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print it as JSON, and nothing else")
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"takes a positive number of seconds, got {text!r}")
-    return seconds
-
-
 def _run_check(args: argparse.Namespace) -> int:
     from fsdp_sft.check.command import check
 
@@ -60,6 +52,6 @@ def _run_check(args: argparse.Namespace) -> int:
 
 
 def _run_env(args: argparse.Namespace) -> int:
-    from fsdp_sft.check.env import env
+    from fsdp_sft.check.environment import env
 
     return env(args)

@@ -1,6 +1,5 @@
 """A finding in words: first the ranks that stand out, then what all other ranks do."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -139,12 +138,6 @@ class Report:
     def _limit(self, finding: Finding) -> float:
         """Limit of the finding's ranks, in seconds."""
         return min(self.beats[rank].limit for rank in finding.ranks)
-
-
-def standing_out(text: str) -> dict[int, str]:
-    """The ranks that stand out in the text of a report, each with its line."""
-    lines = re.finditer(r"^  rank (\d+) (?:\(host|has not entered).*", text, re.M)
-    return {int(line[1]): line[0].strip() for line in lines}
 
 
 def _other_end(steps: list[int], step: int) -> int:

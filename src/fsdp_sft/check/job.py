@@ -1,0 +1,138 @@
+"""The job that is checked, and what may be wrong with it."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from fsdp_sft._ranks.agree import agreed, all_gather_objects, share
+from fsdp_sft._ranks.init import DistributedContext
+from fsdp_sft._ranks.mesh import CP, build_mesh, parameter_mesh
+from fsdp_sft._tensors.disk import full_path
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Accelerators that compute beside the host, at a rate that does not depend on how busy it is.
+ACCELERATORS = ("cuda", "xpu", "hpu", "npu", "mtia")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is wrong.
+
+    Attributes:
+        level: ``"fail"``: the job would fail, or train wrongly or slowly. ``"warn"``: worth a look.
+        ranks: The ranks that have it; () if it is not of single ranks.
+        text: What is wrong and what to do.
+        exclude: Whether the job would be well without the nodes of these ranks.
+    """
+
+    level: Literal["fail", "warn"]
+    ranks: tuple[int, ...]
+    text: str
+    exclude: bool = False
+
+
+Found = tuple[str, list[Problem]]
+"""What a check returns, the same on all ranks: what was seen, in a few words, and what is wrong."""
+
+
+@dataclass
+class Job:
+    """The ranks of a job, and the training that is checked.
+
+    Attributes:
+        context: This rank's place.
+        hosts: The host of each rank.
+        config: A transformers config of few layers.
+        mesh: The mesh of the training.
+        ep_size: As ``shard_model(ep_size=)``.
+        compile: Whether the blocks are compiled.
+        frozen_dtype: As ``shard_model(frozen_dtype=)``, below adapters; None trains all parameters.
+        folder: A new folder for files, which all ranks see; None without.
+        folder_problem: Why there is none, if one was asked for.
+        measured: Rates and sizes, for ``check.json``.
+    """
+
+    context: DistributedContext
+    hosts: list[str]
+    config: Any = None
+    mesh: "DeviceMesh | None" = None
+    ep_size: int = 1
+    compile: bool = False
+    frozen_dtype: str | None = None
+    folder: Path | None = None
+    folder_problem: Problem | None = None
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self.context.device
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.context.rank
+
+    @property
+    def is_accelerated(self) -> bool:
+        """Whether each rank has a device of its own, whose rate says something of the device."""
+        return self.device.type in ACCELERATORS
+
+    def hosts_of(self, ranks: tuple[int, ...]) -> list[str]:
+        """The hosts of some ranks, each once."""
+        return sorted({self.hosts[rank] for rank in ranks})
+
+
+def make_job(
+    context: DistributedContext, host: str, *, replicas: int = 1, cp: int = 1, **training: Any
+) -> Job:
+    """The job of all ranks; ``training`` has further attributes of ``Job``.
+
+    Collective: all ranks.
+    """
+    mesh = build_mesh(dp_replicate=replicas, cp=cp, device_type=context.device.type)
+    return Job(context, all_gather_objects(host), mesh=mesh, **training)
+
+
+def axes_of(job: Job) -> "dict[str, ProcessGroup]":
+    """The axes of the mesh along which ranks exchange parameters, gradients and rows, each with its group."""
+    assert job.mesh is not None
+    own = parameter_mesh(job.mesh)
+    axes = {name: own for name in own.mesh_dim_names or () if own[name].size() > 1}
+    if CP in (job.mesh.mesh_dim_names or ()) and job.mesh[CP].size() > 1:
+        axes[CP] = job.mesh
+    return {name: mesh.get_group(name) for name, mesh in axes.items()}
+
+
+@contextmanager
+def folder_below(job: Job, root: Path | None) -> Iterator[None]:
+    """Context with a folder for the checks' files below the run's; a temporary one on a single host.
+
+    Collective: all ranks.
+    """
+    made = None
+    with agreed("making a folder for the checks"):
+        if job.rank == 0 and (root is not None or len(set(job.hosts)) == 1):
+            if root is not None:
+                root.mkdir(parents=True, exist_ok=True)
+            made = Path(tempfile.mkdtemp(prefix=".check-", dir=None if root is None else full_path(root)))
+    job.folder = folder = share(made)
+    blind = folder is not None and not folder.is_dir()
+    missing = tuple(rank for rank, is_blind in enumerate(all_gather_objects(blind)) if is_blind)
+    if missing:
+        text = f"{root} is not there, or another folder than that of rank 0: mount it on every node"
+        job.folder, job.folder_problem = None, Problem("fail", missing, text)
+    try:
+        yield
+    finally:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)

@@ -1,0 +1,367 @@
+"""A few layers of the model, trained by this library on all ranks, and by plain torch on one."""
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
+
+from fsdp_sft._model.adapters import add_adapters
+from fsdp_sft._process.generators import unmoved
+from fsdp_sft._quantised.settings import without_settings
+from fsdp_sft._ranks.agree import agreed, through_rank_0
+from fsdp_sft._ranks.mesh import cp_size, data_parallel_place
+from fsdp_sft._tensors.gather import Gatherer
+from fsdp_sft.attention.context_parallel import use_context_parallel
+from fsdp_sft.check.job import Found, Job, Problem
+from fsdp_sft.dcp_io import load_checkpoint, save_checkpoint
+from fsdp_sft.loss import prepare_loss
+from fsdp_sft.planner.model import auto_class, build_model, decoder_blocks, likeness
+from fsdp_sft.shard.apply import shard_model
+from fsdp_sft.shard.compile import compile_blocks
+from fsdp_sft.step import train_step
+from fsdp_sft.targets import IGNORE_INDEX
+from fsdp_sft.weights import build_meta_model, load_weights
+
+_ROWS, _LENGTH, _AT_ONCE = 2, 32, 32  # rows of a rank, tokens of a row, rows of one process's forward
+_RATE, _MAX_NORM, _LORA_RANK = 0.5, 1.0, 4
+_SLOW_IN_BFLOAT16 = 16_000_000  # parameters: processors without instructions for it take minutes
+# In float32 only the order of sums differs. Norms add up more than losses; a weight is compared with how far
+# it has moved, of which its own rounding can be a part.
+_LOSS, _NORM, _WEIGHTS, _CANCELLED = 2e-5, 2e-4, 2e-3, 1e-5
+# In bfloat16 this library may be so many times as far from float32 as one process in bfloat16 is.
+_TIMES, _LEAST_LOSS, _LEAST_NORM = 3.0, 5e-3, 3e-2
+_Steps = list[tuple[float, float]]  # loss and gradient norm of each step
+_Weights = dict[str, torch.Tensor]
+
+_RANDOM = re.compile(r"(?:^|_)(?:dropout|pdrop|drop|layerdrop|jitter)(?:_|$)")
+_SMALL_VOCABULARY = 1024
+_SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
+_LEAST, _MOST = 2, 8  # layers
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "num_experts_per_token")
+
+
+def parity(job: Job) -> Found:
+    """Whether a few layers train here as in one process, with a save and a load between two steps."""
+    if job.folder is None:
+        return "not seen: no folder for files", []
+    source = job.folder / "model"
+    with agreed("writing a few layers of the model"):
+        if job.rank == 0:
+            _write(job.config, source)
+    size = sum(parameter.numel() for parameter in build_model(job.config, torch.float32).parameters())
+    dtypes = [torch.float32]
+    if job.device.type != "cpu" or size < _SLOW_IN_BFLOAT16:
+        dtypes.append(torch.bfloat16)
+    ids, labels, own = _batches(job)
+    batch = {"input_ids": ids[own], "labels": labels[own]}
+    ours = {dtype: _trained(job, source, batch, dtype) for dtype in dtypes}
+
+    def compare(_: list[None]) -> Found:
+        try:
+            return _compared(job, source, ours, ids, labels)
+        except torch.OutOfMemoryError:
+            return "not seen: one process has no memory for a few layers", []
+
+    return through_rank_0("comparing with one process", lambda: None, compare)  # type: ignore[no-any-return]
+
+
+# --- the layers -------------------------------------------------------------------------------------------
+
+
+def truncated_config(config: Any | None, *, width: int = 256, ep_size: int = 1) -> Any:
+    """A config of the model's first layers, up to the first of each kind, with a small vocabulary.
+
+    Mixtures may begin with dense layers, and only every fourth or sixth layer may have full attention. There
+    are two layers at least, and eight at most: two if all of those are of different kinds. There is no
+    dropout, no quantisation, and experts are as few as leave the router a choice.
+
+    Args:
+        config: A transformers config, which stays as it is; None for a Llama of this width.
+        width: Of that Llama.
+        ep_size: Ranks among which the experts have to divide.
+    """
+    if config is None:
+        from transformers import LlamaConfig
+
+        config = LlamaConfig(
+            hidden_size=width,
+            intermediate_size=width * 7 // 2,
+            num_hidden_layers=_LEAST,
+            num_attention_heads=width // 64,
+            num_key_value_heads=max(1, width // 256),
+        )
+    kinds = list(
+        map(likeness, decoder_blocks(build_model(_shortened(config, _MOST), torch.float32)).values())
+    )
+    first = {kinds.index(kind) for kind in kinds}
+    short = _shortened(config, _LEAST if len(first) == len(kinds) else max(_LEAST, max(first) + 1))
+    text = short.get_text_config(decoder=True)
+    for name, value in vars(text).items():
+        if _RANDOM.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
+            setattr(text, name, 0.0)
+    _leave_out_experts(text, ep_size)
+    return short
+
+
+def _shortened(config: Any, layers: int) -> Any:
+    """A copy of a config with its first layers; of the text decoder where transformers has a class for it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    whole = copy.deepcopy(config)
+    without_settings(whole)
+    text = whole.get_text_config(decoder=True)
+    if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        whole = text
+    whole.use_cache = text.use_cache = False
+    total = text.num_hidden_layers
+    short: dict[str, Any] = {}
+    if layers < total:
+        lists = {name: value for name, value in vars(text).items() if isinstance(value, list)}
+        short = {
+            name: value[:layers] for name, value in lists.items() if len(value) == total
+        }  # of each layer
+        short |= {"num_kv_shared_layers": 0} if getattr(text, "num_kv_shared_layers", None) else {}
+        short["num_hidden_layers"] = layers
+    if text.vocab_size > _SMALL_VOCABULARY:
+        short |= {name: 0 for name in _SPECIAL if getattr(text, name, None) is not None}
+        short["vocab_size"] = _SMALL_VOCABULARY
+    for name, value in short.items():
+        setattr(text, name, value)
+    return whole
+
+
+def _leave_out_experts(text: Any, ranks: int) -> None:
+    groups, chosen_groups = (int(getattr(text, name, None) or 1) for name in ("n_group", "topk_group"))
+    chosen = next(filter(None, (getattr(text, name, None) for name in _CHOSEN)), None)
+    for name in _EXPERTS if isinstance(chosen, int) else ():
+        number = vars(text).get(name)
+        if isinstance(number, int):
+            least = 2 * max(chosen * groups // chosen_groups, groups)
+            while number % 2 == 0 and number // 2 >= least and number // 2 % math.lcm(ranks, groups) == 0:
+                number //= 2
+            setattr(text, name, number)
+
+
+def _write(config: Any, folder: Path) -> None:
+    """Write a checkpoint of a config's model with random weights."""
+    with unmoved(seed=0):
+        model = auto_class(config).from_config(copy.deepcopy(config), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(2)  # so that gradients depend on the rows; fresh models hardly look at them
+    model.save_pretrained(folder)
+
+
+def _batches(job: Job) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(ids, labels) of all data-parallel shares, ``(shares, rows, length)``, and the index of this rank's.
+
+    Rows have other numbers of targets.
+    """
+    assert job.mesh is not None
+    own, shares = data_parallel_place(job.mesh)
+    vocabulary = job.config.get_text_config(decoder=True).vocab_size
+    place = torch.arange(shares * _ROWS * _LENGTH)
+    ids = ((place * 7919 + place // _LENGTH * 104729 + 11) % (vocabulary - 3) + 3).view(
+        shares, _ROWS, _LENGTH
+    )
+    labels = ids.clone()
+    for index, row in enumerate(labels.view(-1, _LENGTH)):
+        row[: 1 + index * 5 % (_LENGTH // 2)] = IGNORE_INDEX
+    return ids, labels, own
+
+
+# --- by this library --------------------------------------------------------------------------------------
+
+
+def _lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=_LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def sharded_model(job: Job, source: Path, dtype: torch.dtype) -> nn.Module:
+    """The model as the job would train it, computing in ``dtype``.
+
+    Collective: all ranks.
+    """
+    model: Any = build_meta_model(source)
+    if job.frozen_dtype is not None:
+        model = add_adapters(model, _lora())
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:  # the same for each dtype; B would begin at 0, and A have no gradient
+                    parameter.copy_(0.1 * torch.arange(parameter.numel()).sin().view_as(parameter))
+    if job.compile:
+        compile_blocks(model)
+    shard_model(
+        model,
+        mesh=job.mesh,
+        frozen_dtype=torch.bfloat16 if job.frozen_dtype == "bfloat16" else job.frozen_dtype,
+        mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        ep_size=job.ep_size,
+    )
+    load_weights(model, source)
+    if cp_size(job.mesh) > 1:
+        use_context_parallel(model, mesh=job.mesh)
+    trained: nn.Module = model.train()
+    return trained
+
+
+def _trained(
+    job: Job, source: Path, batch: dict[str, torch.Tensor], dtype: torch.dtype
+) -> tuple[_Steps, _Weights, _Weights]:
+    """Two steps, with a save and a load between, and on rank 0 the weights before and after in float32."""
+    model = sharded_model(job, source, dtype)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=_RATE)
+    text: Any = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    routers = any(getattr(text, name, None) for name in ("router_aux_loss_coef", "output_router_logits"))
+    prepare_loss(model, router_loss="off" if routers else None)  # both sides have the cross entropy alone
+    before = _weights(model, dtype)
+    first = train_step(model, [batch], optimizer, max_grad_norm=_MAX_NORM, check=False)
+    assert job.folder is not None
+    root = job.folder / f"steps-{dtype}"
+    save_checkpoint(root, 1, model=model, optimizer=optimizer)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.zero_()
+    load_checkpoint(root, model=model, optimizer=optimizer)
+    second = train_step(model, [batch], optimizer, max_grad_norm=_MAX_NORM, check=False)
+    return [(one.loss, one.grad_norm) for one in (first, second)], before, _weights(model, dtype)
+
+
+def _weights(model: nn.Module, dtype: torch.dtype) -> _Weights:
+    """On rank 0 all parameters whole, in host memory; nothing elsewhere, and in other dtypes than float32."""
+    gatherer, found = Gatherer(), {}
+    for name, parameter in model.named_parameters() if dtype == torch.float32 else ():
+        whole = gatherer.gather(parameter, torch.float32)
+        if whole is not None:
+            found[name] = whole
+    gatherer.finish("gathering a few layers")
+    return found
+
+
+# --- in one process, with nothing of this library in the step ---------------------------------------------
+
+
+def _plain_model(source: Path, device: torch.device, values: _Weights | None, dtype: torch.dtype) -> Any:
+    """The whole model on one device, by ``from_pretrained`` or with these values and adapters."""
+    from transformers import AutoConfig
+
+    model: Any = auto_class(AutoConfig.from_pretrained(source)).from_pretrained(source, dtype=dtype)
+    if values is not None:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, _lora(), autocast_adapter_dtype=False)
+        model.load_state_dict(values, strict=False)  # it has buffers too
+    return model.to(device).train()
+
+
+def _plain(
+    job: Job,
+    source: Path,
+    values: _Weights | None,
+    dtype: torch.dtype,
+    ids: torch.Tensor,
+    labels: torch.Tensor,
+) -> tuple[_Steps, _Weights]:
+    """(loss and norm of two steps in one process, the weights after them); a twin computes in ``dtype``."""
+    model = _plain_model(source, job.device, values, torch.float32)
+    twin = model if dtype == torch.float32 else _plain_model(source, job.device, values, dtype)
+    pairs = list(zip(model.parameters(), twin.parameters(), strict=True))
+    optimizer = torch.optim.SGD([mine for mine, _ in pairs if mine.requires_grad], lr=_RATE)
+    steps = []
+    for _ in range(2):
+        twin.zero_grad()
+        with torch.no_grad():
+            for mine, theirs in pairs:
+                theirs.copy_(mine)
+        loss = _plain_backward(twin, job.device, ids, labels)
+        for mine, theirs in pairs:
+            mine.grad = None if theirs.grad is None else theirs.grad.float()
+        steps.append((loss, float(nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM))))
+        optimizer.step()
+    return steps, {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+
+
+def _plain_backward(model: Any, device: torch.device, ids: torch.Tensor, labels: torch.Tensor) -> float:
+    """Mean loss per target, after its backward."""
+    count, total = int((labels[..., 1:] != IGNORE_INDEX).sum()), 0.0
+    rows = (whole.flatten(0, 1).to(device).split(_AT_ONCE) for whole in (ids, labels))
+    for some, targets in zip(*rows, strict=True):
+        logits = model(input_ids=some).logits[:, :-1].float().flatten(0, 1)
+        loss = F.cross_entropy(logits, targets[:, 1:].flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        (loss / count).backward()
+        total += float(loss.detach())
+    return total / count
+
+
+# --- both -------------------------------------------------------------------------------------------------
+
+
+def _compared(
+    job: Job,
+    source: Path,
+    ours: dict[torch.dtype, tuple[_Steps, _Weights, _Weights]],
+    ids: torch.Tensor,
+    labels: torch.Tensor,
+) -> Found:
+    """By how much the first loss of each dtype differs from the plain one, and what differs too much."""
+    steps, before, after = ours[torch.float32]
+    values = before if job.frozen_dtype is not None else None
+    exact, weights = _plain(job, source, values, torch.float32, ids, labels)
+    texts = [*_compare_steps(steps, exact), *_compare_weights(before, after, weights)]
+    if torch.bfloat16 in ours:
+        rounded = _plain(job, source, values, torch.bfloat16, ids, labels)[0]
+        texts += _compare_rounded(ours[torch.bfloat16][0], exact, rounded)
+    off = [
+        f"{str(dtype).removeprefix('torch.')} within {abs(one[0][0][0] / exact[0][0] - 1):.1e}"
+        for dtype, one in ours.items()
+    ]
+    blind = "" if torch.bfloat16 in ours else "; not seen: bfloat16, in which processors may take minutes"
+    layers = job.config.get_text_config(decoder=True).num_hidden_layers
+    said = f"{layers} layers, {', '.join(off)} of one process; saved and loaded{blind}"
+    advice = "do not train like this: see what reductions says, and report it with fsdp-sft env"
+    return said, [Problem("fail", (), f"{text}: {advice}") for text in texts]
+
+
+def _compare_steps(ours: _Steps, plain: _Steps) -> Iterator[str]:
+    for when, mine, theirs in zip(("in the first step", "after a save and a load"), ours, plain, strict=True):
+        for name, at_most, place in (("loss", _LOSS, 0), ("gradient norm", _NORM, 1)):
+            one, other = mine[place], theirs[place]
+            if not abs(one - other) <= at_most * abs(other):
+                yield f"{name} {one:.7g} {when}, and {other:.7g} in one process (float32)"
+
+
+def _compare_weights(before: _Weights, after: _Weights, plain: _Weights) -> Iterator[str]:
+    """The weight that is furthest off, if one is off by more than rounding explains."""
+    worst, by = "", _WEIGHTS
+    moves = {name: float((theirs - before[name]).abs().max()) for name, theirs in plain.items()}
+    # Some gradients are sums that cancel, such as that of the bias of keys: what is left is rounding.
+    nothing = _CANCELLED * max(moves.values())
+    for name, theirs in plain.items():
+        rounding = float(theirs.abs().max()) * 2.0**-22 + nothing
+        apart = float((after[name] - theirs).abs().max())
+        if not apart <= by * moves[name] + rounding:
+            worst, by = name, apart / max(moves[name], 1e-12)
+    if worst:
+        yield f"{worst} is off by {by:.1%} of what two steps have moved it (float32)"
+
+
+def _compare_rounded(ours: _Steps, exact: _Steps, rounded: _Steps) -> Iterator[str]:
+    for name, least, place in (("loss", _LEAST_LOSS, 0), ("gradient norm", _LEAST_NORM, 1)):
+        # The larger of both steps: in one of them rounding may have made little of a difference.
+        off = max(abs(theirs[place] / wide[place] - 1) for wide, theirs in zip(exact, rounded, strict=True))
+        for mine, wide, theirs in zip(ours, exact, rounded, strict=True):
+            if not abs(mine[place] / wide[place] - 1) <= max(_TIMES * off, least):
+                text = f"{name} {mine[place]:.5g}, {theirs[place]:.5g} in one process (bfloat16)"
+                yield f"{text} and {wide[place]:.5g} in float32"
