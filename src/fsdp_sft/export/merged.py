@@ -1,7 +1,7 @@
 """The full tensors of a model under the names that it is saved under, with adapters merged into them."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -61,7 +61,7 @@ def gathered(
     source, dtype = plan.sources[name], plan.dtypes[name]
     fqn, _, leaf = source.rpartition(".")
     if fqn not in merges:
-        return gathers.gather(content.tensors[source], dtype)
+        return cast("torch.Tensor | None", gathers.gather(content.tensors[source], dtype))
     full = {}
     for key, tensor in merges[fqn].state_dict(keep_vars=True).items():
         part = gathers.gather(tensor, _wide(tensor))
