@@ -302,13 +302,13 @@ class ChatTemplate:
                 supplied.append(self._after(2, render(chat[:3], prompt=True, mode=mode)))
         for text in reasoned.values():
             opening, behind, *_ = re.split(f"{sentinel(4)}|{sentinel(3)}", text)
-            closing = CLOSED_REASONING.match(behind)
+            tag = CLOSED_REASONING.match(behind)
             if (
-                closing
+                tag
                 and _squeezed(opening + behind) == _squeezed(before_answer)
-                and not any(one.rstrip().endswith(closing[0].strip()) for one in supplied)
+                and not any(one.rstrip().endswith(tag[0].strip()) for one in supplied)
             ):
-                supplied.append(before_answer.removesuffix(behind.removeprefix(closing[0])))
+                supplied.append(before_answer.removesuffix(behind.removeprefix(tag[0])))
         headers = [header for header in sorted(headers, key=len, reverse=True) if header.strip()]
         return TemplateFacts(
             headers=tuple(headers),
