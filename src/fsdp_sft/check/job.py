@@ -17,7 +17,6 @@ from fsdp_sft._tensors.disk import full_path
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 # Accelerators that compute beside the host, at a rate that does not depend on how busy it is.
 ACCELERATORS = ("cuda", "xpu", "hpu", "npu", "mtia")
@@ -52,7 +51,7 @@ class Job:
         context: This rank's place.
         hosts: The host of each rank.
         config: A transformers config of few layers.
-        mesh: The mesh of the training.
+        mesh: The mesh of the training, a ``DeviceMesh``.
         ep_size: As ``shard_model(ep_size=)``.
         compile: Whether the blocks are compiled.
         frozen_dtype: As ``shard_model(frozen_dtype=)``, below adapters; None trains all parameters.
@@ -64,7 +63,7 @@ class Job:
     context: DistributedContext
     hosts: list[str]
     config: Any = None
-    mesh: "DeviceMesh | None" = None
+    mesh: Any = None
     ep_size: int = 1
     compile: bool = False
     frozen_dtype: str | None = None
@@ -105,7 +104,6 @@ def make_job(
 
 def axes_of(job: Job) -> "dict[str, ProcessGroup]":
     """The axes of the mesh along which ranks exchange parameters, gradients and rows, each with its group."""
-    assert job.mesh is not None
     own = parameter_mesh(job.mesh)
     axes = {name: own for name in own.mesh_dim_names or () if own[name].size() > 1}
     if CP in (job.mesh.mesh_dim_names or ()) and job.mesh[CP].size() > 1:

@@ -70,7 +70,7 @@ def parity(job: Job) -> Found:
         except torch.OutOfMemoryError:
             return "not seen: one process has no memory for a few layers", []
 
-    return through_rank_0("comparing with one process", lambda: None, compare)  # type: ignore[no-any-return]
+    return through_rank_0("comparing with one process", lambda: None, compare)
 
 
 # --- the layers -------------------------------------------------------------------------------------------
@@ -141,9 +141,9 @@ def _shortened(config: Any, layers: int) -> Any:
 def _leave_out_experts(text: Any, ranks: int) -> None:
     groups, chosen_groups = (int(getattr(text, name, None) or 1) for name in ("n_group", "topk_group"))
     chosen = next(filter(None, (getattr(text, name, None) for name in _CHOSEN)), None)
-    for name in _EXPERTS if isinstance(chosen, int) else ():
+    for name in _EXPERTS:
         number = vars(text).get(name)
-        if isinstance(number, int):
+        if isinstance(number, int) and isinstance(chosen, int):
             least = 2 * max(chosen * groups // chosen_groups, groups)
             while number % 2 == 0 and number // 2 >= least and number // 2 % math.lcm(ranks, groups) == 0:
                 number //= 2
@@ -166,7 +166,6 @@ def _batches(job: Job) -> tuple[torch.Tensor, torch.Tensor, int]:
 
     Rows have other numbers of targets.
     """
-    assert job.mesh is not None
     own, shares = data_parallel_place(job.mesh)
     vocabulary = job.config.get_text_config(decoder=True).vocab_size
     place = torch.arange(shares * _ROWS * _LENGTH)
@@ -188,7 +187,7 @@ def _lora() -> Any:
     return LoraConfig(r=_LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def sharded_model(job: Job, source: Path, dtype: torch.dtype) -> nn.Module:
+def sharded_model(job: Job, source: Path, dtype: torch.dtype) -> Any:
     """The model as the job would train it, computing in ``dtype``.
 
     Collective: all ranks.
@@ -212,8 +211,7 @@ def sharded_model(job: Job, source: Path, dtype: torch.dtype) -> nn.Module:
     load_weights(model, source)
     if cp_size(job.mesh) > 1:
         use_context_parallel(model, mesh=job.mesh)
-    trained: nn.Module = model.train()
-    return trained
+    return model.train()
 
 
 def _trained(
@@ -223,7 +221,7 @@ def _trained(
     model = sharded_model(job, source, dtype)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=_RATE)
-    text: Any = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    text = model.config.get_text_config(decoder=True)
     routers = any(getattr(text, name, None) for name in ("router_aux_loss_coef", "output_router_logits"))
     prepare_loss(model, router_loss="off" if routers else None)  # both sides have the cross entropy alone
     before = _weights(model, dtype)
