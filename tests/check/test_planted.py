@@ -21,7 +21,7 @@ import fsdp_sft as fs
 from fsdp_sft.check import job as of_job, machines, parity as of_layers
 from fsdp_sft.check.command import CHECKS, Done, ordered, run_check, text_of, to_json
 from fsdp_sft.check.environment import host_name
-from fsdp_sft.check.job import Job, Problem, make_job
+from fsdp_sft.check.job import CheckedJob, Problem, make_job
 from tests.harness import multimodal
 from tests.harness.models import LATENT, TINY, tiny_config
 from tests.harness.ranks import run_distributed
@@ -160,7 +160,7 @@ FAULTS = {
 }
 
 
-def _job(root: Path, **training: Any) -> Job:
+def _job(root: Path, **training: Any) -> CheckedJob:
     training.setdefault("config", of_layers.truncated_config(None))
     job = make_job(fs.init_distributed(), host_name(), **training)
     job.folder = root / "own"

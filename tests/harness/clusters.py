@@ -3,10 +3,10 @@
 import torch
 
 from fsdp_sft._ranks.init import DistributedContext
-from fsdp_sft.check.job import Job
+from fsdp_sft.check.job import CheckedJob
 
 
-def job_of(*hosts: str) -> Job:
+def job_of(*hosts: str) -> CheckedJob:
     """Rank 0's view of a job whose ranks are on these hosts."""
     context = DistributedContext(0, 0, len(hosts), 2, torch.device("cpu"), "gloo", "torchrun")
-    return Job(context, list(hosts))
+    return CheckedJob(context, list(hosts))

@@ -16,14 +16,14 @@ from fsdp_sft._ranks.agree import agreed, raise_first
 from fsdp_sft._ranks.init import init_distributed
 from fsdp_sft._ranks.words import said_ranks
 from fsdp_sft.check.environment import environment, host_name
-from fsdp_sft.check.job import ACCELERATORS, Found, Job, Problem, folder_below, make_job
+from fsdp_sft.check.job import ACCELERATORS, CheckedJob, Found, Problem, folder_below, make_job
 from fsdp_sft.check.machines import folder, network, products, reductions
 from fsdp_sft.check.parity import parity, truncated_config
 from fsdp_sft.errors import LostRankError, RemoteRankError, abridged, printable
 from fsdp_sft.jobs.watchdog import Watchdog
 
 # What names a broken machine comes first.
-CHECKS: dict[str, Callable[[Job], Found]] = {
+CHECKS: dict[str, Callable[[CheckedJob], Found]] = {
     one.__name__: one for one in (environment, products, reductions, network, folder, parity)
 }
 _TIMEOUT = 1200  # seconds that a collective may take
@@ -102,7 +102,7 @@ def check(args: argparse.Namespace) -> int:
     return 1 if any(one.level == "fail" for one in problems) else 0
 
 
-def run_check(job: Job, name: str) -> Done:
+def run_check(job: CheckedJob, name: str) -> Done:
     """What one check says; an error that it raises becomes a problem of the rank that raised it first.
 
     Raises:
@@ -146,19 +146,19 @@ def ordered(problems: Sequence[Problem], stopped: str = "") -> list[Problem]:
     return sorted(found, key=lambda one: one.level != "fail")
 
 
-def excluded_hosts(job: Job, problems: Sequence[Problem]) -> list[str]:
+def excluded_hosts(job: CheckedJob, problems: Sequence[Problem]) -> list[str]:
     """Nodes without which the job would be well; none if that would be all of them."""
     ranks = {rank for one in problems if one.level == "fail" and one.exclude for rank in one.ranks}
     hosts = job.hosts_of(tuple(ranks))
     return hosts if len(hosts) < len(set(job.hosts)) else []
 
 
-def text_of(job: Job, done: Sequence[Done], problems: Sequence[Problem], stopped: str = "") -> str:
+def text_of(job: CheckedJob, done: Sequence[Done], problems: Sequence[Problem], stopped: str = "") -> str:
     """The table: what is wrong first, each with its ranks and nodes, then a line for each check."""
     return printable("\n".join(_lines(job, done, problems, stopped)))
 
 
-def _lines(job: Job, done: Sequence[Done], problems: Sequence[Problem], stopped: str) -> Iterator[str]:
+def _lines(job: CheckedJob, done: Sequence[Done], problems: Sequence[Problem], stopped: str) -> Iterator[str]:
     nodes, context = len(set(job.hosts)), job.context
     where = f"{nodes} nodes" if nodes > 1 else job.hosts[0]
     ranks = f"{context.world_size} rank{'s' * (context.world_size > 1)}"
@@ -194,7 +194,9 @@ def _wrapped(head: str, text: str, indent: int) -> list[str]:
     )
 
 
-def to_json(job: Job, done: Sequence[Done], problems: Sequence[Problem], stopped: str = "") -> dict[str, Any]:
+def to_json(
+    job: CheckedJob, done: Sequence[Done], problems: Sequence[Problem], stopped: str = ""
+) -> dict[str, Any]:
     """The results in JSON types."""
     return {
         "format": "fsdp-sft check 2",

@@ -26,7 +26,7 @@ from fsdp_sft._ranks.agree import all_gather_objects, is_distributed, this_rank,
 from fsdp_sft._ranks.init import init_distributed
 from fsdp_sft._ranks.launch import detect_launch
 from fsdp_sft._ranks.words import said_ranks
-from fsdp_sft.check.job import Found, Job, Problem
+from fsdp_sft.check.job import CheckedJob, Found, Problem
 from fsdp_sft.errors import printable
 
 PACKAGES = ("fsdp-sft", "transformers", "safetensors", "huggingface-hub", "tokenizers", "numpy")
@@ -62,7 +62,7 @@ _SLOWED = {0x8: "hardware slowdown", 0x40: "heat (hardware)", 0x20: "heat (softw
 _REPORT_SECONDS = 120
 
 
-def environment(job: Job) -> Found:
+def environment(job: CheckedJob) -> Found:
     """Whether ranks have the same versions and variables, clocks that agree, and free, sound devices."""
     clocks = []
     for _ in range(_READINGS):

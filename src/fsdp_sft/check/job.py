@@ -44,7 +44,7 @@ Found = tuple[str, list[Problem]]
 
 
 @dataclass
-class Job:
+class CheckedJob:
     """The ranks of a job, and the training that is checked.
 
     Attributes:
@@ -93,16 +93,16 @@ class Job:
 
 def make_job(
     context: DistributedContext, host: str, *, replicas: int = 1, cp: int = 1, **training: Any
-) -> Job:
-    """The job of all ranks; ``training`` has further attributes of ``Job``.
+) -> CheckedJob:
+    """The job of all ranks; ``training`` has further attributes of ``CheckedJob``.
 
     Collective: all ranks.
     """
     mesh = build_mesh(dp_replicate=replicas, cp=cp, device_type=context.device.type)
-    return Job(context, all_gather_objects(host), mesh=mesh, **training)
+    return CheckedJob(context, all_gather_objects(host), mesh=mesh, **training)
 
 
-def axes_of(job: Job) -> "dict[str, ProcessGroup]":
+def axes_of(job: CheckedJob) -> "dict[str, ProcessGroup]":
     """The axes of the mesh along which ranks exchange parameters, gradients and rows, each with its group."""
     own = parameter_mesh(job.mesh)
     axes = {name: own for name in own.mesh_dim_names or () if own[name].size() > 1}
@@ -112,7 +112,7 @@ def axes_of(job: Job) -> "dict[str, ProcessGroup]":
 
 
 @contextmanager
-def folder_below(job: Job, root: Path | None) -> Iterator[None]:
+def folder_below(job: CheckedJob, root: Path | None) -> Iterator[None]:
     """Context with a folder for the checks' files below the run's; a temporary one on a single host.
 
     Collective: all ranks.

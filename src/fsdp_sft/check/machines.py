@@ -17,7 +17,7 @@ from torch.utils.benchmark import Timer
 from fsdp_sft._process.devices import synchronize
 from fsdp_sft._ranks.agree import agreed, all_gather_objects
 from fsdp_sft._tensors.disk import sync_file
-from fsdp_sft.check.job import Found, Job, Problem, axes_of
+from fsdp_sft.check.job import CheckedJob, Found, Problem, axes_of
 
 _MIB = 1 << 20
 
@@ -33,7 +33,7 @@ _TRIALS, _TRIAL_SECONDS = 3, 0.25
 _RATE_WARNS, _RATE_FAILS = 0.95, 0.85
 
 
-def products(job: Job) -> Found:
+def products(job: CheckedJob) -> Found:
     """Whether all devices multiply rightly, and as fast as each other."""
     with agreed("multiplying"):
         a, b, weights, expected = exact_product(job)
@@ -53,7 +53,7 @@ def products(job: Job) -> Found:
     return f"{said}; not seen: slow devices (ranks share processors)", problems
 
 
-def exact_product(job: Job) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def exact_product(job: CheckedJob) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(a, b, weights, ``a @ b.T @ weights``) of whole numbers that are multiplied exactly.
 
     ``a`` and ``b`` are on the device, in bfloat16, which processors may lack: there they are float32.
@@ -117,7 +117,7 @@ _COLLECTIVES = {
 _UNSUPPORTED = re.compile("not support|unsupported|only available|cannot use", re.IGNORECASE)
 
 
-def reductions(job: Job) -> Found:
+def reductions(job: CheckedJob) -> Found:
     """Whether gathers, sums and means of known numbers are right, in the dtypes and along the axes used.
 
     A reduction that returns zeros or leaves a rank out trains on without a word:
@@ -188,7 +188,7 @@ _RUNS = 4
 _SLOW, _SLOW_ON_CPU = 0.6, 0.35  # of the other links' rate, in each trial
 
 
-def network(job: Job) -> Found:
+def network(job: CheckedJob) -> Found:
     """How fast ranks gather along each axis, and whether all links of a rank are slow."""
     if job.context.world_size == 1:
         return "not seen: one rank exchanges nothing", []
@@ -198,7 +198,7 @@ def network(job: Job) -> Found:
     return ", ".join(said), [one for where, rings in _rings(job).items() for one in _slow(job, rings, where)]
 
 
-def _gather_rate(job: Job, group: dist.ProcessGroup) -> float:
+def _gather_rate(job: CheckedJob, group: dist.ProcessGroup) -> float:
     """Bytes per second that a rank receives in a gather; of the slowest group of the axis."""
     each = (_GATHERED if job.is_accelerated else _GATHERED_ON_CPU) // group.size()
     whole = torch.zeros(each * group.size(), dtype=torch.uint8, device=job.device)
@@ -219,7 +219,7 @@ def _fastest(exchange: Callable[[], object], device: torch.device) -> float:
     return min(times[1:])
 
 
-def _rings(job: Job) -> dict[str, list[list[int]]]:
+def _rings(job: CheckedJob) -> dict[str, list[list[int]]]:
     """Rings of ranks whose links are measured: those of a host, and those of one place on each host.
 
     The two are compared with their own kind: a node's first device may reach its neighbour, and its adapter
@@ -236,7 +236,7 @@ def _rings(job: Job) -> dict[str, list[list[int]]]:
     return {where: rings for where, rings in found.items() if rings}
 
 
-def _slow(job: Job, rings: list[list[int]], where: str) -> Iterator[Problem]:
+def _slow(job: CheckedJob, rings: list[list[int]], where: str) -> Iterator[Problem]:
     """Ranks all of whose links are slow: a link has two ends, and a slow rank has two slow links."""
     limit = _SLOW if job.is_accelerated else _SLOW_ON_CPU
     best: dict[int, float] = {}
@@ -258,7 +258,7 @@ def _slow(job: Job, rings: list[list[int]], where: str) -> Iterator[Problem]:
                 yield Problem("fail", ranks, text, exclude=len(ranks) == 1)
 
 
-def _link_rates(job: Job, rings: list[list[int]]) -> dict[int, float]:
+def _link_rates(job: CheckedJob, rings: list[list[int]]) -> dict[int, float]:
     """For each rank the rate of the faster of its links to those beside it in a ring, in bytes per second."""
     size = _SENT if job.is_accelerated else _SENT_ON_CPU
     out = torch.zeros(size, dtype=torch.uint8, device=job.device)
@@ -293,7 +293,7 @@ _SEEN_WITHIN, _LOOK = 5.0, 0.1  # seconds after which every rank has to see a re
 _ADVICE = "checkpoints appear by a rename; mount the folder without caching (noac), or take another"
 
 
-def folder(job: Job) -> Found:
+def folder(job: CheckedJob) -> Found:
     """Whether all ranks can write to the run's folder, and see what the others have renamed."""
     if job.folder is None:
         return "not seen: no folder", [job.folder_problem] if job.folder_problem is not None else []

@@ -19,7 +19,7 @@ from fsdp_sft._ranks.agree import agreed, through_rank_0
 from fsdp_sft._ranks.mesh import cp_size, data_parallel_place
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft.attention.context_parallel import use_context_parallel
-from fsdp_sft.check.job import Found, Job, Problem
+from fsdp_sft.check.job import CheckedJob, Found, Problem
 from fsdp_sft.dcp_io import load_checkpoint, save_checkpoint
 from fsdp_sft.loss import prepare_loss
 from fsdp_sft.planner.model import auto_class, build_model, decoder_blocks, likeness
@@ -48,7 +48,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "num_experts_per_token")
 
 
-def parity(job: Job) -> Found:
+def parity(job: CheckedJob) -> Found:
     """Whether a few layers train here as in one process, with a save and a load between two steps."""
     if job.folder is None:
         return "not seen: no folder for files", []
@@ -161,7 +161,7 @@ def _write(config: Any, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def _batches(job: Job) -> tuple[torch.Tensor, torch.Tensor, int]:
+def _batches(job: CheckedJob) -> tuple[torch.Tensor, torch.Tensor, int]:
     """(ids, labels) of all data-parallel shares, ``(shares, rows, length)``, and the index of this rank's.
 
     Rows have other numbers of targets.
@@ -187,7 +187,7 @@ def _lora() -> Any:
     return LoraConfig(r=_LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def sharded_model(job: Job, source: Path, dtype: torch.dtype) -> Any:
+def sharded_model(job: CheckedJob, source: Path, dtype: torch.dtype) -> Any:
     """The model as the job would train it, computing in ``dtype``.
 
     Collective: all ranks.
@@ -215,7 +215,7 @@ def sharded_model(job: Job, source: Path, dtype: torch.dtype) -> Any:
 
 
 def _trained(
-    job: Job, source: Path, batch: dict[str, torch.Tensor], dtype: torch.dtype
+    job: CheckedJob, source: Path, batch: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[_Steps, _Weights, _Weights]:
     """Two steps, with a save and a load between, and on rank 0 the weights before and after in float32."""
     model = sharded_model(job, source, dtype)
@@ -265,7 +265,7 @@ def _plain_model(source: Path, device: torch.device, values: _Weights | None, dt
 
 
 def _plain(
-    job: Job,
+    job: CheckedJob,
     source: Path,
     values: _Weights | None,
     dtype: torch.dtype,
@@ -307,7 +307,7 @@ def _plain_backward(model: Any, device: torch.device, ids: torch.Tensor, labels:
 
 
 def _compared(
-    job: Job,
+    job: CheckedJob,
     source: Path,
     ours: dict[torch.dtype, tuple[_Steps, _Weights, _Weights]],
     ids: torch.Tensor,
