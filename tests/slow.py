@@ -16,7 +16,7 @@ _FIRST = "tests/jobs/watchdog/test_watch.py::test_an_exception_says_who_was_firs
 _WATCH = "tests/jobs/watchdog/test_watch.py::test_the_rank_is_named_on_all_that_live_within_the_set_time"
 _HEALTHY = "tests/check/test_planted.py::test_healthy_ranks_are_accused_of_nothing"
 _ASKED = "tests/check/test_planted.py::test_what_is_asked_for_trains_as_in_one_process"
-_ASKED_FOR = {2: "mixtral", 3: "None", 4: "gemma3", 5: "qwen2-tied", 6: "llama", 7: "None"}
+_ASKED_FOR = ("replicas", "windows", "tied", "fp8", "compiled", "dense first", "random routing", "a tower")
 
 # Beginnings of test ids, and the test that stays.
 BESIDE: dict[str, str] = {
@@ -24,7 +24,7 @@ BESIDE: dict[str, str] = {
         f"{_HEALTHY}[{case}]": f"{_HEALTHY}[cpu-2]"
         for case in ("cpu-1", "cpu-4", "cpu-8", "sim-1", "sim-2", "sim-4", "sim-8")
     },
-    **{f"{_ASKED}[{family}-asked{index}]": f"{_ASKED}[llama-asked0]" for index, family in _ASKED_FOR.items()},
+    **{f"{_ASKED}[{feature}]": f"{_ASKED}[nf4]" for feature in _ASKED_FOR},
     # The same with more ranks, another mesh, another architecture, or a simulated device in place of the CPU.
     "tests/test_default_path.py::test_evaluate_save_load_continue_export[sim-2]": (
         "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]"

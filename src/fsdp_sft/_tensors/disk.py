@@ -13,7 +13,6 @@ import os
 import shutil
 import stat
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -228,19 +227,10 @@ def unsound_beside(target: Path) -> Path:
     return target.with_name(f".unsound-{target.name}-{uuid.uuid4().hex}")
 
 
-def sweep(target: Path, *, older_than: float = 0.0) -> None:
-    """Delete unfinished folders for ``target`` that killed jobs have left.
-
-    Args:
-        target: The folder that they were for.
-        older_than: Seconds for which nothing has been put into a folder that goes.
-    """
-    for stale in target.parent.glob(
-        f"{glob.escape(_prefix(target))}{'[0-9a-f]' * 32}"
-    ):  # the digits exclude the unfinished folders for "<target>-2"
-        with contextlib.suppress(OSError):  # another job deletes it
-            if older_than and time.time() - stale.stat().st_mtime < older_than:
-                continue
+def sweep(target: Path) -> None:
+    """Delete unfinished folders for ``target`` that killed jobs have left."""
+    # The digits exclude the unfinished folders for "<target>-2".
+    for stale in target.parent.glob(f"{glob.escape(_prefix(target))}{'[0-9a-f]' * 32}"):
         shutil.rmtree(stale, ignore_errors=True)
 
 
