@@ -202,7 +202,7 @@ def own_loss_is_ours(model: nn.Module, inputs: dict[str, Any]) -> tuple[bool, bo
     Raises:
         ProbeError: If the model raises.
 
-    Collective: all ranks of the model's mesh, by two forwards.
+    Collective: all ranks of the model's mesh, by one forward or two.
     """
     kinds = forward_parameters(model)
     if "labels" not in kinds and not any(each.kind is each.VAR_KEYWORD for each in kinds.values()):
@@ -225,7 +225,9 @@ def own_loss_is_ours(model: nn.Module, inputs: dict[str, Any]) -> tuple[bool, bo
         model.train()
         with unmoved([device]):
             output = model(**given, labels=labels)
-        logits = model(**given).logits  # a fused kernel returns a loss or logits
+        logits: Any = getattr(output, "logits", None)
+        if not isinstance(logits, torch.Tensor) or logits.shape[:2] != labels.shape:
+            logits = model(**given).logits  # a fused kernel returns a loss or logits
         loss: Any = getattr(output, "loss", None)
         aux: Any = getattr(output, "aux_loss", None)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

@@ -234,7 +234,8 @@ def _code(plan: RunPlan, model: str) -> Iterator[str]:
     sampler = "sampler=fs.ResumableSampler(rows)"
     yield f"loader = DataLoader(rows, {plan.micro_batch_size}, {sampler}, collate_fn=...)"
     yield f"for window in fs.windows(loader, grad_accum_steps={plan.grad_accum_steps}):"
-    yield f"    fs.train_step(model, window, optimizer, grad_sync={plan.grad_sync!r})"
+    step = _call("model", "window", "optimizer", _arguments({"grad_sync": (plan.grad_sync, "each")}))
+    yield f"    fs.train_step({step})"
 
 
 def _model(plan: RunPlan, name: str) -> Iterator[str]:

@@ -164,12 +164,20 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
 
     def check(batch: Any) -> None:
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if isinstance(ids, torch.Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
             raise BatchError(
                 f"input_ids are {ids.dtype}, and ids are integers: make them torch.long (vectors go into "
                 "inputs_embeds)"
             )
+        for name in ("attention_mask", "position_ids") if isinstance(ids, torch.Tensor) else ():
+            other: Any = batch.get(name)  # transformers takes a mask that is too short
+            flat = isinstance(other, torch.Tensor) and not other.is_nested and other.ndim == ids.ndim == 2
+            if flat and other.shape[1] != ids.shape[1]:
+                raise BatchError(
+                    f"{name} is {tuple(other.shape)} and input_ids are {tuple(ids.shape)}: it has an entry a "
+                    "token"
+                )
         vocabulary.check_ids(batch)
         _warn_of_length(model, batch)
         if knows_packs:
@@ -228,6 +236,32 @@ def look_at_labels(model: nn.Module, micro_batches: list[Any]) -> None:
             "-100, as SFTCollator does",
             padding,
         )
+    pad = getattr(text_config(model), "pad_token_id", None)
+    unmasked = sum(
+        _unmasked(batch["input_ids"], batch["labels"] != IGNORE_INDEX, pad)
+        for batch in batches
+        if isinstance(pad, int)
+        and not is_shifted(batch)
+        and not batch.keys() & {"attention_mask", "position_ids"}
+    )
+    if unmasked and this_rank() == 0:
+        _logger.warning(
+            "%d places at the ends of rows hold the model's pad_token_id, and the batch has no "
+            "attention_mask: the model would learn to write padding, or read it before the text. Give the "
+            "mask, and labels of -100 there, as SFTCollator does",
+            unmasked,
+        )
+
+
+def _unmasked(ids: torch.Tensor, held: torch.Tensor, pad: int) -> int:
+    """Places at the ends of rows that hold padding and no mask, where it is trained or attended to.
+
+    One such token at an end may end the text, since many models pad with that; so only runs of two or more
+    count, without the first or last of them. Padding on the right that is not trained harms nothing.
+    """
+    padding = ids == pad
+    right, left = padding.flip(1).cumprod(1).flip(1).bool(), padding.cumprod(1).bool()
+    return int((right & right.roll(1, 1) & held).sum()) + int((left & ~right & left.roll(-1, 1)).sum())
 
 
 def _refuse_shift(batches: list[Any], name: str) -> None:
@@ -283,7 +317,8 @@ def compare_rows(micro_batches: list[Any], mesh: "DeviceMesh | None") -> None:
     """
     if mesh is None or mesh.size() == 1:
         return
-    names, place = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
+    place: Any = mesh.get_coordinate() or ()
+    names = mesh.mesh_dim_names or ("",) * len(place)  # a mesh of torch need not have names
     own_place = tuple(at for name, at in zip(names, place, strict=True) if name not in (CP, TP, EP))
     places: dict[bytes, dict[tuple[int, ...], list[int]]] = {}
     rows_at: dict[tuple[int, ...], set[bytes]] = {}

@@ -1,12 +1,16 @@
 """A step that is queued on the device, and its result, for which the host waits."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import torch
 
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft._ranks.mesh import copies_of_rows, sum_over_mesh
+from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft.errors import NonFiniteGradientError, abridged
 from fsdp_sft.experts import ExpertLoad, LateLoad
 from fsdp_sft.step.objective import OwnMetrics
@@ -91,8 +95,11 @@ class QueuedStep:
         """Whether the gradient's norm is finite; the host waits for the device."""
         return math.isfinite(self.values.read()[0])
 
-    def result(self) -> StepResult:
+    def result(self, names: Mapping[torch.nn.Parameter, str]) -> StepResult:
         """The result of the step; the host waits for the device.
+
+        Args:
+            names: The model's parameters with their names, of which an error names those that are broken.
 
         Raises:
             NonFiniteGradientError: If the gradient was not finite.
@@ -106,10 +113,18 @@ class QueuedStep:
         loss, added = loss / divisor, added / divisor
         metrics = {} if self.metrics is None else self.metrics.over(self.mesh, divisor)
         if not self.is_finite and not self.has_infs:
+            broken = [
+                name for one, name in names.items() if not bool(values_of(one.detach()).isfinite().all())
+            ]
             raise NonFiniteGradientError(
                 f"the gradient norm is {norm} at a loss of {loss:.4g}{self._where()}; parameters and "
-                "optimizer are unchanged. Look at the last batches, lower the learning rate, or start from "
-                "the last checkpoint"
+                "optimizer are unchanged. "
+                + (
+                    f"{abridged(broken)} hold values that are not finite: load the weights again"
+                    if broken
+                    else "Look at the last batches, lower the learning rate"
+                )
+                + ", or start from the last checkpoint"
             )
         reason = "inf gradients" if self.has_infs else None
         load = None if self.expert_load is None else self.expert_load.read()

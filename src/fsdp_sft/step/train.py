@@ -185,7 +185,7 @@ def train_step(
         verify_at_first_use(model, window.seen, mesh, own_loss=objective.is_own)
     trained = names if check else None
     step = _queued(model, window, objective, mesh, trained, optimizers, scaler, max_grad_norm, grad_sync)
-    result = step.result()
+    result = step.result(names)
     for one in schedulers if not result.skipped else ():
         one.step()
     return result
