@@ -47,9 +47,11 @@ IN_ANY_LOOP = ("reshard", "set_reshard", "set_gradient_divide", "set_all_reduce_
 SAMPLES = "a forward between the backward and the update"
 # Two divides as the ranks do.
 REFUSED = {"unshard": "OptimizerError", "set_unshard_in_backward": "RuntimeError: setStorage"}
-REFUSED |= dict.fromkeys(
-    ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"), "UnsupportedModel"
-)
+# By torch 2.15, in the first forward, where others than the root were told.
+REFUSED |= {
+    "set_manual_backward_finalization": "ModelLossError: the own loss of LlamaForCausalLM",
+    **dict.fromkeys(("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"), "UnsupportedModel"),
+}
 HERE = [name for name in METHODS if hasattr(FSDPModule, name)]
 CALLS = [(name, given) for name in HERE for given in METHODS[name] or []]
 
