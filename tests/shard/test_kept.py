@@ -1,5 +1,6 @@
 """One training step under the default policy beside plain bf16 transformers, which keeps parts in float32."""
 
+import copy
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,3 +203,16 @@ def _check_layered(sac: bool) -> None:
 @pytest.mark.parametrize("sac", [False, True])
 def test_parameters_in_float32_beside_others_in_one_module(sac: bool) -> None:
     run_distributed(_check_layered, 2, sac)
+
+
+def _logits_of_mambas() -> None:
+    ids = torch.arange(3, 19).view(2, 8)
+    for name in ("MambaForCausalLM", "Mamba2ForCausalLM"):
+        model = tiny_architecture(name)
+        expected = copy.deepcopy(model).to(torch.bfloat16)(input_ids=ids, use_cache=False).logits
+        fs.shard_model(model, mesh=mesh_here())
+        torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=0.0, atol=0.1)
+
+
+def test_a_head_that_is_asked_for_its_dtype_before_it_is_gathered() -> None:
+    run_distributed(_logits_of_mambas, 2)

@@ -128,7 +128,7 @@ def _export(
 
     Collective: all ranks.
     """
-    plan: Any = None
+    plan: ExportPlan | None = None
     temporary: Path | None = None
     files: list[str] = []
     try:
@@ -144,9 +144,9 @@ def _export(
                 temporary = temporary_beside(target)
                 temporary.mkdir()
                 write_settings(model, config, temporary, target.name, dtype, *chat)
-        plan, folder = share((plan, temporary))
+        planned, folder = share((plan, temporary))
         gatherer = Gatherer()
-        _write_weights(model, content, plan, merges, folder, max_shard_size, gatherer)
+        _write_weights(model, content, planned, merges, folder, max_shard_size, gatherer)
         gatherer.finish(f"exporting to {target}")
         with agreed(f"publishing {target}"):
             if temporary is not None:

@@ -18,6 +18,9 @@ class HfFiles:
 
     Args:
         written: Dtype and shape of every tensor, by name and in order.
+
+    Attributes:
+        left: Names of the tensors that rank 0 has still to write.
     """
 
     def __init__(self, written: Described) -> None:

@@ -1,7 +1,7 @@
 """The full tensors of a model under the names that it is saved under, with adapters merged into them."""
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -9,6 +9,7 @@ from fsdp_sft._model.adapters import merged_weights
 from fsdp_sft._model.named import clean_name
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._ranks.agree import this_rank
+from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft._tensors.packed_shard import bits_of
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.export.plan import ExportPlan
@@ -47,7 +48,7 @@ def refuse_unmergeable(content: ModelTensors, merges: Mapping[str, Any]) -> None
 
 
 def gathered(
-    content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any], name: str, gathers: Any
+    content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any], name: str, gathers: Gatherer
 ) -> torch.Tensor | None:
     """A full tensor, with adapters merged into it if it has any.
 
@@ -56,12 +57,12 @@ def gathered(
         plan: Plan of the export.
         merges: Layers with adapters, by name.
         name: A source of the plan.
-        gathers: What makes full tensors of sharded ones, on some ranks or all: a ``Gatherer``, or its like.
+        gathers: What makes full tensors of sharded ones, on some ranks or all.
     """
     source, dtype = plan.sources[name], plan.dtypes[name]
     fqn, _, leaf = source.rpartition(".")
     if fqn not in merges:
-        return cast("torch.Tensor | None", gathers.gather(content.tensors[source], dtype))
+        return gathers.gather(content.tensors[source], dtype)
     full = {}
     for key, tensor in merges[fqn].state_dict(keep_vars=True).items():
         part = gathers.gather(tensor, _wide(tensor))

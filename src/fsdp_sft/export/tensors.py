@@ -14,12 +14,13 @@ from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._ranks.agree import agreed, share, this_rank
+from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft.export.merged import gathered, refuse_unmergeable
 from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, unsharded_twin
 
 
-class _OnAllRanks:
+class _OnAllRanks(Gatherer):
     """Gathers full tensors on every rank, where the mesh's collectives run."""
 
     def gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -72,15 +73,15 @@ def iter_hf_tensors(
     reshard(model)
     merges = adapted_layers(model)
     with without_adapters(model, trained=True) as base:
-        plan: Any = None
+        plan: ExportPlan | None = None
         with agreed("preparing to hand over the tensors"):
             content = exportable(base, dtype)
             refuse_unmergeable(content, merges)
             if this_rank() == 0:
                 plan, _ = plan_export(base, content, dtype)
             twin: Any = unsharded_twin(base)
-        plan = share(plan)
-    return _tensors(content, plan, merges, twin)
+        planned = share(plan)
+    return _tensors(content, planned, merges, twin)
 
 
 @torch.no_grad()

@@ -176,19 +176,17 @@ def _compared(
     try:
         has_aux, balanced, reason = own_loss_is_ours(model, inputs)
         if wanted and not has_aux and not reason and router_loss is not None:
-            reason = f"router_loss={router_loss!r}: its forward returns no router's loss (aux_loss)"
+            reason = f"has no router's loss (aux_loss) for router_loss={router_loss!r}"
     except ProbeError as error:
         has_aux, balanced = False, False
         reason = (
-            f"it cannot be compared, because {error}; call prepare_loss(model, compare=False) to train the "
-            "cross entropy alone"
+            f"cannot be compared, because {error}: if a forward without labels works, call "
+            "prepare_loss(model, compare=False) to train the cross entropy alone"
         )
     failed, differ = sum_over_mesh([bool(reason), not balanced], training_mesh_of(model))
     if failed:
-        reason = reason or "another rank of the mesh has found a difference"
-        raise ModelLossError(
-            f"the own loss of {_name(model)} is not what is computed here: {reason}. {_WAY_OUT}"
-        )
+        reason = reason or "is another than what is computed here on another rank of the mesh"
+        raise ModelLossError(f"the own loss of {_name(model)} {reason}. {_WAY_OUT}")
     return Additions(wanted and has_aux, inputs, not differ)
 
 
@@ -250,7 +248,8 @@ def own_loss_is_ours(model: nn.Module, inputs: dict[str, Any]) -> tuple[bool, bo
     return (
         has_aux,
         is_balanced,
-        f"on a tiny batch it is {own:.6g}, and the cross entropy{also} {expected:.6g}",
+        f"is not what is computed here: on a tiny batch it is {own:.6g}, and the cross entropy{also} "
+        f"{expected:.6g}",
     )
 
 

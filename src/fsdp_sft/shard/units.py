@@ -95,7 +95,9 @@ def units_of(
     if embedding is not None:
         units.append(Unit([embedding], inner, bool(reshard), beside_root=True))
     if head is not None:
-        units.append(Unit([head], inner, False, beside_root=True))  # its backward follows its forward
+        # Mamba casts to the dtype of the head's weight, which is the shards' before the head is gathered.
+        casts = replace(inner, cast_forward_inputs=policy.cast_forward_inputs)
+        units.append(Unit([head], casts, False, beside_root=True))  # its backward follows its forward
     return [*units, Unit([model], policy, None)]
 
 
