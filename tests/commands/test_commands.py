@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from fsdp_sft.planner.experts import ExpertsImpl
 from transformers import LlamaConfig
 
 import fsdp_sft as fs
 from fsdp_sft._process.gpus import GPUS
 from fsdp_sft.commands import main, plan
 from fsdp_sft.planner import command
-from fsdp_sft.planner.run import Optimizer
+from fsdp_sft.planner.run import ExpertsImpl, Optimizer
 from tests.harness.chat_templates import CHATML, byte_tokenizer
 from tests.harness.chats import TOKENIZERS
 

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fsdp_sft as fs
 from fsdp_sft._process.gpus import gpu_named
-from fsdp_sft.planner.estimate import estimate
 from fsdp_sft.planner.model import as_config
 from fsdp_sft.planner.replay import MASTERS, OPTIMIZER
 from tests.harness.composed import composed
@@ -121,7 +120,7 @@ def expected(root: Path, ranks: int, case: Any) -> fs.MemoryEstimate:
     run |= {"lora_rank": RANK, "lora_targets": TARGETS, "frozen_dtype": kind, "attention_mask": False}
     setup = fs.Run(gpu="cpu", logits_dtype=torch.float32, **run, **options)
     device = dataclasses.replace(gpu_named("cpu"), name="simulated")
-    return estimate(as_config(root / name), dataclasses.replace(setup, gpu=device))
+    return fs.estimate_memory(as_config(root / name), dataclasses.replace(setup, gpu=device))
 
 
 @pytest.mark.timeout(660)

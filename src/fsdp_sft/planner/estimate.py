@@ -1,5 +1,6 @@
 """Memory that a training step needs on each GPU, from the config alone, and what a device has for it."""
 
+import functools
 import math
 import os
 from collections.abc import Iterator
@@ -100,12 +101,12 @@ def estimate_memory(config: "PreTrainedConfig | str | os.PathLike[str]", run: Ru
     """
     if not isinstance(run, Run):
         raise TypeError(f"run must be a Run, such as Run(num_gpus=8, ...), got {type(run).__name__}")
-    return estimate(as_config(config), run)
+    return estimate(build_skeleton(as_config(config), run), run)
 
 
-def estimate(config: "PreTrainedConfig", run: Run) -> MemoryEstimate:
-    """``estimate_memory`` of a transformers config."""
-    skeleton = build_skeleton(config, run)
+@functools.lru_cache(maxsize=1024)
+def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
+    """``estimate_memory`` of a model whose skeleton is that of the run."""
     if run.cp > 1:
         check_shareable(skeleton.model, run.cp)
     if run.ep_size > 1 and not skeleton.experts:
@@ -129,7 +130,7 @@ def estimate(config: "PreTrainedConfig", run: Run) -> MemoryEstimate:
     activations -= sum(left[:-1])
     host_bytes = sum(map(host_bytes_for, left))
     if run.cpu_offload:
-        on_device = estimate(config, replace(run, cpu_offload=False, sac_offload=False)).breakdown
+        on_device = estimate(skeleton, replace(run, cpu_offload=False, sac_offload=False)).breakdown
         host_bytes += sum(on_device.get(part, 0) for part in (MASTERS, OPTIMIZER, GRADIENTS))
     return MemoryEstimate(
         peak_bytes=peak.total,

@@ -12,10 +12,10 @@ from fsdp_sft._process.gpus import GIB
 from fsdp_sft._process.words import answered
 from fsdp_sft.errors import NoPlanError, UnsupportedModelError
 from fsdp_sft.planner.estimate import MemoryEstimate, budget_of, estimate
-from fsdp_sft.planner.model import as_config, build_skeleton
+from fsdp_sft.planner.model import Skeleton, as_config, build_skeleton
 from fsdp_sft.planner.plan import TIGHT, RunPlan
 from fsdp_sft.planner.run import GradSync, Run, check_integer
-from fsdp_sft.planner.speed import StepTime, step_time
+from fsdp_sft.planner.speed import step_time
 from fsdp_sft.sac import Placement
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def plan_run(
             f"one sequence; {near} would be"
         )
     usable = budget_of(first.device, num_gpus, gpu_memory_bytes).usable_bytes
-    search = _PlanSearch(config, run_fields, global_batch_size // shares, usable)
+    search = _PlanSearch(build_skeleton(config, first), run_fields, global_batch_size // shares, usable)
     roomy, tight = (_undominated(search.plans(first, share)) for share in (1 - TIGHT, Fraction(1)))
     plans = roomy + [plan for plan in tight if plan.is_tight and _is_faster(plan, roomy)]
     if not plans:
@@ -204,13 +204,13 @@ def _lean_update(run: Run, given: dict[str, Any]) -> Run:
 
 def _fits(config: Any, run: Run, memory_bytes: int | None) -> bool:
     usable = budget_of(run.device, run.num_gpus, memory_bytes).usable_bytes
-    return estimate(config, run).peak_bytes <= usable
+    return estimate(build_skeleton(config, run), run).peak_bytes <= usable
 
 
 def _what_would_fit(config: Any, run: Run, given: dict[str, Any], memory_bytes: int | None) -> str:
     """Say what the leanest run needs, the fewest GPUs that hold it, and what takes less."""
     lean = _leanest(run, given)
-    least = estimate(config, lean)
+    least = estimate(build_skeleton(config, lean), lean)
     budget = budget_of(run.device, run.num_gpus, memory_bytes)
     largest = max(least.breakdown, key=lambda part: least.breakdown[part])
     fewest = smallest_num_gpus(config, gpu_memory_bytes=memory_bytes, seq_length=run.seq_length, **given)
@@ -248,8 +248,8 @@ class _PlanSearch:
         fastest: Seconds of the fastest plan so far.
     """
 
-    def __init__(self, config: Any, given: dict[str, Any], share: int, usable_bytes: int) -> None:
-        self.config = config
+    def __init__(self, skeleton: Skeleton, given: dict[str, Any], share: int, usable_bytes: int) -> None:
+        self.skeleton = skeleton
         self.given = given
         self.share = share
         self.usable_bytes = self.budget = usable_bytes
@@ -302,7 +302,7 @@ class _PlanSearch:
             # A layout that communicates less takes more memory, so it recomputes no less than the plain one.
             # If it is not faster even with that little recomputation, it is not worth a search.
             hoped = replace(layout, sac_ratio=least.sac_ratio, sac_placement=least.sac_placement)
-            if self._time(hoped).total < self.fastest * (1 - _WORTH_A_LOOK):
+            if step_time(self.skeleton, hoped).total < self.fastest * (1 - _WORTH_A_LOOK):
                 yield from self._least_checkpointed(layout)
 
     def _layouts(self, run: Run) -> Iterator[Run]:
@@ -326,15 +326,11 @@ class _PlanSearch:
             ratio, memory = self._first_that_fits(chosen, ratios)
             if memory is not None:
                 chosen = replace(chosen, sac_ratio=ratio)
-                plan = RunPlan(chosen, memory, self._time(chosen), self.usable_bytes)
+                plan = RunPlan(chosen, memory, step_time(self.skeleton, chosen), self.usable_bytes)
                 self.fastest = min(self.fastest, plan.time.total)
                 yield plan
             if ratio in (0, 1):
                 break  # no block, or every block: there is no placement to choose
-
-    def _time(self, run: Run) -> StepTime:
-        """Predicted seconds of an optimizer step."""
-        return step_time(build_skeleton(self.config, run), run)
 
     def _first_that_fits(
         self, run: Run, ratios: tuple[Fraction, ...]
@@ -344,7 +340,7 @@ class _PlanSearch:
         # Bisection follows after the first and the last ratio: a run often fits as it is, or not at all.
         low, high, looked_at = 0, len(ratios) - 1, 0
         while low <= high:
-            memory = estimate(self.config, replace(run, sac_ratio=ratios[looked_at]))
+            memory = estimate(self.skeleton, replace(run, sac_ratio=ratios[looked_at]))
             if memory.peak_bytes <= self.budget:
                 found, high = (ratios[looked_at], memory), looked_at - 1
             elif looked_at == len(ratios) - 1:
