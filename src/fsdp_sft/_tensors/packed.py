@@ -16,11 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_sft._tensors.jobs import ByteRange, Computation
 from fsdp_sft._tensors.packed_shard import Decode, RowFormat
-from fsdp_sft._tensors.pieces import Ints, Piece
 from fsdp_sft._tensors.safetensors import TensorEntry
-from fsdp_sft._tensors.stored import About, InFile, Stored
+from fsdp_sft._tensors.stored import About, ByteRange, Computation, InFile, Ints, Piece, Stored
 
 _MIN_RUN_BYTES = 512  # reading shorter runs one by one costs more than reading the rows that they lie in
 

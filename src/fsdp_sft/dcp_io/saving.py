@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import nn
 
 from fsdp_sft._model.adapters import refuse_merged
@@ -19,22 +21,75 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.codec import dumps, encode
 from fsdp_sft._process.streams import host_buffer
 from fsdp_sft._ranks.agree import difference, tell, through_rank_0, world_size
-from fsdp_sft._tensors.disk import renames_whole, sweep_all, unsound_beside
-from fsdp_sft.dcp_io import in_use
-from fsdp_sft.dcp_io.adapter_settings import adapter_settings
+from fsdp_sft._tensors.disk import read_bytes, renames_whole, sweep_all, unsound_beside, write_bytes
 from fsdp_sft.dcp_io.background import wait_for_last
 from fsdp_sft.dcp_io.content import FolderContent, Parts, describe_mesh, own_parts
-from fsdp_sft.dcp_io.folder import new_folder_beside, write_folder
+from fsdp_sft.dcp_io.folder import new_folder_beside, verify_folder, write_folder
 from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
-from fsdp_sft.dcp_io.manifest import checked_size
+from fsdp_sft.dcp_io.manifest import checked_size, step_folder, step_folders
+from fsdp_sft.dcp_io.model_state import adapter_settings, packed_settings, stored_tensors
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, optimizer_content, with_inner_tensors
-from fsdp_sft.dcp_io.packed_base import packed_settings, stored_tensors
 from fsdp_sft.dcp_io.rank_files import rank_content
 from fsdp_sft.dcp_io.retention import prune
-from fsdp_sft.dcp_io.steps import step_folder, step_folders
-from fsdp_sft.dcp_io.verify import verify_folder
-from fsdp_sft.errors import CheckpointError, CheckpointExistsError
+from fsdp_sft.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointInUseError,
+)
 from fsdp_sft.shard.packing import packed_digest, packed_weights
+
+# The lock by which only one job at a time saves below a root.
+#
+# Two jobs with one root would delete each other's unfinished folders, and prune each other's steps. The first
+# save locks a file in the root; the system unlocks it when the process ends, however it ends.
+
+LOCK, OWNER = FILES = (".in-use.lock", ".in-use.txt")  # the second says in words who has the first
+
+# By root: the lock, this process, and the number of the file.
+_held: dict[Path, tuple[FileLock, tuple[int, int]]] = {}
+
+
+def reserve(root: Path) -> None:
+    """Reserve ``root`` for the saves of this process until it ends, unless it is reserved already.
+
+    Raises:
+        CheckpointInUseError: If another job saves there.
+    """
+    root = root.resolve()
+    file = root / LOCK
+    if root in _held and file.exists() and _held[root][1] == (os.getpid(), file.stat().st_ino):
+        return
+    # A process that was forked has its parent's entry, and a folder that was made anew another file.
+    lock = FileLock(file, thread_local=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise _in_use(root) from None
+    _held[root] = lock, (os.getpid(), file.stat().st_ino)
+    number = os.environ.get("SLURM_JOB_ID")
+    job = f", Slurm job {number}" if number else ""
+    (root / OWNER).unlink(missing_ok=True)
+    write_bytes(root / OWNER, f"process {os.getpid()} on {socket.gethostname()}{job}".encode())
+
+
+def release_all() -> None:
+    """Release all roots of this process."""
+    while _held:
+        _held.popitem()[1][0].release(force=True)
+
+
+def _in_use(root: Path) -> CheckpointInUseError:
+    """The error that names the job which saves below a root."""
+    try:
+        owner = read_bytes(root / OWNER, 1000).decode(errors="replace")
+    except CheckpointCorruptError:
+        owner = "another job"
+    return CheckpointInUseError(
+        f"{root} is in use by {owner}: one job at a time may save below a root. Give this job another "
+        "folder, or end the other one"
+    )
+
 
 # A copy of what this rank writes: taken while training waits, and written while it continues.
 
@@ -88,7 +143,7 @@ def prepare_root(root: Path, step: int) -> None:
     """
     target = step_folder(root, step)
     root.mkdir(parents=True, exist_ok=True)
-    in_use.take(root)
+    reserve(root)
     _say_if_copied(root)
     sweep_all(root)
     if os.path.lexists(target) and not verify_folder(target, hashes=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_sft._process.words import answered
-from fsdp_sft._tensors.shard_dims import imbalance, shard_numel
+from fsdp_sft._tensors.sharding import imbalance, shard_numel
 from fsdp_sft.attention.context_parallel import check_shareable
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.model import CHECKED_FAMILIES, Skeleton, as_config, build_skeleton

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_sft._tensors.packed_shard import PackedLayout
-from fsdp_sft._tensors.shard_dims import shard_dim, shard_numel
+from fsdp_sft._tensors.sharding import shard_dim, shard_numel
 
 if TYPE_CHECKING:
     from fsdp_sft.planner.setup import Setup

@@ -17,10 +17,9 @@ from fsdp_sft._model.adapters import copy_saved_modules, without_adapters
 from fsdp_sft._model.named import named_tensors
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, control_group, tell, this_rank, world_size
 from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of, replicate_dims, whole
-from fsdp_sft._tensors.jobs import Computation, Job
 from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard
 from fsdp_sft._tensors.reader import check_all_finite, check_same, read_jobs
-from fsdp_sft._tensors.stored import AT_ONCE
+from fsdp_sft._tensors.stored import AT_ONCE, Computation, Job
 from fsdp_sft.shard.packing import (
     empty_shard,
     fill_packed,
@@ -28,10 +27,16 @@ from fsdp_sft.shard.packing import (
     packed_weights,
     put_packed,
 )
-from fsdp_sft.weights.account import Source, check_nothing_empty
-from fsdp_sft.weights.finish import check_shards_finite, initialise_rest, materialise
+from fsdp_sft.weights.finish import (
+    LoadReport,
+    Source,
+    check_nothing_empty,
+    check_shards_finite,
+    initialise_rest,
+    materialise,
+    progress_bar,
+)
 from fsdp_sft.weights.plan import ConvertedGroup, LoadPlan, Target
-from fsdp_sft.weights.report import LoadReport, progress_bar
 from fsdp_sft.weights.resolve import Checkpoint
 from fsdp_sft.weights.rows import layouts_of, row_jobs
 from fsdp_sft.weights.vocabulary import fill_new_rows
