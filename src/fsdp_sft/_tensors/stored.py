@@ -178,16 +178,6 @@ class Computation:
 AT_ONCE = 1 << 19  # values that are computed at once
 
 
-@dataclass(frozen=True)
-class About:
-    """Attributes of a job that do not depend on where it reads; see ``Job`` and ``Stored.jobs``."""
-
-    name: str
-    check_finite: bool
-    mode: Mode
-    at_once: int
-
-
 class Stored(ABC):
     """A tensor, or one part of a tensor, that is stored somewhere.
 
@@ -204,8 +194,10 @@ class Stored(ABC):
         """Byte ranges of the whole tensor."""
 
     @abstractmethod
-    def _read(self, part: Piece, place: torch.Tensor, about: About) -> Iterator[Job | Computation]:
-        """Jobs that fill ``place`` with ``part``."""
+    def _read(
+        self, name: str, part: Piece, place: torch.Tensor, check_finite: bool, mode: Mode, at_once: int
+    ) -> Iterator[Job | Computation]:
+        """Jobs that fill ``place`` with ``part``; see ``jobs``."""
 
     def piece(self, key: str, start: Ints | None = None) -> Piece:
         """The tensor as a piece of the full one, in which it begins at ``start`` (None: at the origin)."""
@@ -239,7 +231,7 @@ class Stored(ABC):
         part = intersect(piece, box)
         if part is not None:
             place = local[Box(part.start, part.size).relative_to(box).slices]
-            yield from self._read(part, place, About(name, check_finite, mode, at_once))
+            yield from self._read(name, part, place, check_finite, mode, at_once)
 
 
 @dataclass(frozen=True)
@@ -263,10 +255,12 @@ class InFile(Stored):
         """The bytes of all of it."""
         return (ByteRange(self.file, self.entry.start, self.entry.num_bytes),)
 
-    def _read(self, part: Piece, place: torch.Tensor, about: About) -> Iterator[Job]:
+    def _read(
+        self, name: str, part: Piece, place: torch.Tensor, check_finite: bool, mode: Mode, at_once: int
+    ) -> Iterator[Job]:
         start = self.entry.start + part.offset * self.entry.dtype.itemsize
         yield Job(
-            about.name,
+            name,
             part.key,
             self.file,
             start,
@@ -274,8 +268,8 @@ class InFile(Stored):
             part.size,
             part.stride,
             place,
-            about.check_finite,
-            about.mode,
+            check_finite,
+            mode,
         )
 
 

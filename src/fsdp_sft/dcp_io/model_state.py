@@ -109,7 +109,7 @@ def check_adapters(folder: Path, manifest: Manifest, model: nn.Module) -> None:
         CheckpointMismatchError: If a setting of an adapter differs.
         CheckpointCorruptError: If the file is not what was written.
     """
-    if f"settings/{ADAPTERS_NAME}" not in manifest.files:  # without adapters, or of an earlier version
+    if f"settings/{ADAPTERS_NAME}" not in manifest.files:  # without adapters
         return
     path = folder / "settings" / ADAPTERS_NAME
     try:

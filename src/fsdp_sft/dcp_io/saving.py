@@ -1,12 +1,11 @@
 """One save of a step, in phases that all ranks run together."""
 
-import functools
 import logging
 import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.codec import dumps, encode
 from fsdp_sft._process.streams import host_buffer
 from fsdp_sft._ranks.agree import difference, tell, through_rank_0, world_size
-from fsdp_sft._tensors.disk import read_bytes, renames_whole, sweep_all, unsound_beside, write_bytes
+from fsdp_sft._tensors.disk import read_bytes, sweep_all, unsound_beside, write_bytes
 from fsdp_sft.dcp_io.background import wait_for_last
 from fsdp_sft.dcp_io.content import FolderContent, Parts, describe_mesh, own_parts
 from fsdp_sft.dcp_io.folder import new_folder_beside, verify_folder, write_folder
@@ -144,7 +143,6 @@ def prepare_root(root: Path, step: int) -> None:
     target = step_folder(root, step)
     root.mkdir(parents=True, exist_ok=True)
     reserve(root)
-    _say_if_copied(root)
     sweep_all(root)
     if os.path.lexists(target) and not verify_folder(target, hashes=True):
         raise CheckpointExistsError(
@@ -157,17 +155,6 @@ def prepare_root(root: Path, step: int) -> None:
         warn_caller(
             f"{target} is saved beside newer steps ({newer[:5]}). If training went back to an earlier one, "
             "move those away: the next start resumes from the newest, and keep_last leaves them"
-        )
-
-
-@functools.cache
-def _say_if_copied(root: Path) -> None:
-    """Warn, at the first save below a root, if its file system renames a folder by copying it."""
-    if not renames_whole(root):
-        warn_caller(
-            f"the file system of {root} copies a folder to rename it, so a step is there by part for a time. "
-            "Loading and pruning compare files with the manifest and pass such a step over, and a save is "
-            "acknowledged when all of it is there; other programs that look at steps should wait for that"
         )
 
 
@@ -228,7 +215,8 @@ class Save:
             whole = self._content.optimizer
             self._content = replace(self._content, optimizer=with_inner_tensors(whole, apart))
 
-    def _collect(self) -> "_SaveRequest":
+    def _collect(self) -> tuple[dict[str, Any], list[str]]:
+        """Arguments that ranks compare, and names of the states in tensor subclasses."""
         wait_for_last()
         refuse_merged(self._model, "saving a checkpoint")
         reshard(self._model)
@@ -243,7 +231,7 @@ class Save:
             self._include_base,
         )
         states = content.optimizer.tensors if content.optimizer is not None else {}
-        return _SaveRequest(str(self.target), self._metric, names_to_take_apart(states))
+        return {"target": str(self.target), "metric": self._metric}, names_to_take_apart(states)
 
     def copy(self, *, in_background: bool) -> None:
         """Take the values, as copies if they are written in the background. Rank 0 makes the folder.
@@ -332,18 +320,9 @@ def _as_json(train_state: Any) -> bytes:
         raise TypeError("train_state is nested too deeply to be stored") from None
 
 
-@dataclass(frozen=True)
-class _SaveRequest:
-    """What rank 0 needs of each rank before a save: arguments to compare, and states in tensor subclasses."""
-
-    target: str
-    metric: float | None
-    in_subclasses: list[str]
-
-
-def _agree_on(everyone: list[_SaveRequest]) -> list[str]:
+def _agree_on(everyone: list[tuple[dict[str, Any], list[str]]]) -> list[str]:
     """Refuse unequal arguments; return the names of the states that are in a tensor subclass on some rank."""
-    apart = difference([(r, {"target": own.target, "metric": own.metric}) for r, own in enumerate(everyone)])
+    apart = difference([(rank, told) for rank, (told, _) in enumerate(everyone)])
     if apart:
         raise CheckpointError(f"ranks were told to save different things: {apart}")
-    return sorted({name for own in everyone for name in own.in_subclasses})
+    return sorted({name for _, names in everyone for name in names})

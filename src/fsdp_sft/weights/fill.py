@@ -78,7 +78,6 @@ def fill(
     reading: Reading,
     *,
     reason: str,
-    checkpoint_bytes: int,
     started: float,
 ) -> LoadReport:
     """Allocate a model's tensors and fill them by a plan.
@@ -90,7 +89,6 @@ def fill(
         sources: What ``account`` returned.
         reading: Options for reading.
         reason: Reason for the strategy, in words.
-        checkpoint_bytes: See ``LoadReport``.
         started: When the load began, by ``time.perf_counter``.
 
     Collective: all ranks.
@@ -124,7 +122,7 @@ def fill(
     report = LoadReport(
         bytes_read=bytes_read,
         job_bytes_read=int(all_reduce_sum([bytes_read])[0]),
-        checkpoint_bytes=checkpoint_bytes,
+        checkpoint_bytes=checkpoint.total_bytes,
         seconds=time.perf_counter() - started,
         loaded=[*plan.targets, *(target.name for target in plan.duplicates)],
         missing=plan.missing,

@@ -131,7 +131,6 @@ def load_weights(
         sources,
         reading,
         reason=reason,
-        checkpoint_bytes=checkpoint.total_bytes,
         started=started,
     )
 
