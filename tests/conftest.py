@@ -172,9 +172,9 @@ def settings_stay() -> Iterator[None]:
 def roots_are_free() -> Iterator[None]:
     """What a test has saved below is free afterwards, as at the end of a process."""
     yield
-    in_use = sys.modules.get("fsdp_sft.dcp_io.in_use")
-    if in_use is not None:
-        in_use.release_all()
+    saving = sys.modules.get("fsdp_sft.dcp_io.saving")
+    if saving is not None:
+        saving.release_all()
 
 
 @pytest.fixture

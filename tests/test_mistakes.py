@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import fsdp_sft as fs
 from fsdp_sft._ranks import agree
-from fsdp_sft.weights.hub import resolve_folder
+from fsdp_sft.weights.resolve import resolve_folder
 from tests.harness.device import mesh_here
 from tests.harness.models import ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed

@@ -67,7 +67,7 @@ OWNERS = {
     ),
     "generators of every device": (r"fork_rng|[gs]et_rng_state\(", {"_process/generators.py"}),
     "what a temporary folder is called": (r"[\"']\.tmp-", {"_tensors/disk.py"}),
-    "how a step's folder is called": (r"[\"']step-", {"dcp_io/steps.py"}),
+    "how a step's folder is called": (r"[\"']step-", {"dcp_io/manifest.py"}),
     "the label that is not trained": (r"= -100\b", {"targets.py"}),
     "rows of a chunk": (r"def \w*chunk_size", {"loss/linear.py"}),
     "which rank a sampler serves": (r"rank must be in \[0", {"sampling/sampler.py"}),

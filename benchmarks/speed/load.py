@@ -262,8 +262,8 @@ def plan_72b(ranks: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import Qwen2Config
 
-    from fsdp_sft._tensors.pieces import intersect
     from fsdp_sft._tensors.sharding import sharding_of
+    from fsdp_sft._tensors.stored import intersect
     from fsdp_sft.weights.plan import make_plan
     from fsdp_sft.weights.resolve import open_checkpoint
 

@@ -138,6 +138,6 @@ from fsdp_sft.weights import (
     build_meta_model as build_meta_model,
     load_weights as load_weights,
 )
-from fsdp_sft.weights.pretrained import load_pretrained as load_pretrained
+from fsdp_sft.weights.load import load_pretrained as load_pretrained
 
 __version__: str

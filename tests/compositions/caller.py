@@ -72,7 +72,7 @@ def run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: i
 @contextmanager
 def _aot_eager() -> Iterator[None]:
     """``load_pretrained(compile=True)`` without inductor, which takes minutes."""
-    module: Any = sys.modules["fsdp_sft.weights.pretrained"]
+    module: Any = sys.modules["fsdp_sft.weights.load"]
     own = module.compile_blocks
     module.compile_blocks = partial(own, backend="aot_eager")
     try:

@@ -16,7 +16,7 @@ import fsdp_sft as fs
 from fsdp_sft import dcp_io
 from fsdp_sft._process.codec import dumps
 from fsdp_sft._tensors.stored import StoredFolder
-from fsdp_sft.dcp_io import in_use
+from fsdp_sft.dcp_io import saving
 from tests.faults.hostile import other_index
 from tests.harness.device import mesh_here
 from tests.harness.ranks import run_distributed
@@ -86,7 +86,7 @@ def _link(path: Path) -> None:
 
 
 def _names(root: str) -> list[str]:
-    return sorted(set(os.listdir(root)) - {*in_use.FILES})
+    return sorted(set(os.listdir(root)) - {*saving.FILES})
 
 
 FIRST = "shards/00000.safetensors"

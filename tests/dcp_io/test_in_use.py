@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fsdp_sft as fs
-from fsdp_sft.dcp_io import in_use
+from fsdp_sft.dcp_io import saving
 from tests.harness import forks
 from tests.harness.ranks import run_distributed
 
@@ -100,7 +100,7 @@ def test_a_forked_process_is_another_job(tmp_path: Path) -> None:
 
 
 def test_pipes_of_those_names_are_not_waited_for(tmp_path: Path) -> None:
-    for name in in_use.FILES:
+    for name in saving.FILES:
         os.mkfifo(tmp_path / name)
     started = time.monotonic()
     _save(tmp_path, 1)
@@ -111,7 +111,7 @@ def test_a_deleted_folder_is_taken_anew(tmp_path: Path) -> None:
     _save(tmp_path / "root", 1)
     subprocess.run(["rm", "-r", str(tmp_path / "root")], check=True)
     _save(tmp_path / "root", 1)
-    assert {*in_use.FILES} <= {*os.listdir(tmp_path / "root")}
+    assert {*saving.FILES} <= {*os.listdir(tmp_path / "root")}
 
 
 def _refused_on_all(root: str) -> None:

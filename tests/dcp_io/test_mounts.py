@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ from torch import nn
 
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
-from fsdp_sft._tensors import disk
-from fsdp_sft.dcp_io import saving
 from tests.harness.ranks import run_distributed
 
 
@@ -61,21 +58,11 @@ def _copied_renames(root: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "rename", copied)
-        assert not disk.renames_whole(Path(root))
-        with pytest.warns(UserWarning, match="copies a folder to rename it"):
-            _save(root)
-        with warnings.catch_warnings():  # once
-            warnings.simplefilter("error")
-            fs.save_checkpoint(root, 2, model=nn.Linear(3, 2), keep_last=1)
+        _save(root)
+        fs.save_checkpoint(root, 2, model=nn.Linear(3, 2), keep_last=1)
     assert [info.step for info in fs.find_checkpoints(root)] == [2]
     assert not list(Path(root).glob(".tmp*"))
 
 
-def test_renames_that_copy_are_said(tmp_path: Path) -> None:
+def test_renames_that_copy(tmp_path: Path) -> None:
     run_distributed(_copied_renames, 1, str(tmp_path))
-
-
-def test_an_ordinary_file_system_is_not_warned_about(tmp_path: Path) -> None:
-    assert disk.renames_whole(tmp_path)
-    assert not list(tmp_path.iterdir())
-    saving._say_if_copied(tmp_path)

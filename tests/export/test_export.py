@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import nn
 
 import fsdp_sft as fs
-from fsdp_sft.export import hf_files, own_rows, plan, target
+from fsdp_sft.export import hf_files, plan, target
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import run_distributed
@@ -90,8 +90,8 @@ def _export_like_save_pretrained(folder: str, mesh_shape: dict[str, int] | None,
 
 def _export_with_and_without_a_common_folder(folder: str) -> None:
     rank, written = torch.distributed.get_rank(), []
-    write, see = own_rows.OwnRows.write, os.open
-    own_rows.OwnRows.write = lambda self, *args: (written.append(args[0]), write(self, *args))[1]  # type: ignore[assignment,method-assign,func-returns-value]
+    write, see = hf_files.OwnRows.write, os.open
+    hf_files.OwnRows.write = lambda self, *args: (written.append(args[0]), write(self, *args))[1]  # type: ignore[assignment,method-assign,func-returns-value]
     for name, is_common in (("common", True), ("apart", False)):
         if rank == 1 and not is_common:
             os.open = lambda *args, **_: see("/nowhere", os.O_RDONLY)  # type: ignore[assignment]
@@ -177,8 +177,8 @@ def _refusals(folder: str) -> None:
         raise OSError(28, "No space left on device")
 
     places: list[tuple[int, Any, str]] = [
-        (1, own_rows, "write_early"),
-        (0, own_rows, "write_early"),
+        (1, hf_files, "write_early"),
+        (0, hf_files, "write_early"),
         (0, target, "publish"),
         (0, hf_files, "create"),
     ]

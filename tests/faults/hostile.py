@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import fsdp_sft as fs
-from fsdp_sft.dcp_io import in_use
+from fsdp_sft.dcp_io import saving
 from tests.faults.kills import make, tensors
 from tests.faults.tables import table
 from tests.harness.ranks import run_distributed
@@ -60,7 +60,7 @@ def run_attacks(folder: str, *, large: bool = True) -> list[tuple[str, str, floa
     fs.save_checkpoint(
         root / "good", 1, model=model, optimizer=optimizer, rank_state={"rows": torch.arange(3)}
     )
-    in_use.release_all()
+    saving.release_all()
     results = []
     for name, attack in attacks(root / "good" / "step-1", root / "ran"):
         if " MB " in name and not large:

@@ -22,7 +22,7 @@ from typing import Any
 
 from fsdp_sft._compat.groups import careful_gloo, forget_meshes
 from fsdp_sft._ranks import mesh
-from fsdp_sft.dcp_io import in_use
+from fsdp_sft.dcp_io import saving
 from tests.harness import device, leftovers
 from tests.harness.poison import is_poisoned, poisoned
 from tests.simulated.device import Simulated
@@ -119,7 +119,7 @@ class _Served:
             forget_meshes()
             mesh._made.clear()
             leftovers.forget_remote_code()
-            in_use.release_all()  # as at the end of a process
+            saving.release_all()  # as at the end of a process
         except BaseException:
             (folder / f"error-{rank}").write_text(f"{time.time()}\n{traceback.format_exc()}")
             os._exit(1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fsdp_sft import Run, estimate_memory
-from fsdp_sft._tensors.shard_dims import shard_dim
+from fsdp_sft._tensors.sharding import shard_dim
 from tests.planner.families import FAMILIES, family_config
 from tests.planner.tracker import counts_what_is_written_in_place, tracked_peak
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import fsdp_sft as fs
-from fsdp_sft.weights.hub import resolve_folder
+from fsdp_sft.weights.resolve import resolve_folder
 from tests.harness.hf_folders import rewrite, tensors_of
 from tests.harness.hub_server import serve, use_hub
 from tests.harness.quantised_folders import configure, fp8_folder, mxfp4_folder, opened

@@ -11,7 +11,7 @@ import transformers as tf
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_sft as fs
-from fsdp_sft._tensors import shard_dims
+from fsdp_sft._tensors import sharding
 from tests.harness.device import device_here, mesh_here
 from tests.harness.forks import Program
 from tests.harness.hf_folders import difference, plain, save_tiny
@@ -22,22 +22,22 @@ EXPERTS = 3  # uneven over 2 and over 4 ranks
 
 
 def test_the_first_dimension_unless_another_is_evener() -> None:
-    assert shard_dims.shard_dim((4096, 4096), 64) == 0
-    assert shard_dims.shard_dim((8, 28672, 4096), 64) == 1
-    assert shard_dims.shard_dim((8, 3, 4096), 64) == 2
-    assert shard_dims.shard_dim((8, 3, 5), 64) == 0  # no dimension divides
-    assert shard_dims.shard_dim((1001, 64), 4) == 0  # uneven by less than 5 %
-    assert shard_dims.shard_dim((9, 64), 4) == 1
+    assert sharding.shard_dim((4096, 4096), 64) == 0
+    assert sharding.shard_dim((8, 28672, 4096), 64) == 1
+    assert sharding.shard_dim((8, 3, 4096), 64) == 2
+    assert sharding.shard_dim((8, 3, 5), 64) == 0  # no dimension divides
+    assert sharding.shard_dim((1001, 64), 4) == 0  # uneven by less than 5 %
+    assert sharding.shard_dim((9, 64), 4) == 1
     for nothing in ((), (0, 8), (8, 0)):
-        assert shard_dims.shard_dim(nothing, 4) == 0
+        assert sharding.shard_dim(nothing, 4) == 0
 
 
 def test_what_a_rank_has_memory_for_is_the_largest_chunk() -> None:
     for shape in ((8, 6, 4), (9, 64), (5,), (101, 3), (3, 3), ()):
         for shards in (1, 2, 4, 6, 64):
-            dim = shard_dims.shard_dim(shape, shards)
+            dim = sharding.shard_dim(shape, shards)
             chunks = torch.empty(shape).chunk(shards, dim) if shape else (torch.empty(()),)
-            assert shard_dims.shard_numel(shape, shards) == max(chunk.numel() for chunk in chunks)
+            assert sharding.shard_numel(shape, shards) == max(chunk.numel() for chunk in chunks)
 
 
 FAKE = """
@@ -122,10 +122,10 @@ def _run(
     """The default path: ragged batches, evaluate, save, load, go on, export."""
     fs.init_distributed()
     if not evenly:  # the oracle: FSDP2 as it is
-        shard_dims.shard_dim = lambda shape, shards: 0  # type: ignore[assignment]
+        sharding.shard_dim = lambda shape, shards: 0  # type: ignore[assignment]
         import fsdp_sft.shard.units as own
 
-        own.shard_dim = shard_dims.shard_dim
+        own.shard_dim = sharding.shard_dim
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         model = _model(compiled=compiled)
@@ -280,7 +280,7 @@ def test_the_table_says_how_evenly(tmp_path: Path) -> None:
 
 def test_even_shards_are_a_divisor_that_is_even() -> None:
     shapes = [(128, 2880, 5760), (128, 2880), (2880,)]
-    assert shard_dims.even_shards(shapes, 256) == 128
-    assert shard_dims.total_imbalance(shapes, 128) <= 1.05 < shard_dims.total_imbalance(shapes, 256)
-    assert shard_dims.even_shards([(3, 5)], 4) == 1
-    assert math.isclose(shard_dims.total_imbalance([(3, 5)], 4), 4 / 3)
+    assert sharding.even_shards(shapes, 256) == 128
+    assert sharding.total_imbalance(shapes, 128) <= 1.05 < sharding.total_imbalance(shapes, 256)
+    assert sharding.even_shards([(3, 5)], 4) == 1
+    assert math.isclose(sharding.total_imbalance([(3, 5)], 4), 4 / 3)

@@ -22,8 +22,7 @@ from fsdp_sft.weights import (
     load_weights,
     provenance,
 )
-from fsdp_sft.weights.hub import resolve_folder
-from fsdp_sft.weights.resolve import open_checkpoint
+from fsdp_sft.weights.resolve import open_checkpoint, resolve_folder
 from tests.harness.architectures import tiny_architecture
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, state_of, tensors_of

@@ -16,7 +16,7 @@ import fsdp_sft as fs
 from fsdp_sft import weights
 from fsdp_sft._tensors import reader as read_module
 from fsdp_sft.weights import build_meta_model, load_weights
-from fsdp_sft.weights.hub import resolve_folder
+from fsdp_sft.weights.resolve import resolve_folder
 from tests.harness.composed import composed
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of

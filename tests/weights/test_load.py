@@ -14,7 +14,7 @@ from transformers import T5ForConditionalGeneration
 import fsdp_sft as fs
 from fsdp_sft._tensors import reader as read
 from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights, provenance
-from fsdp_sft.weights.pretrained import load_pretrained
+from fsdp_sft.weights.load import load_pretrained
 from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
 from tests.harness.forks import Program
@@ -501,7 +501,7 @@ def test_planning_for_ranks_that_are_not_there(tmp_path: Path) -> None:
         "from fsdp_sft._tensors.sharding import sharding_of\n"
         "from fsdp_sft.weights import build_meta_model\n"
         "from fsdp_sft.weights.plan import make_plan\n"
-        "from fsdp_sft._tensors.pieces import intersect\n"
+        "from fsdp_sft._tensors.stored import intersect\n"
         "from fsdp_sft.weights.resolve import open_checkpoint\n"
         "dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=64)\n"
         "model = fs.shard_model(build_meta_model(sys.argv[1]), mesh=fs.build_mesh(device_type='cpu'))\n"

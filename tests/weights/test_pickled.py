@@ -17,8 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_sft as fs
 from fsdp_sft._tensors.torch_file import read_pickled
 from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights
-from fsdp_sft.weights.hub import resolve_folder
-from fsdp_sft.weights.resolve import open_checkpoint
+from fsdp_sft.weights.resolve import open_checkpoint, resolve_folder
 from tests.harness.composed import composed
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, save_tiny, tensors_of

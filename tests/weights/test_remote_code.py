@@ -11,8 +11,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_sft as fs
 from fsdp_sft._model.configs import config_of, tokenizer_of
 from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights
-from fsdp_sft.weights.hub import resolve_folder
-from fsdp_sft.weights.pretrained import load_pretrained
+from fsdp_sft.weights.load import load_pretrained
+from fsdp_sft.weights.resolve import resolve_folder
 from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference, save_tiny
 from tests.harness.hub_server import serve, use_hub

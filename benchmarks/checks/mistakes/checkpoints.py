@@ -68,14 +68,14 @@ MISTAKES = [
     ),
     Mistake(
         "a step is loaded into adapters of another factor",
-        "dcp_io/adapter_settings.py",
-        "    if apart:",
-        "    if False:",
+        "dcp_io/model_state.py",
+        '    if apart:\n        raise CheckpointMismatchError(\n            f"{folder} holds other adapters',
+        '    if False:\n        raise CheckpointMismatchError(\n            f"{folder} holds other adapters',
         ("tests/model/test_adapters.py",),
     ),
     Mistake(
         "an export merges adapters into the model's own weights",
-        "export/merged.py",
+        "export/tensors.py",
         "part.clone() if is_own else part",
         "part",
         ("tests/model/test_adapters.py",),
@@ -89,7 +89,7 @@ MISTAKES = [
     ),
     Mistake(
         "generation does not stop where an answer was taught to end",
-        "export/chat.py",
+        "export/settings.py",
         "return known if stop in ids else [stop, *ids]",
         "return known",
         ("tests/export/test_chat.py",),
@@ -160,7 +160,7 @@ MISTAKES = [
     Mistake(
         "two jobs save below one root",
         "dcp_io/saving.py",
-        "    in_use.take(root)\n",
+        "    reserve(root)\n",
         "",
         ("tests/dcp_io/test_in_use.py",),
     ),
@@ -173,7 +173,7 @@ MISTAKES = [
     ),
     Mistake(
         "a forked process takes its parent's root for its own",
-        "dcp_io/in_use.py",
+        "dcp_io/saving.py",
         "== (os.getpid(), file.stat().st_ino):",
         "[1:] == (file.stat().st_ino,):",
         ("tests/dcp_io/test_in_use.py",),

@@ -26,7 +26,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "values that are stored packed are initialised at random",
-        "_quantised/unsaid.py",
+        "weights/plan.py",
         "        if beside:\n",
         "        if False:\n",
         ("tests/quantised/test_refusals.py",),
@@ -75,7 +75,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "only the base model is accounted for",
-        "weights/account.py",
+        "weights/finish.py",
         "        if id(tensor) not in filled and tensor.is_meta:",
         '        if id(tensor) not in filled and tensor.is_meta and "base_model" not in name:',
         ("tests/weights/test_account.py",),

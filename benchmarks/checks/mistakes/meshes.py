@@ -121,7 +121,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "an uneven dimension taken other than the first",
-        "_tensors/shard_dims.py",
+        "_tensors/sharding.py",
         "if dim and size % num_shards == 0), 0)",
         "if dim and size >= num_shards), 0)",
         ("tests/tensors/test_placement.py",),

@@ -47,7 +47,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "NVFP4 of compressed-tensors multiplies by its number",
-        "_quantised/fp4.py",
+        "_quantised/elements.py",
         "scales = scales / whole if divide else scales * whole",
         "scales = scales * whole",
         ("tests/quantised/test_values.py", "tests/quantised/test_golden.py"),
@@ -110,14 +110,14 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a step does not look what its base was packed of",
-        "dcp_io/packed_base.py",
+        "dcp_io/model_state.py",
         '    if {"kind": kind, "digest": saved.get("digest")} != own:',
         "    if False:",
         ("tests/shard/test_packed.py",),
     ),
     Mistake(
         "a step that is to have its base writes none of it",
-        "dcp_io/packed_base.py",
+        "dcp_io/model_state.py",
         "    if with_base:\n        rows: dict",
         "    if False:\n        rows: dict",
         ("tests/shard/test_packed.py",),

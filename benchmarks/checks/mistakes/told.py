@@ -47,7 +47,7 @@ MISTAKES = [
     ),
     Mistake(
         "an optimizer that was left behind begins anew without a word",
-        "dcp_io/left_behind.py",
+        "dcp_io/model_state.py",
         "_Loaded(step, loaded)",
         "_Loaded(step, None)",
         ("tests/test_mistakes.py",),

@@ -47,7 +47,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "towers are frozen and not said to be",
-        "weights/pretrained.py",
+        "weights/load.py",
         "towers = freeze_towers_of(model) if freeze_towers else []",
         "towers: list[str] = []",
         ("tests/model/test_towers.py",),
@@ -61,7 +61,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "adapters that peft does not merge are found when the export writes them",
-        "export/merged.py",
+        "export/tensors.py",
         "        if kind in kinds or this_rank():\n",
         "        if kind not in kinds:\n",
         ("tests/export/test_adapters.py",),

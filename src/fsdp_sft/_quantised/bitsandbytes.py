@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from fsdp_sft._process.bounds import check_sizes, parse_json
-from fsdp_sft._quantised.method import Method
 from fsdp_sft._quantised.settings import IN_16_BITS, Settings
-from fsdp_sft._quantised.tensors import Tensors
+from fsdp_sft._quantised.tensors import Method, Tensors
 from fsdp_sft._quantised.values import of_nibbles, scale
 from fsdp_sft._tensors.packed import StoredPart
 

@@ -18,9 +18,8 @@ from fsdp_sft._quantised.settings import IN_16_BITS, Settings
 from fsdp_sft._quantised.tensors import Tensors
 from fsdp_sft._tensors.packed import Packed
 from fsdp_sft._tensors.packed_shard import RowFormat
-from fsdp_sft._tensors.pieces import Ints
 from fsdp_sft._tensors.safetensors import TensorEntry
-from fsdp_sft._tensors.stored import InFile, Stored
+from fsdp_sft._tensors.stored import InFile, Ints, Stored
 from fsdp_sft.errors import abridged
 
 METHODS = {

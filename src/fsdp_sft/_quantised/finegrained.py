@@ -7,11 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
-from fsdp_sft._quantised import elements, fp4
-from fsdp_sft._quantised.method import Entries, Method
+from fsdp_sft._quantised import elements
 from fsdp_sft._quantised.settings import Settings
-from fsdp_sft._quantised.tensors import Tensors
-from fsdp_sft._tensors.pieces import Ints
+from fsdp_sft._quantised.tensors import Entries, Method, Tensors
+from fsdp_sft._tensors.stored import Ints
 
 _WHOLE: list[Ints | None] = [None, (0, 0), (1, 0)]
 
@@ -37,7 +36,7 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
         if scales is None:
             continue
         if dtype == torch.int8:
-            fp4.find_mx(tensors, key, key, scales)
+            elements.find_mx(tensors, key, key, scales)
         else:
             elements.find(tensors, key, scales, blocks)
 
@@ -63,7 +62,7 @@ def stored_as(settings: Settings, shape: Ints) -> Entries | None:
     width, (block,) = shape[-1], _blocks(settings)[:1]
     is_v4 = settings.fields.get("expert_dtype") == "fp4"
     if is_v4 and len(shape) == 3:
-        return fp4.mx_row(width, "w.weight", "w.scale", torch.int8)
+        return elements.mx_row(width, "w.weight", "w.scale", torch.int8)
     of_scales = torch.float8_e8m0fnu if is_v4 else torch.float32
     grid = () if block is None else (1, -(-width // block[1]))
     return {"w.weight": (torch.float8_e4m3fn, (1, width)), "w.weight_scale_inv": (of_scales, grid)}

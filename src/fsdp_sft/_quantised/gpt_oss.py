@@ -7,11 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
-from fsdp_sft._quantised import fp4
-from fsdp_sft._quantised.method import Entries, Method
+from fsdp_sft._quantised import elements
 from fsdp_sft._quantised.settings import Settings
-from fsdp_sft._quantised.tensors import Tensors
-from fsdp_sft._tensors.pieces import Ints
+from fsdp_sft._quantised.tensors import Entries, Method, Tensors
+from fsdp_sft._tensors.stored import Ints
 
 
 def check(settings: Settings) -> None:
@@ -23,7 +22,7 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
     for key in keys:
         name = key.removesuffix("_blocks")
         if name != key and tensors.is_of(key, torch.uint8):
-            fp4.find_experts(tensors, name, key, f"{name}_scales")
+            elements.find_experts(tensors, name, key, f"{name}_scales")
 
 
 def stored_as(settings: Settings, shape: Ints) -> Entries | None:

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
-from fsdp_sft._quantised import elements, fp4
-from fsdp_sft._quantised.method import Entries, Method
+from fsdp_sft._quantised import elements
 from fsdp_sft._quantised.settings import Settings
-from fsdp_sft._quantised.tensors import Tensors
-from fsdp_sft._tensors.pieces import Ints
+from fsdp_sft._quantised.tensors import Entries, Method, Tensors
+from fsdp_sft._tensors.stored import Ints
 
 _ALGORITHMS = ("fp8", "fp8_per_channel_per_token", "mixed_precision", "mxfp8", "nvfp4", "w4a16_nvfp4")
 _BLOCKS = [None, (1, 0), (1, 32)]
@@ -29,7 +28,7 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
             continue
         dtype = tensors.entry(key).dtype
         if dtype == torch.uint8:
-            fp4.find_nv(tensors, key, key, f"{key}_scale", f"{key}_scale_2", divide=False)
+            elements.find_nv(tensors, key, key, f"{key}_scale", f"{key}_scale_2", divide=False)
         elif dtype in elements.FLOATS:
             elements.find(tensors, key, f"{key}_scale", list(_BLOCKS))
 
@@ -43,7 +42,7 @@ def stored_as(settings: Settings, shape: Ints) -> Entries | None:
     """One row, of the only algorithm that the config names."""
     width, algorithm = shape[-1], str(settings.fields.get("quant_algo")).lower()
     if "nvfp4" in algorithm:
-        return fp4.nv_row(width, "w.weight", "w.weight_scale", "w.weight_scale_2")
+        return elements.nv_row(width, "w.weight", "w.weight_scale", "w.weight_scale_2")
     weight = {"w.weight": (torch.float8_e4m3fn, (1, width))}
     if algorithm == "mxfp8":
         return None if width % 32 else {**weight, "w.weight_scale": (torch.uint8, (1, width // 32))}

@@ -1,7 +1,9 @@
 """The stored tensors of a checkpoint while it is found out which of them belong together."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -9,9 +11,8 @@ from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._tensors.disk import closing
 from fsdp_sft._tensors.packed import Decode, Packed, StoredPart
-from fsdp_sft._tensors.pieces import Ints
 from fsdp_sft._tensors.safetensors import TensorEntry, bytes_of, open_file, read_at
-from fsdp_sft._tensors.stored import InFile
+from fsdp_sft._tensors.stored import InFile, Ints
 from fsdp_sft.errors import CheckpointFormatError, abridged
 
 _OF_SCALES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)
@@ -212,3 +213,33 @@ class Tensors:
             blame_no_file(error, stored.file)
             raise CheckpointFormatError(f"{stored.file} cannot be read ({key!r}): {error}") from None
         return tensor
+
+
+# What a way to quantise is made of; each is a file, which ``find.METHODS`` lists by the name in configs.
+
+Entries: TypeAlias = Mapping[str, tuple[torch.dtype, Ints]]  # dtype and shape of tensors, by name
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to quantise.
+
+    Attributes:
+        check: Refuses what is not read, by the config alone.
+        find: Adds the weights among some stored tensors.
+        parts: Pattern of the names that tensors of packed weights have, and no others.
+        bits: Bits that a packed value takes with its share of the scales, by the config.
+        only_experts: Whether none but the weights of experts are packed.
+        skips: Fields of the config that list modules in 16 bits. It serves the planner.
+        stored_as: Function from the config and a weight's shape in the model to the tensors of one of its
+            rows, as a weight ``w``; it returns None if such a weight is not packed. It serves the planner,
+            which sees no files. None if rows have no bytes of their own.
+    """
+
+    check: Callable[[Settings], None]
+    find: Callable[[Tensors, Iterable[str]], None]
+    parts: str
+    bits: Callable[[Settings], float]
+    only_experts: bool = False
+    skips: tuple[str, ...] = ()
+    stored_as: Callable[[Settings, Ints], Entries | None] | None = None

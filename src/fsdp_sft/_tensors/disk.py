@@ -149,24 +149,6 @@ def sync_folder(path: Path) -> None:
                 raise
 
 
-def renames_whole(folder: Path) -> bool:
-    """Whether folders below ``folder`` are renamed atomically.
-
-    Mounts of object stores copy and delete the files instead. The copies have new inode numbers, and until
-    all are made another process may see only some of them.
-    """
-    before, after = (temporary_beside(folder / "rename") for _ in range(2))
-    before.mkdir()
-    try:
-        (before / "file").touch()
-        number = (before / "file").stat().st_ino
-        os.rename(before, after)
-        return (after / "file").stat().st_ino == number
-    finally:
-        for left in (before, after):
-            shutil.rmtree(left, ignore_errors=True)
-
-
 def read_bytes(path: Path, most: int) -> bytes:
     """All bytes of a regular file.
 

@@ -16,11 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_sft._tensors.jobs import ByteRange, Computation
 from fsdp_sft._tensors.packed_shard import Decode, RowFormat
-from fsdp_sft._tensors.pieces import Ints, Piece
 from fsdp_sft._tensors.safetensors import TensorEntry
-from fsdp_sft._tensors.stored import About, InFile, Stored
+from fsdp_sft._tensors.stored import ByteRange, Computation, InFile, Ints, Mode, Piece, Stored
 
 _MIN_RUN_BYTES = 512  # reading shorter runs one by one costs more than reading the rows that they lie in
 
@@ -188,16 +186,18 @@ class Packed(Stored):
         """The bytes of all parts."""
         return tuple(run for part in self.parts.values() for run in part.stored.all_runs())
 
-    def _read(self, part: Piece, place: torch.Tensor, about: About) -> Iterator[Computation]:
+    def _read(
+        self, name: str, part: Piece, place: torch.Tensor, check_finite: bool, mode: Mode, at_once: int
+    ) -> Iterator[Computation]:
         unit = math.lcm(*(p.each[1] for p in self.parts.values() if p.each is not None and p.each[1]))
-        for cut, view in _cuts(part, place, self.width, max(about.at_once, 2 * unit)):
+        for cut, view in _cuts(part, place, self.width, max(at_once, 2 * unit)):
             block = _block(cut, self.width)
             begin, end = block.columns.start // unit * unit, -(-block.columns.stop // unit) * unit
             block = block._replace(columns=range(begin, min(end, self.width)))
-            reads = {name: p.read(block.rows, block.columns, self.height) for name, p in self.parts.items()}
+            reads = {own: p.read(block.rows, block.columns, self.height) for own, p in self.parts.items()}
             runs = tuple(run for read in reads.values() for run in read.runs)
             compute = partial(self._values, block, reads, cut.size)
-            yield Computation(about.name, cut.key, runs, compute, view, about.check_finite, about.mode)
+            yield Computation(name, cut.key, runs, compute, view, check_finite, mode)
 
     def _values(
         self, block: _Block, reads: Mapping[str, _PartRead], size: Ints, raws: list[torch.Tensor]

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._tensors.boxes import local_of
-from fsdp_sft._tensors.pieces import Ints
+from fsdp_sft._tensors.stored import Ints
 from fsdp_sft.errors import UnsupportedModelError
 
 _ALIGNMENT = 8  # bytes: a row of bytes begins where an element of any dtype can

@@ -7,7 +7,7 @@ that take a model ``reshard`` it first.
 
 from fsdp_sft.dcp_io.checkpoint import LoadedCheckpoint, SavedCheckpoint, load_checkpoint, save_checkpoint
 from fsdp_sft.dcp_io.full_state import load_full_state_dict, save_full_state_dict
-from fsdp_sft.dcp_io.optimizer_state import load_optimizer_state, save_optimizer_state
+from fsdp_sft.dcp_io.optimizer_load import load_optimizer_state, save_optimizer_state
 from fsdp_sft.dcp_io.retention import CheckpointInfo, find_checkpoints, verify_checkpoint
 from fsdp_sft.errors import (
     CheckpointCorruptError,

@@ -30,19 +30,29 @@ from fsdp_sft._ranks.agree import (
 )
 from fsdp_sft._tensors.disk import full_path, read_bytes
 from fsdp_sft._tensors.stored import StoredFolder
-from fsdp_sft.dcp_io.adapter_settings import check_adapters
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last
 from fsdp_sft.dcp_io.folder import open_folder, read_tensors
-from fsdp_sft.dcp_io.left_behind import note_optimizer
-from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, MAX_JSON_BYTES, TRAIN_STATE_NAME, Manifest
-from fsdp_sft.dcp_io.model_state import check_model
+from fsdp_sft.dcp_io.manifest import (
+    MANIFEST_NAME,
+    MAX_JSON_BYTES,
+    TRAIN_STATE_NAME,
+    Manifest,
+    is_step_folder,
+    step_folders,
+)
+from fsdp_sft.dcp_io.model_state import (
+    check_adapters,
+    check_model,
+    check_packed,
+    note_new_bytes,
+    note_optimizer,
+    stored_tensors,
+)
 from fsdp_sft.dcp_io.optimizer_content import Optimizers
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
-from fsdp_sft.dcp_io.packed_base import check_packed, note_new_bytes, stored_tensors
 from fsdp_sft.dcp_io.rank_files import read_rank_content
 from fsdp_sft.dcp_io.retention import note_loaded
 from fsdp_sft.dcp_io.saving import Save
-from fsdp_sft.dcp_io.steps import is_step_folder, step_folders
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from fsdp_sft.shard.packing import packed_digest, packed_weights
 

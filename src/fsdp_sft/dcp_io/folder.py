@@ -14,7 +14,7 @@ the rename, what was at the target before is unchanged.
 import shutil
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,16 +25,24 @@ from fsdp_sft._tensors.boxes import box_of, local_of
 from fsdp_sft._tensors.disk import (
     FileRecord,
     check_room,
+    file_problem,
     publish,
     sync_folder,
     temporary_beside,
     write_bytes,
     write_tensors,
 )
-from fsdp_sft._tensors.jobs import Computation, Job
 from fsdp_sft._tensors.reader import read_jobs, threads_that_read
-from fsdp_sft._tensors.stored import StoredFolder
-from fsdp_sft.dcp_io.content import FolderContent, Parts, Tensors, own_parts
+from fsdp_sft._tensors.stored import Computation, Job, StoredFolder, file_header
+from fsdp_sft.dcp_io.content import (
+    FolderContent,
+    Parts,
+    Tensors,
+    header_metadata,
+    own_parts,
+    placed_in,
+    rank_in,
+)
 from fsdp_sft.dcp_io.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -46,9 +54,8 @@ from fsdp_sft.dcp_io.manifest import (
     parse,
     read_manifest,
 )
-from fsdp_sft.dcp_io.shard_header import header_metadata
-from fsdp_sft.dcp_io.stored import SHARDS, StoredTensor, missing_files, shard_file
-from fsdp_sft.dcp_io.verify import file_problems
+from fsdp_sft.dcp_io.rank_files import is_of_a_rank
+from fsdp_sft.dcp_io.stored import SHARDS, StoredTensor, expected_in, missing_files, rank_of, shard_file
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, abridged
 
 _VISIBLE_SECONDS = 5.0  # a network file system may show a new folder to other machines late
@@ -281,3 +288,70 @@ def _commit(
     write_bytes(temporary / INDEX_NAME, index)
     write_bytes(temporary / MANIFEST_NAME, encode_manifest(describe(content.manifest()), index))
     publish(temporary, target, aside=aside)
+
+
+# Comparison of a checkpoint's files with its manifest.
+
+
+def file_problems(
+    folder: Path, manifest: Manifest, names: Sequence[str], *, hashes: bool, headers: bool = True
+) -> list[str]:
+    """How some of a checkpoint's files differ from the manifest; empty if they do not.
+
+    Args:
+        folder: Folder of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        names: Names of the files to compare.
+        hashes: Whether to read the files and compare checksums.
+        headers: Whether to compare the tensors that the headers name.
+    """
+    problems = []
+    for name in names:
+        problem = file_problem(folder, name, manifest.files[name], hashes=hashes)
+        if problem is None and headers and name.startswith(f"{SHARDS}/"):
+            problem = _header_problem(folder, name, manifest)
+        if problem is not None:
+            problems.append(f"{folder.name}/{name} {problem}")
+    return problems
+
+
+def verify_folder(folder: Path, *, hashes: bool) -> list[str]:
+    """All problems of a checkpoint's folder, found by this process alone."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointCorruptError as error:
+        return [str(error)]
+    problems = [
+        f"{folder.name}/{name} has parts of tensors and is not listed" for name in unlisted_files(manifest)
+    ]
+    return problems + file_problems(folder, manifest, list(manifest.files), hashes=hashes)
+
+
+def unlisted_files(manifest: Manifest) -> list[str]:
+    """Files that must have a part of some tensor but are not in the index."""
+    # Tensors of one shape and sharding have their parts in the same files: one of them stands for all.
+    alike = {(tensor.shape, tensor.sharding, tensor.copy): tensor for tensor in manifest.tensors}
+    found = {file for tensor in alike.values() for file in missing_files(tensor, None, manifest.files)}
+    return sorted(found)
+
+
+def _header_problem(folder: Path, name: str, manifest: Manifest) -> str | None:
+    """How the header of a file differs from the manifest; None if it does not."""
+    try:
+        header = file_header(folder / name, CheckpointCorruptError)
+    except CheckpointCorruptError as error:
+        return f"is not sound: {error}"
+    try:
+        about, placed = rank_in(header.metadata), placed_in(header.metadata)
+    except MALFORMED as error:
+        return f"does not say what it is ({error!r})"
+    if about != (rank_of(name), manifest.world_size, manifest.step):
+        return "is of another rank or checkpoint"
+    found = {key: (e.dtype, e.shape) for key, e in header.entries.items() if not is_of_a_rank(key)}
+    if found != expected_in(name, manifest.tensors):
+        return "holds other tensors than the manifest says"
+    for tensor in manifest.tensors:
+        box = tensor.part_in(name)
+        if box is not None and placed.get(tensor.key) != (tensor.shape, box.offset):
+            return f"has another part of {tensor.key} than the manifest says"
+    return None

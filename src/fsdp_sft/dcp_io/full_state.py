@@ -21,11 +21,10 @@ from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, this_rank
 from fsdp_sft._tensors.boxes import Box, box_of, local_of
 from fsdp_sft._tensors.disk import closing, full_path, sync_folder, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer, receive_into, send
-from fsdp_sft._tensors.jobs import Computation, Job
 from fsdp_sft._tensors.reader import read_jobs, threads_that_read
 from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, write_at
 from fsdp_sft._tensors.sharding import sharding_of
-from fsdp_sft._tensors.stored import InFile, file_header
+from fsdp_sft._tensors.stored import Computation, InFile, Job, file_header
 from fsdp_sft._tensors.torch_file import read_pickled
 from fsdp_sft.errors import (
     CheckpointCorruptError,

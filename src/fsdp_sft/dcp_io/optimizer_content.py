@@ -42,7 +42,7 @@ def optimizer_content(model: nn.Module, optimizer: Optimizers) -> OptimizerConte
     """Read the state of one optimizer or several by name, changing nothing.
 
     Raises:
-        ValueError: If a parameter is not the model's, or is in two optimizers.
+        ValueError: If a parameter is not the model's.
         UnstorableStateError: If there is state that could not be loaded again.
     """
     optimizers = as_list(optimizer)
@@ -51,7 +51,6 @@ def optimizer_content(model: nn.Module, optimizer: Optimizers) -> OptimizerConte
     for one in optimizers:
         check_storable(one, optimizers)
         each.append(_content_of_one(one, names))
-    _refuse_common_parameters(each)
     if len(each) == 1:
         return each[0]
     tensors = {f"{i}/{key}": t for i, content in enumerate(each) for key, t in content.tensors.items()}
@@ -131,16 +130,6 @@ def _elements(value: Any) -> list[Any]:
 def _described_key(key: Any) -> str:
     """A key of an optimizer's state in words."""
     return f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)[:80]
-
-
-def _refuse_common_parameters(each: Sequence[OptimizerContent]) -> None:
-    """Refuse optimizers that share a parameter."""
-    seen: set[str] = set()
-    for content in each:
-        twice = seen & content.info["parameters"].keys()
-        if twice:
-            raise ValueError(f"{len(twice)} parameters are in two optimizers ({abridged(twice, ', ', 4)})")
-        seen |= content.info["parameters"].keys()
 
 
 def _content_of_one(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> OptimizerContent:

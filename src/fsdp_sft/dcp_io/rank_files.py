@@ -12,9 +12,8 @@ from fsdp_sft._process.codec import MALFORMED, decode, dumps, encode, loads
 from fsdp_sft._process.generators import check_generator_states, generator_states
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.boxes import whole
-from fsdp_sft._tensors.jobs import Computation, Job
 from fsdp_sft._tensors.reader import read_jobs
-from fsdp_sft._tensors.stored import StoredFolder
+from fsdp_sft._tensors.stored import Computation, Job, StoredFolder
 from fsdp_sft.dcp_io.manifest import Manifest, checked_size
 from fsdp_sft.dcp_io.stored import shard_file
 from fsdp_sft.errors import CheckpointCorruptError

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._tensors.disk import full_path, temporary_beside
-from fsdp_sft.dcp_io.manifest import read_manifest
-from fsdp_sft.dcp_io.steps import step_folders
-from fsdp_sft.dcp_io.verify import file_problems, verify_folder
+from fsdp_sft.dcp_io.folder import file_problems, verify_folder
+from fsdp_sft.dcp_io.manifest import read_manifest, step_folders
 from fsdp_sft.errors import CheckpointCorruptError
 
 _logger = logging.getLogger("fsdp_sft.dcp_io")

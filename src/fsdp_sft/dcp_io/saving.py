@@ -1,16 +1,17 @@
 """One save of a step, in phases that all ranks run together."""
 
-import functools
 import logging
 import os
+import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import nn
 
 from fsdp_sft._model.adapters import refuse_merged
@@ -19,22 +20,75 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.codec import dumps, encode
 from fsdp_sft._process.streams import host_buffer
 from fsdp_sft._ranks.agree import difference, tell, through_rank_0, world_size
-from fsdp_sft._tensors.disk import renames_whole, sweep_all, unsound_beside
-from fsdp_sft.dcp_io import in_use
-from fsdp_sft.dcp_io.adapter_settings import adapter_settings
+from fsdp_sft._tensors.disk import read_bytes, sweep_all, unsound_beside, write_bytes
 from fsdp_sft.dcp_io.background import wait_for_last
 from fsdp_sft.dcp_io.content import FolderContent, Parts, describe_mesh, own_parts
-from fsdp_sft.dcp_io.folder import new_folder_beside, write_folder
+from fsdp_sft.dcp_io.folder import new_folder_beside, verify_folder, write_folder
 from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
-from fsdp_sft.dcp_io.manifest import checked_size
+from fsdp_sft.dcp_io.manifest import checked_size, step_folder, step_folders
+from fsdp_sft.dcp_io.model_state import adapter_settings, packed_settings, stored_tensors
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, optimizer_content, with_inner_tensors
-from fsdp_sft.dcp_io.packed_base import packed_settings, stored_tensors
 from fsdp_sft.dcp_io.rank_files import rank_content
 from fsdp_sft.dcp_io.retention import prune
-from fsdp_sft.dcp_io.steps import step_folder, step_folders
-from fsdp_sft.dcp_io.verify import verify_folder
-from fsdp_sft.errors import CheckpointError, CheckpointExistsError
+from fsdp_sft.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointInUseError,
+)
 from fsdp_sft.shard.packing import packed_digest, packed_weights
+
+# The lock by which only one job at a time saves below a root.
+#
+# Two jobs with one root would delete each other's unfinished folders, and prune each other's steps. The first
+# save locks a file in the root; the system unlocks it when the process ends, however it ends.
+
+LOCK, OWNER = FILES = (".in-use.lock", ".in-use.txt")  # the second says in words who has the first
+
+# By root: the lock, this process, and the number of the file.
+_held: dict[Path, tuple[FileLock, tuple[int, int]]] = {}
+
+
+def reserve(root: Path) -> None:
+    """Reserve ``root`` for the saves of this process until it ends, unless it is reserved already.
+
+    Raises:
+        CheckpointInUseError: If another job saves there.
+    """
+    root = root.resolve()
+    file = root / LOCK
+    if root in _held and file.exists() and _held[root][1] == (os.getpid(), file.stat().st_ino):
+        return
+    # A process that was forked has its parent's entry, and a folder that was made anew another file.
+    lock = FileLock(file, thread_local=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise _in_use(root) from None
+    _held[root] = lock, (os.getpid(), file.stat().st_ino)
+    number = os.environ.get("SLURM_JOB_ID")
+    job = f", Slurm job {number}" if number else ""
+    (root / OWNER).unlink(missing_ok=True)
+    write_bytes(root / OWNER, f"process {os.getpid()} on {socket.gethostname()}{job}".encode())
+
+
+def release_all() -> None:
+    """Release all roots of this process."""
+    while _held:
+        _held.popitem()[1][0].release(force=True)
+
+
+def _in_use(root: Path) -> CheckpointInUseError:
+    """The error that names the job which saves below a root."""
+    try:
+        owner = read_bytes(root / OWNER, 1000).decode(errors="replace")
+    except CheckpointCorruptError:
+        owner = "another job"
+    return CheckpointInUseError(
+        f"{root} is in use by {owner}: one job at a time may save below a root. Give this job another "
+        "folder, or end the other one"
+    )
+
 
 # A copy of what this rank writes: taken while training waits, and written while it continues.
 
@@ -88,8 +142,7 @@ def prepare_root(root: Path, step: int) -> None:
     """
     target = step_folder(root, step)
     root.mkdir(parents=True, exist_ok=True)
-    in_use.take(root)
-    _say_if_copied(root)
+    reserve(root)
     sweep_all(root)
     if os.path.lexists(target) and not verify_folder(target, hashes=True):
         raise CheckpointExistsError(
@@ -102,17 +155,6 @@ def prepare_root(root: Path, step: int) -> None:
         warn_caller(
             f"{target} is saved beside newer steps ({newer[:5]}). If training went back to an earlier one, "
             "move those away: the next start resumes from the newest, and keep_last leaves them"
-        )
-
-
-@functools.cache
-def _say_if_copied(root: Path) -> None:
-    """Warn, at the first save below a root, if its file system renames a folder by copying it."""
-    if not renames_whole(root):
-        warn_caller(
-            f"the file system of {root} copies a folder to rename it, so a step is there by part for a time. "
-            "Loading and pruning compare files with the manifest and pass such a step over, and a save is "
-            "acknowledged when all of it is there; other programs that look at steps should wait for that"
         )
 
 
@@ -173,7 +215,8 @@ class Save:
             whole = self._content.optimizer
             self._content = replace(self._content, optimizer=with_inner_tensors(whole, apart))
 
-    def _collect(self) -> "_SaveRequest":
+    def _collect(self) -> tuple[dict[str, Any], list[str]]:
+        """Arguments that ranks compare, and names of the states in tensor subclasses."""
         wait_for_last()
         refuse_merged(self._model, "saving a checkpoint")
         reshard(self._model)
@@ -188,7 +231,7 @@ class Save:
             self._include_base,
         )
         states = content.optimizer.tensors if content.optimizer is not None else {}
-        return _SaveRequest(str(self.target), self._metric, names_to_take_apart(states))
+        return {"target": str(self.target), "metric": self._metric}, names_to_take_apart(states)
 
     def copy(self, *, in_background: bool) -> None:
         """Take the values, as copies if they are written in the background. Rank 0 makes the folder.
@@ -277,18 +320,9 @@ def _as_json(train_state: Any) -> bytes:
         raise TypeError("train_state is nested too deeply to be stored") from None
 
 
-@dataclass(frozen=True)
-class _SaveRequest:
-    """What rank 0 needs of each rank before a save: arguments to compare, and states in tensor subclasses."""
-
-    target: str
-    metric: float | None
-    in_subclasses: list[str]
-
-
-def _agree_on(everyone: list[_SaveRequest]) -> list[str]:
+def _agree_on(everyone: list[tuple[dict[str, Any], list[str]]]) -> list[str]:
     """Refuse unequal arguments; return the names of the states that are in a tensor subclass on some rank."""
-    apart = difference([(r, {"target": own.target, "metric": own.metric}) for r, own in enumerate(everyone)])
+    apart = difference([(rank, told) for rank, (told, _) in enumerate(everyone)])
     if apart:
         raise CheckpointError(f"ranks were told to save different things: {apart}")
-    return sorted({name for own in everyone for name in own.in_subclasses})
+    return sorted({name for _, names in everyone for name in names})

@@ -15,8 +15,7 @@ from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, share, this_rank
 from fsdp_sft._tensors.disk import sweep, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer
-from fsdp_sft.export.chat import end_of_turn, write_tokenizer
-from fsdp_sft.export.settings import write_generation_config
+from fsdp_sft.export.settings import end_of_turn, write_generation_config, write_tokenizer
 from fsdp_sft.export.target import export_target, put_in_place, reachable
 
 if TYPE_CHECKING:

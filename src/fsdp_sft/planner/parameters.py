@@ -17,7 +17,7 @@ from fsdp_sft._quantised.find import is_left_out, row_by_config
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._tensors.packed_shard import VALUES_AT_ONCE, PackedLayout, RowFormat
-from fsdp_sft._tensors.shard_dims import shard_dim, shard_numel
+from fsdp_sft._tensors.sharding import shard_dim, shard_numel
 from fsdp_sft.planner.ledger import Ledger, Workload, work_of
 from fsdp_sft.planner.run import Run
 from fsdp_sft.shard.float32_modules import kept_parameters

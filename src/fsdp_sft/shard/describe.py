@@ -11,7 +11,7 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.mesh import EP
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.packed_shard import PackedShard, bits_of
-from fsdp_sft._tensors.shard_dims import MOST_IMBALANCE, even_shards, shard_numel
+from fsdp_sft._tensors.sharding import MOST_IMBALANCE, even_shards, shard_numel
 from fsdp_sft.errors import abridged
 from fsdp_sft.shard.names import innermost, without_indices
 from fsdp_sft.shard.packing import packed_ids

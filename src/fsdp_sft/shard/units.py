@@ -21,7 +21,7 @@ from fsdp_sft._compat.modules import apply_to_tensors
 from fsdp_sft._model.wrappers import base_of, transformers_models
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._tensors.boxes import local_of
-from fsdp_sft._tensors.shard_dims import shard_dim
+from fsdp_sft._tensors.sharding import shard_dim
 from fsdp_sft.shard.embeddings import free_early, note_beside_root, own_vocabulary
 from fsdp_sft.shard.expert_parallel import ExpertPlacement, expert_placement
 from fsdp_sft.shard.float32_modules import (

@@ -11,7 +11,7 @@ from fsdp_sft._compat.fsdp import compute_dtypes
 from fsdp_sft._model.twin import keep_config, text_config
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
-from fsdp_sft.dcp_io.left_behind import loaded_without_optimizer, resumed_with_optimizer
+from fsdp_sft.dcp_io.model_state import loaded_without_optimizer, resumed_with_optimizer
 from fsdp_sft.errors import abridged
 from fsdp_sft.sac import draws_random_numbers
 from fsdp_sft.step.checks import done_with, first_time

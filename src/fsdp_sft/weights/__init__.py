@@ -9,9 +9,9 @@ only the bytes of its own shards.
 from fsdp_sft.errors import (
     CheckpointFormatError as CheckpointFormatError,
 )
+from fsdp_sft.weights.finish import LoadReport as LoadReport
 from fsdp_sft.weights.load import choose_strategy as choose_strategy, load_weights as load_weights
 from fsdp_sft.weights.meta import build_meta_model as build_meta_model
-from fsdp_sft.weights.report import LoadReport as LoadReport
 
 __all__ = [
     "CheckpointFormatError",

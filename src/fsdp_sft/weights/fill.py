@@ -17,10 +17,9 @@ from fsdp_sft._model.adapters import copy_saved_modules, without_adapters
 from fsdp_sft._model.named import named_tensors
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, control_group, tell, this_rank, world_size
 from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of, replicate_dims, whole
-from fsdp_sft._tensors.jobs import Computation, Job
 from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard
 from fsdp_sft._tensors.reader import check_all_finite, check_same, read_jobs
-from fsdp_sft._tensors.stored import AT_ONCE
+from fsdp_sft._tensors.stored import AT_ONCE, Computation, Job
 from fsdp_sft.shard.packing import (
     empty_shard,
     fill_packed,
@@ -28,10 +27,16 @@ from fsdp_sft.shard.packing import (
     packed_weights,
     put_packed,
 )
-from fsdp_sft.weights.account import Source, check_nothing_empty
-from fsdp_sft.weights.finish import check_shards_finite, initialise_rest, materialise
+from fsdp_sft.weights.finish import (
+    LoadReport,
+    Source,
+    check_nothing_empty,
+    check_shards_finite,
+    initialise_rest,
+    materialise,
+    progress_bar,
+)
 from fsdp_sft.weights.plan import ConvertedGroup, LoadPlan, Target
-from fsdp_sft.weights.report import LoadReport, progress_bar
 from fsdp_sft.weights.resolve import Checkpoint
 from fsdp_sft.weights.rows import layouts_of, row_jobs
 from fsdp_sft.weights.vocabulary import fill_new_rows
@@ -73,7 +78,6 @@ def fill(
     reading: Reading,
     *,
     reason: str,
-    checkpoint_bytes: int,
     started: float,
 ) -> LoadReport:
     """Allocate a model's tensors and fill them by a plan.
@@ -85,7 +89,6 @@ def fill(
         sources: What ``account`` returned.
         reading: Options for reading.
         reason: Reason for the strategy, in words.
-        checkpoint_bytes: See ``LoadReport``.
         started: When the load began, by ``time.perf_counter``.
 
     Collective: all ranks.
@@ -119,7 +122,7 @@ def fill(
     report = LoadReport(
         bytes_read=bytes_read,
         job_bytes_read=int(all_reduce_sum([bytes_read])[0]),
-        checkpoint_bytes=checkpoint_bytes,
+        checkpoint_bytes=checkpoint.total_bytes,
         seconds=time.perf_counter() - started,
         loaded=[*plan.targets, *(target.name for target in plan.duplicates)],
         missing=plan.missing,

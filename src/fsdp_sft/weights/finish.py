@@ -1,6 +1,9 @@
-"""The parts of a load before and after the reads: memory, computed buffers, missing keys, ties."""
+"""The parts of a load before and after the reads: memory, buffers, missing keys, ties, account and report."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import nn
@@ -9,13 +12,17 @@ from torch.distributed.tensor import DTensor
 from fsdp_sft._compat.fsdp import keeps_shards_on_host
 from fsdp_sft._compat.models import initialise_computed, tie_by_names, tied_names
 from fsdp_sft._compat.modules import apply_to_tensors
+from fsdp_sft._model.adapters import saved_copies, without_adapters
 from fsdp_sft._model.named import named_tensors, slot
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.twin import meta_twin
+from fsdp_sft._model.wrappers import inner_model
 from fsdp_sft._process.generators import unmoved
+from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.boxes import box_of, local_of, part_of
 from fsdp_sft._tensors.packed_shard import PackedShard
 from fsdp_sft._tensors.reader import check_all_finite
+from fsdp_sft.errors import CheckpointMismatchError, abridged
 from fsdp_sft.weights.plan import LoadPlan
 
 
@@ -139,3 +146,174 @@ def check_shards_finite(model: nn.Module, plan: LoadPlan) -> None:
                 by_device.setdefault(local.device, {})[name] = local
     for tensors in by_device.values():
         check_all_finite(tensors)
+
+
+# The source of each tensor's values.
+#
+# Memory that is allocated and never written holds whatever was there before, so a tensor without a source of
+# its values is an error.
+
+Source = Literal["checkpoint", "tie", "initialised", "computed", "copy", "kept"]
+
+
+def account(model: nn.Module, plan: LoadPlan) -> dict[str, Source]:
+    """Source of the values of every parameter and buffer of a model, by name.
+
+    ``"tie"`` is another name of a tensor that was named before, ``"copy"`` a copy of ``modules_to_save``,
+    and ``"kept"`` a tensor that has memory already and is not written to: adapters, and what the caller has
+    added.
+
+    Args:
+        model: The whole model, with its adapters, not yet materialised.
+        plan: Plan for its base.
+
+    Raises:
+        CheckpointMismatchError: If a tensor on the meta device would be given memory and no value.
+    """
+    filled: dict[int, Source] = {}
+    with without_adapters(model) as base:
+        tensors = named_tensors(base)
+    of_base: dict[Source, Iterable[str]] = {
+        "computed": plan.computed,
+        "initialised": plan.initialised,
+        "checkpoint": plan.targets,
+    }
+    for source, names in of_base.items():
+        filled.update({id(tensors[name]): source for name in names if name in tensors})
+    for original, copied in saved_copies(model):
+        if id(original) in filled or not original.is_meta:
+            filled[id(copied)] = "copy"
+    sources: dict[str, Source] = {}
+    left: list[str] = []
+    seen: set[int] = set()
+    for name, tensor in named_tensors(model).items():
+        if id(tensor) not in filled and tensor.is_meta:
+            left.append(name)
+        sources[name] = "tie" if id(tensor) in seen else filled.get(id(tensor), "kept")
+        seen.add(id(tensor))
+    if left:
+        raise CheckpointMismatchError(
+            f"nothing says what {abridged(left)} should hold: these tensors are on the meta device, and "
+            "neither the checkpoint nor the model's own initialisation has values for them. "
+            f"{_advice(left)}{inner_model(model)}"
+        )
+    return sources
+
+
+def check_nothing_empty(model: nn.Module, sources: Collection[str]) -> None:
+    """Check that a load has left nothing on the meta device, and that every tensor is among ``sources``.
+
+    Raises:
+        CheckpointMismatchError: If there are such tensors; the message names them.
+    """
+    tensors = named_tensors(model)
+    left = [name for name, tensor in tensors.items() if tensor.is_meta or name not in sources]
+    if left:
+        raise CheckpointMismatchError(f"the load has left {abridged(left)} without a value")
+
+
+def _advice(left: list[str]) -> str:
+    """Advice, for the error, on tensors that nothing fills."""
+    if any("lora_" in name for name in left):
+        return (
+            "Put adapters in with fsdp_sft.add_adapters(model, peft_config) in place of peft.get_peft_model: "
+            "it gives them their values, the same on every rank"
+        )
+    return "Add modules of your own to a model after loading it, or give them memory and values before"
+
+
+# The report on a load, and its progress bar.
+
+_PROGRESS_AFTER_SECONDS = 3
+
+
+@dataclass(frozen=True, repr=False)
+class LoadReport:
+    """What ``load_weights`` read, wrote and decided.
+
+    Attributes:
+        bytes_read: Tensor bytes that this rank has read.
+        job_bytes_read: Tensor bytes that all ranks together have read.
+        checkpoint_bytes: Bytes of all tensors in the checkpoint.
+        seconds: Duration of the whole call, on this rank.
+        loaded: Names of the parameters and buffers that were filled from the checkpoint.
+        missing: Names that the checkpoint has no values for, though the model's class expects them.
+        unexpected: Names in the checkpoint that the model has no place for.
+        initialised: Names that the model's own initialisation filled: the missing ones, and those that its
+            class allows to be missing.
+        strategy: Strategy that was used: ``"slice"`` or ``"exchange"``.
+        reason: Reason for that strategy, in words.
+        class_bytes: Bytes of the checkpoint by how they become parameters: ``"identity"`` (a stored tensor as
+            it is), ``"separable"`` (whole tensors side by side), ``"region"`` (parts of tensors) and
+            ``"other"`` (converted as a whole).
+        formats: Number of the checkpoint's tensors by the format in which they are stored, such as
+            ``"bf16"``, ``"fp8 128x128"`` or ``"mxfp4"``.
+        sources: Source of the values of every parameter and buffer, by name: ``"checkpoint"``, ``"tie"``
+            (another name of a tensor listed before), ``"initialised"``, ``"computed"``, ``"copy"`` (of
+            ``modules_to_save``) or ``"kept"`` (it had values already, as adapters have).
+
+    Example:
+        >>> report = model.load_report
+        >>> report.bytes_read == report.checkpoint_bytes  # one rank reads all of it, once
+        True
+        >>> report.class_shares
+        {'identity': 1.0, 'separable': 0.0, 'region': 0.0, 'other': 0.0}
+        >>> print(report)
+        loaded ... tensors: ... strategy slice: one process reads everything [identity 100.0%]
+    """
+
+    bytes_read: int
+    job_bytes_read: int
+    checkpoint_bytes: int
+    seconds: float
+    loaded: list[str]
+    missing: list[str]
+    unexpected: list[str]
+    initialised: list[str]
+    strategy: str
+    reason: str
+    class_bytes: dict[str, int]
+    formats: dict[str, int]
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def class_shares(self) -> dict[str, float]:
+        """``class_bytes`` as fractions of their sum."""
+        total = sum(self.class_bytes.values())
+        return {kind: count / total if total else 0.0 for kind, count in self.class_bytes.items()}
+
+    def __repr__(self) -> str:  # names of thousands of tensors are in the attributes
+        return f"<{type(self).__name__}: {self}>"
+
+    def __str__(self) -> str:
+        speed = self.job_bytes_read / self.seconds / 1e9 if self.seconds > 0 else 0.0
+        shares = ", ".join(f"{kind} {share:.1%}" for kind, share in self.class_shares.items() if share)
+        return (
+            f"loaded {len(self.loaded)} tensors: {_readable(self.job_bytes_read)} of "
+            f"{' and '.join(self.formats)} read by all ranks, "
+            f"{_readable(self.bytes_read)} by this one, in {self.seconds:.2f} s ({speed:.2f} GB/s), "
+            f"strategy {self.strategy}: {self.reason} [{shares}]"
+        )
+
+
+def _readable(num_bytes: int) -> str:
+    """A number of bytes in words."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on rank 0 that appears only if reading takes longer than a few seconds."""
+    if this_rank() != 0:
+        yield lambda _: None
+        return
+    from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+
+    with tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="loading weights (rank 0)",
+        delay=_PROGRESS_AFTER_SECONDS,
+    ) as bar:
+        yield bar.update

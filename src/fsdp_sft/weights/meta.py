@@ -4,7 +4,6 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +135,7 @@ def meta_model(
         name, revision, attn_implementation, trust_remote_code, config_overrides or {}
     )
     config.name_or_path = called
-    with read_by_transformers(called, "config"), _told_of_parts(config):
+    with read_by_transformers(called, "config"):
         if new_vocab_size is None:
             model = build_like_from_pretrained(cls, config, dtype)
         else:
@@ -190,12 +189,10 @@ def _class_and_config(
         raise CheckpointFormatError(
             f"transformers {transformers.__version__} has no {architecture}, which the config of {name} "
             "names; update transformers, or pass trust_remote_code=True if the checkpoint brings the class"
-            + _parts_with_text(config)
         )
     if cls.forward is nn.Module.forward:
         raise CheckpointFormatError(
             f"{architecture}, which the config of {name} names, has no forward, and so no loss"
-            + _parts_with_text(config)
         )
     if "architectures" in overrides or "model_type" in overrides:
         _check_same_kind(name, cls, config)
@@ -263,25 +260,6 @@ def _check_same_kind(name: str, cls: Any, config: Any) -> None:
             f"{cls.__name__} is a class for models of type {own!r}, and {name} holds one of type "
             f"{config.model_type!r}: name a class of that type in architectures"
         )
-
-
-def _parts_with_text(config: Any) -> str:
-    """Advice to build a part of a composite model that reads text; empty if there is no such class."""
-    from transformers.models.auto import modeling_auto as auto
-
-    tables = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    kinds = [kind for kind in _model_types(config) if kind != config.model_type]
-    found = [str(table[kind]) for kind in kinds for table in tables if kind in table]
-    return f". A part of it reads text: build_meta_model(..., architectures={found[:1]})" if found else ""
-
-
-@contextmanager
-def _told_of_parts(config: Any) -> Iterator[None]:
-    """Advice to build the text part where a package is missing that a tower needs."""
-    try:
-        yield
-    except ImportError as error:
-        raise ImportError(f"{str(error).strip()}{_parts_with_text(config)}") from error
 
 
 def _model_types(config: Any) -> Iterator[str]:

@@ -30,7 +30,7 @@ of the source in its row-major order; a dimension in which the box has extent 1 
 used (here the 0 of the stacked dimension).
 
 >>> from fsdp_sft._tensors.boxes import Box
->>> from fsdp_sft._tensors.pieces import intersect
+>>> from fsdp_sft._tensors.stored import intersect
 >>> from fsdp_sft.weights.provenance import source
 >>> names = ["experts.0.gate", "experts.1.gate", "experts.0.up", "experts.1.up"]
 >>> gate_0, gate_1, up_0, up_1 = (source(name, (3, 2), torch.bfloat16) for name in names)
@@ -71,7 +71,7 @@ from typing import Any
 import torch
 
 from fsdp_sft._compat.modules import wrapper_tensor
-from fsdp_sft._tensors.pieces import Ints, Piece, contiguous_strides
+from fsdp_sft._tensors.stored import Ints, Piece, contiguous_strides
 
 MAX_PIECES = 1 << 16  # per tensor; a tensor in more pieces than this is cheaper to convert as a whole
 

@@ -8,11 +8,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._tensors.boxes import Box, local_of
-from fsdp_sft._tensors.jobs import Computation
 from fsdp_sft._tensors.packed import Packed
 from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard, RowFormat
-from fsdp_sft._tensors.pieces import Piece, intersect
-from fsdp_sft._tensors.stored import Stored
+from fsdp_sft._tensors.stored import Computation, Piece, Stored, intersect
 from fsdp_sft.errors import CheckpointMismatchError
 from fsdp_sft.shard.packing import STORED, PackedWeights, layout_of
 from fsdp_sft.weights.plan import LoadPlan, Target
