@@ -380,3 +380,13 @@ def test_numbers_that_no_batch_can_hold(row):
     for one in (row, EncodedChat(**row)):
         with pytest.raises(ValueError, match="must be"):
             collate([one])
+
+
+def test_padding_predicts_no_token():
+    """The first token of a row follows nothing: on either side of the padding it is no target."""
+    rows = [{"input_ids": ids, "labels": ids} for ids in ([5, 6, 7, 8, 9], [5, 6], [7])]
+    targets = {}
+    for side in ("right", "left"):
+        labels = SFTCollator(TOKENIZERS["chatml"], max_length=9, padding_side=side)(rows)["labels"]
+        targets[side] = [[label for label in row[1:].tolist() if label != IGNORE_INDEX] for row in labels]
+    assert targets["left"] == targets["right"] == [[6, 7, 8, 9], [6], []]

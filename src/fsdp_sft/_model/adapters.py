@@ -5,6 +5,7 @@ Only ``add_adapters`` imports peft. If the caller has not imported it either, no
 
 import copy
 import inspect
+import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,11 +21,14 @@ from fsdp_sft._model.towers import frozen_towers, pattern_of
 from fsdp_sft._model.wrappers import base_of, unwrapped
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._process.words import answered
+from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
+
+_logger = logging.getLogger("fsdp_sft.adapters")
 
 
 @answered
@@ -76,7 +80,24 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
         for fqn in sorted(layers, key=lambda fqn: _is_of_parameter(layers[fqn])):
             for wrapper in reversed(_nested(layers[fqn])):
                 _initialise(fqn, wrapper, peft_config)
+    _tell_of_tied_weights(adapted, layers)
     return adapted
+
+
+def _tell_of_tied_weights(adapted: nn.Module, layers: Mapping[str, Any]) -> None:
+    """Log which adapters can never be merged: refused only by the export, they would cost a training."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in adapted.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for fqn, layer in layers.items():
+        weight = getattr(layer.get_base_layer(), "weight", None)
+        if len(names.get(id(weight), ())) > 1 and this_rank() == 0:
+            _logger.warning(
+                "%s gets adapters and its weight is tied to another: export_hf cannot merge them, since both "
+                "would change; export_adapter writes them. To export a merged model, leave it out of "
+                "target_modules",
+                fqn.removeprefix("base_model.model."),
+            )
 
 
 def _without_towers(peft_config: "PeftConfig", towers: tuple[str, ...]) -> "PeftConfig":

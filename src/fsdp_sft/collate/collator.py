@@ -36,7 +36,8 @@ class SFTCollator:
         tokenizer: A fast tokenizer with a padding token.
         max_length: Most tokens of a row; longer ones are truncated.
         padding: "longest" pads to the longest row of the batch, "max_length" to max_length.
-        padding_side: "right" or "left".
+        padding_side: "right" or "left". Models that count positions from the first column, or carry a state
+            over the padding, are refused by `train_step` where rows are padded on the left.
         pad_to_multiple_of: Rounds the padded length up to a multiple, beyond max_length if need be.
         on_dropped: What to do if the template does not print a text of a trained message: "error" raises,
             "count" and "ignore" both keep the row. None takes the value of the last `filter_rows` with this
@@ -147,10 +148,13 @@ class SFTCollator:
         length += -length % self.pad_to_multiple_of
         pad_token_id = int(self.tokenizer.pad_token_id)
         ones = array("q", [1])
+        labels: list[Sequence[int]] = [chat.labels for chat in chats]
+        if self.padding_side == "left":  # a row's first token has no target; here padding would predict it
+            labels = [[IGNORE_INDEX, *row[1:]] if row else row for row in labels]
         batch = {
             "input_ids": self._pad([chat.input_ids for chat in chats], length, pad_token_id),
             "attention_mask": self._pad([ones * len(chat.input_ids) for chat in chats], length, 0),
-            "labels": self._pad([chat.labels for chat in chats], length, IGNORE_INDEX),
+            "labels": self._pad(labels, length, IGNORE_INDEX),
         }
         if any(chat.loss_weights is not None for chat in chats):
             weights = [chat.loss_weights or [1.0] * len(chat.input_ids) for chat in chats]

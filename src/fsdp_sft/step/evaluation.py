@@ -18,6 +18,7 @@ from fsdp_sft.attention.context_parallel import SequenceGroup, sequence_group_of
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import tokens_of
 from fsdp_sft.sampling.packing import verify_at_first_use
+from fsdp_sft.sampling.padding import is_padded_on_left, verify_left_padding
 from fsdp_sft.step.checks import check_of
 from fsdp_sft.step.keys import (
     Keys,
@@ -44,7 +45,7 @@ def in_step(
     objective: Objective,
     check: Check,
     group: SequenceGroup | None,
-) -> Iterator[tuple[Any, Any, tuple[float, float] | None]]:
+) -> Iterator[tuple[Any, Any, tuple[float, float] | None, bool]]:
     """Yield this rank's batches and then stand-ins, until every rank has run out.
 
     A stand-in is a batch with the keys of those that other ranks have in that round: the last batch of this
@@ -59,7 +60,7 @@ def in_step(
 
     Yields:
         (the batch as the loader gave it; the same on the host, or this rank's part of it; this rank's share
-        of its targets and of their weight, None for a stand-in).
+        of its targets and of their weight, None for a stand-in; whether a rank has rows padded on the left).
 
     Raises:
         BatchError: On all ranks, if those that have a batch have different keys.
@@ -73,10 +74,12 @@ def in_step(
     source = begun_late(batches)
     while True:
         batch = error = count = None
+        padded_left = False
         try:
             batch = next(source, None)
             if batch is not None:
                 (seen,) = on_host([batch])
+                padded_left = is_padded_on_left(seen)
                 check(seen)
                 keys = keys_of(batch)
                 seen = objective.part(seen, group)
@@ -87,7 +90,8 @@ def in_step(
         terms = to_compare(digest(keys))
         silent = [0.0] * len(terms)
         mine, stood = (terms, silent) if batch is not None else (silent, terms)
-        have, failed, *sums = sum_over_mesh([batch is not None, error is not None, *mine, *stood], mesh)
+        own = [batch is not None, padded_left, error is not None]
+        have, left, failed, *sums = sum_over_mesh([*own, *mine, *stood], mesh)
         if failed:
             raise_on_mesh(error, "reading a batch to evaluate", mesh)
         if not have:
@@ -103,7 +107,7 @@ def in_step(
             if batch is None:
                 last, keys = sent, keys_of(sent)
                 seen = objective.part(on_host([sent])[0], group)
-        yield last, seen, count
+        yield last, seen, count, left > 0
 
 
 def _from_a_rank_with_one(batch: Any) -> Any:
@@ -191,10 +195,12 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            for batch, seen, count in in_step(batches, mesh, objective, check_batch, group):
+            for batch, seen, count, left in in_step(batches, mesh, objective, check_batch, group):
                 if check and may_be_packs(keys_of(batch)):
                     whole = [seen] if group is None else on_host([batch])
                     verify_at_first_use(model, whole, mesh, own_loss=objective.is_own)
+                if check and left and not objective.is_own:
+                    verify_left_padding(model, mesh, with_positions="position_ids" in keys_of(batch))
                 moved = on_device(batch, seen, device, own_loss=objective.is_own)
                 summed, router, named = objective.of(model, moved, is_counted=count is not None)
                 if count is None:

@@ -20,6 +20,7 @@ from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import scaled_for_averaging, tokens_of
 from fsdp_sft.sampling.packing import verify_at_first_use
+from fsdp_sft.sampling.padding import verify_left_padding
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
 from fsdp_sft.step.checks import (
     FIRST_WINDOW,
@@ -183,6 +184,9 @@ def train_step(
         return _without_step(model, window)
     if check and any(may_be_packs(one.keys) for one in window.micro_batches):
         verify_at_first_use(model, window.seen, mesh, own_loss=objective.is_own)
+    if check and window.padded_left and not objective.is_own:
+        with_positions = "position_ids" in window.micro_batches[0].keys
+        verify_left_padding(model, mesh, with_positions=with_positions)
     trained = names if check else None
     step = _queued(model, window, objective, mesh, trained, optimizers, scaler, max_grad_norm, grad_sync)
     result = step.result(names)

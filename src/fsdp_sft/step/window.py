@@ -19,6 +19,7 @@ from fsdp_sft.loss import (
     checked_batch,
     part_on_device,
 )
+from fsdp_sft.sampling.padding import is_padded_on_left
 from fsdp_sft.step.keys import (
     Keys,
     are_equal,
@@ -64,12 +65,14 @@ class Window:
         targets: Number of targets on all ranks; of a ``count_fn`` that returns weights, their sum, rounded.
         tokens: Number of tokens on all ranks, without padding.
         weight: Sum of the targets' ``loss_weights`` on all ranks; without weights the number of targets.
+        padded_left: Whether any rank has a row that is padded on the left.
         micro_batches: Those of this rank.
     """
 
     targets: int
     tokens: int
     weight: float
+    padded_left: bool
     micro_batches: tuple[MicroBatch, ...]
 
     @property
@@ -101,7 +104,7 @@ def agree_on_window(
     Collective: all ranks, if there is a mesh.
     """
     error: Exception | None = None
-    targets, weight, tokens = 0.0, 0.0, 0
+    targets, weight, tokens, padded_left = 0.0, 0.0, 0, False
     batches: list[MicroBatch] = []
     try:
         given = _checked_window(micro_batches)
@@ -111,14 +114,15 @@ def agree_on_window(
             batches.append(one)
             count, own_weight, own_tokens = objective.measured(one.given, one.part, group)
             targets, weight, tokens = targets + count, weight + own_weight, tokens + own_tokens
+        padded_left = any(map(is_padded_on_left, seen))
         check(seen)
     except Exception as caught:
         error = caught
     ranks = mesh.size() if mesh is not None else 1
     keys = [one.keys for one in batches]
     compared = to_compare([*digest(repr(options)), len(keys), *digest(keys)])
-    own = [weight, targets, tokens, error is not None]
-    all_weight, all_targets, all_tokens, failed, *equal = sum_over_mesh([*own, *compared], mesh)
+    own = [weight, targets, tokens, padded_left, error is not None]
+    all_weight, all_targets, all_tokens, left, failed, *equal = sum_over_mesh([*own, *compared], mesh)
     copies = copies_of_rows(mesh)
     if failed:
         raise_on_mesh(error, "checking the window and the model", mesh)
@@ -133,7 +137,7 @@ def agree_on_window(
     if not are_equal(equal, ranks):
         refuse_different_keys(keys)
     tokens, weight = int(all_tokens) // copies, all_weight / copies
-    return Window(round(all_targets / copies), tokens, weight, tuple(batches))
+    return Window(round(all_targets / copies), tokens, weight, left > 0, tuple(batches))
 
 
 def _checked_window(micro_batches: Any) -> list[Any]:
