@@ -24,7 +24,6 @@ from fsdp_sft.step.keys import (
     are_equal,
     digest,
     keys_of,
-    may_be_packs,
     refuse_different_keys,
     refuse_different_options,
     to_compare,
@@ -192,7 +191,7 @@ def evaluate(
     try:
         with torch.no_grad():
             for batch, seen, count in in_step(batches, mesh, objective, check_batch, group):
-                if check and may_be_packs(keys_of(batch)):
+                if check:
                     whole = [seen] if group is None else on_host([batch])
                     verify_at_first_use(model, whole, mesh, own_loss=objective.is_own)
                 moved = on_device(batch, seen, device, own_loss=objective.is_own)
