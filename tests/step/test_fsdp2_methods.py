@@ -1,9 +1,12 @@
-"""What people call on a sharded model between sharding and the step: the undisturbed numbers, or refused."""
+"""What people set on a model beside the step, hooks included: the numbers of plain training, or refused."""
 
-from typing import Any
+import random
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import fsdp_sft as fs
@@ -44,57 +47,172 @@ METHODS: dict[str, list[tuple[Any, ...]] | None] = {
 }
 # In a loop of one's own the others say what its own backward does, or act inside of it alone.
 IN_ANY_LOOP = ("reshard", "set_reshard", "set_gradient_divide", "set_all_reduce_hook")
-SAMPLES = "a forward between the backward and the update"
 # Two divides as the ranks do.
-REFUSED = {"unshard": "OptimizerError", "set_unshard_in_backward": "RuntimeError: setStorage"}
+REFUSED = {"unshard": "OptimizerError", "set_unshard_in_backward": "RuntimeError: "}
 # By torch 2.15, in the first forward, where others than the root were told.
 REFUSED |= {
     "set_manual_backward_finalization": "ModelLossError: the own loss of LlamaForCausalLM",
     **dict.fromkeys(("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"), "UnsupportedModel"),
 }
+# A hook on a parameter sees what FSDP2 gathers of it, which it replaces by the shards.
+REFUSED |= {"register_hook": "UnsupportedModelError", "register_post_accumulate_grad_hook before": "Unsupp"}
+# What FSDP2 first gathers there cannot be trained: docs/explanation/errors.md.
+IN_INFERENCE_MODE = ("ModelLossError", "RuntimeError: Inplace update to inference tensor")
 HERE = [name for name in METHODS if hasattr(FSDPModule, name)]
 CALLS = [(name, given) for name in HERE for given in METHODS[name] or []]
 
 
-def _trained(name: str, given: tuple[Any, ...], everywhere: bool, own_loop: bool) -> list[float]:
-    """Norms of two steps, clipped if they are train_step's, and then the loss and the parameters' norms."""
-    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
-    for module in model.modules() if everywhere else [model]:
-        if name in METHODS and isinstance(module, FSDPModule):
-            getattr(module, name)(*given)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+def _half(value: Any) -> Any:
+    return tuple(map(_half, value)) if isinstance(value, tuple) else None if value is None else value * 0.5
 
-    @torch.no_grad()
-    def sample(*_: Any) -> None:
-        model(input_ids=torch.arange(8, device=device_here())[None])
 
-    if name == SAMPLES:
-        optimizer.register_step_pre_hook(sample)
+def _halve_gradient(parameter: Any) -> None:
+    parameter.grad.mul_(0.5)
+
+
+def _halve_gradients(optimizer: Any, *_: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        _halve_gradient(parameter)
+
+
+@torch.no_grad()
+def _halve_values(optimizer: Any, *_: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.mul_(0.5)
+
+
+# Each is linear: what a hook sees of one rank's rows has the scale of that rank's loss.
+HOOKS: dict[str, Any] = {
+    "register_hook": _half,
+    "register_post_accumulate_grad_hook": _halve_gradient,
+    "register_forward_pre_hook": lambda module, args: _half(args),
+    "register_forward_hook": lambda module, args, output: _half(output),
+    "register_full_backward_pre_hook": lambda module, gradients: _half(gradients),
+    "register_full_backward_hook": lambda module, gradients, of_output: _half(gradients),
+    "register_step_pre_hook": _halve_gradients,
+    "register_step_post_hook": _halve_values,
+}
+FORWARDS = ("forward", "forward in inference_mode", "evaluate")
+BEFORE, AFTER, LATER, UPDATE = "before sharding", "after sharding", "after a step", "before the update"
+
+
+class Act(NamedTuple):
+    """What somebody does: a method, a hook or a forward, and where."""
+
+    what: str
+    when: str = AFTER
+    place: str = ""  # a module's name
+    given: tuple[Any, ...] = ()
+    everywhere: bool = False
+
+
+Program = tuple[bool, tuple[Act, ...]]  # (whether the loop is the caller's own, what is done)
+
+
+def _act(act: Act, model: Any, optimizer: Any, *_: Any) -> None:
+    if act.what in FORWARDS:
+        ids = torch.arange(8, device=device_here())[None]
+        with torch.inference_mode() if "inference" in act.what else torch.no_grad():
+            fs.evaluate(model, ragged_batches(2)) if act.what == "evaluate" else model(input_ids=ids)
+    elif act.what in HOOKS:
+        module = optimizer if act.what.startswith("register_step") else model.get_submodule(act.place)
+        of_weight = act.what in ("register_hook", "register_post_accumulate_grad_hook")
+        getattr(module.weight if of_weight else module, act.what)(HOOKS[act.what])
+    else:
+        for module in model.modules() if act.everywhere else [model]:
+            if isinstance(module, FSDPModule):
+                getattr(module, act.what)(*act.given)
+
+
+def _window(step: int) -> list[Any]:
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return ragged_batches(4 * ranks)[rank::ranks][2 * step : 2 * step + 2]
+
+
+def _trained(program: Program) -> list[float]:
+    """Norms of two clipped steps, and then the parameters' norms."""
+    own_loop, acts = program
+    model = tiny_model("llama")
+    for act in acts:
+        if act.when == BEFORE:
+            _act(act, model, None)
+    fs.apply_sac(model, 1)
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for act in acts:
+        if act.when == AFTER:
+            _act(act, model, optimizer)
+        if act.when == UPDATE:
+            optimizer.register_step_pre_hook(partial(_act, act, model))
     norms = []
     for step in range(2):
-        window = ragged_batches(4 * ranks)[rank::ranks][2 * step : 2 * step + 2]
+        window = _window(step)
         if not own_loop:
             norms.append(fs.train_step(model, window, optimizer, max_grad_norm=0.01).grad_norm)
-            continue
-        targets = fs.count_targets(window)
-        for batch in window:
-            fs.causal_lm_loss(model, batch, num_targets=targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    norms.append(fs.evaluate(model, ragged_batches(2)).loss)
+        else:
+            targets = fs.count_targets(window)
+            for batch in window:
+                fs.causal_lm_loss(model, batch, num_targets=targets).backward()
+            norms.append(float(full(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01))))
+            optimizer.step()
+            optimizer.zero_grad()
+        for act in acts if step == 0 else ():
+            if act.when == LATER:
+                _act(act, model, optimizer)
     reshard(model)
     return [*norms, *(float(full(parameter).norm()) for parameter in model.parameters())]
 
 
-def _tried(cases: list[tuple[str, tuple[Any, ...], bool, bool]]) -> list[list[float] | str]:
-    found: list[list[float] | str] = []
-    for case in cases:
+def _plain(acts: tuple[Act, ...]) -> list[float]:
+    """The same of one process without shards, where only hooks matter."""
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ranks = torch.distributed.get_world_size()
+    norms = []
+    for step in range(2):
+        for act in acts:
+            if act.what in HOOKS and (act.when == LATER) == (step == 1):
+                _act(act, model, optimizer)
+        window = ragged_batches(4 * ranks)[2 * step * ranks : 2 * (step + 1) * ranks]
+        targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
+        for first in (0, ranks):  # a micro-batch of all ranks
+            summed = torch.zeros(())
+            for batch in window[first : first + ranks]:
+                logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+                flat = logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+                summed = summed + F.cross_entropy(*flat, reduction="sum")
+            (summed / targets).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*norms, *(float(parameter.detach().norm()) for parameter in model.parameters())]
+
+
+def _tried(programs: list[Program]) -> dict[Program, Any]:
+    """What is wrong, by program."""
+    wrong: dict[Program, Any] = {}
+    known: dict[tuple[Act, ...], list[float]] = {}
+    for program in programs:
+        hooks = tuple(act for act in program[1] if act.what in HOOKS)
+        hooks = tuple(act if act.when == LATER else act._replace(when=BEFORE) for act in hooks)
+        if hooks not in known:
+            known[hooks] = _plain(hooks)
         try:
-            found.append(_trained(*case))
+            found = _trained(program)
         except (fs.FsdpSftError, RuntimeError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+            said = f"{type(error).__name__}: {error}"
+            names = [name for act in program[1] if act.given != (2.0,) for name in _names(act)]
+            fails = IN_INFERENCE_MODE if any("inference_mode" in name for name in names) else ()
+            if not said.startswith((*fails, *(REFUSED.get(name, "never") for name in names))):
+                wrong[program] = said
+        else:
+            if found != pytest.approx(known[hooks], rel=1e-5):
+                wrong[program] = found[:3], known[hooks][:3]
+    return wrong
+
+
+def _names(act: Act) -> tuple[str, str]:
+    return act.what, f"{act.what} {act.when.split()[0]}"
 
 
 def test_every_public_method_is_tried() -> None:
@@ -102,17 +220,45 @@ def test_every_public_method_is_tried() -> None:
     assert names <= METHODS.keys(), "say above what is tried of it, and see that the numbers hold"
 
 
+def _of_method(own_loop: bool) -> list[Act]:
+    calls = [call for call in CALLS if not own_loop or call[0].startswith(IN_ANY_LOOP)]
+    return [Act(name, given=given, everywhere=every) for name, given in calls for every in (False, True)]
+
+
+def _of_hooks() -> list[Act]:
+    places = {"register_step": [""], "register_hook": ["lm_head"], "register_post": ["lm_head"]}
+    inside = ["model.layers.1", "lm_head"]
+    return [
+        Act(hook, when, place)
+        for hook in HOOKS
+        for place in next((places[start] for start in places if hook.startswith(start)), inside)
+        for when in (BEFORE, AFTER, LATER)
+        if not (hook.startswith("register_step") and when == BEFORE)
+    ]
+
+
 @pytest.mark.parametrize("own_loop", [False, True])
 def test_a_step_after_any_method_is_the_undisturbed_one_or_refused(own_loop: bool) -> None:
-    tried = [(name, given, all_, own_loop) for name, given in CALLS for all_ in (False, True)]
-    cases = [case for case in tried if not own_loop or case[0].startswith(IN_ANY_LOOP)]
-    cases.append((SAMPLES, (), False, own_loop))
-    expected, *found = run_distributed(_tried, 2, [("", (), False, own_loop), *cases], timeout=240)[0]
-    wrong = {}
-    for case, one in zip(cases, found, strict=True):
-        if isinstance(one, str):
-            right = case[1] != (2.0,) and one.startswith(REFUSED.get(case[0], "never"))
-        else:
-            right = one == pytest.approx(expected, rel=1e-6)
-        wrong |= {} if right else {case[:3]: one[:2] if isinstance(one, list) else one}
-    assert not wrong, f"{wrong} for {expected[:2]}"
+    programs: list[Program] = [(own_loop, (act,)) for act in _of_method(own_loop)]
+    wrong = run_distributed(_tried, 2, programs, timeout=400)[0]
+    assert not wrong, wrong
+
+
+def test_a_hook_is_honoured_or_refused() -> None:
+    programs: list[Program] = [(number % 2 == 1, (act,)) for number, act in enumerate(_of_hooks())]
+    wrong = run_distributed(_tried, 2, programs, timeout=400)[0]
+    assert not wrong, wrong
+
+
+def _drawn(seed: int) -> Program:
+    """Two acts of different kinds at places of their own."""
+    draw = random.Random(seed)
+    own_loop = draw.random() < 0.5
+    forward = Act(draw.choice(FORWARDS), draw.choice([AFTER, LATER, UPDATE]))
+    acts = [draw.choice(_of_method(own_loop)), draw.choice(_of_hooks()), forward]
+    return own_loop, tuple(draw.sample(acts, 2))
+
+
+def test_drawn_programs_train_as_one_process_or_are_refused() -> None:
+    wrong = run_distributed(_tried, 2, [_drawn(seed) for seed in range(20)], timeout=400)[0]
+    assert not wrong, wrong

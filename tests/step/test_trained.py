@@ -52,28 +52,6 @@ def _added_later() -> Any:
     return lambda: fs.train_step(model, _mine(), optimizer)
 
 
-def _hook_after() -> Any:
-    model = _sharded()
-    model.lm_head.weight.register_hook(lambda gradient: 0 * gradient)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return lambda: fs.train_step(model, _mine(), optimizer)
-
-
-def _hook_after_a_step() -> Any:
-    model = _sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fs.train_step(model, _mine(), optimizer)
-    fs.evaluate(model, _mine())
-    model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: 0 * gradient)
-    return lambda: fs.train_step(model, _mine(), optimizer)
-
-
-def _hook_before() -> Any:
-    model = tiny_model("llama")
-    model.lm_head.weight.register_hook(lambda gradient: 0 * gradient)
-    return lambda: _sharded(model)
-
-
 def _frozen_by_chance() -> Any:
     model = _sharded()
     model.model.layers[dist.get_rank()].requires_grad_(False)
@@ -162,13 +140,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         fs.UnsupportedModelError,
         r"2 trained parameters are not sharded \(value",
     ),
-    "a hook after sharding": (
-        _hook_after,
-        fs.UnsupportedModelError,
-        "lm_head.weight have hooks .* do not run",
-    ),
-    "a hook after a step": (_hook_after_a_step, fs.UnsupportedModelError, "up_proj.weight have hooks"),
-    "a hook before sharding": (_hook_before, fs.UnsupportedModelError, "lm_head.weight have hooks"),
     "a tied head that was untied": (
         partial(_replaced, "lm_head", False),
         fs.UnsupportedModelError,

@@ -72,16 +72,16 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a pack on a model that nobody has verified is trained",
-        "step/train.py",
-        "if check and any(may_be_packs(one.keys) for one in window.micro_batches):",
-        "if False:",
+        "sampling/packing/first_use.py",
+        "if not can_be_packs or",
+        "if can_be_packs or",
         PACKS,
     ),
     Mistake(
         "a rank verifies by its own packs alone",
         "sampling/packing/first_use.py",
-        "for size in (all_gather_objects(own) if mesh is not None else [own])]",
-        "for size in [own]]",
+        "known = all_gather_objects(own) if mesh is not None else [own]",
+        "known = [own]",
         PACKS,
     ),
     Mistake(

@@ -71,10 +71,24 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "hooks on parameters that do not run are taken",
-        "shard/apply.py",
+        "_model/sharded.py",
         "    if hooked:",
         "    if False:",
-        TRAINED,
+        ("tests/step/test_fsdp2_methods.py",),
+    ),
+    Mistake(
+        "hooks on the gradients of a head that computes no logits see nothing",
+        "loss/head.py",
+        "return None if head is None or has_hooks(head) else head",
+        "return head",
+        ("tests/step/test_fsdp2_methods.py",),
+    ),
+    Mistake(
+        "a loop of one's own takes a first pack that the model mixes",
+        "loss/causal.py",
+        "        verify_at_first_use(model, [batch], mesh)",
+        "        pass",
+        ("tests/sampling/packing/test_first_use.py",),
     ),
     Mistake(
         "gradients of a window that was given up are kept",

@@ -27,9 +27,9 @@ def wrapper_tensor(cls: type[torch.Tensor], shape: tuple[int, ...], dtype: torch
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
 
 
-def has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether ``register_hook`` was called on a parameter, which only ``_backward_hooks`` shows."""
-    return bool(parameter._backward_hooks)
+def has_hooks(owner: torch.Tensor | nn.Module) -> bool:
+    """Whether hooks on gradients were registered, which only the fields of a parameter or a module show."""
+    return bool(owner._backward_hooks or getattr(owner, "_backward_pre_hooks", None))
 
 
 def has_grad_hooks(parameter: torch.Tensor) -> bool:

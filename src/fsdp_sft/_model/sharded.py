@@ -14,6 +14,7 @@ from fsdp_sft._compat.fsdp import (
     native_mesh,
     replaced_parameters,
 )
+from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
 from fsdp_sft._model.record import kept_of, record_of
 from fsdp_sft._model.wrappers import replicas_of, replicated_by, unwrapped
 from fsdp_sft._ranks.agree import world_size
@@ -136,11 +137,12 @@ def reshard(model: torch.nn.Module) -> None:
         )
 
 
-def refuse_own_divisor(model: torch.nn.Module, mesh: "DeviceMesh") -> None:
-    """Refuse gradients that FSDP2 divides by another number than that of the ranks which share the rows.
+def refuse_changed_gradients(model: torch.nn.Module, mesh: "DeviceMesh") -> None:
+    """Refuse gradients that are not the ranks' mean: of another divisor, or with hooks that do not run.
 
     Raises:
-        UnsupportedModelError: If ``set_gradient_divide_factor`` was called with another one.
+        UnsupportedModelError: If ``set_gradient_divide_factor`` was called with another number than that of
+            the ranks which share the rows, or a trained parameter has such hooks.
     """
     others = gradient_divide_factors(model) - {None, mesh.size()}
     if others:
@@ -148,6 +150,33 @@ def refuse_own_divisor(model: torch.nn.Module, mesh: "DeviceMesh") -> None:
             f"set_gradient_divide_factor({others.pop()}) was called on the model or on a module in it, and "
             f"its loss is weighed for gradients that are averaged over {mesh.size()} ranks. Leave the call "
             "out: the loss of a window is the mean over its targets on all ranks"
+        )
+    refuse_hooks(model, are_shards=True)
+
+
+def refuse_hooks(model: torch.nn.Module, *, are_shards: bool) -> None:
+    """Refuse trained parameters with hooks that do not run once the model is sharded.
+
+    Args:
+        model: The model.
+        are_shards: Whether it is sharded already.
+
+    Raises:
+        UnsupportedModelError: If there are any. A post-accumulate-grad hook runs if it is registered on a
+            shard, and is lost if it was registered before.
+    """
+    hooked = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        and (has_hooks(parameter) or (not are_shards and has_grad_hooks(parameter)))
+    ]
+    if hooked:
+        raise UnsupportedModelError(
+            f"{abridged(hooked)} have hooks that do not run, or see the gradient of one rank: FSDP2 computes "
+            "with gathered parameters and reduces their gradients itself. A hook that "
+            "parameter.register_post_accumulate_grad_hook is given after shard_model runs: as "
+            "hook(parameter), with this rank's shard of the reduced gradient in parameter.grad"
         )
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.record import record_of
-from fsdp_sft._model.sharded import refuse_own_divisor, reshard, training_mesh_of
+from fsdp_sft._model.sharded import refuse_changed_gradients, reshard, training_mesh_of
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.streams import travelling
 from fsdp_sft._process.words import answered
@@ -51,6 +51,7 @@ from fsdp_sft.loss.router import (
     balanced_by,
     check_router_loss,
 )
+from fsdp_sft.sampling.packing import verify_at_first_use
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
 from fsdp_sft.targets import IGNORE_INDEX
 
@@ -116,7 +117,8 @@ def prepare_loss(
         >>> fs.prepare_loss(model)
         'chunked'
     """
-    _check_impl(impl)
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
     check_router_loss(router_loss)
     _refuse_encoder_decoder(model)
     routers = (None, *get_args(RouterLoss))
@@ -176,12 +178,6 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
     if first:
         _logger.warning("loss of %s: full logits, because %s", name, reason)
     return LossChoice("logits")
-
-
-def _check_impl(impl: str) -> None:
-    """Raise for an unknown ``impl``."""
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
 
 
 def _refuse_encoder_decoder(model: nn.Module) -> None:
@@ -290,8 +286,11 @@ def causal_lm_loss(
 
     Raises:
         ValueError: If ``loss_sum`` refuses the model or the batch, or ``num_targets`` is not positive.
+        PackingError: If the model mixes the rows of its first pack, or a pack has an attention mask.
+        UnsupportedModelError: If a trained parameter has hooks that do not run, or FSDP2 divides gradients by
+            another number than that of the ranks.
 
-    Collective: all ranks, by the model's forward.
+    Collective: all ranks, by the model's forward, with batches of the same keys.
 
     Example:
         >>> num_targets = fs.count_targets(window)
@@ -302,6 +301,7 @@ def causal_lm_loss(
     mesh = training_mesh_of(model)
     if not torch.compiler.is_compiling():
         refuse_divided_twice(model)
+        verify_at_first_use(model, [batch], mesh)
     weight = getattr(num_targets, "weight", None)
     if weight is None and batch.get(WEIGHTS_KEY) is not None:
         raise ValueError(
@@ -311,13 +311,13 @@ def causal_lm_loss(
     weight = num_targets if weight is None else weight
     check_num_targets(weight)
     part, _ = _part_for(model, batch)
+    if mesh is not None and not torch.compiler.is_compiling():
+        refuse_changed_gradients(model, mesh)  # of the shards, which the forward replaces
     summed, router, _ = loss_parts(model, part, impl, router_loss)
     if router is not None:
         summed = summed + router * (_share_of_tokens(part, num_targets, mesh) * weight)
     if mesh is None:
         return summed / weight
-    if not torch.compiler.is_compiling():
-        refuse_own_divisor(model, mesh)
     return scaled_for_averaging(summed, weight)
 
 
@@ -410,7 +410,6 @@ def token_losses(
         >>> torch.allclose(losses.sum(), summed)
         True
     """
-    _check_impl(impl)
     _refuse_encoder_decoder(model)
     part, group = _part_for(model, batch)
     targets = targets_of(part)
@@ -459,7 +458,6 @@ def loss_parts(
         is_counted: False for a batch that only takes part in other ranks' forwards: the router's loss then
             does not count its tokens.
     """
-    _check_impl(impl)
     _refuse_encoder_decoder(model)
     targets, weights = targets_of(batch), weights_of(batch)
     known = batch.targets if isinstance(batch, CheckedBatch) else None

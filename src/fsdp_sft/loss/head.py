@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from fsdp_sft._compat.compile import is_compiled
 from fsdp_sft._compat.models import original_class
+from fsdp_sft._compat.modules import has_hooks
 from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.preserved import preserved, uncompiled
 from fsdp_sft._model.sharded import compute_device
@@ -86,8 +87,9 @@ class LossChoice:
 
     @property
     def head(self) -> nn.Module | None:
-        """The head; None if full logits are computed, or if the model has lost it."""
-        return None if self.known_head is None else self.known_head()
+        """The head; None where full logits are computed, as hooks on its gradients need."""
+        head = None if self.known_head is None else self.known_head()
+        return None if head is None or has_hooks(head) else head
 
     def at(self, head: nn.Module, compute: Callable[..., torch.Tensor]) -> HeadForward:
         """A function from hidden states to ``compute(hidden=, weight=, bias=, scale=, softcap=)``."""
@@ -118,8 +120,10 @@ def _why_not_linear(head: nn.Module) -> str:
     """Why ``head_operands`` cannot express a head as one product; empty if it can."""
     own = _inside(head)
     for module in (head, own):
-        if "forward" in vars(module) or is_compiled(module):
-            return f"the forward of {original_class(module).__name__} is replaced"
+        if "forward" in vars(module) or is_compiled(module) or has_hooks(module):
+            return (
+                f"the forward of {original_class(module).__name__} is replaced, or its gradients are hooked"
+            )
     plain = own.base_layer if _trains_tokens(own) else own
     cls = original_class(plain)
     if cls.forward is not nn.Linear.forward or "forward" in vars(plain):

@@ -18,12 +18,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
 from fsdp_sft._model.adapters import copied_modules
 from fsdp_sft._model.blocks import find_blocks, is_never_called
 from fsdp_sft._model.inputs import spread_positions
 from fsdp_sft._model.quantised import refuse_quantised_model
-from fsdp_sft._model.sharded import remember_mesh
+from fsdp_sft._model.sharded import refuse_hooks, remember_mesh
 from fsdp_sft._model.twin import keep_config
 from fsdp_sft._model.wrappers import base_of, replicas_of
 from fsdp_sft._process.callers import warn_caller
@@ -31,7 +30,7 @@ from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft._ranks.mesh import EP, cp_size, parameter_mesh
 from fsdp_sft._tensors.boxes import check_ranks_ascend
-from fsdp_sft.errors import UnsupportedModelError, abridged
+from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac import check_now
 from fsdp_sft.shard.describe import name_uneven
 from fsdp_sft.shard.embeddings import follow_root
@@ -222,7 +221,7 @@ def shard_model(
     _refuse_sharded(model)
     keep_config(model)
     refuse_quantised_model(model)
-    refuse_hooks({p: name for name, p in model.named_parameters()}, are_shards=False)
+    refuse_hooks(model, are_shards=False)
     given, mesh = mesh, parameter_mesh(mesh)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     check_ranks_ascend(mesh, [Shard(0)] * mesh.ndim)
@@ -274,32 +273,6 @@ def shard_model(
     )
     check_now(model)  # after apply_sac(save=): before weights are loaded, and not in the first forward
     return model
-
-
-def refuse_hooks(names: dict[nn.Parameter, str], *, are_shards: bool) -> None:
-    """Refuse trained parameters with hooks that do not run once the model is sharded.
-
-    Args:
-        names: The parameters with their names.
-        are_shards: Whether the model is sharded already.
-
-    Raises:
-        UnsupportedModelError: If there are any. A post-accumulate-grad hook runs if it is registered on a
-            shard, and is lost if it was registered before.
-    """
-    hooked = [
-        name
-        for parameter, name in names.items()
-        if parameter.requires_grad
-        and (has_hooks(parameter) or (not are_shards and has_grad_hooks(parameter)))
-    ]
-    if hooked:
-        raise UnsupportedModelError(
-            f"{abridged(hooked)} have hooks that do not run, or see the gradient of one rank: FSDP2 computes "
-            "with gathered parameters and reduces their gradients itself. A hook that "
-            "parameter.register_post_accumulate_grad_hook is given after shard_model runs: as "
-            "hook(parameter), with this rank's shard of the reduced gradient in parameter.grad"
-        )
 
 
 def _refuse_sharded(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.record import record_of
-from fsdp_sft._model.sharded import refuse_own_divisor
+from fsdp_sft._model.sharded import refuse_changed_gradients
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.vocabulary import vocabulary_of
 from fsdp_sft._model.wrappers import replicated_by, unwrapped
@@ -33,7 +33,6 @@ from fsdp_sft._tensors.safetensors import bytes_of
 from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.errors import BatchError, OptimizerError, UnsupportedModelError, abridged
 from fsdp_sft.loss import LABEL_KEYS, is_shifted
-from fsdp_sft.shard.apply import refuse_hooks
 from fsdp_sft.step.optimizers import stepped_by
 from fsdp_sft.targets import IGNORE_INDEX
 
@@ -107,7 +106,10 @@ def refuse_untrainable(
     refuse_merged(model, "training")
     if mesh is None:
         _refuse_alone(model)
-    if mesh is None or mesh.size() == 1 or copies_of_rows(mesh) > 1:
+    if mesh is None or copies_of_rows(mesh) > 1:
+        return
+    refuse_changed_gradients(model, mesh)
+    if mesh.size() == 1:
         return
     whole = [n for p, n in names.items() if p.requires_grad and not isinstance(p, DTensor)]
     if whole and replicated_by(model) is None:
@@ -116,8 +118,6 @@ def refuse_untrainable(
             "ranks reaches them, and each rank would train its own. Add them before shard_model (adapters by "
             "add_adapters, or load_pretrained(peft_config=)), or freeze them with requires_grad_(False)"
         )
-    refuse_own_divisor(model, mesh)
-    refuse_hooks(names, are_shards=True)
 
 
 def refuse_beside(

@@ -25,7 +25,6 @@ from fsdp_sft.step.keys import (
     are_equal,
     digest,
     keys_of,
-    may_be_packs,
     refuse_different_keys,
     refuse_different_options,
     to_compare,
@@ -196,7 +195,7 @@ def evaluate(
     try:
         with torch.no_grad():
             for batch, seen, count, left in in_step(batches, mesh, objective, check_batch, group):
-                if check and may_be_packs(keys_of(batch)):
+                if check:
                     whole = [seen] if group is None else on_host([batch])
                     verify_at_first_use(model, whole, mesh, own_loss=objective.is_own)
                 if check and left and not objective.is_own:

@@ -37,11 +37,6 @@ def keys_of(batch: Any) -> Keys:
     return (f"a {type(batch).__name__}{size}",)
 
 
-def may_be_packs(keys: Keys) -> bool:
-    """Whether batches with these keys can be packs: they have positions and no mask."""
-    return "position_ids" in keys and "attention_mask" not in keys
-
-
 def digest(keys: Any) -> list[int]:
     """Three numbers below 2**20, equal for equal ``keys`` and (nearly always) different for others."""
     words = int.from_bytes(hashlib.blake2b(repr(keys).encode(), digest_size=8).digest(), "big")

@@ -33,7 +33,6 @@ from fsdp_sft.step.checks import (
     refuse_untrainable,
 )
 from fsdp_sft.step.gradients import SyncMode, checked_norm, clip_gradients, gradient_sync
-from fsdp_sft.step.keys import may_be_packs
 from fsdp_sft.step.meant import warn_of_what_may_be_meant
 from fsdp_sft.step.objective import CountFn, LossFn, Objective, OwnMetrics
 from fsdp_sft.step.optimizers import (
@@ -182,7 +181,7 @@ def train_step(
         done_with(model).add(FIRST_WINDOW)
     if window.weight == 0:
         return _without_step(model, window)
-    if check and any(may_be_packs(one.keys) for one in window.micro_batches):
+    if check:
         verify_at_first_use(model, window.seen, mesh, own_loss=objective.is_own)
     if check and window.padded_left and not objective.is_own:
         with_positions = "position_ids" in window.micro_batches[0].keys

@@ -57,6 +57,8 @@ def test_an_unverified_model_that_leaks_is_refused_at_the_first_pack() -> None:
         _step(model, _pack(5, 9))
     with pytest.raises(fs.PackingError, match="first pack"):
         fs.evaluate(model, [_pack(5, 9)])
+    with pytest.raises(fs.PackingError, match="first pack"):
+        fs.causal_lm_loss(model, _pack(5, 9), num_targets=12)
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
     _step(model, *ragged_batches(2))
     _step(model, {**_pack(14), "position_ids": torch.arange(14)[None]})  # a single row is no pack
@@ -150,6 +152,8 @@ def _check_ranks() -> None:
         _step(model, _pack(5, 9) if rank else single)
     with pytest.raises(fs.PackingError, match="not kept apart"):
         fs.evaluate(model, [_pack(5, 9)] if rank else [])
+    with pytest.raises(fs.PackingError, match="not kept apart"):
+        fs.causal_lm_loss(model, _pack(5, 9) if rank else single, num_targets=25)
     with pytest.raises(fs.PackingError, match="begin anew"):
         _step(
             model,
@@ -161,6 +165,11 @@ def _check_ranks() -> None:
         tiny_model("llama", max_position_embeddings=64, **DYNAMIC), mesh=mesh, mp_policy=policy
     )
     assert not _step(sound, _pack(5, 9) if rank else single).skipped
+    with fs.gradient_sync(sound, "none"):  # gradients that wait are there when a longer row is looked at
+        fs.causal_lm_loss(sound, _pack(5, 9), num_targets=25).backward()
+        with pytest.raises(fs.PackingError, match="longest row"):
+            fs.causal_lm_loss(sound, _pack(5, 70) if rank else _pack(5, 9), num_targets=25)
+    sound.zero_grad()
     with pytest.raises(fs.PackingError, match="longest row"):
         _step(sound, _pack(5, 70) if rank else _pack(5, 9))
     assert not _step(sound, single if rank else _pack(5, 9)).skipped
