@@ -58,13 +58,6 @@ MISTAKES = [
         ENCODED,
     ),
     Mistake(
-        "encoded rows have no weights",
-        "collate/encoded/store.py",
-        "            weights.append(1.0 if given is None else given[begin])",
-        "            weights.append(1.0)",
-        ENCODED,
-    ),
-    Mistake(
         "each epoch of a mixture begins the data sets anew",
         "sampling/mixing.py",
         "rows.append(self._rows_of(number, epoch * count, count))",
@@ -101,9 +94,9 @@ MISTAKES = [
     ),
     Mistake(
         "rounds of packs are not sorted by cost",
-        "sampling/packing/balance.py",
-        "    packs = sorted(packs, key=lambda pack: -_cost_of(pack, lengths, cost))\n",
-        "",
+        "sampling/packing/sampler.py",
+        "            return sum(map(self._weight, pack)), 0",
+        "            return 0, 0",
         COST,
     ),
     Mistake(

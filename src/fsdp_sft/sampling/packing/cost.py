@@ -47,20 +47,6 @@ class RowCost:
         """Cost of a row of ``tokens`` tokens."""
         return self.per_token * tokens + self.per_square * tokens * tokens
 
-    def longest(self, cost: float) -> int:
-        """Tokens of the longest row that costs no more than ``cost``."""
-        if cost <= 0:
-            return 0
-        # Solve per_square * n**2 + per_token * n = cost by the form of the root that does not divide by
-        # per_square, which may be 0; then correct the rounding.
-        root = math.sqrt(self.per_token**2 + 4 * self.per_square * cost)
-        tokens = int(2 * cost / (self.per_token + root))
-        while self.of(tokens + 1) <= cost:
-            tokens += 1
-        while self.of(tokens) > cost:
-            tokens -= 1
-        return tokens
-
 
 def attention_cost(
     config: "PreTrainedConfig", *, attention: Literal["varlen", "full"] = "varlen"

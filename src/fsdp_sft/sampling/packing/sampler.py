@@ -9,8 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from fsdp_sft._process.words import answered
-from fsdp_sft.sampling.packing.balance import balanced_rounds, deal
-from fsdp_sft.sampling.packing.bins import as_ints, check_lengths, pack_lengths
+from fsdp_sft.sampling.packing.bins import as_ints, check_lengths, deal, pack_lengths
 from fsdp_sft.sampling.packing.cost import RowCost
 from fsdp_sft.sampling.sampler import Placed
 
@@ -33,8 +32,7 @@ class PackedSampler(Placed, Sampler[list[int]]):
 
     The position counts packs that training has consumed on all ranks, not those that a DataLoader's workers
     have fetched ahead. ``windows`` reports them; a loop without it calls ``mark_consumed``. If the number of
-    ranks changes in the middle of an epoch, the remaining packs are arranged in rounds of the new size; with
-    ``cost``, the remaining rows are packed anew.
+    ranks changes in the middle of an epoch, the remaining packs are arranged in rounds of the new size.
 
     Args:
         lengths: Tokens of each row of the data set; see ``row_sizes``.
@@ -175,10 +173,11 @@ class PackedSampler(Placed, Sampler[list[int]]):
         if self._packs is None or self._packs[0] != key:
             generator = torch.Generator().manual_seed(self.seed + 1_000_003 * epoch)
             rows = self._rows(epoch, generator)
-            if self._cost is None:
-                self._packs = key, self._by_tokens(rows, earlier, ranks, generator)
-            else:
-                self._packs = key, self._by_cost(rows, earlier, ranks, generator)
+            packs = pack_lengths([self._lengths[row] for row in rows], self.max_length)
+            packs = [[rows[i] for i in pack] for pack in _shuffled(packs, generator)]
+            for ranks_then, consumed in earlier:
+                packs = self._balanced(packs, ranks_then, generator)[consumed:]
+            self._packs = key, self._balanced(packs, ranks, generator)
         return self._packs[1]
 
     def _epoch_of_order(self) -> int:
@@ -193,29 +192,6 @@ class PackedSampler(Placed, Sampler[list[int]]):
         """Indices of the rows of an epoch, in the order in which they are packed."""
         return torch.randperm(len(self._lengths), generator=generator).tolist()
 
-    def _by_tokens(
-        self, rows: list[int], earlier: list[tuple[int, int]], ranks: int, generator: torch.Generator
-    ) -> list[list[int]]:
-        """Packs of all ranks, balanced by tokens and targets."""
-        packs = pack_lengths([self._lengths[row] for row in rows], self.max_length)
-        packs = [[rows[i] for i in pack] for pack in _shuffled(packs, generator)]
-        for ranks_then, consumed in earlier:
-            packs = self._balanced(packs, ranks_then, generator)[consumed:]
-        return self._balanced(packs, ranks, generator)
-
-    def _by_cost(
-        self, rows: list[int], earlier: list[tuple[int, int]], ranks: int, generator: torch.Generator
-    ) -> list[list[int]]:
-        """Like ``_by_tokens`` with a cost; rows left for another number of ranks are packed anew."""
-        assert self._cost is not None
-        for ranks_then, consumed in [*earlier, (ranks, 0)]:
-            rounds = balanced_rounds(rows, self._lengths, self.max_length, ranks_then, self._cost)
-            whole = [one for one in rounds if len(one) == ranks_then]
-            short = [one for one in rounds if len(one) < ranks_then]
-            packs = [pack for one in _shuffled(whole, generator) + short for pack in one]
-            rows = [row for pack in packs[consumed:] for row in pack]
-        return packs
-
     def _weight(self, row: int) -> float:
         """Weight of a row when the packs of a short round are split."""
         return self._lengths[row] if self._cost is None else self._cost.of(self._lengths[row])
@@ -228,13 +204,17 @@ class PackedSampler(Placed, Sampler[list[int]]):
         last = [packs[i] for i in by_rows[whole:]]
         packs = [packs[i] for i in sorted(by_rows[:whole])]
         rounds: list[list[list[int]]] = []
-        for start in range(0, whole, ranks * _POOL_ROUNDS):
-            pool = sorted(packs[start : start + ranks * _POOL_ROUNDS], key=self._size)
+        # Costs differ by far more than tokens, of which most packs have equally many: all packs are one pool.
+        size = ranks * _POOL_ROUNDS if self._cost is None else max(whole, 1)
+        for start in range(0, whole, size):
+            pool = sorted(packs[start : start + size], key=self._size)
             rounds += [pool[i : i + ranks] for i in range(0, len(pool), ranks)]
         return [pack for one in _shuffled(rounds, generator) for pack in one] + last
 
-    def _size(self, pack: list[int]) -> tuple[int, int]:
-        """Key by which packs of a round are alike: free room in ``_LEVELS`` steps, then targets."""
+    def _size(self, pack: list[int]) -> tuple[float, int]:
+        """Key by which packs of a round are alike: cost, or free room in ``_LEVELS`` steps, then targets."""
+        if self._cost is not None:
+            return sum(map(self._weight, pack)), 0
         free = self.max_length - sum(self._lengths[row] for row in pack)
         return free * _LEVELS // self.max_length, sum(self._targets[row] for row in pack)
 
