@@ -38,10 +38,6 @@ class TestSinks:
         assert rows == []
         assert list(tmp_path.iterdir()) == []
 
-    def test_something_else_is_refused(self):
-        with pytest.raises(TypeError, match=r"called as sink\(metrics, step\), got str"):
-            MetricLogger(sinks=["tensorboard"])
-
 
 class Clock:
     def __init__(self):
@@ -168,11 +164,10 @@ def aggregate_on_rank():
 def aggregate_unequal():
     rank = torch.distributed.get_rank()
     found = []
-    for metrics in ({f"m{rank}": 1}, {"m": 1 if rank else "text"}):
-        try:
-            aggregate_metrics(metrics)
-        except (ValueError, TypeError) as error:
-            found.append(f"{type(error).__name__}: {error}")
+    try:
+        aggregate_metrics({f"m{rank}": 1})
+    except ValueError as error:
+        found.append(str(error))
     return found
 
 
@@ -193,17 +188,10 @@ class TestAggregate:
 
     def test_every_rank_raises(self):
         for found in run_distributed(aggregate_unequal, 2):
-            assert found == [
-                "ValueError: rank 1 has metrics ['m1'], rank 0 has ['m0']",
-                "TypeError: rank 0: metric 'm' must be a float, int or None, got str",
-            ]
+            assert found == ["rank 1 has metrics ['m1'], rank 0 has ['m0']"]
 
     def test_single_process(self):
         assert aggregate_metrics({"a": 3, "b": None}, reduce="max") == {"a": 3, "b": None}
-
-    def test_unknown_reduction(self):
-        with pytest.raises(ValueError, match="got 'median'"):
-            aggregate_metrics({}, reduce="median")
 
 
 def pixels(path):
@@ -244,10 +232,9 @@ class TestPlotRun:
             save(figure, *args, **kwargs)
             for axes in figure.axes:
                 title = axes.get_title(loc="left") or axes.get_ylabel()
-                curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+                lines = [line for line in axes.lines if len(line.get_xdata())]
+                curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in lines]
                 found[title] = (curves, [text.get_text() for text in axes.texts])
-                for scale in axes.child_axes:
-                    found[scale.get_ylabel()] = scale.get_ylim()[1] / axes.get_ylim()[1]
 
         monkeypatch.setattr(Figure, "savefig", spy)
         return found
@@ -267,7 +254,7 @@ class TestPlotRun:
         assert lines["Loss"][0] == [([1, 2, 3], [2.0, 1.0, 2.0 / 3]), ([3], [0.9])]
         assert lines["Gradient norm"][0] == [([1, 2, 3], [1.0, 1.0, 1.0])]
         assert lines["Throughput"][0] == [([1, 2, 3], [100.0, 200.0, 300.0])]
-        assert lines["MFU (%)"] == pytest.approx(0.5)  # percent for a token per second
+        assert lines["MFU (dashed)"][0] == [([1, 2, 3], [0.5, 1.0, 1.5])]
         assert lines["Peak memory (allocated)"][0] == [([1, 2, 3], [1.0, 2.0, 3.0])]
 
     def test_the_learning_rate_stands_beside_the_gradient_norm(self, tmp_path, lines):
@@ -279,7 +266,7 @@ class TestPlotRun:
     def test_unknown_mfu_draws_no_axis_of_zeros(self, tmp_path, lines):
         write_run(tmp_path / "m.jsonl", [(1, {"loss": 1.0, "tokens_per_second": 5.0, "mfu": None})])
         plot_run(tmp_path / "m.jsonl", tmp_path / "m.png")
-        assert "MFU (%)" not in lines
+        assert "MFU (dashed)" not in lines
         assert lines["Gradient norm"] == ([], ["not logged"])
 
     def test_resumed_run_and_broken_last_line(self, tmp_path, lines):
@@ -295,7 +282,10 @@ class TestPlotRun:
             tmp_path / "m.jsonl", [(1, {"loss": 1.0}), (2, {"loss": math.nan}), (3, {"loss": math.inf})]
         )
         plot_run(tmp_path / "m.jsonl", tmp_path / "m.png")
-        assert lines["Loss"][0] == [([1], [1.0]), ([2, 3], [0, 0])]
+        curve, crosses = lines["Loss"][0]
+        assert curve[1][0] == 1.0
+        assert all(math.isnan(value) for value in curve[1][1:])
+        assert crosses == ([2, 3], [0, 0])
 
     def test_a_long_run_has_a_median(self, tmp_path, lines):
         values = [1.0 if step % 10 else 50.0 for step in range(1, 401)]

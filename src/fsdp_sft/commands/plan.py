@@ -68,6 +68,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--plans", type=int, default=8, help="how many plans to print")
     add("--json", action="store_true", help="print plans as JSON, and nothing else")
     add("--png", metavar="FILE", help="draw the plans' memory")
+    add("--write", metavar="FILE", help="write plan 1 as a program for chats, to run as it is")
 
 
 def _run(args: argparse.Namespace) -> int:
