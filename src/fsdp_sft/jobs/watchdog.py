@@ -188,7 +188,7 @@ class Watchdog:
 
     def _look(self) -> None:
         """Post this rank's beat, fetch those of others, and set the verdict if something is wrong."""
-        own = self._beats[self._rank] = self._beat()
+        own = self._beat()
         self._store.set(str(self._rank), json.dumps(own))
         if own.doing.startswith("failed"):
             time.sleep(min(self.interval, 1.0))  # until a process that has ended shows
