@@ -1,5 +1,6 @@
 """``fsdp-sft plan --write``: a program that trains as it is, is killed, goes on and exports."""
 
+import contextlib
 import json
 import os
 import signal
@@ -54,6 +55,14 @@ def _model(folder: Path, kind: str) -> Path:
     return folder
 
 
+def _kill_all_of(program: Path) -> None:
+    """The launcher and its ranks, which have sessions of their own."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(program).encode() in (process / "cmdline").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     "kind",
     ["dense", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "dense")],
@@ -69,13 +78,13 @@ def test_the_program_trains_is_killed_goes_on_and_exports(kind: str, tmp_path: P
     (tmp_path / "chats.jsonl").write_text("\n".join(CHATS[:200]), encoding="utf-8")
     more = ["--data", str(tmp_path / "chats.jsonl"), "--output", str(tmp_path / "run")]
     command = [*torchrun(2, "--standalone"), str(program), *more, "--steps", "12", "--save-every", "3"]
-    killed = subprocess.Popen(command, env=environment(), start_new_session=True, stdout=subprocess.DEVNULL)
+    killed = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 240
     while not fs.find_checkpoints(tmp_path / "run" / "checkpoints"):
         assert killed.poll() is None, "it has ended without a checkpoint"
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    os.killpg(killed.pid, signal.SIGKILL)
+    _kill_all_of(program)
     killed.wait()
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=280, check=False

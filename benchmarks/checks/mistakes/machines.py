@@ -98,8 +98,8 @@ MISTAKES = [
     Mistake(
         "a rank that waits for a control message hangs as much as the one that it waits for",
         "jobs/watchdog.py",
-        '_WAITING = ("torch/distributed/", "fsdp_sft/_ranks/", ',
-        '_WAITING = ("torch/distributed/", ',
+        '"torch/distributed/fsdp/", "fsdp_sft/_ranks/", ',
+        '"torch/distributed/fsdp/", ',
         ("tests/check/test_lost.py",),
     ),
     Mistake(

@@ -35,8 +35,11 @@ _PACKAGE_AND_LIBRARIES = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
     "<frozen",
 )
-# Where functions wait for other ranks.
-_WAITING = ("torch/distributed/", "fsdp_sft/_ranks/", "fsdp_sft/attention/context_parallel/heads.py")
+# Files whose functions wait for other ranks.
+_WAITING = (
+    *("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py"),
+    *("torch/distributed/fsdp/", "fsdp_sft/_ranks/", "fsdp_sft/attention/context_parallel/heads.py"),
+)
 
 
 class _Beat(NamedTuple):
@@ -234,13 +237,11 @@ class Watchdog:
         """This rank's beat at this moment."""
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         state = "outside of a collective"
-        while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _WAITING):
-            if frame.f_code.co_name != "wrapper":  # torch wraps each collective in a function of this name
-                state = (
-                    f"waiting in {frame.f_code.co_name}"  # the outermost: "all_reduce_sum", and not "recv"
-                )
-            frame = frame.f_back
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE_AND_LIBRARIES):
+            if any(part in frame.f_code.co_filename for part in _WAITING):
+                state = (
+                    f"waiting in {frame.f_code.co_name}"  # the outermost: "all_reduce_sum", not its "recv"
+                )
             frame = frame.f_back
         now, (phase, limit) = time.monotonic(), self._phases[-1]
         place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
