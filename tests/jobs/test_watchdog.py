@@ -153,7 +153,7 @@ def _healthy(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
 SCENES: dict[str, tuple[Callable[[fs.Watchdog, Path, bool], None], int, int, str, str]] = {
     "stop-3": (_signalled(signal.SIGSTOP), 3, 1, "agent", "stopped, was .* in step 3, phase train"),
     "stop-host": (_signalled(signal.SIGSTOP), 2, 0, "rank 0", "stopped, was .* in step 3, phase train"),
-    "die-3": (_dies_apart, 3, 0, "agent", "dead, was .* in step 3, phase train"),
+    "die-3": (_dies_apart, 3, 0, "agent", "dead, was .*, phase (train|start)"),
     "die-host": (_dies_apart, 2, 0, "rank 0", "dead, was .* in step 3, phase train"),
     "ahead-3": (_ahead, 3, 0, "rank 0", "waiting in all_reduce in step 5, phase train"),
     "loader-3": (_slow_loader, 3, 2, "agent", "outside of a collective in step 3, .*test_watchdog"),
@@ -161,9 +161,9 @@ SCENES: dict[str, tuple[Callable[[fs.Watchdog, Path, bool], None], int, int, str
     "exchange-2": (_exchange, 2, 1, "agent", "outside of a collective in step 3, .*test_watchdog"),
     "raise-3": (_raises_apart, 3, 1, "agent", r"failed with ValueError\('the data ends here'\) in step 3"),
     # gloo wakes the others, who raise: the report comes in place of their exceptions.
-    "kill-3": (_signalled(signal.SIGKILL), 3, 2, "agent", "dead, was .* in step 3, phase train"),
+    "kill-3": (_signalled(signal.SIGKILL), 3, 2, "agent", "dead, was .*, phase (train|start)"),
     # Rank 5 looks at its neighbour, rank 0, and not at rank 4.
-    "kill-6": (_signalled(signal.SIGKILL), 6, 4, "agent", "dead, was .* in step 3, phase train"),
+    "kill-6": (_signalled(signal.SIGKILL), 6, 4, "agent", "dead, was .*, phase (train|start)"),
     "absent-2": (_lockstep_for_ever, 2, 1, "agent", "not heard of: it has not entered its watchdog"),
     "healthy-3": (_healthy, 3, 1, "agent", ""),
 }
