@@ -198,7 +198,7 @@ def _run_rank(name: str, folder: Path, rank: int, port: int, own: Simulated | No
     dist.init_process_group(backend_here(), store=store, rank=rank, world_size=world_size)
     if name.startswith("absent") and rank == victim:
         (folder / "acted").write_text(str(time.time()))
-        time.sleep(60)
+        time.sleep(600)
     timeout = LONG_TIMEOUT if name in SHOWS_AT_ONCE else TIMEOUT
     with fs.Watchdog(timeout=timeout) as watchdog:
         with watchdog.phase("start", timeout=60):  # until all have begun, on a machine that is busy

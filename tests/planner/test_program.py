@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -25,9 +24,9 @@ KINDS = {
 }
 
 
-def _model(folder: Path, kind: str) -> Path:
+def _model(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a tiny model and a tokenizer that knows the chats."""
-    sys.path.insert(0, str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     from tiny_model import make_tiny_model
 
     texts = [message["content"] for line in CHATS for message in json.loads(line)["messages"]]
@@ -67,11 +66,14 @@ def _kill_all_of(program: Path) -> None:
     "kind",
     ["dense", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "dense")],
 )
-def test_the_program_trains_is_killed_goes_on_and_exports(kind: str, tmp_path: Path) -> None:
+@pytest.mark.timeout(900)  # three starts of two ranks
+def test_the_program_trains_is_killed_goes_on_and_exports(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base, options = KINDS[kind]
     if "--lora" in options:
         pytest.importorskip("peft")
-    model = _model(tmp_path / "model", base)
+    model = _model(tmp_path / "model", base, monkeypatch)
     job = ["--gpus", "2", "--gpu", "h100", "--seq", "96", "--global-batch", "8", "--no-compile"]
     program = tmp_path / "train.py"
     assert main(["plan", "--model", str(model), *job, *options, "--write", str(program)]) == 0
@@ -79,7 +81,7 @@ def test_the_program_trains_is_killed_goes_on_and_exports(kind: str, tmp_path: P
     more = ["--data", str(tmp_path / "chats.jsonl"), "--output", str(tmp_path / "run")]
     command = [*torchrun(2, "--standalone"), str(program), *more, "--steps", "12", "--save-every", "3"]
     killed = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 500
     while not fs.find_checkpoints(tmp_path / "run" / "checkpoints"):
         assert killed.poll() is None, "it has ended without a checkpoint"
         assert time.monotonic() < deadline
