@@ -12,10 +12,11 @@ import torch
 
 from fsdp_sft._process.gpus import GB, GIB, GPUS, Gpu, gpu_named
 from fsdp_sft.errors import NoPlanError, UnsupportedModelError
-from fsdp_sft.metrics.figure import new_figure, save_figure
+from fsdp_sft.metrics.plot import new_figure, save_figure
 from fsdp_sft.planner.estimate import Budget, MemoryEstimate, budget_of
 from fsdp_sft.planner.model import as_config
 from fsdp_sft.planner.plan import RunPlan
+from fsdp_sft.planner.program import write_program
 from fsdp_sft.planner.search import plan_run, smallest_num_gpus
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -143,6 +144,8 @@ def _report_plans(args: argparse.Namespace) -> None:
     if args.png:
         draw(args.png, shown, budget, f"{args.model}\n{_headline(args, config, best.estimate, budget)}")
         print(f"Picture: {args.png}", file=sys.stderr)
+    if args.write:
+        print(f"Program: {write_program(args.write, best, args.model, gpu)}", file=sys.stderr)
     if args.json:
         found = {**_job(args, gpu, budget, best.estimate), "plans": [plan.to_dict() for plan in shown]}
         print(json.dumps(found | {"code": best.code(args.model), **_duration(tokens, best)}, indent=1))
