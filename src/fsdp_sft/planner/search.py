@@ -42,7 +42,7 @@ def plan_run(
     gpu_memory_bytes: int | None = None,
     seq_length: int,
     global_batch_size: int,
-    **run_fields: Any,
+    **estimate_options: Any,
 ) -> list[RunPlan]:
     """Find the ways to train that fit into memory: those that leave 5 % of it, fastest first, then others.
 
@@ -69,7 +69,7 @@ def plan_run(
             model. What the driver, the CUDA context, NCCL and fragmentation take is subtracted.
         seq_length: Tokens per sequence.
         global_batch_size: Sequences per optimizer step over all ranks; a multiple of ``num_gpus // cp``.
-        **run_fields: Further fields of ``Run``. Those that would be searched (``micro_batch_size``,
+        **estimate_options: Further fields of ``Run``. Those that would be searched (``micro_batch_size``,
             ``sac_ratio``, ``sac_placement``, ``grad_sync``, ``reshard_after_forward``) are then fixed.
 
     Returns:
@@ -94,12 +94,12 @@ def plan_run(
             fs.train_step(model, window, optimizer)
     """
     check_integer("global_batch_size", global_batch_size, 1)
-    if "grad_accum_steps" in run_fields:
+    if "grad_accum_steps" in estimate_options:
         raise TypeError(
             "plan_run finds grad_accum_steps from the global batch; give micro_batch_size to fix it"
         )
     config = as_config(config)
-    given = {"micro_batch_size": 1, "compile": True, **run_fields}
+    given = {"micro_batch_size": 1, "compile": True, **estimate_options}
     first = Run(num_gpus=num_gpus, seq_length=seq_length, **given)
     shares = num_gpus // first.cp
     if global_batch_size % shares:
@@ -110,13 +110,13 @@ def plan_run(
             f"one sequence; {near} would be"
         )
     usable = budget_of(first.device, num_gpus, gpu_memory_bytes).usable_bytes
-    search = _PlanSearch(build_skeleton(config, first), run_fields, global_batch_size // shares, usable)
+    search = _PlanSearch(build_skeleton(config, first), estimate_options, global_batch_size // shares, usable)
     roomy, tight = (_undominated(search.plans(first, share)) for share in (1 - TIGHT, Fraction(1)))
     plans = roomy + [plan for plan in tight if plan.is_tight and _is_faster(plan, roomy)]
     if not plans:
         raise NoPlanError(
             _what_would_fit(
-                config, replace(first, grad_accum_steps=search.share), run_fields, gpu_memory_bytes
+                config, replace(first, grad_accum_steps=search.share), estimate_options, gpu_memory_bytes
             )
         )
     return [replace(plan, relative_speed=plans[0].time.total / plan.time.total) for plan in plans]
@@ -146,7 +146,7 @@ def smallest_num_gpus(
     *,
     gpu_memory_bytes: int | None = None,
     seq_length: int,
-    **run_fields: Any,
+    **estimate_options: Any,
 ) -> int | None:
     """Find the smallest power of two of GPUs on which a training fits at all.
 
@@ -157,7 +157,7 @@ def smallest_num_gpus(
         config: The config, as for ``estimate_memory``.
         gpu_memory_bytes: Memory of one device, as for ``plan_run``.
         seq_length: Tokens per sequence.
-        **run_fields: Further fields of ``Run``.
+        **estimate_options: Further fields of ``Run``.
 
     Returns:
         The number (a power of two times any ``dp_replicate``, ``cp`` and ``ep_size`` given), or None if none
@@ -177,9 +177,9 @@ def smallest_num_gpus(
         2
     """
     config = as_config(config)
-    least = math.prod(run_fields.get(name, 1) for name in ("dp_replicate", "cp", "ep_size"))
-    given = {"micro_batch_size": 1, **run_fields}
-    run = _leanest(Run(num_gpus=least, seq_length=seq_length, **given), run_fields)
+    least = math.prod(estimate_options.get(name, 1) for name in ("dp_replicate", "cp", "ep_size"))
+    given = {"micro_batch_size": 1, **estimate_options}
+    run = _leanest(Run(num_gpus=least, seq_length=seq_length, **given), estimate_options)
     while run.num_gpus <= _LARGEST_SEARCH:
         if _fits(config, run, gpu_memory_bytes):
             return run.num_gpus
