@@ -94,16 +94,16 @@ MISTAKES = [
     ),
     Mistake(
         "a pack's cost leaves out its attention",
-        "sampling/packing/cost.py",
-        "return self.per_token * tokens + self.per_square * tokens * tokens",
-        "return self.per_token * tokens",
+        "sampling/packing/sampler.py",
+        "return per_token * tokens + per_square * tokens * tokens",
+        "return per_token * tokens",
         COST,
     ),
     Mistake(
         "rounds of packs are not sorted by cost",
-        "sampling/packing/balance.py",
-        "    packs = sorted(packs, key=lambda pack: -_cost_of(pack, lengths, cost))\n",
-        "",
+        "sampling/packing/sampler.py",
+        "            return sum(map(self._weight, pack)), targets\n",
+        "            return 0, targets\n",
         COST,
     ),
     Mistake(

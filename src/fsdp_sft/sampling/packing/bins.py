@@ -1,8 +1,8 @@
-"""Best-fit-decreasing bin packing of sequence lengths."""
+"""Best-fit-decreasing bin packing of sequence lengths, and one pack for each rank of a short round."""
 
 import operator
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -40,11 +40,11 @@ def pack_lengths(lengths: Iterable[int], capacity: int) -> list[list[int]]:
     packs: list[list[int]] = []
     # Packs with room left, by their free tokens: the smallest number that is at least a row's length belongs
     # to the fullest pack that can take the row.
-    open_packs: Sorted[list[int]] = Sorted()
+    open_packs: _Sorted[list[int]] = _Sorted()
     for size in sorted(rows_of, reverse=True):
         rows, taken = rows_of[size], 0
         while taken < len(rows):
-            free, pack = open_packs.pop(at_least=size) or (capacity, [])
+            free, pack = open_packs.pop(size) or (capacity, [])
             if not pack:
                 packs.append(pack)
             # Of all packs with room for this length, this one is the fullest even after it has taken a row,
@@ -91,8 +91,43 @@ def as_ints(name: str, values: Any) -> list[int]:
     return [operator.index(value) for value in listed]
 
 
-class Sorted(Generic[T]):
-    """Things by a number, of which that with the next larger or smaller number is found quickly.
+def deal(packs: list[list[T]], weight: Callable[[T], float], num_ranks: int) -> list[list[T]]:
+    """One pack for each rank from a round that may have fewer: the largest packs are split in two.
+
+    Args:
+        packs: The packs of a round, as lists of rows or of their indices.
+        weight: Tokens or cost of a row.
+        num_ranks: Number of packs to return.
+
+    Returns:
+        ``num_ranks`` packs of the same rows, some of them empty if there are fewer rows than ranks.
+    """
+    packs = list(packs)
+    weights = [sum(map(weight, pack)) for pack in packs]
+    while len(packs) < num_ranks:
+        splittable = [i for i, pack in enumerate(packs) if len(pack) > 1]
+        if not splittable:
+            return packs + [[] for _ in range(num_ranks - len(packs))]
+        largest = max(splittable, key=weights.__getitem__)
+        halves = _halves(packs[largest], weight)
+        packs[largest : largest + 1] = halves
+        weights[largest : largest + 1] = [sum(map(weight, half)) for half in halves]
+    return packs
+
+
+def _halves(pack: list[T], weight: Callable[[T], float]) -> list[list[T]]:
+    """The rows of a pack in two packs of about equal weight."""
+    halves: list[list[T]] = [[], []]
+    weights = [0.0, 0.0]
+    for row in sorted(pack, key=weight, reverse=True):
+        side = weights[1] < weights[0]
+        halves[side].append(row)
+        weights[side] += weight(row)
+    return halves
+
+
+class _Sorted(Generic[T]):
+    """Things by a number, of which that with the next larger number is found quickly.
 
     Of several with one number the last that was added is found first.
     """
@@ -108,16 +143,10 @@ class Sorted(Generic[T]):
             insort(self.numbers, number)
         same.append(thing)
 
-    def pop(self, *, at_least: int | None = None, at_most: int | None = None) -> tuple[int, T] | None:
-        """(number, thing) of the smallest number ``at_least`` a bound, or of the largest ``at_most`` one.
-
-        The thing is removed; None if there is none.
-        """
-        if at_most is not None:
-            index = bisect_right(self.numbers, at_most) - 1
-        else:
-            index = bisect_left(self.numbers, at_least or 0)
-        if not 0 <= index < len(self.numbers):
+    def pop(self, at_least: int) -> tuple[int, T] | None:
+        """(number, thing) of the smallest number ``at_least`` this, which is removed; None without one."""
+        index = bisect_left(self.numbers, at_least)
+        if index == len(self.numbers):
             return None
         number = self.numbers[index]
         same = self._things[number]
@@ -125,7 +154,3 @@ class Sorted(Generic[T]):
         if not same:
             del self.numbers[index]
         return number, thing
-
-    def all(self) -> list[T]:
-        """All things, those with the largest number first."""
-        return [thing for number in reversed(self.numbers) for thing in self._things[number]]

@@ -1,24 +1,27 @@
 """A distributed order of packs, balanced over ranks, that resumes on any number of ranks."""
 
+import math
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import Sampler
 
 from fsdp_sft._process.words import answered
-from fsdp_sft.sampling.packing.balance import balanced_rounds, deal
-from fsdp_sft.sampling.packing.bins import as_ints, check_lengths, pack_lengths
-from fsdp_sft.sampling.packing.cost import RowCost
+from fsdp_sft.metrics import model_flops_per_token
+from fsdp_sft.sampling.packing.bins import as_ints, check_lengths, deal, pack_lengths
 from fsdp_sft.sampling.sampler import Placed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedConfig
 
 # Rounds whose packs are sorted together. More balance better, but make the packs of a round more alike.
 _POOL_ROUNDS = 32
+# Longer than every window and chunk of attention: beyond it only full attention costs more per token.
+_LONG = 1 << 22
 _LEVELS = 16  # packs whose tokens differ by less than 1/16 of max_length count as equally long
 
 
@@ -33,8 +36,7 @@ class PackedSampler(Placed, Sampler[list[int]]):
 
     The position counts packs that training has consumed on all ranks, not those that a DataLoader's workers
     have fetched ahead. ``windows`` reports them; a loop without it calls ``mark_consumed``. If the number of
-    ranks changes in the middle of an epoch, the remaining packs are arranged in rounds of the new size; with
-    ``cost``, the remaining rows are packed anew.
+    ranks changes in the middle of an epoch, the remaining packs are arranged in rounds of the new size.
 
     Args:
         lengths: Tokens of each row of the data set; see ``row_sizes``.
@@ -87,7 +89,7 @@ class PackedSampler(Placed, Sampler[list[int]]):
         )
         self._check_rows()
         self.max_length, self.shuffle, self.seed = max_length, shuffle, seed
-        self._cost = None if cost is None else RowCost.check(cost)
+        self._cost = None if cost is None else _checked_cost(cost)
         self.epoch = 0
         # (number of ranks, packs consumed with it) for each number of ranks in the current epoch, in order.
         self._history = [(self.num_replicas, 0)]
@@ -162,7 +164,7 @@ class PackedSampler(Placed, Sampler[list[int]]):
             "max_length": self.max_length,
             "seed": self.seed,
             "shuffle": int(self.shuffle),
-            "cost": None if self._cost is None else [self._cost.per_token, self._cost.per_square],
+            "cost": None if self._cost is None else list(self._cost),
             "rows_crc32": zlib.crc32(self._targets.tobytes(), zlib.crc32(self._lengths.tobytes())),
         }
 
@@ -175,10 +177,11 @@ class PackedSampler(Placed, Sampler[list[int]]):
         if self._packs is None or self._packs[0] != key:
             generator = torch.Generator().manual_seed(self.seed + 1_000_003 * epoch)
             rows = self._rows(epoch, generator)
-            if self._cost is None:
-                self._packs = key, self._by_tokens(rows, earlier, ranks, generator)
-            else:
-                self._packs = key, self._by_cost(rows, earlier, ranks, generator)
+            packs = pack_lengths([self._lengths[row] for row in rows], self.max_length)
+            packs = [[rows[i] for i in pack] for pack in _shuffled(packs, generator)]
+            for ranks_then, consumed in earlier:
+                packs = self._balanced(packs, ranks_then, generator)[consumed:]
+            self._packs = key, self._balanced(packs, ranks, generator)
         return self._packs[1]
 
     def _epoch_of_order(self) -> int:
@@ -193,32 +196,13 @@ class PackedSampler(Placed, Sampler[list[int]]):
         """Indices of the rows of an epoch, in the order in which they are packed."""
         return torch.randperm(len(self._lengths), generator=generator).tolist()
 
-    def _by_tokens(
-        self, rows: list[int], earlier: list[tuple[int, int]], ranks: int, generator: torch.Generator
-    ) -> list[list[int]]:
-        """Packs of all ranks, balanced by tokens and targets."""
-        packs = pack_lengths([self._lengths[row] for row in rows], self.max_length)
-        packs = [[rows[i] for i in pack] for pack in _shuffled(packs, generator)]
-        for ranks_then, consumed in earlier:
-            packs = self._balanced(packs, ranks_then, generator)[consumed:]
-        return self._balanced(packs, ranks, generator)
-
-    def _by_cost(
-        self, rows: list[int], earlier: list[tuple[int, int]], ranks: int, generator: torch.Generator
-    ) -> list[list[int]]:
-        """Like ``_by_tokens`` with a cost; rows left for another number of ranks are packed anew."""
-        assert self._cost is not None
-        for ranks_then, consumed in [*earlier, (ranks, 0)]:
-            rounds = balanced_rounds(rows, self._lengths, self.max_length, ranks_then, self._cost)
-            whole = [one for one in rounds if len(one) == ranks_then]
-            short = [one for one in rounds if len(one) < ranks_then]
-            packs = [pack for one in _shuffled(whole, generator) + short for pack in one]
-            rows = [row for pack in packs[consumed:] for row in pack]
-        return packs
-
     def _weight(self, row: int) -> float:
-        """Weight of a row when the packs of a short round are split."""
-        return self._lengths[row] if self._cost is None else self._cost.of(self._lengths[row])
+        """Cost of a row; without ``cost`` its tokens."""
+        tokens = self._lengths[row]
+        if self._cost is None:
+            return tokens
+        per_token, per_square = self._cost
+        return per_token * tokens + per_square * tokens * tokens
 
     def _balanced(self, packs: list[list[int]], ranks: int, generator: torch.Generator) -> list[list[int]]:
         """Arrange packs in rounds of similar ones; rounds come in random order, a short one last."""
@@ -228,15 +212,19 @@ class PackedSampler(Placed, Sampler[list[int]]):
         last = [packs[i] for i in by_rows[whole:]]
         packs = [packs[i] for i in sorted(by_rows[:whole])]
         rounds: list[list[list[int]]] = []
-        for start in range(0, whole, ranks * _POOL_ROUNDS):
-            pool = sorted(packs[start : start + ranks * _POOL_ROUNDS], key=self._size)
+        together = whole if self._cost else ranks * _POOL_ROUNDS
+        for start in range(0, whole, together or 1):
+            pool = sorted(packs[start : start + together], key=self._size)
             rounds += [pool[i : i + ranks] for i in range(0, len(pool), ranks)]
         return [pack for one in _shuffled(rounds, generator) for pack in one] + last
 
-    def _size(self, pack: list[int]) -> tuple[int, int]:
-        """Key by which packs of a round are alike: free room in ``_LEVELS`` steps, then targets."""
+    def _size(self, pack: list[int]) -> tuple[float, int]:
+        """Key by which packs of a round are alike: cost, or free room in ``_LEVELS`` steps; then targets."""
+        targets = sum(self._targets[row] for row in pack)
+        if self._cost is not None:
+            return sum(map(self._weight, pack)), targets
         free = self.max_length - sum(self._lengths[row] for row in pack)
-        return free * _LEVELS // self.max_length, sum(self._targets[row] for row in pack)
+        return free * _LEVELS // self.max_length, targets
 
     def _check_rows(self) -> None:
         """Raise ValueError without rows, or for impossible numbers of targets."""
@@ -255,3 +243,57 @@ class PackedSampler(Placed, Sampler[list[int]]):
 def _shuffled(items: list[Any], generator: torch.Generator) -> list[Any]:
     """The items in random order."""
     return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]
+
+
+def _checked_cost(cost: Any) -> tuple[float, float]:
+    """The two coefficients, or an error if they are not two numbers that can be costs."""
+    parts = cost if isinstance(cost, (tuple, list)) else ()
+    numbers = [part for part in parts if isinstance(part, (int, float)) and not isinstance(part, bool)]
+    if len(parts) != 2 or len(numbers) != 2:
+        raise TypeError(f"cost must be two numbers, such as attention_cost(config), got {cost!r}")
+    if not all(math.isfinite(part) and part >= 0 for part in cost) or not any(cost):
+        raise ValueError(f"the numbers of cost must be finite, not negative, and not both 0, got {cost!r}")
+    return float(cost[0]), float(cost[1])
+
+
+def attention_cost(
+    config: "PreTrainedConfig", *, attention: Literal["varlen", "full"] = "varlen"
+) -> tuple[float, float]:
+    """Coefficients ``(a, b)`` of a pack's cost, ``a * tokens + b * sum(length ** 2)``, for ``PackedSampler``.
+
+    They are training FLOPs, counted as by ``model_flops_per_token`` except that a token attends only to those
+    before it, half of its row on average. Layers with a sliding window or chunks count as if every row were
+    longer than the window.
+
+    Args:
+        config: A transformers config of a decoder-only model.
+        attention: Attention scores that are computed. ``"varlen"``: those within each row, as with
+            ``use_varlen_attention`` or flash attention. ``"full"``: those of the whole pack, most of them
+            masked, as with transformers' "sdpa"; packs of equally many tokens then cost the same, and ``b``
+            is 0.
+
+    Returns:
+        (FLOPs per token, FLOPs per squared token).
+
+    Raises:
+        ValueError: For a family whose FLOPs ``model_flops_per_token`` does not count.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=256, intermediate_size=688)
+        >>> a, b = fs.attention_cost(config)
+        >>> b
+        3072.0
+        >>> sampler = fs.PackedSampler([4096] + [64] * 99, max_length=4096, cost=(a, b))
+    """
+    if attention not in ("varlen", "full"):
+        raise ValueError(f"attention must be 'varlen' or 'full', got {attention!r}")
+    try:
+        near, far = (model_flops_per_token(config, length) for length in (_LONG, 2 * _LONG))
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; or give cost=(6 * parameters a token passes through, 6 * heads * head_dim * layers)"
+        ) from error
+    growth = (far - near) / _LONG
+    per_token = near - growth * _LONG
+    return (per_token, growth / 2 if attention == "varlen" else 0.0)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fsdp_sft._compat import data
-from fsdp_sft.sampling.packing.balance import deal
-from fsdp_sft.sampling.packing.bins import check_count, pack_lengths
+from fsdp_sft.sampling.packing.bins import check_count, deal, pack_lengths
 from fsdp_sft.sampling.packing.collator import Row, row_sizes
 from fsdp_sft.sampling.sampler import Placed
 
