@@ -45,7 +45,6 @@ from fsdp_sft.errors import (
     CheckpointMismatchError as CheckpointMismatchError,
     CheckpointNotFoundError as CheckpointNotFoundError,
     FsdpSftError as FsdpSftError,
-    HostMemoryError as HostMemoryError,
     LostRankError as LostRankError,
     ModelLossError as ModelLossError,
     NonFiniteGradientError as NonFiniteGradientError,

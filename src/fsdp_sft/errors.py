@@ -21,7 +21,6 @@ range raise plain ``TypeError`` and ``ValueError``.
       BatchError (ValueError)             batches that cannot be trained on, or not by these ranks together
       OptimizerError (TypeError, ValueError)  optimizers or schedulers with which no step can be taken
       NonFiniteGradientError (FloatingPointError)  NaN or infinity in the gradient norm
-      HostMemoryError (MemoryError)       the host has no room for what would be offloaded to it
       NoPlanError (ValueError)            no plan fits into the memory
       LostRankError (RuntimeError)        another rank has died or does not answer
       RemoteRankError (RuntimeError)      another rank failed, or is in a different call
@@ -162,10 +161,6 @@ class OptimizerError(FsdpSftError, TypeError, ValueError):
 
 class NonFiniteGradientError(FsdpSftError, FloatingPointError):
     """The gradient norm is NaN or infinite; parameters and optimizer are as they were before the step."""
-
-
-class HostMemoryError(FsdpSftError, MemoryError):
-    """The host has too little memory for activations that are to be offloaded; it has not been allocated."""
 
 
 class NoPlanError(FsdpSftError, ValueError):

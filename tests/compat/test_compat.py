@@ -69,7 +69,6 @@ PRIVATE = [
         "packed_sequence_mask_function",
         "transformers",
     ),
-    ("kept_in", "torch.utils.checkpoint", "_VersionWrapper", "torch.utils.checkpoint"),
     ("default_store", "torch.distributed.distributed_c10d", "_get_default_store", "torch.distributed"),
     (
         "render_chat",

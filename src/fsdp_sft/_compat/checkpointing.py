@@ -27,47 +27,6 @@ def is_checkpointing_layer(block: nn.Module) -> bool:
     )
 
 
-class KeptValue:
-    """One value that selective checkpointing keeps from the forward for the recomputation.
-
-    torch keeps it in the private class ``_VersionWrapper``, with the version that a tensor had then.
-    """
-
-    def __init__(self, wrapper: Any) -> None:
-        self._wrapper = wrapper
-
-    @property
-    def value(self) -> Any:
-        return self._wrapper.val
-
-    @property
-    def changed(self) -> bool:
-        """Whether the tensor was changed in place since; torch raises when such a value is used."""
-        return isinstance(self.value, torch.Tensor) and self._wrapper.version != self.value._version
-
-    def replace(self, value: Any, *, changed: bool = False) -> None:
-        """Keep another object in its place; a tensor counts as unchanged from now on unless ``changed``."""
-        self._wrapper.val = value
-        self._wrapper.version = value._version if isinstance(value, torch.Tensor) and not changed else None
-        if changed:
-            self._wrapper.version = -1  # no tensor has this version
-
-
-def kept_in(mode: Any) -> list[KeptValue]:
-    """The values that a mode of ``create_selective_checkpoint_contexts`` keeps at present.
-
-    torch keeps these tensors in the mode's ``storage``. They bypass autograd's saved-tensor hooks, and
-    no public function keeps them elsewhere.
-    """
-    from torch.utils._pytree import tree_leaves
-    from torch.utils.checkpoint import _VersionWrapper
-
-    entries: list[Any] = []
-    for of_operation in mode.storage.values():
-        entries += of_operation.values() if isinstance(of_operation, dict) else of_operation
-    return [KeptValue(leaf) for leaf in tree_leaves(entries) if isinstance(leaf, _VersionWrapper)]
-
-
 def changes_its_inputs(op: Any) -> bool:
     """Whether an operator writes to its arguments, which only its private ``_schema`` says."""
     return bool(getattr(getattr(op, "_schema", None), "is_mutable", False))

@@ -1,6 +1,5 @@
 """torch.compile: compiled calls, and what is being compiled."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,19 +13,6 @@ def is_compiled(module: nn.Module) -> bool:
     that keeps the module in ``_orig_mod``. No public function asks for either.
     """
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-
-
-def compiled_call_of(module: nn.Module) -> Callable[..., Any] | None:
-    """The compiled call of a module, which only ``_compiled_call_impl`` holds; None without ``compile``."""
-    return module.__dict__.get("_compiled_call_impl")
-
-
-def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Replace ``_compiled_call_impl``, to set autograd's saved-tensor hooks around a compiled call.
-
-    torch has no hooks for that: those registered on the module would be traced with it.
-    """
-    module.__dict__["_compiled_call_impl"] = call
 
 
 def being_compiled() -> bool:

@@ -127,14 +127,15 @@ def write_program(path: str | os.PathLike[str], plan: RunPlan, model: str, gpu: 
         ValueError: For a plan of packed rows, or of ranks that share rows: the program pads each rank's own.
         FileExistsError: If there is such a file.
     """
-    if plan.cp > 1 or not plan.setup.attention_mask:
+    run = plan.run
+    if run.cp > 1 or not run.attention_mask:
         raise ValueError("--write is for padded rows of one GPU each: leave out --cp and --no-padding")
     code = plan.code(model).splitlines()
     loop = next(number for number, line in enumerate(code) if line.startswith("loader = "))
     imports = [line for line in code[:loop] if line.startswith("import ")]
     setup = [line.replace("lr=...", "lr=args.lr") for line in code[:loop] if line not in imports]
     setup.remove("fs.init_distributed()")
-    nodes, per_node = -(-plan.num_gpus // gpu.gpus_per_node), min(plan.num_gpus, gpu.gpus_per_node)
+    nodes, per_node = -(-run.num_gpus // gpu.gpus_per_node), min(run.num_gpus, gpu.gpus_per_node)
     launch = f"torchrun --standalone --nproc-per-node {per_node}"
     if nodes > 1:  # on each node
         launch = (
@@ -150,11 +151,11 @@ def write_program(path: str | os.PathLike[str], plan: RunPlan, model: str, gpu: 
         requeue=85,
         imports="".join(f"{line}\n" for line in imports),
         setup="\n".join(f"    {line}" for line in setup),
-        length=plan.setup.seq_length,
-        micro_batch=plan.micro_batch_size,
-        accum=plan.grad_accum_steps,
+        length=run.seq_length,
+        micro_batch=run.micro_batch_size,
+        accum=run.grad_accum_steps,
         step=f"{step}, scheduler=scheduler",
-        rate="1e-4" if plan.setup.lora is not None else "1e-5",
+        rate="1e-4" if run.lora_rank else "1e-5",
     )
     with Path(path).open("x", encoding="utf-8") as file:
         file.write(text)

@@ -6,10 +6,10 @@ from fsdp_sft.sac.apply import (
     named_blocks as named_blocks,
     remove_sac as remove_sac,
 )
+from fsdp_sft.sac.attach import COMPILED as COMPILED, OFFLOADED as OFFLOADED
 from fsdp_sft.sac.decisions import decides as decides, is_decision as is_decision
 from fsdp_sft.sac.groups import check_now as check_now
-from fsdp_sft.sac.host_copies import host_bytes_for as host_bytes_for
-from fsdp_sft.sac.offload import AROUND_COMPILED as AROUND_COMPILED
+from fsdp_sft.sac.offload import host_bytes_for as host_bytes_for
 from fsdp_sft.sac.ratio import (
     Placement as Placement,
     Ratio as Ratio,

@@ -7,10 +7,17 @@ from typing import Any, Literal
 
 from torch import nn
 
+from fsdp_sft._compat.compile import is_compiled
 from fsdp_sft._model.blocks import find_blocks, is_never_called
 from fsdp_sft._model.towers import frozen_towers, pattern_of
 from fsdp_sft._process.words import answered
-from fsdp_sft.sac.attach import checkpoint_blocks, disable_caches, refuse_foreign_checkpointing, restore
+from fsdp_sft.sac.attach import (
+    COMPILED,
+    checkpoint_blocks,
+    disable_caches,
+    refuse_foreign_checkpointing,
+    restore,
+)
 from fsdp_sft.sac.decisions import checkpoint_of
 from fsdp_sft.sac.groups import check_before_forward
 from fsdp_sft.sac.offload import Offload
@@ -57,9 +64,9 @@ def apply_sac(
             dropout gives wrong gradients. ``"auto"`` repeats them only if the model has dropout or jitter.
         early_stop: Whether recomputation ends at the last tensor that the backward needs; None leaves torch's
             default (yes). Turn it off if blocks communicate, as experts on several ranks do.
-        offload: Whether the tensors that the chosen blocks keep are held in host memory. They are copied
-            unchanged on a separate stream: out while blocks run, and back before the backward needs them. On
-            a CPU they are there already. Blocks may be compiled one by one, but not the model as a whole.
+        offload: Whether the inputs of the chosen blocks are held in host memory. They are copied unchanged on
+            a separate stream: out while blocks run, and back before the backward needs them. On a CPU they
+            are there already. Not with ``save``, nor for compiled blocks.
 
     Returns:
         FQNs of the checkpointed blocks, in forward order.
@@ -68,19 +75,17 @@ def apply_sac(
         TypeError: If ``ratio`` is neither a number nor a text, or a block neither an FQN nor a position.
         ValueError: If an argument is out of range, if a block is unknown or lies in another one, or if
             transformers' own checkpointing is on. With ``save``, also if a name matches no submodule of the
-            chosen blocks, or a named one has no matrix to multiply by.
+            chosen blocks, or a named one has no matrix to multiply by. With ``offload``, also with ``save``
+            or if a block is compiled.
         UnsupportedModelError: If the model has no blocks. With ``save``, if parts of a block are sharded as
             groups of their own, as modules kept in float32 are. If the model is sharded later,
             ``shard_model`` raises it, or with another sharding the first forward.
-        HostMemoryError: With ``offload``, in the first forward or one with longer rows, if the host has less
-            memory than its ranks would take together.
 
     Memory: Each checkpointed block keeps its inputs and what ``save`` keeps; the activations of one block at
     a time are recomputed. A block with a router also keeps its choice of experts, ``8 * tokens * top_k``
     bytes, because a recomputation that chose others would give a wrong gradient. With ``offload`` the inputs
     of at most two blocks are on the device, and those of all blocks in pinned host memory: for each block
-    ``2 * tokens * hidden`` bytes in bfloat16, rounded up to 16 MiB, which are kept from step to step. What
-    ``save`` keeps is there too.
+    ``2 * tokens * hidden`` bytes in bfloat16, rounded up to a power of two, which are kept from step to step.
 
     Example:
         >>> fs.apply_sac(model, "1/2")
@@ -88,8 +93,14 @@ def apply_sac(
         >>> fs.apply_sac(model, 1, save=["sdpa", "mlp.gate_proj"])  # all but these
         ['model.layers.0', 'model.layers.1', 'model.layers.2', 'model.layers.3']
     """
-    check_offload(offload)
+    if offload not in (True, False):
+        raise ValueError(f"offload must be True or False, got {offload!r}")
+    if offload and save is not None:
+        raise ValueError("offload=True moves the inputs of blocks that are recomputed whole; leave out save=")
     chosen = _chosen_blocks(model, ratio, blocks, placement, save)
+    for fqn, block in chosen.items():
+        if offload and is_compiled(block):
+            raise ValueError(COMPILED.format(fqn))
     options = _checkpoint_options(model, preserve_rng_state, early_stop)
     names = (save,) if isinstance(save, str) else None if save is None else tuple(save)
     if names is not None:
@@ -98,12 +109,10 @@ def apply_sac(
     refuse_foreign_checkpointing(model)
     if not chosen:
         return []
-    leaves = Offload(len(chosen), keeps=names is not None) if offload else None
-    if names is None:
-        recompute = checkpoint_of(chosen, options)
-    else:
-        recompute = checkpoint_keeping(chosen, names, options, leaves)
-    checkpoint_blocks(model, chosen, recompute, leaves)
+    recompute = (
+        checkpoint_of(chosen, options) if names is None else checkpoint_keeping(chosen, names, options)
+    )
+    checkpoint_blocks(chosen, recompute, Offload() if offload else None)
     if names is not None:
         check_before_forward(model, chosen)  # it may be sharded after this
     disable_caches(model)
@@ -176,12 +185,6 @@ def named_blocks(model: nn.Module, blocks: Iterable[int | str]) -> dict[str, nn.
                 f"{fqn!r} lies in {outer[0]!r}, which is recomputed as a whole; name one of them"
             )
     return {fqn: module for fqn, module in modules.items() if fqn in fqns}
-
-
-def check_offload(offload: Any) -> None:
-    """Raise ValueError unless ``offload`` is True or False."""
-    if offload not in (True, False):
-        raise ValueError(f"offload must be True or False, got {offload!r}")
 
 
 def _fqn_of(model: nn.Module, entry: Any, modules: dict[str, nn.Module]) -> str:

@@ -11,24 +11,24 @@ from fsdp_sft._compat.checkpointing import checkpointing_flag, is_checkpointing_
 from fsdp_sft._model.blocks import CACHES_OFF, configs_of
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac.groups import drop_check
-from fsdp_sft.sac.offload import Offload, drop_offload, offload_compiled, run_offloaded
+from fsdp_sft.sac.offload import Offload, run_offloaded
 
 _STATE = "_fsdp_sft_sac"  # attribute of a module: the instance attributes that were replaced
 _CACHE_CHECK = "_fsdp_sft_sac_cache_check"  # attribute of the model: handle of the hook that refuses caches
 _ABSENT = "absent"
+OFFLOADED = "_fsdp_sft_offloaded"  # attribute of a block whose inputs wait on the host
+COMPILED = "{!r} is compiled, and offload=True is for blocks that are not: leave out one of the two"
 
 
 def checkpoint_blocks(
-    model: nn.Module,
-    blocks: dict[str, nn.Module],
-    recompute: Callable[..., Any],
-    offload: Offload | None,
+    blocks: dict[str, nn.Module], recompute: Callable[..., Any], offload: Offload | None
 ) -> None:
     """Run the blocks' training forwards through ``recompute``."""
     if offload is not None:
         recompute = functools.partial(run_offloaded, offload, recompute)
-        offload_compiled(model, offload, list(blocks))
     for block in blocks.values():
+        if offload is not None:
+            override(block, **{OFFLOADED: True})
         _checkpoint_block(block, recompute)
 
 
@@ -55,7 +55,6 @@ def restore(model: nn.Module) -> None:
     """Undo everything that ``override`` has set in a model, and turn generation caches on again."""
     for module in model.modules():
         drop_check(module)
-        drop_offload(module)
         for name, value in module.__dict__.pop(_STATE, {}).items():
             if isinstance(value, str) and value == _ABSENT:
                 module.__dict__.pop(name, None)

@@ -17,9 +17,10 @@ The values of the forward are not kept, because models divide them by their sum 
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import re
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ _WITH_VALUES = {
     _aten.median.dim,
 }
 _INDICES_ALONE = {_aten.argmax.default, _aten.argmin.default}
-# Names by which the code of a block's modules calls operations that decide.
-_NAMES = {"topk", "sort", "argsort", "argmax", "argmin", "kthvalue"}
+# How code calls operations that decide.
+_DECIDING = re.compile(r"\b(topk|sort|argsort|argmax|argmin|kthvalue)\(")
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -65,20 +66,23 @@ def checkpoint_of(blocks: dict[str, nn.Module], options: dict[str, Any]) -> Call
 
 
 def decides(block: nn.Module) -> bool:
-    """Whether a block has experts, or the code of its modules names an operation that decides.
+    """Whether a block has experts, or the files of its classes name an operation that decides.
 
     Other blocks are spared the dispatch mode that keeps decisions, which runs Python for each operation.
     """
     if any("expert" in name or "router" in name for name, _ in block.named_modules()):
         return True
-    seen: set[Any] = set()
-    classes = {cls for module in block.modules() for cls in type(module).__mro__}
-    return any(
-        _names_one(function, seen)
-        for cls in classes
-        if not cls.__module__.startswith("torch.")
-        for function in vars(cls).values()
-    )
+    modules = {cls.__module__ for module in block.modules() for cls in type(module).__mro__}
+    return any(_DECIDING.search(_source(name)) for name in modules if not name.startswith("torch."))
+
+
+@functools.cache
+def _source(module: str) -> str:
+    """The text of a Python module; where there is none, one that names an operation that decides."""
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return "" if module == "builtins" else ".topk("
 
 
 def with_decisions(contexts: Contexts) -> Contexts:
@@ -174,28 +178,3 @@ def _repeated(func: Any, indices: torch.Tensor, args: tuple[Any, ...], kwargs: d
     at = indices.unsqueeze(dim) if reduces else indices
     values = args[0].gather(dim, at)
     return (values.squeeze(dim) if reduces else values), indices.clone()
-
-
-def _names_one(function: Any, seen: set[Any]) -> bool:
-    """Whether a function names an operation that decides, itself or in functions of its module it calls."""
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    if not isinstance(function, FunctionType) or function in seen:
-        return False
-    seen.add(function)
-    names = set(_names_in(function.__code__))
-    if names & _NAMES:
-        return True
-    beside = (function.__globals__.get(name) for name in names)
-    return any(
-        _names_one(other, seen)
-        for other in beside
-        if isinstance(other, FunctionType) and other.__module__ == function.__module__
-    )
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    """Names of globals and attributes that a code object uses, those of nested functions included."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)

@@ -15,7 +15,6 @@ from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft.sac.attach import override
 from fsdp_sft.sac.decisions import Contexts, decides, is_decision, with_decisions
 from fsdp_sft.sac.groups import refuse_inner_groups
-from fsdp_sft.sac.offload import Offload, contexts_offloaded
 
 SDPA = "sdpa"  # name in ``save`` of the fused attention kernels, which lie between submodules
 
@@ -42,10 +41,7 @@ def check_kept(model: nn.Module, blocks: dict[str, nn.Module], names: tuple[str,
 
 
 def checkpoint_keeping(
-    blocks: dict[str, nn.Module],
-    names: tuple[str, ...],
-    options: dict[str, Any],
-    leaves: Offload | None,
+    blocks: dict[str, nn.Module], names: tuple[str, ...], options: dict[str, Any]
 ) -> Callable[..., Any]:
     """A ``torch.utils.checkpoint.checkpoint`` that keeps the costly outputs of the named submodules."""
     inside = _Inside(options["preserve_rng_state"])
@@ -53,10 +49,7 @@ def checkpoint_keeping(
         plain = module.__dict__.get("forward")
         override(module, forward=functools.partial(_forward_inside, module, inside, plain))
     policy = functools.partial(_policy, inside, names)
-    if leaves is None:
-        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    else:
-        contexts = functools.partial(contexts_offloaded, leaves, policy)
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     if any(map(decides, blocks.values())):
         contexts = functools.partial(_contexts_with_decisions, contexts)
     return functools.partial(checkpoint, context_fn=contexts, **options)

@@ -7,7 +7,7 @@ from torch import nn
 
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._process.words import answered
-from fsdp_sft.sac import AROUND_COMPILED, named_blocks
+from fsdp_sft.sac import COMPILED, OFFLOADED, named_blocks
 
 # torch compiles a function once per variant: checkpointed or not, training or not, with and without
 # gradients, fixed or dynamic lengths, each kind of layer in a model. The first three alone use up torch's
@@ -39,15 +39,16 @@ def compile_blocks(
 
     Raises:
         UnsupportedModelError: If the model has no blocks.
-        ValueError: If a block is unknown.
+        ValueError: If a block is unknown, or was chosen by ``apply_sac(offload=True)``.
 
     Example:
         >>> fs.compile_blocks(model)
         ['model.layers.0', 'model.layers.1', 'model.layers.2', 'model.layers.3']
     """
     chosen = find_blocks(model) if blocks is None else named_blocks(model, blocks)
+    for fqn, block in chosen.items():
+        if OFFLOADED in block.__dict__:
+            raise ValueError(COMPILED.format(fqn))
     for block in chosen.values():
         block.compile(**{"recompile_limit": _VARIANTS, **compile_kwargs})
-        if AROUND_COMPILED in block.__dict__:
-            block.__dict__[AROUND_COMPILED]()
     return list(chosen)
