@@ -26,6 +26,8 @@ _LARGEST_SEARCH = 4096  # GPUs
 _WORTH_A_LOOK = 0.01  # share of a step: what could save less is not tried
 # What takes less memory, by its options on the command line, the cheapest first.
 _LEANER: dict[str, dict[str, Any]] = {
+    "--loss chunked": {"loss_impl": "chunked"},
+    "--no-padding": {"attention_mask": False},
     "--cp 8": {"cp": 8},
     "--cpu-offload": {"cpu_offload": True},
     "--lora 16": {"lora_rank": 16},
