@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from mypy import api
 
-from fsdp_sft.planner.run import Run, RunKeywords
 from tests.harness.places import EXAMPLES
 
 WRONG = """
@@ -19,9 +18,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import fsdp_sft as fs
 
 job = {"a": 1}
-fs.plan_run("m", num_gpus=8, seq_length=4096, global_batch_size=64, gpuu="h100")  # wrong
 fs.plan_run("m", num_gpus="8", seq_length=4096, global_batch_size=64)  # wrong
-fs.plan_run("m", num_gpus=8, seq_length=4096, global_batch_size=64, optimizer="adam")  # wrong
+fs.Run(num_gpus=8, micro_batch_size=1, seq_length=4096, optimizer="adam")  # wrong
 fs.Run(num_gpus=8, micro_batch_size=1, seq_len=4096)  # wrong
 model = fs.shard_model(LlamaForCausalLM(LlamaConfig()), mesh=fs.build_mesh())
 config: int = model.config  # wrong
@@ -40,13 +38,6 @@ fs.export_hf(model)  # wrong
 
 RIGHT = ("loop_plain.py", "loop_fsdp.py", "long_context.py", "minimal_sft.py")
 Said = dict[int, str]  # by line
-
-
-def test_keywords_of_plans_are_the_fields_of_a_run() -> None:
-    fields = {
-        name: kind for name, kind in Run.__annotations__.items() if name not in ("num_gpus", "seq_length")
-    }
-    assert RunKeywords.__annotations__ == fields
 
 
 def _mypy(folder: Path) -> str:

@@ -137,10 +137,11 @@ def best_plan(config: Qwen2Config, attention: str, device: dict, args: argparse.
         attention_mask=attention == "sdpa" and args.rows == "chats",
         optimizer="adamw_fused",
     )
-    names = ("micro_batch_size", "grad_accum_steps", "sac_placement", "reshard_after_forward", "peak_bytes")
-    seconds = plans[0].time.total
-    chosen = {name: getattr(plans[0], name) for name in names}
-    return {"sac_ratio": str(plans[0].sac_ratio), "seconds": seconds, **chosen}
+    names = ("micro_batch_size", "grad_accum_steps", "sac_placement", "reshard_after_forward")
+    best = plans[0]
+    chosen = {name: getattr(best.run, name) for name in names}
+    found = {"peak_bytes": best.peak_bytes, "seconds": best.time.total}
+    return {"sac_ratio": str(best.run.sac_ratio), **chosen, **found}
 
 
 # --- one measurement --------------------------------------------------------------------------------------

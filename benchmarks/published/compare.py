@@ -21,10 +21,8 @@ from benchmarks.published.evidence import FITS, SPEEDS
 from benchmarks.tables import table as table_lines
 from fsdp_sft import Run, estimate_memory
 from fsdp_sft._process.gpus import gpu_named
-from fsdp_sft.planner.budget import budget_of
-from fsdp_sft.planner.estimate import check_options
+from fsdp_sft.planner.estimate import budget_of
 from fsdp_sft.planner.model import build_skeleton
-from fsdp_sft.planner.setup import Setup
 from fsdp_sft.planner.speed import RATES, Rates, step_time
 
 OUTPUT = Path(__file__).parents[1] / "results" / "planner.md"
@@ -241,12 +239,12 @@ def memory_section() -> str:
 # --- speed ------------------------------------------------------------------------------------------------
 
 
-def speed_rows() -> Iterator[tuple[dict[str, Any], Setup, Any]]:
+def speed_rows() -> Iterator[tuple[dict[str, Any], Run, Any]]:
     """The runs that can be compared: the planner's own kinds of parallelism, below the device's peak."""
     for row in SPEEDS:
         if "tp" in row["sharding"] or "+ep" in row["sharding"]:
             continue
-        setup = check_options(grad_accum_steps=1, **options_of(row))
+        setup = Run(grad_accum_steps=1, **options_of(row))
         skeleton = build_skeleton(config_of(row["config"]), setup)
         passes = 3 if row["method"] == "full" else 2
         passes += 1 if row["sac"] == "full" else 0
@@ -265,7 +263,7 @@ def is_chosen(row: dict[str, Any]) -> bool:
     return key in CHOSEN
 
 
-def log_error(rates: Rates, setup: Setup, skeleton: Any, published: float) -> float:
+def log_error(rates: Rates, setup: Run, skeleton: Any, published: float) -> float:
     tokens = setup.micro_batch_size * setup.seq_length
     return math.log(tokens / step_time(skeleton, setup, rates).total / published)
 

@@ -16,7 +16,7 @@ import torch
 from benchmarks.published.compare import GIB, config_of, table
 from fsdp_sft import Run, estimate_memory
 from fsdp_sft._process.gpus import gpu_named
-from fsdp_sft.planner.budget import budget_of
+from fsdp_sft.planner.estimate import budget_of
 
 FOUND = json.loads((Path(__file__).parent / "near_limit.json").read_text())
 OUTPUT = Path(__file__).parents[1] / "results" / "near-the-limit.md"

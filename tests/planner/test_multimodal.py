@@ -6,7 +6,6 @@ import transformers as tf
 import fsdp_sft as fs
 from fsdp_sft._model.towers import towers_of
 from fsdp_sft.planner.model import build_skeleton
-from fsdp_sft.planner.setup import make_setup
 from tests.harness.multimodal import CONFIGS, TEXT, tiny
 
 RUN = fs.Run(num_gpus=2, micro_batch_size=2, seq_length=64)
@@ -15,7 +14,7 @@ RUN = fs.Run(num_gpus=2, micro_batch_size=2, seq_length=64)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_family_is_planned(family: str) -> None:
     model, config = tiny(family), CONFIGS[family]()
-    skeleton = build_skeleton(config, make_setup(RUN))
+    skeleton = build_skeleton(config, RUN)
     towers = {p for name in towers_of(model) for p in model.get_submodule(name).parameters()}
     assert sum(group.elements() for group in skeleton.towers) == sum(p.numel() for p in towers)
     assert sum(group.elements(trained=True) for group in skeleton.towers) == 0
@@ -27,7 +26,7 @@ def test_every_family_is_planned(family: str) -> None:
 def test_it_is_the_text_model_and_shards_of_the_tower() -> None:
     whole = fs.estimate_memory(CONFIGS["llava"](), RUN)
     text = fs.estimate_memory(tf.LlamaConfig(**TEXT), RUN)
-    skeleton = build_skeleton(CONFIGS["llava"](), make_setup(RUN))
+    skeleton = build_skeleton(CONFIGS["llava"](), RUN)
     towers = sum(group.elements() for group in skeleton.towers)
     more = {name: size - text.breakdown.get(name, 0) for name, size in whole.breakdown.items()}
     held = more.pop("parameters (shards)")

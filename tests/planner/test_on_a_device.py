@@ -11,7 +11,6 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft._process.gpus import gpu_named
-from fsdp_sft.planner.estimate import check_options, estimate
 from fsdp_sft.shard.expert_parallel import place_experts
 from tests.harness.native import needs_native_sharding
 from tests.planner.families import FAMILIES, family_config
@@ -180,10 +179,10 @@ def _compare(seed: int, draw: Callable[[int], tuple[Any, dict[str, Any]]]) -> tu
         needs_native_sharding()
     found = run_simulated(_peak, options["num_gpus"], config, options, devices=4, timeout=600)
     assert [touched for _, touched in found] == [[index] for index in range(len(found))]
-    setup = check_options(gpu="cpu", logits_dtype=torch.float32, **options)
+    setup = fs.Run(gpu="cpu", logits_dtype=torch.float32, **options)
     # The CPU's kernels, and what only accelerators have: products of 16-bit matrices into float32.
     device = dataclasses.replace(gpu_named("cpu"), name="simulated")
-    expected = estimate(config, dataclasses.replace(setup, device=device))
+    expected = fs.estimate_memory(config, dataclasses.replace(setup, gpu=device))
     error = expected.peak_bytes / found[0][0] - 1
     text = f"{seed} {config.model_type} {options}: {found[0][0]} counted, {expected.peak_bytes} "
     print(f"{text}({expected.peak_phase}) estimated, {error:+.2%}")

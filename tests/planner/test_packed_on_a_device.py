@@ -12,7 +12,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fsdp_sft as fs
 from fsdp_sft._process.gpus import gpu_named
-from fsdp_sft.planner.estimate import check_options, estimate
 from fsdp_sft.planner.model import as_config
 from fsdp_sft.planner.replay import MASTERS, OPTIMIZER
 from tests.harness.composed import composed
@@ -119,9 +118,9 @@ def expected(root: Path, ranks: int, case: Any) -> fs.MemoryEstimate:
         "seq_length": LENGTH,
     }
     run |= {"lora_rank": RANK, "lora_targets": TARGETS, "frozen_dtype": kind, "attention_mask": False}
-    setup = check_options(gpu="cpu", logits_dtype=torch.float32, **run, **options)
+    setup = fs.Run(gpu="cpu", logits_dtype=torch.float32, **run, **options)
     device = dataclasses.replace(gpu_named("cpu"), name="simulated")
-    return estimate(as_config(root / name), dataclasses.replace(setup, device=device))
+    return fs.estimate_memory(as_config(root / name), dataclasses.replace(setup, gpu=device))
 
 
 @pytest.mark.timeout(660)

@@ -19,7 +19,6 @@ from fsdp_sft import estimate_memory
 from fsdp_sft.attention.context_parallel import SequenceGroup, part_of_rows, share_attention
 from fsdp_sft.loss.part import part_of
 from fsdp_sft.planner import model
-from fsdp_sft.planner.estimate import check_options
 from fsdp_sft.planner.model import build_skeleton
 from fsdp_sft.planner.replay import INPUTS, replay
 from fsdp_sft.planner.trace import trace
@@ -451,8 +450,9 @@ def test_padding_of_shards_is_counted_and_noted() -> None:
     options = {"micro_batch_size": 1, "seq_length": 512}
     even, padded = (estimate_memory(qwen(*SHAPES[0]), fs.Run(num_gpus=n, **options)) for n in (128, 512))
     assert not even.notes
-    assert padded.sharding.largest_over_mean == pytest.approx(1.08, abs=0.005)
-    assert padded.notes == (f"{padded.sharding}; fewer shards (dp_replicate) can need less",)
+    (note,) = padded.notes
+    assert "has 1.08" in note
+    assert "fewer shards (dp_replicate) can need less" in note
     assert padded.breakdown["gathered parameters"] > even.breakdown["gathered parameters"]
 
 
@@ -497,7 +497,7 @@ def test_checkpointed_blocks_keep_the_masks_that_they_get() -> None:
         hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, vocab_size=128,
     )  # fmt: skip
-    setup = check_options(num_gpus=2, micro_batch_size=1, seq_length=256, sac_blocks=[0])
+    setup = fs.Run(num_gpus=2, micro_batch_size=1, seq_length=256, sac_blocks=[0])
     skeleton = build_skeleton(config, setup)
     seen = trace(skeleton, setup)
     (first,), (second,) = (

@@ -7,8 +7,8 @@ import pytest
 import transformers
 
 import fsdp_sft as fs
-from fsdp_sft.planner.model import as_config, build_skeleton
-from fsdp_sft.planner.setup import make_setup
+from fsdp_sft._quantised.settings import settings_for
+from fsdp_sft.planner.model import as_config, build_skeleton, published_bytes
 from tests.harness.hf_folders import tensors_of
 from tests.harness.quantised_folders import configure, deepseek_folder, mxfp4_folder
 
@@ -31,9 +31,11 @@ def test_memory_is_that_of_the_dequantised_model(write: Any, tmp_path: Path) -> 
 def test_bytes_are_those_of_the_files(write: Any, tmp_path: Path) -> None:
     write(tmp_path)
     stored = sum(t.nbytes for t in tensors_of(tmp_path).values())
-    skeleton = build_skeleton(as_config(tmp_path), make_setup(RUN))
-    assert skeleton.published is not None
-    assert skeleton.published.num_bytes == pytest.approx(stored, rel=0.03)
+    skeleton = build_skeleton(as_config(tmp_path), RUN)
+    settings = settings_for("folder", as_config(tmp_path))
+    assert settings is not None
+    found = published_bytes(settings, skeleton.blocks, skeleton.parameters)
+    assert found == pytest.approx(stored, rel=0.03)
     assert stored < 1.5 * skeleton.parameters, "and not those of bfloat16"
 
 

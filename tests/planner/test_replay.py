@@ -6,8 +6,8 @@ import pytest
 from transformers import LlamaConfig
 
 from fsdp_sft.planner import replay
-from fsdp_sft.planner.estimate import check_options
 from fsdp_sft.planner.model import Skeleton, build_skeleton
+from fsdp_sft.planner.run import Run
 from fsdp_sft.planner.trace import trace
 
 MIB = 1 << 20
@@ -42,7 +42,7 @@ def test_the_picture_is_what_the_replay_does(monkeypatch: pytest.MonkeyPatch) ->
         vocab_size=8192,
         tie_word_embeddings=False,
     )
-    setup = check_options(num_gpus=4, micro_batch_size=1, seq_length=1024, attention_mask=False)
+    setup = Run(num_gpus=4, micro_batch_size=1, seq_length=1024, attention_mask=False)
     skeleton = build_skeleton(config, setup)
     seen: list[tuple[int, str]] = []
     look = replay._Step.look

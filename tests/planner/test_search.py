@@ -14,7 +14,7 @@ import fsdp_sft as fs
 from fsdp_sft import NoPlanError, estimate_memory, plan_run, smallest_num_gpus
 from fsdp_sft.commands import main as command
 from fsdp_sft.planner import search
-from fsdp_sft.planner.picture import plan_table
+from fsdp_sft.planner.command import plan_table
 from fsdp_sft.planner.trace import _trace
 from tests.harness.native import needs_native_sharding
 from tests.planner.families import QWEN_14B, QWEN_72B, SHAPES, TINY, qwen
@@ -63,23 +63,23 @@ def test_plans_fit_and_are_sorted_by_speed() -> None:
         assert speeds == sorted(speeds, reverse=True)
     assert [plan.is_tight for plan in plans] == sorted(plan.is_tight for plan in plans)
     for plan in plans:
-        assert plan.micro_batch_size * plan.grad_accum_steps * (64 // plan.cp) == 512
+        assert plan.run.micro_batch_size * plan.run.grad_accum_steps * (64 // plan.run.cp) == 512
         again = estimate_memory(
             QWEN_14B,
             fs.Run(
                 num_gpus=64,
-                micro_batch_size=plan.micro_batch_size,
+                micro_batch_size=plan.run.micro_batch_size,
                 seq_length=4096,
-                grad_accum_steps=plan.grad_accum_steps,
-                sac_ratio=plan.sac_ratio,
-                sac_placement=plan.sac_placement,
-                sac_offload=plan.sac_offload,
-                reshard_after_forward=plan.reshard_after_forward,
-                dp_replicate=plan.dp_replicate,
-                cp=plan.cp,
-                grad_sync=plan.grad_sync,
-                compile=plan.compile,
-                optimizer=plan.setup.optimizer,
+                grad_accum_steps=plan.run.grad_accum_steps,
+                sac_ratio=plan.run.sac_ratio,
+                sac_placement=plan.run.sac_placement,
+                sac_offload=plan.run.sac_offload,
+                reshard_after_forward=plan.run.reshard_after_forward,
+                dp_replicate=plan.run.dp_replicate,
+                cp=plan.run.cp,
+                grad_sync=plan.run.grad_sync,
+                compile=plan.run.compile,
+                optimizer=plan.run.optimizer,
             ),
         )
         assert again.peak_bytes == plan.peak_bytes <= 0.96 * 80 * 10**9
@@ -120,15 +120,15 @@ def test_the_first_plan_leaves_a_margin_and_others_are_called_tight() -> None:
     first = plan_run(config, **job)[0]
     assert first.left_bytes >= 0.05 * first.usable_bytes
     assert not first.is_tight
-    assert first.setup.optimizer == "adamw_fused"
+    assert first.run.optimizer == "adamw_fused"
     assert "fused=True" in first.code("m")
     plain = plan_run(config, **job, optimizer="adamw")
-    assert all(plan.setup.optimizer == "adamw" for plan in plain)
+    assert all(plan.run.optimizer == "adamw" for plan in plain)
     assert "(tight)" in plan_table(plain)
     small = plan_run(
         qwen(3584, 18944, 28, 28, 4), num_gpus=8, gpu="h100", seq_length=4096, global_batch_size=64
     )
-    assert {plan.setup.optimizer for plan in small} == {"adamw"}
+    assert {plan.run.optimizer for plan in small} == {"adamw"}
     tight = [plan for plan in small if plan.is_tight]
     assert tight == small[-len(tight) :]
     assert all(plan.time.total < small[0].time.total for plan in tight)
@@ -139,7 +139,7 @@ def test_where_nothing_fits_the_error_says_what_would() -> None:
         plan_run(QWEN_72B, num_gpus=8, gpu_memory_bytes=80 * 10**9, seq_length=4096, global_batch_size=8)
     text = str(caught.value)
     fewest = smallest_num_gpus(QWEN_72B, gpu_memory_bytes=80 * 10**9, seq_length=4096)
-    assert f"- {fewest} GPUs of this kind" in text
+    assert f"; {fewest} such GPUs (--gpus {fewest}); " in text
     assert fewest is not None
     plans = plan_run(
         QWEN_72B, num_gpus=fewest, gpu_memory_bytes=80 * 10**9, seq_length=4096, global_batch_size=fewest
@@ -165,8 +165,12 @@ def test_what_is_given_is_not_searched() -> None:
         reshard_after_forward=True,
     )
     plan = plans[0]
-    assert (plan.micro_batch_size, plan.grad_accum_steps, plan.sac_ratio) == (2, 2, Fraction(2, 3))
-    assert (plan.sac_placement, plan.reshard_after_forward) == ("prefix", True)
+    assert (plan.run.micro_batch_size, plan.run.grad_accum_steps, plan.run.sac_ratio) == (
+        2,
+        2,
+        Fraction(2, 3),
+    )
+    assert (plan.run.sac_placement, plan.run.reshard_after_forward) == ("prefix", True)
 
 
 def test_plans_refuse_what_cannot_be() -> None:

@@ -89,14 +89,14 @@ def test_the_model_attends_as_before_after_a_trace_of_a_part() -> None:
 def test_a_row_that_does_not_fit_alone_is_shared() -> None:
     options: dict[str, Any] = {"num_gpus": 8, "gpu_memory_bytes": 76 * 10**9, "seq_length": 131072}
     options |= {"attention_mask": False, "compile": False}
-    with pytest.raises(NoPlanError, match=r"- cp=8: .* \(--cp 8\): GPUs share each row"):
+    with pytest.raises(NoPlanError, match=r"What would fit: --cp 8;"):
         plan_run(QWEN_14B, **options, global_batch_size=8)
     plans = plan_run(QWEN_14B, **options, global_batch_size=8, cp=4)
-    assert {plan.cp for plan in plans} == {4}
-    assert all(plan.micro_batch_size * plan.grad_accum_steps == 4 for plan in plans)
+    assert {plan.run.cp for plan in plans} == {4}
+    assert all(plan.run.micro_batch_size * plan.run.grad_accum_steps == 4 for plan in plans)
     assert plans[0].time.exchange > 0
     assert any("4 GPUs share each row: exchanges take" in text for text in plans[0].reasons)
-    assert {plan.cp for plan in plan_run(QWEN_14B, **options, global_batch_size=1, cp=8)} == {8}
+    assert {plan.run.cp for plan in plan_run(QWEN_14B, **options, global_batch_size=1, cp=8)} == {8}
     with pytest.raises(ValueError, match=r"no multiple of 2 groups of 4 GPUs.*4 would be"):
         plan_run(QWEN_14B, **options, global_batch_size=3, cp=4)
     with pytest.raises(NoPlanError, match="nothing fits on 8"):

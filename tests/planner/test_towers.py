@@ -12,7 +12,6 @@ import transformers as tf
 import fsdp_sft as fs
 from fsdp_sft._model.towers import towers_of
 from fsdp_sft._process.gpus import gpu_named
-from fsdp_sft.planner.estimate import check_options, estimate
 from tests.simulated.ranks import run_simulated
 
 RANKS, BATCH, LENGTH = 2, 2, 256
@@ -82,7 +81,7 @@ def test_frozen_towers_are_two_bytes_a_parameter_and_trained_ones_twelve(used: A
 def test_the_planner_knows_what_frozen_towers_take(used: Any) -> None:
     _, found = used
     options = {"num_gpus": RANKS, "micro_batch_size": BATCH, "seq_length": LENGTH, "sac_ratio": "1/2"}
-    setup = check_options(gpu="cpu", logits_dtype=torch.float32, **options)
+    setup = fs.Run(gpu="cpu", logits_dtype=torch.float32, **options)
     device = dataclasses.replace(gpu_named("cpu"), name="simulated")
-    expected = estimate(_config(), dataclasses.replace(setup, device=device))
+    expected = fs.estimate_memory(_config(), dataclasses.replace(setup, gpu=device))
     assert expected.peak_bytes == pytest.approx(found["frozen"][1], rel=0.01)

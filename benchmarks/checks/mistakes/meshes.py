@@ -135,14 +135,14 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "copies of parameters cut elsewhere left out of the plan",
-        "planner/sizes.py",
+        "planner/parameters.py",
         "moved=sum(group.moved(shards)) * compute,",
         "moved=0,",
         ("tests/planner/test_tracker.py",),
     ),
     Mistake(
         "filler of rows that ranks share left out of the plan",
-        "planner/sharing.py",
+        "planner/kernels.py",
         "each = -(-seq_length // ranks)",
         "each = seq_length // ranks",
         ("tests/planner/test_shared_rows.py::test_rows_that_ranks_do_not_divide_are_filled_up",),

@@ -125,8 +125,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the planner keeps towers in the masters' dtype",
         "planner/parameters.py",
-        "kept = setup.tower_dtype if self.is_tower else setup.frozen_dtype",
-        "kept = setup.frozen_dtype",
+        "kept = run.kept_dtype(is_tower=self.is_tower)",
+        "kept = run.kept_dtype()",
         ("tests/planner/test_multimodal.py",),
     ),
 ]

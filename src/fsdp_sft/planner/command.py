@@ -4,8 +4,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,36 @@ import torch
 
 from fsdp_sft._process.gpus import GB, GIB, GPUS, Gpu, gpu_named
 from fsdp_sft.errors import NoPlanError, UnsupportedModelError
-from fsdp_sft.planner.budget import Budget, budget_of
-from fsdp_sft.planner.estimate import MemoryEstimate
+from fsdp_sft.metrics.figure import new_figure, save_figure
+from fsdp_sft.planner.estimate import Budget, MemoryEstimate, budget_of
 from fsdp_sft.planner.model import as_config
-from fsdp_sft.planner.picture import aligned, bars, draw, plan_table
 from fsdp_sft.planner.plan import RunPlan
 from fsdp_sft.planner.search import plan_run, smallest_num_gpus
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_SMALLEST_SHARE = 0.005  # of the peak; smaller parts are summed up as one
+# Options of the command that are fields of ``Run``, by their names there.
+_OPTIONS = {
+    "gpu": "gpu",
+    "loss": "loss_impl",
+    "experts": "experts_impl",
+    "masters": "master_dtype",
+    "cp": "cp",
+    "ep": "ep_size",
+    "replicas": "dp_replicate",
+    "offload": "sac_offload",
+    "cpu_offload": "cpu_offload",
+    "lora": "lora_rank",
+    "frozen_dtype": "frozen_dtype",
+    "optimizer": "optimizer",
+    "micro_batch": "micro_batch_size",
+    "grad_sync": "grad_sync",
+    "sac": "sac_ratio",
+    "sac_placement": "sac_placement",
+    "reshard": "reshard_after_forward",
+    "compile": "compile",
+}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,9 +57,8 @@ def run(args: argparse.Namespace) -> int:
     missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} must be given, or --list-gpus")
-    gpu = gpu_named(args.gpu)
     try:
-        _report_plans(args, gpu, budget_of(gpu, args.gpus))
+        _report_plans(args)
     except NoPlanError as error:
         if not args.json:
             raise
@@ -79,41 +99,16 @@ def _duration(tokens: int | None, plan: RunPlan) -> dict[str, float]:
     """Hours of a training of that many tokens, for the JSON output."""
     if tokens is None:
         return {}
-    hours = tokens / (plan.tokens_per_second * plan.num_gpus) / 3600
-    return {"tokens": tokens, "hours": hours, "gpu_hours": hours * plan.num_gpus}
+    hours = tokens / (plan.tokens_per_second * plan.run.num_gpus) / 3600
+    return {"tokens": tokens, "hours": hours, "gpu_hours": hours * plan.run.num_gpus}
 
 
-_NAMES = {
-    "global_batch_size": "--global-batch",
-    "micro_batch_size": "--micro-batch",
-    "seq_length": "--seq",
-    "num_gpus": "--gpus",
-    "dp_replicate": "--replicas",
-    "sac_ratio": "--sac",
-    "sac_placement": "--sac-placement",
-    "sac_offload": "--offload",
-    "reshard_after_forward": "--reshard",
-    "grad_sync": "--grad-sync",
-    "ep_size": "--ep",
-    "lora_rank": "--lora",
-    "frozen_dtype": "--frozen-dtype",
-    "loss_impl": "--loss",
-    "experts_impl": "--experts",
-    "cp": "--cp",
-}
-
-
-@contextmanager
-def in_options() -> Iterator[None]:
-    """Errors name the command's own options in place of the arguments of Python."""
-    try:
-        yield
-    except NoPlanError:
-        raise
-    except (ValueError, UnsupportedModelError) as error:
-        message = re.sub(r"\b(" + "|".join(_NAMES) + r")\b", lambda found: _NAMES[found[1]], str(error))
-        kind = UnsupportedModelError if isinstance(error, UnsupportedModelError) else ValueError
-        raise kind(message) from error
+def _in_options(error: Exception) -> str:
+    """An error's message, with the command's own options in place of the arguments of Python."""
+    names = "|".join([*_OPTIONS.values(), "num_gpus", "seq_length", "global_batch_size"])
+    flags = {name: option for option, name in _OPTIONS.items()}
+    flags |= {"num_gpus": "gpus", "seq_length": "seq", "global_batch_size": "global_batch"}
+    return re.sub(rf"\b({names})\b", lambda found: "--" + flags[found[1]].replace("_", "-"), str(error))
 
 
 def _links(gpu: Gpu, num_gpus: int) -> str:
@@ -124,71 +119,54 @@ def _links(gpu: Gpu, num_gpus: int) -> str:
     return f"Assumed links, each way and per GPU: {within}{between}, {host}."
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of ``Run`` that the command line gives; what it leaves open is searched."""
-    options: dict[str, Any] = {
-        "gpu": args.gpu,
-        "attention_mask": not args.no_padding,
-        "loss_impl": args.loss,
-        "experts_impl": args.experts,
-        "master_dtype": _DTYPES[args.masters],
-        "cp": args.cp,
-        "ep_size": args.ep,
-        "dp_replicate": args.replicas,
-        "sac_offload": args.offload,
-        "cpu_offload": args.cpu_offload,
-        "lora_rank": args.lora,
-    }
-    searched = {
-        "frozen_dtype": _DTYPES.get(args.frozen_dtype, args.frozen_dtype),
-        "optimizer": args.optimizer,
-        "micro_batch_size": args.micro_batch,
-        "grad_sync": args.grad_sync,
-        "sac_ratio": args.sac,
-        "sac_placement": args.sac_placement,
-        "reshard_after_forward": args.reshard,
-        "compile": args.compile,
-    }
-    return options | {name: value for name, value in searched.items() if value is not None}
+def _fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ``Run`` that the command line gives; what it leaves open is searched, or as usual."""
+    given = {name: getattr(args, option) for option, name in _OPTIONS.items()}
+    known = {name: _DTYPES.get(value, value) for name, value in given.items() if value is not None}
+    return known | {"attention_mask": not args.no_padding}
 
 
-def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
+def _report_plans(args: argparse.Namespace) -> None:
     """Print the plans, the memory and the code of the fastest one."""
-    config, options, tokens = as_config(args.model), _options(args), _tokens(args.tokens)
-    job = {"num_gpus": args.gpus, "seq_length": args.seq, "global_batch_size": args.global_batch}
-    with in_options():
-        plans = plan_run(config, **job, **options)
+    config, fields, tokens = as_config(args.model), _fields(args), _tokens(args.tokens)
+    gpu = gpu_named(args.gpu)
+    budget = budget_of(gpu, args.gpus)
+    try:
+        plans = plan_run(
+            config, num_gpus=args.gpus, seq_length=args.seq, global_batch_size=args.global_batch, **fields
+        )
+    except NoPlanError:
+        raise
+    except (ValueError, UnsupportedModelError) as error:
+        raise type(error)(_in_options(error)) from error
     best, shown = plans[0], plans[: args.plans]
-    estimate = best.estimate
-    if args.json:
-        found = {**_job(args, gpu, budget, estimate), "plans": [plan.to_dict() for plan in shown]}
-        found |= {"code": best.code(args.model), **_duration(tokens, best)}
-        print(json.dumps(found, indent=1))
-    else:
-        print(_headline(args, config, estimate, budget))
-        print(f"\n{plan_table(shown)}")
-        if len(plans) > len(shown):
-            print(f"... and {len(plans) - len(shown)} more (--plans {len(plans)})")
-        print(f"\nPlan 1: {'; '.join(best.reasons)}.")
-        print(f"Sharding: {estimate.sharding}.")
-        print(_links(gpu, args.gpus))
-        if tokens is not None:
-            needed = _duration(tokens, best)
-            print(
-                f"{args.tokens} tokens take {needed['hours']:.3g} hours, {needed['gpu_hours']:.3g} GPU-hours."
-            )
-        for note in (*estimate.notes, *_notes_on_config(args, config)):
-            print(f"Note: {note}.")
-        print(f"\nMemory of plan 1 on each GPU at the peak, in the {estimate.peak_phase} phase:\n")
-        print(bars(estimate, budget=budget))
-        print(f"\nPlan 1 as code:\n\n{best.code(args.model)}")
-        fewest = smallest_num_gpus(config, seq_length=args.seq, **options)
-        if fewest is not None:
-            print(f"\nFewest such GPUs (in powers of two) that hold this training at all: {fewest}.")
     if args.png:
-        labelled = [(f"plan {i}: {_label(plan)}", plan.estimate) for i, plan in enumerate(shown, start=1)]
-        target = draw(args.png, labelled, budget=budget, title=_title(args, config, estimate, budget))
-        print(f"Picture: {target}", file=sys.stderr if args.json else sys.stdout)
+        draw(args.png, shown, budget, f"{args.model}\n{_headline(args, config, best.estimate, budget)}")
+        print(f"Picture: {args.png}", file=sys.stderr)
+    if args.json:
+        found = {**_job(args, gpu, budget, best.estimate), "plans": [plan.to_dict() for plan in shown]}
+        print(json.dumps(found | {"code": best.code(args.model), **_duration(tokens, best)}, indent=1))
+        return
+    print(_headline(args, config, best.estimate, budget))
+    print(f"\n{plan_table(shown)}")
+    if len(plans) > len(shown):
+        print(f"... and {len(plans) - len(shown)} more (--plans {len(plans)})")
+    print(f"\nPlan 1: {'; '.join(best.reasons)}.")
+    print(_links(gpu, args.gpus))
+    if tokens is not None:
+        needed = _duration(tokens, best)
+        print(f"{args.tokens} tokens take {needed['hours']:.3g} hours, {needed['gpu_hours']:.3g} GPU-hours.")
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < args.seq:
+        print(f"Note: the config gives the model {positions} positions.")
+    for note in best.estimate.notes:
+        print(f"Note: {note}.")
+    print(f"\nMemory of plan 1 on each GPU at the peak, in the {best.estimate.peak_phase} phase:\n")
+    print(bars(best.estimate, budget))
+    print(f"\nPlan 1 as code:\n\n{best.code(args.model)}")
+    fewest = smallest_num_gpus(config, seq_length=args.seq, **fields)
+    if fewest is not None:
+        print(f"\nFewest such GPUs (in powers of two) that hold this training at all: {fewest}.")
 
 
 def _job(args: argparse.Namespace, gpu: Gpu, budget: Budget, estimate: MemoryEstimate) -> dict[str, Any]:
@@ -204,15 +182,7 @@ def _job(args: argparse.Namespace, gpu: Gpu, budget: Budget, estimate: MemoryEst
         "taken_bytes": dict(budget.taken),
         "parameters": estimate.parameters,
         "active_parameters": estimate.active_parameters,
-        "sharding": str(estimate.sharding),
     }
-
-
-def _notes_on_config(args: argparse.Namespace, config: Any) -> Iterator[str]:
-    """Remarks on a config, and on rows as long as these."""
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(positions, int) and positions < args.seq:
-        yield f"the config gives the model {positions} positions"
 
 
 def _headline(args: argparse.Namespace, config: Any, estimate: MemoryEstimate, budget: Budget) -> str:
@@ -224,24 +194,91 @@ def _headline(args: argparse.Namespace, config: Any, estimate: MemoryEstimate, b
     return f"{config.model_type}, {size}, on {where}, {batch}"
 
 
-def _title(args: argparse.Namespace, config: Any, estimate: MemoryEstimate, budget: Budget) -> str:
-    """What a picture shows, and of which model and job."""
-    lora = f", LoRA of rank {args.lora}" if args.lora else ""
-    name = Path(args.model).name
-    return f"{name}{lora}: memory per GPU at the peak\n{_headline(args, config, estimate, budget)}"
+# --- the table and the bars -------------------------------------------------------------------------------
 
 
-def _label(plan: RunPlan) -> str:
-    """A plan in a few words."""
-    share = "all" if plan.sac_ratio == 1 else f"{plan.sac_ratio} ({plan.sac_placement})"
-    offloaded = ", offloaded" if plan.sac_offload else ""
-    parts = {
-        f"micro batch {plan.micro_batch_size} x {plan.grad_accum_steps}": True,
-        f"cp {plan.cp}": plan.cp > 1,
-        f"ep {plan.ep_size}": plan.ep_size > 1,
-        f"{plan.dp_replicate} replicas": plan.dp_replicate > 1,
-        f"{share} checkpointed{offloaded}": plan.sac_ratio > 0,
-        "reduced once": plan.grad_sync == "last" and plan.grad_accum_steps > 1,
-        "kept gathered": not plan.reshard_after_forward,
+def plan_table(plans: Sequence[RunPlan]) -> str:
+    """The plans as a table, one line each, without columns in which all have the usual value."""
+    rows = [_row(index, plan) for index, plan in enumerate(plans, start=1)]
+    usual = {"cp": "1", "ep": "1", "replicas": "1", "reduced": "each", "resharded": "yes"}
+    usual["optimizer"] = rows[0]["optimizer"]
+    names = [name for name in rows[0] if {row[name] for row in rows} != {usual.get(name)}]
+    return aligned([tuple(names), *(tuple(row[name] for name in names) for row in rows)])
+
+
+def _row(index: int, plan: RunPlan) -> dict[str, str]:
+    """A plan's cells, by column."""
+    run = plan.run
+    share = {"0": "none", "1": "all"}.get(str(run.sac_ratio), f"{run.sac_ratio} {run.sac_placement}")
+    return {
+        "": f"{index}.",
+        "cp": str(run.cp),
+        "ep": str(run.ep_size),
+        "replicas": str(run.dp_replicate),
+        "micro batch": str(run.micro_batch_size),
+        "x accum.": str(run.grad_accum_steps),
+        "reduced": "once" if run.grad_sync == "last" and run.grad_accum_steps > 1 else "each",
+        "checkpointed": share + (", offloaded" if run.sac_offload and run.sac_ratio else ""),
+        "resharded": "yes" if run.reshard_after_forward else "no",
+        "optimizer": run.optimizer,
+        "GiB per GPU": f"{plan.peak_bytes / GIB:.1f}",
+        "left": f"{plan.left_bytes / GIB:.1f}{' (tight)' if plan.is_tight else ''}",
+        "peak in": plan.estimate.peak_phase,
+        "step": f"{plan.time.total:.3g} s",
+        "tokens/s per GPU": f"{plan.tokens_per_second:,.0f}",
+        "bound by": plan.time.bound,
     }
-    return ", ".join(part for part, is_so in parts.items() if is_so)
+
+
+def aligned(rows: list[tuple[str, ...]]) -> str:
+    """Rows of cells as lines with columns aligned to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(lines)
+
+
+def bars(estimate: MemoryEstimate, budget: Budget, width: int = 40) -> str:
+    """The breakdown at the peak as lines of text, largest part first, and the sum beside the budget."""
+    parts = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
+    shown = [(name, size) for name, size in parts if size >= _SMALLEST_SHARE * estimate.peak_bytes]
+    rest = estimate.peak_bytes - sum(size for _, size in shown)
+    if rest:
+        shown.append(("the rest", rest))
+    names = max(len(name) for name, _ in shown)
+    lines = []
+    for name, size in shown:
+        eighths = round(size / shown[0][1] * width * 8)
+        bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
+        lines.append(f"{name:<{names}}  {size / GIB:7.2f} GiB  {bar}".rstrip())
+    return "\n".join([*lines, f"{'in all':<{names}}  {estimate.peak_bytes / GIB:7.2f} GiB  of {budget}"])
+
+
+def draw(path: str, plans: Sequence[RunPlan], budget: Budget, title: str) -> None:
+    """Draw each plan's memory as a stacked bar, to a PNG or what the suffix names.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed.
+    """
+    figure: Any = new_figure(9, 3 + 0.4 * len(plans), dpi=150)
+    axes = figure.subplots()
+    kinds = dict.fromkeys(kind for plan in plans for kind in plan.estimate.breakdown)
+    left = [0.0] * len(plans)
+    for index, kind in enumerate(kinds):
+        sizes = [plan.estimate.breakdown.get(kind, 0) / GIB for plan in plans]
+        axes.barh(
+            range(len(plans)), sizes, left=left, label=kind, color=f"C{index % 10}", alpha=1 - index / 30
+        )
+        left = [so_far + size for so_far, size in zip(left, sizes, strict=True)]
+    axes.axvline(budget.usable_bytes / GIB, color="black", linestyle="--", label="usable")
+    axes.set_yticks(range(len(plans)), [_label(index, plan) for index, plan in enumerate(plans, start=1)])
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    figure.suptitle(title, fontsize=10)
+    save_figure(figure, Path(path))
+
+
+def _label(index: int, plan: RunPlan) -> str:
+    """A plan in a few words."""
+    row = _row(index, plan)
+    return f"{index}. {row['micro batch']} x {row['x accum.']}, {row['checkpointed']} checkpointed"

@@ -1,98 +1,25 @@
-"""How much memory a training step needs on each GPU, from the config alone."""
+"""Memory that a training step needs on each GPU, from the config alone, and what a device has for it."""
 
+import functools
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fsdp_sft._process.gpus import GIB, MIB, Gpu
 from fsdp_sft._process.words import answered
-from fsdp_sft._tensors.sharding import imbalance, shard_numel
 from fsdp_sft.attention.context_parallel import check_shareable
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.model import CHECKED_FAMILIES, Skeleton, as_config, build_skeleton
-from fsdp_sft.planner.parameters import Group
 from fsdp_sft.planner.replay import GRADIENTS, MASTERS, OPTIMIZER, replay
 from fsdp_sft.planner.run import Run
-from fsdp_sft.planner.setup import Setup, make_setup
 from fsdp_sft.planner.trace import trace
 from fsdp_sft.sac import host_bytes_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# How evenly the ranks share a model's parameters, and which parameter they share least evenly.
-
-
-@dataclass(frozen=True)
-class ShardBalance:
-    """How many elements the fullest rank has, compared with the mean.
-
-    Attributes:
-        ranks: Number of ranks that the parameters are sharded over.
-        largest_over_mean: Elements of the fullest rank divided by the mean; 1.0 is even.
-        parameter: Name of the parameter that is most uneven, or of the first of several that are alike; empty
-            if all are even.
-        shape: Shape of that parameter.
-        dim: Dimension along which that parameter is cut.
-        parameter_over_mean: The fullest rank's part of that parameter divided by the mean.
-        idle_ranks: Number of ranks that have none of that parameter.
-    """
-
-    ranks: int
-    largest_over_mean: float
-    parameter: str = ""
-    shape: tuple[int, ...] = ()
-    dim: int = 0
-    parameter_over_mean: float = 1.0
-    idle_ranks: int = 0
-
-    def __str__(self) -> str:
-        if not self.parameter:
-            return f"all parameters lie evenly on {self.ranks} ranks"
-        shape = " x ".join(map(str, self.shape))
-        text = (
-            f"the fullest of {self.ranks} ranks has {self.largest_over_mean:.3f} times the mean; most uneven "
-            f"is {self.parameter} ({shape}), cut along dimension {self.dim}: "
-            f"{self.parameter_over_mean:.2f} times"
-        )
-        return text + (f", {self.idle_ranks} ranks have none of it" if self.idle_ranks else "")
-
-
-def shard_balance(parts: list[tuple[Group, int, int]], ranks: int) -> ShardBalance:
-    """How evenly a model's groups are sharded.
-
-    Args:
-        parts: The groups of a model as ``Skeleton.parts`` gives them.
-        ranks: Number of ranks that the parameters are sharded over; experts that are distributed are sharded
-            over those of them that have the same ones.
-    """
-    most = total = 0
-    worst: tuple[float, str, tuple[int, ...], int, int] = (0.0, "", (), ranks, 0)
-    for group, over, count in parts:
-        for name, shape, dim in group.with_dims(over):
-            here, elements = shard_numel(shape, over, dim), math.prod(shape)
-            most, total = most + count * here, total + count * elements * ranks // over
-            excess = count * (here - elements / over)
-            worst = max(worst, (excess, name, shape, over, dim), key=lambda found: found[0])
-    excess, name, shape, over, dim = worst
-    if excess < 1 or not total:
-        return ShardBalance(ranks, most * ranks / total if total else 1.0)
-    size = shape[dim] if shape else 1
-    rows = -(-size // over)
-    return ShardBalance(
-        ranks=ranks,
-        largest_over_mean=most * ranks / total,
-        parameter=name,
-        shape=shape,
-        dim=dim,
-        parameter_over_mean=imbalance(size, over),
-        idle_ranks=(over - -(-size // rows)) * ranks // over,
-    )
-
-
-_GIB = 1 << 30
-_EVEN = ShardBalance(1, 1.0)
 _NOTABLE_PADDING = 0.05
 
 
@@ -112,7 +39,6 @@ class MemoryEstimate:
         activation_bytes: Bytes that the forward of all blocks leaves on the device for the backward.
         host_bytes: Host memory per GPU: pinned, in which activations wait (``sac_offload``), or that of
             shards, gradients and optimizer states (``cpu_offload``).
-        sharding: How evenly the ranks share the parameters, and which parameter they share least evenly.
         notes: Caveats, such as a family that was never compared with a measurement.
     """
 
@@ -123,16 +49,14 @@ class MemoryEstimate:
     active_parameters: int
     activation_bytes: int
     host_bytes: int = 0
-    sharding: ShardBalance = _EVEN
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         parts = sorted(self.breakdown.items(), key=lambda item: -item[1])
         width = max(len(name) for name in self.breakdown)
-        lines = [f"{self.peak_bytes / _GIB:.2f} GiB per GPU at the peak, in the {self.peak_phase} phase"]
+        lines = [f"{self.peak_bytes / GIB:.2f} GiB per GPU at the peak, in the {self.peak_phase} phase"]
         lines += [
-            f"  {name:<{width}}  {size / _GIB:8.2f} GiB  {size / self.peak_bytes:6.1%}"
-            for name, size in parts
+            f"  {name:<{width}}  {size / GIB:8.2f} GiB  {size / self.peak_bytes:6.1%}" for name, size in parts
         ]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
@@ -153,8 +77,8 @@ def estimate_memory(config: "PreTrainedConfig | str | os.PathLike[str]", run: Ru
         The estimate. Families that were never compared with a measurement carry a note.
 
     Raises:
-        ValueError: If a field of ``run`` is out of range, the config is not that of a causal language model,
-            or the model's forward depends on values, which the meta device does not have.
+        ValueError: If the config is not that of a causal language model, or the model's forward depends on
+            values, which the meta device does not have.
         UnsupportedModelError: If the model does not support ``cp``, as far as that shows without weights, or
             transformers has no expert-parallel plan for it.
         TypeError: If ``run`` is not a ``Run``.
@@ -177,46 +101,37 @@ def estimate_memory(config: "PreTrainedConfig | str | os.PathLike[str]", run: Ru
     """
     if not isinstance(run, Run):
         raise TypeError(f"run must be a Run, such as Run(num_gpus=8, ...), got {type(run).__name__}")
-    return estimate(as_config(config), make_setup(run))
+    return estimate(build_skeleton(as_config(config), run), run)
 
 
-def _states_on_host(config: "PreTrainedConfig", setup: Setup) -> int:
-    """Bytes of a rank's shards, gradients and optimizer states where an offload moves them to the host."""
-    if not setup.cpu_offload:
-        return 0
-    on_device = estimate(config, replace(setup, cpu_offload=False, sac_offload=False)).breakdown
-    return sum(on_device.get(part, 0) for part in (MASTERS, OPTIMIZER, GRADIENTS))
-
-
-def check_options(**options: Any) -> Setup:
-    """The setup of a ``Run`` with these fields.
-
-    Raises:
-        TypeError: For a field that ``Run`` does not have.
-    """
-    return make_setup(Run(**options))
-
-
-def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
-    """``estimate_memory`` for validated arguments."""
-    skeleton = build_skeleton(config, setup)
-    if setup.cp > 1:
-        check_shareable(skeleton.model, setup.cp)
-    if setup.ep_size > 1:
-        check_experts(skeleton.experts, skeleton.family, setup.ep_size)
-    seen = trace(skeleton, setup)
-    peak = replay(skeleton, seen, setup)
-    checkpointed = setup.checkpointed(len(skeleton.blocks))
+@functools.lru_cache(maxsize=1024)
+def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
+    """``estimate_memory`` of a model whose skeleton is that of the run."""
+    if run.cp > 1:
+        check_shareable(skeleton.model, run.cp)
+    if run.ep_size > 1 and not skeleton.experts:
+        raise UnsupportedModelError(
+            f"transformers has no plan by which ranks share out experts of {skeleton.family!r}: plan it with "
+            "ep_size=1"
+        )
+    if uneven := [number for number in skeleton.experts if number % run.ep_size]:
+        raise ValueError(f"ep_size={run.ep_size} does not divide the {uneven[0]} experts of a layer")
+    seen = trace(skeleton, run)
+    peak = replay(skeleton, seen, run)
+    checkpointed = run.checkpointed(len(skeleton.blocks))
     activations = sum(
         seen.blocks[kind].left(index in checkpointed)
         for index, kind in enumerate(skeleton.kinds)
         if index >= skeleton.first_backward
     )
-    leaving = sorted(checkpointed) if setup.activations_leave else []
+    leaving = sorted(checkpointed) if run.activations_leave else []
     left = [seen.blocks[skeleton.kinds[index]].output for index in leaving]
     # The input of the last checkpointed block stays on the device: the backward begins with that block.
     activations -= sum(left[:-1])
-    balance = shard_balance(skeleton.parts(setup), setup.num_shards)
+    host_bytes = sum(map(host_bytes_for, left))
+    if run.cpu_offload:
+        on_device = estimate(skeleton, replace(run, cpu_offload=False, sac_offload=False)).breakdown
+        host_bytes += sum(on_device.get(part, 0) for part in (MASTERS, OPTIMIZER, GRADIENTS))
     return MemoryEstimate(
         peak_bytes=peak.total,
         peak_phase=peak.phase,
@@ -224,58 +139,102 @@ def estimate(config: "PreTrainedConfig", setup: Setup) -> MemoryEstimate:
         parameters=skeleton.parameters,
         active_parameters=skeleton.active_parameters,
         activation_bytes=activations,
-        host_bytes=sum(map(host_bytes_for, left)) + _states_on_host(config, setup),
-        sharding=balance,
-        notes=_notes(skeleton, setup, balance),
+        host_bytes=host_bytes,
+        notes=tuple(_notes(skeleton, run)),
     )
 
 
-def check_experts(experts: Collection[int], family: str, ep_size: int) -> None:
-    """Refuse an ``ep_size`` that does not suit a model's experts.
-
-    Args:
-        experts: Their number in each layer that has some which ranks can share out.
-        family: ``config.model_type``.
-        ep_size: Ranks that share them out, more than 1.
-
-    Raises:
-        UnsupportedModelError: If there are none.
-        ValueError: If they cannot be shared out evenly.
-    """
-    if not experts:
-        raise UnsupportedModelError(
-            f"transformers has no plan by which ranks share out experts of {family!r}: plan it with ep_size=1"
-        )
-    if uneven := [number for number in experts if number % ep_size]:
-        raise ValueError(f"ep_size={ep_size} does not divide the {uneven[0]} experts of a layer")
-
-
-def _of_packed(skeleton: Skeleton, setup: Setup) -> str:
-    """What is packed, and what a value takes."""
-    parts = skeleton.parts(setup)
-    values = sum(n * part.packed_elements() / over for part, over, n in parts)
-    taken = sum(n * part.packed_bytes(over) for part, over, n in parts)
-    packed = sum(n * group.packed_elements() for group, n in skeleton.distinct_groups)
-    return (
-        f"{packed / 1e9:.3g}B of {skeleton.parameters / 1e9:.3g}B parameters are frozen and kept packed "
-        f"({setup.packed}): {taken * 8 / values:.2f} bits each, with scales and what fills shards up"
-    )
-
-
-def _notes(skeleton: Skeleton, setup: Setup, balance: ShardBalance) -> tuple[str, ...]:
+def _notes(skeleton: Skeleton, run: Run) -> Iterator[str]:
     """Caveats of the estimate."""
-    published = skeleton.published
-    notes = [] if published is None else [published.note(skeleton.parameters, setup.packed)]
-    if setup.packed is not None:
-        notes.append(_of_packed(skeleton, setup))
+    parts = skeleton.parts(run)
+    if skeleton.published:
+        yield skeleton.published
+    if run.packed is not None:
+        values = sum(n * part.packed_elements() / over for part, over, n in parts)
+        taken = sum(n * part.packed_bytes(over) for part, over, n in parts)
+        packed = sum(n * group.packed_elements() for group, n in skeleton.distinct_groups)
+        yield (
+            f"{packed / 1e9:.3g}B of {skeleton.parameters / 1e9:.3g}B parameters are frozen and kept packed "
+            f"({run.packed}): {taken * 8 / values:.2f} bits each, with scales and what fills shards up"
+        )
     if skeleton.family not in CHECKED_FAMILIES:
-        notes.append(
+        yield (
             f"model type {skeleton.family} was followed like any other but never compared with a measurement"
         )
-    if balance.largest_over_mean > 1 + _NOTABLE_PADDING:
-        notes.append(f"{balance}; fewer shards (dp_replicate) can need less")
-    if not setup.device.checked and setup.device.name != "cpu":
-        notes.append(
-            f"what attention keeps on {setup.device.name} was never compared with a measurement there"
+    padded = sum(n * sum(part.shards(over)) for part, over, n in parts)
+    even = sum(n * (part.elements() - part.packed_elements()) / over for part, over, n in parts)
+    if padded > (1 + _NOTABLE_PADDING) * even:
+        yield (
+            f"the fullest of {run.num_shards} ranks has {padded / even:.3f} times the mean of the parameters "
+            "(describe_sharding says of which); fewer shards (dp_replicate) can need less"
         )
-    return tuple(notes)
+    if not run.device.checked and run.device.name != "cpu":
+        yield f"what attention keeps on {run.device.name} was never compared with a measurement there"
+
+
+# --- what a device has for tensors ------------------------------------------------------------------------
+
+# torch sees less than nvidia-smi reports as the total, by 350 MiB (RTX 4090) to 900 MiB (A100 80 GB).
+_DRIVER = 256 * MIB
+_DRIVER_SHARE = 0.005
+_CONTEXT = 512 * MIB  # kernels and stacks of one process; less with CUDA_MODULE_LOADING=LAZY, torch's default
+_NCCL_NODE = 512 * MIB  # buffers of the channels to a node's other GPUs, outside of torch's allocator
+_NCCL_NODES = 1024 * MIB
+_FRAGMENTS = 0.02  # share of the memory that the allocator has reserved and cannot use
+_OTHERS = 0.1  # share of a host's memory that is left to other processes
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A device's memory, and the part of it that tensors cannot have.
+
+    Attributes:
+        memory_bytes: The whole memory, as ``nvidia-smi`` reports it.
+        taken: What else takes memory, each with its bytes.
+    """
+
+    memory_bytes: int
+    taken: tuple[tuple[str, int], ...]
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes left for tensors: an estimate's peak is compared with this."""
+        return max(0, self.memory_bytes - sum(size for _, size in self.taken))
+
+    def needed_for(self, peak_bytes: int) -> int:
+        """Memory in bytes of the smallest device on which such a peak fits."""
+        fixed = sum(size for name, size in self.taken if name in _FIXED)
+        shares = sum(size for name, size in self.taken if name not in _FIXED) / self.memory_bytes
+        return math.ceil((peak_bytes + fixed) / (1 - shares))
+
+    def __str__(self) -> str:
+        taken = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.taken)
+        return f"{self.usable_bytes / GIB:.1f} of {self.memory_bytes / GIB:.1f} GiB usable ({taken})"
+
+
+_FIXED = ("CUDA context", "NCCL")  # the same on every device; the rest grows with the device's memory
+
+
+def budget_of(gpu: Gpu, num_gpus: int, memory_bytes: int | None = None) -> Budget:
+    """The part of a device's memory that tensors can have.
+
+    Args:
+        gpu: The device.
+        num_gpus: Number of ranks. NCCL's buffers come with more than one, and are larger where the ranks take
+            more than one node.
+        memory_bytes: Memory as ``nvidia-smi`` reports it; None takes that of the usual model.
+
+    Raises:
+        ValueError: If the memory is not positive, or infinite.
+    """
+    if memory_bytes is not None and (isinstance(memory_bytes, bool) or not 0 < memory_bytes < math.inf):
+        raise ValueError(f"gpu_memory_bytes must be positive and finite, got {memory_bytes!r}")
+    memory = gpu.memory_bytes if memory_bytes is None else int(memory_bytes)
+    if gpu.name == "cpu":
+        return Budget(memory, (("other processes", int(memory * _OTHERS)),))
+    driver = int(min(_DRIVER, memory * _FRAGMENTS) + memory * _DRIVER_SHARE)
+    taken = [("driver", driver), ("CUDA context", _CONTEXT)]
+    if num_gpus > 1:
+        taken.append(("NCCL", _NCCL_NODE if num_gpus <= gpu.gpus_per_node else _NCCL_NODES))
+    taken.append(("fragments", int(memory * _FRAGMENTS)))
+    return Budget(memory, tuple(taken))

@@ -14,8 +14,7 @@ https://dev-discuss.pytorch.org/t/min-cut-optimal-recomputation-i-e-activation-c
 from collections import deque
 from typing import Any
 
-from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Event
-from fsdp_sft.planner.workload import Workload, work_of
+from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Event, Workload, work_of
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "_scaled_mm")
 _NOT_FUSED = (

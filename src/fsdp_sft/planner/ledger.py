@@ -9,7 +9,7 @@ has saved, keeps its meaning after the tensors are gone.
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -18,7 +18,10 @@ from fsdp_sft._compat.modules import TorchDispatchMode
 from fsdp_sft._model.named import tensors_in
 from fsdp_sft.sac import is_decision
 
-# What one operation costs: FLOPs, and bytes read from and written to the device's memory.
+# FLOPs of an operation, bytes that it reads and writes in the device's memory, and whether it is attention.
+Operation: TypeAlias = tuple[float, float, bool]
+# Operations that run one after the other; those without FLOPs and bytes are left out.
+Workload: TypeAlias = tuple[Operation, ...]
 
 _MOVE_NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
 _ONLY_WRITE = ("copy_", "zero_", "fill_", "new_zeros", "zeros_like", "ones_like", "full_like")
@@ -81,6 +84,12 @@ class Event:
     flops: float = 0.0
     moved: float = 0.0
     decided: int = 0
+
+
+def work_of(events: Iterable[Event]) -> Workload:
+    """The work of operations that run one by one."""
+    counted = (event for event in events if event.flops or event.moved)
+    return tuple((event.flops, event.moved, event.op == ATTENTION) for event in counted)
 
 
 @dataclass(eq=False)

@@ -6,9 +6,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,15 +20,13 @@ from fsdp_sft._model.towers import pattern_of, towers_of
 from fsdp_sft._quantised.find import METHODS, check
 from fsdp_sft._quantised.settings import Settings, settings_for, without_settings
 from fsdp_sft._tensors.packed_shard import PackedLayout
-from fsdp_sft.planner.packed import layouts_of
-from fsdp_sft.planner.parameters import Group
+from fsdp_sft.planner.parameters import Group, Parameter, layouts_of
+from fsdp_sft.planner.run import Run
 from fsdp_sft.shard.embeddings import needs_weight_in_backward, own_vocabulary
 from fsdp_sft.shard.packing import STORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-    from fsdp_sft.planner.setup import Setup
 
 # Model types whose estimates were compared with measurements; see
 # docs/explanation/how-the-estimate-was-checked.md.
@@ -50,36 +47,6 @@ CHECKED_FAMILIES = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Published:
-    """How a quantised checkpoint is published.
-
-    Attributes:
-        method: ``quant_method`` of its config.
-        bits: Bits that a packed value takes with its share of the scales.
-        num_bytes: About how many bytes its files have, if all matrices of the blocks are packed (for MXFP4
-            those of experts), and the rest has 16 bits.
-    """
-
-    method: str
-    bits: float
-    num_bytes: int
-
-    def note(self, parameters: int, packed: str | None) -> str:
-        """A remark on it, for a model of so many parameters, and the way to keep frozen ones packed."""
-        becomes = {
-            None: "loading dequantises it, so memory is that of any other",
-            STORED: "what of it stays packed is assumed from the config alone",
-        }
-        size, plain = self.num_bytes / 1e9, 2 * parameters / 1e9
-        digits = 0 if plain >= 100 else 1
-        return (
-            f"the checkpoint is published quantised ({self.method}, {self.bits:.3g} bits a packed value): "
-            f"about {size:,.{digits}f} GB to read, and {plain:,.{digits}f} in bfloat16; "
-            + becomes.get(packed, f"loading dequantises it, and packs frozen matrices anew ({packed})")
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class Skeleton:
     """What the planner knows of a model; as a key of a cache only equal to itself.
@@ -95,7 +62,7 @@ class Skeleton:
         head: Parameters of the head, likewise.
         towers: Parameters of each vision or audio tower, frozen, which text never gathers.
         gathers_embedding_again: Whether the embedding's backward gathers its parameters again.
-        published: How the checkpoint is quantised; None if it is not.
+        published: A remark on how the checkpoint is quantised; empty if it is not.
         first_backward: Index of the first block that the backward reaches. Blocks before it have nothing to
             train in or below them, and keep nothing.
         begins_backward: That block, if no gradient leaves it, as nothing below it is trained; a kind of its
@@ -120,7 +87,7 @@ class Skeleton:
     towers: tuple[Group, ...] = ()
     gathers_embedding_again: bool = False
     begins_backward: nn.Module | None = None
-    published: Published | None = None
+    published: str = ""
 
     @property
     def outside(self) -> tuple[Group, ...]:
@@ -139,9 +106,9 @@ class Skeleton:
         """The distinct groups, each with its number of occurrences."""
         return tuple(Counter([*self.groups, *self.outside, *self.towers]).items())
 
-    def parts(self, setup: "Setup") -> list[tuple[Group, int, int]]:
+    def parts(self, run: Run) -> list[tuple[Group, int, int]]:
         """``Group.parts`` of the distinct groups: (part, ranks it is sharded over, occurrences)."""
-        shares = (setup.num_shards, setup.ep_size)
+        shares = (run.num_shards, run.ep_size)
         return [(part, over, n) for group, n in self.distinct_groups for part, over in group.parts(*shares)]
 
 
@@ -154,10 +121,12 @@ def as_config(config: "PreTrainedConfig | str | os.PathLike[str]") -> Any:
     return config_of(config)
 
 
-def build_skeleton(config: Any, setup: "Setup") -> Skeleton:
+def build_skeleton(config: Any, run: Run) -> Skeleton:
     """The skeleton of a config's model, built once per config, dtype and choice of trained parameters."""
     key = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    return _cached_skeleton(_Keyed(key, config), setup.param_dtype, setup.trainable, setup.lora, setup.packed)
+    lora: Any = (run.lora_rank, run.lora_targets or ("all-linear",)) if run.lora_rank else None
+    trained: Any = run.trainable
+    return _cached_skeleton(_Keyed(key, config), run.param_dtype, trained, lora, run.packed)
 
 
 @dataclass(frozen=True)
@@ -170,61 +139,70 @@ class _Keyed:
 
 @functools.lru_cache(maxsize=8)
 def _cached_skeleton(
-    keyed: _Keyed,
-    dtype: torch.dtype,
-    trainable: tuple[str, ...] | None,
-    lora: tuple[int, tuple[str, ...]] | None,
-    packed: str | None,
+    keyed: _Keyed, dtype: torch.dtype, trainable: Any, lora: Any, packed: str | None
 ) -> Skeleton:
     """The skeleton for one config, compute dtype, choice of trained parameters and way to keep others."""
     settings = _settings(keyed.config)
     model = build_model(keyed.config, dtype)
-    names = tuple(towers_of(model))
     blocks = decoder_blocks(model)
     if lora is not None:
         _add_lora(blocks, *lora)
     _choose_trained(model, trainable, lora)
-    for name in names:
-        model.get_submodule(name).requires_grad_(False)
-    inside: set[int] = set()
-    known: dict[Group, Group] = {}
-    plan = experts_to_place(model)
+    towers = [model.get_submodule(name) for name in towers_of(model)]
+    for tower in towers:
+        tower.requires_grad_(False)
+    experts = experts_to_place(model)
     layouts = {} if packed is None else layouts_of(model, blocks.values(), packed, settings)
-    groups = [
-        _group(block.named_parameters(), inside, _within(name, plan), layouts)
-        for name, block in blocks.items()
-    ]
-    groups = [known.setdefault(group, group) for group in groups]
-    towers = tuple(
-        replace(_group(_named_within(model, model.get_submodule(name)), inside), is_tower=True)
-        for name in names
-    )
+    grouped = _Grouped(model, experts, layouts)
+    known: dict[Group, Group] = {}
+    taken = [grouped.take(block) for block in blocks.values()]
+    groups = tuple(known.setdefault(group, group) for group in taken)
+    towers_taken = tuple(grouped.take(tower, is_tower=True) for tower in towers)
     own = own_vocabulary(model, blocks.values())
-    embedding, head = (None if m is None else _group(_named_within(model, m), inside) for m in own)
-    root = _group(model.named_parameters(), inside)
-    outside = [group for group in (root, embedding, head) if group is not None]
+    embedding, head = (None if module is None else grouped.take(module) for module in own)
+    root = grouped.take(model)
     first = _first_backward(model, groups)
     is_frozen_below = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
     begins = first if is_frozen_below and first < len(blocks) else None
-    total = sum(group.elements() for group in (*groups, *outside, *towers))
+    total = sum(parameter.numel() for parameter in model.parameters())
     return Skeleton(
         model=model,
         family=keyed.config.model_type,
         blocks=tuple(blocks.values()),
         kinds=_kinds(list(blocks.values()), begins),
-        groups=tuple(groups),
+        groups=groups,
         root=root,
         first_backward=first,
         begins_backward=None if begins is None else list(blocks.values())[begins],
         parameters=total,
         active_parameters=total - _idle_expert_parameters(model, keyed.config),
-        experts=tuple(plan.values()),
+        experts=tuple(experts.values()),
         embedding=embedding,
         head=head,
-        towers=towers,
+        towers=towers_taken,
         gathers_embedding_again=own[0] is not None and needs_weight_in_backward(own[0]),
-        published=None if settings is None else _published(settings, blocks.values(), total),
+        published="" if settings is None else _published(settings, blocks.values(), total, packed),
     )
+
+
+class _Grouped:
+    """Makes groups of those parameters of modules that are in no earlier group."""
+
+    def __init__(self, model: nn.Module, experts: Collection[str], layouts: dict[int, PackedLayout]) -> None:
+        self.left = {id(p): name for name, p in model.named_parameters()}
+        self.experts = experts
+        self.layouts = layouts
+
+    def take(self, module: nn.Module, *, is_tower: bool = False) -> Group:
+        """The group of a module."""
+        found = []
+        for parameter in module.parameters():
+            name = self.left.pop(id(parameter), None)
+            if name is not None:
+                is_expert = name.rpartition(".")[0] in self.experts
+                layout = self.layouts.get(id(parameter))
+                found.append(Parameter(tuple(parameter.shape), parameter.requires_grad, is_expert, layout))
+        return Group(tuple(found), is_tower)
 
 
 def _settings(config: Any) -> Settings | None:
@@ -240,19 +218,28 @@ def _settings(config: Any) -> Settings | None:
     return settings
 
 
-def _published(settings: Settings, blocks: Iterable[nn.Module], total: int) -> Published:
-    """What a quantised checkpoint is, of a model of so many parameters."""
+def _published(settings: Settings, blocks: Iterable[nn.Module], total: int, packed: str | None) -> str:
+    """A remark on a quantised checkpoint of so many parameters, and on what loading makes of it."""
+    size, plain = published_bytes(settings, blocks, total) / 1e9, 2 * total / 1e9
+    digits = 0 if plain >= 100 else 1
+    bits = METHODS[settings.method].bits(settings)
+    becomes = {
+        None: "loading dequantises it, so memory is that of any other",
+        STORED: "what of it stays packed is assumed from the config alone",
+    }
+    return (
+        f"the checkpoint is published quantised ({settings.method}, {bits:.3g} bits a packed value): "
+        f"about {size:,.{digits}f} GB to read, and {plain:,.{digits}f} in bfloat16; "
+        + becomes.get(packed, f"loading dequantises it, and packs frozen matrices anew ({packed})")
+    )
+
+
+def published_bytes(settings: Settings, blocks: Iterable[nn.Module], total: int) -> int:
+    """About how many bytes the files have: all matrices of the blocks packed (for MXFP4 those of experts)."""
     method = METHODS[settings.method]
     dims = 3 if method.only_experts else 2
-    packed = sum(p.numel() for block in blocks for p in block.parameters() if p.ndim >= dims)
-    bits = method.bits(settings)
-    return Published(settings.method, bits, int(packed * bits / 8) + 2 * (total - packed))
-
-
-def _named_within(model: nn.Module, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a module, by their names in the model."""
-    own = {id(parameter) for parameter in module.parameters()}
-    return ((name, p) for name, p in model.named_parameters() if id(p) in own)
+    matrices = sum(p.numel() for block in blocks for p in block.parameters() if p.ndim >= dims)
+    return int(matrices * method.bits(settings) / 8) + 2 * (total - matrices)
 
 
 def build_model(config: Any, dtype: torch.dtype) -> Any:
@@ -286,31 +273,7 @@ def decoder_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return {name: block for name, block in find_blocks(model).items() if not unused.fullmatch(name)}
 
 
-def _group(
-    parameters: Iterable[tuple[str, nn.Parameter]],
-    inside: set[int],
-    experts: tuple[str, ...] = (),
-    layouts: Mapping[int, PackedLayout] = MappingProxyType({}),
-) -> Group:
-    """The group of those parameters that are in no earlier group; ``inside`` collects their ids."""
-    own = [(name, p) for name, p in parameters if id(p) not in inside]
-    inside.update(id(p) for _, p in own)
-    stacks = tuple(name.rpartition(".")[0] in experts for name, _ in own)
-    packed = tuple(layouts.get(id(p)) for _, p in own)
-    return Group(
-        tuple((tuple(p.shape), p.requires_grad) for _, p in own),
-        tuple(name for name, _ in own),
-        stacks if any(stacks) else (),
-        layouts=packed if any(packed) else (),
-    )
-
-
-def _within(block: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the modules ``names`` that are inside a block, by their names in it."""
-    return tuple(name.removeprefix(f"{block}.") for name in names if name.startswith(f"{block}."))
-
-
-def _first_backward(model: Any, groups: list[Group]) -> int:
+def _first_backward(model: Any, groups: tuple[Group, ...]) -> int:
     """Index of the first block that the backward reaches; the number of blocks if it reaches none."""
     embedding = model.get_input_embeddings()
     if any(p.requires_grad for p in embedding.parameters()):

@@ -56,10 +56,10 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_sft.optimizer import working_bytes
-from fsdp_sft.planner.footprint import Footprint, Trace
 from fsdp_sft.planner.model import Skeleton
-from fsdp_sft.planner.setup import Setup
-from fsdp_sft.planner.sizes import Sizes, group_sizes
+from fsdp_sft.planner.parameters import Sizes, group_sizes
+from fsdp_sft.planner.run import Run
+from fsdp_sft.planner.trace import Footprint, Trace
 
 MASTERS = "parameters (shards)"
 OPTIMIZER = "optimizer states"
@@ -93,14 +93,14 @@ class Peak:
     parts: dict[str, int]
 
 
-def replay(skeleton: Skeleton, trace: Trace, setup: Setup) -> Peak:
+def replay(skeleton: Skeleton, trace: Trace, run: Run) -> Peak:
     """Find the peak of one optimizer step in the steady state, when optimizer states exist."""
-    step = _Step(skeleton, trace, setup)
+    step = _Step(skeleton, trace, run)
     # All micro-steps but the first and the last are alike, so few are enough. With "last", a second one
     # without reduction adds to the unsharded gradients of the first; with "each", the second finds the
     # gradient shards of the first.
-    for _ in range(min(setup.grad_accum_steps - 1, 2)):
-        step.micro_step(reduce=setup.grad_sync == "each")
+    for _ in range(min(run.grad_accum_steps - 1, 2)):
+        step.micro_step(reduce=run.grad_sync == "each")
     step.micro_step()
     step.optimizer()
     return step.best
@@ -113,25 +113,25 @@ class _Step:
     what is alive at that moment only.
     """
 
-    def __init__(self, skeleton: Skeleton, trace: Trace, setup: Setup) -> None:
-        self.setup = setup
+    def __init__(self, skeleton: Skeleton, trace: Trace, run: Run) -> None:
+        self.run = run
         self.trace = trace
         self.footprints: list[Footprint] = [trace.blocks[kind] for kind in skeleton.kinds]
         self.first_backward = skeleton.first_backward
-        self.checkpointed = setup.checkpointed(len(skeleton.blocks))
-        by_group = {id(group): group_sizes(group, setup) for group, _ in skeleton.distinct_groups}
+        self.checkpointed = run.checkpointed(len(skeleton.blocks))
+        by_group = {id(group): group_sizes(group, run) for group, _ in skeleton.distinct_groups}
         self.sizes = [by_group[id(group)] for group in skeleton.groups]
-        self.root = group_sizes(skeleton.root, setup)
-        self.embedding = None if skeleton.embedding is None else group_sizes(skeleton.embedding, setup)
-        self.head = None if skeleton.head is None else group_sizes(skeleton.head, setup)
-        self.gathers_embedding_again = skeleton.gathers_embedding_again and setup.reshard_after_forward
-        self.parts = skeleton.parts(setup)
+        self.root = group_sizes(skeleton.root, run)
+        self.embedding = None if skeleton.embedding is None else group_sizes(skeleton.embedding, run)
+        self.head = None if skeleton.head is None else group_sizes(skeleton.head, run)
+        self.gathers_embedding_again = skeleton.gathers_embedding_again and run.reshard_after_forward
+        self.parts = skeleton.parts(run)
         # A checkpointed block keeps the tensors that it was called with, such as the mask. Blocks of one kind
         # share a mask; blocks with a window have another one. So each storage is counted once.
         kept = {trace.arguments[skeleton.kinds[index]] for index in self.checkpointed}
         self.arguments = sum(size for _, size in frozenset[tuple[int, int]]().union(*kept))
         # For each checkpointed block but the first whose input leaves, the checkpointed block before it.
-        ordered = sorted(self.checkpointed) if setup.activations_leave else []
+        ordered = sorted(self.checkpointed) if run.activations_leave else []
         self.visits = dict(itertools.pairwise(reversed(ordered)))
         self.held: dict[str, int] = defaultdict(int)
         self.total = 0
@@ -144,13 +144,13 @@ class _Step:
 
     def _hold_states(self) -> None:
         """Hold what is always allocated: shards, optimizer states, cuBLAS's workspace."""
-        setup, masters, states = self.setup, 0, 0
+        run, masters, states = self.run, 0, 0
         for part, shards, count in self.parts:
-            masters += count * part.stored_bytes(shards, setup)
+            masters += count * part.stored_bytes(shards, run)
             trained = part.shards(shards, trained=True)
-            states += count * sum(_state_bytes(setup.optimizer, n, setup.master_dtype) for n in trained)
-        self.hold(WORKSPACE, setup.device.workspace_bytes)
-        self.shards_on_device = not setup.cpu_offload or setup.device.name == "cpu"
+            states += count * sum(_state_bytes(run.optimizer, n, run.master_dtype) for n in trained)
+        self.hold(WORKSPACE, run.device.workspace_bytes)
+        self.shards_on_device = not run.cpu_offload or run.device.name == "cpu"
         if self.shards_on_device:
             self.hold(MASTERS, masters)
             self.hold(OPTIMIZER, states)
@@ -189,7 +189,7 @@ class _Step:
         self.hold(INPUTS, self.trace.before)
         if self.embedding is not None:
             self.look("loss")
-            if self.setup.reshard_after_forward:
+            if self.run.reshard_after_forward:
                 self.free(UNSHARDED, self.embedding.gathered)
         for index, footprint in enumerate(self.footprints):
             self._input_leaves(self.visits.get(index))
@@ -198,7 +198,7 @@ class _Step:
             self.look("loss", WORKING, footprint.forward_peak if saves else footprint.unsaved_peak)
             if index >= self.first_backward:
                 self.hold(*self._kept(index))
-            if self.setup.reshard_after_forward:
+            if self.run.reshard_after_forward:
                 self.free(UNSHARDED, self.sizes[index].gathered)
         return previous
 
@@ -242,7 +242,7 @@ class _Step:
 
     def _prefetch(self, index: int) -> None:
         """Start to gather the block whose backward comes next."""
-        if index >= self.first_backward and self.setup.reshard_after_forward:
+        if index >= self.first_backward and self.run.reshard_after_forward:
             self.hold(ALL_GATHER, self.sizes[index].ahead)
             self.look("backward", ALL_GATHER, self.sizes[index].cast)
 
@@ -278,14 +278,14 @@ class _Step:
     def _block_backward(self, index: int) -> None:
         """Backward of one block, from copying its parameters out of the prefetched buffer to freeing them."""
         sizes, footprint = self.sizes[index], self.footprints[index]
-        if self.setup.reshard_after_forward:
+        if self.run.reshard_after_forward:
             self._copy_out(sizes, "backward")
             self.free(ALL_GATHER, sizes.ahead)
         self._prefetch(index - 1)
         self._input_leaves(self.visits.get(index), leaves=False)
         if index in self.checkpointed:
             again = footprint.saved
-            if self.setup.activations_leave and not footprint.saves_input:
+            if self.run.activations_leave and not footprint.saves_input:
                 again -= footprint.output  # the input came back for the recomputation and is freed after it
             self.look("backward", WORKING, max(footprint.again_peak, again + footprint.backward_peak))
         else:
@@ -313,7 +313,7 @@ class _Step:
         if not sizes.gradients:
             return
         # Gradients that wait for a later reduction are kept in the dtype of the reduction.
-        wide = sizes.gradients * self.setup.reduce_dtype.itemsize // self.setup.param_dtype.itemsize
+        wide = sizes.gradients * self.run.reduce_dtype.itemsize // self.run.param_dtype.itemsize
         if not reduce:
             if not self.accumulated[index]:
                 self.hold(WHOLE_GRADIENTS, wide)
@@ -332,13 +332,13 @@ class _Step:
         self.accumulated[index] = 0
         self.reduced = sizes.reduced
         cast = sizes.shard_gradients if sizes.shard_gradients != sizes.scattered else 0
-        lingering = sizes.last_gradient + sizes.last_moved_gradient if self.setup.num_shards > 1 else 0
+        lingering = sizes.last_gradient + sizes.last_moved_gradient if self.run.num_shards > 1 else 0
         self.hold(WHOLE_GRADIENTS, lingering)
         self.look("backward", REDUCE_SCATTER, sizes.scattered + cast)
         self.free(WHOLE_GRADIENTS, lingering)
         if self.shards_on_device and not self.has_gradients:
             self.hold(GRADIENTS, sizes.shard_gradients)
-        if self.setup.dp_replicate > 1 and (cast or self.has_gradients):
+        if self.run.dp_replicate > 1 and (cast or self.has_gradients):
             # FSDP2 keeps the all-reduced tensor until the backward ends, even where the gradient is a copy.
             self.hold(REDUCE_SCATTER, sizes.scattered)
 
@@ -346,20 +346,19 @@ class _Step:
 
     def optimizer(self) -> None:
         """Look at the update, which needs no gathered parameters."""
-        setup = self.setup
+        run = self.run
         if not self.shards_on_device:
             return
-        item, working = setup.master_dtype.itemsize, 0
-        largest = max(part.largest_shard(shards) for part, shards, _ in self.parts)
-        looped = setup.optimizer == "adamw_for_loop" or (
-            setup.optimizer == "adamw" and setup.device.name == "cpu"
-        )
+        item, working = run.master_dtype.itemsize, 0
+        shards = [size for part, over, _ in self.parts for size in part.shards(over, trained=True)]
+        largest = max(shards, default=0)
+        looped = run.optimizer == "adamw_for_loop" or (run.optimizer == "adamw" and run.device.name == "cpu")
         if looped:
             working = 2 * item * largest
-        elif setup.optimizer in ("adamw", "adamw_foreach"):  # the denominators of all parameters at once
-            working = item * sum(n * part.shard_elements(over, trained=True) for part, over, n in self.parts)
-        elif setup.optimizer == "adamw_stochastic":
-            working = working_bytes(largest, setup.master_dtype)
+        elif run.optimizer in ("adamw", "adamw_foreach"):  # the denominators of all parameters at once
+            working = item * sum(n * sum(part.shards(over, trained=True)) for part, over, n in self.parts)
+        elif run.optimizer == "adamw_stochastic":
+            working = working_bytes(largest, run.master_dtype)
         self.look("optimizer", UPDATE, working)
 
 

@@ -1,14 +1,19 @@
 """The description of a training run that the planner takes."""
 
+import functools
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from fractions import Fraction
+from typing import Any, Literal, get_args
 
 import torch
 
-from fsdp_sft.planner.experts import ExpertsImpl
-from fsdp_sft.sac import Placement, Ratio
+from fsdp_sft._process.gpus import Gpu, gpu_named
+from fsdp_sft.sac import Placement, Ratio, parse_ratio, select_block_indices
+from fsdp_sft.shard.packing import KINDS
 
+ExpertsImpl = Literal["grouped_mm", "eager"]
 LossImpl = Literal["chunked", "logits"]
 Optimizer = Literal[
     "adamw",
@@ -21,11 +26,24 @@ Optimizer = Literal[
     "sgd_momentum",
 ]
 GradSync = Literal["each", "last"]
+_COUNTS = ("num_gpus", "micro_batch_size", "seq_length", "grad_accum_steps", "dp_replicate", "cp", "ep_size")
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "loss_impl": get_args(LossImpl),
+    "optimizer": get_args(Optimizer),
+    "experts_impl": get_args(ExpertsImpl),
+    "grad_sync": get_args(GradSync),
+    **dict.fromkeys(("master_dtype", "param_dtype", "reduce_dtype"), _FLOATING),
+    "frozen_dtype": (*_FLOATING, *KINDS, None),
+    "logits_dtype": (*_FLOATING, None),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One way to train a model, for ``estimate_memory``.
+
+    Fields are checked when a run is made; its ratio becomes a ``Fraction``, and what is iterated a tuple.
 
     Attributes:
         num_gpus: Number of ranks, >= 1.
@@ -74,11 +92,14 @@ class Run:
             ``dp_replicate * ep_size`` divides ``num_gpus``, and ``ep_size`` the number of experts. The
             estimate assumes that each rank gets as many tokens as it sends.
 
+    Raises:
+        ValueError: For a field out of range, or fields that contradict each other.
+
     Example:
         >>> from dataclasses import replace
         >>> run = fs.Run(num_gpus=8, micro_batch_size=1, seq_length=4096, sac_ratio="1/3")
         >>> replace(run, seq_length=8192).sac_ratio
-        '1/3'
+        Fraction(1, 3)
     """
 
     num_gpus: int
@@ -90,7 +111,7 @@ class Run:
     master_dtype: torch.dtype = torch.float32
     loss_impl: LossImpl = "chunked"
     attention_mask: bool = True
-    gpu: str = "h100"
+    gpu: str | Gpu = "h100"
     grad_accum_steps: int = 1
     dp_replicate: int = 1
     cp: int = 1
@@ -112,40 +133,130 @@ class Run:
     ep_size: int = 1
 
     def __post_init__(self) -> None:
-        """Turn iterators into tuples, since a run is read more than once."""
-        for name in ("sac_blocks", "trainable", "lora_targets"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                object.__setattr__(self, name, tuple(value))
+        """Check all that can be checked without the model, and bring values into one form."""
+        for name in _COUNTS:
+            check_integer(name, getattr(self, name), 1)
+        check_integer("lora_rank", self.lora_rank, 0)
+        for name, allowed in _CHOICES.items():
+            _check_choice(name, getattr(self, name), allowed)
+        self._check_ranks()
+        self._check_pairs()
+        ratio = parse_ratio(self.sac_ratio)
+        select_block_indices(1, ratio, placement=self.sac_placement)
+        blocks = self.sac_blocks
+        if blocks is not None:
+            blocks = tuple(blocks)
+            if ratio:
+                raise ValueError(
+                    "give sac_ratio or sac_blocks, and not both: each says which blocks recompute"
+                )
+            for index in blocks:
+                check_integer("each of sac_blocks", index, 0)
+            blocks = tuple(sorted(set(blocks)))
+        in_one_form = {
+            "sac_ratio": ratio,
+            "sac_blocks": blocks,
+            "trainable": _patterns("trainable", self.trainable),
+            "lora_targets": _patterns("lora_targets", self.lora_targets),
+        }
+        for name, value in in_one_form.items():
+            object.__setattr__(self, name, value)
+
+    def _check_ranks(self) -> None:
+        """Refuse groups of ranks that do not divide the ranks, or exclude each other."""
+        if self.ep_size > 1 and self.cp > 1:
+            raise ValueError(
+                "ranks that share rows cannot share out experts: one of cp and ep_size has to be 1, got "
+                f"{self.cp} and {self.ep_size}"
+            )
+        for name, ranks in (("cp", self.cp), ("ep_size", self.ep_size)):
+            if self.num_gpus % (self.dp_replicate * ranks):
+                raise ValueError(
+                    f"dp_replicate x {name} must divide num_gpus, got {self.dp_replicate} x {ranks} of "
+                    f"{self.num_gpus}"
+                )
+
+    def _check_pairs(self) -> None:
+        """Refuse fields that contradict each other."""
+        if self.optimizer == "adamw_stochastic" and self.master_dtype == torch.float16:
+            raise ValueError(
+                "StochasticAdamW rounds to bfloat16 or keeps float32, got master_dtype=torch.float16"
+            )
+        if self.lora_targets is not None and not self.lora_rank:
+            raise ValueError(f"lora_targets={self.lora_targets!r} is for adapters: give lora_rank too")
+        if self.cp > 1 and self.loss_impl == "logits" and self.logits_dtype not in (None, self.loss_dtype):
+            raise ValueError(
+                f"with cp={self.cp} the loss of logits is computed in {self.loss_dtype}, got logits_dtype="
+                f"{self.logits_dtype}: a plain loop does not know of rows that ranks share; leave it at None"
+            )
+
+    @functools.cached_property
+    def device(self) -> Gpu:
+        """The GPU that ``gpu`` names."""
+        return self.gpu if isinstance(self.gpu, Gpu) else gpu_named(self.gpu)
+
+    @property
+    def packed(self) -> str | None:
+        """How frozen matrices of blocks are kept packed, such as ``"nf4"``; None: not at all."""
+        return self.frozen_dtype if isinstance(self.frozen_dtype, str) else None
+
+    def kept_dtype(self, *, is_tower: bool = False) -> torch.dtype:
+        """Dtype of the shards of what is frozen and not packed."""
+        if isinstance(self.frozen_dtype, torch.dtype):
+            return self.frozen_dtype
+        return self.param_dtype if self.packed or self.lora_rank or is_tower else self.master_dtype
+
+    @property
+    def loss_dtype(self) -> torch.dtype:
+        """Dtype of the cross entropy of logits; where ranks share rows it is float32 at least."""
+        if self.cp > 1:
+            return torch.promote_types(self.param_dtype, torch.float32)
+        return self.logits_dtype or self.param_dtype
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks that a parameter is sharded over."""
+        return self.num_gpus // self.dp_replicate
+
+    @property
+    def activations_leave(self) -> bool:
+        """Whether what checkpointed blocks keep is offloaded; on a CPU it is on the host already."""
+        return self.sac_offload and self.device.name != "cpu"
+
+    def checkpointed(self, num_blocks: int) -> frozenset[int]:
+        """Indices of the blocks that are recomputed in the backward."""
+        if self.sac_blocks is None:
+            return _selected(num_blocks, parse_ratio(self.sac_ratio), self.sac_placement)
+        chosen = frozenset(self.sac_blocks)
+        if outside := sorted(chosen - set(range(num_blocks))):
+            raise ValueError(f"sac_blocks must lie in [0, {num_blocks}), got {outside}")
+        return chosen
 
 
-class RunKeywords(TypedDict, total=False):
-    """The fields of ``Run`` that a search of plans takes as keywords; a test holds them against ``Run``."""
+@functools.lru_cache(maxsize=256)
+def _selected(num_blocks: int, ratio: Fraction, placement: Placement) -> frozenset[int]:
+    return frozenset(select_block_indices(num_blocks, ratio, placement=placement))
 
-    micro_batch_size: int
-    sac_ratio: Ratio
-    sac_placement: Placement
-    compile: bool
-    master_dtype: torch.dtype
-    loss_impl: LossImpl
-    attention_mask: bool
-    gpu: str
-    grad_accum_steps: int
-    dp_replicate: int
-    cp: int
-    sac_blocks: Iterable[int] | None
-    optimizer: Optimizer
-    grad_sync: GradSync
-    reshard_after_forward: bool
-    cpu_offload: bool
-    sac_offload: bool
-    trainable: str | Iterable[str] | None
-    lora_rank: int
-    lora_targets: str | Iterable[str] | None
-    frozen_dtype: torch.dtype | Literal["stored", "nf4", "fp8"] | None
-    param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    logits_dtype: torch.dtype | None
-    chunk_size: int | None
-    experts_impl: ExpertsImpl
-    ep_size: int
+
+def check_integer(name: str, value: Any, smallest: int) -> None:
+    """Raise a ValueError unless a value is an integer of at least ``smallest``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        raise ValueError(f"{name} must be an integer of at least {smallest}, got {value!r}")
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _patterns(name: str, value: Any) -> tuple[str, ...] | None:
+    """One string or several as a tuple."""
+    if value is None:
+        return None
+    several = (value,) if isinstance(value, str) else tuple(value)
+    for entry in several:
+        try:
+            re.compile(entry)
+        except re.error as error:
+            raise ValueError(f"{name} takes regular expressions, and {entry!r} is none: {error}") from error
+    return several

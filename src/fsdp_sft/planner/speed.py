@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fsdp_sft._tensors.packed_shard import PackedLayout
-from fsdp_sft.planner.footprint import Trace
+from fsdp_sft.planner.ledger import Workload
 from fsdp_sft.planner.model import Skeleton
-from fsdp_sft.planner.packed import decoding
-from fsdp_sft.planner.parameters import Group
-from fsdp_sft.planner.setup import Setup
-from fsdp_sft.planner.trace import trace
-from fsdp_sft.planner.workload import Workload
+from fsdp_sft.planner.parameters import Group, decoding
+from fsdp_sft.planner.run import Run
+from fsdp_sft.planner.trace import Trace, trace
 
 Bound = Literal["compute", "memory bandwidth", "network", "host link"]
 
@@ -102,26 +100,26 @@ class StepTime:
         return "memory bandwidth" if self.memory_bound > self.compute / 2 else "compute"
 
 
-def step_time(skeleton: Skeleton, setup: Setup, rates: Rates = RATES) -> StepTime:
+def step_time(skeleton: Skeleton, run: Run, rates: Rates = RATES) -> StepTime:
     """Predict the seconds of one optimizer step: micro-steps, and the update.
 
     The forward and the backward each take the longest of computation (slowed by contention), communication
     and host copies. The gathers before the first block and the reductions after the last are not hidden.
     """
-    seen = trace(skeleton, setup)
-    passes = _passes(skeleton, seen, setup, rates)
+    seen = trace(skeleton, run)
+    passes = _passes(skeleton, seen, run, rates)
     # Where gradients are reduced once, the micro-steps before the last only gather.
-    whole = _network(skeleton, setup, rates, reduces=True)
-    early = whole if setup.grad_sync == "each" else _network(skeleton, setup, rates, reduces=False)
-    exchange = _exchange(skeleton, seen, setup, rates)
-    offload = _offload(skeleton, seen, setup, rates)
+    whole = _network(skeleton, run, rates, reduces=True)
+    early = whole if run.grad_sync == "each" else _network(skeleton, run, rates, reduces=False)
+    exchange = _exchange(skeleton, seen, run, rates)
+    offload = _offload(skeleton, seen, run, rates)
 
     def micro_step(net: "_Collectives") -> float:
         forward = _beside(passes.forward, net.forward, offload / 2, rates)
         return forward + _beside(passes.backward, net.backward, offload / 2, rates) + net.alone + exchange
 
-    optimizer = _update(skeleton, setup, rates)
-    others = setup.grad_accum_steps - 1
+    optimizer = _update(skeleton, run, rates)
+    others = run.grad_accum_steps - 1
     total = micro_step(whole) + others * micro_step(early) + optimizer
     compute = passes.forward + passes.backward
     return StepTime(
@@ -154,11 +152,11 @@ class _Passes:
     decoding: float
 
 
-def _passes(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> _Passes:
+def _passes(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> _Passes:
     """Seconds of a micro-batch's forward and backward if only the device itself limited them."""
-    checkpointed = setup.checkpointed(len(skeleton.blocks))
+    checkpointed = run.checkpointed(len(skeleton.blocks))
     spent = {
-        (kind, name): _seconds(getattr(footprint, name), setup, rates)
+        (kind, name): _seconds(getattr(footprint, name), run, rates)
         for kind, footprint in seen.blocks.items()
         for name in ("forward", "again", "backward")
     }
@@ -171,10 +169,10 @@ def _passes(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> _Pas
     forward, waits_forward = spent_by(range(len(skeleton.kinds)), "forward")
     backward, waits_backward = spent_by(behind, "backward")
     again, waits_again = spent_by(checkpointed.intersection(behind), "again")
-    rest, waits = _seconds(seen.rest, setup, rates)
-    copies = _copies(skeleton, setup) / (setup.device.memory_bytes_per_second * rates.memory)
-    decoded = _decoding(skeleton, setup, rates)
-    gathered_again = decoded if setup.reshard_after_forward else 0.0
+    rest, waits = _seconds(seen.rest, run, rates)
+    copies = _copies(skeleton, run) / (run.device.memory_bytes_per_second * rates.memory)
+    decoded = _decoding(skeleton, run, rates)
+    gathered_again = decoded if run.reshard_after_forward else 0.0
     return _Passes(
         forward + rest / 3 + copies / 3 + decoded,
         backward + again + rest * 2 / 3 + copies * 2 / 3 + gathered_again,
@@ -184,20 +182,20 @@ def _passes(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> _Pas
     )
 
 
-def _decoding(skeleton: Skeleton, setup: Setup, rates: Rates) -> float:
+def _decoding(skeleton: Skeleton, run: Run, rates: Rates) -> float:
     """Seconds in which the values of all packed parameters are computed once, which memory limits."""
     layouts = Counter[PackedLayout]()
-    for part, _, number in skeleton.parts(setup):
+    for part, _, number in skeleton.parts(run):
         for layout in part.packed:
             layouts[layout] += number
-    parts = ((decoding(layout, setup.param_dtype), number) for layout, number in layouts.items())
-    return sum(number * part.times * _seconds(part.work, setup, rates)[0] for part, number in parts)
+    parts = ((decoding(layout, run.param_dtype), number) for layout, number in layouts.items())
+    return sum(number * part.times * _seconds(part.work, run, rates)[0] for part, number in parts)
 
 
-def _seconds(work: Workload, setup: Setup, rates: Rates) -> tuple[float, float]:
+def _seconds(work: Workload, run: Run, rates: Rates) -> tuple[float, float]:
     """Seconds that operations take, and how many of them are spent waiting for memory."""
-    gpu = setup.device
-    peak = gpu.flops_per_second * gpu.achievable * (1 if setup.param_dtype.itemsize == 2 else rates.wide)
+    gpu = run.device
+    peak = gpu.flops_per_second * gpu.achievable * (1 if run.param_dtype.itemsize == 2 else rates.wide)
     rate = {False: peak * rates.products, True: peak * rates.attention}
     memory = gpu.memory_bytes_per_second * rates.memory
     total = waiting = 0.0
@@ -208,18 +206,18 @@ def _seconds(work: Workload, setup: Setup, rates: Rates) -> tuple[float, float]:
     return total, waiting
 
 
-def _copies(skeleton: Skeleton, setup: Setup) -> float:
+def _copies(skeleton: Skeleton, run: Run) -> float:
     """Bytes that FSDP2 copies within the device in each micro-step, out of gathers and into reductions."""
-    if setup.num_shards == 1:
+    if run.num_shards == 1:
         return 0.0
-    gathers = 2 if setup.reshard_after_forward else 1
-    parts = skeleton.parts(setup)  # of the experts only this rank's
-    item = setup.param_dtype.itemsize
+    gathers = 2 if run.reshard_after_forward else 1
+    parts = skeleton.parts(run)  # of the experts only this rank's
+    item = run.param_dtype.itemsize
     dense = sum(n * (part.elements() - part.packed_elements()) for part, _, n in parts) * item
     packed = sum(n * part.packed_bytes(over) * over for part, over, n in parts)
     gathered = 2 * gathers * (dense + packed)
     trained = sum(n * part.elements(trained=True) for part, _, n in parts)
-    reduced = trained * (item + setup.reduce_dtype.itemsize)
+    reduced = trained * (item + run.reduce_dtype.itemsize)
     return float(gathered + reduced)
 
 
@@ -238,28 +236,31 @@ class _Collectives:
     alone: float
 
 
-def _network(skeleton: Skeleton, setup: Setup, rates: Rates, *, reduces: bool) -> _Collectives:
+def _network(skeleton: Skeleton, run: Run, rates: Rates, *, reduces: bool) -> _Collectives:
     """Seconds of the gathers of a micro-step, and of its reductions if it ``reduces``."""
-    gpu, shards = setup.device, setup.num_shards
-    link = _shared_link(setup, shards) * rates.network
-    reduce = setup.reduce_dtype.itemsize / link if reduces else 0.0
+    gpu, shards = run.device, run.num_shards
+    link = _shared_link(run, shards) * rates.network
+    reduce = run.reduce_dtype.itemsize / link if reduces else 0.0
     across_replicas = 0.0
-    if setup.dp_replicate > 1 and reduces:
+    if run.dp_replicate > 1 and reduces:
         # Replicas all-reduce each shard, and all of that passes the one adapter of the rank's GPU.
-        across = gpu.node_bytes_per_second if setup.num_gpus <= gpu.gpus_per_node else gpu.bytes_per_second
-        again = 2 * (setup.dp_replicate - 1) / setup.dp_replicate
-        across_replicas = again * setup.reduce_dtype.itemsize / shards / (across * rates.network)
+        across = gpu.node_bytes_per_second if run.num_gpus <= gpu.gpus_per_node else gpu.bytes_per_second
+        again = 2 * (run.dp_replicate - 1) / run.dp_replicate
+        across_replicas = again * run.reduce_dtype.itemsize / shards / (across * rates.network)
 
     def gathers(groups: Sequence[Group]) -> float:
-        parts = (part for group in groups for part in group.parts(shards, setup.ep_size))
-        return sum(part.received_bytes(over, setup) for part, over in parts) / link
+        received = 0.0
+        for part, over in (part for group in groups for part in group.parts(shards, run.ep_size)):
+            dense = (part.elements() - part.packed_elements()) * run.param_dtype.itemsize
+            received += dense * (over - 1) / over + part.packed_bytes(over) * (over - 1)
+        return received / link
 
     def reductions(groups: Sequence[Group]) -> float:
-        received = sum(_received(group, setup) for group in groups)
+        received = sum(_received(group, run) for group in groups)
         return received * reduce + sum(g.elements(trained=True) for g in groups) * across_replicas
 
     first, others = skeleton.groups[0], skeleton.groups[1:]
-    behind = skeleton.groups[skeleton.first_backward :] if setup.reshard_after_forward else ()
+    behind = skeleton.groups[skeleton.first_backward :] if run.reshard_after_forward else ()
     head = [] if skeleton.head is None else [skeleton.head]
     alone = (*(group for group in skeleton.outside if group is not skeleton.head), first)
     return _Collectives(
@@ -269,68 +270,68 @@ def _network(skeleton: Skeleton, setup: Setup, rates: Rates, *, reduces: bool) -
     )
 
 
-def _received(group: Group, setup: Setup) -> float:
+def _received(group: Group, run: Run) -> float:
     """Elements of gradients that come from other ranks: of the experts only this rank's."""
-    parts = group.parts(setup.num_shards, setup.ep_size)
+    parts = group.parts(run.num_shards, run.ep_size)
     return sum(part.elements(trained=True) * (over - 1) / over for part, over in parts)
 
 
-def _shared_link(setup: Setup, ranks: int) -> float:
+def _shared_link(run: Run, ranks: int) -> float:
     """Bytes per second and GPU of a gather or a reduction over so many ranks.
 
     Over several nodes, a node fetches what it needs once, over the adapters of all its GPUs together.
     """
-    gpu = setup.device
+    gpu = run.device
     if ranks <= gpu.gpus_per_node:
         return gpu.node_bytes_per_second
     return min(gpu.node_bytes_per_second, gpu.gpus_per_node * gpu.bytes_per_second)
 
 
-def _exchange(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> float:
+def _exchange(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> float:
     """Seconds of the exchanges around attention or experts, in forward, backward and recomputation."""
-    ranks = setup.cp * setup.ep_size
+    ranks = run.cp * run.ep_size
     if ranks == 1:
         return 0.0
-    checkpointed = setup.checkpointed(len(skeleton.blocks))
+    checkpointed = run.checkpointed(len(skeleton.blocks))
     exchanged = sum(
         seen.blocks[kind].exchanged * (2 + (index in checkpointed))
         for index, kind in enumerate(skeleton.kinds)
     )
-    gpu = setup.device
+    gpu = run.device
     link = gpu.node_bytes_per_second if ranks <= gpu.gpus_per_node else gpu.bytes_per_second
     share = (ranks - 1) / ranks
     memory = gpu.memory_bytes_per_second * rates.memory
     # Cutting and joining around experts is among the traced operations; around attention it is not.
-    touches = _TOUCHES / memory if setup.cp > 1 else 0.0
-    waits = _HOST_WAITS * (len(skeleton.experts) + len(checkpointed)) if setup.ep_size > 1 else 0.0
+    touches = _TOUCHES / memory if run.cp > 1 else 0.0
+    waits = _HOST_WAITS * (len(skeleton.experts) + len(checkpointed)) if run.ep_size > 1 else 0.0
     return exchanged * (share / (link * rates.network) + touches) + waits
 
 
-def _offload(skeleton: Skeleton, seen: Trace, setup: Setup, rates: Rates) -> float:
+def _offload(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> float:
     """Seconds of a micro-step's copies between device and host.
 
     What checkpointed blocks keep goes to the host and comes back. Shards that live on the host are copied to
     the device for each gather, in the dtype in which they are stored, and the gradients' shards go back.
     """
     moved = 0
-    if setup.activations_leave:
-        checkpointed = setup.checkpointed(len(skeleton.blocks))
+    if run.activations_leave:
+        checkpointed = run.checkpointed(len(skeleton.blocks))
         moved += 2 * sum(seen.blocks[skeleton.kinds[index]].output for index in checkpointed)
-    if setup.cpu_offload:
-        gathers = 2 if setup.reshard_after_forward else 1
-        for part, over, number in skeleton.parts(setup):
-            gradients = part.shard_elements(over, trained=True) * setup.master_dtype.itemsize
-            moved += number * (gathers * part.stored_bytes(over, setup) + gradients)
-    return moved / (setup.device.host_bytes_per_second * rates.host_link)
+    if run.cpu_offload:
+        gathers = 2 if run.reshard_after_forward else 1
+        for part, over, number in skeleton.parts(run):
+            gradients = sum(part.shards(over, trained=True)) * run.master_dtype.itemsize
+            moved += number * (gathers * part.stored_bytes(over, run) + gradients)
+    return moved / (run.device.host_bytes_per_second * rates.host_link)
 
 
-def _update(skeleton: Skeleton, setup: Setup, rates: Rates) -> float:
+def _update(skeleton: Skeleton, run: Run, rates: Rates) -> float:
     """Seconds of the gradients' norm and of the update."""
     trained = sum(n * group.elements(trained=True) for group, n in skeleton.distinct_groups)
-    here = trained / setup.num_shards * setup.master_dtype.itemsize
-    trips = _UPDATE_TRIPS.get(setup.optimizer, _LISTED_TRIPS) + _NORM_TRIPS
-    gpu = setup.device
-    if not setup.cpu_offload:
+    here = trained / run.num_shards * run.master_dtype.itemsize
+    trips = _UPDATE_TRIPS.get(run.optimizer, _LISTED_TRIPS) + _NORM_TRIPS
+    gpu = run.device
+    if not run.cpu_offload:
         return trips * here / (gpu.memory_bytes_per_second * rates.memory)
     # On the host the update is bound by memory bandwidth: 200 GB/s, which the ranks of a node share.
-    return trips * here * min(gpu.gpus_per_node, setup.num_gpus) / 200e9
+    return trips * here * min(gpu.gpus_per_node, run.num_gpus) / 200e9

@@ -14,8 +14,7 @@ gradient of its output arrives, and where the gradient of its input has been com
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from fractions import Fraction
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,53 +23,123 @@ from torch.nn import functional as F
 
 from fsdp_sft._model.named import tensors_in
 from fsdp_sft.errors import UnsupportedModelError
-from fsdp_sft.planner.experts import computed_by
-from fsdp_sft.planner.footprint import Footprint, Trace
 from fsdp_sft.planner.fused import fused_footprint
-from fsdp_sft.planner.kernels import Kernels, chunked_loss
-from fsdp_sft.planner.ledger import Event, Ledger
+from fsdp_sft.planner.kernels import Kernels, chunked_loss, computed_by, forward_of_part, part_of_micro_batch
+from fsdp_sft.planner.ledger import EXCHANGE, Event, Ledger, Operation, Workload, work_of
 from fsdp_sft.planner.model import Skeleton
-from fsdp_sft.planner.setup import Setup
-from fsdp_sft.planner.sharing import forward_of_part, part_of_micro_batch, sent_bytes
-from fsdp_sft.planner.workload import Operation, Workload, until, work_of
+from fsdp_sft.planner.run import Run
 from fsdp_sft.sac import decides
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes and work of one block, without its parameters and their gathering.
+
+    Attributes:
+        kept: Bytes that the forward adds to the activations: what it saves and its output, less its input if
+            that is no longer needed.
+        forward_peak: Most bytes that the forward adds while it runs.
+        unsaved_peak: The same where nothing is saved for a backward, as in a checkpointed block.
+        again_peak: Most bytes that recomputation adds; it ends at the last tensor that the backward needs.
+        saved: Bytes that the block's backward needs besides its input.
+        backward_peak: Most bytes that the backward adds while it runs, gradients of parameters included.
+        output: Bytes of the output.
+        saves_input: Whether the backward itself, not only recomputation, reads the block's input.
+        decisions: Bytes of a router's choices, which a checkpointed block keeps with its input.
+        exchanged: Bytes that the forward sends to the ranks that share its rows or experts.
+        forward: Work of the forward.
+        again: Work of the part of the forward that is repeated if the block is checkpointed.
+        backward: Work of the backward, without recomputation.
+    """
+
+    kept: int
+    forward_peak: int
+    unsaved_peak: int
+    again_peak: int
+    saved: int
+    backward_peak: int
+    output: int
+    saves_input: bool
+    decisions: int = 0
+    exchanged: int = 0
+    forward: Workload = ()
+    again: Workload = ()
+    backward: Workload = ()
+
+    def left(self, checkpointed: bool) -> int:
+        """Bytes that the forward leaves on the device for the backward."""
+        return self.output + self.decisions if checkpointed else self.kept
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Bytes and work of a whole forward and backward, without parameters and their gathering.
+
+    Attributes:
+        blocks: Footprint of each kind of block, by the index of the first block of that kind.
+        before: Bytes alive when the first block begins: its input, rotary tables, mask.
+        arguments: The part of ``before`` that is alive in the backward only if blocks are checkpointed, as
+            these keep their arguments: (storage, bytes), by the index of the first block of each kind.
+        head_peak: Most bytes that last norm and head add in the forward, over ``before`` and the blocks'
+            ``kept``.
+        loss_peak: The same from the loss until its gradient reaches the model's output.
+        head_backward_peak: The same from there until the gradient reaches the last block.
+        residue: Bytes that are left of all this during the blocks' backward, gradients of norm and head
+            included.
+        embedding_peak: Most bytes that the embedding's backward adds at the end.
+        head_gradients: Bytes of the gradients of norm and head.
+        outputs: Bytes that the training loop holds on to until the end of the step: the logits of a plain
+            loop.
+        rest: Work outside of the blocks.
+    """
+
+    blocks: dict[int, Footprint]
+    before: int
+    arguments: dict[int, frozenset[tuple[int, int]]]
+    head_peak: int
+    loss_peak: int
+    head_backward_peak: int
+    residue: int
+    embedding_peak: int
+    head_gradients: int
+    outputs: int
+    rest: Workload = ()
+
 
 # Fields that a trace does not depend on, at values that stand for all: setups that differ only in these share
 # a trace.
 _UNTRACED: dict[str, Any] = {
-    "num_gpus": 1,
     "dp_replicate": 1,
     "grad_accum_steps": 1,
     "grad_sync": "each",
-    "sac_ratio": Fraction(0),
+    "sac_ratio": 0,
     "sac_placement": "even",
     "sac_blocks": None,
     "sac_offload": False,
     "reshard_after_forward": True,
     "cpu_offload": False,
     "optimizer": "adamw",
-    "packed": None,
     **dict.fromkeys(("master_dtype", "frozen_dtype", "reduce_dtype"), torch.float32),
 }
 
 
-def trace(skeleton: Skeleton, setup: Setup) -> Trace:
-    """Trace a model under a setup; results are cached.
+def trace(skeleton: Skeleton, run: Run) -> Trace:
+    """Trace a model under a run; results are cached.
 
     Raises:
         ValueError: If the model's forward depends on values, which meta tensors do not have.
         UnsupportedModelError: If ``cp > 1`` and the model cannot run on parts of rows.
     """
-    return _trace(skeleton, replace(setup, **_UNTRACED))
+    return _trace(skeleton, replace(run, **_UNTRACED, num_gpus=run.cp * run.ep_size))
 
 
 @functools.lru_cache(maxsize=128)
-def _trace(skeleton: Skeleton, setup: Setup) -> Trace:
-    """``trace`` for a setup that has the values of ``_UNTRACED``."""
+def _trace(skeleton: Skeleton, run: Run) -> Trace:
+    """``trace`` for a run that has the values of ``_UNTRACED``."""
     try:
-        return _Run(skeleton, setup).result()
+        return _Traced(skeleton, run).result()
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-        if setup.cp > 1:
+        if run.cp > 1:
             raise UnsupportedModelError(
                 f"model type {skeleton.family!r} cannot run on parts of a row ({type(error).__name__}: "
                 f"{str(error)[:200]}); plan it with cp=1"
@@ -86,7 +155,7 @@ def _trace(skeleton: Skeleton, setup: Setup) -> Trace:
         ) from error
 
 
-class _BlockRun:
+class _Record:
     """What was seen of one block.
 
     Attributes:
@@ -110,26 +179,26 @@ class _BlockRun:
         self.arguments: set[int] = set()
 
 
-class _Run:
+class _Traced:
     """One traced step."""
 
-    def __init__(self, skeleton: Skeleton, setup: Setup) -> None:
+    def __init__(self, skeleton: Skeleton, run: Run) -> None:
         self.model = skeleton.model
         self.skeleton = skeleton
-        self.setup = setup
+        self.run = run
         self.ledger = Ledger()
         self.ledger.ignore(skeleton.traced_tensors)
         kinds = sorted(set(skeleton.kinds))
-        self.runs = {kind: _BlockRun(skeleton.blocks[kind]) for kind in kinds}
-        self.current: _BlockRun | None = None
+        self.records = {kind: _Record(skeleton.blocks[kind]) for kind in kinds}
+        self.current: _Record | None = None
         self.marks: dict[str, int] = {}
 
     def result(self) -> Trace:
         """Run the step and sum up what was seen."""
-        kernels = Kernels(self.setup.device, padded=self.setup.attention_mask, ledger=self.ledger)
+        kernels = Kernels(self.run.device, padded=self.run.attention_mask, ledger=self.ledger)
         try:
-            setup = self.setup
-            experts = computed_by(self.model, setup.experts_impl, setup.ep_size, self.ledger)
+            run = self.run
+            experts = computed_by(self.model, run.experts_impl, run.ep_size, self.ledger)
             with self._instrumented(), experts, self.ledger, kernels, torch.enable_grad():
                 self._step()
         finally:
@@ -140,57 +209,55 @@ class _Run:
     def _step(self) -> None:
         """Forward, loss and backward of one micro-batch, with marks at the moments that a trace reports."""
         ledger, marks = self.ledger, self.marks
-        setup = self.setup
+        run = self.run
         inputs, forward = self._micro_batch()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             with forward:
                 output = self._forward(inputs)
             output.register_hook(self._at_output_gradient)
             marks["head_peak"] = ledger.reset_peak()
-            loss = (
-                output if setup.loss_impl == "chunked" else self._cross_entropy(output, inputs["input_ids"])
-            )
-        holds = setup.loss_impl == "logits" and self._plain_loop
+            loss = output if run.loss_impl == "chunked" else self._cross_entropy(output, inputs["input_ids"])
+        holds = run.loss_impl == "logits" and self._plain_loop
         marks["outputs"] = ledger.sizes[ledger.number(output)] if holds else 0
         if not holds:
             del output
         marks["after_forward"] = ledger.live
-        for run in self.runs.values():
+        for record in self.records.values():
             # What autograd has saved is still alive. A mask that is dead now would only be kept by a
             # checkpointed block.
-            run.arguments = {n for n in run.arguments if not ledger.alive(n)}
-            run.live["input_kept"] = int(ledger.alive(run.input))
+            record.arguments = {n for n in record.arguments if not ledger.alive(n)}
+            record.live["input_kept"] = int(ledger.alive(record.input))
         loss.backward()
-        for run in self.runs.values():
-            if run.block is self.skeleton.begins_backward:
-                self._at_input_gradient(run)
+        for record in self.records.values():
+            if record.block is self.skeleton.begins_backward:
+                self._at_input_gradient(record)
         marks["embedding_peak"] = ledger.reset_peak()
 
     def _micro_batch(self) -> tuple[dict[str, Any], AbstractContextManager[None]]:
         """The arguments of a rank's forward, and the context that it runs in."""
-        setup = self.setup
-        if setup.cp > 1:
+        run = self.run
+        if run.cp > 1:
             whole, part = part_of_micro_batch(
-                batch_size=setup.micro_batch_size,
-                seq_length=setup.seq_length,
-                ranks=setup.cp,
-                padded=setup.attention_mask,
+                batch_size=run.micro_batch_size,
+                seq_length=run.seq_length,
+                ranks=run.cp,
+                padded=run.attention_mask,
                 ledger=self.ledger,
             )
             return part, forward_of_part(self.model, whole)
-        ids = torch.zeros((setup.micro_batch_size, setup.seq_length), dtype=torch.int64, device="meta")
-        mask = torch.ones_like(ids) if setup.attention_mask else None
+        ids = torch.zeros((run.micro_batch_size, run.seq_length), dtype=torch.int64, device="meta")
+        mask = torch.ones_like(ids) if run.attention_mask else None
         return {"input_ids": ids, "attention_mask": mask}, nullcontext()
 
     @property
     def _plain_loop(self) -> bool:
         """Whether the model's logits go to the cross entropy as they are."""
-        return self.setup.cp == 1 and self.setup.logits_dtype == self.model.dtype
+        return self.run.cp == 1 and self.run.loss_dtype == self.model.dtype
 
     def _forward(self, inputs: dict[str, Any]) -> torch.Tensor:
         """The model's output: logits, or the loss if that replaces the head."""
         inputs = {**inputs, "use_cache": False}
-        if self.setup.loss_impl == "logits":
+        if self.run.loss_impl == "logits":
             output: torch.Tensor = self.model(**inputs).logits
             return output
         head = self.model.get_output_embeddings()
@@ -202,9 +269,9 @@ class _Run:
         losses: list[torch.Tensor] = []
 
         def loss_in_place(hidden: torch.Tensor) -> torch.Tensor:
-            setup = self.setup
+            run = self.run
             losses.append(
-                chunked_loss(hidden, head.weight, head.bias, setup.chunk_size, setup.device, self.ledger)
+                chunked_loss(hidden, head.weight, head.bias, run.chunk_size, run.device, self.ledger)
             )
             return hidden.new_empty((*hidden.shape[:-1], 0))
 
@@ -218,25 +285,25 @@ class _Run:
     def _cross_entropy(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The loss from logits in full."""
         # A plain loop shifts the labels and not the logits; so does a loss of rows that ranks share.
-        if self._plain_loop or self.setup.cp > 1:
-            logits = logits.to(self.setup.logits_dtype)
+        if self._plain_loop or self.run.cp > 1:
+            logits = logits.to(self.run.loss_dtype)
             return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum")
-        shifted = logits[:, :-1].to(self.setup.logits_dtype).flatten(0, 1)
+        shifted = logits[:, :-1].to(self.run.loss_dtype).flatten(0, 1)
         return F.cross_entropy(shifted, ids[:, 1:].flatten(), reduction="sum")
 
     @contextmanager
     def _instrumented(self) -> Iterator[None]:
         """Context in which hooks watch one block of each kind, and the others pass their input on."""
-        taking_part = {id(run.block) for run in self.runs.values()}
+        taking_part = {id(record.block) for record in self.records.values()}
         silenced = [block for block in self.skeleton.blocks if id(block) not in taking_part]
         handles = []
         try:
             for block in silenced:
                 block.forward = self._pass_on
-            for run in self.runs.values():
-                before = functools.partial(self._before, run)
-                handles.append(run.block.register_forward_pre_hook(before, with_kwargs=True))
-                handles.append(run.block.register_forward_hook(functools.partial(self._after, run)))
+            for record in self.records.values():
+                before = functools.partial(self._before, record)
+                handles.append(record.block.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(record.block.register_forward_hook(functools.partial(self._after, record)))
             yield
         finally:
             for handle in handles:
@@ -249,11 +316,11 @@ class _Run:
         hidden = args[0] if args else kwargs["hidden_states"]
         return (hidden,) if self.marks.get("tuples") else hidden
 
-    def _before(self, run: _BlockRun, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before(self, record: _Record, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a block's forward: try it without saving, and note what is alive."""
         ledger = self.ledger
-        run.events["unsaved"] = len(ledger.events)
-        run.peak["unsaved"] = self._peak_without_saving(module, args, kwargs)
+        record.events["unsaved"] = len(ledger.events)
+        record.peak["unsaved"] = self._peak_without_saving(module, args, kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
         if not hidden.requires_grad and module is not self.skeleton.begins_backward:
             hidden = _Joined.apply(hidden, torch.empty(0, device="meta", requires_grad=True))
@@ -261,13 +328,13 @@ class _Run:
         # the hook would also wait for whatever else reads it.
         hidden = hidden.view_as(hidden)
         if hidden.requires_grad:
-            hidden.register_hook(functools.partial(self._at_input_gradient, run))
-        run.input = ledger.number(hidden)
+            hidden.register_hook(functools.partial(self._at_input_gradient, record))
+        record.input = ledger.number(hidden)
         others = [value for value in tensors_in((args[1:], kwargs)) if value is not hidden]
-        run.arguments = {ledger.number(tensor) for tensor in others} - {run.input}
+        record.arguments = {ledger.number(tensor) for tensor in others} - {record.input}
         self.marks.setdefault("before", ledger.live)
-        run.live["before"], run.events["before"] = ledger.live, len(ledger.events)
-        self.current = run
+        record.live["before"], record.events["before"] = ledger.live, len(ledger.events)
+        self.current = record
         ledger.reset_peak()
         if args:
             return (hidden, *args[1:]), kwargs
@@ -281,15 +348,15 @@ class _Run:
             module.forward(*args, **kwargs)
         return self.ledger.reset_peak() - live
 
-    def _after(self, run: _BlockRun, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, record: _Record, module: nn.Module, args: Any, output: Any) -> None:
         """After a block's forward: note what is alive and how much it took."""
         ledger = self.ledger
         self.marks["tuples"] = int(isinstance(output, tuple))
         hidden = output[0] if isinstance(output, tuple) else output
-        hidden.register_hook(functools.partial(self._at_output_gradient_of, run))
-        run.output = ledger.number(hidden)
-        run.live["after"], run.events["after"] = ledger.live, len(ledger.events)
-        run.peak["forward"] = ledger.reset_peak()
+        hidden.register_hook(functools.partial(self._at_output_gradient_of, record))
+        record.output = ledger.number(hidden)
+        record.live["after"], record.events["after"] = ledger.live, len(ledger.events)
+        record.peak["forward"] = ledger.reset_peak()
         self.current = None
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -303,7 +370,7 @@ class _Run:
         """The loss's backward has reached the model's output."""
         self.marks["loss_peak"] = self.ledger.reset_peak()
 
-    def _at_output_gradient_of(self, run: _BlockRun, grad: torch.Tensor) -> None:
+    def _at_output_gradient_of(self, record: _Record, grad: torch.Tensor) -> None:
         """The backward has reached a block's output: the block's own backward begins."""
         if "block_backward" not in self.marks:  # the last block's, with which the blocks' backward begins
             self.marks["block_backward"] = self.ledger.live
@@ -311,14 +378,14 @@ class _Run:
             self.marks["head_gradients"] = sum(
                 t.grad.nbytes for t in self.skeleton.traced_tensors if t.grad is not None
             )
-        run.live["backward"], run.events["backward"] = self.ledger.live, len(self.ledger.events)
+        record.live["backward"], record.events["backward"] = self.ledger.live, len(self.ledger.events)
         self.ledger.reset_peak()
 
-    def _at_input_gradient(self, run: _BlockRun, grad: torch.Tensor | None = None) -> None:
+    def _at_input_gradient(self, record: _Record, grad: torch.Tensor | None = None) -> None:
         """At the end of a block's backward: drop its parameters' gradients, which ``replay`` counts."""
-        run.peak["backward"] = self.ledger.reset_peak()
-        run.events["end"] = len(self.ledger.events)
-        for parameter in run.block.parameters():
+        record.peak["backward"] = self.ledger.reset_peak()
+        record.events["end"] = len(self.ledger.events)
+        for parameter in record.block.parameters():
             parameter.grad = None
         self.ledger.reset_peak()
         self.marks["embedding_before"] = self.ledger.live
@@ -326,14 +393,14 @@ class _Run:
     def _summary(self) -> Trace:
         """The trace, from the marks and from what was seen of each block."""
         marks = self.marks
-        kept = {kind: self._kept(run) for kind, run in self.runs.items()}
+        kept = {kind: self._kept(record) for kind, record in self.records.items()}
         base = marks["before"] + sum(kept.values())
         return Trace(
-            blocks={kind: self._footprint(run, kept[kind]) for kind, run in self.runs.items()},
+            blocks={kind: self._footprint(record, kept[kind]) for kind, record in self.records.items()},
             before=marks["before"],
             arguments={
-                kind: frozenset((number, self.ledger.sizes[number]) for number in run.arguments)
-                for kind, run in self.runs.items()
+                kind: frozenset((number, self.ledger.sizes[number]) for number in record.arguments)
+                for kind, record in self.records.items()
             },
             head_peak=marks["head_peak"] - base,
             loss_peak=marks["loss_peak"] - base,
@@ -349,10 +416,10 @@ class _Run:
         """Work outside of the blocks; the trials without saving do not count."""
         inside = sorted(
             stretch
-            for run in self.runs.values()
+            for record in self.records.values()
             for stretch in (
-                (run.events["unsaved"], run.events["after"]),
-                (run.events["backward"], run.events["end"]),
+                (record.events["unsaved"], record.events["after"]),
+                (record.events["backward"], record.events["end"]),
             )
         )
         outside, done = list[Operation](), 0
@@ -361,52 +428,55 @@ class _Run:
             done = end
         return tuple(outside)
 
-    def _kept(self, run: _BlockRun) -> int:
+    def _kept(self, record: _Record) -> int:
         """Bytes that a block's forward added, less its input if that is dead after the model's forward."""
-        given_back = 0 if run.live["input_kept"] else self.ledger.sizes[run.input]
-        return run.live["after"] - run.live["before"] - given_back
+        given_back = 0 if record.live["input_kept"] else self.ledger.sizes[record.input]
+        return record.live["after"] - record.live["before"] - given_back
 
-    def _footprint(self, run: _BlockRun, kept: int) -> Footprint:
+    def _footprint(self, record: _Record, kept: int) -> Footprint:
         """The footprint of a block as it ran, or as it would run under ``torch.compile``."""
         events, sizes = self.ledger.events, self.ledger.sizes
-        forward = events[run.events["before"] : run.events["after"]]
-        backward = events[run.events["backward"] : run.events["end"]]
-        output = sizes[run.output]
+        forward = events[record.events["before"] : record.events["after"]]
+        backward = events[record.events["backward"] : record.events["end"]]
+        output = sizes[record.output]
         alike: dict[str, Any] = {
             "output": output,
-            "decisions": _decisions(run.block, forward),
-            "exchanged": self._exchanged(run, forward),
+            "decisions": _decisions(record.block, forward),
+            "exchanged": self._exchanged(record, forward),
         }
-        if self.setup.compile:
+        if self.run.compile:
             fused = fused_footprint(
                 forward=forward,
                 backward=backward,
                 sizes=sizes,
-                saved=run.saved,
-                block_input=run.input,
-                block_output=run.output,
+                saved=record.saved,
+                block_input=record.input,
+                block_output=record.output,
             )
             return Footprint(saves_input=True, **alike, **fused)
+        # Recomputation stops at the last operation that makes a tensor for the backward.
+        last = max((i for i, event in enumerate(forward) if record.saved & set(event.outputs)), default=-1)
         return Footprint(
             forward=work_of(forward),
-            again=work_of(until(forward, run.saved)),
+            again=work_of(forward[: last + 1]),
             backward=work_of(backward),
             kept=kept,
-            forward_peak=run.peak["forward"] - run.live["before"],
-            unsaved_peak=run.peak["unsaved"],
-            again_peak=run.peak["again"] - run.live["before"],
-            saved=run.live["after"] - run.live["before"] - output,
-            backward_peak=run.peak["backward"] - run.live["backward"],
-            saves_input=run.input in run.saved,
+            forward_peak=record.peak["forward"] - record.live["before"],
+            unsaved_peak=record.peak["unsaved"],
+            again_peak=record.peak["again"] - record.live["before"],
+            saved=record.live["after"] - record.live["before"] - output,
+            backward_peak=record.peak["backward"] - record.live["backward"],
+            saves_input=record.input in record.saved,
             **alike,
         )
 
-    def _exchanged(self, run: _BlockRun, forward: list[Event]) -> int:
+    def _exchanged(self, record: _Record, forward: list[Event]) -> int:
         """Bytes that a block's forward exchanges; where ranks share rows, a block must exchange some."""
-        sent = sent_bytes(forward, self.ledger.sizes)
-        if self.setup.cp > 1 and not sent:
+        exchanges = (event for event in forward if event.op == EXCHANGE)
+        sent = sum(self.ledger.sizes[number] for event in exchanges for number in event.inputs)
+        if self.run.cp > 1 and not sent:
             raise UnsupportedModelError(
-                f"{type(run.block).__name__} of {self.skeleton.family} runs no attention of transformers' "
+                f"{type(record.block).__name__} of {self.skeleton.family} runs no attention of transformers' "
                 "attention interface: what positions it mixes, ranks that share rows could not. Plan it with "
                 "cp=1"
             )
