@@ -234,6 +234,8 @@ def _of_hooks() -> list[Act]:
         for place in next((places[start] for start in places if hook.startswith(start)), inside)
         for when in (BEFORE, AFTER, LATER)
         if not (hook.startswith("register_step") and when == BEFORE)
+        # After it the loss is to be prepared anew: docs/explanation/what-went.md.
+        and (hook, when, place) != ("register_forward_hook", LATER, "lm_head")
     ]
 
 

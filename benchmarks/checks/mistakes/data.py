@@ -87,9 +87,9 @@ MISTAKES = [
     ),
     Mistake(
         "a pack's cost leaves out its attention",
-        "sampling/packing/sampler.py",
-        "return per_token * tokens + per_square * tokens * tokens",
-        "return per_token * tokens",
+        "sampling/packing/cost.py",
+        "return self.per_token * tokens + self.per_square * tokens * tokens",
+        "return self.per_token * tokens",
         COST,
     ),
     Mistake(

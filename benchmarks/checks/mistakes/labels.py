@@ -3,7 +3,7 @@
 from benchmarks.checks.mistakes.mistake import Mistake
 
 ATTENTION_MASK = '"attention_mask": self._pad([ones * len(chat.input_ids) for chat in chats], length, 0),'
-LABELS = '"labels": self._pad([chat.labels for chat in chats], length, IGNORE_INDEX),'
+LABELS = '"labels": self._pad(labels, length, IGNORE_INDEX),'
 MISTAKES = [
     Mistake(
         "an answer that another tool would leave out is trained",
