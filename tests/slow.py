@@ -12,8 +12,7 @@ _LOAD = "tests/weights/test_load.py::"
 _KILL = "tests/faults/test_checkpoints.py::test_a_kill_at_a_named_moment"
 _FAULTS = "tests/faults/test_checkpoints.py::"
 _SYNCS = "tests/step/test_host_syncs.py::test_the_host_waits_once_in_a_step_and_once_in_an_evaluation[step]"
-_FIRST = "tests/jobs/watchdog/test_watch.py::test_an_exception_says_who_was_first"
-_WATCH = "tests/jobs/watchdog/test_watch.py::test_the_rank_is_named_on_all_that_live_within_the_set_time"
+_WATCH = "tests/jobs/test_watchdog.py::test_the_rank_is_named_on_all_that_live_within_the_set_time"
 _HEALTHY = "tests/check/test_planted.py::test_healthy_ranks_are_accused_of_nothing"
 _ASKED = "tests/check/test_planted.py::test_what_is_asked_for_trains_as_in_one_process"
 _ASKED_FOR = ("replicas", "windows", "tied", "fp8", "compiled", "dense first", "random routing", "a tower")
@@ -169,13 +168,9 @@ BESIDE: dict[str, str] = {
     **{
         f"{_WATCH}[{case}]": f"{_WATCH}[{kept}]"
         for case, kept in (
-            *(("stop-3", "stop-2"), ("stop-host", "stop-2"), ("die-3", "die-2"), ("die-host", "die-2")),
-            *(("ahead-3", "ahead-2"), ("shape-3", "shape-2"), ("loader-3", "ahead-2")),
+            *(("stop-host", "stop-3"), ("die-host", "die-3"), ("loader-3", "ahead-3"), ("save-3", "ahead-3")),
+            ("kill-3", "kill-6"),
         )
-    },
-    **{
-        f"{_FIRST}[{kind}-6]": f"{_FIRST}[{kind}-3]"  # and the judge's own tests, for who watches whom
-        for kind in ("kill", "raise")
     },
     **{
         f"tests/jobs/test_preemption.py::test_a_loaders_workers_outlive_the_signal[{case}]": (

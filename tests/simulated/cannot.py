@@ -19,8 +19,7 @@ REASONS: dict[str, str] = {
         "peft's torch.eye(out=) of a DTensor would resize its storage: on the CPU it fails at once, here in "
         "the queue of the device, and each later operation with it"
     ),
-    "tests/jobs/watchdog/test_watch.py::"
-    "test_the_rank_is_named_on_all_that_live_within_the_set_time[exchange-2": (
+    "tests/jobs/test_watchdog.py::test_the_rank_is_named_on_all_that_live_within_the_set_time[exchange-2": (
         "the host of a rank that waits goes on until it needs the device, so it is not seen in the exchange; "
         "the other rank is named all the same, as the one without progress"
     ),

@@ -97,9 +97,16 @@ MISTAKES = [
     ),
     Mistake(
         "a rank that waits for a control message hangs as much as the one that it waits for",
-        "jobs/watchdog/beat.py",
-        "    if frame is not None and frame.f_code.co_filename == _TREE:\n",
-        "    if False:\n",
+        "jobs/watchdog.py",
+        '"torch/distributed/fsdp/", "fsdp_sft/_ranks/", ',
+        '"torch/distributed/fsdp/", ',
         ("tests/check/test_lost.py",),
+    ),
+    Mistake(
+        "a process that was stopped takes the others for silent",
+        "jobs/watchdog.py",
+        "                self._moved += late\n",
+        "",
+        ("tests/jobs/test_watchdog.py::test_a_process_that_was_stopped_blames_nobody",),
     ),
 ]

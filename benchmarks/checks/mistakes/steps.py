@@ -308,13 +308,6 @@ MISTAKES: list[Mistake] = [
         ("tests/compositions/test_compositions.py::test_a_composition_is_refused",),
     ),
     Mistake(
-        "a look of the watchdog takes the square of the ranks",
-        "jobs/watchdog/judge.py",
-        "            if longest > beat.limit:\n",
-        "            if max(allowed, default=0.0) > beat.limit:\n",
-        ("tests/jobs/watchdog/test_watch.py",),
-    ),
-    Mistake(
         "experts are computed by what does not run at their widths",
         "experts/choice.py",
         "if width * narrow.itemsize % _ALIGNED]",

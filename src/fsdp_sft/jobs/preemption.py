@@ -5,15 +5,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
-from types import FrameType
 from typing import Any, TypeVar
 
 from fsdp_sft._ranks.agree import all_reduce_max
 
 _T = TypeVar("_T")
-_guarded: list[signal.Signals] = []  # signals noted by the active guards of this process
 
 REQUEUE_EXIT_CODE = 85
 """Exit code for a job that has saved and is to be requeued; no shell or scheduler uses it itself."""
@@ -42,8 +40,8 @@ class PreemptionGuard:
             ranks; None before that.
 
     Raises:
-        ValueError: For no signals, or one that cannot be caught.
-        RuntimeError: On entering a guard twice, or outside the main thread, which alone may set handlers.
+        OSError: On entering, for a signal that cannot be caught.
+        ValueError: On entering outside the main thread, which alone may set handlers.
 
     Example:
         >>> with fs.PreemptionGuard() as guard:
@@ -56,33 +54,18 @@ class PreemptionGuard:
 
     def __init__(self, *, signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
         self._signals = [signal.Signals(number) for number in signals]
-        if not self._signals:
-            raise ValueError("signals must name at least one signal, such as signal.SIGTERM")
-        for number in self._signals:
-            if number in (signal.SIGKILL, signal.SIGSTOP):
-                raise ValueError(f"{number.name} cannot be caught; schedulers send SIGTERM or SIGUSR1 first")
         self._before: dict[signal.Signals, Any] = {}
         self._noted = 0
-        self._entered = False
         self.signal: signal.Signals | None = None
 
     def __enter__(self) -> "PreemptionGuard":
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("a PreemptionGuard sets signal handlers, which only the main thread may")
-        if self._before:
-            raise RuntimeError("this PreemptionGuard is active already; make another one")
-        self._entered = True
-        for number in self._signals:
-            self._before[number] = signal.signal(number, self._note)
-        _guarded.extend(self._signals)
+        self._before = {number: signal.signal(number, self._note) for number in self._signals}
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-            _guarded.remove(number)
-            outer = getattr(handler, "__self__", None)
-            if isinstance(outer, PreemptionGuard):
+            if outer := _guard_of(handler):
                 outer._noted = outer._noted or self._noted
                 outer.signal = outer.signal or self.signal  # all ranks have agreed on it already
         self._before.clear()
@@ -91,8 +74,11 @@ class PreemptionGuard:
         """Whether any rank has received a signal by now; once True, always True.
 
         Collective: all ranks, between two steps. One small all-reduce on the host.
+
+        Raises:
+            RuntimeError: Outside the guard's block, in which it would never be True.
         """
-        if not self._entered:
+        if not (self._before or self.signal):
             raise RuntimeError(
                 "a PreemptionGuard notes signals within its block: `with PreemptionGuard() as guard:`"
             )
@@ -101,9 +87,14 @@ class PreemptionGuard:
             self.signal = signal.Signals(number) if number else None
         return self.signal is not None
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: Any) -> None:
         """The signal handler: it only notes the signal."""
         self._noted = number
+
+
+def _guard_of(handler: Any) -> PreemptionGuard | None:
+    guard = getattr(handler, "__self__", None)
+    return guard if isinstance(guard, PreemptionGuard) else None
 
 
 def keep_workers_alive(loader: Iterable[_T]) -> Iterator[_T]:
@@ -122,15 +113,20 @@ def keep_workers_alive(loader: Iterable[_T]) -> Iterator[_T]:
         ...     for batch in fs.keep_workers_alive(loader):
         ...         result = fs.train_step(model, [batch], optimizer)
     """
-    guarded = set(_guarded) if hasattr(signal, "sigwaitinfo") else set()
-    if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn") or not guarded:
+    guarded = {number for number in signal.valid_signals() if _guard_of(signal.getsignal(number))}
+    if not (
+        guarded
+        and getattr(loader, "num_workers", 0)
+        and hasattr(loader, "worker_init_fn")
+        and hasattr(signal, "sigwaitinfo")
+    ):
         return iter(loader)
     context = getattr(loader, "multiprocessing_context", None) or multiprocessing.get_context()
     if context.get_start_method() != "fork":
         # Starting the tracker unblocks SIGTERM in this process, so it must run before signals are blocked.
         resource_tracker.ensure_running()
     inner = loader.worker_init_fn
-    loader.worker_init_fn = _Outlive(tuple(guarded), inner)
+    loader.worker_init_fn = partial(_outlive, guarded, inner)  # can be pickled for spawned workers
     before = signal.pthread_sigmask(signal.SIG_BLOCK, guarded)  # every thread of a worker inherits the mask
     try:
         return iter(loader)
@@ -139,26 +135,16 @@ def keep_workers_alive(loader: Iterable[_T]) -> Iterator[_T]:
         loader.worker_init_fn = inner
 
 
-@dataclass(frozen=True)
-class _Outlive:
-    """A ``worker_init_fn``; a class, since spawned workers get it pickled.
+def _outlive(guarded: set[int], then: Callable[[int], Any] | None, worker_id: int) -> None:
+    """A ``worker_init_fn`` for workers that start with the guarded signals blocked."""
+    threading.Thread(target=_end_with_main, args=(guarded,), daemon=True).start()
+    if then is not None:
+        then(worker_id)
 
-    Attributes:
-        signals: Signals that are blocked in the worker.
-        then: The loader's own ``worker_init_fn``.
-    """
 
-    signals: tuple[signal.Signals, ...]
-    then: Callable[[int], Any] | None
-
-    def __call__(self, worker_id: int) -> None:
-        threading.Thread(target=self._end_with_main, daemon=True).start()
-        if self.then is not None:
-            self.then(worker_id)
-
-    def _end_with_main(self) -> None:
-        """Wait for the guarded signals, and end this worker at the first that the main process sends."""
-        main = multiprocessing.parent_process()
-        while main is not None and signal.sigwaitinfo(self.signals).si_pid != main.pid:
-            pass
-        os._exit(0)
+def _end_with_main(guarded: set[int]) -> None:
+    """Wait for the guarded signals, and end this worker at the first that the main process sends."""
+    main = multiprocessing.parent_process()
+    while main is not None and signal.sigwaitinfo(guarded).si_pid != main.pid:
+        pass
+    os._exit(0)

@@ -1,0 +1,347 @@
+"""A rank that dies, hangs or falls out of step is named on every rank that lives, within the set time."""
+
+import math
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp_sft as fs
+from tests.harness import forks
+from tests.harness.device import backend_here, become, device_here, for_ranks
+from tests.harness.models import tiny_model
+from tests.harness.once import once
+from tests.simulated.device import Simulated
+
+TIMEOUT = 4.0
+LONG_TIMEOUT = 30.0  # where what happens must show long before it
+HEARD = 1.5  # seconds after which the others have heard the last beat
+SLACK = 10.0  # for a machine that other work keeps busy
+
+
+# --- what the ranks do ------------------------------------------------------------------------------------
+
+
+def _lockstep(watchdog: fs.Watchdog, steps: int, act: Callable[[int], None] = lambda step: None) -> None:
+    for step in range(1, steps + 1):
+        watchdog.step(step)
+        act(step)
+        _sum()
+        time.sleep(0.01)
+
+
+def _sum() -> None:
+    """As in ``train_step``: a sum of counts on the host, then one on the device, which the host waits for."""
+    dist.all_reduce(torch.ones(1))
+    total = torch.ones(1, device=device_here())
+    dist.all_reduce(total)
+    total.item()
+
+
+def _at(step: int, folder: Path, action: Callable[[], Any]) -> Callable[[int], None]:
+    def act(now: int) -> None:
+        if now == step:
+            time.sleep(HEARD)
+            (folder / "acted").write_text(str(time.time()))
+            action()
+
+    return act
+
+
+def _signalled(number: int) -> Callable[[fs.Watchdog, Path, bool], None]:
+    def scene(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+        act = _at(3, folder, lambda: os.kill(os.getpid(), number))
+        _lockstep(watchdog, 8, act if is_victim else lambda step: None)
+
+    return scene
+
+
+def _dies_apart(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+    # The others wait where no broken connection wakes them, as under NCCL.
+    watchdog.step(3)
+    if is_victim:
+        _at(3, folder, lambda: os.kill(os.getpid(), signal.SIGKILL))(3)
+    time.sleep(60)
+
+
+def _lockstep_for_ever(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+    _lockstep(watchdog, 1_000_000)
+
+
+def _ahead(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+    """One rank is alone in a collective, and the others are elsewhere."""
+    _lockstep(watchdog, 4)
+    if is_victim:
+        (folder / "acted").write_text(str(time.time()))
+        watchdog.step(5)
+        _sum()
+    time.sleep(60)
+
+
+def _slow_loader(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+    act = _at(3, folder, lambda: time.sleep(60))
+    with watchdog.phase("warm-up", timeout=30):
+        _lockstep(watchdog, 2)
+    _lockstep(watchdog, 8, act if is_victim else lambda step: None)
+
+
+def _exchange(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+    """Ranks that share rows: one does not come to the exchange around the second layer's attention."""
+    ids = torch.arange(3, 19).view(1, 16)
+    with watchdog.phase("warm-up", timeout=60):
+        mesh = fs.build_mesh(cp=dist.get_world_size(), device_type=device_here().type)
+        model = fs.shard_model(tiny_model("llama"), mesh=mesh).to(device_here()).train()
+        fs.use_context_parallel(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step, act = 0, _at(3, folder, lambda: time.sleep(60))
+        if is_victim:
+            model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: act(step))
+        for step in (1, 2):
+            watchdog.step(step)
+            fs.train_step(model, [{"input_ids": ids, "labels": ids}], optimizer)
+    step = 3
+    watchdog.step(step)
+    fs.train_step(model, [{"input_ids": ids, "labels": ids}], optimizer)
+
+
+def _raises_apart(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+    # The others wait where no broken connection wakes them, as under NCCL.
+    watchdog.step(3)
+    if is_victim:
+        _at(3, folder, lambda: None)(3)
+        raise ValueError("the data ends here")
+    time.sleep(60)
+
+
+def _save(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+    model = torch.nn.Linear(4, 4)
+    watchdog.step(3)
+    if is_victim:
+        model.register_state_dict_pre_hook(lambda *_: _at(3, folder, lambda: time.sleep(60))(3))
+    with watchdog.phase("save", timeout=TIMEOUT):
+        fs.save_checkpoint(folder / "checkpoints", 3, model=model)
+
+
+def _healthy(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
+    """A step of half the time-out, a long save and a long pause of one rank, and unequal ends."""
+    _lockstep(watchdog, 6, lambda step: time.sleep(0.5 * TIMEOUT * (is_victim and step in (2, 3))))
+    if is_victim:
+        with watchdog.phase("save", timeout=30):
+            time.sleep(1.2 * TIMEOUT)
+    dist.barrier()
+    if is_victim:
+        with watchdog.phase("pause", timeout=math.inf):
+            time.sleep(1.2 * TIMEOUT)
+    dist.barrier()
+    for step in range(7, 10 if is_victim else 7):
+        watchdog.step(step)
+        time.sleep(0.5 * TIMEOUT)
+
+
+# name -> (function, ranks, victim, who hosts the store, what the report says of the victim)
+SCENES: dict[str, tuple[Callable[[fs.Watchdog, Path, bool], None], int, int, str, str]] = {
+    "stop-3": (_signalled(signal.SIGSTOP), 3, 1, "agent", "stopped, was .* in step 3, phase train"),
+    "stop-host": (_signalled(signal.SIGSTOP), 2, 0, "rank 0", "stopped, was .* in step 3, phase train"),
+    "die-3": (_dies_apart, 3, 0, "agent", "dead, was .*, phase (train|start)"),
+    "die-host": (_dies_apart, 2, 0, "rank 0", "dead, was .* in step 3, phase train"),
+    "ahead-3": (_ahead, 3, 0, "rank 0", "waiting in all_reduce in step 5, phase train"),
+    "loader-3": (_slow_loader, 3, 2, "agent", "outside of a collective in step 3, .*test_watchdog"),
+    "save-3": (_save, 3, 2, "agent", "outside of a collective in step 3, phase save, .*test_watchdog"),
+    "exchange-2": (_exchange, 2, 1, "agent", "outside of a collective in step 3, .*test_watchdog"),
+    "raise-3": (_raises_apart, 3, 1, "agent", r"failed with ValueError\('the data ends here'\) in step 3"),
+    # gloo wakes the others, who raise: the report comes in place of their exceptions.
+    "kill-3": (_signalled(signal.SIGKILL), 3, 2, "agent", "dead, was .*, phase (train|start)"),
+    # Rank 5 looks at its neighbour, rank 0, and not at rank 4.
+    "kill-6": (_signalled(signal.SIGKILL), 6, 4, "agent", "dead, was .*, phase (train|start)"),
+    "absent-2": (_lockstep_for_ever, 2, 1, "agent", "not heard of: it has not entered its watchdog"),
+    "healthy-3": (_healthy, 3, 1, "agent", ""),
+}
+SHOWS_AT_ONCE = {"die-3", "kill-3", "kill-6"}
+
+
+@dataclass
+class Outcome:
+    """What is left of one rank."""
+
+    exit_code: int | None
+    stderr: str
+    seconds: float  # from the victim's act to the last line
+
+
+def _run_rank(name: str, folder: Path, rank: int, port: int, own: Simulated | None) -> None:
+    function, world_size, victim, host, _ = SCENES[name]
+    become(own)
+    descriptor = os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 2)
+    torch.set_num_threads(1)
+    hosts = host == "rank 0" and rank == 0
+    if host == "rank 0" and not hosts:
+        while not (folder / "port").exists():
+            time.sleep(0.01)
+        port = int((folder / "port").read_text())
+    place = 0 if hosts else port  # the given one is the agent's
+    store = dist.TCPStore("127.0.0.1", place, is_master=hosts, timeout=timedelta(seconds=60))
+    if hosts:
+        (folder / "port.tmp").write_text(str(store.port))
+        (folder / "port.tmp").rename(folder / "port")
+    dist.init_process_group(backend_here(), store=store, rank=rank, world_size=world_size)
+    if name.startswith("absent") and rank == victim:
+        (folder / "acted").write_text(str(time.time()))
+        time.sleep(600)
+    timeout = LONG_TIMEOUT if name in SHOWS_AT_ONCE else TIMEOUT
+    with fs.Watchdog(timeout=timeout) as watchdog:
+        with watchdog.phase("start", timeout=60):  # until all have begun, on a machine that is busy
+            if not name.startswith("absent"):
+                dist.barrier()
+            time.sleep(3 * watchdog.interval)
+        function(watchdog, folder, rank == victim)
+    if hosts:
+        time.sleep(1)  # gloo's own farewell goes through the store as well
+
+
+def _start(name: str, folder: Path, port: int) -> list[Any]:
+    folder.mkdir()
+    devices = enumerate(for_ranks(SCENES[name][1]))
+    processes = [forks.process(_run_rank, name, folder, rank, port, own) for rank, own in devices]
+    for process in processes:
+        process.start()
+    return processes
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Outcome]]:
+    """Of the scenes that are asked for."""
+    users = [item for item in request.session.items if "outcomes" in getattr(item, "fixturenames", ())]
+    wanted = {item.callspec.params["name"] for item in users}  # type: ignore[attr-defined]
+    names = [name for name in sorted(SCENES, key="healthy-3".__ne__) if name in wanted]
+    return once(tmp_path_factory, "watchdog", lambda: _play(names))
+
+
+def _play(names: Sequence[str]) -> dict[str, list[Outcome]]:
+    """A few scenes at a time, for they mostly wait."""
+    results: dict[str, list[Outcome]] = {}
+    with tempfile.TemporaryDirectory(prefix="watchdog-") as place:
+        stores = {name: dist.TCPStore("127.0.0.1", 0, is_master=True) for name in names}
+        started: dict[str, list[Any]] = {}
+        for batch in (names[i : i + 5] for i in range(0, len(names), 5)):
+            started |= {n: _start(n, Path(place) / n, stores[n].port) for n in batch if n not in started}
+            for name in batch:
+                results[name] = _outcomes(name, Path(place) / name, started[name])
+    return results
+
+
+def _outcomes(name: str, folder: Path, processes: list[Any]) -> list[Outcome]:
+    deadline = time.monotonic() + 60
+    stopped = SCENES[name][2] if name.startswith("stop") else None
+    for rank, process in enumerate(processes):
+        if rank != stopped:
+            process.join(max(deadline - time.monotonic(), 0))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    acted = float((folder / "acted").read_text()) if (folder / "acted").exists() else math.nan
+    files = [folder / f"stderr-{rank}" for rank in range(len(processes))]
+    return [
+        Outcome(code, file.read_text(), file.stat().st_mtime - acted)
+        for code, file in zip(codes, files, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in SCENES if name != "healthy-3"])
+def test_the_rank_is_named_on_all_that_live_within_the_set_time(
+    name: str, outcomes: dict[str, list[Outcome]]
+) -> None:
+    _, _, victim, host, says = SCENES[name]
+    ends = {
+        "stop": None,
+        "die": -signal.SIGKILL,
+        "kill": -signal.SIGKILL,
+        "raise": 1,
+        "absent": -signal.SIGKILL,
+    }
+    for rank, outcome in enumerate(outcomes[name]):
+        what = name.partition("-")[0]
+        if rank == victim and what in ends:
+            assert outcome.exit_code == ends[what], outcome.stderr
+            continue
+        assert outcome.exit_code == fs.STALL_EXIT_CODE == 86, outcome.stderr
+        process = "" if what == "absent" else r" \(host \S+, process \d+\)"
+        assert re.search(rf"  rank {victim}{process}: {says}", outcome.stderr), outcome.stderr
+        assert f"[watchdog, rank {rank} (host " in outcome.stderr
+        assert "test_watchdog.py" in outcome.stderr.partition("was here:")[2], "its own stack"
+        limit = 4 * LONG_TIMEOUT / 10 if name in SHOWS_AT_ONCE else 1.4 * TIMEOUT
+        assert outcome.seconds <= limit + SLACK, outcome.stderr
+        if name == "exchange-2" and rank != victim:
+            assert re.search("waiting in to_heads in step 3, phase train", outcome.stderr), outcome.stderr
+        if host == "rank 0" and what in ("stop", "die"):
+            assert "the store does not answer" in outcome.stderr
+
+
+@pytest.mark.parametrize("name", ["healthy-3"])
+def test_a_healthy_run_raises_no_alarm(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    assert [outcome.exit_code for outcome in outcomes[name]] == [0, 0, 0]
+    assert not any("watchdog" in outcome.stderr for outcome in outcomes[name])
+
+
+# --- one process ------------------------------------------------------------------------------------------
+
+
+def _alone(hang: bool, path: str) -> None:
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
+    with fs.Watchdog(timeout=1.0) as watchdog:
+        for step in range(4):
+            watchdog.step(step)
+            time.sleep(0.4)
+        with watchdog.phase("eval", timeout=10):
+            time.sleep(1.5)
+        watchdog.step(9)
+        time.sleep(30 if hang else 0)
+
+
+def test_a_single_process_watches_itself(tmp_path: Path) -> None:
+    files = [tmp_path / "healthy", tmp_path / "hangs"]
+    processes = [forks.process(_alone, i == 1, str(files[i])) for i in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0, fs.STALL_EXIT_CODE]
+    assert files[0].read_text() == ""
+    report = files[1].read_text()
+    assert "no progress for 1 s on rank 0" in report
+    assert re.search(r"in step 9, phase train, at test_watchdog.py:\d+ in _alone", report)
+
+
+def test_a_process_that_was_stopped_blames_nobody(tmp_path: Path) -> None:
+    process = forks.process(_alone, False, str(tmp_path / "report"))
+    process.start()
+    while not (tmp_path / "report").exists():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(process.pid, signal.SIGCONT)
+    process.join(30)
+    assert process.exitcode == 0, (tmp_path / "report").read_text()
+
+
+def test_a_watchdog_is_entered_once() -> None:
+    with fs.Watchdog(timeout=60) as watchdog:
+        pass
+    with pytest.raises(RuntimeError, match="started once"), watchdog:
+        pass
+    assert not any(thread.name == "watchdog" for thread in threading.enumerate())
