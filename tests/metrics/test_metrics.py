@@ -1,6 +1,7 @@
-import io
 import json
 import math
+import sys
+import time
 
 import pytest
 import torch
@@ -30,6 +31,13 @@ SMALL = {
     "eos_token_id": 2,
 }
 GQA = {**SMALL, "num_key_value_heads": 2}
+SMALL_MOE = {
+    **GQA,
+    "num_experts_per_tok": 2,
+    "num_experts": 4,
+    "moe_intermediate_size": 32,
+    "num_dense_layers": 1,
+}
 MOE = {**GQA, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 FAMILIES = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
@@ -124,30 +132,33 @@ class TestModelFlops:
         config = transformers.Gemma3Config(text_config=text.to_dict())
         assert model_flops_per_token(config, SEQ) == model_flops_per_token(text, SEQ)
 
-    def test_result_is_an_int(self):
-        assert type(model_flops_per_token(FAMILIES["mixtral"](), SEQ)) is int
-
     @pytest.mark.parametrize(
-        ("config", "reason"),
+        ("config", "scan"),
         [
-            (transformers.T5Config, "is_encoder_decoder"),
-            (transformers.MambaConfig, "'mamba'"),
-            (transformers.DeepseekV3Config, "kv_lora_rank=512"),
-            (transformers.Qwen3NextConfig, "linear_attn"),
-            (transformers.FalconConfig, "no tensor-parallel plan"),
-            (transformers.AfmoeConfig, "'afmoe'"),
-            (transformers.HunYuanMoEV1Config, "moe_topk"),
-            (transformers.Gemma4UnifiedTextConfig, "per_layer_attributes"),
+            (lambda: transformers.AfmoeConfig(**SMALL_MOE), None),
+            (
+                lambda: transformers.FalconConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4),
+                None,
+            ),
+            (lambda: transformers.Gemma4UnifiedTextConfig(num_hidden_layers=6, hidden_size=64), None),
+            (
+                lambda: transformers.MambaConfig(num_hidden_layers=1, hidden_size=16, vocab_size=8),
+                "MambaMixer",
+            ),
         ],
     )
-    def test_other_shapes_are_refused(self, config, reason):
-        with pytest.raises(ValueError, match=reason) as error:
-            model_flops_per_token(config(), SEQ)
-        assert "FlopCounterMode" in str(error.value)
+    def test_any_family_is_counted_and_what_is_not_seen_is_said(self, config, scan, caplog):
+        with caplog.at_level("INFO"):
+            flops = model_flops_per_token(config(), SEQ)
+        assert flops > 0
+        assert type(flops) is int
+        told = "the elementwise recurrence" in caplog.text
+        assert told == (scan is not None)
+        assert scan is None or scan in caplog.text
 
-    def test_experts_without_a_number_are_refused(self):
-        with pytest.raises(ValueError, match="none of num_local_experts"):
-            model_flops_per_token(transformers.Dots1Config(), SEQ)
+    def test_no_causal_language_model(self):
+        with pytest.raises(ValueError, match="T5Config"):
+            model_flops_per_token(transformers.T5Config(), SEQ)
 
     def test_short_sequence(self):
         with pytest.raises(ValueError, match="seq_length must be >= 1, got 0"):
@@ -340,27 +351,6 @@ class TestThroughputMeter:
         with meter.paused(), pytest.raises(RuntimeError, match="leave the pause"):
             meter.update(num_tokens=1)
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"world_size": 0}, "world_size must be >= 1, got 0"),
-            ({"world_size": 1, "averaged_steps": 0}, "averaged_steps must be >= 1"),
-            ({"world_size": 1, "warmup_steps": -1}, "warmup_steps must be >= 0"),
-            ({"world_size": 1, "flops_per_token": 0}, "flops_per_token must be positive"),
-            ({"world_size": 1, "peak_flops": 0.0}, "peak_flops must be positive"),
-        ],
-    )
-    def test_arguments(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            ThroughputMeter(device="cpu", **options)
-
-    def test_num_tokens(self):
-        meter = ThroughputMeter(world_size=1, device="cpu")
-        with pytest.raises(TypeError, match="Tensor"):
-            meter.update(num_tokens=torch.tensor(3))
-        with pytest.raises(ValueError, match="got -1"):
-            meter.update(num_tokens=-1)
-
     @pytest.mark.gpu
     def test_queued_work_is_not_taken_for_a_pause(self):
         meter = ThroughputMeter(world_size=1, flops_per_token=1, warmup_steps=0)
@@ -382,14 +372,17 @@ def strict_lines(path):
 class TestMetricLogger:
     def test_jsonl(self, tmp_path):
         path = tmp_path / "runs" / "a" / "metrics.jsonl"
-        with MetricLogger(jsonl=path, stdout=False, clock=lambda: 12.5) as logger:
+        with MetricLogger(jsonl=path, stdout=False) as logger:
             logger.log(
                 {"loss": torch.tensor(2.5, dtype=torch.bfloat16), "n": torch.tensor(3), "mfu": None}, 1
             )
             # Flushed per line: readable before the file is closed.
-            assert strict_lines(path) == [{"step": 1, "time": 12.5, "loss": 2.5, "n": 3, "mfu": None}]
+            (first,) = strict_lines(path)
+            assert time.time() - 60 < first.pop("time") <= time.time()
+            assert first == {"step": 1, "loss": 2.5, "n": 3, "mfu": None}
             logger.log({"phase": "eval\nα", "skipped": True}, step=2)
-        assert strict_lines(path)[1] == {"step": 2, "time": 12.5, "phase": "eval\nα", "skipped": True}
+        second = strict_lines(path)[1]
+        assert {**second, "time": 0} == {"step": 2, "time": 0, "phase": "eval\nα", "skipped": True}
 
     def test_not_finite_is_strict_json(self, tmp_path):
         path = tmp_path / "m.jsonl"
@@ -404,7 +397,6 @@ class TestMetricLogger:
         [
             ('{"step": 1}\n', [1, 2]),
             ('{"step": 1}\n{"step": 2, "lo', [1, 2]),
-            ('{"step": 1}', [1, 2]),
             ("", [2]),
         ],
     )
@@ -415,9 +407,8 @@ class TestMetricLogger:
             logger.log({}, 2)
         assert [row["step"] for row in strict_lines(path)] == steps
 
-    def test_readable_line(self):
-        stream = io.StringIO()
-        logger = MetricLogger(stream=stream)
+    def test_readable_line(self, capsys):
+        logger = MetricLogger()
         row = {
             "loss": 2.345678,
             "lr": 0.01,
@@ -428,40 +419,35 @@ class TestMetricLogger:
         }
         logger.log({**row, "ok": True, "bad": math.nan}, 7)
         logger.log({**row, "ok": False, "bad": math.inf, "loss": 12.5}, 1234)
-        first, second = stream.getvalue().splitlines()
+        first, second = capsys.readouterr().out.splitlines()
         assert first == (
             "step      7 | loss    2.3457 | lr  1.00e-02 | tokens_per_second   12345.7 | mfu         - "
-            "| n    123456 | tiny  1.00e-07 | ok      true | bad       nan"
+            "| n    123456 | tiny  1.00e-07 | ok      True | bad       nan"
         )
         assert len(first) == len(second)
 
-    def test_line_goes_above_a_bar(self):
+    def test_line_goes_above_a_bar(self, capsys):
         tqdm = pytest.importorskip("tqdm")
-        stream = io.StringIO()
-        bar = tqdm.tqdm(total=3, file=stream)
-        MetricLogger(stream=stream).log({"loss": 1.0}, 1)
+        bar = tqdm.tqdm(total=3, file=sys.stdout)
+        MetricLogger().log({"loss": 1.0}, 1)
         bar.close()
-        lines = stream.getvalue().replace("\r", "\n").splitlines()
+        lines = capsys.readouterr().out.replace("\r", "\n").splitlines()
         assert "step      1 | loss    1.0000" in lines
 
     def test_stdout_by_default(self, capsys):
         MetricLogger().log({"loss": 1.0}, 1)
         assert capsys.readouterr().out == "step      1 | loss    1.0000\n"
 
-    def test_other_ranks_write_nothing(self, tmp_path, monkeypatch):
-        path, stream = tmp_path / "runs" / "m.jsonl", io.StringIO()
-        logger = MetricLogger(jsonl=path, stream=stream)
+    def test_other_ranks_write_nothing(self, tmp_path, monkeypatch, capsys):
+        path = tmp_path / "runs" / "m.jsonl"
+        logger = MetricLogger(jsonl=path)
         # The rank is asked for at the first log, after the process group came up.
         monkeypatch.setattr("fsdp_sft.metrics.log.this_rank", lambda: 1)
         logger.log({"loss": 1.0}, 1)
         logger.close()
+        MetricLogger(is_main=False).log({"loss": 1.0}, 1)
         assert not path.parent.exists()
-        assert stream.getvalue() == ""
-
-    def test_is_main_overrides(self):
-        stream = io.StringIO()
-        MetricLogger(stream=stream, is_main=False).log({"loss": 1.0}, 1)
-        assert stream.getvalue() == ""
+        assert capsys.readouterr().out == ""
 
     @pytest.mark.parametrize(
         "value", [[1.0], torch.ones(1), torch.ones(2, 2), object(), 1j, torch.tensor(1j)]
@@ -469,7 +455,7 @@ class TestMetricLogger:
     @pytest.mark.parametrize("is_main", [True, False])
     def test_value_of_another_type_names_its_key(self, value, is_main):
         with pytest.raises(TypeError, match="'grad_norm'"):
-            MetricLogger(stream=io.StringIO(), is_main=is_main).log({"grad_norm": value}, 1)
+            MetricLogger(is_main=is_main).log({"grad_norm": value}, 1)
 
     def test_dtensor_is_refused(self):
         class Sharded:
@@ -483,20 +469,3 @@ class TestMetricLogger:
     def test_taken_names(self, key):
         with pytest.raises(ValueError, match=f"'{key}' is taken"):
             MetricLogger(is_main=True).log({key: 1}, 1)
-
-    def test_step_and_keys(self):
-        logger = MetricLogger(is_main=True)
-        with pytest.raises(TypeError, match="step must be an int, got float"):
-            logger.log({}, 1.0)
-        with pytest.raises(ValueError, match="got -1"):
-            logger.log({}, -1)
-        with pytest.raises(TypeError, match="got 3"):
-            logger.log({3: 1}, 1)
-
-    def test_closed(self, tmp_path):
-        logger = MetricLogger(jsonl=tmp_path / "m.jsonl", stdout=False)
-        logger.log({}, 1)
-        logger.close()
-        logger.close()
-        with pytest.raises(ValueError, match="closed MetricLogger"):
-            logger.log({}, 2)

@@ -5,6 +5,7 @@ import math
 import struct
 import sys
 import time
+import types
 import zlib
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft.metrics import MetricLogger, ThroughputMeter, aggregate_metrics, plot_run
+from tests.harness.places import ROOT
 from tests.harness.ranks import run_distributed
 
 
@@ -37,10 +39,6 @@ class TestSinks:
             logger.log({"loss": 1.0}, 1)
         assert rows == []
         assert list(tmp_path.iterdir()) == []
-
-    def test_something_else_is_refused(self):
-        with pytest.raises(TypeError, match=r"called as sink\(metrics, step\), got str"):
-            MetricLogger(sinks=["tensorboard"])
 
 
 class Clock:
@@ -168,11 +166,10 @@ def aggregate_on_rank():
 def aggregate_unequal():
     rank = torch.distributed.get_rank()
     found = []
-    for metrics in ({f"m{rank}": 1}, {"m": 1 if rank else "text"}):
-        try:
-            aggregate_metrics(metrics)
-        except (ValueError, TypeError) as error:
-            found.append(f"{type(error).__name__}: {error}")
+    try:
+        aggregate_metrics({f"m{rank}": 1})
+    except ValueError as error:
+        found.append(str(error))
     return found
 
 
@@ -193,17 +190,10 @@ class TestAggregate:
 
     def test_every_rank_raises(self):
         for found in run_distributed(aggregate_unequal, 2):
-            assert found == [
-                "ValueError: rank 1 has metrics ['m1'], rank 0 has ['m0']",
-                "TypeError: rank 0: metric 'm' must be a float, int or None, got str",
-            ]
+            assert found == ["rank 1 has metrics ['m1'], rank 0 has ['m0']"]
 
     def test_single_process(self):
         assert aggregate_metrics({"a": 3, "b": None}, reduce="max") == {"a": 3, "b": None}
-
-    def test_unknown_reduction(self):
-        with pytest.raises(ValueError, match="got 'median'"):
-            aggregate_metrics({}, reduce="median")
 
 
 def pixels(path):
@@ -244,10 +234,9 @@ class TestPlotRun:
             save(figure, *args, **kwargs)
             for axes in figure.axes:
                 title = axes.get_title(loc="left") or axes.get_ylabel()
-                curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+                lines = [line for line in axes.lines if len(line.get_xdata())]
+                curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in lines]
                 found[title] = (curves, [text.get_text() for text in axes.texts])
-                for scale in axes.child_axes:
-                    found[scale.get_ylabel()] = scale.get_ylim()[1] / axes.get_ylim()[1]
 
         monkeypatch.setattr(Figure, "savefig", spy)
         return found
@@ -267,7 +256,7 @@ class TestPlotRun:
         assert lines["Loss"][0] == [([1, 2, 3], [2.0, 1.0, 2.0 / 3]), ([3], [0.9])]
         assert lines["Gradient norm"][0] == [([1, 2, 3], [1.0, 1.0, 1.0])]
         assert lines["Throughput"][0] == [([1, 2, 3], [100.0, 200.0, 300.0])]
-        assert lines["MFU (%)"] == pytest.approx(0.5)  # percent for a token per second
+        assert lines["MFU (dashed)"][0] == [([1, 2, 3], [0.5, 1.0, 1.5])]
         assert lines["Peak memory (allocated)"][0] == [([1, 2, 3], [1.0, 2.0, 3.0])]
 
     def test_the_learning_rate_stands_beside_the_gradient_norm(self, tmp_path, lines):
@@ -279,7 +268,7 @@ class TestPlotRun:
     def test_unknown_mfu_draws_no_axis_of_zeros(self, tmp_path, lines):
         write_run(tmp_path / "m.jsonl", [(1, {"loss": 1.0, "tokens_per_second": 5.0, "mfu": None})])
         plot_run(tmp_path / "m.jsonl", tmp_path / "m.png")
-        assert "MFU (%)" not in lines
+        assert "MFU (dashed)" not in lines
         assert lines["Gradient norm"] == ([], ["not logged"])
 
     def test_resumed_run_and_broken_last_line(self, tmp_path, lines):
@@ -295,7 +284,10 @@ class TestPlotRun:
             tmp_path / "m.jsonl", [(1, {"loss": 1.0}), (2, {"loss": math.nan}), (3, {"loss": math.inf})]
         )
         plot_run(tmp_path / "m.jsonl", tmp_path / "m.png")
-        assert lines["Loss"][0] == [([1], [1.0]), ([2, 3], [0, 0])]
+        curve, crosses = lines["Loss"][0]
+        assert curve[1][0] == 1.0
+        assert all(math.isnan(value) for value in curve[1][1:])
+        assert crosses == ([2, 3], [0, 0])
 
     def test_a_long_run_has_a_median(self, tmp_path, lines):
         values = [1.0 if step % 10 else 50.0 for step in range(1, 401)]
@@ -340,3 +332,38 @@ def test_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         plot_run(tmp_path / "m.jsonl", tmp_path / "m.png")
+
+
+class Tracker(types.ModuleType):
+    """A module in the place of wandb, trackio or tensorboard, which keeps what it is given."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.rows = []
+
+    def init(self, **options):
+        return self
+
+    def log(self, metrics, step):
+        self.rows.append((step, metrics))
+
+    def SummaryWriter(self, folder):
+        return self
+
+    def add_scalar(self, name, value, step):
+        self.rows.append((step, {name: value}))
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "torch.utils.tensorboard"])
+def test_the_pages_lines_for_a_tracker_log_to_it(name, tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "how-to" / "watch-a-run.md").read_text(encoding="utf-8")
+    section = page.partition("## Weights and Biases")[2].partition("```text\n")[2].partition("```")[0]
+    (lines,) = [part for part in section.split("\n\n") if part.startswith((f"import {name}", f"from {name}"))]
+    tracker = Tracker(name)
+    monkeypatch.setitem(sys.modules, name, tracker)
+    monkeypatch.chdir(tmp_path)
+    scope = {"fs": fs, "context": types.SimpleNamespace(is_main=True)}
+    exec(lines, scope)
+    with scope["logger"] as logger:
+        logger.log({"loss": 0.5, "mfu": None}, 3)
+    assert tracker.rows == [(3, {"loss": 0.5})]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Literal, get_args
+from typing import Literal
 
 from fsdp_sft._ranks.agree import all_gather_objects
 
@@ -35,8 +35,7 @@ def aggregate_metrics(
         Metrics ready for `MetricLogger.log`. None where no rank has a value; NaN where any rank has NaN.
 
     Raises:
-        ValueError: For another `reduce`, or ranks with different names; raised on all ranks.
-        TypeError: A value is neither a number nor None; raised on all ranks.
+        ValueError: For ranks with different names; raised on all ranks.
 
     Collective: all ranks, over the control group.
 
@@ -45,32 +44,21 @@ def aggregate_metrics(
         >>> spread["data_wait_share_max_rank"]
         0
     """
-    if reduce not in get_args(Reduction):
-        raise ValueError(f"reduce must be 'mean', 'sum', 'min', 'max' or 'spread', got {reduce!r}")
-    by_rank = all_gather_objects({name: _told(value) for name, value in metrics.items()})
+    by_rank = all_gather_objects(dict(metrics))
     for rank, row in enumerate(by_rank):
         if list(row) != list(by_rank[0]):
             raise ValueError(f"rank {rank} has metrics {sorted(row)}, rank 0 has {sorted(by_rank[0])}")
-        for name, value in row.items():
-            if isinstance(value, tuple):
-                raise TypeError(f"rank {rank}: metric {name!r} must be a float, int or None, got {value[0]}")
     result: dict[str, float | int | None] = {}
     for name in by_rank[0]:
         known = {rank: row[name] for rank, row in enumerate(by_rank) if row[name] is not None}
-        if reduce == "spread":
-            result |= {f"{name}_{one}": _reduced(known.values(), one) for one in ("min", "mean", "max")}
-            largest = result[f"{name}_max"]
-            result[f"{name}_max_rank"] = next((r for r, v in known.items() if _same(v, largest)), None)
-        else:
+        if reduce != "spread":
             result[name] = _reduced(known.values(), reduce)
+            continue
+        result |= {f"{name}_{one}": _reduced(known.values(), one) for one in ("min", "mean", "max")}
+        largest = result[f"{name}_max"]
+        of_it = [rank for rank, value in known.items() if value == largest or math.isnan(value)]
+        result[f"{name}_max_rank"] = of_it[0] if of_it else None
     return result
-
-
-def _told(value: object) -> float | int | tuple[str] | None:
-    """A value as it is sent to other ranks; (the name of its class,) if a metric may not have it."""
-    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
-        return value if value is None else float(value) if isinstance(value, float) else int(value)
-    return (type(value).__name__,)
 
 
 def _reduced(values: Collection[float | int], reduce: str) -> float | int | None:
@@ -80,7 +68,3 @@ def _reduced(values: Collection[float | int], reduce: str) -> float | int | None
     if any(math.isnan(value) for value in values):
         return math.nan
     return _REDUCED[reduce](values)
-
-
-def _same(value: float, largest: float | None) -> bool:
-    return value == largest or (math.isnan(value) and largest is not None and math.isnan(largest))

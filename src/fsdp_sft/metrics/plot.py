@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from fsdp_sft._tensors.disk import full_path
-from fsdp_sft.metrics.figure import new_figure, save_figure
 from fsdp_sft.metrics.memory import PEAKS
 
-_RATES = ("lr", "learning_rate")
-_SMOOTH_FROM = 60  # number of points from which on a running median is drawn over the raw curve
 _LINE, _SECOND, _BAD = "#1f5fa8", "#d1660d", "#c62828"
+_SMOOTH_FROM = 60  # number of points from which on a running mean is drawn over the raw curve
 
-Points = tuple[list[int], list[float]]
 Rows = dict[int, dict[str, Any]]
 
 
@@ -45,13 +43,42 @@ def plot_run(jsonl: str | Path, out: str | Path) -> Path:
         >>> fs.plot_run("metrics.jsonl", "run.png").name
         'run.png'
     """
-    figure: Any = new_figure(11, 7)
+    figure = new_figure(11, 7)
     rows = _read(full_path(jsonl))
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1, wspace=0.03, hspace=0.04)
-    panels = (_loss_panel, _grad_norm_panel, _throughput_panel, _memory_panel)
-    for axes, draw in zip(figure.subplots(2, 2).flat, panels, strict=True):
-        draw(axes, rows)
+    loss, norm, speed, memory = figure.subplots(2, 2).flat
+    _draw(loss, rows, "loss", "Loss", "nats per target token")
+    _draw_beside(loss, rows, "eval_loss", "evaluation", own_scale=False)
+    _draw(norm, rows, "grad_norm", "Gradient norm", "2-norm before clipping")
+    _draw_beside(norm, rows, _logged(rows, ("lr", "learning_rate")), "learning rate (dashed)")
+    _draw(speed, rows, "tokens_per_second", "Throughput", "tokens per second, all ranks")
+    _draw_beside(speed, rows, "mfu", "MFU (dashed)")
+    peak = _logged(rows, PEAKS)
+    title = f"Peak memory ({peak.removeprefix('peak_').removesuffix('_bytes')})"
+    _draw(memory, rows, peak, title, "GiB", unit=1 << 30)
+    for axes in (speed, memory):
+        axes.set_ylim(bottom=0)
     return save_figure(figure, out, file_format="png")
+
+
+def new_figure(width: float, height: float, *, dpi: int = 120) -> Any:
+    """An empty figure of so many inches, drawn without pyplot, which would choose a backend for the process.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("matplotlib is not installed: pip install matplotlib") from error
+    return Figure(figsize=(width, height), layout="constrained", dpi=dpi)
+
+
+def save_figure(figure: Any, out: str | Path, *, file_format: str | None = None) -> Path:
+    """Write a figure, in the format of the file's suffix if none is given; parent folders are made."""
+    path = full_path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi="figure", format=file_format)
+    return path
 
 
 def _read(path: Path) -> Rows:
@@ -74,122 +101,48 @@ def _read(path: Path) -> Rows:
     return dict(sorted(rows.items()))
 
 
-def _points(rows: Rows, key: str, unit: float = 1.0) -> tuple[Points, list[int]]:
-    """Steps and values of one metric, and the steps at which it was not finite."""
-    steps, values, bad = [], [], []
-    for step, row in rows.items():
-        value = row.get(key)
-        if value in ("NaN", "Infinity", "-Infinity"):
-            bad.append(step)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-            steps.append(step)
-            values.append(value / unit)
-    return (steps, values), bad
+def _logged(rows: Rows, names: tuple[str, ...]) -> str:
+    """The first of these metrics that was logged, or the first of all."""
+    return next((name for name in names if any(name in row for row in rows.values())), names[0])
 
 
-def _draw(axes: Any, rows: Rows, key: str, *, title: str, unit: str, scale: float = 1.0) -> Points:
-    """Draw one metric into a panel, or say that it was not logged; returns its steps and values."""
-    (steps, values), bad = _points(rows, key, scale)
+def _points(rows: Rows, key: str, unit: float = 1.0) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric; values that are not finite are NaN."""
+    found = {step: row[key] for step, row in rows.items() if row.get(key) is not None}
+    values = [float(value) / unit for value in found.values()]
+    return list(found), [value if math.isfinite(value) else math.nan for value in values]
+
+
+def _draw(axes: Any, rows: Rows, key: str, title: str, label: str, unit: float = 1.0) -> None:
+    """Draw one metric into a panel, or say that it was not logged."""
+    steps, values = _points(rows, key, unit)
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel(unit)
+    axes.set_ylabel(label)
     axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.xaxis.get_major_locator().set_params(integer=True)  # there is no step 1.25
-    if not steps and not bad:
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)  # there is no step 1.25
+    if not steps:
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="0.5")
-        axes.set_xticks([])
-        axes.set_yticks([])
-        return steps, values
+        return
     smooth = len(steps) >= _SMOOTH_FROM
-    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    axes.plot(
-        steps,
-        values,
-        "o-" if len(steps) == 1 else "-",  # a line through one point shows nothing
-        color=_LINE,
-        markersize=4,
-        alpha=0.3 if smooth else 1.0,
-        linewidth=1.0 if smooth else 1.6,
-    )
+    style = "o-" if len(steps) == 1 else "-"  # a line through one point shows nothing
+    axes.plot(steps, values, style, color=_LINE, linewidth=1.4, alpha=0.3 if smooth else 1.0)
     if smooth:
-        axes.plot(steps, _running_median(values, len(values) // 40 + 3), color=_LINE, linewidth=1.8)
-    if bad:
-        label = f"not finite ({len(bad)})"
-        axes.plot(
-            bad,
-            [0] * len(bad),
-            "x",
-            color=_BAD,
-            transform=axes.get_xaxis_transform(),
-            clip_on=False,
-            label=label,
-        )
-        _legend(axes, "upper right")
-    return steps, values
+        width = len(values) // 40 + 3
+        medians = [median(values[max(0, i - width) : i + width + 1]) for i in range(len(values))]
+        axes.plot(steps, medians, color=_LINE, linewidth=1.8)
+    bad = [step for step, value in zip(steps, values, strict=True) if math.isnan(value)]
+    axes.plot(bad, [0] * len(bad), "x", color=_BAD, transform=axes.get_xaxis_transform(), clip_on=False)
 
 
-def _legend(axes: Any, where: str) -> None:
-    axes.legend(loc=where, frameon=True, framealpha=1.0, edgecolor="none")
-
-
-def _running_median(values: list[float], width: int) -> list[float]:
-    half = width // 2
-    medians = []
-    for i in range(len(values)):
-        window = sorted(values[max(0, i - half) : i + half + 1])
-        medians.append(window[len(window) // 2])
-    return medians
-
-
-def _loss_panel(axes: Any, rows: Rows) -> None:
-    _draw(axes, rows, "loss", title="Loss", unit="nats per target token")
-    (steps, values), _ = _points(rows, "eval_loss")
-    if steps:
-        axes.plot(steps, values, "o-", color=_SECOND, markersize=4, linewidth=1.2, label="evaluation")
-        _legend(axes, "upper right")
-
-
-def _grad_norm_panel(axes: Any, rows: Rows) -> None:
-    _, norms = _draw(axes, rows, "grad_norm", title="Gradient norm", unit="2-norm before clipping")
-    positive = [norm for norm in norms if norm > 0]
-    if positive and max(positive) > 30 * min(positive):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    key = next((key for key in _RATES if any(key in row for row in rows.values())), None)
-    if key is not None:
-        steps, rates = _points(rows, key)[0]
-        right = axes.twinx()
-        right.plot(steps, rates, color=_SECOND, linewidth=1.2, linestyle="--")
-        right.set_ylim(0, 1.1 * max(rates, default=1) or None)
-        right.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        right.set_ylabel("learning rate (dashed)", color=_SECOND)
-
-
-def _throughput_panel(axes: Any, rows: Rows) -> None:
-    _, rates = _draw(axes, rows, "tokens_per_second", title="Throughput", unit="tokens per second, all ranks")
-    if rates:
-        axes.set_ylim(0, 1.1 * max(rates) or None)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    percent_per_token = [
-        100 * row["mfu"] / row["tokens_per_second"]
-        for row in rows.values()
-        if isinstance(row.get("mfu"), float) and row.get("tokens_per_second")
-    ]
-    if percent_per_token:  # MFU is throughput in other units, so it is a scale and not a curve
-        factor = sorted(percent_per_token)[len(percent_per_token) // 2]
-        scale = axes.secondary_yaxis("right", functions=(lambda y: y * factor, lambda y: y / factor))
-        scale.set_ylabel("MFU (%)")
-
-
-def _memory_panel(axes: Any, rows: Rows) -> None:
-    key = next((k for k in PEAKS if any(k in row for row in rows.values())), PEAKS[0])
-    name = key.removeprefix("peak_").removesuffix("_bytes")
-    _, peaks = _draw(axes, rows, key, title=f"Peak memory ({name})", unit="GiB", scale=1 << 30)
-    if peaks:
-        axes.set_ylim(0, 1.1 * max(peaks) or None)
-    (steps, values), _ = _points(rows, "num_alloc_retries")
-    if any(values):
-        first = next(step for step, value in zip(steps, values, strict=True) if value)
-        axes.axvline(first, color=_BAD, linewidth=1.2, label=f"allocator retries from step {first}")
-        _legend(axes, "lower right")
+def _draw_beside(axes: Any, rows: Rows, key: str, label: str, *, own_scale: bool = True) -> None:
+    """Draw another metric into a panel, if it was logged: on the right-hand scale, or on the same one."""
+    steps, values = _points(rows, key)
+    if not steps:
+        return
+    if own_scale:
+        axes = axes.twinx()
+        axes.set_ylabel(label, color=_SECOND)
+    axes.plot(steps, values, "--" if own_scale else "o-", color=_SECOND, linewidth=1.2, label=label)
+    if not own_scale:
+        axes.legend()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_sft.metrics.figure import new_figure, save_figure
+from fsdp_sft.metrics.plot import new_figure, save_figure
 from fsdp_sft.planner import replay
 from fsdp_sft.planner.budget import Budget
 from fsdp_sft.planner.estimate import MemoryEstimate
