@@ -29,7 +29,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the options of a plan to a parser."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run="planner.command:run")
     add, either = parser.add_argument, argparse.BooleanOptionalAction
     add("--model", help="folder with a config.json, or a Hub id; no weights are read")
     add("--gpus", type=int, metavar="N", help="number of GPUs")
@@ -68,12 +68,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add("--plans", type=int, default=8, help="how many plans to print")
     add("--json", action="store_true", help="print plans as JSON, and nothing else")
     add("--png", metavar="FILE", help="draw the plans' memory")
-
-
-def _run(args: argparse.Namespace) -> int:
-    from fsdp_sft.planner.command import run
-
-    return run(args)
+    add("--write", metavar="FILE", help="write plan 1 as a program for chats, to run as it is")
 
 
 def _length(text: str) -> int:

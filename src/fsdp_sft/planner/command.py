@@ -18,6 +18,7 @@ from fsdp_sft.planner.estimate import MemoryEstimate
 from fsdp_sft.planner.model import as_config
 from fsdp_sft.planner.picture import aligned, bars, draw, plan_table
 from fsdp_sft.planner.plan import RunPlan
+from fsdp_sft.planner.program import write_program
 from fsdp_sft.planner.search import plan_run, smallest_num_gpus
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -185,6 +186,9 @@ def _report_plans(args: argparse.Namespace, gpu: Gpu, budget: Budget) -> None:
         fewest = smallest_num_gpus(config, seq_length=args.seq, **options)
         if fewest is not None:
             print(f"\nFewest such GPUs (in powers of two) that hold this training at all: {fewest}.")
+    if args.write:
+        program = write_program(args.write, best, args.model, gpu)
+        print(f"Program: {program}", file=sys.stderr if args.json else sys.stdout)
     if args.png:
         labelled = [(f"plan {i}: {_label(plan)}", plan.estimate) for i, plan in enumerate(shown, start=1)]
         target = draw(args.png, labelled, budget=budget, title=_title(args, config, estimate, budget))
