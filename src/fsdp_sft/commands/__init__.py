@@ -35,7 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     """
     given = sys.argv[1:] if arguments is None else arguments
     args = _parser(given).parse_args(given)
-    return _guarded(lambda: int(args.run(args)))
+    module, _, function = args.run.partition(":")  # imported now, so that help comes at once
+    return _guarded(lambda: int(getattr(import_module(f"fsdp_sft.{module}"), function)(args)))
 
 
 def _parser(given: list[str]) -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ _ENV = "Versions, devices, launcher and variables, on all ranks, differences mar
 def add_check(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``check``."""
     parser.description, parser.epilog = _CHECK, _CHECK_EXAMPLES
-    parser.set_defaults(run=_run_check)
+    parser.set_defaults(run="check.command:check")
     add = parser.add_argument
     add("--model", help="folder with a config.json, or a Hub id; no weights are read; default: a Llama")
     add("--root", type=Path, help="folder of the run, which all nodes see; default: none, or a temporary one")
@@ -41,17 +41,5 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 def add_env(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``env``."""
     parser.description = _ENV
-    parser.set_defaults(run=_run_env)
+    parser.set_defaults(run="check.environment:env")
     parser.add_argument("--json", action="store_true", help="print it as JSON, and nothing else")
-
-
-def _run_check(args: argparse.Namespace) -> int:
-    from fsdp_sft.check.command import check
-
-    return check(args)
-
-
-def _run_env(args: argparse.Namespace) -> int:
-    from fsdp_sft.check.environment import env
-
-    return env(args)

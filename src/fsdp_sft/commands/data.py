@@ -44,12 +44,11 @@ def add_data(parser: argparse.ArgumentParser) -> None:
     add("--show", type=int, default=2, metavar="N", help="rows to print; default: 2")
     add("--html", type=Path, metavar="FILE", help="write the first 50 rows as a page")
     add("--json", action="store_true", help="print the report as JSON, and nothing else")
-    parser.set_defaults(run=_inspect)
+    parser.set_defaults(run="commands.data:inspect")
 
 
-def _inspect(args: argparse.Namespace) -> int:
+def inspect(args: argparse.Namespace) -> int:
     """Read the rows, encode them as training would, and print what was found."""
-    # Imported here and not at the top, so that help comes at once.
     from fsdp_sft._model.configs import tokenizer_of
     from fsdp_sft.collate import REFUSALS, encode_chat, filter_rows, render_labels, render_labels_html
 
@@ -66,9 +65,9 @@ def _inspect(args: argparse.Namespace) -> int:
     kept, counts = filter_rows(
         rows, tokenizer, max_length=args.max_length, on_error="count", on_dropped="count", **options
     )
-    whole = [encode_chat(row, tokenizer, on_dropped="ignore", **options) for row in kept]
-    chats = [_cut(chat, args.max_length) for chat in whole]
-    report = _report(len(rows), counts, whole, chats, args.max_length)
+    options |= {"max_length": args.max_length, "on_dropped": "ignore"}
+    chats = [encode_chat(row, tokenizer, **options) for row in kept]
+    report = _report(len(rows), counts, chats, args.max_length)
     if args.html is not None:
         shown = chats[:50]
         page = render_labels_html(
@@ -87,15 +86,6 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.html is not None:
         print(f"\nPage: {args.html}")
     return 0
-
-
-def _cut(chat: EncodedChat, max_length: int | None) -> EncodedChat:
-    """The chat as the collator would cut it."""
-    from fsdp_sft.collate import EncodedChat
-
-    if max_length is None or len(chat.input_ids) <= max_length:
-        return chat
-    return EncodedChat(input_ids=chat.input_ids[:max_length], labels=chat.labels[:max_length])
 
 
 def _read(path: Path) -> Iterator[Any]:
@@ -121,23 +111,19 @@ def _read(path: Path) -> Iterator[Any]:
                 ) from error
 
 
-def _report(
-    rows: int, counts: Any, whole: list[EncodedChat], chats: list[EncodedChat], max_length: int | None
-) -> dict[str, Any]:
+def _report(rows: int, counts: Any, chats: list[EncodedChat], max_length: int | None) -> dict[str, Any]:
     """The numbers of the report, of rows after truncation."""
     from fsdp_sft.sampling.packing import pack_lengths
 
     lengths = sorted(len(chat.input_ids) for chat in chats)
     tokens = sum(lengths)
     packs = pack_lengths(lengths, max_length) if max_length else []
-    cut = (len(long.input_ids) > len(chat.input_ids) for long, chat in zip(whole, chats, strict=True))
     return {
         "rows": rows,
         "counts": dict(counts),
         "examples": {reason: texts[:3] for reason, texts in counts.examples.items()},
         "tokens": tokens,
         "trained_tokens": sum(chat.num_targets for chat in chats),
-        "cut_rows": sum(cut),
         "quantiles": {
             name: lengths[min(int(share * len(lengths)), len(lengths) - 1)] for name, share in _QUANTILES
         },
@@ -159,8 +145,6 @@ def _text(args: argparse.Namespace, report: dict[str, Any]) -> Iterator[str]:
     share = report["trained_tokens"] / report["tokens"]
     yield f"tokens: {report['tokens']:,}, {report['trained_tokens']:,} of them trained ({share:.0%})"
     rows = ", ".join(f"{name} {tokens:,}" for name, tokens in report["quantiles"].items())
-    yield f"tokens of a row: {rows}" + (
-        f"; {report['cut_rows']:,} rows are cut" if report["cut_rows"] else ""
-    )
+    yield f"tokens of a row: {rows}"
     if report["packs"] is not None:
         yield f"packs of {args.max_length:,} tokens: {report['packs']:,}, {report['pack_fill']:.1%} full"
