@@ -206,6 +206,7 @@ class Watchdog:
         own = self._beat()
         self._store.set(str(self._rank), json.dumps(own))
         if own.doing.startswith("failed"):
+            self._fetch(range(self._world_size))  # whose processes they are
             time.sleep(min(self.interval, 1.0))  # until a process that has ended shows
         # Four ranks look at all others, and so do those that make no progress.
         watched = {self._rank, (self._rank + 1) % self._world_size}
