@@ -79,7 +79,17 @@ def test_the_program_trains_is_killed_goes_on_and_exports(
     assert main(["plan", "--model", str(model), *job, *options, "--write", str(program)]) == 0
     (tmp_path / "chats.jsonl").write_text("\n".join(CHATS[:200]), encoding="utf-8")
     more = ["--data", str(tmp_path / "chats.jsonl"), "--output", str(tmp_path / "run")]
-    command = [*torchrun(2, "--standalone"), str(program), *more, "--steps", "12", "--save-every", "3"]
+    command = [
+        *torchrun(2, "--standalone"),
+        str(program),
+        *more,
+        "--steps",
+        "12",
+        "--save-every",
+        "3",
+        "--lr",
+        "5e-3",
+    ]
     killed = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 500
     while not fs.find_checkpoints(tmp_path / "run" / "checkpoints"):

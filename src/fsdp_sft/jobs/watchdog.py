@@ -4,7 +4,8 @@ One thread of each rank posts a heartbeat to the store over which the process gr
 of other ranks. It uses no collective, in which a rank that hangs cannot answer. The first four ranks read all
 beats, all further ones only their neighbour's until they make no progress themselves, so that the store of
 1,000 ranks serves 5,000 beats in an interval. A store that has failed to answer is not asked again: what it
-still sends would be taken for the answer to another question.
+still sends would be taken for the answer to another question. While its host is stopped no call of it ends,
+whatever its time-out is.
 """
 
 import faulthandler
@@ -125,10 +126,10 @@ class Watchdog:
         self._store: Any = dist.HashStore()
         if is_distributed():
             store = default_store().clone()  # calls of one client would wait for each other
+            store.set_timeout(timedelta(seconds=max(self.timeout / 3, 1.0)))
             # Watchdogs are counted, so that all ranks give one the same number.
             count = store.add(f"fsdp_sft/watchdogs-of-{self._rank}", 1)
             self._store = dist.PrefixStore(f"fsdp_sft/watchdog/{count}", store)
-            self._store.set_timeout(timedelta(seconds=max(self.timeout / 3, 1.0)))
         self._moved = time.monotonic()
         # When the beat of each rank last changed, on the clock of this machine.
         self._heard = dict.fromkeys(range(self._world_size), self._moved)
@@ -181,19 +182,31 @@ class Watchdog:
             if late > self.interval + 1:  # this process was stopped, or got no processor: it saw nobody
                 self._moved += late
                 self._heard = {rank: heard + late for rank, heard in self._heard.items()}
-            try:
-                self._look()
-            except RuntimeError as error:  # what the stores of torch raise
-                self._store, self._lost = dist.HashStore(), f"; the store does not answer: {error!r:.200}"
+            # No call of a store ends while its host is stopped, so a thread of its own makes them.
+            looking = threading.Thread(target=self._try_to_look, daemon=True)
+            looking.start()
+            looking.join(max(self.timeout / 3, 1.0))
+            if looking.is_alive():
+                self._lost = self._lost or "; the store does not answer"
+            if self._lost:
+                self._store = dist.HashStore()
                 self._look()
         if self._verdict:
             self._end_process()
+
+    def _try_to_look(self) -> None:
+        """Look, and note if the store cannot be reached."""
+        try:
+            self._look()
+        except RuntimeError as error:  # what the stores of torch raise
+            self._lost = f"; the store does not answer: {error!r:.200}"
 
     def _look(self) -> None:
         """Post this rank's beat, fetch those of others, and set the verdict if something is wrong."""
         own = self._beat()
         self._store.set(str(self._rank), json.dumps(own))
         if own.doing.startswith("failed"):
+            self._fetch(range(self._world_size))  # whose processes they are
             time.sleep(min(self.interval, 1.0))  # until a process that has ended shows
         # Four ranks look at all others, and so do those that make no progress.
         watched = {self._rank, (self._rank + 1) % self._world_size}

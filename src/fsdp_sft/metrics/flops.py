@@ -8,9 +8,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from fsdp_sft._compat.modules import TorchDispatchMode
 from fsdp_sft._process.devices import device_name, resolve_device
 from fsdp_sft._process.gpus import known_device
 from fsdp_sft._ranks.agree import tell
