@@ -113,9 +113,9 @@ def keep_workers_alive(loader: Iterable[_T]) -> Iterator[_T]:
         ...     for batch in fs.keep_workers_alive(loader):
         ...         result = fs.train_step(model, [batch], optimizer)
     """
-    guarded = {number for number in signal.valid_signals() if _guard_of(signal.getsignal(number))}
+    guarded: set[int] = {number for number in signal.valid_signals() if _guard_of(signal.getsignal(number))}
     if not (
-        guarded
+        bool(guarded)
         and getattr(loader, "num_workers", 0)
         and hasattr(loader, "worker_init_fn")
         and hasattr(signal, "sigwaitinfo")

@@ -152,7 +152,7 @@ def _context(text: PreTrainedConfig, layer: int, seq_length: int) -> int:
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
     kind = kinds[layer] if kinds else ("sliding_attention" if window else "full_attention")
     if kind == "sliding_attention" and text.sliding_window:
-        return min(seq_length, text.sliding_window)
+        return min(seq_length, int(text.sliding_window))
     if kind == "chunked_attention":
-        return min(seq_length, text.attention_chunk_size)
+        return min(seq_length, int(text.attention_chunk_size))
     return seq_length
