@@ -115,8 +115,8 @@ def keep_workers_alive(loader: Iterable[_T]) -> Iterator[_T]:
     """
     guarded: set[int] = {number for number in signal.valid_signals() if _guard_of(signal.getsignal(number))}
     if not (
-        bool(guarded)
-        and getattr(loader, "num_workers", 0)
+        guarded
+        and getattr(loader, "num_workers", 0) > 0
         and hasattr(loader, "worker_init_fn")
         and hasattr(signal, "sigwaitinfo")
     ):
