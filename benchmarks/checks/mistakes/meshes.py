@@ -79,15 +79,15 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a rank verifies by its own packs alone",
-        "sampling/packing/first_use.py",
+        "sampling/packing/verify.py",
         "for size in (all_gather_objects(own) if mesh is not None else [own])]",
         "for size in [own]]",
         PACKS,
     ),
     Mistake(
-        "rotations of a pack not compared before they are rounded",
+        "a pack with a row beyond the limit of rotations by length is let through",
         "sampling/packing/verify.py",
-        "if report.rotation > _ROTATION_TOLERANCE:",
+        "if limit is not None and longest > limit:",
         "if False:",
         PACKS,
     ),
