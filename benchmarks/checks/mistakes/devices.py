@@ -46,7 +46,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "activations that stay although they have left",
         "sac/host_copies.py",
-        "            previous.release(previous.inputs)",
+        "            previous.release()",
         "            pass",
         OFFLOAD,
     ),
