@@ -36,7 +36,7 @@ def _packed_sampler(ranks: int, rank: int) -> Any:
 
 
 def _mixed_sampler(ranks: int, rank: int) -> Any:
-    sampler = fs.MixedSampler([ROWS[:18], ROWS[18:]], num_replicas=ranks, rank=rank)
+    sampler = fs.ResumableSampler(fs.Mixture([ROWS[:18], ROWS[18:]]), num_replicas=ranks, rank=rank)
     return sampler, DataLoader(ROWS, 2, sampler=sampler, collate_fn=_packs().__class__(max_length=64))
 
 

@@ -41,7 +41,7 @@ Data
     row_sizes               lengths and numbers of targets of rows
     verify_packing          whether packed rows see each other
     ResumableSampler        rows for each rank, resumable
-    MixedSampler            several data sets in one order
+    Mixture                 several data sets in one order
 
 Loss and step
     windows                 the micro-batches of one optimizer step

@@ -109,7 +109,7 @@ from fsdp_sft.sac import (
     remove_sac as remove_sac,
     select_block_indices as select_block_indices,
 )
-from fsdp_sft.sampling.mixing import MixedSampler as MixedSampler
+from fsdp_sft.sampling.mixing import Mixture as Mixture
 from fsdp_sft.sampling.packing import (
     PackedCollator as PackedCollator,
     PackedSampler as PackedSampler,

@@ -142,14 +142,9 @@ def test_counting_gives_reasons_indices_and_examples() -> None:
     assert "row 0: the chat template" in str(caught.value)
 
 
-def test_a_collator_takes_what_was_let_pass() -> None:
-    own = tokenizer()
-    row = with_call("I look")
-    filter_rows([row], own, on_dropped="count")
-    SFTCollator(own, max_length=99)([row])
-    with pytest.raises(ChatTemplateError):
-        SFTCollator(own, max_length=99, on_dropped="error")([row])
-    filter_rows([chat("q", "a")], own)
+def test_a_collator_refuses_what_it_is_not_told_to_take() -> None:
+    own, row = tokenizer(), with_call("I look")
+    SFTCollator(own, max_length=99, on_dropped="count")([row])
     with pytest.raises(ChatTemplateError):
         SFTCollator(own, max_length=99)([row])
 

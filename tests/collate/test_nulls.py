@@ -92,13 +92,14 @@ def test_rows_of_numpy() -> None:
     call = search(query=np.str_("x"), limit=np.int64(3))
     messages = [{**message} for message in given["messages"]]
     messages[1]["tool_calls"] = np.array([call], dtype=object)
-    messages[3]["weight"] = np.float64(2.0)
+    messages[3]["weight"] = np.float64(0.0)
     numpy_row = {
         "messages": np.array(messages, dtype=object),
         "tools": np.array(given["tools"], dtype=object),
     }
+    given["messages"][3]["weight"] = 0
     assert shown(numpy_row) == shown(given)
-    assert read_row(numpy_row).weights == [1, 1, 1, 2]
+    assert read_row(numpy_row).trained == [True, True, True, False]
 
 
 def test_what_sharegpt_calls_a_model_is_the_assistant() -> None:

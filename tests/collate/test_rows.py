@@ -359,7 +359,6 @@ def test_all_of_a_text_is_trained_with_its_end(text, bos):
     inner = text.removeprefix("<s>").removesuffix("</s>")
     assert own.decode(encoded.input_ids) == "<s>" * (bos or text[0] == "<") + inner + "</s>"
     assert encoded.labels == encoded.input_ids
-    assert encoded.loss_weights is None
     assert encoded.notes == ()
 
 

@@ -23,7 +23,7 @@ AXES: dict[str, tuple[str, ...]] = {
     ),
     "sharding": ("as needed", "kept after the forward", "prefetched", "offloaded"),
     "precision": ("float32", "bfloat16", "float16 with scaler"),
-    "sac": ("0", "1/3", "1", "operations", "2/3 operations", "1/3 offloaded", "operations offloaded"),
+    "sac": ("0", "1/3", "1", "operations", "2/3 operations", "1/3 offloaded"),
     "compile": ("no", "blocks", "fullgraph"),
     "adapters": ("none", "lora", "dora", "lora and saved modules", "lora and tokens", "two adapters"),
     "adapted by": ("add_adapters", "peft"),

@@ -391,11 +391,8 @@ class _Loop:
             batches = [collate([row]) for row in self.rows]
             return DataLoader(batches, batch_size=None, sampler=self.sampler)  # type: ignore[arg-type]
         mixed = self.draw["loader"] == "sampler of a mixture"
-        self.sampler = (
-            fs.MixedSampler(self._halves(), **self.mesh)
-            if mixed
-            else fs.ResumableSampler(len(self.rows), **self.mesh)
-        )
+        given = self._halves() if mixed else len(self.rows)
+        self.sampler = fs.ResumableSampler(given, **self.mesh)
         return DataLoader(
             self.rows,  # type: ignore[arg-type]
             options.BATCH_ROWS,
@@ -408,15 +405,15 @@ class _Loop:
         lengths, targets = fs.row_sizes(self.rows)
         given: dict[str, Any] = {"max_length": options.PACK_TOKENS, "num_targets": targets, **self.mesh}
         if self.draw["loader"] == "sampler of a mixture":
-            return fs.MixedSampler(self._halves(), lengths=lengths, **given)
+            return fs.PackedSampler(lengths, mixture=self._halves(), **given)
         by_cost = self.draw["loader"] == "sampler by cost"
         return fs.PackedSampler(lengths, **given, cost=(1.0, 0.5) if by_cost else None)
 
     def _stream(self) -> Any:
         return fs.PackedStream(self.rows, max_length=options.PACK_TOKENS, buffer_size=9, **self.mesh)
 
-    def _halves(self) -> list[int]:
-        return [len(self.rows) // 3, len(self.rows) - len(self.rows) // 3]
+    def _halves(self) -> fs.Mixture:
+        return fs.Mixture([len(self.rows) // 3, len(self.rows) - len(self.rows) // 3])
 
     def state(self) -> Any:
         """For the checkpoint; the same on all ranks."""
@@ -471,6 +468,11 @@ class _Loop:
 
 def _packed(draw: Draw, collate: Any, rows: list[Row]) -> Any:
     batch = collate(rows)
+    if any("token_weights" in row for row in rows):
+        weights = [row.get("token_weights", [1.0] * len(row["input_ids"])) for row in rows]
+        flat = torch.tensor([weight for of_row in weights for weight in of_row])
+        batch["loss_weights"] = torch.ones(batch["labels"].shape)
+        batch["loss_weights"][0, : len(flat)] = flat
     if draw["batches"] == "packed with a mask":
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     return batch

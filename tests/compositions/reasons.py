@@ -86,7 +86,7 @@ REASONS: tuple[Reason, ...] = (
         "UnsupportedModelError",
         r"sharded as a group of its own",
         lambda draw: (
-            _is(draw, sac=("operations", "2/3 operations", "operations offloaded"))
+            _is(draw, sac=("operations", "2/3 operations"))
             and (
                 draw["expert ranks"] != "1"
                 or _is(

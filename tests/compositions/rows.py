@@ -18,7 +18,7 @@ def drawn_rows(seed: int, *, weighted: bool = False) -> list[Row]:
 
     Args:
         seed: Of their tokens.
-        weighted: Whether most have ``loss_weights``, one for each token.
+        weighted: Whether most have ``token_weights``, one for each token.
     """
     generator = random.Random(seed)
     rows = []
@@ -28,7 +28,7 @@ def drawn_rows(seed: int, *, weighted: bool = False) -> list[Row]:
         first = len(ids) if index % 13 == 7 else generator.randint(1, len(ids) - 1)
         row: Row = {"input_ids": ids, "labels": [-100] * first + ids[first:]}
         if weighted and index % 3:
-            row["loss_weights"] = [WEIGHTS[token % 4] for token in ids]
+            row["token_weights"] = [WEIGHTS[token % 4] for token in ids]
         rows.append(row)
     return rows
 
@@ -41,12 +41,12 @@ def padded(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         "attention_mask": torch.zeros(len(rows), width, dtype=torch.int64),
         "labels": torch.full((len(rows), width), -100),
     }
-    if any("loss_weights" in row for row in rows):
+    if any("token_weights" in row for row in rows):
         batch["loss_weights"] = torch.ones(len(rows), width)
     for place, row in enumerate(rows):
         length = len(row["input_ids"])
-        if "loss_weights" in row:
-            batch["loss_weights"][place, :length] = torch.tensor(row["loss_weights"])
+        if "token_weights" in row:
+            batch["loss_weights"][place, :length] = torch.tensor(row["token_weights"])
         batch["input_ids"][place, :length] = torch.tensor(row["input_ids"])
         batch["attention_mask"][place, :length] = 1
         batch["labels"][place, :length] = torch.tensor(row["labels"])

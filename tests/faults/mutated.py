@@ -146,7 +146,7 @@ def _save_rows(folder: Path) -> None:
 
 
 def _read_rows(folder: Path) -> Any:
-    return [(row.input_ids, row.labels, row.loss_weights) for row in fs.EncodedDataset(folder / "encoded")]
+    return [(row.input_ids, row.labels) for row in fs.EncodedDataset(folder / "encoded")]
 
 
 def _header_span(data: bytes) -> tuple[int, int]:
@@ -162,14 +162,11 @@ READERS: dict[str, Reader] = {
     "pickle of torch.save": Reader(_save_torch, "model.pt", _read_torch, rebuild=_rebuild_torch),
     "manifest": Reader(_save_step, "root/step-1/MANIFEST.json", _read_step, rebuild=_rebuild_manifest),
     "index of a step": Reader(_save_step, "root/step-1/INDEX.json", _read_step),
-    "edges of encoded rows": Reader(_save_rows, "encoded/edges.i32", _read_rows),
-    "places of encoded rows": Reader(_save_rows, "encoded/id_begins.i64", _read_rows),
     "lengths of encoded rows": Reader(_save_rows, "encoded/lengths.i32", _read_rows),
     "report of encoded rows": Reader(_save_rows, "encoded/about.json", _read_rows),
 }
 # Changes of these can give another sound file: numbers that have no second place in which they stand.
 FREE = {
-    "edges of encoded rows",
     "pickle of torch.save",
     "file of torch.save",
 }

@@ -8,8 +8,8 @@ MISTAKES = [
     Mistake(
         "an answer that another tool would leave out is trained",
         "collate/messages.py",
-        "        total *= value is not False\n",
-        "",
+        "    return all(flags.values())",
+        "    return True",
         ("tests/collate/test_rows.py",),
     ),
     Mistake(

@@ -15,7 +15,6 @@ from fsdp_sft._model.vocabulary import check_row
 from fsdp_sft._model.wrappers import tokenizer_of
 from fsdp_sft._process.words import answered
 from fsdp_sft.collate.encode import EncodedChat, encode_rows, truncate
-from fsdp_sft.collate.filtering import let_pass
 from fsdp_sft.collate.notes import NOTES, warn
 from fsdp_sft.collate.options import EncodeKeywords, check_choice, check_count, options_of
 from fsdp_sft.collate.rows import check_encoded
@@ -40,8 +39,7 @@ class SFTCollator:
             over the padding, are refused by `train_step` where rows are padded on the left.
         pad_to_multiple_of: Rounds the padded length up to a multiple, beyond max_length if need be.
         on_dropped: What to do if the template does not print a text of a trained message: "error" raises,
-            "count" and "ignore" both keep the row. None takes the value of the last `filter_rows` with this
-            tokenizer in this process, so that no row that it kept raises; without such a call, "error".
+            "count" and "ignore" both keep the row; give what `filter_rows` was given.
         vocab_size: Number of embeddings of the model, such as `model.config.vocab_size`; a row with an id
             outside of them raises. None leaves that check to `train_step`.
         **options: Further options of `encode_chat`. Without `truncation` among them, the first row of which
@@ -69,7 +67,7 @@ class SFTCollator:
         padding: str = "longest",
         padding_side: str = "right",
         pad_to_multiple_of: int | None = None,
-        on_dropped: Literal["error", "count", "ignore"] | None = None,
+        on_dropped: Literal["error", "count", "ignore"] = "error",
         vocab_size: int | None = None,
         **options: Unpack[EncodeKeywords],
     ) -> None:
@@ -93,8 +91,7 @@ class SFTCollator:
         self.pad_to_multiple_of = pad_to_multiple_of or 1
         self.vocab_size = vocab_size
         self._told = {"answer_cut_off"} if "truncation" in options else set()
-        dropped = let_pass(tokenizer) if on_dropped is None else on_dropped
-        self._options = options_of("SFTCollator", options, max_length=max_length, on_dropped=dropped)
+        self._options = options_of("SFTCollator", options, max_length=max_length, on_dropped=on_dropped)
 
     def __repr__(self) -> str:
         tokenizer = describe_tokenizer(self.tokenizer)
@@ -107,8 +104,7 @@ class SFTCollator:
             rows: B chat rows, rows with input_ids and labels, or `EncodedChat`s.
 
         Returns:
-            `input_ids`, `attention_mask` and `labels`, each int64 (B, S). If a row has weights other than
-            0 and 1, also `loss_weights`, float32 (B, S), which is 1 for the other rows.
+            `input_ids`, `attention_mask` and `labels`, each int64 (B, S).
 
         Raises:
             BatchError: For an id outside of `vocab_size`.
@@ -125,7 +121,7 @@ class SFTCollator:
             truncate(row if isinstance(row, EncodedChat) else next(fresh), self._options) for row in rows
         ]
         for chat in chats:
-            check_encoded(chat.input_ids, chat.labels, chat.loss_weights)
+            check_encoded(chat.input_ids, chat.labels)
         counts = Counter(note for chat in chats for note in chat.notes)
         # All rows of a template have an end or none, nearly, so the first of a data loader's workers tells.
         has_no_end = getattr(get_worker_info(), "id", 0) == 0 and 2 * counts["no_end_of_turn"] > len(chats)
@@ -151,27 +147,18 @@ class SFTCollator:
         labels: list[Sequence[int]] = [chat.labels for chat in chats]
         if self.padding_side == "left":  # a row's first token has no target; here padding would predict it
             labels = [[IGNORE_INDEX, *row[1:]] if row else row for row in labels]
-        batch = {
+        return {
             "input_ids": self._pad([chat.input_ids for chat in chats], length, pad_token_id),
             "attention_mask": self._pad([ones * len(chat.input_ids) for chat in chats], length, 0),
             "labels": self._pad(labels, length, IGNORE_INDEX),
         }
-        if any(chat.loss_weights is not None for chat in chats):
-            weights = [chat.loss_weights or [1.0] * len(chat.input_ids) for chat in chats]
-            batch["loss_weights"] = self._pad(weights, length, 0.0, "f")
-        return batch
 
-    def _pad(
-        self, rows: Sequence[Sequence[float]], length: int, filler: float, code: str = "q"
-    ) -> torch.Tensor:
+    def _pad(self, rows: Sequence[Sequence[int]], length: int, filler: int) -> torch.Tensor:
         """Rows as one tensor ``(B, length)``, padded with ``filler`` on ``padding_side``."""
         # Through one buffer, since torch.tensor(lists) converts item by item and takes several times as long.
-        flat: array[Any] = array(code)
+        flat = array("q")
         for row in rows:
-            padding = array(code, [filler]) * (length - len(row))
+            padding = array("q", [filler]) * (length - len(row))
             for part in (padding, row) if self.padding_side == "left" else (row, padding):
                 flat.extend(part)
-        dtype = torch.int64 if code == "q" else torch.float32
-        if not flat:
-            return torch.empty(len(rows), 0, dtype=dtype)
-        return torch.frombuffer(flat, dtype=dtype).view(len(rows), length)
+        return torch.frombuffer(flat, dtype=torch.int64).view(len(rows), length)

@@ -135,7 +135,6 @@ class EncodedChat:
     Attributes:
         input_ids: Token ids of the whole conversation, (S,).
         labels: The same ids where trained and -100 elsewhere, (S,), not shifted.
-        loss_weights: Factor of each label's loss, (S,); None if all are 0 or 1.
         notes: Remarks on the row: names of `fsdp_sft.collate.NOTES`.
 
     Example:
@@ -146,7 +145,6 @@ class EncodedChat:
 
     input_ids: list[int]
     labels: list[int]
-    loss_weights: list[float] | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -189,8 +187,7 @@ def encode_chat(
             `eos_token` at its end, whatever `train_on` says and without a chat template. `tools` may be a
             list or JSON. Nulls with which an Arrow table fills calls and tools are removed, others stay.
             `chat_template_kwargs` are the row's own variables for the template. A message with `train`,
-            `weight` or `loss_weight` of 0 is not trained; 1 leaves it to `train_on`; any other number above 0
-            is the factor of the loss of its tokens.
+            `weight` or `loss_weight` of 0 is not trained; 1 leaves it to `train_on`.
         tokenizer: A fast tokenizer.
         train_on: "assistant": every assistant turn, with its tool calls but not their results; "last": the
             last assistant turn; "all": every token; or a set of roles, of which all but the assistant's are
@@ -270,7 +267,6 @@ def encode_rows(
             raise row_error(f"{place}{error}", reason) from error
     tokenised = tokenise(tokenizer, [rendering.text for rendering in rendered.values()])
     for (index, rendering), tokens in zip(rendered.items(), tokenised, strict=True):
-        labels, weights = _labels(tokens, rendering, options.train_eot)
         found = {
             "start_in_a_token": any(starts_in_a_token(tokens, start) for start in rendering.starts),
             "answer_cut_off": _loses_an_answer(tokens, rendering, options),
@@ -278,7 +274,7 @@ def encode_rows(
             "longer_than_model": len(tokens.ids[: options.max_length]) > tokenizer.model_max_length,
         }
         notes = tuple(dict.fromkeys((*rendering.notes, *(name for name, holds in found.items() if holds))))
-        encoded[index] = EncodedChat(tokens.ids, labels, weights, notes)
+        encoded[index] = EncodedChat(tokens.ids, _labels(tokens, rendering, options.train_eot), notes)
     return [encoded[index] for index in range(len(rows))]
 
 
@@ -301,9 +297,8 @@ class _Rendering:
 
     Attributes:
         text: The conversation as the template prints it.
-        turns: Turns that are trained; with `all_else`, those in which a weight is not 1.
-        all_else: Whether everything but `turns` is trained with weight 1, as with train_on="all".
-        weights: Weight of each message.
+        turns: Turns that are trained; with `all_else`, those that are not.
+        all_else: Whether everything but `turns` is trained, as with train_on="all".
         notes: Names of `NOTES`.
         answers: Span of each trained answer.
         starts: First trained character of each assistant message that is trained.
@@ -312,7 +307,6 @@ class _Rendering:
     text: str
     turns: list[Turn]
     all_else: bool
-    weights: list[float]
     notes: tuple[str, ...]
     answers: tuple[tuple[int, int], ...]
     starts: tuple[int, ...]
@@ -329,8 +323,8 @@ def _render(
     template = _template(conversation, tokenizer, options, templates)
     all_else = options.train_on == "all"
     if all_else:
-        wanted = [index for index, weight in enumerate(conversation.weights) if weight != 1]
-        trained = [index for index, weight in enumerate(conversation.weights) if weight]
+        wanted = [index for index, holds in enumerate(conversation.trained) if not holds]
+        trained = [index for index, holds in enumerate(conversation.trained) if holds]
     else:
         wanted = trained = selected_turns(conversation, options)
     try:
@@ -353,13 +347,12 @@ def _render(
     notes = tuple(notes_of(found, template, conversation, options))
     starts: dict[int, int] = {}
     for turn in found.turns:  # a message has several turns where a template leaves out a part of it
-        if conversation.weights[turn.message] and conversation.messages[turn.message]["role"] == "assistant":
+        if not all_else and conversation.messages[turn.message]["role"] == "assistant":
             starts.setdefault(turn.message, turn.start)
     return _Rendering(
         text=found.text,
         turns=found.turns,
         all_else=all_else,
-        weights=conversation.weights,
         notes=notes,
         answers=found.answers,
         starts=tuple(starts.values()),
@@ -412,42 +405,32 @@ def _check_text(text: str) -> None:
 
 
 def turns_of_roles(conversation: Conversation, options: EncodeOptions) -> list[int]:
-    """Indices of the messages whose role is trained, whatever their weights."""
+    """Indices of the messages whose role is trained, switched off or not."""
     roles = options.train_on if isinstance(options.train_on, frozenset) else {"assistant"}
     indices = [i for i, message in enumerate(conversation.messages) if message["role"] in roles]
     return indices[-1:] if options.train_on == "last" else indices
 
 
 def selected_turns(conversation: Conversation, options: EncodeOptions) -> list[int]:
-    """Indices of the messages whose role is trained and whose weight is not 0."""
-    return [index for index in turns_of_roles(conversation, options) if conversation.weights[index]]
+    """Indices of the messages whose role is trained and that are not switched off."""
+    return [index for index in turns_of_roles(conversation, options) if conversation.trained[index]]
 
 
-def _labels(tokens: Tokens, rendering: _Rendering, train_eot: bool) -> tuple[list[int], list[float] | None]:
-    """Labels and loss weights of a rendered conversation.
-
-    Returns:
-        (the id of each trained token and -100 elsewhere, (S,); weights, (S,), or None if all are 0 or 1).
-    """
+def _labels(tokens: Tokens, rendering: _Rendering, train_eot: bool) -> list[int]:
+    """Labels of a rendered conversation: the id of each trained token and -100 elsewhere, (S,)."""
     # A token belongs to the turn in which its first character lies. One that begins before the turn and
     # reaches into it is not trained: the model would have to predict a part of the prompt with it.
     ids, all_else = tokens.ids, rendering.all_else
     labels = list(ids) if all_else else [IGNORE_INDEX] * len(ids)
-    of_turns = (rendering.weights[turn.message] for turn in rendering.turns)
-    weights = [1.0] * len(ids) if any(weight not in (0, 1) for weight in of_turns) else None
     for turn in rendering.turns:
         first, stop = tokens.first_from(turn.start), tokens.first_from(turn.end)
         if not all_else and not train_eot and turn.stop_start < turn.end:
             # An end-of-turn token with lstrip=True takes in the white space in front of it, and so starts
             # before its own text does: stop at the first token that ends beyond stop_start.
             stop = min(stop, tokens.first_beyond(turn.stop_start))
-        if first >= stop:
-            continue
-        weight = rendering.weights[turn.message]
-        labels[first:stop] = ids[first:stop] if weight else [IGNORE_INDEX] * (stop - first)
-        if weights is not None:
-            weights[first:stop] = [weight] * (stop - first)
-    return labels, weights if set(weights or ()) - {0.0, 1.0} else None
+        if first < stop:
+            labels[first:stop] = [IGNORE_INDEX] * (stop - first) if all_else else ids[first:stop]
+    return labels
 
 
 def _loses_an_answer(tokens: Tokens, rendering: _Rendering, options: EncodeOptions) -> bool:
@@ -484,5 +467,4 @@ def truncate(chat: EncodedChat, options: EncodeOptions) -> EncodedChat:
             reason="too_long",
         )
     keep = slice(limit) if options.truncation == "right" else slice(length - limit, None)
-    weights = None if chat.loss_weights is None else chat.loss_weights[keep]
-    return EncodedChat(chat.input_ids[keep], chat.labels[keep], weights, chat.notes)
+    return EncodedChat(chat.input_ids[keep], chat.labels[keep], chat.notes)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from array import array
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from typing_extensions import Unpack
@@ -113,16 +111,6 @@ def warn_of_notes(counts: FilterCounts, names: Iterable[str]) -> None:
             warn(f"{counts[name]} of {counts['kept']} rows are counted as {name}: {NOTES[name]}")
 
 
-def let_pass(tokenizer: PreTrainedTokenizerBase) -> str:
-    """``on_dropped`` of the last `filter_rows` with this tokenizer; "error" if there was none."""
-    with suppress(TypeError):  # for a tokenizer that cannot be weakly referenced or hashed
-        return _LET_PASS.get(tokenizer, "error")
-    return "error"
-
-
-_LET_PASS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-
-
 def filter_rows(
     rows: Iterable[Row],
     tokenizer: PreTrainedTokenizerBase,
@@ -177,8 +165,6 @@ def filter_rows(
             f"no row has a target, counted {dict(counts)}; look at some with render_labels, and check "
             f"train_on, max_length and the weights of the messages{examples}"
         )
-    with suppress(TypeError):
-        _LET_PASS[tokenizer] = on_dropped
     warn_of_notes(counts, WARNED_OF_ROWS)
     return kept, counts
 

@@ -1,4 +1,4 @@
-"""One message of a row in the form that chat templates take: its role, parts, tool calls and weights."""
+"""One message of a row in the form that chat templates take: its role, parts and tool calls."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from fsdp_sft.errors import RowError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-MAX_WEIGHT = 3.4e38
-"""Largest weight: weights become float32."""
 
-_FLAG_KEYS = ("train", "loss_weight", "weight", "loss_scale")
-_YES_OR_NO = ("loss", "training", "trainable")  # ms-swift's, axolotl's; numbers there are no weights
+_FLAG_KEYS = ("train", "loss_weight", "weight", "loss_scale", "loss", "training", "trainable")
 _BY_CHARACTERS = ("train_detail", "training_detail")  # axolotl's
 _ORDER = ("thinking", "reasoning", "text", "tool_call")  # of the parts of a content
 _MEANT = {
@@ -28,10 +25,10 @@ _MEANT = {
     "train",
     *REASONING_KEYS,
 }  # by keys that are spelt nearly so
-_KNOWN = {*_MEANT, *_FLAG_KEYS, *_YES_OR_NO, *_BY_CHARACTERS, "function_call", "tool_call_id", "name"}
+_KNOWN = {*_MEANT, *_FLAG_KEYS, *_BY_CHARACTERS, "function_call", "tool_call_id", "name"}
 _NEAR = 0.83  # difflib's ratio: "tool_call", "toolCalls", and not "reason"
-# Keys under which a message carries notes while its row is read; take_notes removes them.
-_IN_PARTS = "reasoning given as a part of type thinking"
+# Key under which a message carries a note while its row is read, which removes it.
+IN_PARTS = "reasoning given as a part of type thinking"
 # Keys of rows and messages, as LLaVA, LLaMA-Factory, ms-swift, TRL and the docs of datasets name them.
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # Types of content parts, in OpenAI's and transformers' formats.
@@ -52,21 +49,8 @@ KEYS_OF_TOWERS = (
 Message = dict[str, Any]
 
 
-@dataclass(slots=True)
-class Notes:
-    """What a row says of a message beside what templates take.
-
-    Attributes:
-        weight: Factor of its loss; 0 where the row switches it off.
-        thinks_in_parts: Whether reasoning was given as a part of type "thinking".
-    """
-
-    weight: float
-    thinks_in_parts: bool
-
-
 def read_message(item: Any, where: str) -> Message:
-    """A message in the form that templates take, but with its weights."""
+    """A message in the form that templates take, but with the flags that say whether it is trained."""
     if not isinstance(item, dict):
         raise ValueError(f"{where} must be a dict with role and content, got {shortened(item)}")
     # In a row from an Arrow table each message has the keys of all, with None for those that it lacks.
@@ -92,7 +76,7 @@ def read_message(item: Any, where: str) -> Message:
             if any(key in message for key in REASONING_KEYS):
                 raise ValueError(f"{where} has reasoning twice: in its parts and beside its content")
             message["reasoning_content"] = parts.reasoning
-            message[_IN_PARTS] = parts.is_thinking
+            message[IN_PARTS] = parts.is_thinking
     if content is None and not calls:
         raise ValueError(f"{where} has neither content nor tool_calls, got the keys {sorted(message)}")
     message["content"] = "" if content is None else as_text(content, f"{where}.content")
@@ -141,11 +125,10 @@ def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
                 f"{place} must be a part of type text, reasoning, thinking or tool_call, "
                 f"got {shortened(part)}"
             )
-        weight = _pop_weight({key: value for key, value in part.items() if value is not None}, place)
-        if weight != 1:
+        if not take_flag({key: value for key, value in part.items() if value is not None}, place):
             raise ValueError(
-                f"{place} has the weight {weight:g}: a weight is of a whole message; make messages of the "
-                "parts, or give input_ids, labels and loss_weights"
+                f"{place} is not to be trained: a message is trained as a whole, or not; make messages of "
+                "the parts, or give input_ids and labels"
             )
         given = [part[key] for key in (kind, "text", "value") if part.get(key) is not None]
         value = next((one for one in given if one), given[0] if given else None)
@@ -190,39 +173,26 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     return {"type": "function", **call_id, "function": function}
 
 
-def take_notes(message: Message, place: str) -> Notes:
-    """Remove what ``read_message`` left in a message beside what templates take, and return it.
+def take_flag(message: Message, place: str) -> bool:
+    """Whether a message is trained, by its flags, which are removed from it.
 
     Raises:
-        ValueError: If a weight is negative, not finite or no number.
+        ValueError: If a flag says neither yes nor no.
     """
-    return Notes(_pop_weight(message, place), message.pop(_IN_PARTS, False))
-
-
-def _pop_weight(message: Message, place: str) -> float:
-    """Product of a message's weights, which are removed from it."""
-    total = 1.0
-    for key in _YES_OR_NO:
-        value = message.pop(key, None)
-        if not isinstance(value, bool | None):
-            raise ValueError(
-                f"{place}: {key} says whether it is trained and must be True or False, got {value!r}"
-            )
-        total *= value is not False
-    given = next((key for key in _BY_CHARACTERS if message.pop(key, None)), None)
-    if given is not None:
+    by_characters = [key for key in _BY_CHARACTERS if message.pop(key, None)]
+    if by_characters:
         raise ValueError(
-            f"{place}: {given} is not read: a message is trained as a whole, or not; make messages of the "
-            "parts, or give input_ids and labels"
+            f"{place}: {by_characters[0]} is not read: a message is trained as a whole, or not; make "
+            "messages of the parts, or give input_ids and labels"
         )
-    for key in _FLAG_KEYS:
-        value = message.pop(key, 1)
-        if not isinstance(value, int | float) or not 0 <= value <= MAX_WEIGHT:
+    flags = {key: message.pop(key) for key in _FLAG_KEYS if key in message}
+    for key, value in flags.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
             raise ValueError(
-                f"{place}: {key} must be a finite number that is not negative (False or True), got {value!r}"
+                f"{place}: {key} says whether it is trained and must be 0 or 1 (False or True), got "
+                f"{value!r}; other factors of a loss are loss_weights of a batch"
             )
-        total *= float(value)
-    return total
+    return all(flags.values())
 
 
 def refuse_media(row: Mapping[Any, Any], where: str = "the row") -> None:

@@ -77,7 +77,7 @@ def render_labels(
     styles = {True: ("\x1b[32;4m", "\x1b[0m"), False: ("\x1b[2m", "\x1b[0m")}
     pieces = []
     ids, marks = _checked(input_ids, labels)
-    for text, trained, _ in _runs(tokenizer, ids, marks, [1.0] * len(ids)):
+    for text, trained in _runs(tokenizer, ids, marks):
         before, after = styles[trained] if color else ("⟦", "⟧") if trained else ("", "")
         shown = printable(text)
         if not color:  # marks that a text has itself are not ours
@@ -92,7 +92,6 @@ def render_labels_html(
     labels: Sequence[Ids] | torch.Tensor,
     *,
     attention_mask: Sequence[Ids] | torch.Tensor | None = None,
-    loss_weights: Sequence[Sequence[float]] | torch.Tensor | None = None,
     title: str = "What is trained",
 ) -> str:
     """Show which tokens of a batch are trained, as a self-contained page of HTML.
@@ -102,8 +101,6 @@ def render_labels_html(
         input_ids: Token ids, (B, S), or B rows of any lengths.
         labels: Labels aligned with the ids, in the same shape.
         attention_mask: Mask in the same shape; tokens where it is 0 are not shown. None shows padding too.
-        loss_weights: Weights in the same shape, as the collator gives them; those other than 1 are shown
-            behind what they weigh.
         title: Heading of the page.
 
     Returns:
@@ -120,23 +117,17 @@ def render_labels_html(
     masks: Sequence[Ids] | torch.Tensor = (
         [[1] * len(row) for row in input_ids] if attention_mask is None else attention_mask
     )
-    weights: Any = (
-        masks if loss_weights is None else loss_weights
-    )  # without weights each is 1, as in the mask
-    if not len(input_ids) == len(labels) == len(masks) == len(weights):
+    if not len(input_ids) == len(labels) == len(masks):
         raise ValueError(
-            f"input_ids, labels, attention_mask and loss_weights must have equally many rows, "
-            f"got {len(input_ids)}, {len(labels)}, {len(masks)} and {len(weights)}"
+            f"input_ids, labels and attention_mask must have equally many rows, got {len(input_ids)}, "
+            f"{len(labels)} and {len(masks)}"
         )
     rows, tokens, targets = [], 0, 0
-    for number, (*columns, row_weights, mask) in enumerate(
-        zip(input_ids, labels, weights, masks, strict=True)
-    ):
+    for number, (*columns, mask) in enumerate(zip(input_ids, labels, masks, strict=True)):
         ids, marks = _checked(*(_unpadded(column, mask) for column in columns))
-        weighed = [float(weight) for weight in _unpadded(row_weights, mask, float)]
         count = sum(mark != IGNORE_INDEX for mark in marks[1:])
         tokens, targets = tokens + len(ids), targets + count
-        text = "".join(_as_html(*run) for run in _runs(tokenizer, ids, marks, weighed))
+        text = "".join(_as_html(*run) for run in _runs(tokenizer, ids, marks))
         rows.append(_ROW.format(number=number, summary=_counts(len(ids), count), text=text))
     number_of_rows = "1 row" if len(rows) == 1 else f"{len(rows)} rows"
     summary = f"{number_of_rows}, {_counts(tokens, targets)}"
@@ -147,19 +138,18 @@ def _counts(tokens: int, targets: int) -> str:
     return f"{tokens:,} tokens, {targets:,} of them targets ({targets / max(tokens, 1):.1%})"
 
 
-def _as_html(text: str, trained: bool, weight: float) -> str:
+def _as_html(text: str, trained: bool) -> str:
     shown = html.escape(printable(text)).replace("\n", "<i>↵</i>\n")
-    factor = "" if weight == 1 else f"<sub>&times;{weight:g}</sub>"
-    return f"<mark>{shown}{factor}</mark>" if trained else shown
+    return f"<mark>{shown}</mark>" if trained else shown
 
 
-def _as_list(values: Any, kind: type[Any] = int) -> list[Any]:
-    return [kind(item) for item in (values.tolist() if isinstance(values, torch.Tensor) else values)]
+def _as_list(values: Any) -> list[int]:
+    return [int(item) for item in (values.tolist() if isinstance(values, torch.Tensor) else values)]
 
 
-def _unpadded(values: Any, mask: Ids, kind: type[Any] = int) -> list[Any]:
+def _unpadded(values: Any, mask: Ids) -> list[int]:
     """The values at which the mask is not 0."""
-    items, kept = _as_list(values, kind), _as_list(mask)
+    items, kept = _as_list(values), _as_list(mask)
     if len(items) != len(kept):
         raise ValueError(f"a row of {len(items)} ids or labels has a mask of {len(kept)}")
     return [item for item, keep in zip(items, kept, strict=True) if keep]
@@ -177,20 +167,14 @@ def _checked(input_ids: Ids, labels: Ids) -> tuple[list[int], list[int]]:
     return ids, marks
 
 
-def _runs(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int], marks: list[int], weights: list[float]
-) -> Iterator[tuple[str, bool, float]]:
-    """(text, whether it is trained, weight) of each run of tokens that are alike in that."""
+def _runs(tokenizer: PreTrainedTokenizerBase, ids: list[int], marks: list[int]) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is trained) of each run of tokens that are alike in that."""
     shown, position = "", 0
-    found = (
-        (mark != IGNORE_INDEX, weight if mark != IGNORE_INDEX else 1.0)
-        for mark, weight in zip(marks, weights, strict=True)
-    )
-    for (trained, weight), run in groupby(found):
+    for trained, run in groupby(mark != IGNORE_INDEX for mark in marks):
         position += len(list(run))
         # Decode from the beginning of the row: a run by itself would lose a space at its start, and a
         # character whose bytes lie in two runs would break.
         text = str(tokenizer.decode(ids[:position], clean_up_tokenization_spaces=False))
         text = text if position == len(ids) else text.rstrip("\ufffd")
-        yield text[common_length(shown, text) :], trained, weight
+        yield text[common_length(shown, text) :], trained
         shown = text

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from fsdp_sft.collate.messages import (
-    MAX_WEIGHT,
+    IN_PARTS,
     Message,
     as_list,
     as_text,
@@ -20,7 +20,7 @@ from fsdp_sft.collate.messages import (
     read_message,
     refuse_media,
     shortened,
-    take_notes,
+    take_flag,
 )
 
 SHAREGPT_ROLES = {
@@ -216,14 +216,14 @@ class Conversation:
     Attributes:
         messages: Messages with `role`, `content` (always a str) and, where given, `tool_calls`,
             `reasoning_content` and other template fields.
-        weights: Factor of each message's loss; 0 where the row switched the message off.
+        trained: Whether each message may be trained; False where the row switches it off.
         tools: Tool schemas for the template, or None.
         template_kwargs: Further variables for the template.
         thinks_in_parts: Whether reasoning was given as a part of type "thinking", as for Mistral's models.
     """
 
     messages: list[Message]
-    weights: list[float]
+    trained: list[bool]
     tools: list[dict[str, Any]] | None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     thinks_in_parts: bool = False
@@ -254,33 +254,33 @@ def read_text(row: Mapping[str, Any]) -> str:
     return as_text(row.get("text"), '"text"')
 
 
-def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int], list[float] | None]:
-    """(input_ids, labels, loss_weights or None) of a tokenised row.
+def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """(input_ids, labels) of a tokenised row.
 
     Raises:
-        ValueError: If `labels` are missing, lengths differ, the row is empty, or a weight is negative or not
-            finite.
+        ValueError: If `labels` are missing, lengths differ, the row is empty, or it has weights.
     """
     if row.get("labels") is None:
         raise ValueError(
             f'a tokenised row needs "input_ids" and "labels", got the keys {sorted(row)}; add labels '
             "aligned with input_ids (-100 where nothing is trained), or pass the chat row itself"
         )
+    if row.get("loss_weights") is not None:
+        raise ValueError(
+            "loss_weights of a row are not read, and it would be trained without: add them to the batch that "
+            "the collator makes, in a collate_fn of your own"
+        )
     refuse_media(row)
     ids, labels = (_numbers(row[key], key) for key in ("input_ids", "labels"))
-    weights = (
-        None if row.get("loss_weights") is None else _numbers(row["loss_weights"], "loss_weights", float)
-    )
-    check_encoded(ids, labels, weights)
-    return ids, labels, None if weights is None else [float(weight) for weight in weights]
+    check_encoded(ids, labels)
+    return ids, labels
 
 
-def check_encoded(ids: Sequence[int], labels: Sequence[int], weights: Sequence[float] | None) -> None:
-    """Refuse ids, labels and weights that do not belong together, or that no tensor can hold.
+def check_encoded(ids: Sequence[int], labels: Sequence[int]) -> None:
+    """Refuse ids and labels that do not belong together, or that no tensor can hold.
 
     Raises:
-        ValueError: If their lengths differ or are 0, an id or a label is no integer of 64 bits, or a weight
-            is negative or not finite.
+        ValueError: If their lengths differ or are 0, or an id or a label is no integer of 64 bits.
     """
     for key, values in (("input_ids", ids), ("labels", labels)):
         try:
@@ -289,8 +289,6 @@ def check_encoded(ids: Sequence[int], labels: Sequence[int], weights: Sequence[f
             raise ValueError(
                 f'"{key}" must be a flat list of integers of 64 bits, got {shortened(values)}'
             ) from None
-    if weights is not None:
-        _check_weights(weights, len(ids))
     if len(ids) != len(labels) or not ids:
         raise ValueError(
             "a tokenised row needs input_ids and labels of one length of at least 1, "
@@ -307,7 +305,7 @@ def read_row(row: Any, row_format: str | None = None) -> Conversation:
 
     Raises:
         ValueError: For an unknown format, an empty row, an unknown role, content that is not text, or a
-            weight that is negative or not finite.
+            flag that is neither 0 nor 1.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict, got {type(row).__name__}; accepted shapes: {_ACCEPTED}")
@@ -322,13 +320,13 @@ def read_row(row: Any, row_format: str | None = None) -> Conversation:
         raise ValueError("the row is nested too deeply to be read") from None
     if not messages:
         raise ValueError("the row has no messages; a conversation needs at least one")
-    notes = [take_notes(message, f"message {index}") for index, message in enumerate(messages)]
+    in_parts = [message.pop(IN_PARTS, False) for message in messages]
     return Conversation(
         messages,
-        [note.weight for note in notes],
+        [take_flag(message, f"message {index}") for index, message in enumerate(messages)],
         _read_tools(row.get("tools")),
         check_template_kwargs(row.get("chat_template_kwargs")),
-        any(note.thinks_in_parts for note in notes),
+        any(in_parts),
     )
 
 
@@ -420,27 +418,14 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if is_list else value
 
 
-def _numbers(values: Any, key: str, kind: type[Any] = int) -> list[Any]:
-    """The values as a list, or ValueError if they are no flat list of integers, or of floats too."""
+def _numbers(values: Any, key: str) -> list[int]:
+    """The values as a list, or ValueError if they are no flat list of integers."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     # A set of types, since a Python loop over the items would take as long as the rest of a collator.
-    if not isinstance(values, Sequence) or not set(map(type, values)) <= {int, kind}:
-        named = "integers" if kind is int else "numbers"
-        raise ValueError(f'"{key}" must be a flat list of {named}, got {shortened(values)}')
+    if not isinstance(values, Sequence) or not set(map(type, values)) <= {int}:
+        raise ValueError(f'"{key}" must be a flat list of integers, got {shortened(values)}')
     return list(values)
-
-
-def _check_weights(weights: Sequence[float], number: int) -> None:
-    """Refuse weights that are not one for each of ``number`` tokens."""
-    if len(weights) != number:
-        raise ValueError(f"loss_weights has {len(weights)} entries, input_ids {number}: give one a token")
-    try:
-        wrong = [weight for weight in array("d", weights) if not 0 <= weight <= MAX_WEIGHT]
-    except (TypeError, OverflowError):
-        raise ValueError(f'"loss_weights" must be a flat list of numbers, got {shortened(weights)}') from None
-    if wrong:
-        raise ValueError(f"loss_weights must be finite and not negative, got {wrong[0]}")
 
 
 def _refuse_undesired(row: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import this_rank, world_size
 from fsdp_sft._ranks.mesh import data_parallel_place, mesh_of_job
+from fsdp_sft.sampling.mixing import Mixture
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -168,6 +169,11 @@ class Placed(ABC):
             yield one
 
 
+def source_of(mixture: Mixture | None) -> dict[str, Any]:
+    """What the order of a mixture depends on, for a sampler's state; empty without one."""
+    return {} if mixture is None else {"sizes": mixture.sizes, "counts": mixture.counts}
+
+
 class ResumableSampler(Placed, Sampler[int]):
     """Like torch's ``DistributedSampler``, but with a position that checkpoints save.
 
@@ -178,7 +184,7 @@ class ResumableSampler(Placed, Sampler[int]):
     each index of the data set gives a whole batch, a batch counts as one row.
 
     Args:
-        data: The data set, or its number of rows.
+        data: The data set, or its number of rows; or a ``Mixture`` of several.
         shuffle: Whether each epoch has a new random order; if not, rows come in the data's order.
         seed: Seed of the order, together with the epoch; the same on all ranks.
         drop_last: Whether to drop rows at the end so that all ranks yield equally many; if not, the first
@@ -217,6 +223,7 @@ class ResumableSampler(Placed, Sampler[int]):
         if isinstance(data, str) or not (isinstance(data, int) or hasattr(data, "__len__")):
             raise TypeError(f"data must be the rows, or their number, got {type(data).__name__}")
         self.num_rows = data if isinstance(data, int) else len(data)
+        self._mixture = data if isinstance(data, Mixture) else None
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
         self.position = 0
@@ -243,12 +250,13 @@ class ResumableSampler(Placed, Sampler[int]):
         if self.position >= self._end():
             self.end_epoch()
 
-    def position_state(self) -> dict[str, int]:
+    def position_state(self) -> dict[str, Any]:
         """``state_dict`` without its warning about uncounted rows."""
         return {"epoch": self.epoch, "position": self.position, **self._source()}
 
-    def _source(self) -> dict[str, int]:
-        return {"num_rows": self.num_rows, "seed": self.seed, "shuffle": int(self.shuffle)}
+    def _source(self) -> dict[str, Any]:
+        own = {"num_rows": self.num_rows, "seed": self.seed, "shuffle": int(self.shuffle)}
+        return {**own, **source_of(self._mixture)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position, with the same or another number of ranks.
@@ -282,6 +290,8 @@ class ResumableSampler(Placed, Sampler[int]):
 
     def _rows(self) -> list[int]:
         """Indices of the rows of the epoch, in order."""
+        if self._mixture is not None:
+            return self._mixture.rows(self.epoch, seed=self.seed, shuffle=self.shuffle)
         if not self.shuffle:
             return list(range(self.num_rows))
         generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)

@@ -148,9 +148,9 @@ def _check_windows() -> None:
     if cp_rank(mesh) == 0:
         with pytest.raises(ValueError, match="needs a loader"):
             fs.windows(None, 1, mesh=mesh)
-    for refused in (fs.ResumableSampler, partial(fs.PackedSampler, max_length=99), fs.MixedSampler):
+    for refused in (fs.ResumableSampler, partial(fs.PackedSampler, max_length=99)):
         with pytest.raises(ValueError, match="the parameters' own mesh"):
-            refused([data] if refused is fs.MixedSampler else [3] * 9, mesh=parameter_mesh(mesh))
+            refused([3] * 9, mesh=parameter_mesh(mesh))
     packed = fs.PackedSampler([5] * 9, max_length=10, mesh=mesh)
     assert (packed.num_replicas, packed.rank) == (2, share)
 

@@ -30,7 +30,7 @@ def rows(number: int = 700) -> list[dict[str, Any]]:
         chat("q" * (i % 7 + 1), f"answer {i}", *(("more", "again") if i % 3 else ())) for i in range(number)
     ]
     for i in range(0, number, 50):
-        made[i]["messages"][1]["weight"] = 0.25
+        made[i]["messages"][1]["weight"] = 0
     for i in range(1, number, 70):
         made[i]["messages"] = made[i]["messages"][:1]
     return made
@@ -207,21 +207,13 @@ def test_one_bad_row_ends_nothing(bad: dict[str, Any], tmp_path: Path) -> None:
 
 def test_what_a_damaged_file_claims_is_not_made(tmp_path: Path) -> None:
     first = fs.encode_dataset(rows(20), TOKENIZER, max_length=60, cache_dir=tmp_path)
-    place = len(first._edges) - 1
-    for name, number, words in (
-        ("edges.i32", 2**25, r"row \d+ of .* is damaged; delete the folder"),
-        ("edges.i32", -5, r"row \d+ of .* is damaged"),
-        ("lengths.i32", 2**30, r"row \d+ of .* is damaged"),
-        ("id_begins.i64", 2**40, "do not belong together"),
-    ):
-        path = first.path / name
-        sound = path.read_bytes()
-        width = 8 if name.endswith("64") else 4
-        at = width * place if name == "edges.i32" else len(sound) - width
-        path.write_bytes(sound[:at] + number.to_bytes(width, "little", signed=True) + sound[at + width :])
-        with pytest.raises(fs.CheckpointCorruptError, match=words):
-            list(fs.EncodedDataset(first.path))
-        path.write_bytes(sound)
+    path = first.path / "lengths.i32"
+    sound = path.read_bytes()
+    for number in (2**30, -5, 0):
+        path.write_bytes(sound[:-4] + number.to_bytes(4, "little", signed=True))
+        with pytest.raises(fs.CheckpointCorruptError, match="do not belong together; delete the folder"):
+            fs.EncodedDataset(first.path)
+    path.write_bytes(sound)
     assert list(fs.EncodedDataset(first.path)) == list(first)
     (first.path / "about.json").write_text("[]")
     with pytest.raises(fs.CheckpointCorruptError, match=r"about\.json is damaged"):
@@ -283,7 +275,7 @@ def test_lines_that_are_no_json_are_counted(tmp_path: Path) -> None:
         ("there.jsonl", FileNotFoundError, "there is no file"),
         ("there.parquet", ValueError, "load others with datasets.load_dataset"),
         ([chat("a")], ValueError, "no row has a target"),
-        ([{"input_ids": [1, 2], "labels": [1, 3]}], ValueError, "the row's own ids or -100"),
+        ([{"input_ids": [1, 2], "labels": [1, 2**33]}], ValueError, "int"),
     ],
 )
 def test_what_cannot_be_read_is_said(given: Any, kind: type[Exception], says: str, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_it_is_verified_once_for_a_model_and_its_attention(monkeypatch: pytest.M
     _step(other, _pack(5, 9))
     assert lengths == [], "who has called verify_packing pays nothing"
     long = tiny_model("llama", max_position_embeddings=8192)
-    monkeypatch.setattr("fsdp_sft.sampling.packing.first_use._LONGEST_PROBE", 90)
+    monkeypatch.setattr("fsdp_sft.sampling.packing.verify._LONGEST_PROBE", 90)
     _step(long, _pack(60, 60))
     assert lengths == [90], "no longer than that"
 

@@ -252,24 +252,6 @@ def test_real_chats_pack_to_the_lower_bound_and_come_back_whole(name: str) -> No
     assert counted == sum(targets)
 
 
-def test_packs_of_weighted_rows() -> None:
-    plain, weighted = fs.EncodedChat([1, 2, 3], [-100, 2, 3]), fs.EncodedChat([4, 5], [4, 5], [9.0, 0.5])
-    collate = fs.PackedCollator(max_length=8, padding="max_length")
-    assert "loss_weights" not in collate([plain])
-    pack = collate([plain, weighted])
-    assert pack["labels"].tolist() == [[-100, 2, 3, -100, 5, -100, -100, -100]]
-    assert pack["loss_weights"].dtype == torch.float32
-    assert pack["loss_weights"].tolist() == [[1, 1, 1, 9, 0.5, 0, 0, 0]]
-    assert fs.count_targets([pack]).weight == 2.5
-    shifted = {"input_ids": [6, 7], "shift_labels": [7, 8], "loss_weights": [2.0, 4.0]}
-    mixed = collate([weighted, shifted])
-    assert mixed["shift_labels"].tolist() == [[5, -100, 7, 8, -100, -100, -100, -100]]
-    assert mixed["loss_weights"].tolist() == [[0.5, 0, 2, 4, 0, 0, 0, 0]]
-    assert fs.count_targets([mixed]).weight == 6.5
-    with pytest.raises(ValueError, match="loss_weights has 1 entries"):
-        collate([fs.EncodedChat([4, 5], [4, 5], [1.0])])
-
-
 @pytest.mark.parametrize(
     ("options", "error"),
     [

@@ -11,11 +11,12 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_sft.collate.encode import EncodedChat, encode_rows
-from fsdp_sft.collate.encoded.source import RowRange, RowSource, Unreadable
+from fsdp_sft.collate.encoded.source import Unreadable, portable, rows_of
 from fsdp_sft.collate.encoded.store import RowWriter, joined
 from fsdp_sft.collate.filtering import FilterCounts, check_template_for, judge_row
 from fsdp_sft.collate.options import EncodeOptions
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 # Reasons why a row cannot be encoded; a row without a target can, but is not kept.
 _REFUSED = ("malformed", "too_long", "refused_by_template", "dropped_text", "no_reasoning", "media")
 
-# Rows or bytes that take less time to encode than a process takes to start.
-_FEWEST = {"row": 4000, "B": 8 << 20}
+_FEWEST = 4000  # rows that take less time to encode than a process takes to start
+_BLOCK_ROWS = 256
+
+
+Share = tuple[Any, int, int]  # rows, and the first and the end of those that one process encodes
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Work:
     stops_at_refusal: bool
 
 
-def look_first(source: RowSource, work: Work, number: int, max_refused: float) -> None:
+def look_first(source: Any, work: Work, number: int, max_refused: float) -> None:
     """Encode a sample of the rows, and raise if far more of them are refused than allowed.
 
     Args:
@@ -60,7 +64,8 @@ def look_first(source: RowSource, work: Work, number: int, max_refused: float) -
         ValueError: Or a subclass, if more rows of the sample are refused than chance would explain.
     """
     counts = FilterCounts()
-    rows = source.sample(number)
+    indices = sorted({len(source) * i // number for i in range(number)})
+    rows = [(index, rows_of(source, index, index + 1)[0]) for index in indices]
     any(check_template_for(row, work.tokenizer, work.options) for _, row in rows)
     for index, row in rows:
         _judge(row, index, work, counts, None)
@@ -75,7 +80,7 @@ def look_first(source: RowSource, work: Work, number: int, max_refused: float) -
 
 
 def build(
-    source: RowSource,
+    source: Any,
     work: Work,
     folder: Path,
     scratch: Path,
@@ -91,15 +96,16 @@ def build(
         scratch: Folder for temporary files, made and deleted here; it must not exist.
         num_proc: Number of processes; None takes one for each core that this process may use, but no more
             than there is work for.
-        tick: Function called with the size, in the source's unit, of each block that is done.
+        tick: Function called with the number of rows of each block that is done.
     """
-    number = num_proc or min(len(os.sched_getaffinity(0)), max(1, source.size // _FEWEST[source.unit]))
-    shares = source.shares(number)
+    number = num_proc or min(len(os.sched_getaffinity(0)), max(1, len(source) // _FEWEST))
+    edges = [len(source) * i // number for i in range(number + 1)]
+    shares = [(source, start, stop) for start, stop in pairwise(edges) if start < stop]
     scratch.mkdir(mode=0o700)
     try:
         parts = [scratch / str(i) for i in range(len(shares))]
         if len(shares) == 1:
-            results = [encode_pieces(shares[0], work, parts[0], tick)]
+            results = [encode_share(shares[0], work, parts[0], tick)]
         else:
             results = _in_processes(shares, work, parts, tick)
         counts, rows = FilterCounts(), 0
@@ -118,8 +124,8 @@ def build(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def encode_pieces(
-    pieces: Sequence[RowRange], work: Work, folder: Path, tick: Callable[[int], None]
+def encode_share(
+    share: Share, work: Work, folder: Path, tick: Callable[[int], None]
 ) -> tuple[FilterCounts, int]:
     """Encode some of the rows into a new folder.
 
@@ -128,7 +134,9 @@ def encode_pieces(
     """
     counts, index = FilterCounts(), 0
     writer = RowWriter(folder)
-    for rows, size in (block for piece in pieces for block in piece.read()):
+    source, first, last = share
+    for start in range(first, last, _BLOCK_ROWS):
+        rows = rows_of(source, start, min(start + _BLOCK_ROWS, last))
         for row, encoded in zip(rows, _encoded(rows, work), strict=True):
             chat = _judge(row, index, work, counts, encoded)
             if chat is not None:
@@ -136,7 +144,7 @@ def encode_pieces(
             index += 1
             if work.stops_at_refusal and num_refused(counts):
                 return counts, index
-        tick(size)
+        tick(len(rows))
     writer.flush()
     return counts, index
 
@@ -191,7 +199,7 @@ def _encoded(rows: Sequence[Any], work: Work) -> list[EncodedChat | None]:
 
 
 def _in_processes(
-    shares: Sequence[Sequence[RowRange]], work: Work, parts: Sequence[Path], tick: Callable[[int], None]
+    shares: Sequence[Share], work: Work, parts: Sequence[Path], tick: Callable[[int], None]
 ) -> list[tuple[FilterCounts, int]]:
     """Encode each share in a separate process; (counts, rows that were read) of each.
 
@@ -202,7 +210,7 @@ def _in_processes(
     running: list[_Worker] = []
     try:
         for share, part in zip(shares, parts, strict=True):
-            job = ([piece.portable() for piece in share], work, part)
+            job = (portable(*share), work, part)
             running.append(_Worker(job, part.with_suffix(".log"), tick))
         return [worker.result() for worker in running]
     finally:

@@ -21,7 +21,7 @@ from fsdp_sft._model.wrappers import tokenizer_of
 from fsdp_sft._ranks.agree import agree_on, agreed, all_gather_objects, share, this_rank, while_others_wait
 from fsdp_sft._tensors.disk import full_path, publish, sweep, temporary_beside, unsound_beside
 from fsdp_sft.collate.encoded.build import Work, build, look_first, num_refused, refusal
-from fsdp_sft.collate.encoded.source import RowSource, row_bytes
+from fsdp_sft.collate.encoded.source import JsonLines, row_bytes, rows_to_read
 from fsdp_sft.collate.encoded.store import EncodedDataset, is_sound
 from fsdp_sft.collate.filtering import warn_of_notes
 from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS, WARNED_OF_TEMPLATES
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOOKED_AT_FIRST = 500
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _SEEN_SECONDS = 5.0  # time in which a network file system must show another node a new file
 
 
@@ -59,7 +59,7 @@ def encode_dataset(
 
     Args:
         rows: A sequence of rows as `encode_chat` takes them, a ``datasets.Dataset``, or the path of a
-            ``.jsonl`` file or a list of such paths, which are read as streams. The same on all ranks.
+            ``.jsonl`` file or a list of such paths, which are read row by row. The same on all ranks.
         tokenizer: A fast tokenizer.
         max_length: Most tokens of a row.
         num_proc: Number of processes that encode; None takes one for each core, but no more than there is
@@ -87,7 +87,7 @@ def encode_dataset(
     Collective: all ranks; those that wait need no time-out longer than the default.
     Memory: In each process 256 rows, about a million tokens and, of a sequence that is no
         ``datasets.Dataset``, its share of the rows; pages of the files belong to the system.
-    Disk: 4 bytes a token, 28 bytes a row, 8 or 12 bytes a trained turn; up to twice that while it is made.
+    Disk: 8 bytes a token and 8 a row; up to twice that while it is made.
 
     Example:
         >>> encoded = fs.encode_dataset(rows, tokenizer, max_length=64, cache_dir="encoded")
@@ -105,9 +105,9 @@ def encode_dataset(
     cache = _cache_folder(cache_dir)
     work = Work(tokenizer, wanted, on_error == "raise")
     with agreed("looking at the rows to encode"):
-        source = RowSource.of(rows)
+        source = rows_to_read(rows)
         cache.mkdir(parents=True, exist_ok=True)
-    agree_on("encoding", **{f"number of {source.unit}s": source.size})
+    agree_on("encoding", **{"number of rows": len(source)})
     maker = _maker(cache)
     is_new = False  # whether this rank has encoded the rows itself
 
@@ -139,13 +139,13 @@ def encode_dataset(
     return encoded
 
 
-def _make(source: RowSource, work: Work, target: Path, num_proc: int | None, max_refused: float) -> None:
+def _make(source: Any, work: Work, target: Path, num_proc: int | None, max_refused: float) -> None:
     """Encode all rows into a temporary folder, and give it its name when it is complete."""
     tqdm = import_module("tqdm").tqdm  # comes with transformers
     look_first(source, work, _LOOKED_AT_FIRST, max_refused)
     made, scratch = temporary_beside(target), temporary_beside(target)
     is_quiet = None if this_rank() == 0 else True  # None lets tqdm draw if it writes to a terminal
-    with tqdm(total=source.size, unit=source.unit, unit_scale=True, desc="encoding", disable=is_quiet) as bar:
+    with tqdm(total=len(source), unit="row", unit_scale=True, desc="encoding", disable=is_quiet) as bar:
         build(source, work, made, scratch, num_proc, bar.update)
     publish(made, target, aside=unsound_beside(target))
 
@@ -184,9 +184,7 @@ def _cache_folder(given: str | os.PathLike[str] | None) -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "fsdp-sft" / "encoded"
 
 
-def _key_of(
-    source: RowSource, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions, on_error: str
-) -> str:
+def _key_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions, on_error: str) -> str:
     """A digest of everything that the encoded rows depend on."""
     # The rules for labels change with the library's version.
     from fsdp_sft import __version__
@@ -211,15 +209,15 @@ def _key_of(
     return hashlib.sha256(json.dumps(about, default=repr).encode()).hexdigest()
 
 
-def _data_digest(source: RowSource) -> str:
+def _data_digest(source: Any) -> str:
     """A digest of all rows."""
-    if source.paths:
+    if isinstance(source, JsonLines):
         return "-".join(map(_file_digest, source.paths))
-    fingerprint = data.dataset_fingerprint(source.rows)
+    fingerprint = data.dataset_fingerprint(source)
     if fingerprint is not None:
         return f"fingerprint {fingerprint}"
     digest = hashlib.sha256()
-    for row in source.rows:
+    for row in source:
         content = row_bytes(row)
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)

@@ -1,13 +1,7 @@
 """The files of encoded rows, and the sequence of rows that reads them.
 
-The labels of a row equal its ids within a few runs of tokens and are -100 outside, so the files hold the
-runs' edges and not the labels:
-
-- ``ids.i32``: token ids of all rows, one row after the other
-- ``edges.i32``: begin and end of each run, as token indices within its row
-- ``weights.f32``: loss weight of each run; missing if all are 1
-- ``lengths.i32``, ``targets.i32``, ``runs.i32``: numbers of tokens, targets and runs of each row
-- ``id_begins.i64``, ``run_begins.i64``: index of each row's first id and first run; one entry more than rows
+- ``ids.i32``, ``labels.i32``: token ids and labels of all rows, one row after the other
+- ``lengths.i32``, ``targets.i32``: numbers of tokens and of targets of each row
 - ``about.json``: counts, and the size of each file; written last
 """
 
@@ -18,10 +12,8 @@ import json
 import mmap
 import os
 import shutil
-import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -35,17 +27,8 @@ from fsdp_sft._tensors.safetensors import open_file
 from fsdp_sft.collate import EncodedChat, FilterCounts
 from fsdp_sft.collate.rows import check_encoded
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError
-from fsdp_sft.targets import IGNORE_INDEX
 
-_COLUMNS = {
-    "ids.i32": "i",
-    "edges.i32": "i",
-    "weights.f32": "f",
-    "lengths.i32": "i",
-    "targets.i32": "i",
-    "runs.i32": "i",
-}
-_BEGINS = {"id_begins.i64": "lengths.i32", "run_begins.i64": "runs.i32"}
+_COLUMNS = ("ids.i32", "labels.i32", "lengths.i32", "targets.i32")
 _ABOUT = "about.json"
 _FLUSH_TOKENS = 1 << 20
 _ANEW = "delete the folder, and encode the rows anew"
@@ -61,26 +44,20 @@ class RowWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
-        self._buffers: dict[str, array[Any]] = {name: array(code) for name, code in _COLUMNS.items()}
+        self._buffers: dict[str, array[int]] = {name: array("i") for name in _COLUMNS}
 
     def add(self, chat: EncodedChat) -> None:
         """Append a row.
 
         Raises:
-            ValueError: If a label is neither -100 nor its token's id, or lengths differ.
-            OverflowError: For an id that does not fit into an int32. Nothing has been appended then.
+            ValueError: If ids and labels have different lengths.
+            OverflowError: For a number that does not fit into an int32. Nothing has been appended then.
         """
-        check_encoded(chat.input_ids, chat.labels, chat.loss_weights)
-        edges, weights = _runs(chat)
-        ids = array("i", chat.input_ids)
-        columns = self._buffers
-        columns["ids.i32"].extend(ids)
-        columns["edges.i32"].extend(edges)
-        columns["weights.f32"].extend(weights)
-        columns["lengths.i32"].append(len(chat.input_ids))
-        columns["targets.i32"].append(chat.num_targets)
-        columns["runs.i32"].append(len(weights))
-        if len(columns["ids.i32"]) >= _FLUSH_TOKENS:
+        check_encoded(chat.input_ids, chat.labels)
+        row = array("i", chat.input_ids), array("i", chat.labels), [len(chat.input_ids)], [chat.num_targets]
+        for values, more in zip(self._buffers.values(), row, strict=True):
+            values.extend(more)
+        if len(self._buffers["ids.i32"]) >= _FLUSH_TOKENS:
             self.flush()
 
     def flush(self) -> None:
@@ -88,7 +65,7 @@ class RowWriter:
         for name, values in self._buffers.items():
             with open(self.folder / name, "ab") as file:
                 values.tofile(file)
-            self._buffers[name] = array(_COLUMNS[name])
+            self._buffers[name] = array("i")
 
 
 def joined(parts: Sequence[Path], target: Path, counts: FilterCounts) -> None:
@@ -100,18 +77,12 @@ def joined(parts: Sequence[Path], target: Path, counts: FilterCounts) -> None:
                 with open(part / name, "rb") as file:
                     shutil.copyfileobj(file, out, 16 << 20)
                 (part / name).unlink()
-    if not _any_weight(target):
-        (target / "weights.f32").unlink()
-    for name, of in _BEGINS.items():
-        _write_begins(target / of, target / name)
-    names = [path.name for path in sorted(target.iterdir())]
-    for name in names:
         sync_file(target / name)
     about = {
         "counts": dict(counts),
         "indices": {reason: list(indices) for reason, indices in counts.indices.items()},
         "examples": counts.examples,
-        "sizes": {name: (target / name).stat().st_size for name in names},
+        "sizes": {name: (target / name).stat().st_size for name in _COLUMNS},
     }
     write_bytes(target / _ABOUT, json.dumps(about).encode())
     sync_folder(target)
@@ -143,7 +114,8 @@ class EncodedDataset(Sequence[EncodedChat]):
         lengths: Tokens of each row, int32 (N,).
         num_targets: Targets of each row after the shift, int32 (N,).
 
-    Memory: The rows in use, and ``counts``; the files' pages belong to the system, which may drop them.
+    Memory: The rows in use, 8 bytes a row, and ``counts``; the files' pages belong to the system, which may
+    drop them.
 
     Example:
         >>> encoded = fs.encode_dataset(rows, tokenizer, max_length=64, cache_dir="encoded")
@@ -165,21 +137,19 @@ class EncodedDataset(Sequence[EncodedChat]):
             self.counts = FilterCounts.of(about["counts"], about["indices"], about["examples"])
         except MALFORMED as error:
             raise CheckpointCorruptError(f"{self.path / _ABOUT} is damaged: {error!r}; {_ANEW}") from None
-        self._ids, self._edges = _mapped(self.path / "ids.i32"), _mapped(self.path / "edges.i32")
-        self._weights = _mapped(self.path / "weights.f32") if "weights.f32" in about["sizes"] else None
-        self._id_begins, self._run_begins = (_mapped(self.path / name) for name in _BEGINS)
-        columns = [_mapped(self.path / name) for name in ("lengths.i32", "targets.i32")]
-        if not all(map(len, columns)):
+        self._ids, self._labels, self.lengths, self.num_targets = (
+            _mapped(self.path / name) for name in _COLUMNS
+        )
+        if not len(self.lengths):
             raise CheckpointCorruptError(f"{self.path} has no rows; {_ANEW}")
-        self.lengths, self.num_targets = (torch.frombuffer(one, dtype=torch.int32) for one in columns)
-        rows = len(self.lengths)
-        counts = {len(self._id_begins) - 1, len(self._run_begins) - 1, len(self.num_targets), rows}
-        ends = None if len(counts) > 1 else (self._id_begins[rows], 2 * self._run_begins[rows])
-        if ends != (len(self._ids), len(self._edges)):
+        ends = self.lengths.cumsum(0)
+        sizes = len(self._ids), len(self._labels), len(self.num_targets)
+        if sizes != (int(ends[-1]), int(ends[-1]), len(self.lengths)) or int(self.lengths.min()) < 1:
             raise CheckpointCorruptError(f"the files of {self.path} do not belong together; {_ANEW}")
+        self._begins = ends - self.lengths
 
     def __len__(self) -> int:
-        return len(self._id_begins) - 1
+        return len(self.lengths)
 
     @overload
     def __getitem__(self, index: int) -> EncodedChat: ...
@@ -192,43 +162,15 @@ class EncodedDataset(Sequence[EncodedChat]):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        index = int(index) % len(self)
-        ids = self._ids[self._id_begins[index] : self._id_begins[index + 1]].tolist()
-        first, stop = self._run_begins[index], self._run_begins[index + 1]
-        edges = self._edges[2 * first : 2 * stop].tolist()
-        if not _is_row(len(ids), int(self.lengths[index]), edges, stop - first):
-            raise CheckpointCorruptError(f"row {index} of {self.path} is damaged; {_ANEW}")
-        labels = [IGNORE_INDEX] * len(ids)
-        for begin, end in zip(edges[::2], edges[1::2], strict=True):
-            labels[begin:end] = ids[begin:end]
-        if self._weights is None:
-            return EncodedChat(ids, labels)
-        values = self._weights[first:stop].tolist()
-        if len(values) != stop - first:
-            raise CheckpointCorruptError(f"row {index} of {self.path} has no weights; {_ANEW}")
-        if all(value == 1 for value in values):
-            return EncodedChat(ids, labels)
-        weights = [1.0] * len(ids)
-        for begin, end, value in zip(edges[::2], edges[1::2], values, strict=True):
-            weights[begin:end] = [value] * (end - begin)
-        return EncodedChat(ids, labels, weights)
+        begin, length = int(self._begins[index]), int(self.lengths[index])
+        kept = slice(begin, begin + length)
+        return EncodedChat(self._ids[kept].tolist(), self._labels[kept].tolist())
 
     def __reduce__(self) -> tuple[type[EncodedDataset], tuple[Path]]:
         return EncodedDataset, (self.path,)
 
     def __repr__(self) -> str:
         return f"EncodedDataset({str(self.path)!r}, {len(self)} rows, {len(self._ids)} tokens)"
-
-
-def _is_row(length: int, said: int, edges: list[int], runs: int) -> bool:
-    """Whether a row's edges rise within its length; a damaged one could claim any length."""
-    rising = all(a <= b for a, b in pairwise(edges))
-    return (
-        length == said
-        and len(edges) == 2 * runs
-        and rising
-        and (not edges or 0 <= edges[0] <= edges[-1] <= length)
-    )
 
 
 def _about(folder: Path) -> dict[str, Any]:
@@ -243,88 +185,26 @@ def _about(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(errno.ENOENT, "no folder of encoded rows", str(path))
     try:
         about: dict[str, Any] = parse_json(read_bytes(path, MAX_JSON_BYTES), _ABOUT)
-        if not {*_BEGINS, *_COLUMNS} - {"weights.f32"} <= about["sizes"].keys():
+        if not set(_COLUMNS) <= about["sizes"].keys():
             raise ValueError("it does not say the sizes of the files")
     except MALFORMED as error:
         raise CheckpointCorruptError(f"{path} is damaged: {error}; {_ANEW}") from None
     return about
 
 
-def _runs(chat: EncodedChat) -> tuple[list[int], list[float]]:
-    """(begin and end of each run of trained tokens of one weight, in one list; weight of each run)."""
-    ids, labels, given = chat.input_ids, chat.labels, chat.loss_weights
-    edges: list[int] = []
-    weights: list[float] = []
-    position, length = 0, len(ids)
-    while position < length:
-        if labels[position] == IGNORE_INDEX:
-            position = _end_of(labels, IGNORE_INDEX, position)
-            continue
-        try:
-            end = labels.index(IGNORE_INDEX, position)
-        except ValueError:
-            end = length
-        if labels[position:end] != ids[position:end]:
-            raise ValueError(
-                "labels must be the row's own ids or -100; give rows with other labels to a collator"
-            )
-        for begin, stop in [(position, end)] if given is None else _of_one_weight(given, position, end):
-            edges += [begin, stop]
-            weights.append(1.0 if given is None else given[begin])
-        position = end
-    return edges, weights
-
-
-def _end_of(values: list[int], value: int, start: int) -> int:
-    """The first index from ``start`` on with another value; the length if there is none."""
-    return next((i for i in range(start, len(values)) if values[i] != value), len(values))
-
-
-def _of_one_weight(weights: list[float], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of each run of equal weights in [start, stop)."""
-    while start < stop:
-        end = next((i for i in range(start, stop) if weights[i] != weights[start]), stop)
-        yield start, end
-        start = end
-
-
-def _mapped(path: Path) -> Any:
-    """A memoryview of the numbers in a memory-mapped file."""
-    code = {".i32": "i", ".f32": "f", ".i64": "q"}[path.suffix]
+def _mapped(path: Path) -> torch.Tensor:
+    """The numbers in a memory-mapped file, int32 (N,)."""
     try:
         fd = open_file(path)
     except CheckpointFormatError as error:
         raise CheckpointCorruptError(f"{error}; {_ANEW}") from None
     with os.fdopen(fd, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size % struct.calcsize(code):
+        if size % 4:
             raise CheckpointCorruptError(f"{path} has {size} bytes, no whole number of entries; {_ANEW}")
         if not size:
-            return memoryview(bytearray()).cast(code)  # type: ignore[call-overload]
+            return torch.empty(0, dtype=torch.int32)
         # Writable, since torch warns about read-only buffers; private, so that no write reaches the file.
         access = mmap.PROT_READ | mmap.PROT_WRITE
         mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=access)
-        return memoryview(mapped).cast(code)  # type: ignore[call-overload]
-
-
-def _any_weight(folder: Path) -> bool:
-    """Whether a run has a weight other than 1."""
-    values = _mapped(folder / "weights.f32")
-    return bool(len(values)) and bool((torch.frombuffer(values, dtype=torch.float32) != 1).any())
-
-
-def _write_begins(sizes: Path, target: Path) -> None:
-    """Write the index at which each row begins: the running sum of the sizes, from 0 to the total."""
-    total = 0
-    with open(target, "wb") as file:
-        array("q", [0]).tofile(file)
-        for block in _blocks(_mapped(sizes)):
-            ends = array("q", accumulate(block, initial=total))
-            total = ends[-1]
-            ends[1:].tofile(file)
-
-
-def _blocks(values: Any) -> Iterable[list[int]]:
-    """The numbers in lists of bounded length."""
-    for start in range(0, len(values), _FLUSH_TOKENS):
-        yield values[start : start + _FLUSH_TOKENS].tolist()
+        return torch.frombuffer(mapped, dtype=torch.int32)

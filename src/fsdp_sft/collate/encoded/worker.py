@@ -8,20 +8,20 @@ import os
 import pickle
 import sys
 
-from fsdp_sft.collate.encoded.build import encode_pieces
+from fsdp_sft.collate.encoded.build import encode_share
 
 
 def main() -> None:
     """Encode the rows of the job."""
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answer:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        pieces, work, folder = pickle.load(sys.stdin.buffer)  # from the process that started this one
+        share, work, folder = pickle.load(sys.stdin.buffer)  # from the process that started this one
 
         def tick(size: int) -> None:
             answer.write(b"%d\n" % size)
             answer.flush()
 
-        result = encode_pieces(pieces, work, folder, tick)
+        result = encode_share(share, work, folder, tick)
         answer.write(b"\n" + pickle.dumps(result))
 
 

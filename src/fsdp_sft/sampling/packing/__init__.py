@@ -9,10 +9,9 @@ from fsdp_sft.errors import PackingError
 from fsdp_sft.sampling.packing.bins import pack_lengths
 from fsdp_sft.sampling.packing.collator import PackedCollator, row_sizes
 from fsdp_sft.sampling.packing.cost import attention_cost
-from fsdp_sft.sampling.packing.first_use import verify_at_first_use
 from fsdp_sft.sampling.packing.sampler import PackedSampler
 from fsdp_sft.sampling.packing.stream import PackedStream
-from fsdp_sft.sampling.packing.verify import PackingReport, verify_packing
+from fsdp_sft.sampling.packing.verify import PackingReport, verify_at_first_use, verify_packing
 
 __all__ = [
     "PackedCollator",

@@ -2,7 +2,6 @@
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -77,9 +76,7 @@ class PackedCollator:
                 batch without targets.
 
         Returns:
-            ``input_ids``, ``labels`` (or ``shift_labels``) and ``position_ids``, each int64 ``(1, S)``. If a
-            row has ``loss_weights``, these too, float32 ``(1, S)``, aligned with the labels and 1 in rows
-            without.
+            ``input_ids``, ``labels`` (or ``shift_labels``) and ``position_ids``, each int64 ``(1, S)``.
 
         Raises:
             ValueError: For a malformed row, or if the rows do not fit into ``max_length``.
@@ -114,9 +111,6 @@ class PackedCollator:
         columns = {"input_ids": torch.frombuffer(input_ids, dtype=torch.int64)}
         columns[name] = torch.frombuffer(targets, dtype=torch.int64)
         columns["position_ids"] = torch.cat([torch.arange(length) for length in [*lengths, filler]])
-        if any(part.weights is not None for part in parts):
-            weights = [part.weights_of(is_shifted) for part in parts]
-            columns["loss_weights"] = torch.tensor([*chain(*weights), *[0.0] * filler], dtype=torch.float32)
         return {name: column[None] for name, column in columns.items()}
 
     def _padding(self, length: int) -> int:
@@ -167,26 +161,19 @@ class _OneRow(NamedTuple):
     Attributes:
         ids: Token ids, ``(S,)``.
         labels: Labels, ``(S,)``.
-        weights: Loss weights of the labels, ``(S,)``, or None.
-        is_shifted: Whether labels and weights are shifted, and so belong to the target of each position.
+        is_shifted: Whether the labels are shifted, and so belong to the target of each position.
     """
 
     ids: list[int]
     labels: list[int]
-    weights: list[float] | None
     is_shifted: bool
-
-    def weights_of(self, is_shifted: bool) -> list[float]:
-        """The weights, or ones, shifted if ``is_shifted`` and not shifted yet."""
-        weights = self.weights or [1.0] * len(self.ids)
-        return [*weights[1:], 0.0] if is_shifted and not self.is_shifted else weights
 
 
 def _read(row: Row) -> _OneRow:
     """One row in any accepted form; ValueError for a malformed one."""
     if isinstance(row, EncodedChat):
-        check_encoded(row.input_ids, row.labels, row.loss_weights)
-        return _OneRow(row.input_ids, row.labels, row.loss_weights, False)
+        check_encoded(row.input_ids, row.labels)
+        return _OneRow(row.input_ids, row.labels, False)
     if not isinstance(row, Mapping) or "input_ids" not in row:
         got = sorted(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
         raise ValueError(

@@ -9,9 +9,10 @@ import torch
 from torch.utils.data import Sampler
 
 from fsdp_sft._process.words import answered
+from fsdp_sft.sampling.mixing import Mixture
 from fsdp_sft.sampling.packing.bins import as_ints, check_lengths, deal, pack_lengths
 from fsdp_sft.sampling.packing.cost import RowCost
-from fsdp_sft.sampling.sampler import Placed
+from fsdp_sft.sampling.sampler import Placed, source_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,6 +48,8 @@ class PackedSampler(Placed, Sampler[list[int]]):
         cost: Coefficients ``(a, b)``, such as ``attention_cost(config)``. Packs of a round then have similar
             ``a * tokens + b * sum(length ** 2)`` instead of similar numbers of tokens and targets. This
             matters with long rows: without it, ranks wait for the one whose pack is a single row.
+        mixture: Rows of an epoch, of several data sets; ``lengths`` and ``num_targets`` are then those of all
+            their rows, in order. None takes every row once.
 
     Raises:
         TypeError: If a length or number of targets is no integer, or the cost is not two numbers.
@@ -77,6 +80,7 @@ class PackedSampler(Placed, Sampler[list[int]]):
         rank: int | None = None,
         mesh: "DeviceMesh | None" = None,
         cost: tuple[float, float] | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         super().__init__(num_replicas, rank, mesh)
         self._lengths = array("q", check_lengths(lengths, max_length))
@@ -84,6 +88,11 @@ class PackedSampler(Placed, Sampler[list[int]]):
             "q", self._lengths if num_targets is None else as_ints("num_targets", num_targets)
         )
         self._check_rows()
+        if mixture is not None and sum(mixture.sizes) != len(self._lengths):
+            raise ValueError(
+                f"lengths has {len(self._lengths)} entries, the data sets have {mixture.sizes} rows"
+            )
+        self._mixture = mixture
         self.max_length, self.shuffle, self.seed = max_length, shuffle, seed
         self._cost = None if cost is None else RowCost.check(cost)
         self.epoch = 0
@@ -139,7 +148,7 @@ class PackedSampler(Placed, Sampler[list[int]]):
         self._check_state(state)
         epoch, history = int(state["epoch"]), [(int(ranks), int(packs)) for ranks, packs in state["consumed"]]
         # At most as many packs as rows, and those that fill the last round.
-        most = self._rows_of_an_epoch() + self.num_replicas
+        most = len(self._lengths if self._mixture is None else self._mixture) + self.num_replicas
         if epoch < 0 or any(ranks < 1 or not 0 <= packs <= most for ranks, packs in history):
             raise ValueError(
                 f"sampler state has epoch={epoch}, consumed={state['consumed']}, which no run over these "
@@ -162,12 +171,14 @@ class PackedSampler(Placed, Sampler[list[int]]):
             "shuffle": int(self.shuffle),
             "cost": None if self._cost is None else [self._cost.per_token, self._cost.per_square],
             "rows_crc32": zlib.crc32(self._targets.tobytes(), zlib.crc32(self._lengths.tobytes())),
+            **source_of(self._mixture),
         }
 
     def _order(self) -> list[list[int]]:
         """Packs of all ranks, in order, from the position at which the number of ranks last changed."""
         self._follow_ranks()
-        epoch = self._epoch_of_order()
+        # An epoch of a mixture continues where the previous one ended, even without shuffling.
+        epoch = self.epoch if self.shuffle or self._mixture is not None else 0
         *earlier, (ranks, _) = self._history
         key = (epoch, ranks, *(number for part in earlier for number in part))
         if self._packs is None or self._packs[0] != key:
@@ -180,16 +191,10 @@ class PackedSampler(Placed, Sampler[list[int]]):
             self._packs = key, self._balanced(packs, ranks, generator)
         return self._packs[1]
 
-    def _epoch_of_order(self) -> int:
-        """The epoch whose order the current epoch has."""
-        return self.epoch if self.shuffle else 0
-
-    def _rows_of_an_epoch(self) -> int:
-        """Number of rows in an epoch."""
-        return len(self._lengths)
-
     def _rows(self, epoch: int, generator: torch.Generator) -> list[int]:
         """Indices of the rows of an epoch, in the order in which they are packed."""
+        if self._mixture is not None:
+            return self._mixture.rows(epoch, seed=self.seed, shuffle=self.shuffle)
         return torch.randperm(len(self._lengths), generator=generator).tolist()
 
     def _weight(self, row: int) -> float:

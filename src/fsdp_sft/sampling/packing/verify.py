@@ -1,6 +1,8 @@
 """Measure, on the model at hand, whether it keeps packed rows apart."""
 
+import logging
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +16,14 @@ from fsdp_sft._model.inputs import no_cache, spread_positions
 from fsdp_sft._model.preserved import preserved, uncompiled
 from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
-from fsdp_sft._model.twin import text_config
+from fsdp_sft._model.twin import rotations_by_length, text_config
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.words import answered
+from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft._ranks.mesh import raise_on_mesh
 from fsdp_sft._tensors.rounding import TOLERANCES, logits_tolerance
+from fsdp_sft.collate import pack_size
 from fsdp_sft.errors import PackingError
-from fsdp_sft.sampling.packing.rotation import Rotations, largest_difference, rope_depends_on_length
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,9 +36,9 @@ _LEAK_TOLERANCE = 1e-5
 _TIMES_NOISE = 4
 _EARLIER, _LATER = (7, 1, 9, 8), 10  # tokens of the rows before and after the long row of the probe
 _SHORTEST_PROBE = 64
-# Equal frequencies give equal rotations, except for the sign of zeros.
-_ROTATION_TOLERANCE = 1e-6
+_LONGEST_PROBE = 4096  # at the first pack
 _SAMPLES = 16  # positions compared at each end of a long row; twice as many are compared in between
+_logger = logging.getLogger("fsdp_sft.sampling.packing")
 
 
 @dataclass
@@ -56,7 +59,6 @@ class PackingReport:
         noise: Largest change of a row's logits when the tokens of rows after it change, which a causal model
             cannot see.
         unpacked: Largest difference if rows are simply joined: what ``error`` would be without isolation.
-        rotation: Largest difference of rotary embeddings between a row in a pack and the row alone.
 
     Example:
         >>> report = fs.verify_packing(model, max_length=64)
@@ -69,7 +71,6 @@ class PackingReport:
     leak: float
     noise: float
     unpacked: float
-    rotation: float = 0.0
 
     def __str__(self) -> str:
         return (
@@ -95,7 +96,7 @@ def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
         model: A causal language model with its weights, sharded or not.
         max_length: Tokens of the packs that will be trained; the probe has as many (at least 64), since some
             models count positions by index. If rotary embeddings depend on the longest row of a batch
-            (dynamic NTK, LongRoPE), it has a row of that length.
+            (dynamic NTK, LongRoPE), it must not be beyond their limit.
 
     Returns:
         What was measured, the same on every rank up to rounding.
@@ -115,8 +116,61 @@ def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
         raise ValueError(f"max_length must be a positive integer, got {max_length!r}")
     mesh = training_mesh_of(model)
-    report, _ = verify(model, max_length, mesh, untold_is_error=True)
+    report, _ = verify(model, max_length, mesh, longest=max_length, untold_is_error=True)
     return report
+
+
+def verify_at_first_use(
+    model: nn.Module, batches: Sequence[Any], mesh: "DeviceMesh | None", *, own_loss: bool = False
+) -> None:
+    """If any rank has a pack, verify, once for each model and attention, that rows are kept apart.
+
+    Rows beyond the limit of rotary embeddings that depend on the longest row are refused in any pack.
+
+    Args:
+        model: Model, sharded or not; left as it was.
+        batches: Batches of this rank, packs or not, with the same keys on all ranks.
+        mesh: Ranks that hold the model, all of which call this.
+        own_loss: Whether the caller passed a loss function; a model that is not from transformers is then not
+            verified.
+
+    Raises:
+        PackingError: On all ranks, if rows are not kept apart.
+
+    Collective: all ranks of the mesh, unless the model has been verified and its rotary embeddings do not
+    depend on the longest row.
+    """
+    can_be_packs = any(
+        isinstance(batch, Mapping)
+        and batch.get("position_ids") is not None
+        and batch.get("attention_mask") is None
+        for batch in batches
+    )
+    if not can_be_packs or (own_loss and attention_of(unwrapped(model)) == "its own"):
+        return
+    done, limit = verified_length(model), row_limit(model)
+    if (done and limit is None) or torch.compiler.is_compiling():
+        return
+    sizes = [pack_size(batch) for batch in batches]
+    own = (max(size.width for size in sizes), max(size.longest for size in sizes))
+    known = all_gather_objects(own) if mesh is not None else [own]
+    width, longest = max(width for width, _ in known), max(longest for _, longest in known)
+    if not width or (done and (limit is None or longest <= limit)):
+        return
+    try:
+        _, told = verify(model, min(width, _LONGEST_PROBE), mesh, longest=longest, untold_is_error=False)
+    except PackingError as error:
+        raise PackingError(
+            f"the first pack for this model: {error}. verify_packing shows the same before training; "
+            "check=False leaves it out, and in a loop of your own loss_sum with scale_for_backward"
+        ) from error
+    if not told and (mesh is None or mesh.get_rank() == 0):
+        _logger.warning(
+            "%s with %s attention gets packs, and it cannot be told whether it keeps their rows apart: with "
+            "these weights rows hardly matter to each other. Call verify_packing when it has been trained",
+            type(unwrapped(model)).__name__,
+            attention_of(unwrapped(model)),
+        )
 
 
 def verified_length(model: nn.Module) -> int:
@@ -124,8 +178,32 @@ def verified_length(model: nn.Module) -> int:
     return record_of(model).kept_or_new(_Passed).lengths.get(attention_of(unwrapped(model)), 0)
 
 
+def row_limit(model: nn.Module) -> int | None:
+    """Tokens of the longest row with which rotary embeddings of dynamic NTK and LongRoPE are as without it.
+
+    A longer row changes those of all rows of its batch. None if the model has no such embeddings.
+    """
+    limits = []
+    module: Any
+    for module in rotations_by_length(model).values():
+        config: Any = module.config
+        kinds = module.rope_type
+        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind == "longrope":
+                parameters = config.rope_parameters if layer is None else config.rope_parameters[layer]
+                limits.append(parameters["original_max_position_embeddings"])
+            elif "dynamic" in kind:
+                limits.append(config.max_position_embeddings)
+    return min(limits, default=None)
+
+
 def verify(
-    model: nn.Module, max_length: int, mesh: "DeviceMesh | None", *, untold_is_error: bool
+    model: nn.Module,
+    max_length: int,
+    mesh: "DeviceMesh | None",
+    *,
+    longest: int,
+    untold_is_error: bool,
 ) -> tuple[PackingReport, bool]:
     """(the report of ``verify_packing``, whether it is conclusive).
 
@@ -133,6 +211,7 @@ def verify(
         model: A causal language model with its weights, sharded or not.
         max_length: Tokens of the packs.
         mesh: Mesh of the model; None if this process holds it alone.
+        longest: Tokens of their longest row.
         untold_is_error: Whether to raise if the test is inconclusive.
 
     Raises:
@@ -144,12 +223,11 @@ def verify(
     told = True
     passed, attention = record_of(model).kept_or_new(_Passed).lengths, attention_of(unwrapped(model))
     try:
-        _check_model(model)
+        _check_model(model, longest)
         spread_positions(model)
         with preserved(model), torch.no_grad(), uncompiled():
             model.eval()
-            shortest = 1 if rope_depends_on_length(model) else _SHORTEST_PROBE
-            report = _run_probe(model, max(max_length, shortest))
+            report = _run_probe(model, max(max_length, _SHORTEST_PROBE))
         told = _judge(model, report, untold_is_error)
     except Exception as caught:
         error = caught
@@ -159,8 +237,8 @@ def verify(
     return report, told
 
 
-def _check_model(model: nn.Module) -> None:
-    """Refuse a model without weights or without ``position_ids``."""
+def _check_model(model: nn.Module, longest: int) -> None:
+    """Refuse a model without weights or ``position_ids``, or that rotates by a row as long as ``longest``."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise PackingError(f"{_name(model)} is on the meta device; load its weights first")
     taken = forward_parameters(model).values()
@@ -168,6 +246,14 @@ def _check_model(model: nn.Module) -> None:
         raise PackingError(
             f"{_name(model)} takes no position_ids, by which packed rows are kept apart; "
             "train it with SFTCollator, without packing"
+        )
+    limit = row_limit(model)
+    if limit is not None and longest > limit:
+        raise PackingError(
+            f"packed rows are not kept apart by {_name(model)}: it rotates them as the longest row of their "
+            f"pack asks for, and one of {longest} tokens is beyond the {limit} up to which its rotary "
+            "embeddings (dynamic NTK, LongRoPE) do not depend on the length. Keep rows below that, or train "
+            "without packing"
         )
 
 
@@ -189,12 +275,7 @@ def _measure(model: nn.Module, length: int) -> PackingReport:
     """Differences between the logits of the probe's forwards."""
     probe = _Probe(model, length)
     length = sum(probe.sizes)
-    rotations = Rotations()
-    with rotations.recorded(model):
-        base = probe.packed(probe.ids)
-        (pack_rotations,) = rotations.take() or [[]]
-        alone = probe.alone()
-        row_rotations = rotations.take()
+    base, alone = probe.packed(probe.ids), probe.alone()
     joined = probe.packed(probe.ids, torch.arange(length) % probe.longest)
     size = (alone - alone.mean(-1, keepdim=True)).norm(dim=-1)
 
@@ -212,7 +293,6 @@ def _measure(model: nn.Module, length: int) -> PackingReport:
         leak=difference(base, probe.packed(changed), slice(early, None)),
         noise=difference(base, probe.packed(changed_later), slice(early)),
         unpacked=difference(joined, alone, slice(None)),
-        rotation=largest_difference(pack_rotations, row_rotations, length),
     )
 
 
@@ -223,11 +303,8 @@ class _Probe:
         self.model, self.device = model, compute_device(model)
         self._generator = torch.Generator().manual_seed(0)
         self._vocabulary, most = _text_sizes(model)
-        if rope_depends_on_length(model):  # then the longest row has exactly that length
-            most = max(length, _LATER)
-            length += sum(_EARLIER) + _LATER
-        length = max(length, _SHORTEST_PROBE)
-        self.longest = min(most or length, length)
+        limit = row_limit(model)
+        self.longest = min(most or length, limit or length, length)
         left = length - sum(_EARLIER) - _LATER
         long_rows = [self.longest] * (left // self.longest) + [left % self.longest] * (
             left % self.longest > 0
@@ -283,13 +360,6 @@ def _judge(model: nn.Module, report: PackingReport, untold_is_error: bool) -> bo
     """
     name, attention = _name(model), attention_of(unwrapped(model))
     measured = f"{name} with {attention} attention: {report}"
-    if report.rotation > _ROTATION_TOLERANCE:
-        raise PackingError(
-            f"packed rows are not kept apart by {name}: it rotates them as the longest row of their pack "
-            f"asks for, {report.rotation:.1e} off. Its rotary embeddings depend on the length (dynamic NTK, "
-            "LongRoPE), and a row is longer than the config's max_position_embeddings or "
-            "original_max_position_embeddings. Keep rows below that, or train without packing"
-        )
     if report.error <= _most(report) and report.leak <= max(_LEAK_TOLERANCE, _TIMES_NOISE * report.noise):
         if report.unpacked > _TIMES_NOISE * report.tolerance:
             return True
