@@ -1,7 +1,6 @@
 """Packed frozen weights in a plan: the same weights and bytes that shards have, seconds, advice and code."""
 
 import json
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -110,14 +109,12 @@ def test_bits_of_a_parameter() -> None:
     assert plain - held(LLAMA_70B, frozen_dtype="fp8") == linear * (16 - 8.25)
 
 
-def test_few_experts_on_many_ranks_leave_ranks_with_filler() -> None:
+def test_few_experts_on_many_ranks_are_planned() -> None:
     config = tf.Qwen3MoeConfig(
         hidden_size=256, moe_intermediate_size=128, num_experts=8, num_hidden_layers=2, vocab_size=512
     )
     run = {**JOB, "num_gpus": 64, "seq_length": 64, "lora_rank": 8, "frozen_dtype": "nf4"}
     memory = fs.estimate_memory(config, fs.Run(**run))
-    (padding,) = (note for note in memory.notes if "times the mean" in note)
-    assert float(re.search(r"has ([\d.]+) times", padding)[1]) > 4
     assert any("kept packed (nf4)" in note for note in memory.notes)
 
 
