@@ -24,10 +24,10 @@ def _prepare(seed: int, packed: str | None) -> tuple[Any, Any, Any]:
 
         lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
         model = fs.add_adapters(model, lora).train()
-    assert [name.removeprefix("base_model.model.") for name in fs.apply_sac(model, "1/3", offload=True)] == [
-        "model.layers.1"
-    ]
-    assert len(fs.compile_blocks(model, backend="aot_eager")) == 3
+    checkpointed = fs.apply_sac(model, "1/3", offload=packed is not None)
+    assert [name.removeprefix("base_model.model.") for name in checkpointed] == ["model.layers.1"]
+    if packed is None:  # compiled blocks keep their inputs on the device
+        assert len(fs.compile_blocks(model, backend="aot_eager")) == 3
     fs.shard_model(model, mesh=mesh_here(), frozen_dtype=packed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))

@@ -372,17 +372,6 @@ def test_the_best_without_a_metric(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "keep_best=1 (no step was saved with a metric=, so none is the best): deleted" in caplog.text
 
 
-def test_metrics_of_another_kind() -> None:
-    result: Any = fs.EvalResult(1.0, 2.0, 3)
-    with pytest.raises(TypeError, match=r"must be a dict of numbers by their names.*got EvalResult"):
-        fs.MetricLogger().log(result, 1)
-    number: Any = "2"
-    with pytest.raises(TypeError, match="world_size must be an integer, got '2'"):
-        fs.ThroughputMeter(world_size=number)
-    with pytest.raises(TypeError, match="flops_per_token must be a number or None, got '2'"):
-        fs.ThroughputMeter(world_size=1, flops_per_token=number)
-
-
 def _adapters_after_sharding() -> None:
     peft = pytest.importorskip("peft")
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())

@@ -258,17 +258,6 @@ def test_the_rank_whose_loss_is_not_finite_is_named(lost: list[int]) -> None:
     assert f"(that of rank {', '.join(map(str, lost))} is not finite)" in first
 
 
-def test_weights_on_the_page() -> None:
-    row = chat("q", "half as much")
-    row["messages"][1]["weight"] = 0.5
-    tokenizer = TOKENIZERS["chatml"]
-    batch = fs.SFTCollator(tokenizer, max_length=64)([row, chat("q", "whole")])
-    page = fs.render_labels_html(tokenizer, **batch)
-    assert "half as much&lt;|im_end|&gt;<sub>&times;0.5</sub></mark>" in page
-    assert page.count("<sub>") == 1
-    assert "<sub>" not in fs.render_labels_html(tokenizer, batch["input_ids"], batch["labels"])
-
-
 def test_a_new_schedule_that_begins_at_0() -> None:
     model = tiny_model("llama")
     optimizer = _sgd(model)

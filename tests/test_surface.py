@@ -140,7 +140,7 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
             if isinstance(node, ast.ImportFrom) and node.module in files and id(node) not in for_types:
                 named = {f"{node.module}.{alias.name}" for alias in node.names}
                 graph.setdefault(name, set()).update((named & files.keys()) or {node.module})
-    assert len(graph) > 200
+    assert len(graph) > 150
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 

@@ -96,6 +96,10 @@ def settled(draw: Draw) -> dict[str, str]:
         plainest("start", "vocabulary", "precision", "sharding")
     if own["mesh"] == "torch DDP 2" and own["resume"] == "other ranks":
         own["resume"] = "same ranks"
+    if own["sac"] == "1/3 offloaded":
+        plainest("compile")  # which offloaded blocks are refused with
+    if own["loss terms"] == "weights":
+        plainest("rows")  # encoded rows have none
     if own["compile"] != "no" and ROUTING & {own["architecture"]}:
         own["compile"] = "blocks"  # torch breaks the graph where tokens are dealt to experts
     if own["adapters"] == "dora" and ROUTING & {own["architecture"]}:

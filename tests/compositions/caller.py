@@ -468,7 +468,7 @@ class _Loop:
 
 def _packed(draw: Draw, collate: Any, rows: list[Row]) -> Any:
     batch = collate(rows)
-    if any("token_weights" in row for row in rows):
+    if draw["loss terms"] == "weights":
         weights = [row.get("token_weights", [1.0] * len(row["input_ids"])) for row in rows]
         flat = torch.tensor([weight for of_row in weights for weight in of_row])
         batch["loss_weights"] = torch.ones(batch["labels"].shape)

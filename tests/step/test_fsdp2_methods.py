@@ -153,6 +153,7 @@ def _trained(program: Program) -> list[float]:
             targets = fs.count_targets(window)
             for batch in window:
                 fs.causal_lm_loss(model, batch, num_targets=targets).backward()
+            reshard(model)  # parameters that stay gathered have no gradients, and torch would clip none
             norms.append(float(full(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01))))
             optimizer.step()
             optimizer.zero_grad()

@@ -137,6 +137,8 @@ class Run:
         for name in _COUNTS:
             check_integer(name, getattr(self, name), 1)
         check_integer("lora_rank", self.lora_rank, 0)
+        if self.chunk_size is not None:
+            check_integer("chunk_size", self.chunk_size, 1)
         for name, allowed in _CHOICES.items():
             _check_choice(name, getattr(self, name), allowed)
         self._check_ranks()

@@ -25,7 +25,7 @@ _TOKENS, _PADDING = 16, 8
 
 
 @dataclass
-class _Passed:
+class _ReadAlike:
     """Kept on a model: whether it was given positions, each time that padding on the left changed nothing."""
 
     with_positions: set[bool] = field(default_factory=set)
@@ -55,7 +55,7 @@ def verify_left_padding(model: nn.Module, mesh: "DeviceMesh | None", *, with_pos
 
     Collective: all ranks of the mesh, the first time.
     """
-    passed = record_of(model).kept_or_new(_Passed).with_positions
+    passed = record_of(model).kept_or_new(_ReadAlike).with_positions
     if with_positions in passed:
         return
     error: Exception | None = None
