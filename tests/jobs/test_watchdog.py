@@ -245,7 +245,7 @@ def _play(names: Sequence[str]) -> dict[str, list[Outcome]]:
 
 def _outcomes(name: str, folder: Path, processes: list[Any]) -> list[Outcome]:
     deadline = time.monotonic() + 60
-    stopped = SCENES[name][2] if name.startswith("stop") else None
+    stopped = SCENES[name][2] if name.startswith(("stop", "absent")) else None
     for rank, process in enumerate(processes):
         if rank != stopped:
             process.join(max(deadline - time.monotonic(), 0))
@@ -271,7 +271,7 @@ def test_the_rank_is_named_on_all_that_live_within_the_set_time(
         "die": -signal.SIGKILL,
         "kill": -signal.SIGKILL,
         "raise": 1,
-        "absent": -signal.SIGKILL,
+        "absent": None,
     }
     for rank, outcome in enumerate(outcomes[name]):
         what = name.partition("-")[0]

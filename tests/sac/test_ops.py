@@ -95,7 +95,7 @@ def test_named_submodules_are_kept_and_the_rest_recomputed(backend: str | None) 
 
 
 def test_a_ratio_chooses_the_blocks_that_keep_something() -> None:
-    """As a list of blocks does; without either, all of them. Offloading changes nothing about that."""
+    """As a list of blocks does; without either, all of them."""
     model = tiny_model("llama", num_hidden_layers=4)
     plain, attention, expected = _step(model)
     every = [f"model.layers.{i}" for i in range(4)]
@@ -105,12 +105,11 @@ def test_a_ratio_chooses_the_blocks_that_keep_something() -> None:
         ((), [0, 1, 2, 3]),
         ((0,), []),
     ):
-        for offload in (False, True):
-            names = fs.apply_sac(model, *arguments, save="self_attn", offload=offload)
-            assert names == [every[i] for i in chosen]
-            products, kernels, gradients = _step(model)
-            assert (products - plain, kernels - attention) == (2 * len(chosen), 0)
-            assert _equal(gradients, expected)
+        names = fs.apply_sac(model, *arguments, save="self_attn")
+        assert names == [every[i] for i in chosen]
+        products, kernels, gradients = _step(model)
+        assert (products - plain, kernels - attention) == (2 * len(chosen), 0)
+        assert _equal(gradients, expected)
     assert fs.apply_sac(model, "1/2", save="self_attn", placement="prefix") == every[:2]
     assert fs.apply_sac(model, save="self_attn", blocks=[0, -1]) == [every[0], every[3]]
     for arguments in ((1,), (None,)):

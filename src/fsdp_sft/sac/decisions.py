@@ -49,6 +49,8 @@ _WITH_VALUES = {
 _INDICES_ALONE = {_aten.argmax.default, _aten.argmin.default}
 # How code calls operations that decide.
 _DECIDING = re.compile(r"\b(topk|sort|argsort|argmax|argmin|kthvalue)\(")
+# Modules with the bases of all blocks, whose own operations are none of a block.
+_OF_ANY_BLOCK = ("torch.", "transformers.modeling_layers")
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -73,7 +75,7 @@ def decides(block: nn.Module) -> bool:
     if any("expert" in name or "router" in name for name, _ in block.named_modules()):
         return True
     modules = {cls.__module__ for module in block.modules() for cls in type(module).__mro__}
-    return any(_DECIDING.search(_source(name)) for name in modules if not name.startswith("torch."))
+    return any(_DECIDING.search(_source(name)) for name in modules if not name.startswith(_OF_ANY_BLOCK))
 
 
 @functools.cache

@@ -115,5 +115,3 @@ def test_the_cost_of_attention_is_counted_from_the_config() -> None:
     assert fs.attention_cost(sliding)[0] == fs.model_flops_per_token(sliding, 64)
     with pytest.raises(ValueError, match="attention must be"):
         fs.attention_cost(config, attention="dense")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="or give cost="):
-        fs.attention_cost(tf.MambaConfig(num_hidden_layers=2, hidden_size=64))
