@@ -26,6 +26,7 @@ MOVED = [
     "Blt",
     "Clvp",
     "DeepseekV4",
+    "Dory",  # since 5.24
     "Electra",
     "Ernie",
     "GPTBigCode",
