@@ -1,5 +1,6 @@
 """Rows padded on the left: the loss of the same rows padded on the right, or an error in the first step."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,3 +144,27 @@ def test_every_class() -> None:
             ):
                 moved.add(kind)
     assert moved == set(MOVED)
+
+
+class OfOnesOwn(torch.nn.Module):
+    """Without a config: sums the embeddings so far, those of padding too if it does not heed its mask."""
+
+    def __init__(self, heeds_mask: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.heeds_mask = torch.nn.Embedding(40, 8), heeds_mask
+        self.lm_head = torch.nn.Linear(8, 40, bias=False)
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, **_: Any) -> Any:
+        seen = attention_mask[..., None] if self.heeds_mask and attention_mask is not None else 1
+        logits = self.lm_head((self.embedding(input_ids) * seen).cumsum(1))
+        return SimpleNamespace(logits=logits)
+
+
+def test_a_model_without_a_config_is_looked_at_too() -> None:
+    model = OfOnesOwn(True)
+    right = fs.train_step(model, _batches("right"), _sgd(model)).loss
+    assert fs.train_step(model, _batches("left"), _sgd(model)).loss == pytest.approx(right, rel=1e-5)
+    model = OfOnesOwn(False)
+    with REFUSED:
+        fs.train_step(model, _batches("left"), _sgd(model))

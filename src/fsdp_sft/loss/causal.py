@@ -117,8 +117,7 @@ def prepare_loss(
         >>> fs.prepare_loss(model)
         'chunked'
     """
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
+    _check_impl(impl)
     check_router_loss(router_loss)
     _refuse_encoder_decoder(model)
     routers = (None, *get_args(RouterLoss))
@@ -142,8 +141,14 @@ def _choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
     """
     choices = record_of(model).kept_or_new(_Choices).by_impl
     if impl not in choices:
+        _check_impl(impl)
         choices[impl] = _decide(model, impl)
     return choices[impl]
+
+
+def _check_impl(impl: str) -> None:
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
 
 
 def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
