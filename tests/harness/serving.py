@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_sft._compat.groups import careful_gloo, forget_meshes
-from fsdp_sft._ranks import mesh
+from fsdp_sft._ranks import agree, mesh
 from fsdp_sft.dcp_io import saving
 from tests.harness import device, leftovers
 from tests.harness.poison import is_poisoned, poisoned
@@ -163,6 +163,7 @@ class _Served:
             dist.destroy_process_group()
             self._store = self._world = None
             return
+        agree._groups.clear()  # a group that was ended lives on while anything refers to it
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not self._world:
                 dist.destroy_process_group(group)
