@@ -1,11 +1,14 @@
 """What other programs make of an exported folder: logits beside those of the model that was exported.
 
-    python -m venv others && others/bin/pip install transformers==4.57.6 torch 'mlx[cpu]' mlx-lm
+    python -m venv others
+    others/bin/pip install transformers==4.57.6 torch 'mlx[cpu]' jinja2 sentencepiece pyyaml
+    others/bin/pip install --no-deps mlx-lm==0.32.2  # which asks for transformers 5
     python -m benchmarks.checks.readers --python others/bin/python --output benchmarks/results/readers.md
 
 Tiny models with random weights and rotary embeddings that are not the default are exported by ``export_hf``,
 and read by transformers 4.57 and mlx-lm, in a process of that environment. "Alone" is the same folder with
-``rope_parameters`` only, as ``save_pretrained`` of transformers 5 writes it.
+``rope_parameters`` only, as ``save_pretrained`` of transformers 5 writes it. A second table has what each
+reader takes from the other fields of an export in bfloat16: dtype, tied weights, and where an answer ends.
 """
 
 import argparse
@@ -47,7 +50,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Llama, llama3": ("Llama", {"rope_type": "llama3", **_LLAMA3}, {}),
     "Llama, yarn": ("Llama", {"rope_type": "yarn", **_YARN}, {}),
     "Llama, linear": ("Llama", {"rope_type": "linear", "factor": 2.0}, {}),
+    "Llama, tied": ("Llama", {"rope_type": "default"}, {"tie_word_embeddings": True}),
     "Qwen2": ("Qwen2", {"rope_type": "default"}, {}),
+    "Qwen2, tied": ("Qwen2", {"rope_type": "default"}, {"tie_word_embeddings": True}),
     "Qwen2, yarn": ("Qwen2", {"rope_type": "yarn", **_YARN}, {}),
     "Qwen3": ("Qwen3", {"rope_type": "default"}, {"head_dim": 16}),
     "Qwen3-MoE": (
@@ -72,6 +77,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 _FORMER = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "num_experts")
 _FORMER += ("rotary_emb_base", "rotary_pct")
+_FIELDS = ("dtype", "tied", "ends at")
 _READER = """
 import json, sys
 import torch
@@ -104,6 +110,25 @@ for name, folder in json.load(open(sys.argv[1])).items():
         own["mlx"] = float((logits - wanted).abs().max() / wanted.abs().max())
     except Exception as error:
         own["mlx"] = f"{type(error).__name__}: {error}"[:60]
+    if name.endswith("alone"):
+        continue
+    folder += "-bf16"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        head, tokens = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+        own["transformers fields"] = [str(model.dtype), head is tokens, model.generation_config.eos_token_id]
+    except Exception as error:
+        own["transformers fields"] = [f"{type(error).__name__}: {error}"[:60]] * 3
+    try:
+        from mlx_lm import load
+        from mlx.utils import tree_flatten
+        model, tokenizer = load(folder)
+        weights = dict(tree_flatten(model.parameters()))
+        dtypes = sorted({str(value.dtype).rpartition(".")[2] for value in weights.values()})
+        tied = "lm_head.weight" not in weights
+        own["mlx fields"] = [" ".join(dtypes), tied, sorted(tokenizer.eos_token_ids)]
+    except Exception as error:
+        own["mlx fields"] = [f"{type(error).__name__}: {error}"[:60]] * 3
 print("FOUND " + json.dumps(found))
 """
 
@@ -125,6 +150,7 @@ def write(folder: Path, tokenizer: Any) -> dict[str, str]:
     for number, name in enumerate(CASES):
         model, own = build(name), folder / str(number)
         fs.export_hf(model, own, tokenizer=tokenizer, dtype=torch.float32)
+        fs.export_hf(model, f"{own}-bf16", tokenizer=tokenizer, dtype=torch.bfloat16)
         alone = folder / f"{number}-alone"
         alone.mkdir()
         for file in own.iterdir():
@@ -180,11 +206,26 @@ def main() -> None:
         rows.append(
             [name, *(said(one[key]) for key in ("transformers", "mlx") for one in (own, alone)), same]
         )
+    fields = [
+        [
+            name,
+            *(said(value) for reader in ("transformers", "mlx") for value in found[name][f"{reader} fields"]),
+        ]
+        for name in CASES
+    ]
     lines = [
         "Largest difference of a logit over the largest logit, 96 positions, float32, tiny models with "
         f"random weights and a base of {_THETA:,.0f} where the family has one; mlx-lm has its own kernels.",
         "",
         *table(head, rows),
+        "",
+        f"Of an export in bfloat16 whose tokenizer ends an answer with token {tokenizer.eos_token_id}: the "
+        'dtype that `dtype="auto"` and mlx-lm load, whether the head is the embedding, and the tokens that '
+        "end generation.",
+        "",
+        *table(
+            ["family", *[f"{reader}: {field}" for reader in ("4.57", "mlx-lm") for field in _FIELDS]], fields
+        ),
     ]
     publish("What other programs make of an export", lines, args.output)
 

@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR
+from transformers.optimization import Adafactor
 
 import fsdp_sft as fs
 from tests.harness.device import device_type, mesh_here
@@ -218,6 +220,18 @@ def test_updates_that_bfloat16_loses_are_warned_of_once() -> None:
 # By options; of the latter torch 2.13 lacks operations for shards, and later versions may have them.
 PLAIN = ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam")
 LACKING: dict[str, Any] = {"Adafactor": {}, "Rprop": {}, "SGD": {"fused": True}, "Adagrad": {"fused": True}}
+
+
+def _refused(match: str, *make: Callable[..., Any]) -> None:
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
+    with pytest.raises(fs.OptimizerError, match=match):
+        fs.train_step(model, ragged_batches(1), [one(model.parameters()) for one in make])
+
+
+def test_what_would_step_otherwise_is_refused() -> None:
+    run_distributed(_refused, 2, "Adafactor cannot step sharded parameters", Adafactor)
+    twice = (torch.optim.SGD, torch.optim.AdamW)
+    run_distributed(_refused, 2, "two of the optimizers hold the same parameters", *twice)
 
 
 def _of_torch() -> None:

@@ -40,6 +40,18 @@ def keep_trained_flags(module: Any) -> None:
             parameter.sharded_param.requires_grad_(shown.requires_grad)
 
 
+def forget_inference(module: Any) -> None:
+    """Let an FSDP2 module gather into new memory what it last gathered under ``torch.inference_mode``.
+
+    FSDP2 makes the gathered parameter once, in the first forward; autograd refuses tensors of that mode.
+    """
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for held in group.fsdp_params:
+            if getattr(held, "_unsharded_param", held.sharded_param).is_inference():
+                held.all_gather_outputs = []
+                del held._unsharded_param
+
+
 def has_begun(module: Any) -> bool:
     """Whether FSDP2 knows the root of a sharded module, as it does from the root's first forward on.
 

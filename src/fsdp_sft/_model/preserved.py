@@ -34,9 +34,10 @@ def preserved(model: nn.Module) -> Iterator[None]:
     It restores the mode of each module, its buffers and their contents, its attributes that are plain values
     or tensors, and the random number generators of the model's devices and of the host. New attributes of
     these kinds are removed: dynamic RoPE, for instance, stores the length of the longest row so far as a
-    0-dim tensor, which changes later rows. A sharded model is resharded. Gradients are not restored; use
-    ``no_grad``.
+    0-dim tensor, which changes later rows. A sharded model is resharded, before and after. Gradients are not
+    restored; use ``no_grad``.
     """
+    reshard(model)
     modules = list(model.modules())
     before = [_Attributes(module) for module in modules]
     devices = {tensor.device for tensor in named_tensors(model).values()} | {compute_device(model)}

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from fsdp_sft._compat.fsdp import (
     forget_failed_iteration,
+    forget_inference,
     gradient_divide_factors,
     is_broken_off,
     keep_trained_flags,
@@ -126,6 +127,7 @@ def reshard(model: torch.nn.Module) -> None:
             replaced += replaced_parameters(module)
             keep_trained_flags(module)
             FSDPModule.reshard(module)  # of this module alone, so that the flags of no other are lost
+            forget_inference(module)
     if replaced:
         fqns = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
         names = [f"{fqns.get(id(module), '?')}.{name}" for module, name in replaced]

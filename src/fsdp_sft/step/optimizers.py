@@ -33,7 +33,7 @@ def checked_optimizers(
     Raises:
         TypeError: If one of them is not an optimizer.
         ValueError: If the list is empty.
-        OptimizerError: If they hold tensors that sharding has replaced.
+        OptimizerError: If they hold tensors that sharding has replaced, or two hold the same.
     """
     optimizers = as_list(optimizer)
     reshard(model)  # a gathered parameter is another tensor than its shard
@@ -148,7 +148,12 @@ def _refuse_replaced(given: dict[nn.Parameter, str], optimizers: list[torch.opti
     An optimizer made before the model was sharded holds none of the model's parameters. One made while some
     were gathered lacks those; a forward without a backward leaves the root's parameters gathered.
     """
-    stepped = set(stepped_by(*optimizers))
+    all_stepped = stepped_by(*optimizers)
+    stepped = set(all_stepped)
+    if len(stepped) < len(all_stepped):  # within one optimizer torch refuses it
+        raise OptimizerError(
+            "two of the optimizers hold the same parameters and would both step them: give each to one"
+        )
     left_out = [name for p, name in given.items() if p.requires_grad and p not in stepped]
     foreign = stepped - given.keys()
     if foreign and left_out:
