@@ -1,11 +1,14 @@
 """Two jobs that save below one root at the same time: one of them is told, and the other loses nothing."""
 
 import collections
+import random
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +26,7 @@ class JobOutcome:
 
     Attributes:
         acknowledged: Steps whose save returned.
-        error: Name of the error that ended it; "" for none.
+        error: Name of the error that ended it; "killed", or "" for none.
         seconds: Until the first save returned or was refused.
     """
 
@@ -35,66 +38,111 @@ class JobOutcome:
 def _job(connection: Connection, root: str, first: int) -> None:
     connection.send(None)
     connection.recv()  # both begin at once
-    acknowledged: list[int] = []
-    error, started, seconds = "", time.monotonic(), 0.0
     for step in range(first, first + 2 * SAVES, 2):
         model = torch.nn.Linear(64, 64)
         torch.nn.init.constant_(model.weight, step)
         try:
             fs.save_checkpoint(root, step, model=model, keep_last=KEPT)
-            acknowledged.append(step)
         except Exception as caught:
-            error = type(caught).__name__
-        seconds = seconds or time.monotonic() - started
-        if error:
+            connection.send(type(caught).__name__)
             break
-    connection.send(JobOutcome(acknowledged, error, seconds))
+        connection.send(step)
+    connection.send("")
     connection.recv()  # the one that is done first still has the root
 
 
-def two_jobs(root: Path) -> tuple[list[JobOutcome], list[str]]:
-    """Both outcomes, and what is wrong with them."""
-    ends = []
-    for first in (0, 1):
-        own, other = Pipe()
-        process = forks.process(_job, other, str(root), first)
-        process.start()
-        ends.append((own, process))
-    for own, _ in ends:
-        own.recv()
-    for own, _ in ends:
-        own.send(None)
-    outcomes = [own.recv() for own, _ in ends]
-    for own, process in ends:
-        own.send(None)
-        process.join()
+class _Job:
+    """A job in a process of its own."""
+
+    def __init__(self, root: Path, first: int) -> None:
+        self.connection, other = Pipe()
+        self.process = forks.process(_job, other, str(root), first)
+        self.process.start()
+        other.close()
+        self.connection.recv()
+
+    def begin(self) -> None:
+        self.connection.send(None)
+        self._started = time.monotonic()
+
+    def outcome(self) -> JobOutcome:
+        """What it said until its end."""
+        told: list[Any] = []
+        seconds = 0.0
+        try:
+            while not told or told[-1] != "":
+                told.append(self.connection.recv())
+                seconds = seconds or time.monotonic() - self._started
+        except (EOFError, ConnectionError):
+            told.append("killed")
+        saved = [step for step in told if isinstance(step, int)]
+        return JobOutcome(saved, next((one for one in told if isinstance(one, str) and one), ""), seconds)
+
+    def end(self) -> None:
+        with suppress(ConnectionError):  # one that was killed
+            self.connection.send(None)
+        self.process.join()
+
+
+def two_jobs(root: Path, kill_after: float | None = None) -> tuple[list[JobOutcome], list[str]]:
+    """The outcomes of two jobs, and what is wrong with them.
+
+    Args:
+        root: Of both.
+        kill_after: Seconds after which both get SIGKILL, and a third job begins; None lets them end.
+    """
+    both = [_Job(root, first) for first in (0, 1)]
+    for job in both:
+        job.begin()
+    if kill_after is not None:
+        time.sleep(kill_after)
+        for job in both:
+            job.process.kill()
+    outcomes = [job.outcome() for job in both]
+    for job in both:
+        job.end()
     wrong = []
-    if sorted(outcome.error for outcome in outcomes) != ["", "CheckpointInUseError"]:
+    kept = KEPT - (kill_after is not None)  # a save that was complete before its job could say so prunes too
+    if kill_after is None and sorted(one.error for one in outcomes) != ["", "CheckpointInUseError"]:
         wrong.append(f"ended with {[outcome.error for outcome in outcomes]}")
     for outcome in outcomes:
-        if outcome.error and (outcome.acknowledged or outcome.seconds > 5):
+        if outcome.error == "CheckpointInUseError" and (outcome.acknowledged or outcome.seconds > 5):
             wrong.append(f"told after {outcome.seconds:.1f} s and {len(outcome.acknowledged)} saves")
-        for step in outcome.acknowledged[-KEPT:]:
+        for step in outcome.acknowledged[-kept:]:
             if dcp_io.verify_checkpoint(root / f"step-{step}"):
                 wrong.append(f"step {step} was acknowledged and is not sound")
-    expected = max(outcome.acknowledged[-1] for outcome in outcomes if outcome.acknowledged)
+    expected = max((outcome.acknowledged[-1] for outcome in outcomes if outcome.acknowledged), default=-1)
     model = torch.nn.Linear(64, 64)
-    loaded = fs.load_checkpoint(root, model=model).step
-    if loaded != expected or model.weight.unique().tolist() != [expected]:
+    try:
+        loaded = fs.load_checkpoint(root, model=model).step
+    except fs.CheckpointNotFoundError:
+        loaded = -1
+    most = expected if kill_after is None else max(expected + 2, 1)
+    if not expected <= loaded <= most or (loaded >= 0 and model.weight.unique().tolist() != [loaded]):
         wrong.append(f"step {loaded} was loaded, {expected} was acknowledged")
+    if kill_after is not None:
+        third = _Job(root, 4 * SAVES)
+        third.begin()
+        outcomes.append(third.outcome())
+        third.end()
+        if outcomes[-1].error:
+            wrong.append(f"the job after the kill ended with {outcomes[-1].error}")
     return outcomes, wrong
 
 
 def jobs(count: int, root: Path) -> tuple[str, int]:
-    """The section on two jobs below one root."""
-    results = [two_jobs(root / f"jobs-{number}") for number in range(count)]
+    """The section on two jobs below one root: half of the trials end by themselves, half by a kill."""
+    moments = random.Random(0)
+    kills = [None if number % 2 else moments.uniform(0, 0.5) for number in range(count)]
+    results = [two_jobs(root / f"jobs-{number}", kill) for number, kill in enumerate(kills)]
     bad = sum(bool(wrong) for _, wrong in results)
     ended = collections.Counter(outcome.error or "went on" for outcomes, _ in results for outcome in outcomes)
     acknowledged = sum(len(outcome.acknowledged) for outcomes, _ in results for outcome in outcomes)
-    slowest = max(outcome.seconds for outcomes, _ in results for outcome in outcomes if outcome.error)
+    refused = [one.seconds for outcomes, _ in results for one in outcomes if one.error.startswith("Check")]
     text = (
-        f"## Two jobs that save below one root\n\n**{bad} wrong in {count} trials**: {acknowledged} steps "
-        f"acknowledged, of the newest {KEPT} of each job 0 lost or unsound where nothing is wrong. Jobs: "
-        f"{counted(ended)}; the slowest was told after {slowest:.1f} s.\n"
+        f"## Two jobs that save below one root\n\n**{bad} wrong in {count} trials**, in half of which both "
+        f"were killed and a third began: {acknowledged} steps acknowledged, of the newest {KEPT} of each job "
+        f"0 lost or unsound where nothing is wrong. Jobs: {counted(ended)}; the slowest was told after "
+        f"{max(refused):.1f} s.\n"
     )
     return text, bad

@@ -56,6 +56,6 @@ def test_hostile_checkpoints_are_refused(tmp_path: Path) -> None:
 
 
 def test_two_jobs_below_one_root(tmp_path: Path) -> None:
-    for number in range(3):
-        outcomes, wrong = jobs.two_jobs(tmp_path / str(number))
+    for kill_after in (None, 0.05, 0.2):
+        outcomes, wrong = jobs.two_jobs(tmp_path / str(kill_after), kill_after)
         assert not wrong, (outcomes, wrong)
