@@ -354,7 +354,7 @@ def orders() -> dict[str, str]:
             made = {
                 "rows": fs.ResumableSampler(list(range(500)), seed=7, **place),
                 "packs": fs.PackedSampler(lengths, max_length=512, seed=7, **place),
-                "mixed": fs.MixedSampler([300, 200], weights=[1, 3], seed=7, **place),
+                "mixed": fs.ResumableSampler(fs.Mixture([300, 200], weights=[1, 3]), seed=7, **place),
             }
             for name, sampler in made.items():
                 given = []

@@ -19,9 +19,8 @@ collate = fs.SFTCollator(tokenizer, max_length=4096)
 sampler = fs.ResumableSampler(rows)
 loader = DataLoader(rows, 2, sampler=sampler, collate_fn=collate)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-accumulation = 8 // job.world_size  # 16 rows a step, on 1, 2, 4 or 8 ranks
 start = perf_counter()
-for step, window in enumerate(fs.windows(loader, accumulation), start=1):
+for step, window in enumerate(fs.windows(loader, global_batch=16), start=1):
     result = fs.train_step(model, window, optimizer)
     rate, start = result.num_tokens / (perf_counter() - start), perf_counter()
     if job.is_main:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
@@ -37,6 +38,23 @@ def _check_windows() -> None:
     assert "rank 1 failed first while reading the next window" in caught.value.__notes__[0]
     with pytest.raises(ValueError, match="grad_accum_steps must be a positive integer"):
         fs.windows(batches, 0)
+    loader = DataLoader(list(range(24)), 2)
+    for given, match in (
+        ({}, "one of the two"),
+        ({"grad_accum_steps": 1, "global_batch": 8}, "one of the two"),
+        (
+            {"global_batch": 6},
+            "global_batch=6 is no multiple of 4, which 2 ranks take at once with a batch size",
+        ),
+    ):
+        with pytest.raises(ValueError, match=match):
+            fs.windows(loader, **given)
+    sampler = fs.PackedSampler([6] * 16, max_length=12)
+    packs = DataLoader(batches + batches, batch_sampler=sampler, collate_fn=lambda pack: pack[0])
+    watched = fs.ThroughputMeter(world_size=2).watch(packs)
+    assert len(next(iter(fs.windows(watched, global_batch=4)))) == 2, "a pack is a batch"
+    with pytest.raises(ValueError, match="needs the batch size of a DataLoader, got list"):
+        fs.windows(batches, global_batch=8)
 
 
 class _Rows:
@@ -129,3 +147,31 @@ def test_a_sampler_that_is_moved_in_the_middle_of_a_pass(how: str) -> None:
     if how == "load_state_dict":  # as is advised
         sampler.load_state_dict(state)
         assert len(list(fs.windows(loader, 1))) == 2
+
+
+def _steps_of(global_batch: int, **shape: int) -> list[float]:
+    """Losses of the steps of one epoch whose rows have unequal numbers of targets."""
+    rows = [{"labels": [3 + n % 90] * (3 + n % 7)} for n in range(24)]
+    mesh = mesh_here(**shape)
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    if shape:
+        fs.use_context_parallel(model, mesh=mesh)
+    sampler = fs.ResumableSampler(rows, mesh=mesh)
+    loader = DataLoader(rows, 2, sampler=sampler, collate_fn=_padded)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = fs.windows(loader, global_batch=global_batch)
+    return [fs.train_step(model, window, optimizer).loss for window in found]
+
+
+def _padded(rows: list[Any]) -> dict[str, torch.Tensor]:
+    width = max(len(row["labels"]) for row in rows)
+    labels = torch.tensor([row["labels"] + [-100] * (width - len(row["labels"])) for row in rows])
+    return {"input_ids": labels.clamp_min(0), "labels": labels, "attention_mask": (labels >= 0).long()}
+
+
+def test_a_global_batch_makes_the_same_steps_on_any_number_of_ranks() -> None:
+    expected = run_distributed(_steps_of, 1, 8)[0]
+    assert len(expected) == 3
+    for ranks, shape in ((2, {}), (4, {}), (2, {"cp": 2})):
+        for found in run_distributed(_steps_of, ranks, 8, **shape):
+            assert found == pytest.approx(expected, rel=1e-5), (ranks, shape)

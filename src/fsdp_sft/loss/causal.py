@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from fsdp_sft.loss.counting import (
     without_labels,
 )
 from fsdp_sft.loss.head import LossChoice, ProbeError, fusible_head, loss_at_head, proved, wide
-from fsdp_sft.loss.linear import PLAIN, Terms, chunked_loss, linear_token_losses, summed_loss
+from fsdp_sft.loss.linear import PLAIN, Terms, chunked_loss, linear_token_losses, num_correct, summed_loss
 from fsdp_sft.loss.part import BatchPart, is_of_whole_rows, own_part, tokens_of, whole_rows
 from fsdp_sft.loss.router import (
     Additions,
@@ -257,7 +257,7 @@ def loss_sum(
     """
     terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
     part, group = _part_for(model, batch)
-    summed, router, groups = loss_parts(model, part, impl, router_loss, terms)
+    summed, router, groups, _ = loss_parts(model, part, impl, router_loss, terms)
     if router is not None:
         summed = summed + router * _weight_of_router(part, groups, router.device)
     if group is not None and is_of_whole_rows():
@@ -319,7 +319,7 @@ def causal_lm_loss(
     part, _ = _part_for(model, batch)
     if mesh is not None and not torch.compiler.is_compiling():
         refuse_changed_gradients(model, mesh)  # of the shards, which the forward replaces
-    summed, router, _ = loss_parts(model, part, impl, router_loss)
+    summed, router, *_ = loss_parts(model, part, impl, router_loss)
     if router is not None:
         summed = summed + router * (_share_of_tokens(part, num_targets, mesh) * weight)
     if mesh is None:
@@ -442,6 +442,23 @@ def token_losses(
     return (values[0], values[1]) if entropy else values[0]
 
 
+class LossParts(NamedTuple):
+    """What a forward gives of a batch.
+
+    Attributes:
+        summed: The loss summed over the targets, a scalar.
+        router: The router's loss times its coefficient, which the caller weights by tokens; None for none. It
+            is this rank's share: of the tokens of all ranks of the groups, or of its own if there is none.
+        groups: Groups of the router's loss, which take tensors on the device.
+        correct: Number of targets whose logit is the largest, int64, 0-dim.
+    """
+
+    summed: torch.Tensor
+    router: torch.Tensor | None
+    groups: tuple[dist.ProcessGroup, ...]
+    correct: torch.Tensor
+
+
 def loss_parts(
     model: nn.Module,
     batch: Batch,
@@ -449,11 +466,8 @@ def loss_parts(
     router_loss: RouterLoss | None = None,
     terms: Terms = PLAIN,
     is_counted: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None, tuple[dist.ProcessGroup, ...]]:
-    """(the loss summed over the targets, the router's loss times its coefficient or None, groups of that).
-
-    The router's loss is this rank's share, which the caller weights by tokens: of the tokens of all ranks of
-    the groups, which take tensors on the device, or of its own if there is none.
+) -> LossParts:
+    """The loss of a batch, by one forward.
 
     Args:
         model: Decoder-only language model, sharded or not.
@@ -491,15 +505,22 @@ def loss_parts(
             )
         return additions.of(output, model)  # type: ignore[no-any-return]
 
+    correct: list[torch.Tensor] = []
+
     def of_logits(logits: torch.Tensor) -> torch.Tensor:
         factors = None if weights is None else weights.flatten().to(logits.device)
+        correct.append(num_correct(logits.flatten(0, 1), targets.flatten().to(logits.device)))
         return summed_loss(logits.flatten(0, 1), targets.flatten().to(logits.device), factors, terms)
 
-    at_head = partial(chunked_loss, labels=targets, known=known, weights=weights, terms=terms)
+    def at_head(**operands: Any) -> torch.Tensor:
+        loss, right = chunked_loss(labels=targets, known=known, weights=weights, terms=terms, **operands)
+        correct.append(right)
+        return loss
+
     inputs = {**without_labels(batch), **no_cache(model), **additions.inputs}
     context = _forward_of(model, batch, balance)
     summed, router = _run(impl)(model, inputs, targets, impl, context, at_head, of_logits, added)
-    return summed, router, groups
+    return LossParts(summed, router, groups, correct[-1])
 
 
 def _run(impl: LossImpl) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:

@@ -207,7 +207,7 @@ def proved(model: nn.Module, head: nn.Module) -> LossChoice:
         expected = F.cross_entropy(wide(logits[0]), targets[0], reduction="sum", ignore_index=IGNORE_INDEX)
 
         def loss_of(**operands: Any) -> torch.Tensor:
-            return chunked_loss(labels=targets, known=None, **operands)
+            return chunked_loss(labels=targets, known=None, **operands)[0]
 
         actual, _ = loss_at_head(model, head, inputs, choice.at(head, loss_of))
     error = float((actual - expected).abs() / expected.abs().clamp_min(1e-6))

@@ -82,6 +82,18 @@ def summed_loss(
     return losses.sum(dtype=torch.float64).to(logits.dtype)
 
 
+@torch.no_grad()
+def num_correct(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Number of targets whose logit is the largest of their row, from full logits; int64, 0-dim.
+
+    Args:
+        logits: Logits ``(N, V)``.
+        targets: Target ids, int64 ``(N,)``; -100 does not count.
+    """
+    own = logits.gather(1, targets.clamp_min(0)[:, None])[:, 0]
+    return ((own == logits.amax(-1)) & (targets != IGNORE_INDEX)).sum()
+
+
 @dataclass(frozen=True)
 class Head:
     """A head and what its model makes of its output: ``cap(scale * (hidden @ weight.T + bias))``.
@@ -117,8 +129,10 @@ def losses_of(
     terms: Terms,
     weights: torch.Tensor | None,
     slopes: bool,
-) -> torch.Tensor:
-    """Losses of some rows, ``(C, 1)``; overwrites ``logits`` by their gradient, without the factor ``scale``.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(losses of some rows, whether each target has its row's largest logit), both ``(C, 1)``.
+
+    ``logits`` are overwritten by their gradient, without the factor ``scale``.
 
     With x the logits after scale and soft cap, p their softmax, Z its denominator, t the target, V the size
     of the vocabulary, s the label smoothing and z the factor of the z-loss, a row has::
@@ -140,6 +154,7 @@ def losses_of(
     smoothing, z_loss = terms.label_smoothing, terms.z_loss
     largest = logits.amax(-1, keepdim=True)
     behind = largest - logits.gather(1, columns)
+    is_largest = behind == 0
     mean = logits.mean(-1, keepdim=True) if smoothing else largest
     torch.softmax(logits, -1, out=logits)
     # ``logits`` holds probabilities now. That of the target may be 0 in float32, but the largest is at least
@@ -162,7 +177,7 @@ def losses_of(
             logits.mul_(tanh.square_().neg_().add_(1))
         if weights is not None:
             logits.mul_(weights)
-    return losses
+    return losses, is_largest
 
 
 class HeadGradients:
@@ -395,7 +410,7 @@ def linear_cross_entropy_sum(
         known=None,
         weights=weights,
         terms=Terms(label_smoothing=label_smoothing, z_loss=z_loss),
-    )
+    )[0]
 
 
 def chunked_loss(
@@ -410,8 +425,8 @@ def chunked_loss(
     known: Targets | None,
     weights: torch.Tensor | None = None,
     terms: Terms = PLAIN,
-) -> torch.Tensor:
-    """``linear_cross_entropy_sum``, which need not wait for the device if the targets are ``known``."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(``linear_cross_entropy_sum``, ``num_correct``); no wait for the device if targets are ``known``."""
     rows, weight, bias = _prepared(hidden, weight, labels, bias)
     chunk_size = default_chunk_size(hidden.shape[-1], rows.dtype) if chunk_size is None else chunk_size
     apply: Any = _LinearCrossEntropySum.apply
@@ -422,14 +437,14 @@ def chunked_loss(
     weights = None if weights is None else weights.detach().reshape(-1).to(hidden.device)
     options = (softcap, 1.0 if scale is None else scale, terms, weights)
     with torch.autocast(hidden.device.type, enabled=False):
-        result: torch.Tensor = apply(
+        result: tuple[torch.Tensor, torch.Tensor] = apply(
             rows, weight, bias, labels, known, chunk_size, options, torch.is_grad_enabled()
         )
     return result
 
 
 class _LinearCrossEntropySum(torch.autograd.Function):
-    """The loss, with its gradients computed in the forward.
+    """(the loss, the number of targets whose logit is the largest), with gradients computed in the forward.
 
     A separate computation in the backward would need the logits of every chunk again: stored, which is what
     chunks avoid, or recomputed by one more product. Since the output is a scalar, the forward already knows
@@ -447,7 +462,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         chunk_size: int,
         options: tuple[float | None, float, Terms, torch.Tensor | None],
         grad_enabled: bool,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
         softcap, scale, terms, weights = options
         head = Head(weight, bias, softcap, scale)
@@ -456,19 +471,24 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         gain = _gain(products.gain, terms, weights, targets)
         ctx.gradients = HeadGradients(hidden, head, wanted, gain)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
         for index, logits in blocks_of_logits(
             hidden, head, targets, chunk_size, products, labels=labels, gradients=ctx.gradients
         ):
             factors = None if weights is None else weights[index, None].to(logits.dtype)
-            losses = losses_of(logits, labels[index, None], head, terms, factors, any(wanted))
+            losses, is_largest = losses_of(logits, labels[index, None], head, terms, factors, any(wanted))
             total += losses.sum(dtype=torch.float64)
+            correct += is_largest.sum()
         # The kept gradients lack the factor ``scale`` of the logits, and have been multiplied by ``gain``.
         ctx.factor = head.scale / gain
         ctx.dtype = hidden.dtype
-        return total.to(wide_dtype(hidden))
+        ctx.mark_non_differentiable(correct)
+        return total.to(wide_dtype(hidden)), correct
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_output: torch.Tensor, _of_correct: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         _refuse_second_derivative()
         if ctx.gradients is None:
             raise RuntimeError(
@@ -580,7 +600,7 @@ class _LinearTokenLosses(torch.autograd.Function):
                 head.transform_(logits, keep=False)
                 values[:, index] = torch.cat(_loss_and_entropy(logits, columns)[:2], 1).T.to(values.dtype)
             else:
-                losses = losses_of(logits, columns, head, PLAIN, None, ctx.keeps)
+                losses, _ = losses_of(logits, columns, head, PLAIN, None, ctx.keeps)
                 values[0, index] = losses.squeeze(1).to(values.dtype)
         ctx.wanted, ctx.options, ctx.gain = wanted, options, products.gain
         if ctx.keeps:

@@ -132,6 +132,7 @@ class EvalResult:
         router_loss: Loss of a mixture's router, its coefficient included, as the mean over batches weighted
             by their tokens; 0 if no router's loss is added.
         metrics: Values that ``loss_fn`` returned by name beside the loss, as means per target.
+        token_accuracy: Share of the targets to which the model gave the largest logit; see ``StepResult``.
     """
 
     loss: float
@@ -139,6 +140,7 @@ class EvalResult:
     num_targets: int
     router_loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict, hash=False)
+    token_accuracy: float = math.nan
 
 
 @answered
@@ -178,14 +180,14 @@ def evaluate(
 
     Example:
         >>> fs.evaluate(model, loader)
-        EvalResult(loss=..., perplexity=..., num_targets=..., router_loss=0.0, metrics={})
+        EvalResult(loss=..., perplexity=..., num_targets=..., router_loss=0.0, metrics={}, token_accuracy=...)
     """
     objective = Objective(loss_fn, count_fn)
     mesh, group = training_mesh_of(model), sequence_group_of(model)
     device = compute_device(model)
     reshard(model)  # a forward before an optimizer's step leaves the root gathered, with the old values
     modes = {module: module.training for module in model.modules()}
-    total = added = torch.zeros((), dtype=torch.float64, device=device)
+    total = added = correct = torch.zeros((), dtype=torch.float64, device=device)
     targets = target_weight = 0.0
     tokens = 0
     metrics = OwnMetrics()
@@ -201,10 +203,11 @@ def evaluate(
                 if check and left and not objective.is_own:
                     verify_left_padding(model, mesh, with_positions="position_ids" in keys_of(batch))
                 moved = on_device(batch, seen, device, own_loss=objective.is_own)
-                summed, router, named = objective.of(model, moved, is_counted=count is not None)
+                summed, router, named, right = objective.of(model, moved, is_counted=count is not None)
                 if count is None:
                     continue
                 metrics.add(named)
+                correct = correct + right
                 total, targets, target_weight = total + summed, targets + count[0], target_weight + count[1]
                 if router is not None:
                     weight = tokens_of(seen, needs_ids=False)
@@ -213,9 +216,9 @@ def evaluate(
         for module, training in modes.items():
             module.training = training
         reshard(model)
-    own_loss, own_added = LateValues([total, added]).read()  # the only place where the host waits
-    values = [own_loss, targets, target_weight, own_added, tokens]
-    loss_total, all_targets, all_weight, router_total, all_tokens = sum_over_mesh(values, mesh)
+    # Reading them is the only place where the host waits.
+    values = [*LateValues([total, added, correct]).read(), targets, target_weight, tokens]
+    loss_total, router_total, all_right, all_targets, all_weight, all_tokens = sum_over_mesh(values, mesh)
     if all_targets == 0 and all_weight == 0:
         raise BatchError(
             "evaluate: no target on any rank; every label, after the shift, is -100, or there is no batch"
@@ -226,7 +229,8 @@ def evaluate(
     perplexity = math.exp(loss) if loss < 709 else math.inf
     number = round(all_targets / copies_of_rows(mesh))
     means = metrics.over(mesh, all_weight) if objective.is_own else {}
-    return EvalResult(loss, perplexity, number, router_total / max(all_tokens, 1), means)
+    accuracy = all_right / all_targets if objective.knows_accuracy else math.nan
+    return EvalResult(loss, perplexity, number, router_total / max(all_tokens, 1), means, accuracy)
 
 
 def _agree_on(options: dict[str, Any], mesh: "DeviceMesh | None") -> None:

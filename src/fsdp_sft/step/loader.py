@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from fsdp_sft._model.vocabulary import Vocabulary
 from fsdp_sft._process.trace_spans import part
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import all_reduce_min, all_reduce_sum, raise_first
+from fsdp_sft._ranks.agree import all_reduce_min, all_reduce_sum, raise_first, world_size
 from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, host_group, mesh_of_job
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import num_targets
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 @answered
 def windows(
     loader: Iterable[Any] | None,
-    grad_accum_steps: int,
+    grad_accum_steps: int | None = None,
     *,
+    global_batch: int | None = None,
     mesh: "DeviceMesh | None" = None,
     count_fn: CountFn | None = None,
     vocab_size: int | None = None,
@@ -48,7 +49,10 @@ def windows(
         loader: DataLoader, or any iterable of batches. Of the ranks along ``cp`` the first reads its loader
             and sends its batches to the others, in host memory. The others' loaders are not iterated (their
             samplers still count what is consumed) and may be None.
-        grad_accum_steps: Number of micro-batches in a window.
+        grad_accum_steps: Number of micro-batches in a window; None where ``global_batch`` says it.
+        global_batch: Number of rows (of packs, where a batch is one) of a step over all ranks, in place of
+            ``grad_accum_steps``: ``global_batch / (the loader's batch size * ranks with rows of their own)``
+            micro-batches make the same steps on any number of ranks.
         mesh: Mesh from ``build_mesh``, which says which ranks share rows; None takes the only one there is.
         count_fn: The ``count_fn`` that ``train_step`` gets. None counts labels. Batches whose labels are not
             of the kind that ``loss_sum`` takes are then assumed to have targets.
@@ -58,11 +62,12 @@ def windows(
             keys. It is called where the loader is read, and may not call other ranks.
 
     Yields:
-        Lists of 1 to ``grad_accum_steps`` batches.
+        Lists of 1 to ``grad_accum_steps`` batches; the last one of an epoch may be short.
 
     Raises:
-        ValueError: If ``grad_accum_steps`` is not positive, if ``mesh`` is left out although this process has
-            made several with different ``cp``, or if ``loader`` is None on a rank that has to read.
+        ValueError: If ``grad_accum_steps`` is not positive, ``global_batch`` no multiple of what the ranks
+            take at once, or both or neither are given; if ``mesh`` is left out although this process has
+            made several with different ``cp``; or if ``loader`` is None on a rank that has to read.
         BatchError: On all ranks, if a batch has an id beyond ``vocab_size``, if no rank had a target in a
             whole epoch, or if a sampler is moved in a pass.
 
@@ -72,8 +77,11 @@ def windows(
         >>> [len(window) for window in fs.windows(loader, grad_accum_steps=3)]
         [3, 1]
     """
-    if isinstance(grad_accum_steps, bool) or not isinstance(grad_accum_steps, int) or grad_accum_steps < 1:
-        raise ValueError(f"grad_accum_steps must be a positive integer, got {grad_accum_steps!r}")
+    if (grad_accum_steps is None) == (global_batch is None):
+        raise ValueError("windows takes grad_accum_steps or global_batch: one of the two")
+    for name, value in {"grad_accum_steps": grad_accum_steps, "global_batch": global_batch}.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
     if vocab_size is None:
         vocab_size = getattr(getattr(loader, "collate_fn", None), "vocab_size", None)
     elif isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
@@ -84,7 +92,26 @@ def windows(
     if loader is None and cp_rank(mesh) == 0:
         raise ValueError("this rank reads for itself, or for its cp group, and needs a loader; got None")
     vocabulary = Vocabulary("the model", vocab_size)
-    return _windows(loader, grad_accum_steps, count_fn, vocabulary, mesh, map_fn)
+    accumulated = grad_accum_steps or _accumulated(loader, global_batch or 0, mesh)
+    return _windows(loader, accumulated, count_fn, vocabulary, mesh, map_fn)
+
+
+def _accumulated(loader: Any, global_batch: int, mesh: "DeviceMesh | None") -> int:
+    """Number of micro-batches that make up ``global_batch`` rows or packs over all ranks."""
+    if not hasattr(loader, "batch_sampler"):  # a watched loader is none of torch's class
+        raise ValueError(
+            f"global_batch needs the batch size of a DataLoader, got {type(loader).__name__}: pass "
+            "grad_accum_steps"
+        )
+    # A sampler of batches without a size deals out packs; without one, an item of the data set is a batch.
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
+    ranks = world_size() // cp_size(mesh)
+    if global_batch % (size * ranks):
+        raise ValueError(
+            f"global_batch={global_batch} is no multiple of {size * ranks}, which {ranks} ranks take at once "
+            f"with a batch size of {size}: take a multiple, or another batch size"
+        )
+    return int(global_batch // (size * ranks))
 
 
 def _windows(

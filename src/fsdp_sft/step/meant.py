@@ -68,6 +68,19 @@ def warn_of_what_may_be_meant(
             "your own leaves it, and this window's are added to it. If that is not meant, leave that "
             "backward to train_step, or call optimizer.zero_grad() before it"
         )
+    _warn_of_schedules(model, schedulers)
+    step = loaded_without_optimizer(model)
+    if step is not None and not any(one.state for one in optimizers) and first_time(model, f"step {step}"):
+        warn_caller(
+            f"the model was loaded from step {step} without the optimizer that was saved with it, and is "
+            "trained on with one that begins anew. To continue that run, pass load_checkpoint(..., "
+            "optimizer=optimizer)"
+        )
+    _warn_of_rates_of_0(model, optimizers, schedulers, scaler)
+
+
+def _warn_of_schedules(model: nn.Module, schedulers: Sequence[Any]) -> None:
+    """Warn of schedules that were made anew beside an optimizer that was loaded."""
     apart = [one for one in schedulers if getattr(one, "last_epoch", 0) and _sets_other_rates(one)]
     if apart and first_time(model, "other rates"):
         warn_caller(
@@ -84,13 +97,15 @@ def warn_of_what_may_be_meant(
             "that its warm-up comes again: save its state_dict() in train_state, and load_state_dict() it "
             "from load_checkpoint(...).train_state, unless a new schedule is meant"
         )
-    step = loaded_without_optimizer(model)
-    if step is not None and not any(one.state for one in optimizers) and first_time(model, f"step {step}"):
-        warn_caller(
-            f"the model was loaded from step {step} without the optimizer that was saved with it, and is "
-            "trained on with one that begins anew. To continue that run, pass load_checkpoint(..., "
-            "optimizer=optimizer)"
-        )
+
+
+def _warn_of_rates_of_0(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    scaler: torch.amp.GradScaler | None,
+) -> None:
+    """Warn of rates that have become 0, or are 0 in the first three steps."""
     above = any(_is_above_0(group.get("lr")) for one in optimizers for group in one.param_groups)
     begins = any(getattr(one, "last_epoch", None) == 0 for one in schedulers)  # a warm-up from 0
     if _AT_A_RATE in done_with(model) and not (above or begins) and first_time(model, "rates"):

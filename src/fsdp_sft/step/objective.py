@@ -5,7 +5,7 @@ import numbers
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,6 +34,22 @@ LossFn = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, Mapping[s
 CountFn = Callable[[Any], float]
 
 
+class BatchLoss(NamedTuple):
+    """What a forward gives of a batch: ``LossParts``, or the caller's loss.
+
+    Attributes:
+        summed: The loss summed over the targets, a scalar.
+        router: The router's loss, or None.
+        metrics: The caller's metrics, float64.
+        correct: Number of targets whose logit is the largest, int64, 0-dim; 0 with the caller's loss.
+    """
+
+    summed: torch.Tensor
+    router: torch.Tensor | None
+    metrics: dict[str, torch.Tensor]
+    correct: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Objective:
     """Definition of the loss of a batch.
@@ -52,20 +68,23 @@ class Objective:
                 raise TypeError(f"{name} must be a function, got {type(function).__name__}")
 
     @property
+    def knows_accuracy(self) -> bool:
+        """Whether what counts is the labels, so that the number of correct ones means something."""
+        return self.loss_fn is None and self.count_fn is None
+
+    @property
     def is_own(self) -> bool:
         """Whether the loss is the caller's."""
         return self.loss_fn is not None
 
-    def of(
-        self, model: nn.Module, batch: Any, *, is_counted: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
-        """(the loss summed over a batch's targets, the router's loss or None, the caller's metrics).
+    def of(self, model: nn.Module, batch: Any, *, is_counted: bool = True) -> "BatchLoss":
+        """The loss of a batch.
 
         The caller's loss and metrics are those of whole rows. Ranks that share rows return equal shares.
         """
         if self.loss_fn is None:
-            summed, router, _ = loss_parts(model, batch, is_counted=is_counted)
-            return summed, router, {}
+            summed, router, _, correct = loss_parts(model, batch, is_counted=is_counted)
+            return BatchLoss(summed, router, {}, correct)
         counter, group = counter_of(model), sequence_group_of(model)
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         counted = mask != 0 if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
@@ -78,7 +97,7 @@ class Objective:
         if group is not None:
             summed = summed / group.size
             metrics = {name: value / group.size for name, value in metrics.items()}
-        return summed, None, metrics
+        return BatchLoss(summed, None, metrics, torch.zeros_like(summed, dtype=torch.int64))
 
     def part(self, batch: Any, group: SequenceGroup | None) -> Any:
         """What this rank computes of a batch on the host; the caller's loss gets whole rows."""

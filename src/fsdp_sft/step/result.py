@@ -43,6 +43,9 @@ class StepResult:
             without weights the number of targets.
         metrics: Values that ``loss_fn`` returned by name beside the loss, summed over the window's batches on
             all ranks and divided like ``loss``: means per target.
+        token_accuracy: Share of the targets to which the model gave the largest logit, before the step;
+            ``loss_weights`` do not count. nan for a window without targets, and with ``loss_fn`` or
+            ``count_fn``.
     """
 
     loss: float
@@ -55,6 +58,7 @@ class StepResult:
     target_weight: float = 0.0
     expert_load: ExpertLoad | None = None
     metrics: dict[str, float] = field(default_factory=dict, hash=False)
+    token_accuracy: float = math.nan
 
 
 @dataclass(eq=False)
@@ -63,9 +67,10 @@ class QueuedStep:
 
     Attributes:
         values: Numbers that are being copied to the host: the gradient's norm, this rank's summed loss and
-            router's loss, and the infs that a scaler has found.
+            router's loss, its number of correct targets, and the infs that a scaler has found.
         window: The step's window.
         mesh: Ranks that share it.
+        knows_accuracy: Whether the number of correct targets means something.
         expert_load: Tokens that experts were given, being copied to the host; None if they are not counted.
         metrics: This rank's sums of the metrics of the caller's loss; None if the loss is the library's.
     """
@@ -73,13 +78,14 @@ class QueuedStep:
     values: LateValues
     window: Window
     mesh: "DeviceMesh | None"
+    knows_accuracy: bool
     expert_load: LateLoad | None
     metrics: OwnMetrics | None = None
 
     @property
     def has_infs(self) -> bool:
         """Whether a scaler found an inf; the host waits for the device."""
-        return any(self.values.read()[3:])
+        return any(self.values.read()[4:])
 
     def _where(self) -> str:
         """On which ranks the loss was not finite, in words; collective, like ``result``."""
@@ -106,10 +112,11 @@ class QueuedStep:
 
         Collective: all ranks of the mesh.
         """
-        norm, loss, added, *_ = self.values.read()
-        loss, added = sum_over_mesh([loss, added], self.mesh)
+        norm, *sums = self.values.read()
+        loss, added, correct = sum_over_mesh(sums[:3], self.mesh)
         window = self.window
-        divisor = window.weight * copies_of_rows(self.mesh)
+        copies = copies_of_rows(self.mesh)
+        divisor = window.weight * copies
         loss, added = loss / divisor, added / divisor
         metrics = {} if self.metrics is None else self.metrics.over(self.mesh, divisor)
         if not self.is_finite and not self.has_infs:
@@ -139,4 +146,5 @@ class QueuedStep:
             target_weight=window.weight,
             expert_load=load,
             metrics=metrics,
+            token_accuracy=correct / (window.targets * copies) if self.knows_accuracy else math.nan,
         )

@@ -225,7 +225,7 @@ def _queued(
         if counter is not None:
             counter.start()
         forget_held_back(model)
-        loss, router_loss, metrics = _forward_and_backward(model, window, objective, mesh, scaler, grad_sync)
+        sums, metrics = _forward_and_backward(model, window, objective, mesh, scaler, grad_sync)
         if names is not None:
             refuse_beside(names, optimizers, mesh)
         with part("clip_gradients"):
@@ -234,7 +234,8 @@ def _queued(
         load = None if counter is None else counter.finish(mesh, compute_device(model))
         if metrics is not None:
             metrics.begin_copy()
-        step = QueuedStep(LateValues([norm, loss, router_loss, *infs]), window, mesh, load, metrics)
+        values = LateValues([norm, *sums, *infs])
+        step = QueuedStep(values, window, mesh, objective.knows_accuracy, load, metrics)
         with part("optimizer"):  # reading the norm is the only place where the host waits for the device
             step_all(optimizers, scaler, skipped=step.has_infs or not step.is_finite)
     except BaseException:
@@ -257,23 +258,24 @@ def _forward_and_backward(
     mesh: "DeviceMesh | None",
     scaler: torch.amp.GradScaler | None,
     grad_sync: GradSync,
-) -> tuple[torch.Tensor, torch.Tensor, OwnMetrics | None]:
+) -> tuple[list[torch.Tensor], OwnMetrics | None]:
     """Run each micro-batch forward and backward; gradients are of the window's loss per target.
 
     Returns:
-        (summed loss of this rank's targets, routers' losses in the same unit, sums of the caller's metrics).
-        Sums are float64 and 0-dim, on the device, so that the host does not wait for them.
+        (sums of this rank, sums of the caller's metrics). The sums are the loss of its targets, the routers'
+        losses in the same unit, and its number of correct targets, 0-dim and on the device, so that the host
+        does not wait for them.
     """
     device, copies, weight = compute_device(model), copies_of_rows(mesh), window.weight
     deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
-    total = added = torch.zeros((), dtype=torch.float64, device=device)
+    total = added = correct = torch.zeros((), dtype=torch.float64, device=device)
     metrics = OwnMetrics() if objective.is_own else None
     for number, batch in enumerate(window.micro_batches, start=1):
         last = number == len(window.micro_batches)
         with gradient_sync(model, "all" if last else deferred):
             with part("forward"):
                 moved = on_device(batch.given, batch.part, device, own_loss=objective.is_own)
-                summed, router, named = objective.of(model, moved)
+                summed, router, named, right = objective.of(model, moved)
             if metrics is not None:
                 metrics.add(named)
             if router is not None:
@@ -281,9 +283,9 @@ def _forward_and_backward(
                 # the window's weight it is in the unit of the summed loss, so that one scale fits both.
                 router = router * (tokens_of(batch.part, needs_ids=False) / max(window.tokens, 1) * weight)
                 added = added + router.detach()
-            total = total + summed.detach()
+            total, correct = total + summed.detach(), correct + right
             summed = summed if router is None else summed + router
             loss = scaled_for_averaging(summed, weight * copies) if mesh is not None else summed / weight
             with part("backward"):
                 (scaler.scale(loss) if scaler is not None else loss).backward()
-    return total, added, metrics
+    return [total, added, correct], metrics
