@@ -209,9 +209,9 @@ def _warn_of_length(model: nn.Module, batch: Any) -> None:
 def look_at_labels(model: nn.Module, micro_batches: list[Any]) -> None:
     """Refuse a window of this rank whose labels show a recognised mistake; warn of trained padding.
 
-    Recognised are labels that have been shifted already, ``shift_labels`` that have not been shifted, and
-    labels that are the attention mask. A shift is reported only from 16 targets on, if at least 8 of them are
-    different ids; places where an id equals the next one show nothing and do not count.
+    Recognised are labels that have been shifted already, and ``shift_labels`` that have not been shifted. A
+    shift is reported only from 16 targets on, if at least 8 of them are different ids; places where an id
+    equals the next one show nothing and do not count.
 
     Raises:
         BatchError: If there is such a mistake.
@@ -219,8 +219,6 @@ def look_at_labels(model: nn.Module, micro_batches: list[Any]) -> None:
     batches = [
         b for b in micro_batches if isinstance(b, Mapping) and isinstance(b.get("input_ids"), torch.Tensor)
     ]
-    for batch in batches:
-        _refuse_mask(batch)
     _refuse_shift([batch for batch in batches if not is_shifted(batch)], "labels")
     _refuse_shift([batch for batch in batches if is_shifted(batch)], "shift_labels")
     padding = sum(
@@ -288,23 +286,6 @@ def _refuse_shift(batches: list[Any], name: str) -> None:
         "Give them as labels, which the loss shifts"
     )
     raise BatchError(said.format(wrong, wrong + right) + _OFF)
-
-
-def _refuse_mask(batch: Mapping[str, Any]) -> None:
-    """Refuse labels that are the attention mask, even if the field of the mask holds something else."""
-    name = "shift_labels" if is_shifted(batch) else "labels"
-    labels, mask = batch[name], batch.get("attention_mask")
-    if not isinstance(mask, torch.Tensor) or mask.shape != labels.shape or labels.numel() < _FEWEST:
-        return
-    is_binary = bool(((labels == 0) | (labels == 1)).all()) and not torch.equal(labels, batch["input_ids"])
-    is_mask = bool(((mask == 0) | (mask == 1)).all())
-    if is_binary and (torch.equal(labels, mask.to(labels.dtype)) or not is_mask):
-        raise BatchError(
-            f"{name} consist of 0 and 1 and "
-            + ("equal the attention mask" if is_mask else "the attention mask of other numbers")
-            + ": two fields of the batch have been exchanged, and the model would learn to say token 1"
-            + _OFF
-        )
 
 
 def compare_rows(micro_batches: list[Any], mesh: "DeviceMesh | None") -> None:

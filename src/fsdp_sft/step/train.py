@@ -106,7 +106,7 @@ def train_step(
             divided by the sum. None counts the labels that are not -100 after the shift. With both functions
             given, a batch may be any object; tensors in dicts, lists and tuples are moved to the device.
         check: Whether to check the model and the batches before the first forward. Errors are labels that
-            have been shifted already or are the attention mask, ids beyond the model's, other rows on ranks
+            have been shifted already, ids beyond the model's, other rows on ranks
             that share them, nothing that is trained, and trained parameters outside the shards; the first
             pack shows whether the model mixes its rows, as ``verify_packing`` does. Warnings are the same
             rows on all ranks, and what may be meant. Labels that ``loss_fn`` or ``count_fn`` interprets are
