@@ -12,7 +12,7 @@ from fsdp_sft._model.wrappers import tokenizer_of
 from fsdp_sft.collate.encode import EncodedChat, encode_rows, selected_turns, truncate, turns_of_roles
 from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS, warn
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, options_of
-from fsdp_sft.collate.rows import is_encoded, read_row
+from fsdp_sft.collate.rows import check_encoded, is_encoded, read_row
 from fsdp_sft.collate.template import check_template
 from fsdp_sft.errors import RowError, printable, row_error
 
@@ -63,32 +63,29 @@ class FilterCounts(dict[str, int]):
         self.indices: dict[str, array[int]] = {}
         self.examples: dict[str, list[str]] = {}
 
+    def described(self) -> dict[str, Any]:
+        """The counts as JSON holds them, for `of`."""
+        indices = {reason: list(values) for reason, values in self.indices.items()}
+        return {"counts": dict(self), "indices": indices, "examples": self.examples}
+
     @classmethod
-    def of(
-        cls,
-        counts: Mapping[str, int],
-        indices: Mapping[str, Iterable[int]],
-        examples: Mapping[str, list[str]],
-    ) -> FilterCounts:
-        """The counts of an earlier run."""
+    def of(cls, described: Mapping[str, Any]) -> FilterCounts:
+        """The counts that `described` has returned."""
         made = cls()
-        made.update(counts)
-        made.indices = {reason: array("q", values) for reason, values in indices.items()}
-        made.examples = {reason: list(texts) for reason, texts in examples.items()}
+        made.update(described["counts"])
+        made.indices = {reason: array("q", values) for reason, values in described["indices"].items()}
+        made.examples = {reason: list(texts) for reason, texts in described["examples"].items()}
         return made
 
-    def join(self, others: FilterCounts, first: int) -> None:
-        """Add the counts of further rows, of which the first has the index ``first``."""
+    def join(self, others: FilterCounts) -> None:
+        """Add the counts of further rows, which come after those counted so far."""
         for reason, number in others.items():
             self[reason] = self.get(reason, 0) + number
         for reason, indices in others.indices.items():
-            self.indices.setdefault(reason, array("q")).extend(array("q", (first + i for i in indices)))
+            self.indices.setdefault(reason, array("q")).extend(indices)
         for reason, texts in others.examples.items():
             mine = self.examples.setdefault(reason, [])
-            room = _EXAMPLES - len(mine)
-            for text in texts[: max(room, 0)]:
-                place, _, rest = text.removeprefix("row ").partition(": ")
-                mine.append(f"row {first + int(place)}: {rest}")
+            mine += texts[: _EXAMPLES - len(mine)]
 
     def add(self, reason: str, index: int, text: str = "") -> None:
         """Count a row under a reason or note, with ``text`` as its example if that is not empty."""
@@ -205,9 +202,10 @@ def judge_row(
     Returns:
         ("kept" or the reason why the row is not kept; the encoded and truncated row, or None if refused).
     """
-    if encoded is None and isinstance(row, EncodedChat):
-        encoded = row
     try:
+        if isinstance(row, EncodedChat):
+            check_encoded(row.input_ids, row.labels)
+            encoded = row
         whole = encode_rows([row], tokenizer, options)[0] if encoded is None else encoded
         chat = truncate(whole, options)
     except Exception as unexpected:

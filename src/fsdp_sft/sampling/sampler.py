@@ -36,23 +36,6 @@ def place_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     return replicas, place
 
 
-def place_in(
-    mesh: "DeviceMesh | None", num_replicas: int | None, rank: int | None
-) -> tuple[int | None, int | None]:
-    """``num_replicas`` and ``rank``, as given or from the mesh.
-
-    Raises:
-        ValueError: If a mesh is given together with one of them, or this rank is not in the mesh.
-    """
-    if mesh is None:
-        return num_replicas, rank
-    if num_replicas is not None or rank is not None:
-        raise ValueError("give mesh, or num_replicas and rank, not both: a mesh determines them")
-    mesh_of_job(mesh)
-    index, shares = data_parallel_place(mesh)
-    return shares, index
-
-
 # Of a sampler's source, what its repr shows; the rest are checksums.
 _SHOWN = {"num_rows", "max_length", "seed", "shuffle", "buffer_size"}
 
@@ -74,7 +57,12 @@ class Placed(ABC):
     position: int
 
     def __init__(self, num_replicas: int | None, rank: int | None, mesh: "DeviceMesh | None" = None) -> None:
-        self._given_place = place_in(mesh, num_replicas, rank)
+        if mesh is not None:
+            if num_replicas is not None or rank is not None:
+                raise ValueError("give mesh, or num_replicas and rank, not both: a mesh determines them")
+            mesh_of_job(mesh)
+            rank, num_replicas = data_parallel_place(mesh)
+        self._given_place = num_replicas, rank
         place_of(*self._given_place)  # raises for a rank that is out of range
         self._restored_epoch = 0
         self._drawn = 0  # rows or packs drawn since ``mark_consumed``
