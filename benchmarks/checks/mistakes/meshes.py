@@ -80,8 +80,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a rank verifies by its own packs alone",
         "sampling/packing/verify.py",
-        "known = all_gather_objects(own) if mesh is not None else [own]",
-        "known = [own]",
+        "(all_gather_objects(own) if mesh is not None else [own])",
+        "[own]",
         PACKS,
     ),
     Mistake(

@@ -13,7 +13,7 @@ from fsdp_sft.collate.encode import EncodedChat, encode_rows, selected_turns, tr
 from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS, warn
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, options_of
 from fsdp_sft.collate.rows import check_encoded, is_encoded, read_row
-from fsdp_sft.collate.template import check_template
+from fsdp_sft.collate.template import UnusableTemplateError
 from fsdp_sft.errors import RowError, printable, row_error
 
 if TYPE_CHECKING:
@@ -97,6 +97,10 @@ class FilterCounts(dict[str, int]):
         if len(examples) < _EXAMPLES:
             examples.append(f"row {index}: {text or REFUSALS.get(reason) or NOTES[reason]}")
 
+    def first_examples(self) -> str:
+        """The first example of each reason, a line each."""
+        return "".join(f"\n  {texts[0]}" for texts in self.examples.values())
+
 
 def warn_of_notes(counts: FilterCounts, names: Iterable[str]) -> None:
     """Warn of the notes `names` that were counted; of some only if over half of the kept rows have them."""
@@ -150,33 +154,17 @@ def filter_rows(
     check_choice("on_error", on_error, ("raise", "count"))
     kept: list[Row] = []
     counts = FilterCounts()
-    is_checked = False
     for index, row in enumerate(rows):
-        is_checked = is_checked or check_template_for(row, tokenizer, wanted)
         reason, chat = judge_row(row, index, tokenizer, wanted, counts, on_error)
         if reason == "kept" and chat is not None:
             kept.append(row)
     if not kept:
-        examples = "".join(f"\n  {texts[0]}" for texts in counts.examples.values())
         raise ValueError(
             f"no row has a target, counted {dict(counts)}; look at some with render_labels, and check "
-            f"train_on, max_length and the weights of the messages{examples}"
+            f"train_on, max_length and the weights of the messages{counts.first_examples()}"
         )
     warn_of_notes(counts, WARNED_OF_ROWS)
     return kept, counts
-
-
-def check_template_for(row: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions) -> bool:
-    """Whether a row needs a chat template; if so, the template is checked.
-
-    Raises:
-        ChatTemplateError: If there is no template, or it does not parse.
-    """
-    if isinstance(row, Mapping) and not is_encoded(row, options.row_format):
-        if getattr(tokenizer, "is_fast", False):  # a row says what is wrong with other tokenizers
-            check_template(tokenizer, options.chat_template)
-        return True
-    return False
 
 
 def judge_row(
@@ -201,6 +189,10 @@ def judge_row(
 
     Returns:
         ("kept" or the reason why the row is not kept; the encoded and truncated row, or None if refused).
+
+    Raises:
+        ChatTemplateError: If there is no template, or it does not parse.
+        RowError: For a row that is refused, with on_error="raise".
     """
     try:
         if isinstance(row, EncodedChat):
@@ -208,6 +200,8 @@ def judge_row(
             encoded = row
         whole = encode_rows([row], tokenizer, options)[0] if encoded is None else encoded
         chat = truncate(whole, options)
+    except UnusableTemplateError:
+        raise
     except Exception as unexpected:
         # A row may hold anything, so any exception is possible.
         error = unexpected

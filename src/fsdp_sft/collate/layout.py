@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
@@ -113,20 +114,6 @@ class MessageSpan(NamedTuple):
     ceiling: int
 
 
-class _MessageRun(NamedTuple):
-    """Consecutive places of one message.
-
-    Attributes:
-        message: Index of the message.
-        start: Start of the first place.
-        end: End of the last place.
-    """
-
-    message: int
-    start: int
-    end: int
-
-
 @dataclass(slots=True)
 class Layout:
     """The leaves of a conversation and the places of those that are printed.
@@ -151,7 +138,6 @@ class Layout:
         Raises:
             ChatTemplateError: If one is missing, printed twice, or interrupted by another.
         """
-        absent = self.absent(wanted)
         printed: set[int] = set()
         begun: set[int] = set()
         before = None
@@ -164,8 +150,8 @@ class Layout:
             printed.add(place.leaf)
             begun.add(index)
             before = index
-        if absent:
-            raise template.error(f"it does not print message {min(absent)}")
+        for index in sorted(self.absent(wanted))[:1]:
+            raise template.error(f"it does not print message {index}")
 
     def absent(self, messages: set[int]) -> set[int]:
         """Those of `messages` that have texts, none of which is printed."""
@@ -192,19 +178,15 @@ class Layout:
             floor = max((p.end for p in self.places if p.message < index), default=0)
             ceiling = min((p.start for p in self.places if p.message > index), default=self.length)
             yield MessageSpan(index, floor, None, ceiling)
-        # Join neighbouring places of one message into runs. A message printed in two pieces has two runs,
-        # which `check` refuses for wanted messages.
-        found: list[_MessageRun] = []
-        for place in self.places:
-            start = found.pop().start if found and found[-1].message == place.message else place.start
-            found.append(_MessageRun(place.message, start, place.end))
-        # The literal before a run begins at the end of the previous run, or with the text; the one behind it
-        # ends at the start of the next run, or at the end of the text.
-        ends = [0, *(one.end for one in found)]
-        starts = [*(one.start for one in found), self.length]
-        for number, one in enumerate(found):
-            if one.message in wanted:
-                yield MessageSpan(one.message, ends[number], (one.start, one.end), starts[number + 1])
+        # Neighbouring places of one message are a run. A message printed in two pieces has two runs, which
+        # `check` refuses for wanted messages. The literal before a run begins at the end of the previous run,
+        # or with the text; the one behind it ends at the start of the next run, or at the end of the text.
+        runs = [list(run) for _, run in groupby(self.places, key=lambda place: place.message)]
+        floors = [0, *(run[-1].end for run in runs)]
+        ceilings = [*(run[0].start for run in runs[1:]), self.length]
+        for run, floor, ceiling in zip(runs, floors, ceilings, strict=False):
+            if run[0].message in wanted:
+                yield MessageSpan(run[0].message, floor, (run[0].start, run[-1].end), ceiling)
 
 
 def lay_out(
@@ -418,4 +400,4 @@ def _note_reasoning(marked: str, leaves: list[_TextSlot]) -> None:
             inside = part == "<think>" and "</think>" in marked[position:]
         else:
             for number in split_at_sentinels(part, numeric=False)[1]:
-                leaves[number] = replace(leaves[number], is_reasoning=inside)
+                leaves[number].is_reasoning = inside

@@ -75,7 +75,8 @@ def notes_of(
     Raises:
         ChatTemplateError: For a text that the template drops, unless the options let that pass.
     """
-    if any(template.holds_special_token(text) for text in _texts(conversation)):
+    texts = [message.get(key) for message in conversation.messages for key in ("content", *REASONING_KEYS)]
+    if any(template.holds_special_token(text) for text in texts if text):
         yield "special_tokens"
     yield from _on_dropped(found, template, options)
     yield from _on_context(found, template, conversation, options)
@@ -101,12 +102,6 @@ def notes_of(
             yield from _on_ends(template, template.facts())
 
 
-def _texts(conversation: Conversation) -> Iterator[str]:
-    """The texts of the messages: contents and reasoning."""
-    for message in conversation.messages:
-        yield from (message[key] for key in ("content", *REASONING_KEYS) if message.get(key))
-
-
 def _on_dropped(found: Found, template: ChatTemplate, options: EncodeOptions) -> Iterator[str]:
     """Notes on texts that the template leaves out."""
     if options.on_dropped == "ignore":
@@ -124,19 +119,20 @@ def _on_context(
     found: Found, template: ChatTemplate, conversation: Conversation, options: EncodeOptions
 ) -> Iterator[str]:
     """The note on texts of other roles, or schemas of tools, that the template leaves out."""
-    names = [tool_name(tool) for tool in conversation.tools or ()]
+    if options.on_dropped == "ignore":
+        return
+    names = [name for name in map(tool_name, conversation.tools or ()) if name]
     told = found.text
     for turn in reversed(found.turns):  # calls name their tools too
         told = told[: turn.start] + told[turn.end :]
-    printed = any(name in told for name in names if name)
-    if any(names) and not printed and options.on_dropped != "ignore":
+    if names and not any(name in told for name in names):
         yield "context_dropped"
         _warn(
             template,
             "does not print the tools of some conversations: the model is trained to call what it was not "
             "told of; pass a chat_template= that prints them",
         )
-    if found.context and options.on_dropped != "ignore":
+    if found.context:
         yield "context_dropped"
         role = conversation.messages[found.context[0].message]["role"]
         _warn(

@@ -219,9 +219,6 @@ def test_states_of_other_data_are_refused() -> None:
             sampler.load_state_dict({**state, key: state[key] + 1})
     with pytest.raises(ValueError, match="lacks"):
         sampler.load_state_dict({"epoch": 1})
-    for wrong in ({"consumed": [[1, 10**6]]}, {"consumed": [[0, 3]]}, {"consumed": [[1, -1]]}, {"epoch": -1}):
-        with pytest.raises(ValueError, match="sampler state has epoch="):
-            sampler.load_state_dict({**state, **wrong})
     assert sampler.state_dict() == state, "a refused state changes nothing"
     other = fs.PackedSampler(LENGTHS[::-1], max_length=512, num_targets=TARGETS[::-1])
     with pytest.raises(ValueError, match="rows_crc32"):

@@ -17,7 +17,7 @@ class Source(IterableDataset):
     """A stream that counts what is read of it."""
 
     def __init__(self, rows: list[Any]) -> None:
-        self.rows, self.read, self.most_ahead = rows, 0, 0
+        self.rows, self.read = rows, 0
 
     def __iter__(self) -> Any:
         for one in self.rows:
@@ -184,24 +184,13 @@ def test_the_stream_is_told_its_epoch() -> None:
     assert stream.position == 3
 
 
-class Files(Source):
-    """A stream of files that are read in another order in each epoch, and in the first one's after a skip."""
-
-    def __init__(self, rows: list[Any], *, epoch: int = 0, first: int | None = None) -> None:
-        super().__init__(rows)
-        self.epoch, self.first = epoch, first
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def skip(self, number: int) -> "Files":
-        return Files(self.rows, first=number)
+class Files(Shuffling):
+    """A stream of files that are read in another order in each epoch."""
 
     def __iter__(self) -> Any:
         files = [self.rows[start::3] for start in range(3)]
-        turn = self.epoch % 3 if self.first is None else 0
-        rows = [one for file in files[turn:] + files[:turn] for one in file]
-        return iter(rows[self.first or 0 :])
+        turn = self.epoch % 3
+        return itertools.chain(*files[turn:], *files[:turn])
 
 
 _SIXTY = [row(*[number] * (3 + number % 5)) for number in range(60)]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_sft.collate.encode import EncodedChat, encode_rows
 from fsdp_sft.collate.encoded.source import portable, rows_of
 from fsdp_sft.collate.encoded.store import Shard
-from fsdp_sft.collate.filtering import FilterCounts, check_template_for, judge_row
+from fsdp_sft.collate.filtering import FilterCounts, judge_row
 from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.errors import RowError, row_error
 
@@ -58,14 +58,13 @@ def look_first(source: Any, work: Work, max_refused: float) -> None:
     """
     counts = FilterCounts()
     indices = sorted({len(source) * i // _LOOKED_AT_FIRST for i in range(_LOOKED_AT_FIRST)})
-    rows = [(index, rows_of(source, index, index + 1)[0]) for index in indices]
-    any(check_template_for(row, work.tokenizer, work.options) for _, row in rows)
-    for index, row in rows:
+    for index in indices:
+        (row,) = rows_of(source, index, index + 1)
         judge_row(row, index, work.tokenizer, work.options, counts, "count")
     # Allow four standard deviations; the variance of a binomial with a small share is about its mean.
-    expected = max_refused * len(rows)
+    expected = max_refused * len(indices)
     if num_refused(counts) > expected + 4 * expected**0.5:
-        said = f"of {len(rows)} rows looked at first, {num_refused(counts)} were refused"
+        said = f"of {len(indices)} rows looked at first, {num_refused(counts)} were refused"
         raise refusal(counts, f"{said}; nothing was encoded")
 
 
@@ -128,15 +127,10 @@ def num_refused(counts: FilterCounts) -> int:
 def refusal(counts: FilterCounts, says: str) -> RowError:
     """The error for refused rows, for the most frequent reason."""
     return row_error(
-        f"{says}; counted {dict(counts)}{first_examples(counts)}\n"
+        f"{says}; counted {dict(counts)}{counts.first_examples()}\n"
         "Leave such rows out, change the options, or allow more of them (max_refused=)",
         max(_REFUSED, key=lambda reason: counts.get(reason, 0)),
     )
-
-
-def first_examples(counts: FilterCounts) -> str:
-    """The first example of each reason, a line each."""
-    return "".join(f"\n  {texts[0]}" for texts in counts.examples.values())
 
 
 def _in_a_process(source: Any, work: Work, jobs: Sequence[Job], tick: Callable[[int], object]) -> None:
@@ -155,9 +149,8 @@ def _in_a_process(source: Any, work: Work, jobs: Sequence[Job], tick: Callable[[
     ):
         assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(BrokenPipeError):  # it has ended, and its exit code says so
+        with suppress(BrokenPipeError), process.stdin:  # it has ended, and its exit code says so
             pickle.dump((work, jobs, *portable(source, jobs[0][1], jobs[-1][2])), process.stdin)
-            process.stdin.close()
         for line in process.stdout:
             tick(int(line))
         if process.wait():

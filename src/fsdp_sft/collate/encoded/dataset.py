@@ -19,7 +19,7 @@ from fsdp_sft._compat import tokenizers
 from fsdp_sft._model.wrappers import tokenizer_of
 from fsdp_sft._ranks.agree import agree_on, agreed, all_gather_objects, this_rank, while_others_wait
 from fsdp_sft._tensors.disk import full_path
-from fsdp_sft.collate.encoded.build import Job, Work, build, first_examples, look_first, num_refused, refusal
+from fsdp_sft.collate.encoded.build import Job, Work, build, look_first, num_refused, refusal
 from fsdp_sft.collate.encoded.source import digest_of, rows_to_read
 from fsdp_sft.collate.encoded.store import EncodedDataset, is_sound, shard_paths
 from fsdp_sft.collate.filtering import warn_of_notes
@@ -126,7 +126,7 @@ def encode_dataset(
                 f"allows; what was encoded is kept in {target}",
             )
         if not len(encoded):
-            raise ValueError(f"no row has a target, counted {dict(counts)}{first_examples(counts)}")
+            raise ValueError(f"no row has a target, counted {dict(counts)}{counts.first_examples()}")
     warn_of_notes(counts, (*WARNED_OF_ROWS, *WARNED_OF_TEMPLATES))
     return encoded
 

@@ -154,17 +154,10 @@ class PackedSampler(Placed, Sampler[list[int]]):
             ValueError: If the state belongs to other data or another order, so that other rows would be left.
         """
         self._check_state(state)
-        epoch, history = int(state["epoch"]), [(int(ranks), int(packs)) for ranks, packs in state["consumed"]]
-        # At most as many packs as rows, and those that fill the last round.
-        most = len(self._lengths if self._mixture is None else self._mixture) + self.num_replicas
-        if epoch < 0 or any(ranks < 1 or not 0 <= packs <= most for ranks, packs in history):
-            raise ValueError(
-                f"sampler state has epoch={epoch}, consumed={state['consumed']}, which no run over these "
-                "rows has; load what state_dict() has returned"
-            )
-        self.epoch, self._history = epoch, [part for part in history if part[1]]
+        self.epoch = int(state["epoch"])
+        self._history = [(int(ranks), int(packs)) for ranks, packs in state["consumed"] if packs]
         self._follow_ranks()
-        self._restored(epoch)
+        self._restored(self.epoch)
 
     def _follow_ranks(self) -> None:
         """Record the number of ranks if it has changed, so that the rest is arranged anew."""

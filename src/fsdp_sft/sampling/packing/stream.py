@@ -1,7 +1,7 @@
 """Pack the rows of a stream, with a bounded buffer."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -104,29 +104,10 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
             self._drawn += 1
             yield packs[self.rank]
 
-    def _go_to(self, epoch: int) -> None:
-        self.epoch, self.position = epoch, 0
-
     def mark_consumed(self, num_packs: int) -> None:
         """Advance the position by ``num_packs`` packs on this rank and on every other."""
         self._drawn = 0
         self.position += num_packs * self.num_replicas
-
-    def position_state(self) -> dict[str, Any]:
-        """``state_dict`` without its warning about uncounted rows."""
-        return {"epoch": self.epoch, "position": self.position, **self._source()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position, with the same or another number of ranks.
-
-        The rows themselves are not checked: the stream must give the same rows in the same order.
-
-        Raises:
-            ValueError: If the state was saved with other options, so that the packs would differ.
-        """
-        self._check_state(state)
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        self._restored(self.epoch)
 
     def _source(self) -> dict[str, Any]:
         return {"max_length": self.max_length, "buffer_size": self.buffer_size}

@@ -150,10 +150,9 @@ def verify_at_first_use(
     done, limit = verified_length(model), row_limit(model)
     if (done and limit is None) or torch.compiler.is_compiling():
         return
-    sizes = [pack_size(batch) for batch in batches]
-    own = (max(size.width for size in sizes), max(size.longest for size in sizes))
-    known = all_gather_objects(own) if mesh is not None else [own]
-    width, longest = max(width for width, _ in known), max(longest for _, longest in known)
+    own = [pack_size(batch) for batch in batches]
+    known = [size for sizes in (all_gather_objects(own) if mesh is not None else [own]) for size in sizes]
+    width, longest = map(max, zip(*known, strict=True))
     if not width or (done and (limit is None or longest <= limit)):
         return
     try:
