@@ -20,7 +20,7 @@ from fsdp_sft.collate.rows import (
     read_text,
 )
 from fsdp_sft.collate.spans import Found, find_turns, not_in_the_text
-from fsdp_sft.collate.template import ChatTemplate, UnusableTemplateError, describe_tokenizer
+from fsdp_sft.collate.template import ChatTemplate, describe_tokenizer
 from fsdp_sft.errors import ChatTemplateError, RowError, row_error
 from fsdp_sft.targets import IGNORE_INDEX
 
@@ -259,11 +259,11 @@ def encode_rows(
                 encoded[index] = EncodedChat(*read_encoded(row))
             else:
                 rendered[index] = _render(row, tokenizer, options, templates)
-        except UnusableTemplateError:
-            raise
         except ValueError as error:
             place = f"row {index} of {len(rows)}: " if len(rows) > 1 else ""
             reason = error.reason if isinstance(error, RowError) else "malformed"
+            if reason == "no_template":  # which is no row's fault
+                raise
             raise row_error(f"{place}{error}", reason) from error
     tokenised = tokenise(tokenizer, [found.text for found, _ in rendered.values()])
     for (index, (found, notes)), tokens in zip(rendered.items(), tokenised, strict=True):

@@ -13,7 +13,6 @@ from fsdp_sft.collate.encode import EncodedChat, encode_rows, selected_turns, tr
 from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS, warn
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, options_of
 from fsdp_sft.collate.rows import check_encoded, is_encoded, read_row
-from fsdp_sft.collate.template import UnusableTemplateError
 from fsdp_sft.errors import RowError, printable, row_error
 
 if TYPE_CHECKING:
@@ -200,14 +199,14 @@ def judge_row(
             encoded = row
         whole = encode_rows([row], tokenizer, options)[0] if encoded is None else encoded
         chat = truncate(whole, options)
-    except UnusableTemplateError:
-        raise
     except Exception as unexpected:
         # A row may hold anything, so any exception is possible.
         error = unexpected
         if not isinstance(error, ValueError):
             error = ValueError(f"the row cannot be read: {type(unexpected).__name__}: {unexpected}")
         reason = error.reason if isinstance(error, RowError) else "malformed"
+        if reason == "no_template":  # which is no row's fault
+            raise
         if on_error == "raise":
             raise row_error(f"row {index}: {error}", reason) from unexpected
         counts.add(reason, index, printable(str(error)))

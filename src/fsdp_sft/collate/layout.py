@@ -27,24 +27,7 @@ THINK = re.compile(r"(</?think>)")
 
 
 @dataclass(slots=True)
-class Dropped:
-    """A text of a trained message that the template does not print.
-
-    Attributes:
-        message: Index of the message.
-        text: The text.
-        part: Kind of the text: "reasoning", "tool call" or "content".
-        is_past: Whether it is reasoning before the last question, which templates leave out by design.
-    """
-
-    message: int
-    text: str
-    part: str
-    is_past: bool
-
-
-@dataclass(slots=True)
-class _TextSlot:
+class TextSlot:
     """A text of a message that gets one sentinel.
 
     Attributes:
@@ -63,7 +46,7 @@ class _TextSlot:
 
     @property
     def part(self) -> str:
-        """Kind of the text, as in `Dropped.part`."""
+        """Kind of the text: "reasoning", "tool call" or "content"."""
         return "reasoning" if self.is_reasoning else "tool call" if self.in_call else "content"
 
     def spellings(self) -> Iterator[str]:
@@ -126,7 +109,7 @@ class Layout:
         numeric: Whether numbers, too, have sentinels in `marked`.
     """
 
-    leaves: list[_TextSlot]
+    leaves: list[TextSlot]
     places: list[SlotSpan]
     length: int
     marked: list[Message]
@@ -158,18 +141,12 @@ class Layout:
         printed = {place.message for place in self.places}
         return (messages & {leaf.message for leaf in self.leaves}) - printed
 
-    def dropped(self, wanted: set[int], last_question: int) -> Iterator[Dropped]:
-        """Texts of the wanted messages that are not printed.
-
-        Args:
-            wanted: Indices of messages.
-            last_question: Index of the last user message.
-        """
+    def dropped(self, wanted: set[int]) -> Iterator[TextSlot]:
+        """Texts of the wanted messages that are not printed."""
         printed = {place.leaf for place in self.places}
         for number, leaf in enumerate(self.leaves):
             if leaf.message in wanted and number not in printed:
-                is_past = leaf.is_reasoning and leaf.message < last_question
-                yield Dropped(leaf.message, leaf.texts[0], leaf.part, is_past)
+                yield leaf
 
     def extents(self, wanted: set[int]) -> Iterator[MessageSpan]:
         """Positions of the wanted messages: first those not printed, then the others in text order."""
@@ -257,7 +234,7 @@ def _lay_out_once(
     numbers = numbers and any("tool_calls" in message for message in messages)
     if numbers and NUMERIC_SENTINEL.search(text):
         return None
-    leaves: list[_TextSlot] = []
+    leaves: list[TextSlot] = []
     marked = [
         _Marker(index, leaves, numbers).mark(message, blanks=blanks) if message["role"] in roles else message
         for index, message in enumerate(messages)
@@ -271,7 +248,7 @@ def _lay_out_once(
     return None if places is None else Layout(leaves, places, len(text), marked, numbers)
 
 
-def _align(marked: str, text: str, leaves: Sequence[_TextSlot], *, numeric: bool) -> list[SlotSpan] | None:
+def _align(marked: str, text: str, leaves: Sequence[TextSlot], *, numeric: bool) -> list[SlotSpan] | None:
     """The place of each leaf in `text`, found by putting leaves back for their sentinels.
 
     None unless the result is `text`, character for character.
@@ -311,7 +288,7 @@ class _Marker:
     """
 
     message: int
-    leaves: list[_TextSlot]
+    leaves: list[TextSlot]
     numbers: bool
 
     def mark(self, message: Message, *, blanks: bool) -> Message:
@@ -342,7 +319,7 @@ class _Marker:
         """A function that adds a leaf of this kind, given its spellings, and returns its sentinel."""
 
         def add(*texts: str) -> str:
-            self.leaves.append(_TextSlot(self.message, texts, **{"in_call": False, **kind}))
+            self.leaves.append(TextSlot(self.message, texts, **{"in_call": False, **kind}))
             return sentinel(len(self.leaves) - 1)
 
         return add
@@ -365,7 +342,7 @@ class _Marker:
         if isinstance(value, list | tuple):
             return [self._mark_argument(item) for item in value]
         if self.numbers and isinstance(value, int | float) and not isinstance(value, bool):
-            self.leaves.append(_TextSlot(self.message, (json.dumps(value), str(value)), in_call=True))
+            self.leaves.append(TextSlot(self.message, (json.dumps(value), str(value)), in_call=True))
             return numeric_sentinel(len(self.leaves) - 1)
         return value
 
@@ -387,7 +364,7 @@ def mark_text(text: str, add: Callable[..., str], pattern: re.Pattern[str] | Non
     return "".join(parts)
 
 
-def _note_reasoning(marked: str, leaves: list[_TextSlot]) -> None:
+def _note_reasoning(marked: str, leaves: list[TextSlot]) -> None:
     """Mark the leaves of a content that are inside think tags as reasoning."""
     # A content that closes a think block without opening it begins inside: the prompt has opened it.
     end = marked.find("</think>")

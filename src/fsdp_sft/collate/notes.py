@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
-from fsdp_sft.collate.layout import Dropped
+from fsdp_sft.collate.layout import TextSlot
 from fsdp_sft.collate.messages import REASONING_KEYS
 from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.collate.rows import Conversation, tool_name
@@ -106,9 +106,11 @@ def _on_dropped(found: Found, template: ChatTemplate, options: EncodeOptions) ->
     """Notes on texts that the template leaves out."""
     if options.on_dropped == "ignore":
         return
-    if any(item.is_past for item in found.dropped):
+    last_question = max((i for i, m in enumerate(found.messages) if m["role"] == "user"), default=-1)
+    past = [item for item in found.dropped if item.is_reasoning and item.message < last_question]
+    if past:
         yield "dropped_past_reasoning"
-    lost = next((item for item in found.dropped if not item.is_past), None)
+    lost = next((item for item in found.dropped if item not in past), None)
     if lost is not None:
         if options.on_dropped == "error":
             raise _dropped_error(lost, template)
@@ -187,10 +189,11 @@ def _warn(template: ChatTemplate, what: str) -> None:
     warn(f"the chat template of {describe_tokenizer(template.tokenizer)} {what}")
 
 
-def _dropped_error(lost: Dropped, template: ChatTemplate) -> ChatTemplateError:
+def _dropped_error(lost: TextSlot, template: ChatTemplate) -> ChatTemplateError:
     """The error for a text that the template does not print."""
     key = template.facts().reasoning_key if lost.part == "reasoning" else ""
-    shown = lost.text if len(lost.text) <= 60 else f"{lost.text[:60]}..."
+    text = lost.texts[0]
+    shown = text if len(text) <= 60 else f"{text[:60]}..."
     return ChatTemplateError(
         f"the chat template of {describe_tokenizer(template.tokenizer)} does not print the {lost.part} of "
         f"message {lost.message}, {shown!r}, so it would not be trained: "

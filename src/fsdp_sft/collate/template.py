@@ -87,10 +87,6 @@ class TemplateFacts:
     reads_tags: tuple[str, ...] = ()
 
 
-class UnusableTemplateError(ChatTemplateError):
-    """There is no chat template, or it does not parse: no row is to blame, and none is left out for it."""
-
-
 class ChatTemplate:
     """A tokenizer's chat template, its renderings, and its `TemplateFacts`.
 
@@ -102,7 +98,7 @@ class ChatTemplate:
         thinks_in_parts: Whether reasoning is given as a part of type "thinking".
 
     Raises:
-        UnusableTemplateError: If there is no template.
+        ChatTemplateError: If there is no template; its reason is "no_template".
     """
 
     def __init__(
@@ -115,10 +111,11 @@ class ChatTemplate:
         thinks_in_parts: bool = False,
     ) -> None:
         if not chat_template and not tokenizer.chat_template:
-            raise UnusableTemplateError(
+            raise ChatTemplateError(
                 f"{describe_tokenizer(tokenizer)} has no chat template; pass chat_template=, or set "
                 "tokenizer.chat_template to the one of the model's instruct version (the tutorial "
-                '"Teach a base model to chat" shows how)'
+                '"Teach a base model to chat" shows how)',
+                reason="no_template",
             )
         self.tokenizer = tokenizer
         self.text: str = tokenizer.get_chat_template(chat_template, tools=tools)
@@ -152,8 +149,7 @@ class ChatTemplate:
             (text, character spans of the generation tags; empty if the tags are in a macro or a block set).
 
         Raises:
-            ChatTemplateError: If the template refuses the conversation.
-            UnusableTemplateError: If it does not parse.
+            ChatTemplateError: If the template refuses the conversation, or does not parse ("no_template").
         """
         if self._in_parts or self._thinks_in_parts:
             messages = [self._as_parts(message) for message in messages]
@@ -169,10 +165,11 @@ class ChatTemplate:
             if len(text) > _MAX_CHARACTERS:
                 raise ValueError(f"it writes {len(text):,} characters, at most {_MAX_CHARACTERS:,} are read")
         except jinja2.TemplateSyntaxError as error:
-            raise UnusableTemplateError(
+            raise ChatTemplateError(
                 f"the chat template of {describe_tokenizer(self.tokenizer)} does not parse: line "
                 f"{error.lineno}: {error.message}; repair it, or pass another chat_template= (the tutorial "
-                '"Teach a base model to chat" has one)'
+                '"Teach a base model to chat" has one)',
+                reason="no_template",
             ) from None
         except Exception as error:
             raise ChatTemplateError(

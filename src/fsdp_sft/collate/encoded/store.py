@@ -20,7 +20,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import overload
 
-import numpy as np
 import torch
 from safetensors.torch import save
 
@@ -62,7 +61,10 @@ class Shard:
 
     def write(self, path: Path) -> None:
         """Write the rows to a file, which is on the disk when it gets its name."""
-        tensors = {name: torch.from_numpy(np.array(values)) for name, values in self.columns.items()}
+        tensors = {
+            name: torch.frombuffer(values, dtype=torch.int32) if values else torch.empty(0, dtype=torch.int32)
+            for name, values in self.columns.items()
+        }
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         write_bytes(temporary, save(tensors, {"counts": json.dumps(self.counts.described())}))
         os.replace(temporary, path)
