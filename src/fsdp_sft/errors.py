@@ -108,7 +108,8 @@ class RowError(FsdpSftError, ValueError):
 
     Attributes:
         reason: The name under which `filter_rows` counts such a row: "malformed", "media", "too_long", and
-            for a `ChatTemplateError` "refused_by_template", "dropped_text" or "no_reasoning".
+            for a `ChatTemplateError` "refused_by_template", "dropped_text" or "no_reasoning". A template
+            that is missing or does not parse has "no_template": no row is counted for it.
     """
 
     reason: str

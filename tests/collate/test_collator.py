@@ -135,7 +135,6 @@ def test_options_are_checked_before_any_row_is_seen(options, message):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"on_error": "skip"}, pytest.raises(ValueError, match="on_error must be one of 'raise', 'count'")),
         ({"on_dropped": "drop"}, pytest.raises(ValueError, match="on_dropped must be one of")),
         ({"train_no": "all"}, pytest.raises(TypeError, match="train_no=: do you mean train_on")),
     ],

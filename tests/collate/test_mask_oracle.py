@@ -164,17 +164,17 @@ def test_public_templates() -> None:
 
 @pytest.mark.parametrize("mistake", ["one token late", "header trained", "stop left out", "all"])
 def test_the_brute_force_finds_mistakes(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdp_sft.collate import encode
+    from fsdp_sft.collate import encode, spans
 
     find_turns = encode.find_turns
 
     def wrong(*args: Any, **options: Any) -> Any:
         found = find_turns(*args, **options)
         change = {
-            "one token late": lambda t: encode.Turn(t.message, t.start + 1, t.stop_start, t.end),
-            "header trained": lambda t: encode.Turn(t.message, t.start - 1, t.stop_start, t.end),
-            "stop left out": lambda t: encode.Turn(t.message, t.start, t.stop_start, t.stop_start),
-            "all": lambda t: encode.Turn(t.message, 0, t.stop_start, t.end),
+            "one token late": lambda t: spans.Turn(t.message, t.start + 1, t.stop_start, t.end),
+            "header trained": lambda t: spans.Turn(t.message, t.start - 1, t.stop_start, t.end),
+            "stop left out": lambda t: spans.Turn(t.message, t.start, t.stop_start, t.stop_start),
+            "all": lambda t: spans.Turn(t.message, 0, t.stop_start, t.end),
         }[mistake]
         return replace(found, turns=[change(turn) for turn in found.turns])
 

@@ -211,7 +211,7 @@ def test_a_skeleton_that_is_out_of_date_is_rendered_anew() -> None:
 
     tokenizer = ct.byte_tokenizer("chatml")
     expected = shown(answer("a"), tokenizer)
-    (known,) = template._SKELETONS[tokenizer].values()
+    (known,) = (one.skeletons for one in template._KNOWN[tokenizer].values())
     for key in known:
         known[key] = "Today is another day. " + known[key]
     assert shown(answer("b"), tokenizer) == expected.replace("⟦a", "⟦b")

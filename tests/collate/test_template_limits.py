@@ -113,8 +113,7 @@ def test_variables_of_many_rows_are_not_all_remembered() -> None:
     rows = [{**chat("q", "a"), "chat_template_kwargs": {"date": str(day)}} for day in range(200)]
     kept, _ = fs.filter_rows(rows, own)
     assert len(kept) == 200
-    assert len(template._FACTS[own]) <= 64
-    assert len(template._SKELETONS[own]) <= 64
+    assert len(template._KNOWN[own]) <= 64
     assert template.templates_used(own) == {own.chat_template}
 
 

@@ -162,8 +162,9 @@ READERS: dict[str, Reader] = {
     "pickle of torch.save": Reader(_save_torch, "model.pt", _read_torch, rebuild=_rebuild_torch),
     "manifest": Reader(_save_step, "root/step-1/MANIFEST.json", _read_step, rebuild=_rebuild_manifest),
     "index of a step": Reader(_save_step, "root/step-1/INDEX.json", _read_step),
-    "lengths of encoded rows": Reader(_save_rows, "encoded/lengths.i32", _read_rows),
-    "report of encoded rows": Reader(_save_rows, "encoded/about.json", _read_rows),
+    "header of encoded rows": Reader(
+        _save_rows, "encoded/00000-of-00001.safetensors", _read_rows, span=_header_span
+    ),
 }
 # Changes of these can give another sound file: numbers that have no second place in which they stand.
 FREE = {

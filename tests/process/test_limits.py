@@ -105,15 +105,12 @@ def test_no_loader_calls_a_file_damaged_that_it_must_not_read(
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    dataset = tmp_path / "encoded"
-    dataset.mkdir()
-    (dataset / "about.json").write_text("{}")
     for module, name, load in (
         (stored, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
         (reader, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
         (disk, "open_file", lambda: fs.load_weights(model, tmp_path / "hf")),
         (torch_file, "open_file", lambda: fs.load_full_state_dict(model, tmp_path / "model.pt")),
-        (disk, "open_file", lambda: store.is_sound(dataset)),
+        (store, "open_file", lambda: store.is_sound(tmp_path / "model.pt")),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, _refusing)

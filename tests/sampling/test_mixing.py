@@ -38,10 +38,9 @@ def take(samplers: list[Any], number: int | None = None) -> list[Any]:
         ({}, [900, 90, 10]),
         ({"weights": [1, 1, 2], "epoch_rows": 400}, [100, 100, 200]),
         ({"weights": [0.5, 0.5, 0]}, [500, 500, 0]),
-        ({"counts": [10, 20, 30]}, [10, 20, 30]),
-        ({"temperature": 1}, [900, 90, 10]),
-        ({"temperature": 1e9, "epoch_rows": 300}, [100, 100, 100]),
-        ({"temperature": 2, "epoch_rows": 4264}, [2999, 949, 316]),
+        ({"weights": [10, 20, 30], "epoch_rows": 60}, [10, 20, 30]),
+        ({"epoch_rows": 500}, [450, 45, 5]),
+        ({"weights": [size**0.5 for size in SIZES], "epoch_rows": 4264}, [2999, 949, 316]),
     ],
 )
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -71,7 +70,7 @@ def test_any_stretch_of_an_epoch_has_the_proportions() -> None:
 
 
 def test_what_comes_again_comes_in_another_order() -> None:
-    (sampler,) = group(1, fs.Mixture(SIZES, counts=[0, 0, 40]))
+    (sampler,) = group(1, fs.Mixture(SIZES, weights=[0, 0, 1], epoch_rows=40))
     rows = list(sampler)
     turns = [rows[start : start + 10] for start in range(0, 40, 10)]
     assert all(sorted(turn) == list(range(990, 1000)) for turn in turns)
@@ -102,7 +101,7 @@ def test_positions_are_exact_when_the_number_of_ranks_changes(packs: bool) -> No
 
 def test_packs_of_a_mixture() -> None:
     lengths = [1 + row % 5 for row in range(1000)]
-    mixture = fs.Mixture(SIZES, counts=[30, 30, 30])
+    mixture = fs.Mixture(SIZES, weights=[1, 1, 1], epoch_rows=90)
     sampler = fs.PackedSampler(lengths, max_length=20, mixture=mixture, cost=(1.0, 0.1))
     packs = list(sampler)
     assert len(packs) == len(sampler)
@@ -114,7 +113,7 @@ def test_packs_of_a_mixture() -> None:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_packs_of_the_next_epoch_are_of_the_rows_that_are_left(shuffle: bool) -> None:
-    mixture = fs.Mixture([8], counts=[4])
+    mixture = fs.Mixture([8], epoch_rows=4)
     sampler = fs.PackedSampler([1] * 8, max_length=2, mixture=mixture, shuffle=shuffle)
     rows = [row for _ in range(2) for pack in take([sampler]) for row in pack]
     assert sorted(rows) == list(range(8))
@@ -129,10 +128,10 @@ def test_a_loader_with_windows_moves_the_position(packs: bool) -> None:
     data: Any = ConcatDataset(rows)  # type: ignore[arg-type]
     collate = fs.PackedCollator(max_length=6)
     if packs:
-        sampler: Any = fs.PackedSampler([3] * 12, max_length=6, mixture=fs.Mixture(rows, counts=[4, 8]))
+        sampler: Any = fs.PackedSampler([3] * 12, max_length=6, mixture=fs.Mixture(rows, weights=[1, 2]))
         loader = DataLoader(data, batch_sampler=sampler, collate_fn=collate)
     else:
-        sampler = fs.ResumableSampler(fs.Mixture(rows, counts=[4, 8]))
+        sampler = fs.ResumableSampler(fs.Mixture(rows, weights=[1, 2]))
         loader = DataLoader(data, batch_size=2, sampler=sampler, collate_fn=collate)
     for number, window in enumerate(fs.windows(loader, 2), start=1):
         assert len(window) == 2
@@ -144,15 +143,10 @@ def test_a_loader_with_windows_moves_the_position(packs: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": [1, 1, 1], "counts": [1, 1, 1]}, "one of weights, counts and temperature"),
-        ({"counts": [1, 2]}, "there are 3 data sets"),
-        ({"counts": [0, 0, 0]}, "not all 0"),
-        ({"counts": [-1, 0, 3]}, "not negative"),
-        ({"weights": [0, 0, 0]}, "above 0"),
+        ({"weights": [1, 2]}, "one number for each of 3 data sets"),
+        ({"weights": [0, 0, 0]}, "not all 0"),
+        ({"weights": [-1, 0, 3]}, "not negative"),
         ({"weights": [1, float("nan"), 1]}, "finite and not negative"),
-        ({"temperature": 0.5}, "at least 1"),
-        ({"counts": [1, 1, 1], "epoch_rows": 7}, "epoch_rows goes with"),
-        ({"epoch_rows": 7}, "epoch_rows goes with"),
         ({"weights": [1, 1, 1], "epoch_rows": 0}, "epoch_rows must be an integer of at least 1"),
     ],
 )
@@ -163,9 +157,9 @@ def test_what_cannot_be_mixed(options: dict[str, Any], message: str) -> None:
 
 def test_a_data_set_without_rows_and_a_state_of_other_proportions() -> None:
     with pytest.raises(ValueError, match="data set 1 has no rows"):
-        fs.Mixture([3, 0], counts=[1, 1])
+        fs.Mixture([3, 0], weights=[1, 1], epoch_rows=2)
     assert fs.Mixture([3, 0], weights=[1, 0]).counts == [3, 0]
-    given, other = (fs.Mixture(SIZES, counts=counts) for counts in ([1, 2, 3], [3, 2, 1]))
+    given, other = (fs.Mixture(SIZES, weights=counts, epoch_rows=6) for counts in ([1, 2, 3], [3, 2, 1]))
     for lengths in ([], [[1] * 1000]):
         (saved,), (later,), (plain,) = (group(1, one, *lengths) for one in (given, other, fs.Mixture(SIZES)))
         with pytest.raises(ValueError, match=r"counts=\[1, 2, 3\], and here it is \[3, 2, 1\]"):

@@ -80,8 +80,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a rank verifies by its own packs alone",
         "sampling/packing/verify.py",
-        "known = all_gather_objects(own) if mesh is not None else [own]",
-        "known = [own]",
+        "(all_gather_objects(own) if mesh is not None else [own])",
+        "[own]",
         PACKS,
     ),
     Mistake(
@@ -206,8 +206,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "ranks that share rows draw rows of their own",
         "sampling/sampler.py",
-        "    index, shares = data_parallel_place(mesh)\n",
-        "    index, shares = mesh.get_rank(), mesh.size()\n",
+        "            rank, num_replicas = data_parallel_place(mesh)\n",
+        "            rank, num_replicas = mesh.get_rank(), mesh.size()\n",
         ("tests/attention/context_parallel/test_training.py::test_one_rank_of_a_group_reads_for_all",),
     ),
     Mistake(

@@ -6,8 +6,8 @@ MISTAKES = [
     Mistake(
         "a packed row predicts the first token of the next",
         "sampling/packing/collator.py",
-        "                targets[start] = IGNORE_INDEX",
-        "                pass",
+        "labels.extend([IGNORE_INDEX, *chat.labels[1:]])",
+        "labels.extend(chat.labels)",
         ("tests/sampling/packing/test_packs.py",),
     ),
     Mistake(

@@ -7,7 +7,7 @@ from fsdp_sft.collate.collator import SFTCollator
 from fsdp_sft.collate.encode import EncodedChat, encode_chat
 from fsdp_sft.collate.filtering import REFUSALS, FilterCounts, filter_rows
 from fsdp_sft.collate.notes import NOTES
-from fsdp_sft.collate.packs import PackSize, filler_of, pack_size, refuse_masked_pack
+from fsdp_sft.collate.packs import filler_of, pack_size, refuse_masked_pack
 from fsdp_sft.collate.render import render_labels, render_labels_html
 from fsdp_sft.errors import ChatTemplateError
 from fsdp_sft.targets import IGNORE_INDEX
@@ -19,7 +19,6 @@ __all__ = [
     "ChatTemplateError",
     "EncodedChat",
     "FilterCounts",
-    "PackSize",
     "SFTCollator",
     "encode_chat",
     "filler_of",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,8 +19,8 @@ from fsdp_sft.collate.rows import (
     read_row,
     read_text,
 )
-from fsdp_sft.collate.spans import Turn, find_turns, not_in_the_text
-from fsdp_sft.collate.template import ChatTemplate, check_template, describe_tokenizer
+from fsdp_sft.collate.spans import Found, find_turns, not_in_the_text
+from fsdp_sft.collate.template import ChatTemplate, describe_tokenizer
 from fsdp_sft.errors import ChatTemplateError, RowError, row_error
 from fsdp_sft.targets import IGNORE_INDEX
 
@@ -249,7 +249,7 @@ def encode_rows(
 ) -> list[EncodedChat]:
     """`encode_chat` before truncation; chats are tokenised in one call, which can use several cores."""
     encoded: dict[int, EncodedChat] = {}
-    rendered: dict[int, _Rendering] = {}
+    rendered: dict[int, tuple[Found, tuple[str, ...]]] = {}
     templates: dict[Any, ChatTemplate] = {}
     for index, row in enumerate(rows):
         try:
@@ -260,22 +260,32 @@ def encode_rows(
             else:
                 rendered[index] = _render(row, tokenizer, options, templates)
         except ValueError as error:
-            if not is_encoded(row, options.row_format) and getattr(tokenizer, "is_fast", False):
-                check_template(tokenizer, options.chat_template)  # a template for no row is no row's fault
             place = f"row {index} of {len(rows)}: " if len(rows) > 1 else ""
             reason = error.reason if isinstance(error, RowError) else "malformed"
+            if reason == "no_template":  # which is no row's fault
+                raise
             raise row_error(f"{place}{error}", reason) from error
-    tokenised = tokenise(tokenizer, [rendering.text for rendering in rendered.values()])
-    for (index, rendering), tokens in zip(rendered.items(), tokenised, strict=True):
-        found = {
-            "start_in_a_token": any(starts_in_a_token(tokens, start) for start in rendering.starts),
-            "answer_cut_off": _loses_an_answer(tokens, rendering, options),
-            "end_of_answer_alone": _loses_a_beginning(tokens, rendering, options),
-            "longer_than_model": len(tokens.ids[: options.max_length]) > tokenizer.model_max_length,
-        }
-        notes = tuple(dict.fromkeys((*rendering.notes, *(name for name, holds in found.items() if holds))))
-        encoded[index] = EncodedChat(tokens.ids, _labels(tokens, rendering, options.train_eot), notes)
+    tokenised = tokenise(tokenizer, [found.text for found, _ in rendered.values()])
+    for (index, (found, notes)), tokens in zip(rendered.items(), tokenised, strict=True):
+        notes += tuple(_notes_of_tokens(tokens, found, options))
+        encoded[index] = EncodedChat(tokens.ids, _labels(tokens, found, options), tuple(dict.fromkeys(notes)))
     return [encoded[index] for index in range(len(rows))]
+
+
+def _notes_of_tokens(tokens: Tokens, found: Found, options: EncodeOptions) -> Iterator[str]:
+    """Names of the notes on a row that its tokens show."""
+    starts: dict[int, int] = {}
+    for turn in found.turns:  # a message has several turns where a template leaves out a part of it
+        if options.train_on != "all" and found.messages[turn.message]["role"] == "assistant":
+            starts.setdefault(turn.message, turn.start)
+    if any(starts_in_a_token(tokens, start) for start in starts.values()):
+        yield "start_in_a_token"
+    if _loses_an_answer(tokens, found, options):
+        yield "answer_cut_off"
+    if _loses_a_beginning(tokens, found, options):
+        yield "end_of_answer_alone"
+    if len(tokens.ids[: options.max_length]) > tokens.tokenizer.model_max_length:
+        yield "longer_than_model"
 
 
 def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions) -> EncodedChat:
@@ -291,34 +301,16 @@ def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase, options: EncodeO
     return EncodedChat(ids, list(ids), notes=("longer_than_model",) * is_long)
 
 
-@dataclass(slots=True)
-class _Rendering:
-    """A rendered conversation and what its labels depend on. Spans are characters [start, end) of the text.
-
-    Attributes:
-        text: The conversation as the template prints it.
-        turns: Turns that are trained; with `all_else`, those that are not.
-        all_else: Whether everything but `turns` is trained, as with train_on="all".
-        notes: Names of `NOTES`.
-        answers: Span of each trained answer.
-        starts: First trained character of each assistant message that is trained.
-    """
-
-    text: str
-    turns: list[Turn]
-    all_else: bool
-    notes: tuple[str, ...]
-    answers: tuple[tuple[int, int], ...]
-    starts: tuple[int, ...]
-
-
 def _render(
     row: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
     options: EncodeOptions,
     templates: dict[Any, ChatTemplate],
-) -> _Rendering:
-    """Render a chat row and find the turns on which its labels depend."""
+) -> tuple[Found, tuple[str, ...]]:
+    """Render a chat row, and find the turns on which its labels depend and the notes on it.
+
+    The turns are those that are trained or, with train_on="all", those that are not.
+    """
     conversation = read_row(row, options.row_format)
     template = _template(conversation, tokenizer, options, templates)
     all_else = options.train_on == "all"
@@ -344,19 +336,7 @@ def _render(
         found = find_turns(template, conversation, [], printed=[])
         found = replace(found, dropped=tuple(not_in_the_text(found.messages, trained, found.text)))
     _check_text(found.text)
-    notes = tuple(notes_of(found, template, conversation, options))
-    starts: dict[int, int] = {}
-    for turn in found.turns:  # a message has several turns where a template leaves out a part of it
-        if not all_else and conversation.messages[turn.message]["role"] == "assistant":
-            starts.setdefault(turn.message, turn.start)
-    return _Rendering(
-        text=found.text,
-        turns=found.turns,
-        all_else=all_else,
-        notes=notes,
-        answers=found.answers,
-        starts=tuple(starts.values()),
-    )
+    return found, tuple(notes_of(found, template, conversation, options))
 
 
 def _template(
@@ -416,15 +396,15 @@ def selected_turns(conversation: Conversation, options: EncodeOptions) -> list[i
     return [index for index in turns_of_roles(conversation, options) if conversation.trained[index]]
 
 
-def _labels(tokens: Tokens, rendering: _Rendering, train_eot: bool) -> list[int]:
+def _labels(tokens: Tokens, found: Found, options: EncodeOptions) -> list[int]:
     """Labels of a rendered conversation: the id of each trained token and -100 elsewhere, (S,)."""
     # A token belongs to the turn in which its first character lies. One that begins before the turn and
     # reaches into it is not trained: the model would have to predict a part of the prompt with it.
-    ids, all_else = tokens.ids, rendering.all_else
+    ids, all_else = tokens.ids, options.train_on == "all"
     labels = list(ids) if all_else else [IGNORE_INDEX] * len(ids)
-    for turn in rendering.turns:
+    for turn in found.turns:
         first, stop = tokens.first_from(turn.start), tokens.first_from(turn.end)
-        if not all_else and not train_eot and turn.stop_start < turn.end:
+        if not all_else and not options.train_eot and turn.stop_start < turn.end:
             # An end-of-turn token with lstrip=True takes in the white space in front of it, and so starts
             # before its own text does: stop at the first token that ends beyond stop_start.
             stop = min(stop, tokens.first_beyond(turn.stop_start))
@@ -433,21 +413,21 @@ def _labels(tokens: Tokens, rendering: _Rendering, train_eot: bool) -> list[int]
     return labels
 
 
-def _loses_an_answer(tokens: Tokens, rendering: _Rendering, options: EncodeOptions) -> bool:
+def _loses_an_answer(tokens: Tokens, found: Found, options: EncodeOptions) -> bool:
     """Whether `truncate` will cut off an entire answer."""
     limit, length = options.max_length, len(tokens.ids)
     if limit is None or length <= limit:
         return False
     if options.truncation == "left":
-        return any(tokens.first_from(end) <= length - limit for _, end in rendering.answers)
-    return any(tokens.first_beyond(start) >= limit for start, _ in rendering.answers)
+        return any(tokens.first_from(end) <= length - limit for _, end in found.answers)
+    return any(tokens.first_beyond(start) >= limit for start, _ in found.answers)
 
 
-def _loses_a_beginning(tokens: Tokens, rendering: _Rendering, options: EncodeOptions) -> bool:
+def _loses_a_beginning(tokens: Tokens, found: Found, options: EncodeOptions) -> bool:
     """Whether `truncate` will cut off the beginning of an answer, and not its end."""
     lost = len(tokens.ids[options.max_length :]) if options.max_length else 0
     return options.truncation == "left" and any(
-        tokens.first_from(start) < lost < tokens.first_from(end) for start, end in rendering.answers
+        tokens.first_from(start) < lost < tokens.first_from(end) for start, end in found.answers
     )
 
 

@@ -12,8 +12,7 @@ from fsdp_sft._model.wrappers import tokenizer_of
 from fsdp_sft.collate.encode import EncodedChat, encode_rows, selected_turns, truncate, turns_of_roles
 from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS, warn
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, options_of
-from fsdp_sft.collate.rows import is_encoded, read_row
-from fsdp_sft.collate.template import check_template
+from fsdp_sft.collate.rows import check_encoded, is_encoded, read_row
 from fsdp_sft.errors import RowError, printable, row_error
 
 if TYPE_CHECKING:
@@ -63,32 +62,29 @@ class FilterCounts(dict[str, int]):
         self.indices: dict[str, array[int]] = {}
         self.examples: dict[str, list[str]] = {}
 
+    def described(self) -> dict[str, Any]:
+        """The counts as JSON holds them, for `of`."""
+        indices = {reason: list(values) for reason, values in self.indices.items()}
+        return {"counts": dict(self), "indices": indices, "examples": self.examples}
+
     @classmethod
-    def of(
-        cls,
-        counts: Mapping[str, int],
-        indices: Mapping[str, Iterable[int]],
-        examples: Mapping[str, list[str]],
-    ) -> FilterCounts:
-        """The counts of an earlier run."""
+    def of(cls, described: Mapping[str, Any]) -> FilterCounts:
+        """The counts that `described` has returned."""
         made = cls()
-        made.update(counts)
-        made.indices = {reason: array("q", values) for reason, values in indices.items()}
-        made.examples = {reason: list(texts) for reason, texts in examples.items()}
+        made.update(described["counts"])
+        made.indices = {reason: array("q", values) for reason, values in described["indices"].items()}
+        made.examples = {reason: list(texts) for reason, texts in described["examples"].items()}
         return made
 
-    def join(self, others: FilterCounts, first: int) -> None:
-        """Add the counts of further rows, of which the first has the index ``first``."""
+    def join(self, others: FilterCounts) -> None:
+        """Add the counts of further rows, which come after those counted so far."""
         for reason, number in others.items():
             self[reason] = self.get(reason, 0) + number
         for reason, indices in others.indices.items():
-            self.indices.setdefault(reason, array("q")).extend(array("q", (first + i for i in indices)))
+            self.indices.setdefault(reason, array("q")).extend(indices)
         for reason, texts in others.examples.items():
             mine = self.examples.setdefault(reason, [])
-            room = _EXAMPLES - len(mine)
-            for text in texts[: max(room, 0)]:
-                place, _, rest = text.removeprefix("row ").partition(": ")
-                mine.append(f"row {first + int(place)}: {rest}")
+            mine += texts[: _EXAMPLES - len(mine)]
 
     def add(self, reason: str, index: int, text: str = "") -> None:
         """Count a row under a reason or note, with ``text`` as its example if that is not empty."""
@@ -99,6 +95,10 @@ class FilterCounts(dict[str, int]):
         examples = self.examples.setdefault(reason, [])
         if len(examples) < _EXAMPLES:
             examples.append(f"row {index}: {text or REFUSALS.get(reason) or NOTES[reason]}")
+
+    def first_examples(self) -> str:
+        """The first example of each reason, a line each."""
+        return "".join(f"\n  {texts[0]}" for texts in self.examples.values())
 
 
 def warn_of_notes(counts: FilterCounts, names: Iterable[str]) -> None:
@@ -153,33 +153,17 @@ def filter_rows(
     check_choice("on_error", on_error, ("raise", "count"))
     kept: list[Row] = []
     counts = FilterCounts()
-    is_checked = False
     for index, row in enumerate(rows):
-        is_checked = is_checked or check_template_for(row, tokenizer, wanted)
         reason, chat = judge_row(row, index, tokenizer, wanted, counts, on_error)
         if reason == "kept" and chat is not None:
             kept.append(row)
     if not kept:
-        examples = "".join(f"\n  {texts[0]}" for texts in counts.examples.values())
         raise ValueError(
             f"no row has a target, counted {dict(counts)}; look at some with render_labels, and check "
-            f"train_on, max_length and the weights of the messages{examples}"
+            f"train_on, max_length and the weights of the messages{counts.first_examples()}"
         )
     warn_of_notes(counts, WARNED_OF_ROWS)
     return kept, counts
-
-
-def check_template_for(row: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions) -> bool:
-    """Whether a row needs a chat template; if so, the template is checked.
-
-    Raises:
-        ChatTemplateError: If there is no template, or it does not parse.
-    """
-    if isinstance(row, Mapping) and not is_encoded(row, options.row_format):
-        if getattr(tokenizer, "is_fast", False):  # a row says what is wrong with other tokenizers
-            check_template(tokenizer, options.chat_template)
-        return True
-    return False
 
 
 def judge_row(
@@ -204,10 +188,15 @@ def judge_row(
 
     Returns:
         ("kept" or the reason why the row is not kept; the encoded and truncated row, or None if refused).
+
+    Raises:
+        ChatTemplateError: If there is no template, or it does not parse.
+        RowError: For a row that is refused, with on_error="raise".
     """
-    if encoded is None and isinstance(row, EncodedChat):
-        encoded = row
     try:
+        if isinstance(row, EncodedChat):
+            check_encoded(row.input_ids, row.labels)
+            encoded = row
         whole = encode_rows([row], tokenizer, options)[0] if encoded is None else encoded
         chat = truncate(whole, options)
     except Exception as unexpected:
@@ -216,6 +205,8 @@ def judge_row(
         if not isinstance(error, ValueError):
             error = ValueError(f"the row cannot be read: {type(unexpected).__name__}: {unexpected}")
         reason = error.reason if isinstance(error, RowError) else "malformed"
+        if reason == "no_template":  # which is no row's fault
+            raise
         if on_error == "raise":
             raise row_error(f"row {index}: {error}", reason) from unexpected
         counts.add(reason, index, printable(str(error)))

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
@@ -26,24 +27,7 @@ THINK = re.compile(r"(</?think>)")
 
 
 @dataclass(slots=True)
-class Dropped:
-    """A text of a trained message that the template does not print.
-
-    Attributes:
-        message: Index of the message.
-        text: The text.
-        part: Kind of the text: "reasoning", "tool call" or "content".
-        is_past: Whether it is reasoning before the last question, which templates leave out by design.
-    """
-
-    message: int
-    text: str
-    part: str
-    is_past: bool
-
-
-@dataclass(slots=True)
-class _TextSlot:
+class TextSlot:
     """A text of a message that gets one sentinel.
 
     Attributes:
@@ -62,7 +46,7 @@ class _TextSlot:
 
     @property
     def part(self) -> str:
-        """Kind of the text, as in `Dropped.part`."""
+        """Kind of the text: "reasoning", "tool call" or "content"."""
         return "reasoning" if self.is_reasoning else "tool call" if self.in_call else "content"
 
     def spellings(self) -> Iterator[str]:
@@ -113,20 +97,6 @@ class MessageSpan(NamedTuple):
     ceiling: int
 
 
-class _MessageRun(NamedTuple):
-    """Consecutive places of one message.
-
-    Attributes:
-        message: Index of the message.
-        start: Start of the first place.
-        end: End of the last place.
-    """
-
-    message: int
-    start: int
-    end: int
-
-
 @dataclass(slots=True)
 class Layout:
     """The leaves of a conversation and the places of those that are printed.
@@ -139,7 +109,7 @@ class Layout:
         numeric: Whether numbers, too, have sentinels in `marked`.
     """
 
-    leaves: list[_TextSlot]
+    leaves: list[TextSlot]
     places: list[SlotSpan]
     length: int
     marked: list[Message]
@@ -151,7 +121,6 @@ class Layout:
         Raises:
             ChatTemplateError: If one is missing, printed twice, or interrupted by another.
         """
-        absent = self.absent(wanted)
         printed: set[int] = set()
         begun: set[int] = set()
         before = None
@@ -164,26 +133,20 @@ class Layout:
             printed.add(place.leaf)
             begun.add(index)
             before = index
-        if absent:
-            raise template.error(f"it does not print message {min(absent)}")
+        for index in sorted(self.absent(wanted))[:1]:
+            raise template.error(f"it does not print message {index}")
 
     def absent(self, messages: set[int]) -> set[int]:
         """Those of `messages` that have texts, none of which is printed."""
         printed = {place.message for place in self.places}
         return (messages & {leaf.message for leaf in self.leaves}) - printed
 
-    def dropped(self, wanted: set[int], last_question: int) -> Iterator[Dropped]:
-        """Texts of the wanted messages that are not printed.
-
-        Args:
-            wanted: Indices of messages.
-            last_question: Index of the last user message.
-        """
+    def dropped(self, wanted: set[int]) -> Iterator[TextSlot]:
+        """Texts of the wanted messages that are not printed."""
         printed = {place.leaf for place in self.places}
         for number, leaf in enumerate(self.leaves):
             if leaf.message in wanted and number not in printed:
-                is_past = leaf.is_reasoning and leaf.message < last_question
-                yield Dropped(leaf.message, leaf.texts[0], leaf.part, is_past)
+                yield leaf
 
     def extents(self, wanted: set[int]) -> Iterator[MessageSpan]:
         """Positions of the wanted messages: first those not printed, then the others in text order."""
@@ -192,19 +155,15 @@ class Layout:
             floor = max((p.end for p in self.places if p.message < index), default=0)
             ceiling = min((p.start for p in self.places if p.message > index), default=self.length)
             yield MessageSpan(index, floor, None, ceiling)
-        # Join neighbouring places of one message into runs. A message printed in two pieces has two runs,
-        # which `check` refuses for wanted messages.
-        found: list[_MessageRun] = []
-        for place in self.places:
-            start = found.pop().start if found and found[-1].message == place.message else place.start
-            found.append(_MessageRun(place.message, start, place.end))
-        # The literal before a run begins at the end of the previous run, or with the text; the one behind it
-        # ends at the start of the next run, or at the end of the text.
-        ends = [0, *(one.end for one in found)]
-        starts = [*(one.start for one in found), self.length]
-        for number, one in enumerate(found):
-            if one.message in wanted:
-                yield MessageSpan(one.message, ends[number], (one.start, one.end), starts[number + 1])
+        # Neighbouring places of one message are a run. A message printed in two pieces has two runs, which
+        # `check` refuses for wanted messages. The literal before a run begins at the end of the previous run,
+        # or with the text; the one behind it ends at the start of the next run, or at the end of the text.
+        runs = [list(run) for _, run in groupby(self.places, key=lambda place: place.message)]
+        floors = [0, *(run[-1].end for run in runs)]
+        ceilings = [*(run[0].start for run in runs[1:]), self.length]
+        for run, floor, ceiling in zip(runs, floors, ceilings, strict=False):
+            if run[0].message in wanted:
+                yield MessageSpan(run[0].message, floor, (run[0].start, run[-1].end), ceiling)
 
 
 def lay_out(
@@ -275,7 +234,7 @@ def _lay_out_once(
     numbers = numbers and any("tool_calls" in message for message in messages)
     if numbers and NUMERIC_SENTINEL.search(text):
         return None
-    leaves: list[_TextSlot] = []
+    leaves: list[TextSlot] = []
     marked = [
         _Marker(index, leaves, numbers).mark(message, blanks=blanks) if message["role"] in roles else message
         for index, message in enumerate(messages)
@@ -289,7 +248,7 @@ def _lay_out_once(
     return None if places is None else Layout(leaves, places, len(text), marked, numbers)
 
 
-def _align(marked: str, text: str, leaves: Sequence[_TextSlot], *, numeric: bool) -> list[SlotSpan] | None:
+def _align(marked: str, text: str, leaves: Sequence[TextSlot], *, numeric: bool) -> list[SlotSpan] | None:
     """The place of each leaf in `text`, found by putting leaves back for their sentinels.
 
     None unless the result is `text`, character for character.
@@ -329,7 +288,7 @@ class _Marker:
     """
 
     message: int
-    leaves: list[_TextSlot]
+    leaves: list[TextSlot]
     numbers: bool
 
     def mark(self, message: Message, *, blanks: bool) -> Message:
@@ -360,7 +319,7 @@ class _Marker:
         """A function that adds a leaf of this kind, given its spellings, and returns its sentinel."""
 
         def add(*texts: str) -> str:
-            self.leaves.append(_TextSlot(self.message, texts, **{"in_call": False, **kind}))
+            self.leaves.append(TextSlot(self.message, texts, **{"in_call": False, **kind}))
             return sentinel(len(self.leaves) - 1)
 
         return add
@@ -383,7 +342,7 @@ class _Marker:
         if isinstance(value, list | tuple):
             return [self._mark_argument(item) for item in value]
         if self.numbers and isinstance(value, int | float) and not isinstance(value, bool):
-            self.leaves.append(_TextSlot(self.message, (json.dumps(value), str(value)), in_call=True))
+            self.leaves.append(TextSlot(self.message, (json.dumps(value), str(value)), in_call=True))
             return numeric_sentinel(len(self.leaves) - 1)
         return value
 
@@ -405,7 +364,7 @@ def mark_text(text: str, add: Callable[..., str], pattern: re.Pattern[str] | Non
     return "".join(parts)
 
 
-def _note_reasoning(marked: str, leaves: list[_TextSlot]) -> None:
+def _note_reasoning(marked: str, leaves: list[TextSlot]) -> None:
     """Mark the leaves of a content that are inside think tags as reasoning."""
     # A content that closes a think block without opening it begins inside: the prompt has opened it.
     end = marked.find("</think>")
@@ -418,4 +377,4 @@ def _note_reasoning(marked: str, leaves: list[_TextSlot]) -> None:
             inside = part == "<think>" and "</think>" in marked[position:]
         else:
             for number in split_at_sentinels(part, numeric=False)[1]:
-                leaves[number] = replace(leaves[number], is_reasoning=inside)
+                leaves[number].is_reasoning = inside

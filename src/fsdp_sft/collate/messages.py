@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -71,12 +70,13 @@ def read_message(item: Any, where: str) -> Message:
     content = message.get("content")
     if isinstance(content, list | tuple):
         parts = _read_parts(content, where)
-        content, calls = parts.text, [*calls, *parts.calls]
-        if parts.reasoning:
+        content = "".join(parts["text"])
+        calls = [*calls, *(parse_json(call, f"{where}: tool_call") for call in parts["tool_call"])]
+        if reasoning := "".join([*parts["thinking"], *parts["reasoning"]]):
             if any(key in message for key in REASONING_KEYS):
                 raise ValueError(f"{where} has reasoning twice: in its parts and beside its content")
-            message["reasoning_content"] = parts.reasoning
-            message[IN_PARTS] = parts.is_thinking
+            message["reasoning_content"] = reasoning
+            message[IN_PARTS] = bool(parts["thinking"])
     if content is None and not calls:
         raise ValueError(f"{where} has neither content nor tool_calls, got the keys {sorted(message)}")
     message["content"] = "" if content is None else as_text(content, f"{where}.content")
@@ -96,26 +96,10 @@ def _meant_by(key: str) -> str:
     return next(iter(get_close_matches(key.lower(), _MEANT, 1, _NEAR)), "")
 
 
-@dataclass
-class _Parts:
-    """A content in parts, sorted out.
-
-    Attributes:
-        text: The parts of type "text", joined.
-        reasoning: The parts of type "reasoning" or "thinking", joined.
-        is_thinking: Whether some were of type "thinking".
-        calls: Tool calls.
-    """
-
-    text: str = ""
-    reasoning: str = ""
-    is_thinking: bool = False
-    calls: list[Any] = field(default_factory=list)
-
-
-def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
-    """Sort out a content that is a list of parts."""
-    found, last = _Parts(), 0
+def _read_parts(parts: Sequence[Any], where: str) -> dict[str, list[str]]:
+    """The texts of a content that is a list of parts, by the type of the part."""
+    found: dict[str, list[str]] = {kind: [] for kind in _ORDER}
+    last = 0
     for number, part in enumerate(parts):
         kind, place = part.get("type") if isinstance(part, dict) else None, f"{where}.content[{number}]"
         if kind in _MEDIA_PARTS:
@@ -133,7 +117,7 @@ def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
         given = [part[key] for key in (kind, "text", "value") if part.get(key) is not None]
         value = next((one for one in given if one), given[0] if given else None)
         if kind == "thinking" and isinstance(value, list):
-            value = _read_parts(value, place).text
+            value = "".join(_read_parts(value, place)["text"])
         text = as_text(value, place)
         rank = _ORDER.index(kind)
         if text and rank < last:
@@ -142,13 +126,7 @@ def _read_parts(parts: Sequence[Any], where: str) -> _Parts:
                 "its calls; make messages of the parts"
             )
         last = max(rank, last) if text else last
-        if kind == "tool_call":
-            found.calls.append(parse_json(text, f"{where}: tool_call"))
-        elif kind == "text":
-            found.text += text
-        else:
-            found.reasoning += text
-            found.is_thinking |= kind == "thinking"
+        found[kind].append(text)
     return found
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
-from fsdp_sft.collate.layout import Dropped
+from fsdp_sft.collate.layout import TextSlot
 from fsdp_sft.collate.messages import REASONING_KEYS
 from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.collate.rows import Conversation, tool_name
@@ -75,7 +75,8 @@ def notes_of(
     Raises:
         ChatTemplateError: For a text that the template drops, unless the options let that pass.
     """
-    if any(template.holds_special_token(text) for text in _texts(conversation)):
+    texts = [message.get(key) for message in conversation.messages for key in ("content", *REASONING_KEYS)]
+    if any(template.holds_special_token(text) for text in texts if text):
         yield "special_tokens"
     yield from _on_dropped(found, template, options)
     yield from _on_context(found, template, conversation, options)
@@ -101,19 +102,15 @@ def notes_of(
             yield from _on_ends(template, template.facts())
 
 
-def _texts(conversation: Conversation) -> Iterator[str]:
-    """The texts of the messages: contents and reasoning."""
-    for message in conversation.messages:
-        yield from (message[key] for key in ("content", *REASONING_KEYS) if message.get(key))
-
-
 def _on_dropped(found: Found, template: ChatTemplate, options: EncodeOptions) -> Iterator[str]:
     """Notes on texts that the template leaves out."""
     if options.on_dropped == "ignore":
         return
-    if any(item.is_past for item in found.dropped):
+    last_question = max((i for i, m in enumerate(found.messages) if m["role"] == "user"), default=-1)
+    past = [item for item in found.dropped if item.is_reasoning and item.message < last_question]
+    if past:
         yield "dropped_past_reasoning"
-    lost = next((item for item in found.dropped if not item.is_past), None)
+    lost = next((item for item in found.dropped if item not in past), None)
     if lost is not None:
         if options.on_dropped == "error":
             raise _dropped_error(lost, template)
@@ -124,19 +121,20 @@ def _on_context(
     found: Found, template: ChatTemplate, conversation: Conversation, options: EncodeOptions
 ) -> Iterator[str]:
     """The note on texts of other roles, or schemas of tools, that the template leaves out."""
-    names = [tool_name(tool) for tool in conversation.tools or ()]
+    if options.on_dropped == "ignore":
+        return
+    names = [name for name in map(tool_name, conversation.tools or ()) if name]
     told = found.text
     for turn in reversed(found.turns):  # calls name their tools too
         told = told[: turn.start] + told[turn.end :]
-    printed = any(name in told for name in names if name)
-    if any(names) and not printed and options.on_dropped != "ignore":
+    if names and not any(name in told for name in names):
         yield "context_dropped"
         _warn(
             template,
             "does not print the tools of some conversations: the model is trained to call what it was not "
             "told of; pass a chat_template= that prints them",
         )
-    if found.context and options.on_dropped != "ignore":
+    if found.context:
         yield "context_dropped"
         role = conversation.messages[found.context[0].message]["role"]
         _warn(
@@ -191,10 +189,11 @@ def _warn(template: ChatTemplate, what: str) -> None:
     warn(f"the chat template of {describe_tokenizer(template.tokenizer)} {what}")
 
 
-def _dropped_error(lost: Dropped, template: ChatTemplate) -> ChatTemplateError:
+def _dropped_error(lost: TextSlot, template: ChatTemplate) -> ChatTemplateError:
     """The error for a text that the template does not print."""
     key = template.facts().reasoning_key if lost.part == "reasoning" else ""
-    shown = lost.text if len(lost.text) <= 60 else f"{lost.text[:60]}..."
+    text = lost.texts[0]
+    shown = text if len(text) <= 60 else f"{text[:60]}..."
     return ChatTemplateError(
         f"the chat template of {describe_tokenizer(template.tokenizer)} does not print the {lost.part} of "
         f"message {lost.message}, {shown!r}, so it would not be trained: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
@@ -94,7 +95,9 @@ def check_choice(name: str, value: Any, allowed: tuple[str, ...], hint: str = ""
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is a positive integer."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+def check_count(name: str, value: Any) -> int:
+    """The value as an int; ValueError unless it is a positive integer."""
+    is_integer = hasattr(value, "__index__") and not isinstance(value, bool)
+    if not is_integer or operator.index(value) < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    return operator.index(value)

@@ -1,7 +1,6 @@
 """Recognise packs: several rows in one sequence, whose position_ids restart with each row."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,30 +9,17 @@ from fsdp_sft.errors import PackingError
 from fsdp_sft.targets import IGNORE_INDEX
 
 
-@dataclass(frozen=True)
-class PackSize:
-    """Size of a pack, or the largest sizes of several packs.
-
-    Attributes:
-        width: Tokens of the pack; 0 if there is none.
-        longest: Tokens of its longest row.
-    """
-
-    width: int = 0
-    longest: int = 0
-
-
-def pack_size(batch: Any) -> PackSize:
-    """The size of a pack; zeros for a batch in which no sequence has several rows."""
+def pack_size(batch: Any) -> tuple[int, int]:
+    """(tokens of a pack, tokens of its longest row); zeros for a batch without a sequence of several rows."""
     positions = _positions(batch)
     if positions is None or positions.shape[-1] < 2 or not bool((positions.diff() != 1).any()):
-        return PackSize()
+        return 0, 0
     # A row starts wherever the position is not the previous one plus 1, and cummax carries the index of the
     # latest start forward, so index - row_start is each token's place in its row.
     starts = torch.nn.functional.pad(positions.diff() != 1, (1, 0), value=True)
     index = torch.arange(positions.shape[-1], device=positions.device)
     row_start = torch.where(starts, index, 0).cummax(-1).values
-    return PackSize(positions.shape[-1], int((index - row_start).max()) + 1)
+    return positions.shape[-1], int((index - row_start).max()) + 1
 
 
 def refuse_masked_pack(batch: Any) -> None:

@@ -280,14 +280,14 @@ def check_encoded(ids: Sequence[int], labels: Sequence[int]) -> None:
     """Refuse ids and labels that do not belong together, or that no tensor can hold.
 
     Raises:
-        ValueError: If their lengths differ or are 0, or an id or a label is no integer of 64 bits.
+        ValueError: If their lengths differ or are 0, or an id or a label is no integer of 32 bits.
     """
     for key, values in (("input_ids", ids), ("labels", labels)):
         try:
-            array("q", values)
+            array("i", values)
         except (TypeError, OverflowError):
             raise ValueError(
-                f'"{key}" must be a flat list of integers of 64 bits, got {shortened(values)}'
+                f'"{key}" must be a flat list of integers of 32 bits, got {shortened(values)}'
             ) from None
     if len(ids) != len(labels) or not ids:
         raise ValueError(

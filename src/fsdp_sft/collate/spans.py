@@ -61,7 +61,7 @@ from fsdp_sft.collate.headers import (
     overlap,
     shared_header,
 )
-from fsdp_sft.collate.layout import THINK, Dropped, Layout, MessageSpan, SlotSpan, lay_out, mark_text
+from fsdp_sft.collate.layout import THINK, Layout, MessageSpan, SlotSpan, TextSlot, lay_out, mark_text
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
 from fsdp_sft.collate.rows import Conversation
 from fsdp_sft.collate.sentinels import OPEN, sentinel, split_at_sentinels
@@ -114,11 +114,11 @@ class Found:
 
     text: str
     turns: list[Turn]
-    dropped: tuple[Dropped, ...] = ()
+    dropped: tuple[TextSlot, ...] = ()
     answers: tuple[tuple[int, int], ...] = ()
     differing: tuple[str, str] | None = None
     unprompted: str = ""
-    context: tuple[Dropped, ...] = ()
+    context: tuple[TextSlot, ...] = ()
     begins_late: bool = False
     empty_reasoning: int | None = None
     reasoning_in_content: bool = False
@@ -158,8 +158,7 @@ def find_turns(
         raise template.error(f"the conversation holds the private-use character {OPEN!r}")
     facts = template.facts()
     layout = lay_out(template, messages, conversation.tools, wanted or printed, text)
-    # With train_on="all" the wanted messages are those to mask (weight 0) or to weigh. One of weight 0 that
-    # the template does not print at all is no error.
+    # With train_on="all" the wanted messages are those to mask. One that is not printed at all is no error.
     wanted -= layout.absent(wanted - printed)
     layout.check(template, wanted)
     owned = _tags_by_message(tags, layout.places, messages)
@@ -171,41 +170,44 @@ def find_turns(
     finder.check_headers(text, extents)
     turns = [turn for extent in extents if extent.message in wanted for turn in finder.find(text, extent)]
     answers = tuple(e.own for e in extents if e.own is not None and e.message in spoken)
-    last_question = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
-    dropped = tuple(layout.dropped(printed, last_question))
+    dropped = tuple(leaf for leaf in layout.dropped(printed) if reasoning or not leaf.is_reasoning)
     others = {i for i, message in enumerate(messages) if message["role"] != "assistant"} - printed
-    context = tuple(_not_printed(layout, messages, others, text))
+    # The layout may mark the assistant's texts alone; those of others are then looked for in the text.
+    located = {leaf.message for leaf in layout.leaves}
+    missing = not_in_the_text(messages, sorted(others - located), text)
+    context = (*layout.dropped(others & located), *missing)
     first = {turn.message: turn.start for turn in reversed(turns)}
     begins_late = any(
         e.own is not None and first.get(e.message, 0) > e.own[0] for e in extents if e.message in spoken
     )
     if not reasoning:
         turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
-        dropped = tuple(item for item in dropped if item.part != "reasoning")
-    ordered = sorted(turns, key=lambda turn: turn.start)
     as_text = any(
         "</think>" in messages[index]["content"]
         and _inline(messages[index]["content"])[0] not in facts.reads_tags
         for index in spoken
     )
-    told = finder.differing, finder.unprompted, context, begins_late, finder.empty, as_text
-    return Found(text, ordered, dropped, answers, *told, messages)
+    return Found(
+        text,
+        sorted(turns, key=lambda turn: turn.start),
+        dropped=dropped,
+        answers=answers,
+        differing=finder.differing,
+        unprompted=finder.unprompted,
+        context=context,
+        begins_late=begins_late,
+        empty_reasoning=finder.empty,
+        reasoning_in_content=as_text,
+        messages=messages,
+    )
 
 
-def _not_printed(layout: Layout, messages: list[Message], others: set[int], text: str) -> Iterator[Dropped]:
-    """Texts of the messages `others` that are not in the rendering."""
-    located = {leaf.message for leaf in layout.leaves}
-    yield from layout.dropped(others & located, last_question=-1)
-    # Messages without leaves: the layout may mark the assistant's texts alone.
-    yield from not_in_the_text(messages, sorted(others - located), text)
-
-
-def not_in_the_text(messages: list[Message], indices: Iterable[int], text: str) -> Iterator[Dropped]:
+def not_in_the_text(messages: list[Message], indices: Iterable[int], text: str) -> Iterator[TextSlot]:
     """Contents of messages that do not occur in the text, neither as they are nor as JSON."""
     for index in indices:
         content = str(messages[index]["content"]).strip()
         if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
-            yield Dropped(index, content, "content", is_past=False)
+            yield TextSlot(index, (content,), in_call=False)
 
 
 def _without_reasoning(turn: Turn, places: list[SlotSpan], text: str) -> Iterator[Turn]:

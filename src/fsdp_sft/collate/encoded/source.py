@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from array import array
@@ -14,19 +15,8 @@ from fsdp_sft._tensors.disk import full_path
 from fsdp_sft.collate import EncodedChat
 
 
-class Unreadable:
-    """A line of a file that cannot be read as a row.
-
-    Attributes:
-        error: Description of what is wrong with it.
-    """
-
-    def __init__(self, error: str) -> None:
-        self.error = error
-
-
 class JsonLines(Sequence[Any]):
-    """Rows of files of JSON lines, each read when it is indexed; a line that is no JSON is an `Unreadable`.
+    """Rows of files of JSON lines, each read when it is indexed; a line that is no JSON stays a text.
 
     Args:
         paths: The files.
@@ -55,8 +45,8 @@ class JsonLines(Sequence[Any]):
             line = file.readline()
         try:
             return json.loads(line)
-        except (ValueError, RecursionError) as error:
-            return Unreadable(f"no JSON: {error}")
+        except (ValueError, RecursionError):
+            return line.decode(errors="replace")
 
 
 def rows_to_read(given: Any) -> Any:
@@ -69,7 +59,7 @@ def rows_to_read(given: Any) -> Any:
     if isinstance(given, str | os.PathLike):
         given = [given]
     if isinstance(given, Sequence) and given and all(isinstance(one, str | os.PathLike) for one in given):
-        given = JsonLines([_checked(full_path(one)) for one in given])
+        given = JsonLines([full_path(one) for one in given])
     if not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
         raise ValueError(
             "encode_dataset reads a sequence of rows, a datasets.Dataset, or .jsonl files, got "
@@ -93,14 +83,29 @@ def rows_of(rows: Any, start: int, stop: int) -> list[Any]:
     return [rows[index] for index in range(start, stop)]
 
 
-def portable(rows: Any, start: int, stop: int) -> tuple[Any, int, int]:
-    """(rows, start, stop) in a form to be pickled for another process, without rows of a list outside."""
+def portable(rows: Any, start: int, stop: int) -> tuple[Any, int]:
+    """(rows to be pickled for another process, which needs those from start to stop; index of the first)."""
     if isinstance(rows, JsonLines) or data.is_hub_dataset(rows):
-        return rows, start, stop
-    return rows_of(rows, start, stop), 0, stop - start
+        return rows, 0
+    return rows_of(rows, start, stop), start
 
 
-def row_bytes(row: Any) -> bytes:
+def digest_of(source: Any) -> str:
+    """A digest of all rows."""
+    fingerprint = data.dataset_fingerprint(source)
+    if fingerprint is not None:
+        return f"fingerprint {fingerprint}"
+    digest = hashlib.sha256()
+    for path in source.paths if isinstance(source, JsonLines) else ():
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    for row in () if isinstance(source, JsonLines) else source:
+        content = _row_bytes(row)
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
+def _row_bytes(row: Any) -> bytes:
     """Bytes of a row that are equal for equal rows."""
     if isinstance(row, EncodedChat):
         row = [row.input_ids, row.labels, row.notes]
@@ -114,15 +119,3 @@ def row_bytes(row: Any) -> bytes:
 def _plain(value: Any) -> Any:
     """The value in a form that JSON can hold."""
     return value.tolist() if hasattr(value, "tolist") else repr(value)
-
-
-def _checked(path: Path) -> Path:
-    """The absolute path of a file of JSON lines that exists."""
-    if path.suffix != ".jsonl":
-        raise ValueError(
-            f"encode_dataset reads files of JSON lines (.jsonl), got {path}; load others with "
-            "datasets.load_dataset"
-        )
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    return path

@@ -1,8 +1,9 @@
 """The files of encoded rows, and the sequence of rows that reads them.
 
-- ``ids.i32``, ``labels.i32``: token ids and labels of all rows, one row after the other
-- ``lengths.i32``, ``targets.i32``: numbers of tokens and of targets of each row
-- ``about.json``: counts, and the size of each file; written last
+Each file, such as ``00003-of-00012.safetensors``, is a shard: a section of the rows that were given. It holds
+int32 tensors: ``ids`` and ``labels`` of its rows, one row after the other, and ``lengths`` and ``targets``,
+numbers of tokens and of targets of each row. Its metadata are the counts of the section. A file gets its name
+when it is complete.
 """
 
 from __future__ import annotations
@@ -11,91 +12,100 @@ import errno
 import json
 import mmap
 import os
-import shutil
+import uuid
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 import torch
+from safetensors.torch import save
 
-from fsdp_sft._process.bounds import MAX_JSON_BYTES, parse_json
+from fsdp_sft._process.bounds import parse_json
 from fsdp_sft._process.codec import MALFORMED
 from fsdp_sft._process.limits import blame_no_file
-from fsdp_sft._tensors.disk import read_bytes, sync_file, sync_folder, write_bytes
-from fsdp_sft._tensors.safetensors import open_file
+from fsdp_sft._tensors.disk import sync_folder, write_bytes
+from fsdp_sft._tensors.safetensors import open_file, read_header
 from fsdp_sft.collate import EncodedChat, FilterCounts
-from fsdp_sft.collate.rows import check_encoded
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError
 
-_COLUMNS = ("ids.i32", "labels.i32", "lengths.i32", "targets.i32")
-_ABOUT = "about.json"
-_FLUSH_TOKENS = 1 << 20
-_ANEW = "delete the folder, and encode the rows anew"
+_COLUMNS = ("ids", "labels", "lengths", "targets")
+_ANEW = "delete it, and encode the rows anew"
 
 
-class RowWriter:
-    """Appends rows to the files of a new folder.
+def shard_paths(folder: Path, number: int) -> list[Path]:
+    """Paths of the files of a folder that has so many."""
+    return [folder / f"{i:05d}-of-{number:05d}.safetensors" for i in range(number)]
 
-    Args:
-        folder: Folder to make; it must not exist.
+
+class Shard:
+    """Rows of one file.
+
+    Attributes:
+        columns: Numbers of all rows so far, by the name of the tensor.
+        counts: Counts of the rows that were given, kept or not.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir()
-        self._buffers: dict[str, array[int]] = {name: array("i") for name in _COLUMNS}
+    def __init__(self) -> None:
+        self.columns = {name: array("i") for name in _COLUMNS}
+        self.counts = FilterCounts()
 
     def add(self, chat: EncodedChat) -> None:
-        """Append a row.
+        """Append a row."""
+        self.columns["ids"].extend(chat.input_ids)
+        self.columns["labels"].extend(chat.labels)
+        self.columns["lengths"].append(len(chat.input_ids))
+        self.columns["targets"].append(chat.num_targets)
 
-        Raises:
-            ValueError: If ids and labels have different lengths.
-            OverflowError: For a number that does not fit into an int32. Nothing has been appended then.
-        """
-        check_encoded(chat.input_ids, chat.labels)
-        row = array("i", chat.input_ids), array("i", chat.labels), [len(chat.input_ids)], [chat.num_targets]
-        for values, more in zip(self._buffers.values(), row, strict=True):
-            values.extend(more)
-        if len(self._buffers["ids.i32"]) >= _FLUSH_TOKENS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the buffered rows to the files."""
-        for name, values in self._buffers.items():
-            with open(self.folder / name, "ab") as file:
-                values.tofile(file)
-            self._buffers[name] = array("i")
+    def write(self, path: Path) -> None:
+        """Write the rows to a file, which is on the disk when it gets its name."""
+        tensors = {
+            name: torch.frombuffer(values, dtype=torch.int32) if values else torch.empty(0, dtype=torch.int32)
+            for name, values in self.columns.items()
+        }
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        write_bytes(temporary, save(tensors, {"counts": json.dumps(self.counts.described())}))
+        os.replace(temporary, path)
+        sync_folder(path.parent)
 
 
-def joined(parts: Sequence[Path], target: Path, counts: FilterCounts) -> None:
-    """Join folders, in order, into a new one and flush it to the disk; the files of the parts are deleted."""
-    target.mkdir()
-    for name in _COLUMNS:
-        with open(target / name, "wb") as out:
-            for part in parts:
-                with open(part / name, "rb") as file:
-                    shutil.copyfileobj(file, out, 16 << 20)
-                (part / name).unlink()
-        sync_file(target / name)
-    about = {
-        "counts": dict(counts),
-        "indices": {reason: list(indices) for reason, indices in counts.indices.items()},
-        "examples": counts.examples,
-        "sizes": {name: (target / name).stat().st_size for name in _COLUMNS},
-    }
-    write_bytes(target / _ABOUT, json.dumps(about).encode())
-    sync_folder(target)
+def read_shard(path: Path) -> tuple[dict[str, torch.Tensor], FilterCounts]:
+    """The memory-mapped tensors of a file, int32 (N,), and its counts.
 
-
-def is_sound(folder: Path) -> bool:
-    """Whether all files exist and have the size that ``about.json`` states."""
+    Raises:
+        CheckpointCorruptError: If it is damaged.
+        OSError: If it cannot be read.
+    """
     try:
-        sizes = _about(folder)["sizes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, CheckpointCorruptError, KeyError, ValueError) as error:
-        blame_no_file(error, folder)
+        with os.fdopen(open_file(path), "rb") as file:
+            header = read_header(file.fileno())
+            # Writable, since torch warns about read-only buffers; private, so that no write reaches the file.
+            access = mmap.PROT_READ | mmap.PROT_WRITE
+            mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=access)
+        flat = torch.frombuffer(mapped, dtype=torch.uint8)
+        columns = {
+            name: flat[entry.start : entry.end].view(torch.int32) for name, entry in header.entries.items()
+        }
+        counts = FilterCounts.of(parse_json(header.metadata["counts"].encode(), "counts"))
+        ids, labels, lengths, targets = (columns[name] for name in _COLUMNS)
+        total = int(lengths.sum(dtype=torch.int64))
+        if (len(ids), len(labels), len(targets)) != (total, total, len(lengths)) or (lengths < 1).any():
+            raise ValueError("its tensors do not belong together")
+    except (CheckpointFormatError, RuntimeError, *MALFORMED) as error:
+        raise CheckpointCorruptError(f"{path} is damaged: {error}; {_ANEW}") from None
+    return columns, counts
+
+
+def is_sound(path: Path) -> bool:
+    """Whether there is a file of encoded rows that can be read."""
+    try:
+        read_shard(path)
+    except (OSError, CheckpointCorruptError) as error:
+        blame_no_file(error, path)
         return False
+    return True
 
 
 class EncodedDataset(Sequence[EncodedChat]):
@@ -114,7 +124,11 @@ class EncodedDataset(Sequence[EncodedChat]):
         lengths: Tokens of each row, int32 (N,).
         num_targets: Targets of each row after the shift, int32 (N,).
 
-    Memory: The rows in use, 8 bytes a row, and ``counts``; the files' pages belong to the system, which may
+    Raises:
+        FileNotFoundError: If there is no such folder.
+        CheckpointCorruptError: If a file is missing or damaged.
+
+    Memory: The rows in use, 16 bytes a row, and ``counts``; the files' pages belong to the system, which may
     drop them.
 
     Example:
@@ -130,23 +144,22 @@ class EncodedDataset(Sequence[EncodedChat]):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        about = _about(self.path)
-        if not is_sound(self.path):
-            raise CheckpointCorruptError(f"a file of {self.path} is missing, or has another size; {_ANEW}")
-        try:
-            self.counts = FilterCounts.of(about["counts"], about["indices"], about["examples"])
-        except MALFORMED as error:
-            raise CheckpointCorruptError(f"{self.path / _ABOUT} is damaged: {error!r}; {_ANEW}") from None
-        self._ids, self._labels, self.lengths, self.num_targets = (
-            _mapped(self.path / name) for name in _COLUMNS
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(errno.ENOENT, "no folder of encoded rows", str(path))
+        if files != shard_paths(self.path, len(files)):
+            raise CheckpointCorruptError(f"a file of {path} is missing; encode the rows again, which adds it")
+        self._shards, self.counts = [], FilterCounts()
+        for file in files:
+            columns, counts = read_shard(file)
+            self._shards.append(columns)
+            self.counts.join(counts)
+        self.lengths, self.num_targets = (
+            torch.cat([columns[name] for columns in self._shards]) for name in ("lengths", "targets")
         )
-        if not len(self.lengths):
-            raise CheckpointCorruptError(f"{self.path} has no rows; {_ANEW}")
-        ends = self.lengths.cumsum(0)
-        sizes = len(self._ids), len(self._labels), len(self.num_targets)
-        if sizes != (int(ends[-1]), int(ends[-1]), len(self.lengths)) or int(self.lengths.min()) < 1:
-            raise CheckpointCorruptError(f"the files of {self.path} do not belong together; {_ANEW}")
-        self._begins = ends - self.lengths
+        lengths = [columns["lengths"] for columns in self._shards]
+        self._begins = torch.cat([one.cumsum(0) - one for one in lengths])
+        self._first_rows = [0, *accumulate(map(len, lengths))]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -160,51 +173,15 @@ class EncodedDataset(Sequence[EncodedChat]):
     def __getitem__(self, index: int | slice) -> EncodedChat | list[EncodedChat]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        begin, length = int(self._begins[index]), int(self.lengths[index])
-        kept = slice(begin, begin + length)
-        return EncodedChat(self._ids[kept].tolist(), self._labels[kept].tolist())
+        index = range(len(self))[index]
+        columns = self._shards[bisect_right(self._first_rows, index) - 1]
+        begin = int(self._begins[index])
+        kept = slice(begin, begin + int(self.lengths[index]))
+        return EncodedChat(columns["ids"][kept].tolist(), columns["labels"][kept].tolist())
 
     def __reduce__(self) -> tuple[type[EncodedDataset], tuple[Path]]:
         return EncodedDataset, (self.path,)
 
     def __repr__(self) -> str:
-        return f"EncodedDataset({str(self.path)!r}, {len(self)} rows, {len(self._ids)} tokens)"
-
-
-def _about(folder: Path) -> dict[str, Any]:
-    """What ``about.json`` says.
-
-    Raises:
-        CheckpointCorruptError: If it is damaged.
-        FileNotFoundError: If there is none.
-    """
-    path = folder / _ABOUT
-    if not path.exists():
-        raise FileNotFoundError(errno.ENOENT, "no folder of encoded rows", str(path))
-    try:
-        about: dict[str, Any] = parse_json(read_bytes(path, MAX_JSON_BYTES), _ABOUT)
-        if not set(_COLUMNS) <= about["sizes"].keys():
-            raise ValueError("it does not say the sizes of the files")
-    except MALFORMED as error:
-        raise CheckpointCorruptError(f"{path} is damaged: {error}; {_ANEW}") from None
-    return about
-
-
-def _mapped(path: Path) -> torch.Tensor:
-    """The numbers in a memory-mapped file, int32 (N,)."""
-    try:
-        fd = open_file(path)
-    except CheckpointFormatError as error:
-        raise CheckpointCorruptError(f"{error}; {_ANEW}") from None
-    with os.fdopen(fd, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size % 4:
-            raise CheckpointCorruptError(f"{path} has {size} bytes, no whole number of entries; {_ANEW}")
-        if not size:
-            return torch.empty(0, dtype=torch.int32)
-        # Writable, since torch warns about read-only buffers; private, so that no write reaches the file.
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=access)
-        return torch.frombuffer(mapped, dtype=torch.int32)
+        tokens = int(self.lengths.sum(dtype=torch.int64))
+        return f"EncodedDataset({str(self.path)!r}, {len(self)} rows, {tokens} tokens)"

@@ -8,8 +8,7 @@ rank. Tokens of a row must not attend to other rows of their pack. This depends 
 from fsdp_sft.errors import PackingError
 from fsdp_sft.sampling.packing.bins import pack_lengths
 from fsdp_sft.sampling.packing.collator import PackedCollator, row_sizes
-from fsdp_sft.sampling.packing.cost import attention_cost
-from fsdp_sft.sampling.packing.sampler import PackedSampler
+from fsdp_sft.sampling.packing.sampler import PackedSampler, attention_cost
 from fsdp_sft.sampling.packing.stream import PackedStream
 from fsdp_sft.sampling.packing.verify import PackingReport, verify_at_first_use, verify_packing
 

@@ -5,6 +5,8 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from fsdp_sft.collate.options import check_count
+
 T = TypeVar("T")
 
 
@@ -23,7 +25,7 @@ def pack_lengths(lengths: Iterable[int], capacity: int) -> list[list[int]]:
         Packs of row indices, with every row in exactly one; an empty list without rows.
 
     Raises:
-        TypeError: If a length or the capacity is no integer.
+        TypeError: If a length is no integer.
         ValueError: If a length is not in [1, capacity].
 
     Memory: About 100 bytes a row.
@@ -95,7 +97,7 @@ def _halves(pack: list[T], weight: Callable[[T], float]) -> list[list[T]]:
 def check_lengths(lengths: Iterable[int], capacity: int) -> list[int]:
     """``lengths`` as a list of ints, or an error if one is not in [1, capacity]."""
     capacity = check_count("capacity", capacity)
-    sizes = as_ints("lengths", lengths)
+    sizes = as_ints(lengths)
     if sizes and not 1 <= min(sizes) <= max(sizes) <= capacity:
         row = next(i for i, size in enumerate(sizes) if not 1 <= size <= capacity)
         way_out = "drop empty rows" if sizes[row] < 1 else "truncate it first (encode_chat has max_length)"
@@ -103,27 +105,10 @@ def check_lengths(lengths: Iterable[int], capacity: int) -> list[int]:
     return sizes
 
 
-def check_count(name: str, value: Any) -> int:
-    """``value`` as an int, or an error if it is no positive integer."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be a positive integer, got {value!r}")
-    if operator.index(value) < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    return operator.index(value)
-
-
-def as_ints(name: str, values: Any) -> list[int]:
-    """``values`` as a list of ints, or an error that names the first that is no integer."""
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a list of integers, got {values!r}")
-    listed: list[Any] = list(values)
-    if set(map(type, listed)) <= {int}:
-        return listed
-    for row, value in enumerate(listed):
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise TypeError(f"{name}[{row}] must be an integer, got {value!r}")
-    return [operator.index(value) for value in listed]
+def as_ints(values: Iterable[int]) -> list[int]:
+    """The values, of a list, a tensor or an array, as a list of ints; TypeError if one is no integer."""
+    listed: list[Any] = values.tolist() if hasattr(values, "tolist") else list(values)
+    return listed if set(map(type, listed)) <= {int} else [operator.index(value) for value in listed]
 
 
 class _Fullest:

@@ -2,15 +2,15 @@
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fsdp_sft._process.words import answered
 from fsdp_sft.collate import EncodedChat
 from fsdp_sft.collate.encoded import EncodedDataset
+from fsdp_sft.collate.options import check_count
 from fsdp_sft.collate.rows import check_encoded, read_encoded
-from fsdp_sft.sampling.packing.bins import check_count
 from fsdp_sft.targets import IGNORE_INDEX
 
 Row = Mapping[str, Any] | EncodedChat
@@ -21,8 +21,7 @@ class PackedCollator:
 
     A model recognises the rows by ``position_ids``, which start at 0 in each of them, and by the absence of
     an attention mask; ``verify_packing`` measures whether it keeps them apart. The first label of every row
-    is -100, since after the loss's shift it would be predicted from the last token of the previous row. If
-    rows have ``shift_labels``, the target of each position, instead of ``labels``, so has the pack.
+    is -100, since after the loss's shift it would be predicted from the last token of the previous row.
 
     Args:
         max_length: Most tokens of a pack; the same as for the sampler.
@@ -32,7 +31,7 @@ class PackedCollator:
         pad_token_id: Id of the padding; any id of the vocabulary will do.
 
     Raises:
-        TypeError: If a number is no integer.
+        TypeError: If the padding's id is no integer.
         ValueError: For an option that is not allowed.
 
     Example:
@@ -71,20 +70,17 @@ class PackedCollator:
         """Join the rows of a pack.
 
         Args:
-            rows: Rows with ``input_ids`` and ``labels`` (or ``shift_labels``) of one length, or
-                ``EncodedChat``s. No rows, as ``PackedSampler`` yields when none is left for a rank, make a
-                batch without targets.
+            rows: Rows with ``input_ids`` and ``labels`` of one length, or ``EncodedChat``s. No rows, as
+                ``PackedSampler`` yields when none is left for a rank, make a batch without targets.
 
         Returns:
-            ``input_ids``, ``labels`` (or ``shift_labels``) and ``position_ids``, each int64 ``(1, S)``.
+            ``input_ids``, ``labels`` and ``position_ids``, each int64 ``(1, S)``.
 
         Raises:
             ValueError: For a malformed row, or if the rows do not fit into ``max_length``.
         """
-        if isinstance(rows, (Mapping, EncodedChat)):
-            raise ValueError("a pack is a list of rows, got a single row; wrap it as [row]")
-        parts = [_read(row) for row in rows]
-        lengths = [len(part.ids) for part in parts]
+        chats = [_read(row) for row in rows]
+        lengths = [len(chat.input_ids) for chat in chats]
         total = sum(lengths)
         if total > self.max_length:
             raise ValueError(
@@ -93,25 +89,18 @@ class PackedCollator:
             )
         filler = self._padding(total)
         # Arrays, since torch.tensor(lists) converts item by item and takes several times as long.
-        input_ids, targets = array("q"), array("q")
-        is_shifted = any(part.is_shifted for part in parts)
-        for part in parts:
-            start = len(targets)
-            input_ids.extend(part.ids)
-            targets.extend(part.labels)
-            if not is_shifted:
-                targets[start] = IGNORE_INDEX
-            # In a pack with shift_labels, a row with labels is shifted here.
-            elif not part.is_shifted:
-                targets.pop(start)
-                targets.append(IGNORE_INDEX)
+        input_ids, labels = array("q"), array("q")
+        for chat in chats:
+            input_ids.extend(chat.input_ids)
+            labels.extend([IGNORE_INDEX, *chat.labels[1:]])
         input_ids.extend([self.pad_token_id] * filler)
-        targets.extend([IGNORE_INDEX] * filler)
-        name = "shift_labels" if is_shifted else "labels"
-        columns = {"input_ids": torch.frombuffer(input_ids, dtype=torch.int64)}
-        columns[name] = torch.frombuffer(targets, dtype=torch.int64)
-        columns["position_ids"] = torch.cat([torch.arange(length) for length in [*lengths, filler]])
-        return {name: column[None] for name, column in columns.items()}
+        labels.extend([IGNORE_INDEX] * filler)
+        positions = torch.cat([torch.arange(length) for length in [*lengths, filler]])
+        return {
+            "input_ids": torch.frombuffer(input_ids, dtype=torch.int64)[None],
+            "labels": torch.frombuffer(labels, dtype=torch.int64)[None],
+            "position_ids": positions[None],
+        }
 
     def _padding(self, length: int) -> int:
         """Number of padding tokens for a pack of ``length`` tokens."""
@@ -124,8 +113,8 @@ def row_sizes(rows: Iterable[Row]) -> tuple[list[int], list[int]]:
     """Length and number of targets of each row, for ``PackedSampler``.
 
     Args:
-        rows: Rows with ``input_ids`` and ``labels`` (or ``shift_labels``) of one length, or ``EncodedChat``s;
-            or an ``EncodedDataset``, which stores them.
+        rows: Rows with ``input_ids`` and ``labels`` of one length, or ``EncodedChat``s; or an
+            ``EncodedDataset``, which stores them.
 
     Returns:
         (number of tokens of each row, number of targets of each row after the shift).
@@ -144,41 +133,22 @@ def row_sizes(rows: Iterable[Row]) -> tuple[list[int], list[int]]:
     lengths, targets = [], []
     for index, row in enumerate(rows):
         try:
-            part = _read(row)
+            chat = _read(row)
         except ValueError as error:
             raise ValueError(f"row {index}: {error}") from error
-        labels = part.labels
-        lengths.append(len(labels))
-        # The first token is no target, since no token precedes it.
-        first = 0 if part.is_shifted or labels[0] == IGNORE_INDEX else 1
-        targets.append(len(labels) - labels.count(IGNORE_INDEX) - first)
+        lengths.append(len(chat.labels))
+        targets.append(chat.num_targets)
     return lengths, targets
 
 
-class _OneRow(NamedTuple):
-    """One row.
-
-    Attributes:
-        ids: Token ids, ``(S,)``.
-        labels: Labels, ``(S,)``.
-        is_shifted: Whether the labels are shifted, and so belong to the target of each position.
-    """
-
-    ids: list[int]
-    labels: list[int]
-    is_shifted: bool
-
-
-def _read(row: Row) -> _OneRow:
+def _read(row: Row) -> EncodedChat:
     """One row in any accepted form; ValueError for a malformed one."""
     if isinstance(row, EncodedChat):
         check_encoded(row.input_ids, row.labels)
-        return _OneRow(row.input_ids, row.labels, False)
+        return row
     if not isinstance(row, Mapping) or "input_ids" not in row:
         got = sorted(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
         raise ValueError(
             f"a packed row needs input_ids and labels, got {got}; tokenise it with encode_chat first"
         )
-    if row.get("shift_labels") is not None:
-        return _OneRow(*read_encoded({**row, "labels": row["shift_labels"]}), True)
-    return _OneRow(*read_encoded(row), False)
+    return EncodedChat(*read_encoded(row))

@@ -3,22 +3,25 @@
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import Sampler
 
 from fsdp_sft._process.words import answered
+from fsdp_sft.metrics import model_flops_per_token
 from fsdp_sft.sampling.mixing import Mixture
 from fsdp_sft.sampling.packing.bins import as_ints, check_lengths, deal, pack_lengths
-from fsdp_sft.sampling.packing.cost import RowCost
 from fsdp_sft.sampling.sampler import Placed, source_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedConfig
 
 # Rounds whose packs are sorted together. More balance better, but make the packs of a round more alike.
 _POOL_ROUNDS = 32
+# Longer than every window and chunk of attention: beyond it only full attention costs more per token.
+_LONG = 1 << 22
 _LEVELS = 16  # packs whose tokens differ by less than 1/16 of max_length count as equally long
 
 
@@ -52,7 +55,7 @@ class PackedSampler(Placed, Sampler[list[int]]):
             their rows, in order. None takes every row once.
 
     Raises:
-        TypeError: If a length or number of targets is no integer, or the cost is not two numbers.
+        TypeError: If a length or number of targets is no integer.
         ValueError: If there are no rows, one does not fit, or an argument is out of range.
 
     Memory: About 150 bytes a row while an epoch's packs are made, 20 after that.
@@ -84,9 +87,7 @@ class PackedSampler(Placed, Sampler[list[int]]):
     ) -> None:
         super().__init__(num_replicas, rank, mesh)
         self._lengths = array("q", check_lengths(lengths, max_length))
-        self._targets = array(
-            "q", self._lengths if num_targets is None else as_ints("num_targets", num_targets)
-        )
+        self._targets = array("q", self._lengths if num_targets is None else as_ints(num_targets))
         self._check_rows()
         if mixture is not None and sum(mixture.sizes) != len(self._lengths):
             raise ValueError(
@@ -94,7 +95,14 @@ class PackedSampler(Placed, Sampler[list[int]]):
             )
         self._mixture = mixture
         self.max_length, self.shuffle, self.seed = max_length, shuffle, seed
-        self._cost = None if cost is None else RowCost.check(cost)
+        self._cost = None
+        if cost is not None:
+            per_token, per_square = map(float, cost)
+            if not (min(per_token, per_square) >= 0 and 0 < per_token + per_square < float("inf")):
+                raise ValueError(
+                    f"the numbers of cost must be finite, not negative, and not both 0, got {cost!r}"
+                )
+            self._cost = per_token, per_square
         self.epoch = 0
         # (number of ranks, packs consumed with it) for each number of ranks in the current epoch, in order.
         self._history = [(self.num_replicas, 0)]
@@ -146,17 +154,10 @@ class PackedSampler(Placed, Sampler[list[int]]):
             ValueError: If the state belongs to other data or another order, so that other rows would be left.
         """
         self._check_state(state)
-        epoch, history = int(state["epoch"]), [(int(ranks), int(packs)) for ranks, packs in state["consumed"]]
-        # At most as many packs as rows, and those that fill the last round.
-        most = len(self._lengths if self._mixture is None else self._mixture) + self.num_replicas
-        if epoch < 0 or any(ranks < 1 or not 0 <= packs <= most for ranks, packs in history):
-            raise ValueError(
-                f"sampler state has epoch={epoch}, consumed={state['consumed']}, which no run over these "
-                "rows has; load what state_dict() has returned"
-            )
-        self.epoch, self._history = epoch, [part for part in history if part[1]]
+        self.epoch = int(state["epoch"])
+        self._history = [(int(ranks), int(packs)) for ranks, packs in state["consumed"] if packs]
         self._follow_ranks()
-        self._restored(epoch)
+        self._restored(self.epoch)
 
     def _follow_ranks(self) -> None:
         """Record the number of ranks if it has changed, so that the rest is arranged anew."""
@@ -169,7 +170,7 @@ class PackedSampler(Placed, Sampler[list[int]]):
             "max_length": self.max_length,
             "seed": self.seed,
             "shuffle": int(self.shuffle),
-            "cost": None if self._cost is None else [self._cost.per_token, self._cost.per_square],
+            "cost": None if self._cost is None else list(self._cost),
             "rows_crc32": zlib.crc32(self._targets.tobytes(), zlib.crc32(self._lengths.tobytes())),
             **source_of(self._mixture),
         }
@@ -199,7 +200,11 @@ class PackedSampler(Placed, Sampler[list[int]]):
 
     def _weight(self, row: int) -> float:
         """Weight of a row when the packs of a short round are split."""
-        return self._lengths[row] if self._cost is None else self._cost.of(self._lengths[row])
+        length = self._lengths[row]
+        if self._cost is None:
+            return length
+        per_token, per_square = self._cost
+        return per_token * length + per_square * length * length
 
     def _balanced(self, packs: list[list[int]], ranks: int, generator: torch.Generator) -> list[list[int]]:
         """Arrange packs in rounds of similar ones; rounds come in random order, a short one last."""
@@ -240,3 +245,46 @@ class PackedSampler(Placed, Sampler[list[int]]):
 def _shuffled(items: list[Any], generator: torch.Generator) -> list[Any]:
     """The items in random order."""
     return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]
+
+
+def attention_cost(
+    config: "PreTrainedConfig", *, attention: Literal["varlen", "full"] = "varlen"
+) -> tuple[float, float]:
+    """Coefficients ``(a, b)`` of a pack's cost, ``a * tokens + b * sum(length ** 2)``, for ``PackedSampler``.
+
+    They are training FLOPs, counted as by ``model_flops_per_token`` except that a token attends only to those
+    before it, half of its row on average. Layers with a sliding window or chunks count as if every row were
+    longer than the window.
+
+    Args:
+        config: A transformers config of a decoder-only model.
+        attention: Attention scores that are computed. ``"varlen"``: those within each row, as with
+            ``use_varlen_attention`` or flash attention. ``"full"``: those of the whole pack, most of them
+            masked, as with transformers' "sdpa"; packs of equally many tokens then cost the same, and ``b``
+            is 0.
+
+    Returns:
+        (FLOPs per token, FLOPs per squared token).
+
+    Raises:
+        ValueError: For a family whose FLOPs ``model_flops_per_token`` does not count.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=256, intermediate_size=688)
+        >>> a, b = fs.attention_cost(config)
+        >>> b
+        3072.0
+        >>> sampler = fs.PackedSampler([4096] + [64] * 99, max_length=4096, cost=(a, b))
+    """
+    if attention not in ("varlen", "full"):
+        raise ValueError(f"attention must be 'varlen' or 'full', got {attention!r}")
+    try:
+        near, far = (model_flops_per_token(config, length) for length in (_LONG, 2 * _LONG))
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; or give cost=(6 * parameters a token passes through, 6 * heads * head_dim * layers)"
+        ) from error
+    growth = (far - near) / _LONG
+    per_token = near - growth * _LONG
+    return (per_token, growth / 2 if attention == "varlen" else 0.0)

@@ -1,31 +1,19 @@
 """Pack the rows of a stream, with a bounded buffer."""
 
 import itertools
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fsdp_sft._compat import data
-from fsdp_sft.sampling.packing.bins import check_count, deal, pack_lengths
+from fsdp_sft.collate.options import check_count
+from fsdp_sft.sampling.packing.bins import deal, pack_lengths
 from fsdp_sft.sampling.packing.collator import Row, row_sizes
 from fsdp_sft.sampling.sampler import Placed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-class _Boundary(NamedTuple):
-    """A boundary between two buffers of the stream.
-
-    Attributes:
-        rows: Number of rows before it.
-        packs: Number of packs before it.
-    """
-
-    rows: int
-    packs: int
 
 
 class PackedStream(Placed, IterableDataset[list[Row]]):
@@ -43,13 +31,12 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
     ``batch_size=None``.
 
     The position counts packs that training has consumed on all ranks, as in ``PackedSampler``. A resumed
-    stream reads past the rows of consumed buffers and packs the current buffer again; ``skip`` of a Hugging
-    Face ``IterableDataset`` is not used, as it fixes the order of the files. A stream that was consumed to
-    its end begins its next epoch.
+    stream reads past the rows of consumed packs; ``skip`` of a Hugging Face ``IterableDataset`` is not used,
+    as it fixes the order of the files. A stream that was consumed to its end begins its next epoch.
 
     Args:
         rows: An iterable, read lazily and again for each epoch, of rows with ``input_ids`` and ``labels`` or
-            ``EncodedChat``s.
+            ``EncodedChat``s. A generator cannot be read again: give an object whose ``__iter__`` makes one.
         max_length: Most tokens of a pack.
         buffer_size: Number of rows packed together. More rows fill packs better; 1000 fill them to about
             99 %.
@@ -59,7 +46,7 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
             same packs. None takes the only one there is.
 
     Raises:
-        TypeError: If a number is no integer.
+        TypeError: If the rows are an iterator, such as a generator.
         ValueError: If an argument is out of range; while reading, for a malformed row or one that is too
             long, with its index in the stream.
         RuntimeError: If it is read in a worker of a DataLoader.
@@ -86,14 +73,16 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
         mesh: "DeviceMesh | None" = None,
     ) -> None:
         super().__init__(num_replicas, rank, mesh)
+        if isinstance(rows, Iterator):
+            raise TypeError(
+                "the rows of a stream are read again in each epoch and after a resume, and a "
+                f"{type(rows).__name__} is empty by then: give an object whose __iter__ makes a new one, "
+                "such as datasets.IterableDataset.from_generator(function)"
+            )
         self.rows = rows
         self.max_length = check_count("max_length", max_length)
         self.buffer_size = check_count("buffer_size", buffer_size)
         self.epoch = 0
-        # The position lies in the buffer that begins at _start. Buffers read ahead of it, as by a DataLoader,
-        # begin at the boundaries in _later.
-        self._start = _Boundary(0, 0)
-        self._later: deque[_Boundary] = deque()
         self.position = 0
 
     def __iter__(self) -> Iterator[list[Row]]:
@@ -115,50 +104,17 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
             self._drawn += 1
             yield packs[self.rank]
 
-    def _go_to(self, epoch: int) -> None:
-        self.epoch, self.position, self._start = epoch, 0, _Boundary(0, 0)
-        self._later.clear()
-
     def mark_consumed(self, num_packs: int) -> None:
         """Advance the position by ``num_packs`` packs on this rank and on every other."""
         self._drawn = 0
         self.position += num_packs * self.num_replicas
-        while self._later and self._later[0].packs <= self.position:
-            self._start = self._later.popleft()
-
-    def position_state(self) -> dict[str, Any]:
-        """``state_dict`` without its warning about uncounted rows."""
-        return {
-            "epoch": self.epoch,
-            "position": self.position,
-            "rows_before": self._start.rows,
-            "packs_before": self._start.packs,
-            **self._source(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position, with the same or another number of ranks.
-
-        The rows themselves are not checked: the stream must give the same rows in the same order.
-
-        Raises:
-            ValueError: If the state was saved with other options, so that the packs would differ.
-        """
-        self._check_state(state)
-        start = _Boundary(int(state["rows_before"]), int(state["packs_before"]))
-        if not (0 <= start.packs <= int(state["position"]) and start.rows >= 0 and int(state["epoch"]) >= 0):
-            raise ValueError(f"stream state has a position that is not possible: {dict(state)}")
-        self.epoch, self.position, self._start = int(state["epoch"]), int(state["position"]), start
-        self._later.clear()
-        self._restored(self.epoch)
 
     def _source(self) -> dict[str, Any]:
         return {"max_length": self.max_length, "buffer_size": self.buffer_size}
 
     def _rounds(self) -> Iterator[list[list[Row]]]:
         """Rounds from the position on; packs of a short last one are split."""
-        self._later.clear()
-        packs = itertools.islice(self._all_packs(), self.position - self._start.packs, None)
+        packs = itertools.islice(self._all_packs(), self.position, None)
         while dealt := list(itertools.islice(packs, self.num_replicas)):
             if len(dealt) < self.num_replicas:
                 dealt = deal(dealt, lambda row: row_sizes([row])[0][0], self.num_replicas)
@@ -176,17 +132,15 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
             )
 
     def _all_packs(self) -> Iterator[list[Row]]:
-        """Packs of the buffers from the boundary on; ``_later`` gets the end of each buffer."""
-        place = self._start
-        source = itertools.islice(_rows_from(self.rows, epoch=self.epoch), place.rows, None)
+        """Packs of the epoch, those of consumed buffers too: reading their rows takes far longer."""
+        source, number = _rows_from(self.rows, epoch=self.epoch), 0
         while buffer := list(itertools.islice(source, self.buffer_size)):
             try:
                 packs = pack_lengths(row_sizes(buffer)[0], self.max_length)
             except ValueError as error:
-                error.add_note(f"rows are counted from row {place.rows} of the stream")
+                error.add_note(f"rows are counted from row {number} of the stream")
                 raise
-            place = _Boundary(place.rows + len(buffer), place.packs + len(packs))
-            self._later.append(place)
+            number += len(buffer)
             for pack in packs:
                 yield [buffer[row] for row in pack]
 

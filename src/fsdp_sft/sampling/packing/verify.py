@@ -23,6 +23,7 @@ from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft._ranks.mesh import raise_on_mesh
 from fsdp_sft._tensors.rounding import TOLERANCES, logits_tolerance
 from fsdp_sft.collate import pack_size
+from fsdp_sft.collate.options import check_count
 from fsdp_sft.errors import PackingError
 
 if TYPE_CHECKING:
@@ -113,11 +114,9 @@ def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
         >>> print(fs.verify_packing(model, max_length=64))
         packed against alone ... (at most ...; ... if simply joined), moved by ...
     """
-    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
-        raise ValueError(f"max_length must be a positive integer, got {max_length!r}")
+    check_count("max_length", max_length)
     mesh = training_mesh_of(model)
-    report, _ = verify(model, max_length, mesh, longest=max_length, untold_is_error=True)
-    return report
+    return verify(model, max_length, mesh, longest=max_length, untold_is_error=True)[0]
 
 
 def verify_at_first_use(
@@ -151,10 +150,9 @@ def verify_at_first_use(
     done, limit = verified_length(model), row_limit(model)
     if (done and limit is None) or torch.compiler.is_compiling():
         return
-    sizes = [pack_size(batch) for batch in batches]
-    own = (max(size.width for size in sizes), max(size.longest for size in sizes))
-    known = all_gather_objects(own) if mesh is not None else [own]
-    width, longest = max(width for width, _ in known), max(longest for _, longest in known)
+    own = [pack_size(batch) for batch in batches]
+    known = [size for sizes in (all_gather_objects(own) if mesh is not None else [own]) for size in sizes]
+    width, longest = map(max, zip(*known, strict=True))
     if not width or (done and (limit is None or longest <= limit)):
         return
     try:
@@ -223,7 +221,7 @@ def verify(
     told = True
     passed, attention = record_of(model).kept_or_new(_Passed).lengths, attention_of(unwrapped(model))
     try:
-        _check_model(model, longest)
+        _check_rotations(model, longest)
         spread_positions(model)
         with preserved(model), torch.no_grad(), uncompiled():
             model.eval()
@@ -237,16 +235,8 @@ def verify(
     return report, told
 
 
-def _check_model(model: nn.Module, longest: int) -> None:
-    """Refuse a model without weights or ``position_ids``, or that rotates by a row as long as ``longest``."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise PackingError(f"{_name(model)} is on the meta device; load its weights first")
-    taken = forward_parameters(model).values()
-    if not any(p.name == "position_ids" or p.kind == p.VAR_KEYWORD for p in taken):
-        raise PackingError(
-            f"{_name(model)} takes no position_ids, by which packed rows are kept apart; "
-            "train it with SFTCollator, without packing"
-        )
+def _check_rotations(model: nn.Module, longest: int) -> None:
+    """Refuse a model that rotates all rows otherwise where one is as long as ``longest``."""
     limit = row_limit(model)
     if limit is not None and longest > limit:
         raise PackingError(
@@ -393,11 +383,8 @@ def _most(report: PackingReport) -> float:
 def _text_sizes(model: nn.Module) -> tuple[int, int | None]:
     """(number of token ids; most positions of a row, or None if the model has no limit)."""
     config = text_config(model)
-    vocabulary = getattr(config, "vocab_size", None)
-    if not isinstance(vocabulary, int) or vocabulary < 2:
-        raise PackingError(f"{_name(model)}'s config has no vocab_size to draw a probe from")
     positions = getattr(config, "max_position_embeddings", None)
-    return vocabulary, positions if isinstance(positions, int) and positions >= max(_EARLIER) else None
+    return config.vocab_size, positions if isinstance(positions, int) and positions >= max(_EARLIER) else None
 
 
 def _name(model: nn.Module) -> str:
