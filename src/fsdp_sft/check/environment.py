@@ -49,6 +49,7 @@ _SECRET = re.compile(
 _BEFORE_HOST = re.compile(r"^([A-Za-z][\w+.-]*://)?.*@", re.DOTALL)
 _QUERY = re.compile(r"\?.*", re.DOTALL)
 _MANY = 4  # values beside the usual one that are not listed
+_READINGS = 7  # of the clock: the one at which a rank was least late counts
 _CLOCK_FAILS = 2.5  # seconds; machines that ask a time server agree within 0.01
 _FREE_WARNS, _FREE_FAILS = 0.95, 0.8  # of a device's memory; a context of our own takes a hundredth
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -57,12 +58,14 @@ _REPORT_SECONDS = 120
 
 def environment(job: CheckedJob) -> Found:
     """Whether ranks have the same versions and variables, clocks that agree, and their devices' memory."""
-    all_gather_objects(None)  # all ranks leave it at about the same time
-    clock = time.time()
+    clocks = []
+    for _ in range(_READINGS):
+        all_gather_objects(None)  # all ranks leave it at about the same time
+        clocks.append(time.time())
 
     def own() -> dict[str, Any]:
         facts = {**versions(job.device), **variables()}
-        return {"facts": facts, "clock": clock, "memory": memory_of_device(job.device)}
+        return {"facts": facts, "clocks": clocks, "memory": memory_of_device(job.device)}
 
     said, problems = through_rank_0("comparing environments", own, _compare)
     count = torch.accelerator.device_count()
@@ -74,7 +77,7 @@ def environment(job: CheckedJob) -> Found:
 
 def _compare(everyone: list[dict[str, Any]]) -> Found:
     """What was seen, and what is wrong, from what each rank has."""
-    facts, clocks = [one["facts"] for one in everyone], [one["clock"] for one in everyone]
+    facts, clocks = [one["facts"] for one in everyone], [one["clocks"] for one in everyone]
     known = {rank: one["memory"] for rank, one in enumerate(everyone) if one["memory"] is not None}
     parts = [f"{name} {facts[0][name]}" for name in ("torch", "transformers", "device")]
     if known:
@@ -95,13 +98,14 @@ def _apart(facts: list[dict[str, str]]) -> Iterator[Problem]:
             yield Problem("fail", tuple(some), text, exclude=name in ("device", "driver"))
 
 
-def _late(clocks: list[float]) -> Iterator[Problem]:
-    """Clocks that are off: which of several errors was the first is told by them."""
-    usual = statistics.median_low(clocks)
-    for rank, clock in enumerate(clocks):
-        if abs(clock - usual) > _CLOCK_FAILS:
-            way = "ahead of" if clock > usual else "behind"
-            text = f"its clock is {abs(clock - usual):.1f} s {way} the others: start a time service (chronyd)"
+def _late(clocks: list[list[float]]) -> Iterator[Problem]:
+    """Clocks that are off, of several readings each: which error came first is told by them."""
+    usual = [statistics.median_low(one) for one in zip(*clocks, strict=True)]
+    for rank, own in enumerate(clocks):
+        skew = min((now - others for now, others in zip(own, usual, strict=True)), key=abs)
+        if abs(skew) > _CLOCK_FAILS:
+            way = "ahead of" if skew > 0 else "behind"
+            text = f"its clock is {abs(skew):.1f} s {way} the others: start a time service (chronyd)"
             yield Problem("fail", (rank,), text)
 
 

@@ -21,8 +21,8 @@ _MIB = 1 << 20
 
 # --- products ---------------------------------------------------------------------------------------------
 
-# Rows, outputs, inputs. Entries are -1, 0 and 1, so sums stay below 256, which bfloat16 has exactly: with 2,048
-# terms of a mean square of 4/9 that is eight and a half standard deviations.
+# Rows, outputs, inputs. Entries are -1, 0 and 1, so sums stay below 256, which bfloat16 has exactly: with
+# 2,048 terms of a mean square of 4/9 that is eight and a half standard deviations.
 _SHAPE, _SHAPE_ON_CPU = (4096, 14336, 2048), (128, 1024, 1024)
 _TRIALS, _TRIAL_SECONDS = 3, 0.25
 # Healthy devices keep their rate within 5 %:

@@ -262,7 +262,7 @@ def draw(path: str, plans: Sequence[RunPlan], budget: Budget, title: str) -> Non
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    figure: Any = new_figure(9, 3 + 0.4 * len(plans), dpi=150)
+    figure: Any = new_figure(9, 3 + 0.4 * len(plans))
     axes = figure.subplots()
     kinds = dict.fromkeys(kind for plan in plans for kind in plan.estimate.breakdown)
     left = [0.0] * len(plans)
