@@ -11,7 +11,6 @@ Source: Herrmann et al.'s min-cut as in torch's partitioner,
 https://dev-discuss.pytorch.org/t/min-cut-optimal-recomputation-i-e-activation-checkpointing-with-aotautograd/467.
 """
 
-from collections import deque
 from typing import Any
 
 from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Event, Workload, work_of
@@ -28,7 +27,6 @@ _NOT_FUSED = (
     "index_put",
     "_index_put_impl_",
 )
-_INFINITE = 1 << 62
 
 
 def fused_footprint(
@@ -140,69 +138,27 @@ def _cheapest_cut(
 
     Storages in ``free`` are kept in any case and cost nothing.
     """
+    if not wanted:
+        return set()
     # Each storage is an edge from its "in" to its "out" whose capacity is its size: cutting it is keeping it.
-    # Fused operations are edges that cannot be cut. The source leads to what only memory can provide, and
-    # what the backward wants leads to the sink, so a minimum cut is a cheapest set of storages in between.
-    network = _Network()
-    produced: set[int] = set()
+    # Fused operations are edges that cannot be cut (without a capacity). The source leads to what only memory
+    # can provide, and what the backward wants leads to the sink, so a minimum cut is a cheapest set of
+    # storages in between. Of several the one nearest to the source is taken: networkx gives that nearest to
+    # the target, so all edges point backwards.
+    import networkx  # type: ignore[import-untyped,unused-ignore]
+
+    graph = networkx.DiGraph()
+    graph.add_edges_from(("sink", (number, "out")) for number in wanted)
+    graph.add_edge((block_input, "in"), "source")
+    produced = {block_input}
     for event in events:
         if event.op is None:
             continue
-        new = [number for number in event.outputs if number not in event.inputs]
-        for number in new:
+        sources: list[Any] = [(number, "out") for number in event.inputs if _is_fused(event.op)]
+        for number in set(event.outputs) - set(event.inputs):
             produced.add(number)
-            if not _is_fused(event.op) or not event.inputs:
-                network.add(("source",), (number, "in"), _INFINITE)
-            for source in event.inputs if _is_fused(event.op) else ():
-                network.add((source, "out"), (number, "in"), _INFINITE)
-    network.add(("source",), (block_input, "in"), _INFINITE)
-    for number in produced | {block_input}:
-        network.add((number, "in"), (number, "out"), 0 if number in free else sizes[number])
-    for number in wanted:
-        network.add((number, "out"), ("sink",), _INFINITE)
-    reachable = network.cut(("source",), ("sink",))
-    return {
-        number
-        for number in produced | {block_input}
-        if number not in free and (number, "in") in reachable and (number, "out") not in reachable
-    }
-
-
-class _Network:
-    """A flow network of a few hundred nodes, cut by shortest augmenting paths (Edmonds-Karp)."""
-
-    def __init__(self) -> None:
-        self.capacity: dict[Any, dict[Any, int]] = {}
-
-    def add(self, start: Any, end: Any, capacity: int) -> None:
-        """Add an edge; of two between the same nodes the larger capacity counts."""
-        row = self.capacity.setdefault(start, {})
-        row[end] = max(row.get(end, 0), capacity)
-        self.capacity.setdefault(end, {}).setdefault(start, 0)
-
-    def cut(self, source: Any, sink: Any) -> set[Any]:
-        """Nodes on the source's side of a minimum cut."""
-        while True:
-            came_from = self._paths(source)
-            if sink not in came_from:
-                return set(came_from)
-            path, node = [], sink
-            while node != source:
-                path.append((came_from[node], node))
-                node = came_from[node]
-            flow = min(self.capacity[a][b] for a, b in path)
-            for a, b in path:
-                self.capacity[a][b] -= flow
-                self.capacity[b][a] += flow
-
-    def _paths(self, source: Any) -> dict[Any, Any]:
-        """Each reachable node, with its predecessor on a shortest path."""
-        came_from = {source: source}
-        queue = deque([source])
-        while queue:
-            node = queue.popleft()
-            for neighbour, capacity in self.capacity.get(node, {}).items():
-                if capacity > 0 and neighbour not in came_from:
-                    came_from[neighbour] = node
-                    queue.append(neighbour)
-        return came_from
+            graph.add_edges_from(((number, "in"), source) for source in sources or ["source"])
+    for number in produced:
+        graph.add_edge((number, "out"), (number, "in"), capacity=0 if number in free else sizes[number])
+    _, (_, near) = networkx.minimum_cut(graph, "sink", "source")
+    return {n for n in produced - free if (n, "in") in near and (n, "out") not in near}
