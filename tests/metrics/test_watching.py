@@ -6,6 +6,7 @@ import struct
 import sys
 import time
 import types
+import warnings
 import zlib
 
 import pytest
@@ -221,6 +222,9 @@ class TestPlotRun:
     @pytest.fixture(autouse=True)
     def _matplotlib(self):
         pytest.importorskip("matplotlib", reason="the picture needs the 'plot' extra")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of panels for which there is no room
+            yield
 
     @pytest.fixture
     def lines(self, monkeypatch):

@@ -390,7 +390,6 @@ def test_a_model_that_cannot_be_followed_is_refused() -> None:
         ({"master_dtype": torch.int8}, "master_dtype must be one of"),
         ({"trainable": "no_such_name"}, "matches no parameter"),
         ({"lora_rank": 4, "lora_targets": ["no_such_layer"]}, "names no linear layer"),
-        ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
         ({"cp": 0}, "cp must be an integer of at least 1"),
         ({"num_gpus": 6, "cp": 4}, r"dp_replicate x cp must divide num_gpus, got 1 x 4 of 6"),
         ({"num_gpus": 4, "dp_replicate": 2, "cp": 4}, "dp_replicate x cp must divide"),
@@ -398,7 +397,6 @@ def test_a_model_that_cannot_be_followed_is_refused() -> None:
             {"num_gpus": 3, "cp": 3},
             r"Qwen2ForCausalLM has 4 query heads, which cp=3 does not divide.*\[2, 4\]",
         ),
-        ({"cp": 2, "loss_impl": "logits", "logits_dtype": torch.bfloat16}, "computed in torch.float32"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:

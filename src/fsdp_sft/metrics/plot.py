@@ -58,6 +58,8 @@ def plot_run(jsonl: str | Path, out: str | Path) -> Path:
         _draw(axes, rows, name, title, unit)
         for other in (name for name in beside if name in logged):
             _draw_beside(axes, rows, other, label)
+        if title in ("Throughput", "Peak memory"):
+            axes.set_ylim(bottom=0)
     return save_figure(figure, out)
 
 
@@ -120,7 +122,8 @@ def _draw(axes: Any, rows: Rows, key: str, title: str, unit: str) -> None:
         medians = [median(values[max(0, i - width) : i + width + 1]) for i in range(len(values))]
         axes.plot(steps, medians, color=_LINE, linewidth=1.8)
     bad = [step for step, value in zip(steps, values, strict=True) if math.isnan(value)]
-    axes.plot(bad, [0] * len(bad), "x", color=_BAD, transform=axes.get_xaxis_transform(), clip_on=False)
+    if bad:  # an empty line that is not clipped leaves the panels no room
+        axes.plot(bad, [0] * len(bad), "x", color=_BAD, transform=axes.get_xaxis_transform(), clip_on=False)
 
 
 def _draw_beside(axes: Any, rows: Rows, key: str, label: str) -> None:

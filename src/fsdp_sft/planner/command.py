@@ -20,9 +20,6 @@ from fsdp_sft.planner.program import write_program
 from fsdp_sft.planner.run import Run
 from fsdp_sft.planner.search import plan_run, smallest_num_gpus
 
-_EIGHTHS = " ▏▎▍▌▋▊▉"
-_SMALLEST_SHARE = 0.005  # of the peak; smaller parts are summed up as one
-
 
 def run(args: argparse.Namespace) -> int:
     """Print plans.
@@ -115,7 +112,7 @@ def _report(args: argparse.Namespace) -> None:
     for note in _notes(config, best):
         print(f"Note: {note}.")
     print(f"\nMemory of plan 1 on each GPU at the peak, in the {best.estimate.peak_phase} phase:\n")
-    print(bars(best.estimate, budget))
+    print(f"{best.estimate}  of {budget}")
     print(f"\nPlan 1 as code:\n\n{best.code(args.model)}")
     del given["num_gpus"]
     fewest = smallest_num_gpus(config, **given)
@@ -156,7 +153,7 @@ def _headline(args: argparse.Namespace, config: Any, estimate: MemoryEstimate, b
     return f"{config.model_type}, {size}, on {where}, {batch}"
 
 
-# --- the table and the bars -------------------------------------------------------------------------------
+# --- the table and the picture ----------------------------------------------------------------------------
 
 
 def plan_table(plans: Sequence[RunPlan]) -> str:
@@ -197,22 +194,6 @@ def aligned(rows: list[tuple[str, ...]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(lines)
-
-
-def bars(estimate: MemoryEstimate, budget: Budget, width: int = 40) -> str:
-    """The breakdown at the peak as lines of text, largest part first, and the sum beside the budget."""
-    parts = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
-    shown = [(name, size) for name, size in parts if size >= _SMALLEST_SHARE * estimate.peak_bytes]
-    rest = estimate.peak_bytes - sum(size for _, size in shown)
-    if rest:
-        shown.append(("the rest", rest))
-    names = max(len(name) for name, _ in shown)
-    lines = []
-    for name, size in shown:
-        eighths = round(size / shown[0][1] * width * 8)
-        bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
-        lines.append(f"{name:<{names}}  {size / GIB:7.2f} GiB  {bar}".rstrip())
-    return "\n".join([*lines, f"{'in all':<{names}}  {estimate.peak_bytes / GIB:7.2f} GiB  of {budget}"])
 
 
 def draw(path: str, plans: Sequence[RunPlan], budget: Budget, title: str) -> None:

@@ -133,14 +133,12 @@ def chunked_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    chunk_size: int | None,
     gpu: Gpu,
     ledger: Ledger,
 ) -> torch.Tensor:
     """Stand-in for ``fsdp_sft.linear_cross_entropy_sum``: its buffers, with the lifetimes they have there."""
-    width = hidden.shape[-1]
-    rows = chunk_size or default_chunk_size(width, hidden.dtype)
-    result: torch.Tensor = _ChunkedLoss.apply(hidden.reshape(-1, width), weight, bias, rows, gpu, ledger)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    result: torch.Tensor = _ChunkedLoss.apply(rows, weight, bias, gpu, ledger)
     return result
 
 
@@ -153,7 +151,6 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        chunk_size: int,
         gpu: Gpu,
         ledger: Ledger,
     ) -> torch.Tensor:
@@ -165,7 +162,8 @@ class _ChunkedLoss(torch.autograd.Function):
             for t, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         ]
         ctx.kept, ctx.dtype = kept, hidden.dtype
-        _chunk_buffers(hidden, weight, min(chunk_size, hidden.shape[0]), wide, gpu)
+        rows = min(default_chunk_size(hidden.shape[1], hidden.dtype), hidden.shape[0])
+        _chunk_buffers(hidden, weight, rows, wide, gpu)
         # All three products run in the forward, that of the weight's gradient only if it is trained.
         products = 2 + int(ctx.needs_input_grad[1])
         logits = float(hidden.shape[0] * weight.shape[0])
@@ -183,7 +181,7 @@ class _ChunkedLoss(torch.autograd.Function):
             kept, ctx.kept[index] = ctx.kept[index], None
             results.append(None if kept is None else torch.empty_like(kept, dtype=ctx.dtype))
             del kept
-        return (*results, None, None, None)
+        return (*results, None, None)
 
 
 def _chunk_buffers(

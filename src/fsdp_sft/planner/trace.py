@@ -270,9 +270,7 @@ class _Traced:
 
         def loss_in_place(hidden: torch.Tensor) -> torch.Tensor:
             run = self.run
-            losses.append(
-                chunked_loss(hidden, head.weight, head.bias, run.chunk_size, run.device, self.ledger)
-            )
+            losses.append(chunked_loss(hidden, head.weight, head.bias, run.device, self.ledger))
             return hidden.new_empty((*hidden.shape[:-1], 0))
 
         head.__dict__["forward"] = loss_in_place
