@@ -176,7 +176,7 @@ def _without_a_folder(folder: Path) -> tuple[int, dict[str, Any]]:
     file, mkdir = folder / "check.json", Path.mkdir
 
     def not_there(path: Path, *args: Any, **kwargs: Any) -> None:
-        mkdir(path / "elsewhere" if ".check-" in str(path) else path, *args, **kwargs)
+        mkdir(path.parent / "gone" / "old" if ".check-" in str(path) else path, *args, **kwargs)
 
     blind = mock.patch.object(Path, "mkdir", not_there)
     with blind if dist.get_rank() == 1 else mock.patch.dict(os.environ):

@@ -29,7 +29,7 @@ from fsdp_sft.step import train_step
 from fsdp_sft.targets import IGNORE_INDEX
 from fsdp_sft.weights import build_meta_model, load_weights
 
-_ROWS, _LENGTH, _AT_ONCE = 2, 32, 32  # rows of a rank, tokens of a row, rows of one process's forward
+_ROWS, _LENGTH = 2, 32  # rows of a rank, tokens of a row
 _RATE, _MAX_NORM, _LORA_RANK = 0.5, 1.0, 4
 _SLOW_IN_BFLOAT16 = 16_000_000  # parameters: processors without instructions for it take minutes
 # Loss and gradient norm may be so many times as far from float32 as one process in the same dtype is, and so
@@ -293,8 +293,7 @@ def _plain(
 def _plain_backward(model: Any, device: torch.device, ids: torch.Tensor, labels: torch.Tensor) -> float:
     """Mean loss per target, after its backward."""
     count, total = int((labels[..., 1:] != IGNORE_INDEX).sum()), 0.0
-    rows = (whole.flatten(0, 1).to(device).split(_AT_ONCE) for whole in (ids, labels))
-    for some, targets in zip(*rows, strict=True):
+    for some, targets in zip(ids.to(device), labels.to(device), strict=True):  # the rows of a share
         logits = model(input_ids=some).logits[:, :-1].float().flatten(0, 1)
         loss = F.cross_entropy(logits, targets[:, 1:].flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
         (loss / count).backward()
