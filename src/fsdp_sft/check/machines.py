@@ -219,13 +219,10 @@ def _slow(job: CheckedJob, rings: list[list[int]], where: str) -> Iterator[Probl
         slow = {rank for rank, rate in best.items() if rate < limit * usual}
         if not slow:
             return
-    for ring in rings:
-        for ranks in [tuple(ring)] if len(ring) == 2 else [(rank,) for rank in ring]:
-            if slow.intersection(ranks):
-                rate, whose = min(best[rank] for rank in ranks), "the link between them"
-                text = f"{whose if len(ranks) == 2 else 'its links'}{where} run at {rate / usual:.2f} of the "
-                text += f"others' ({rate / 1e9:.3g} GB/s): look at adapters and cables"
-                yield Problem("fail", ranks, text, exclude=len(ranks) == 1)
+    for rank in sorted(slow):  # of two ranks that have one link both
+        rate = f"{best[rank] / usual:.2f} of the others' ({best[rank] / 1e9:.3g} GB/s)"
+        text = f"its links{where} run at {rate}: look at adapters and cables"
+        yield Problem("fail", (rank,), text, exclude=True)
 
 
 def _link_rates(job: CheckedJob, rings: list[list[int]]) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""What a compiled block keeps: the smallest set of tensors from which the rest can be recomputed.
+"""What a block keeps and needs, as it ran or compiled.
 
 ``torch.compile`` cuts the joint graph of forward and backward where the fewest bytes have to be kept, and
 recomputes pointwise operations from there. Matrix products and attention are never recomputed, and what they
@@ -11,9 +11,13 @@ Source: Herrmann et al.'s min-cut as in torch's partitioner,
 https://dev-discuss.pytorch.org/t/min-cut-optimal-recomputation-i-e-activation-checkpointing-with-aotautograd/467.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
-from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Event, Workload, work_of
+from torch import nn
+
+from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Event, Ledger, Workload, work_of
+from fsdp_sft.sac import decides
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "_scaled_mm")
 _NOT_FUSED = (
@@ -29,7 +33,106 @@ _NOT_FUSED = (
 )
 
 
-def fused_footprint(
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes and work of one block, without its parameters and their gathering.
+
+    Attributes:
+        kept: Bytes that the forward adds to the activations: what it saves and its output, less its input if
+            that is no longer needed.
+        forward_peak: Most bytes that the forward adds while it runs.
+        unsaved_peak: The same where nothing is saved for a backward, as in a checkpointed block.
+        again_peak: Most bytes that recomputation adds; it ends at the last tensor that the backward needs.
+        saved: Bytes that the block's backward needs besides its input.
+        backward_peak: Most bytes that the backward adds while it runs, gradients of parameters included.
+        output: Bytes of the output.
+        saves_input: Whether the backward itself, not only recomputation, reads the block's input.
+        decisions: Bytes of a router's choices, which a checkpointed block keeps with its input.
+        exchanged: Bytes that the forward sends to the ranks that share its rows or experts.
+        forward: Work of the forward.
+        again: Work of the part of the forward that is repeated if the block is checkpointed.
+        backward: Work of the backward, without recomputation.
+    """
+
+    kept: int
+    forward_peak: int
+    unsaved_peak: int
+    again_peak: int
+    saved: int
+    backward_peak: int
+    output: int
+    saves_input: bool
+    decisions: int = 0
+    exchanged: int = 0
+    forward: Workload = ()
+    again: Workload = ()
+    backward: Workload = ()
+
+    def left(self, checkpointed: bool) -> int:
+        """Bytes that the forward leaves on the device for the backward."""
+        return self.output + self.decisions if checkpointed else self.kept
+
+
+class Record:
+    """What was seen of one block.
+
+    Attributes:
+        block: The block.
+        saved: Numbers of the storages that autograd saved in its forward.
+        live: Bytes alive at moments: before and after its forward, and where its backward begins.
+        peak: Most bytes alive in its forward (saving or not) and in its backward.
+        events: Lengths of the ledger's record at moments, which cut the block's operations out of it.
+        input: Number of its input's storage.
+        output: Number of its output's storage.
+        arguments: Numbers of the storages of its other arguments, such as mask and rotary tables.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self.saved: set[int] = set()
+        self.live = {"before": 0, "after": 0, "backward": 0}
+        self.peak = {"forward": 0, "backward": 0, "again": 0}
+        self.events = {"unsaved": 0, "before": 0, "after": 0, "backward": 0, "end": 0}
+        self.input = self.output = -1
+        self.arguments: set[int] = set()
+
+
+def footprint(record: Record, ledger: Ledger, kept: int, *, exchanged: int, compiled: bool) -> Footprint:
+    """The footprint of a block as it ran, or as it would run under ``torch.compile``."""
+    sizes = ledger.sizes
+    forward = ledger.events[record.events["before"] : record.events["after"]]
+    backward = ledger.events[record.events["backward"] : record.events["end"]]
+    output = sizes[record.output]
+    decisions = sum(event.decided for event in forward) if decides(record.block) else 0
+    alike: dict[str, Any] = {"output": output, "decisions": decisions, "exchanged": exchanged}
+    if compiled:
+        fused = _fused(
+            forward=forward,
+            backward=backward,
+            sizes=sizes,
+            saved=record.saved,
+            block_input=record.input,
+            block_output=record.output,
+        )
+        return Footprint(saves_input=True, **alike, **fused)
+    # Recomputation stops at the last operation that makes a tensor for the backward.
+    last = max((i for i, event in enumerate(forward) if record.saved & set(event.outputs)), default=-1)
+    return Footprint(
+        forward=work_of(forward),
+        again=work_of(forward[: last + 1]),
+        backward=work_of(backward),
+        kept=kept,
+        forward_peak=record.peak["forward"] - record.live["before"],
+        unsaved_peak=record.peak["unsaved"],
+        again_peak=record.peak["again"] - record.live["before"],
+        saved=record.live["after"] - record.live["before"] - output,
+        backward_peak=record.peak["backward"] - record.live["backward"],
+        saves_input=record.input in record.saved,
+        **alike,
+    )
+
+
+def _fused(
     *,
     forward: list[Event],
     backward: list[Event],
@@ -38,7 +141,7 @@ def fused_footprint(
     block_input: int,
     block_output: int,
 ) -> dict[str, Any]:
-    """The fields of a compiled block's ``Footprint``, except the size of its output.
+    """The fields of a compiled block's ``Footprint`` that differ from those of an eager one.
 
     Args:
         forward: Events of the block's eager forward.
