@@ -26,6 +26,20 @@ MISTAKES = [
         ("tests/check/test_command.py",),
     ),
     Mistake(
+        "a folder of a check that runs is swept",
+        "check/job.py",
+        "> _LEFT_BEHIND:",
+        "> 0:",
+        ("tests/check/test_command.py::test_what_a_killed_check_has_left_is_swept",),
+    ),
+    Mistake(
+        "the panels of a picture have no room",
+        "metrics/plot.py",
+        "    if bad:  #",
+        "    if True:  #",
+        ("tests/metrics/test_watching.py::TestPlotRun::test_four_panels",),
+    ),
+    Mistake(
         "a password in an address is shown",
         "check/environment.py",
         "_BEFORE_HOST.sub(lambda found: f\"{found[1] or ''}***@\", value)",
