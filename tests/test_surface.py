@@ -399,8 +399,8 @@ def test_importing_costs_next_to_nothing_over_torch() -> None:
 def test_the_declared_dependencies_are_the_ones_imported() -> None:
     declared = {"torch", "transformers", "safetensors", "huggingface_hub", "filelock", "typing_extensions"}
     allowed = declared | {"fsdp_sft"}
-    # tqdm comes with transformers, jinja2 with torch; the others are extras (pynvml is nvidia-ml-py)
-    optional = {"tqdm", "jinja2", "matplotlib", "peft", "pynvml"}
+    # tqdm comes with transformers, jinja2 and networkx with torch; the others are extras
+    optional = {"tqdm", "jinja2", "networkx", "matplotlib", "peft"}
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = []

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fsdp_sft.check.command import Done, ordered, text_of, to_json
 from fsdp_sft.check.environment import _apart, host_name, minorities, shown
-from fsdp_sft.check.job import Problem
+from fsdp_sft.check.job import Problem, _sweep
 from fsdp_sft.commands import main
 from tests.harness.clusters import job_of
 from tests.harness.models import tiny_config
@@ -153,7 +153,7 @@ def test_the_commands_on_two_ranks(tmp_path: Path) -> None:
     assert other == (codes, ["", "", ""]), "rank 0 alone prints, and all return the same"
     assert "Healthy" in table
     assert re.search(r"NCCL_ALGO +not set  <- differs: Tree on rank 1", env)
-    assert re.search(r"HF_TOKEN +set, not shown  <- differs: set, not shown on rank 1", env)
+    assert re.search(r"HF_TOKEN +set, not shown\n", env)
     assert "torch" in env
     assert SECRET not in table + env + (tmp_path / "check.json").read_text()
     found = json.loads((tmp_path / "other.json").read_text())
@@ -162,10 +162,23 @@ def test_the_commands_on_two_ranks(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").iterdir()), "what was made for the checks is gone"
 
 
+def test_what_a_killed_check_has_left_is_swept(tmp_path: Path) -> None:
+    left, running = tmp_path / ".check-left", tmp_path / ".check-running"
+    for folder in (left, running):
+        (folder / "model").mkdir(parents=True)
+    os.utime(left, (0, 0))
+    _sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == [running]
+
+
 def _without_a_folder(folder: Path) -> tuple[int, dict[str, Any]]:
     """The code, and what was found, of a check whose folder is not there on one of the ranks."""
-    file = folder / "check.json"
-    blind = mock.patch.object(Path, "is_dir", return_value=False)
+    file, mkdir = folder / "check.json", Path.mkdir
+
+    def not_there(path: Path, *args: Any, **kwargs: Any) -> None:
+        mkdir(path.parent / "gone" / "old" if ".check-" in str(path) else path, *args, **kwargs)
+
+    blind = mock.patch.object(Path, "mkdir", not_there)
     with blind if dist.get_rank() == 1 else mock.patch.dict(os.environ):
         words = ["--only", "folder,parity", "--root", str(folder / "run"), "--json", str(file)]
         code = main(["check", *words])
@@ -178,5 +191,5 @@ def test_a_folder_that_is_not_there_on_a_rank(tmp_path: Path) -> None:
         assert code == 1
         (problem,) = found["problems"]
         assert problem["ranks"] == [1]
-        assert "is not there, or another folder than that of rank 0" in problem["text"]
+        assert "No such file or directory" in problem["text"]
         assert found["checks"]["parity"]["verdict"] == "-"

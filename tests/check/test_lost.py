@@ -14,7 +14,7 @@ import os, signal, sys, time
 from fsdp_sft.check import command
 from fsdp_sft.commands import main
 
-command._SILENCE_ELSE = 4.0
+command._SILENCE = 4.0
 products = command.CHECKS["products"]
 
 def planted(job):

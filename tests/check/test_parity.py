@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tf
 
-from fsdp_sft.check.parity import _compare_rounded, truncated_config
+from fsdp_sft.check.parity import _LEAST, _compare_steps, truncated_config
 from fsdp_sft.planner.model import build_model, decoder_blocks
 from tests.harness.models import LATENT, TINY
 
@@ -92,13 +92,17 @@ EXACT = [(4.0, 4.0), (4.0, 3.0)]
     ("ours", "says"),
     [
         ([(4.001, 4.1), (4.001, 3.1)], []),  # the other step of one process is as far off
-        ([(4.1, 4.0), (4.0, 3.0)], ["loss 4.1, 4.002 in one process (bfloat16) and 4 in float32"]),
-        ([(4.0, 4.0), (4.0, 2.0)], ["gradient norm 2, 3 in one process (bfloat16) and 3 in float32"]),
-        ([(4.0, float("nan")), (4.0, 3.0)], ["gradient norm nan, 4.08"]),
+        ([(4.1, 4.0), (4.0, 3.0)], ["loss 4.1 in step 1, 4.002 in one process (bfloat16) and 4 in float32"]),
+        (
+            [(4.0, 4.0), (4.0, 2.0)],
+            ["gradient norm 2 in step 2, 3 in one process (bfloat16) and 3 in float32"],
+        ),
+        ([(4.0, float("nan")), (4.0, 3.0)], ["gradient norm nan in step 1, 4.08"]),
     ],
 )
 def test_rounding_is_what_one_process_has(ours: list[tuple[float, float]], says: list[str]) -> None:
-    found = list(_compare_rounded(ours, EXACT, [(4.002, 4.08), (4.002, 3.0)]))
+    rounded = [(4.002, 4.08), (4.002, 3.0)]
+    found = list(_compare_steps("bfloat16", ours, rounded, EXACT, _LEAST[torch.bfloat16]))
     assert len(found) == len(says)
     for text, said in zip(found, says, strict=True):
         assert said in text

@@ -90,6 +90,10 @@ def _no_space(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
+def _no_folder(*_: Any, **__: Any) -> None:
+    raise FileNotFoundError(2, "No such file or directory")
+
+
 def _reductions(of: Callable[..., Any]) -> Any:
     names = ("reduce_scatter_single", "reduce_scatter_tensor")  # of the check, and of FSDP2
     return mock.patch.multiple(dist, **{name: of(getattr(dist, name)) for name in names})
@@ -103,12 +107,6 @@ FAULTS = {
         "environment",
         "NCCL_ALGO is Tree, and not set elsewhere",
         lambda _: mock.patch.dict(os.environ, NCCL_ALGO="Tree"),
-    ),
-    "a secret": Fault(
-        "environment",
-        "HF_TOKEN is set, not shown, and set, not shown elsewhere",
-        lambda _: mock.patch.dict(os.environ, HF_TOKEN="hf_other"),
-        lambda _: mock.patch.dict(os.environ, HF_TOKEN="hf_secret"),
     ),
     "a clock": Fault(
         "environment",
@@ -143,11 +141,13 @@ FAULTS = {
         lambda _: mock.patch.object(dist, "send", _late(dist.send)),
         lambda rank: mock.patch.object(socket, "gethostname", return_value=f"node-{rank}"),
     ),
-    "no rename": Fault("folder", "is not seen under its new name", lambda _: mock.patch.object(os, "rename")),
+    "no folder": Fault(
+        "folder", "No such file or directory", lambda _: mock.patch.object(Path, "mkdir", _no_folder)
+    ),
     "a blind rank": Fault(
         "folder",
-        "renames of the other ranks are not seen",
-        lambda _: mock.patch.object(os, "listdir", return_value=[f"new-{VICTIM}"]),
+        "does not see the new name where rank 0",
+        lambda _: mock.patch.object(os, "listdir", return_value=["old"]),
     ),
     "a full disk": Fault(
         "folder", "No space left on device", lambda _: mock.patch.object(machines, "sync_file", _no_space)

@@ -116,6 +116,7 @@ def test_few_experts_on_many_ranks_are_planned() -> None:
     run = {**JOB, "num_gpus": 64, "seq_length": 64, "lora_rank": 8, "frozen_dtype": "nf4"}
     memory = fs.estimate_memory(config, fs.Run(**run))
     assert any("kept packed (nf4)" in note for note in memory.notes)
+    assert any("the fullest of 64 ranks has" in note for note in memory.notes), "56 of them have no experts"
 
 
 def test_seconds_have_the_bytes_of_gathers_and_the_values_in_them() -> None:
@@ -243,7 +244,7 @@ def test_the_command_takes_and_names_it(tmp_path: Path, capsys: Any) -> None:
     assert "frozen_dtype='nf4'" in text
     assert "Note: 6.98B of 8.07B parameters are frozen and kept packed (nf4): 4.25 bits each" in text
     assert main([*job, "--frozen-dtype", "nf4"]) == 2
-    assert "--frozen-dtype='nf4' is for frozen weights" in capsys.readouterr().err
+    assert "frozen_dtype='nf4' is for frozen weights" in capsys.readouterr().err
     for kind in KINDS[1:]:
         assert main([*job, "--lora", "16", "--json", "--frozen-dtype", kind]) == 0
         assert json.loads(capsys.readouterr().out)["plans"][0]["frozen_dtype"] == kind

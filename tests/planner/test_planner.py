@@ -250,9 +250,9 @@ def test_the_breakdown_adds_up_and_reads_well() -> None:
     found = estimate_memory(QWEN_14B, fs.Run(num_gpus=64, micro_batch_size=2, seq_length=4096))
     assert sum(found.breakdown.values()) == found.peak_bytes
     assert min(found.breakdown.values()) > 0
-    text = str(found)
-    assert f"{found.peak_bytes / GIB:.2f} GiB per GPU" in text
-    assert all(name in text for name in found.breakdown)
+    first, *_, last = str(found).splitlines()
+    assert first.startswith("activations kept")
+    assert last.split() == ["in", "all", f"{found.peak_bytes / GIB:.2f}", "GiB"]
     assert found.parameters == found.active_parameters == 14_770_033_664
 
 
@@ -390,7 +390,6 @@ def test_a_model_that_cannot_be_followed_is_refused() -> None:
         ({"master_dtype": torch.int8}, "master_dtype must be one of"),
         ({"trainable": "no_such_name"}, "matches no parameter"),
         ({"lora_rank": 4, "lora_targets": ["no_such_layer"]}, "names no linear layer"),
-        ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
         ({"cp": 0}, "cp must be an integer of at least 1"),
         ({"num_gpus": 6, "cp": 4}, r"dp_replicate x cp must divide num_gpus, got 1 x 4 of 6"),
         ({"num_gpus": 4, "dp_replicate": 2, "cp": 4}, "dp_replicate x cp must divide"),
@@ -398,7 +397,6 @@ def test_a_model_that_cannot_be_followed_is_refused() -> None:
             {"num_gpus": 3, "cp": 3},
             r"Qwen2ForCausalLM has 4 query heads, which cp=3 does not divide.*\[2, 4\]",
         ),
-        ({"cp": 2, "loss_impl": "logits", "logits_dtype": torch.bfloat16}, "computed in torch.float32"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:

@@ -286,11 +286,9 @@ def test_the_code_of_a_plan_has_all_that_its_estimate_rests_on() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "adamw_stochastic", "master_dtype": torch.float16}, "got master_dtype=torch.float16"),
         ({"lora_targets": ["q_proj"]}, "give lora_rank too"),
         ({"frozen_dtype": torch.int8}, "frozen_dtype must be one of"),
         ({"logits_dtype": torch.int64}, "logits_dtype must be one of"),
-        ({"trainable": "("}, "takes regular expressions"),
         ({"sac_blocks": ["a"]}, "each of sac_blocks must be an integer"),
         ({"sac_blocks": [0], "sac_ratio": "1/2"}, "give sac_ratio or sac_blocks"),
     ],

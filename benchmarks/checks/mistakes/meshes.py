@@ -143,8 +143,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "filler of rows that ranks share left out of the plan",
         "planner/kernels.py",
-        "each = -(-seq_length // ranks)",
-        "each = seq_length // ranks",
+        "run.micro_batch_size, -(-run.seq_length // run.cp)",
+        "run.micro_batch_size, run.seq_length // run.cp",
         ("tests/planner/test_shared_rows.py::test_rows_that_ranks_do_not_divide_are_filled_up",),
     ),
     Mistake(

@@ -11,6 +11,13 @@ MISTAKES = [
         ("tests/planner/test_planner.py::test_checkpointed_blocks_keep_the_masks_that_they_get",),
     ),
     Mistake(
+        "packed experts are even on any number of ranks",
+        "planner/parameters.py",
+        "n * layout.shard_rows(num_shards) / layout.shard_rows(1)",
+        "n / num_shards",
+        ("tests/planner/test_packed.py::test_few_experts_on_many_ranks_are_planned",),
+    ),
+    Mistake(
         "the products of experts take no time",
         "planner/ledger.py",
         'if packet.__name__ == "_grouped_mm":',
@@ -19,7 +26,7 @@ MISTAKES = [
     ),
     Mistake(
         "what routers chose takes no memory",
-        "planner/trace.py",
+        "planner/footprint.py",
         "return self.output + self.decisions if checkpointed",
         "return self.output if checkpointed",
         ("tests/planner/test_experts.py::test_checkpointed_blocks_keep_what_their_routers_chose",),

@@ -27,8 +27,10 @@ CHECKS: dict[str, Callable[[CheckedJob], Found]] = {
     one.__name__: one for one in (environment, products, reductions, network, folder, parity)
 }
 _TIMEOUT = 1200  # seconds that a collective may take
-_SILENCE = {"parity": 900.0}  # seconds after which the watchdog names a rank: compiling takes long
-_SILENCE_ELSE = 120.0
+_SILENCE, _SILENCE_IN_PARITY = (
+    120.0,
+    900.0,
+)  # seconds after which the watchdog names a rank; compiling takes long
 _WIDTH = 110
 
 
@@ -83,10 +85,10 @@ def check(args: argparse.Namespace) -> int:
     done: list[Done] = []
     stopped = ""
     try:
-        with Watchdog(timeout=_SILENCE_ELSE) as watchdog, folder_below(job, args.root):
+        with Watchdog(timeout=_SILENCE) as watchdog, folder_below(job, args.root):
             for number, name in enumerate(names):
                 watchdog.step(number)
-                with watchdog.phase(name, timeout=_SILENCE.get(name, _SILENCE_ELSE)):
+                with watchdog.phase(name, timeout=_SILENCE_IN_PARITY if name == "parity" else _SILENCE):
                     done.append(run_check(job, name))
                 if context.is_main:  # what is known if the job ends here
                     print(f"{done[-1].verdict:<4}  {name}", file=sys.stderr, flush=True)

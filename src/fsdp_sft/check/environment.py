@@ -1,17 +1,14 @@
 """Versions, variables, clocks and devices: what ranks must have in common, and what a bug report needs."""
 
 import argparse
-import hashlib
 import json
 import os
 import platform
 import re
-import shutil
 import socket
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -52,35 +49,25 @@ _SECRET = re.compile(
 _BEFORE_HOST = re.compile(r"^([A-Za-z][\w+.-]*://)?.*@", re.DOTALL)
 _QUERY = re.compile(r"\?.*", re.DOTALL)
 _MANY = 4  # values beside the usual one that are not listed
-_CLOCK_WARNS, _CLOCK_FAILS = 1.0, 2.5  # seconds; machines that ask a time server agree within 0.01
 _READINGS = 7  # of the clock: the one at which a rank was least late counts
-_LEAST_SHARED = 1 * GIB  # of /dev/shm: loaders and NCCL put what they share there
+_CLOCK_FAILS = 2.5  # seconds; machines that ask a time server agree within 0.01
 _FREE_WARNS, _FREE_FAILS = 0.95, 0.8  # of a device's memory; a context of our own takes a hundredth
-# Reasons for lower clocks that a healthy GPU does not have: https://docs.nvidia.com/deploy/nvml-api/. A cap
-# on power (0x4) is normal under load.
-_SLOWED = {0x8: "hardware slowdown", 0x40: "heat (hardware)", 0x20: "heat (software)", 0x80: "power brake"}
+_DRIVER = Path("/proc/driver/nvidia/version")
 _REPORT_SECONDS = 120
 
 
 def environment(job: CheckedJob) -> Found:
-    """Whether ranks have the same versions and variables, clocks that agree, and free, sound devices."""
+    """Whether ranks have the same versions and variables, clocks that agree, and their devices' memory."""
     clocks = []
     for _ in range(_READINGS):
         all_gather_objects(None)  # all ranks leave it at about the same time
         clocks.append(time.time())
 
     def own() -> dict[str, Any]:
-        shared, faults = Path("/dev/shm"), driver_and_faults(job.device)
-        return {
-            "facts": {**versions(job.device), **variables()},
-            "clocks": clocks,
-            "shared": shutil.disk_usage(shared).free if shared.is_dir() else None,
-            "memory": memory_of_device(job.device),
-            "faults": None if faults is None else faults[1],
-        }
+        facts = {**versions(job.device), **variables()}
+        return {"facts": facts, "clocks": clocks, "memory": memory_of_device(job.device)}
 
-    said, measured, problems = through_rank_0("comparing environments", own, _compare)
-    job.measured.update(measured)
+    said, problems = through_rank_0("comparing environments", own, _compare)
     count = torch.accelerator.device_count()
     if job.context.launcher == "single" and count > 1:
         text = f"one of the {count} devices here is checked: start with torchrun --nproc-per-node {count}"
@@ -88,19 +75,15 @@ def environment(job: CheckedJob) -> Found:
     return said, problems
 
 
-def _compare(everyone: list[dict[str, Any]]) -> tuple[str, dict[str, Any], list[Problem]]:
-    """(what was seen, what was measured, what is wrong) from what each rank has."""
-    facts, skews = [one["facts"] for one in everyone], _skews([one["clocks"] for one in everyone])
-    problems = [*_apart(facts), *_late(skews), *_devices(everyone)]
+def _compare(everyone: list[dict[str, Any]]) -> Found:
+    """What was seen, and what is wrong, from what each rank has."""
+    facts, clocks = [one["facts"] for one in everyone], [one["clocks"] for one in everyone]
+    known = {rank: one["memory"] for rank, one in enumerate(everyone) if one["memory"] is not None}
     parts = [f"{name} {facts[0][name]}" for name in ("torch", "transformers", "device")]
-    parts.append(f"clocks within {max(0.01, *map(abs, skews)):.2f} s")
-    known = [one["memory"] for one in everyone if one["memory"] is not None]
     if known:
-        free, total = (min(one[place] for one in known) for place in (0, 1))
+        free, total = min(known.values())
         parts.append(f"{free / GIB:.1f} GiB free of {total / GIB:.1f}")
-    if known and any(one["faults"] is None for one in everyone):
-        parts[-1] += "; not seen: faults of devices (no nvidia-ml-py)"
-    return ", ".join(parts), {"memory_bytes": total} if known else {}, problems
+    return ", ".join(parts), [*_apart(facts), *_late(clocks), *_taken(known)]
 
 
 def _apart(facts: list[dict[str, str]]) -> Iterator[Problem]:
@@ -111,39 +94,28 @@ def _apart(facts: list[dict[str, str]]) -> Iterator[Problem]:
             yield Problem("warn", ranks, f"{name} has {len(others) + 1} values: if not on purpose, {advice}")
             continue
         for value, some in others.items():
-            text = f"{name} is {_shown(value)}, and {_shown(usual)} elsewhere: {advice}"
+            text = f"{name} is {value or 'not set'}, and {usual or 'not set'} elsewhere: {advice}"
             yield Problem("fail", tuple(some), text, exclude=name in ("device", "driver"))
 
 
-def _skews(clocks: list[list[float]]) -> list[float]:
-    """Seconds by which each rank's clock is off that of most: at the reading at which it is least off.
-
-    Of two ranks nobody can say which is off: the second is held against the first.
-    """
-    usual = [one[0] if len(one) < 3 else statistics.median_low(one) for one in zip(*clocks, strict=True)]
-    return [min((now - mean for now, mean in zip(own, usual, strict=True)), key=abs) for own in clocks]
-
-
-def _late(skews: list[float]) -> Iterator[Problem]:
-    for rank, skew in enumerate(skews):
-        if abs(skew) > _CLOCK_WARNS:
+def _late(clocks: list[list[float]]) -> Iterator[Problem]:
+    """Clocks that are off, of several readings each: which error came first is told by them."""
+    usual = [statistics.median_low(one) for one in zip(*clocks, strict=True)]
+    for rank, own in enumerate(clocks):
+        skew = min((now - others for now, others in zip(own, usual, strict=True)), key=abs)
+        if abs(skew) > _CLOCK_FAILS:
             way = "ahead of" if skew > 0 else "behind"
-            text = f"its clock is {abs(skew):.1f} s {way} the others: start a time service (chronyd) there"
-            yield Problem("fail" if abs(skew) > _CLOCK_FAILS else "warn", (rank,), text)
+            text = f"its clock is {abs(skew):.1f} s {way} the others: start a time service (chronyd)"
+            yield Problem("fail", (rank,), text)
 
 
-def _devices(everyone: list[dict[str, Any]]) -> Iterator[Problem]:
-    for rank, one in enumerate(everyone):
-        if one["shared"] is not None and one["shared"] < _LEAST_SHARED:
-            text = f"/dev/shm has {one['shared'] / GIB:.2f} GiB free: workers of loaders fail there"
-            yield Problem("warn", (rank,), f"{text}; give the container more (--shm-size, --ipc=host)")
-        free, total = one["memory"] or (1, 1)
+def _taken(known: dict[int, tuple[int, int]]) -> Iterator[Problem]:
+    """Devices whose memory others have, from (free, total) bytes by rank."""
+    for rank, (free, total) in known.items():
         if free < _FREE_WARNS * total:
             text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB of its device's memory are free"
             text += ": another process has the rest; end it"
             yield Problem("fail" if free < _FREE_FAILS * total else "warn", (rank,), text, exclude=True)
-        for text in one["faults"] or ():
-            yield Problem("fail", (rank,), text, exclude=True)
 
 
 def memory_of_device(device: torch.device) -> tuple[int, int] | None:
@@ -155,42 +127,10 @@ def memory_of_device(device: torch.device) -> tuple[int, int] | None:
     return None
 
 
-def driver_and_faults(device: torch.device) -> tuple[str, list[str]] | None:
-    """What NVIDIA's management library says of a GPU; None without ``nvidia-ml-py``."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-        driver, handle = str(pynvml.nvmlSystemGetDriverVersion()), pynvml.nvmlDeviceGetHandleByUUID(name)
-    except Exception:  # not installed, another vendor's driver, or a device that it does not show
-        return None
-
-    def ask(function: str, *arguments: Any) -> Any:
-        with suppress(pynvml.NVMLError, AttributeError):  # not every GPU, nor every version, has it
-            return getattr(pynvml, function)(handle, *arguments)
-        return 0
-
-    uncorrected = ask(
-        "nvmlDeviceGetTotalEccErrors", pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-    )
-    _, _, is_pending, has_failed = ask("nvmlDeviceGetRemappedRows") or (0, 0, 0, 0)
-    reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-    slowed = ", ".join(why for bit, why in _SLOWED.items() if reasons & bit)
-    said = {
-        f"{uncorrected} uncorrected memory errors: reset the GPU, or replace it": uncorrected,
-        "a row of its memory could not be replaced: replace the GPU": has_failed,
-        "rows of its memory wait to be replaced: reset the GPU": is_pending,
-        f"its clocks are lowered by {slowed}: look at cooling and power": slowed,
-    }
-    return driver, [text for text, is_so in said.items() if is_so]
-
-
 def versions(device: torch.device) -> dict[str, str]:
     """Versions and the kind of device of this rank, by name; what is not installed is "none"."""
     has_nccl = torch.distributed.is_nccl_available() and torch.cuda.is_available()
-    driver = driver_and_faults(device)
+    driver = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text()) if _DRIVER.exists() else None
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -198,28 +138,25 @@ def versions(device: torch.device) -> dict[str, str]:
         "CUDA": str(torch.version.cuda or "none"),
         "ROCm": str(torch.version.hip or "none"),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none",
-        "driver": "not known" if driver is None else driver[0],
+        "driver": driver[0] if driver is not None else "not known",
         "device": device_name(device) or device.type,
         "processor": platform.machine(),
     }
 
 
 def _installed(name: str) -> str:
-    """The version of a package; also that of the module, if another one has been imported."""
-    try:
-        known = version(name)
-    except PackageNotFoundError:
-        known = "none"
+    """The version of a package; of the module, if it has been imported and has one."""
     imported = getattr(sys.modules.get(name.replace("-", "_")), "__version__", None)
-    if imported is None or str(imported) == known:
-        return known
-    return str(imported) if known == "none" else f"{known} (imported: {imported})"
+    try:
+        return str(imported or version(name))
+    except PackageNotFoundError:
+        return "none"
 
 
 def variables() -> dict[str, str]:
-    """The variables of this rank that matter, as ``comparable``, without those that differ on purpose."""
+    """The variables of this rank that matter, as they may be shown, without those that differ on purpose."""
     return {
-        name: comparable(name, value)
+        name: shown(name, value)
         for name, value in sorted(os.environ.items())
         if _MATTERS.fullmatch(name) and not _OF_A_RANK.fullmatch(name)
     }
@@ -230,23 +167,7 @@ def shown(name: str, value: str) -> str:
     if _SECRET.search(name):
         return "set, not shown"
     cut = _QUERY.sub("?***", _BEFORE_HOST.sub(lambda found: f"{found[1] or ''}***@", value))
-    return "".join(letter if letter.isprintable() else " " for letter in cut)
-
-
-def comparable(name: str, value: str) -> str:
-    """A value that is equal on two ranks if the variable is, and does not give a secret away.
-
-    Digests stay in the memory of the job: what is printed or written is ``shown``.
-    """
-    hidden = shown(name, value)
-    if hidden == value:
-        return value
-    return f"{hidden}\0{hashlib.sha256(value.encode(errors='replace')).hexdigest()}"
-
-
-def _shown(value: str | None) -> str:
-    """What may be shown of a value of ``comparable``."""
-    return "not set" if value is None else value.partition("\0")[0]
+    return "".join(letter if letter.isprintable() else " " for letter in cut) or "''"
 
 
 def host_name() -> str:
@@ -269,15 +190,14 @@ def minorities(
     """
     found = {}
     for name in sorted({name for facts in everyone for name in facts}):
-        values: list[str | None] = [facts.get(name) for facts in everyone]
-        counts = Counter(values)
-        most = max(counts, key=lambda value: (counts[value], value == values[0]))
-        others: dict[str | None, list[int]] = {}
-        for rank, value in enumerate(values):
-            if value != most:
-                others.setdefault(value, []).append(rank)
-        if others:
-            found[name] = (most, others)
+        by_value: dict[str | None, list[int]] = {}
+        for rank, facts in enumerate(everyone):
+            by_value.setdefault(facts.get(name), []).append(rank)
+        # The first of several values of as many ranks is that of the lowest rank.
+        most = max(by_value.items(), key=lambda pair: len(pair[1]))[0]
+        del by_value[most]
+        if by_value:
+            found[name] = (most, by_value)
     return found
 
 
@@ -316,11 +236,7 @@ def env(args: argparse.Namespace) -> int:
     }
     everyone = all_gather_objects(own)
     if this_rank() == 0:
-        facts = [
-            {part: {name: _shown(value) for name, value in some.items()} for part, some in one.items()}
-            for one in everyone
-        ]
-        print(json.dumps({"ranks": facts}, indent=1) if args.json else _text(everyone), flush=True)
+        print(json.dumps({"ranks": everyone}, indent=1) if args.json else _text(everyone), flush=True)
     all_gather_objects(None)  # a launcher ends the job when its first rank has left
     return 0
 
@@ -334,7 +250,8 @@ def _text(everyone: list[dict[str, dict[str, str]]]) -> str:
         lines.append(section)
         for name in names:
             usual, others = apart.get(name, (facts[0].get(name), {}))
-            marked = "; ".join(f"{_shown(value)} on {said_ranks(ranks)}" for value, ranks in others.items())
-            lines.append(f"  {name:<{width}}  {_shown(usual)}{'  <- differs: ' + marked if marked else ''}")
+            told = [f"{value or 'not set'} on {said_ranks(ranks)}" for value, ranks in others.items()]
+            marked = f"  <- differs: {'; '.join(told)}" if told else ""
+            lines.append(f"  {name:<{width}}  {usual or 'not set'}{marked}")
         lines.append("")
     return printable("\n".join(map(str.rstrip, lines)).rstrip())

@@ -2,8 +2,9 @@
 
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 # Accelerators that compute beside the host, at a rate that does not depend on how busy it is.
 ACCELERATORS = ("cuda", "xpu", "hpu", "npu", "mtia")
+_LEFT_BEHIND = 3600.0  # seconds, in which no check lets its folder be
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,6 @@ class CheckedJob:
         compile: Whether the blocks are compiled.
         frozen_dtype: As ``shard_model(frozen_dtype=)``, below adapters; None trains all parameters.
         folder: A new folder for files, which all ranks see; None without.
-        folder_problem: Why there is none, if one was asked for.
         measured: Rates and sizes, for ``check.json``.
     """
 
@@ -68,7 +69,6 @@ class CheckedJob:
     compile: bool = False
     frozen_dtype: str | None = None
     folder: Path | None = None
-    folder_problem: Problem | None = None
     measured: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -122,15 +122,19 @@ def folder_below(job: CheckedJob, root: Path | None) -> Iterator[None]:
         if job.rank == 0 and (root is not None or len(set(job.hosts)) == 1):
             if root is not None:
                 root.mkdir(parents=True, exist_ok=True)
+                _sweep(root)
             made = Path(tempfile.mkdtemp(prefix=".check-", dir=None if root is None else full_path(root)))
-    job.folder = folder = share(made)
-    blind = folder is not None and not folder.is_dir()
-    missing = tuple(rank for rank, is_blind in enumerate(all_gather_objects(blind)) if is_blind)
-    if missing:
-        text = f"{root} is not there, or another folder than that of rank 0: mount it on every node"
-        job.folder, job.folder_problem = None, Problem("fail", missing, text)
+    job.folder = share(made)
     try:
         yield
     finally:
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
+
+
+def _sweep(root: Path) -> None:
+    """Remove what checks that were killed have left."""
+    for folder in root.glob(".check-*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _LEFT_BEHIND:
+                shutil.rmtree(folder)

@@ -29,21 +29,20 @@ from fsdp_sft.step import train_step
 from fsdp_sft.targets import IGNORE_INDEX
 from fsdp_sft.weights import build_meta_model, load_weights
 
-_ROWS, _LENGTH, _AT_ONCE = 2, 32, 32  # rows of a rank, tokens of a row, rows of one process's forward
+_ROWS, _LENGTH = 2, 32  # rows of a rank, tokens of a row
 _RATE, _MAX_NORM, _LORA_RANK = 0.5, 1.0, 4
 _SLOW_IN_BFLOAT16 = 16_000_000  # parameters: processors without instructions for it take minutes
-# In float32 only the order of sums differs. Norms add up more than losses; a weight is compared with how far
-# it has moved, of which its own rounding can be a part.
-_LOSS, _NORM, _WEIGHTS, _CANCELLED = 2e-5, 2e-4, 2e-3, 1e-5
-# In bfloat16 this library may be so many times as far from float32 as one process in bfloat16 is.
-_TIMES, _LEAST_LOSS, _LEAST_NORM = 3.0, 5e-3, 3e-2
+# Loss and gradient norm may be so many times as far from float32 as one process in the same dtype is, and so
+# far in any case: in float32 only the order of sums differs, and norms add up more than losses.
+_TIMES, _LEAST = 3.0, {torch.float32: (2e-5, 2e-4), torch.bfloat16: (5e-3, 3e-2)}
+_WEIGHTS, _CANCELLED = 2e-3, 1e-5  # of how far a weight has moved, of which its own rounding can be a part
 _Steps = list[tuple[float, float]]  # loss and gradient norm of each step
 _Weights = dict[str, torch.Tensor]
 
 _RANDOM = re.compile(r"(?:^|_)(?:dropout|pdrop|drop|layerdrop|jitter)(?:_|$)")
 _SMALL_VOCABULARY = 1024
 _SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id")
-_LEAST, _MOST = 2, 8  # layers
+_FEWEST, _MOST = 2, 8  # layers
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts", "num_experts_per_token")
 
@@ -94,7 +93,7 @@ def truncated_config(config: Any | None, *, width: int = 256, ep_size: int = 1) 
         config = LlamaConfig(
             hidden_size=width,
             intermediate_size=width * 7 // 2,
-            num_hidden_layers=_LEAST,
+            num_hidden_layers=_FEWEST,
             num_attention_heads=width // 64,
             num_key_value_heads=max(1, width // 256),
         )
@@ -102,7 +101,7 @@ def truncated_config(config: Any | None, *, width: int = 256, ep_size: int = 1) 
         map(likeness, decoder_blocks(build_model(_shortened(config, _MOST), torch.float32)).values())
     )
     first = {kinds.index(kind) for kind in kinds}
-    short = _shortened(config, _LEAST if len(first) == len(kinds) else max(_LEAST, max(first) + 1))
+    short = _shortened(config, _FEWEST if len(first) == len(kinds) else max(_FEWEST, max(first) + 1))
     text = short.get_text_config(decoder=True)
     for name, value in vars(text).items():
         if _RANDOM.search(name) and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -294,8 +293,7 @@ def _plain(
 def _plain_backward(model: Any, device: torch.device, ids: torch.Tensor, labels: torch.Tensor) -> float:
     """Mean loss per target, after its backward."""
     count, total = int((labels[..., 1:] != IGNORE_INDEX).sum()), 0.0
-    rows = (whole.flatten(0, 1).to(device).split(_AT_ONCE) for whole in (ids, labels))
-    for some, targets in zip(*rows, strict=True):
+    for some, targets in zip(ids.to(device), labels.to(device), strict=True):  # the rows of a share
         logits = model(input_ids=some).logits[:, :-1].float().flatten(0, 1)
         loss = F.cross_entropy(logits, targets[:, 1:].flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
         (loss / count).backward()
@@ -314,17 +312,16 @@ def _compared(
     labels: torch.Tensor,
 ) -> Found:
     """By how much the first loss of each dtype differs from the plain one, and what differs too much."""
-    steps, before, after = ours[torch.float32]
+    _, before, after = ours[torch.float32]
     values = before if job.frozen_dtype is not None else None
-    exact, weights = _plain(job, source, values, torch.float32, ids, labels)
-    texts = [*_compare_steps(steps, exact), *_compare_weights(before, after, weights)]
-    if torch.bfloat16 in ours:
-        rounded = _plain(job, source, values, torch.bfloat16, ids, labels)[0]
-        texts += _compare_rounded(ours[torch.bfloat16][0], exact, rounded)
-    off = [
-        f"{str(dtype).removeprefix('torch.')} within {abs(one[0][0][0] / exact[0][0] - 1):.1e}"
-        for dtype, one in ours.items()
-    ]
+    plain = {dtype: _plain(job, source, values, dtype, ids, labels) for dtype in ours}
+    exact, weights = plain[torch.float32]
+    texts = list(_compare_weights(before, after, weights))
+    off = []
+    for dtype, (steps, _, _) in ours.items():
+        name = str(dtype).removeprefix("torch.")
+        texts += _compare_steps(name, steps, plain[dtype][0], exact, _LEAST[dtype])
+        off.append(f"{name} within {abs(steps[0][0] / exact[0][0] - 1):.1e}")
     blind = "" if torch.bfloat16 in ours else "; not seen: bfloat16, in which processors may take minutes"
     layers = job.config.get_text_config(decoder=True).num_hidden_layers
     said = f"{layers} layers, {', '.join(off)} of one process; saved and loaded{blind}"
@@ -332,12 +329,19 @@ def _compared(
     return said, [Problem("fail", (), f"{text}: {advice}") for text in texts]
 
 
-def _compare_steps(ours: _Steps, plain: _Steps) -> Iterator[str]:
-    for when, mine, theirs in zip(("in the first step", "after a save and a load"), ours, plain, strict=True):
-        for name, at_most, place in (("loss", _LOSS, 0), ("gradient norm", _NORM, 1)):
-            one, other = mine[place], theirs[place]
-            if not abs(one - other) <= at_most * abs(other):
-                yield f"{name} {one:.7g} {when}, and {other:.7g} in one process (float32)"
+def _compare_steps(
+    dtype: str, ours: _Steps, plain: _Steps, exact: _Steps, least: tuple[float, float]
+) -> Iterator[str]:
+    """Losses and norms that are further from float32 (``exact``) than rounding explains."""
+    for place, name in enumerate(("loss", "gradient norm")):
+        # The larger of both steps: in one of them rounding may have made little of a difference.
+        off = max(abs(theirs[place] / wide[place] - 1) for theirs, wide in zip(plain, exact, strict=True))
+        for number, (mine, theirs, wide) in enumerate(zip(ours, plain, exact, strict=True), start=1):
+            if not abs(mine[place] / wide[place] - 1) <= max(_TIMES * off, least[place]):
+                text = (
+                    f"{name} {mine[place]:.7g} in step {number}, {theirs[place]:.7g} in one process ({dtype})"
+                )
+                yield f"{text} and {wide[place]:.7g} in float32"
 
 
 def _compare_weights(before: _Weights, after: _Weights, plain: _Weights) -> Iterator[str]:
@@ -353,13 +357,3 @@ def _compare_weights(before: _Weights, after: _Weights, plain: _Weights) -> Iter
             worst, by = name, apart / max(moves[name], 1e-12)
     if worst:
         yield f"{worst} is off by {by:.1%} of what two steps have moved it (float32)"
-
-
-def _compare_rounded(ours: _Steps, exact: _Steps, rounded: _Steps) -> Iterator[str]:
-    for name, least, place in (("loss", _LEAST_LOSS, 0), ("gradient norm", _LEAST_NORM, 1)):
-        # The larger of both steps: in one of them rounding may have made little of a difference.
-        off = max(abs(theirs[place] / wide[place] - 1) for wide, theirs in zip(exact, rounded, strict=True))
-        for mine, wide, theirs in zip(ours, exact, rounded, strict=True):
-            if not abs(mine[place] / wide[place] - 1) <= max(_TIMES * off, least):
-                text = f"{name} {mine[place]:.5g}, {theirs[place]:.5g} in one process (bfloat16)"
-                yield f"{text} and {wide[place]:.5g} in float32"

@@ -52,10 +52,6 @@ def inspect(args: argparse.Namespace) -> int:
     from fsdp_sft._model.configs import tokenizer_of
     from fsdp_sft.collate import REFUSALS, encode_chat, filter_rows, render_labels, render_labels_html
 
-    for name in ("max_length", "limit"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     rows = list(islice(_read(args.path), args.limit))
     if not rows:
         raise ValueError(f"{args.path} has no rows")

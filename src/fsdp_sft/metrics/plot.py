@@ -12,7 +12,14 @@ from fsdp_sft._tensors.disk import full_path
 from fsdp_sft.metrics.memory import PEAKS
 
 _LINE, _SECOND, _BAD = "#1f5fa8", "#d1660d", "#c62828"
-_SMOOTH_FROM = 60  # number of points from which on a running mean is drawn over the raw curve
+_SMOOTH_FROM = 60  # number of points from which on a running median is drawn over the raw curve
+# Title, unit, names of the metric (the first that was logged), the same of the one beside it, and its label.
+_PANELS = (
+    ("Loss", "nats per target token", ("loss",), ("eval_loss",), "evaluation"),
+    ("Gradient norm", "2-norm before clipping", ("grad_norm",), ("lr", "learning_rate"), "learning rate"),
+    ("Throughput", "tokens per second, all ranks", ("tokens_per_second",), ("mfu",), "MFU"),
+    ("Peak memory", "GiB", PEAKS, (), ""),
+)
 
 Rows = dict[int, dict[str, Any]]
 
@@ -33,7 +40,7 @@ def plot_run(jsonl: str | Path, out: str | Path) -> Path:
         `out` as a path.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ModuleNotFoundError: matplotlib is not installed (`pip install matplotlib`).
         ValueError: The file holds no line with a step.
 
     Example:
@@ -45,46 +52,35 @@ def plot_run(jsonl: str | Path, out: str | Path) -> Path:
     """
     figure = new_figure(11, 7)
     rows = _read(full_path(jsonl))
-    loss, norm, speed, memory = figure.subplots(2, 2).flat
-    _draw(loss, rows, "loss", "Loss", "nats per target token")
-    _draw_beside(loss, rows, "eval_loss", "evaluation", own_scale=False)
-    _draw(norm, rows, "grad_norm", "Gradient norm", "2-norm before clipping")
-    _draw_beside(norm, rows, _logged(rows, ("lr", "learning_rate")), "learning rate (dashed)")
-    _draw(speed, rows, "tokens_per_second", "Throughput", "tokens per second, all ranks")
-    _draw_beside(speed, rows, "mfu", "MFU (dashed)")
-    peak = _logged(rows, PEAKS)
-    title = f"Peak memory ({peak.removeprefix('peak_').removesuffix('_bytes')})"
-    _draw(memory, rows, peak, title, "GiB", unit=1 << 30)
-    for axes in (speed, memory):
-        axes.set_ylim(bottom=0)
-    return save_figure(figure, out, file_format="png")
+    logged = {name for row in rows.values() for name, value in row.items() if value is not None}
+    for axes, (title, unit, names, beside, label) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+        name = next((name for name in names if name in logged), names[0])
+        _draw(axes, rows, name, title, unit)
+        for other in (name for name in beside if name in logged):
+            _draw_beside(axes, rows, other, label)
+        if title in ("Throughput", "Peak memory"):
+            axes.set_ylim(bottom=0)
+    return save_figure(figure, out)
 
 
-def new_figure(width: float, height: float, *, dpi: int = 120) -> Any:
-    """An empty figure of so many inches, drawn without pyplot, which would choose a backend for the process.
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches; without pyplot, which would choose a backend for the process."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("matplotlib is not installed: pip install matplotlib") from error
-    return Figure(figsize=(width, height), layout="constrained", dpi=dpi)
+    return Figure(figsize=(width, height), layout="constrained", dpi=120)
 
 
-def save_figure(figure: Any, out: str | Path, *, file_format: str | None = None) -> Path:
-    """Write a figure, in the format of the file's suffix if none is given; parent folders are made."""
+def save_figure(figure: Any, out: str | Path) -> Path:
+    """Write a figure as PNG, or what the suffix names; parent folders are made."""
     path = full_path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi="figure", format=file_format)
+    figure.savefig(path)
     return path
 
 
 def _read(path: Path) -> Rows:
     """Rows by step, ascending; where a step has a metric twice, the later value counts."""
     rows: Rows = {}
-    last = 0
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
@@ -92,33 +88,27 @@ def _read(path: Path) -> Rows:
             continue  # the line a crash cut off
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             step = row["step"]
-            if step < last:  # a run that was resumed, or begun anew in the same file: what came after is gone
+            # A run that was resumed, or begun anew in the same file: what came after is gone.
+            if rows and step < next(reversed(rows)):
                 rows = {number: known for number, known in rows.items() if number < step}
             rows.setdefault(step, {}).update(row)
-            last = step
     if not rows:
         raise ValueError(f"{path} holds no line with a step; it should be the jsonl of a MetricLogger")
-    return dict(sorted(rows.items()))
+    return rows
 
 
-def _logged(rows: Rows, names: tuple[str, ...]) -> str:
-    """The first of these metrics that was logged, or the first of all."""
-    return next((name for name in names if any(name in row for row in rows.values())), names[0])
-
-
-def _points(rows: Rows, key: str, unit: float = 1.0) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric; values that are not finite are NaN."""
+def _points(rows: Rows, key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric, bytes as GiB; values that are not finite are NaN."""
     found = {step: row[key] for step, row in rows.items() if row.get(key) is not None}
-    values = [float(value) / unit for value in found.values()]
+    values = [float(value) / (2**30 if key.endswith("_bytes") else 1) for value in found.values()]
     return list(found), [value if math.isfinite(value) else math.nan for value in values]
 
 
-def _draw(axes: Any, rows: Rows, key: str, title: str, label: str, unit: float = 1.0) -> None:
+def _draw(axes: Any, rows: Rows, key: str, title: str, unit: str) -> None:
     """Draw one metric into a panel, or say that it was not logged."""
-    steps, values = _points(rows, key, unit)
+    steps, values = _points(rows, key)
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel(label)
+    axes.set(xlabel="optimizer step", ylabel=unit)
     axes.grid(alpha=0.25)
     axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)  # there is no step 1.25
     if not steps:
@@ -132,17 +122,17 @@ def _draw(axes: Any, rows: Rows, key: str, title: str, label: str, unit: float =
         medians = [median(values[max(0, i - width) : i + width + 1]) for i in range(len(values))]
         axes.plot(steps, medians, color=_LINE, linewidth=1.8)
     bad = [step for step, value in zip(steps, values, strict=True) if math.isnan(value)]
-    axes.plot(bad, [0] * len(bad), "x", color=_BAD, transform=axes.get_xaxis_transform(), clip_on=False)
+    if bad:  # an empty line that is not clipped leaves the panels no room
+        axes.plot(bad, [0] * len(bad), "x", color=_BAD, transform=axes.get_xaxis_transform(), clip_on=False)
 
 
-def _draw_beside(axes: Any, rows: Rows, key: str, label: str, *, own_scale: bool = True) -> None:
-    """Draw another metric into a panel, if it was logged: on the right-hand scale, or on the same one."""
+def _draw_beside(axes: Any, rows: Rows, key: str, label: str) -> None:
+    """Draw another metric into a panel: a loss on the same scale, others dashed, on one at the right."""
     steps, values = _points(rows, key)
-    if not steps:
-        return
-    if own_scale:
-        axes = axes.twinx()
-        axes.set_ylabel(label, color=_SECOND)
-    axes.plot(steps, values, "--" if own_scale else "o-", color=_SECOND, linewidth=1.2, label=label)
-    if not own_scale:
+    if key == "eval_loss":
+        axes.plot(steps, values, "o-", color=_SECOND, linewidth=1.2, label=label)
         axes.legend()
+    else:
+        right = axes.twinx()
+        right.set_ylabel(f"{label} (dashed)", color=_SECOND)
+        right.plot(steps, values, "--", color=_SECOND, linewidth=1.2)

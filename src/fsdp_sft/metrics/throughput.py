@@ -6,7 +6,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
@@ -17,20 +17,7 @@ from fsdp_sft.metrics.flops import peak_flops_per_second
 
 T = TypeVar("T")
 _Wait = Literal["data", "ranks", "paused"]
-
-
-class _TimedStep(NamedTuple):
-    """One optimizer step: tokens of all ranks, and seconds.
-
-    `seconds` are without pauses; `data` and `ranks` are the parts of them in which this rank waited for its
-    loader, and `windows` for the other ranks; `paused` are the seconds of pauses.
-    """
-
-    tokens: int
-    seconds: float
-    data: float
-    ranks: float
-    paused: float
+_END: Any = object()
 
 
 class ThroughputMeter:
@@ -78,10 +65,12 @@ class ThroughputMeter:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops_per_second(self._device) if peak_flops is None else peak_flops
         self._warmup_left = warmup_steps
-        self._steps: deque[_TimedStep] = deque(maxlen=averaged_steps)
+        # Of each step the tokens of all ranks, its seconds without pauses, what of them this rank waited for
+        # its loader ("data") and for other ranks ("ranks"), and the seconds of pauses.
+        self._steps: deque[dict[str, float]] = deque(maxlen=averaged_steps)
         self._clock = clock
         self._pause_depth = 0
-        self._spent: dict[_Wait, float] = defaultdict(float)  # seconds of this step, by what they went on
+        self._spent: dict[str, float] = defaultdict(float)  # seconds of this step, by what they went on
         self._watched: set[_Wait] = set()
         self._last = clock()
 
@@ -97,8 +86,7 @@ class ThroughputMeter:
         if self._pause_depth:
             raise RuntimeError("update() was called inside paused(); leave the pause before the next step")
         now = self._clock()
-        data, ranks, paused = (self._spent[wait] for wait in ("data", "ranks", "paused"))
-        step = _TimedStep(num_tokens, now - self._last - paused, data, ranks, paused)
+        step = {"tokens": num_tokens, "seconds": now - self._last - self._spent["paused"], **self._spent}
         self._last = now
         self._spent.clear()
         if self._warmup_left:
@@ -153,19 +141,17 @@ class ThroughputMeter:
             first measured step; the FLOP rates without `flops_per_token`; `mfu` without a known peak;
             `data_wait_share` unless a loader is watched; `rank_wait_share` unless `windows` reads from it.
         """
-        seconds = sum(step.seconds for step in self._steps)
-        data = sum(step.data for step in self._steps)
-        ranks = sum(step.ranks for step in self._steps)
-        paused = sum(step.paused for step in self._steps)
+        names = ("tokens", "seconds", "data", "ranks", "paused")
+        tokens, seconds, data, ranks, paused = (sum(s.get(name, 0.0) for s in self._steps) for name in names)
         measured = seconds > 0
-        tokens_per_second = sum(step.tokens for step in self._steps) / seconds if measured else None
+        tokens_per_second = tokens / seconds if measured else None
         per_gpu = None if tokens_per_second is None else tokens_per_second / self._world_size
         flops = None if per_gpu is None or self._flops_per_token is None else per_gpu * self._flops_per_token
         return {
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_gpu": per_gpu,
             "step_seconds": seconds / len(self._steps) if measured else None,
-            "last_step_seconds": self._steps[-1].seconds if measured else None,
+            "last_step_seconds": self._steps[-1]["seconds"] if measured else None,
             "tflops_per_gpu": None if flops is None else flops / 1e12,
             "mfu": None if flops is None or self._peak_flops is None else flops / self._peak_flops,
             "data_wait_share": data / seconds if measured and "data" in self._watched else None,
@@ -206,10 +192,9 @@ class _WatchedLoader(Generic[T]):
     def _timed(self, batches: Iterator[T]) -> Iterator[T]:
         """The batches, with the waiting for each one counted."""
         while True:
-            try:
-                with self._meter._waiting_for("data"):
-                    batch = next(batches)
-            except StopIteration:
+            with self._meter._waiting_for("data"):
+                batch = next(batches, _END)
+            if batch is _END:
                 return
             yield batch
 

@@ -3,9 +3,9 @@
 An estimate goes through these files, in this order: run.py describes the run; model.py builds the model on
 the meta device and groups its parameters as FSDP2 does (parameters.py has the bytes of each group); trace.py
 runs one block of each kind (ledger.py counts bytes alive, kernels.py stands in for fused kernels, experts and
-other ranks, fused.py for ``torch.compile``); replay.py replays one step's allocations; estimate.py sums up,
-and says how much memory a device has for tensors. speed.py turns the same trace into seconds. search.py makes
-many estimates, plan.py writes a plan as code, command.py shows plans.
+other ranks, footprint.py sums up what a block keeps, also compiled); replay.py replays the allocations of a
+step; estimate.py sums up, and says how much memory a device has for tensors. speed.py turns the same trace
+into seconds. search.py makes many estimates, plan.py writes a plan as code, command.py shows plans.
 """
 
 from fsdp_sft.errors import NoPlanError

@@ -2,47 +2,23 @@
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fsdp_sft._process.gpus import GB, GIB, GPUS, Gpu, gpu_named
-from fsdp_sft.errors import NoPlanError, UnsupportedModelError
+from fsdp_sft._process.gpus import GB, GIB, GPUS, Gpu
+from fsdp_sft.errors import NoPlanError
 from fsdp_sft.metrics.plot import new_figure, save_figure
 from fsdp_sft.planner.estimate import Budget, MemoryEstimate, budget_of
 from fsdp_sft.planner.model import as_config
 from fsdp_sft.planner.plan import RunPlan
 from fsdp_sft.planner.program import write_program
+from fsdp_sft.planner.run import Run
 from fsdp_sft.planner.search import plan_run, smallest_num_gpus
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_EIGHTHS = " ▏▎▍▌▋▊▉"
-_SMALLEST_SHARE = 0.005  # of the peak; smaller parts are summed up as one
-# Options of the command that are fields of ``Run``, by their names there.
-_OPTIONS = {
-    "gpu": "gpu",
-    "loss": "loss_impl",
-    "experts": "experts_impl",
-    "masters": "master_dtype",
-    "cp": "cp",
-    "ep": "ep_size",
-    "replicas": "dp_replicate",
-    "offload": "sac_offload",
-    "cpu_offload": "cpu_offload",
-    "lora": "lora_rank",
-    "frozen_dtype": "frozen_dtype",
-    "optimizer": "optimizer",
-    "micro_batch": "micro_batch_size",
-    "grad_sync": "grad_sync",
-    "sac": "sac_ratio",
-    "sac_placement": "sac_placement",
-    "reshard": "reshard_after_forward",
-    "compile": "compile",
-}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,12 +30,13 @@ def run(args: argparse.Namespace) -> int:
     if args.list_gpus:
         print(_gpu_table())
         return 0
-    needed = ("model", "gpus", "gpu", "seq", "global_batch")
-    missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name) is None]
+    needed = {"model": "model", "num_gpus": "gpus", "gpu": "gpu", "seq_length": "seq"}
+    needed["global_batch_size"] = "global-batch"
+    missing = [f"--{option}" for name, option in needed.items() if getattr(args, name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} must be given, or --list-gpus")
     try:
-        _report_plans(args)
+        _report(args)
     except NoPlanError as error:
         if not args.json:
             raise
@@ -86,32 +63,6 @@ def _gpu_table() -> str:
     return f"{aligned([head, *rows])}\ncompared: estimates were compared with measurements on it"
 
 
-def _tokens(text: str | None) -> int | None:
-    """A number of tokens, such as 300M or 1.5B; None if none is given."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
-    if found is None or not float(found[1]):
-        raise ValueError(f"--tokens takes a number such as 300M or 1.5B, got {text!r}")
-    return int(float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()])
-
-
-def _duration(tokens: int | None, plan: RunPlan) -> dict[str, float]:
-    """Hours of a training of that many tokens, for the JSON output."""
-    if tokens is None:
-        return {}
-    hours = tokens / (plan.tokens_per_second * plan.run.num_gpus) / 3600
-    return {"tokens": tokens, "hours": hours, "gpu_hours": hours * plan.run.num_gpus}
-
-
-def _in_options(error: Exception) -> str:
-    """An error's message, with the command's own options in place of the arguments of Python."""
-    names = "|".join([*_OPTIONS.values(), "num_gpus", "seq_length", "global_batch_size"])
-    flags = {name: option for option, name in _OPTIONS.items()}
-    flags |= {"num_gpus": "gpus", "seq_length": "seq", "global_batch_size": "global_batch"}
-    return re.sub(rf"\b({names})\b", lambda found: "--" + flags[found[1]].replace("_", "-"), str(error))
-
-
 def _links(gpu: Gpu, num_gpus: int) -> str:
     """The bandwidths that the seconds assume."""
     within = f"{gpu.node_bytes_per_second / GB:g} GB/s within a node of {gpu.gpus_per_node}"
@@ -120,56 +71,61 @@ def _links(gpu: Gpu, num_gpus: int) -> str:
     return f"Assumed links, each way and per GPU: {within}{between}, {host}."
 
 
-def _fields(args: argparse.Namespace) -> dict[str, Any]:
+def _given(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of ``Run`` that the command line gives; what it leaves open is searched, or as usual."""
-    given = {name: getattr(args, option) for option, name in _OPTIONS.items()}
-    known = {name: _DTYPES.get(value, value) for name, value in given.items() if value is not None}
-    return known | {"attention_mask": not args.no_padding}
+    given = {field.name: getattr(args, field.name, None) for field in fields(Run)}
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return {name: dtypes.get(value, value) for name, value in given.items() if value is not None}
 
 
-def _report_plans(args: argparse.Namespace) -> None:
-    """Print the plans, the memory and the code of the fastest one."""
-    config, fields, tokens = as_config(args.model), _fields(args), _tokens(args.tokens)
-    gpu = gpu_named(args.gpu)
-    budget = budget_of(gpu, args.gpus)
-    try:
-        plans = plan_run(
-            config, num_gpus=args.gpus, seq_length=args.seq, global_batch_size=args.global_batch, **fields
-        )
-    except NoPlanError:
-        raise
-    except (ValueError, UnsupportedModelError) as error:
-        raise type(error)(_in_options(error)) from error
+def _report(args: argparse.Namespace) -> None:
+    """Print the plans, the memory and the code of the fastest one; draw them, and write it as a program."""
+    config, given = as_config(args.model), _given(args)
+    plans = plan_run(config, global_batch_size=args.global_batch_size, **given)
     best, shown = plans[0], plans[: args.plans]
+    gpu = best.run.device
+    budget = budget_of(gpu, args.num_gpus)
+    headline = _headline(args, config, best.estimate, budget)
+    hours = {}
+    if args.tokens is not None:
+        gpu_hours = args.tokens / best.tokens_per_second / 3600
+        hours = {"tokens": args.tokens, "hours": gpu_hours / args.num_gpus, "gpu_hours": gpu_hours}
     if args.png:
-        draw(args.png, shown, budget, f"{args.model}\n{_headline(args, config, best.estimate, budget)}")
+        draw(args.png, shown, budget, f"{args.model}\n{headline}")
         print(f"Picture: {args.png}", file=sys.stderr)
     if args.write:
         print(f"Program: {write_program(args.write, best, args.model, gpu)}", file=sys.stderr)
     if args.json:
         found = {**_job(args, gpu, budget, best.estimate), "plans": [plan.to_dict() for plan in shown]}
-        print(json.dumps(found | {"code": best.code(args.model), **_duration(tokens, best)}, indent=1))
+        print(json.dumps(found | {"code": best.code(args.model), **hours}, indent=1))
         return
-    print(_headline(args, config, best.estimate, budget))
+    print(headline)
     print(f"\n{plan_table(shown)}")
     if len(plans) > len(shown):
         print(f"... and {len(plans) - len(shown)} more (--plans {len(plans)})")
     print(f"\nPlan 1: {'; '.join(best.reasons)}.")
-    print(_links(gpu, args.gpus))
-    if tokens is not None:
-        needed = _duration(tokens, best)
-        print(f"{args.tokens} tokens take {needed['hours']:.3g} hours, {needed['gpu_hours']:.3g} GPU-hours.")
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(positions, int) and positions < args.seq:
-        print(f"Note: the config gives the model {positions} positions.")
-    for note in best.estimate.notes:
+    print(_links(gpu, args.num_gpus))
+    if hours:
+        print(
+            f"{hours['tokens']:,} tokens take {hours['hours']:.3g} hours, {hours['gpu_hours']:.3g} GPU-hours."
+        )
+    for note in _notes(config, best):
         print(f"Note: {note}.")
     print(f"\nMemory of plan 1 on each GPU at the peak, in the {best.estimate.peak_phase} phase:\n")
-    print(bars(best.estimate, budget))
+    print(f"{best.estimate}  of {budget}")
     print(f"\nPlan 1 as code:\n\n{best.code(args.model)}")
-    fewest = smallest_num_gpus(config, seq_length=args.seq, **fields)
+    del given["num_gpus"]
+    fewest = smallest_num_gpus(config, **given)
     if fewest is not None:
         print(f"\nFewest such GPUs (in powers of two) that hold this training at all: {fewest}.")
+
+
+def _notes(config: Any, plan: RunPlan) -> Iterator[str]:
+    """Caveats of a plan."""
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < plan.run.seq_length:
+        yield f"the config gives the model {positions} positions"
+    yield from plan.estimate.notes
 
 
 def _job(args: argparse.Namespace, gpu: Gpu, budget: Budget, estimate: MemoryEstimate) -> dict[str, Any]:
@@ -177,9 +133,9 @@ def _job(args: argparse.Namespace, gpu: Gpu, budget: Budget, estimate: MemoryEst
     return {
         "model": args.model,
         "gpu": gpu.name,
-        "num_gpus": args.gpus,
-        "seq_length": args.seq,
-        "global_batch_size": args.global_batch,
+        "num_gpus": args.num_gpus,
+        "seq_length": args.seq_length,
+        "global_batch_size": args.global_batch_size,
         "memory_bytes": budget.memory_bytes,
         "usable_bytes": budget.usable_bytes,
         "taken_bytes": dict(budget.taken),
@@ -192,12 +148,12 @@ def _headline(args: argparse.Namespace, config: Any, estimate: MemoryEstimate, b
     """The model, its size and the job, in one line."""
     total, active = estimate.parameters, estimate.active_parameters
     size = f"{total / 1e9:.2f}B parameters" + (f" ({active / 1e9:.2f}B active)" if active != total else "")
-    where = f"{args.gpus} x {args.gpu} ({budget.memory_bytes / GIB:.1f} GiB each)"
-    batch = f"{args.global_batch} sequences of {args.seq} tokens a step"
+    where = f"{args.num_gpus} x {args.gpu} ({budget.memory_bytes / GIB:.1f} GiB each)"
+    batch = f"{args.global_batch_size} sequences of {args.seq_length} tokens a step"
     return f"{config.model_type}, {size}, on {where}, {batch}"
 
 
-# --- the table and the bars -------------------------------------------------------------------------------
+# --- the table and the picture ----------------------------------------------------------------------------
 
 
 def plan_table(plans: Sequence[RunPlan]) -> str:
@@ -240,29 +196,13 @@ def aligned(rows: list[tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
-def bars(estimate: MemoryEstimate, budget: Budget, width: int = 40) -> str:
-    """The breakdown at the peak as lines of text, largest part first, and the sum beside the budget."""
-    parts = sorted(estimate.breakdown.items(), key=lambda item: -item[1])
-    shown = [(name, size) for name, size in parts if size >= _SMALLEST_SHARE * estimate.peak_bytes]
-    rest = estimate.peak_bytes - sum(size for _, size in shown)
-    if rest:
-        shown.append(("the rest", rest))
-    names = max(len(name) for name, _ in shown)
-    lines = []
-    for name, size in shown:
-        eighths = round(size / shown[0][1] * width * 8)
-        bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
-        lines.append(f"{name:<{names}}  {size / GIB:7.2f} GiB  {bar}".rstrip())
-    return "\n".join([*lines, f"{'in all':<{names}}  {estimate.peak_bytes / GIB:7.2f} GiB  of {budget}"])
-
-
 def draw(path: str, plans: Sequence[RunPlan], budget: Budget, title: str) -> None:
     """Draw each plan's memory as a stacked bar, to a PNG or what the suffix names.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
     """
-    figure: Any = new_figure(9, 3 + 0.4 * len(plans), dpi=150)
+    figure: Any = new_figure(9, 3 + 0.4 * len(plans))
     axes = figure.subplots()
     kinds = dict.fromkeys(kind for plan in plans for kind in plan.estimate.breakdown)
     left = [0.0] * len(plans)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _NOTABLE_PADDING = 0.05
+_BAR, _EIGHTHS = 40, " ▏▎▍▌▋▊▉"  # width of the longest bar
+_SMALLEST_SHARE = 0.005  # of the peak; smaller parts are summed up as one
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,19 @@ class MemoryEstimate:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        parts = sorted(self.breakdown.items(), key=lambda item: -item[1])
-        width = max(len(name) for name in self.breakdown)
-        lines = [f"{self.peak_bytes / GIB:.2f} GiB per GPU at the peak, in the {self.peak_phase} phase"]
-        lines += [
-            f"  {name:<{width}}  {size / GIB:8.2f} GiB  {size / self.peak_bytes:6.1%}" for name, size in parts
-        ]
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+        """The breakdown as bars, the largest part first, and the sum."""
+        least = _SMALLEST_SHARE * self.peak_bytes
+        shown = {name: size for name, size in self.breakdown.items() if size >= least}
+        shown = dict(sorted(shown.items(), key=lambda part: -part[1]))
+        rest = self.peak_bytes - sum(shown.values())
+        most, width = max(shown.values()), max(map(len, shown))
+        shown |= {"the rest": rest} if rest else {}
+        lines = []
+        for name, size in shown.items():
+            eighths = round(size / most * _BAR * 8)
+            bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
+            lines.append(f"{name:<{width}}  {size / GIB:7.2f} GiB  {bar}".rstrip())
+        return "\n".join([*lines, f"{'in all':<{width}}  {self.peak_bytes / GIB:7.2f} GiB"])
 
 
 @answered
@@ -161,8 +169,8 @@ def _notes(skeleton: Skeleton, run: Run) -> Iterator[str]:
         yield (
             f"model type {skeleton.family} was followed like any other but never compared with a measurement"
         )
-    padded = sum(n * sum(part.shards(over)) for part, over, n in parts)
-    even = sum(n * (part.elements() - part.packed_elements()) / over for part, over, n in parts)
+    padded = sum(n * part.fullest(over) for part, over, n in parts)
+    even = sum(n * part.elements() / over for part, over, n in parts)
     if padded > (1 + _NOTABLE_PADDING) * even:
         yield (
             f"the fullest of {run.num_shards} ranks has {padded / even:.3f} times the mean of the parameters "

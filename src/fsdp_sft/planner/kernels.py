@@ -21,11 +21,10 @@ from fsdp_sft._process.gpus import Gpu
 from fsdp_sft.attention.context_parallel import SequenceGroup, WholeRows, part_of_rows, share_attention
 from fsdp_sft.loss.linear import default_chunk_size
 from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Ledger
-from fsdp_sft.planner.run import ExpertsImpl
+from fsdp_sft.planner.run import ExpertsImpl, Run
 
-_LOGITS_TRIPS = (
-    5  # times that logits pass through memory: maximum, sum of exponentials, gradient and its cast
-)
+# Times that logits pass through memory: maximum, sum of exponentials, gradient and its cast.
+_LOGITS_TRIPS = 5
 # Bytes of the slices in which loss/products.py works: on a CPU, of each float32 slice; elsewhere, of the
 # slice of the weight's float32 gradient.
 _SLICE_BYTES_CPU = 8 << 20
@@ -133,14 +132,12 @@ def chunked_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    chunk_size: int | None,
     gpu: Gpu,
     ledger: Ledger,
 ) -> torch.Tensor:
     """Stand-in for ``fsdp_sft.linear_cross_entropy_sum``: its buffers, with the lifetimes they have there."""
-    width = hidden.shape[-1]
-    rows = chunk_size or default_chunk_size(width, hidden.dtype)
-    result: torch.Tensor = _ChunkedLoss.apply(hidden.reshape(-1, width), weight, bias, rows, gpu, ledger)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    result: torch.Tensor = _ChunkedLoss.apply(rows, weight, bias, gpu, ledger)
     return result
 
 
@@ -153,7 +150,6 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        chunk_size: int,
         gpu: Gpu,
         ledger: Ledger,
     ) -> torch.Tensor:
@@ -165,7 +161,8 @@ class _ChunkedLoss(torch.autograd.Function):
             for t, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
         ]
         ctx.kept, ctx.dtype = kept, hidden.dtype
-        _chunk_buffers(hidden, weight, min(chunk_size, hidden.shape[0]), wide, gpu)
+        rows = min(default_chunk_size(hidden.shape[1], hidden.dtype), hidden.shape[0])
+        _chunk_buffers(hidden, weight, rows, wide, gpu)
         # All three products run in the forward, that of the weight's gradient only if it is trained.
         products = 2 + int(ctx.needs_input_grad[1])
         logits = float(hidden.shape[0] * weight.shape[0])
@@ -183,7 +180,7 @@ class _ChunkedLoss(torch.autograd.Function):
             kept, ctx.kept[index] = ctx.kept[index], None
             results.append(None if kept is None else torch.empty_like(kept, dtype=ctx.dtype))
             del kept
-        return (*results, None, None, None)
+        return (*results, None, None)
 
 
 def _chunk_buffers(
@@ -236,11 +233,7 @@ def _chunk_buffers(
 
 @dataclass(frozen=True)
 class FakeGroup(SequenceGroup):
-    """The first of several ranks that share rows; its exchanges return new tensors of the right size.
-
-    Attributes:
-        ledger: The ledger that records the exchanges.
-    """
+    """The first of several ranks that share rows; ``ledger`` records its exchanges."""
 
     ledger: Ledger
 
@@ -268,24 +261,23 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.forward(ctx, grads[0].contiguous(), ctx.ledger), None
 
 
-def part_of_micro_batch(
-    *, batch_size: int, seq_length: int, ranks: int, padded: bool, ledger: Ledger
-) -> tuple[WholeRows, dict[str, torch.Tensor]]:
+def part_of_micro_batch(run: Run, ledger: Ledger) -> tuple[WholeRows, dict[str, torch.Tensor]]:
     """The whole rows as a group knows them, and one rank's part of the batch, as ``loss/part.py`` cuts it."""
-    each = -(-seq_length // ranks)
-    length = each * ranks
+    rows, each = run.micro_batch_size, -(-run.seq_length // run.cp)
+    length = each * run.cp
+    padding = torch.ones((rows, length), dtype=torch.bool, device="meta") if run.attention_mask else None
     whole = WholeRows(
-        group=FakeGroup("fake", ranks, 0, 0, ledger),
+        group=FakeGroup("fake", run.cp, 0, 0, ledger),
         length=length,
-        position_ids=torch.zeros((batch_size, length), dtype=torch.int64, device="meta"),
+        position_ids=torch.zeros((rows, length), dtype=torch.int64, device="meta"),
         rows=None,
-        padding=torch.ones((batch_size, length), dtype=torch.bool, device="meta") if padded else None,
-        filler=length - seq_length,
+        padding=padding,
+        filler=length - run.seq_length,
     )
     return whole, {
-        "input_ids": torch.zeros((batch_size, each), dtype=torch.int64, device="meta"),
-        "position_ids": torch.zeros((batch_size, each), dtype=torch.int64, device="meta"),
-        "attention_mask": torch.ones_like(whole.position_ids if whole.padding is None else whole.padding),
+        "input_ids": torch.zeros((rows, each), dtype=torch.int64, device="meta"),
+        "position_ids": torch.zeros((rows, each), dtype=torch.int64, device="meta"),
+        "attention_mask": torch.ones_like(whole.position_ids if padding is None else padding),
     }
 
 

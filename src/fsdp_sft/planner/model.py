@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +181,7 @@ def _cached_skeleton(
         head=head,
         towers=towers_taken,
         gathers_embedding_again=own[0] is not None and needs_weight_in_backward(own[0]),
-        published="" if settings is None else _published(settings, blocks.values(), total, packed),
+        published="" if settings is None else _published(settings, packed),
     )
 
 
@@ -218,10 +218,8 @@ def _settings(config: Any) -> Settings | None:
     return settings
 
 
-def _published(settings: Settings, blocks: Iterable[nn.Module], total: int, packed: str | None) -> str:
-    """A remark on a quantised checkpoint of so many parameters, and on what loading makes of it."""
-    size, plain = published_bytes(settings, blocks, total) / 1e9, 2 * total / 1e9
-    digits = 0 if plain >= 100 else 1
+def _published(settings: Settings, packed: str | None) -> str:
+    """A remark on a quantised checkpoint."""
     bits = METHODS[settings.method].bits(settings)
     becomes = {
         None: "loading dequantises it, so memory is that of any other",
@@ -229,17 +227,8 @@ def _published(settings: Settings, blocks: Iterable[nn.Module], total: int, pack
     }
     return (
         f"the checkpoint is published quantised ({settings.method}, {bits:.3g} bits a packed value): "
-        f"about {size:,.{digits}f} GB to read, and {plain:,.{digits}f} in bfloat16; "
         + becomes.get(packed, f"loading dequantises it, and packs frozen matrices anew ({packed})")
     )
-
-
-def published_bytes(settings: Settings, blocks: Iterable[nn.Module], total: int) -> int:
-    """About how many bytes the files have: all matrices of the blocks packed (for MXFP4 those of experts)."""
-    method = METHODS[settings.method]
-    dims = 3 if method.only_experts else 2
-    matrices = sum(p.numel() for block in blocks for p in block.parameters() if p.ndim >= dims)
-    return int(matrices * method.bits(settings) / 8) + 2 * (total - matrices)
 
 
 def build_model(config: Any, dtype: torch.dtype) -> Any:

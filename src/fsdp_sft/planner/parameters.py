@@ -102,6 +102,12 @@ class Group:
         """Bytes of one rank's shards of the packed parameters, padding included."""
         return sum(layout.shard_rows(num_shards) * layout.form.row_bytes for layout in self.packed)
 
+    def fullest(self, num_shards: int) -> float:
+        """Elements in the fullest rank's shards, padding included; of packed ones by their rows."""
+        packed = ((layout, math.prod(layout.shape)) for layout in self.packed)
+        rows = sum(n * layout.shard_rows(num_shards) / layout.shard_rows(1) for layout, n in packed)
+        return sum(self.shards(num_shards)) + rows
+
     def stored_bytes(self, num_shards: int, run: Run) -> int:
         """Bytes of one rank's shards as they are stored."""
         trained, frozen = (sum(self.shards(num_shards, trained=flag)) for flag in (True, False))

@@ -145,8 +145,6 @@ def _code(run: Run, model: str) -> Iterator[str]:
     yield "fs.init_distributed()"
     yield f"mesh = fs.build_mesh({_arguments({'dp_replicate': (run.dp_replicate, 1), 'cp': (run.cp, 1)})})"
     yield from _model(run, model)
-    if run.chunk_size is not None and run.loss_impl == "chunked":
-        yield f"# Estimated for chunk_size={run.chunk_size}, where train_step chooses its own"
     if run.cp > 1:
         yield "fs.use_context_parallel(model, mesh=mesh)"
     if run.experts_impl != "grouped_mm":

@@ -338,16 +338,11 @@ class _PlanSearch:
         self, run: Run, ratios: tuple[Fraction, ...]
     ) -> tuple[Fraction, MemoryEstimate | None]:
         """The first of ascending ratios that fits, with its estimate; (the last, None) if none does."""
-        found: tuple[Fraction, MemoryEstimate | None] = (ratios[-1], None)
-        # Bisection follows after the first and the last ratio: a run often fits as it is, or not at all.
-        low, high, looked_at = 0, len(ratios) - 1, 0
-        while low <= high:
-            memory = estimate(self.skeleton, replace(run, sac_ratio=ratios[looked_at]))
+        for ratio in ratios if self._memory(run, ratios[-1]).peak_bytes <= self.budget else ():
+            memory = self._memory(run, ratio)
             if memory.peak_bytes <= self.budget:
-                found, high = (ratios[looked_at], memory), looked_at - 1
-            elif looked_at == len(ratios) - 1:
-                return found
-            else:
-                low = looked_at + 1
-            looked_at = len(ratios) - 1 if low == 1 and high == len(ratios) - 1 else (low + high) // 2
-        return found
+                return ratio, memory
+        return ratios[-1], None
+
+    def _memory(self, run: Run, ratio: Fraction) -> MemoryEstimate:
+        return estimate(self.skeleton, replace(run, sac_ratio=ratio))

@@ -23,52 +23,11 @@ from torch.nn import functional as F
 
 from fsdp_sft._model.named import tensors_in
 from fsdp_sft.errors import UnsupportedModelError
-from fsdp_sft.planner.fused import fused_footprint
+from fsdp_sft.planner.footprint import Footprint, Record, footprint
 from fsdp_sft.planner.kernels import Kernels, chunked_loss, computed_by, forward_of_part, part_of_micro_batch
-from fsdp_sft.planner.ledger import EXCHANGE, Event, Ledger, Operation, Workload, work_of
+from fsdp_sft.planner.ledger import EXCHANGE, Ledger, Operation, Workload, work_of
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.run import Run
-from fsdp_sft.sac import decides
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes and work of one block, without its parameters and their gathering.
-
-    Attributes:
-        kept: Bytes that the forward adds to the activations: what it saves and its output, less its input if
-            that is no longer needed.
-        forward_peak: Most bytes that the forward adds while it runs.
-        unsaved_peak: The same where nothing is saved for a backward, as in a checkpointed block.
-        again_peak: Most bytes that recomputation adds; it ends at the last tensor that the backward needs.
-        saved: Bytes that the block's backward needs besides its input.
-        backward_peak: Most bytes that the backward adds while it runs, gradients of parameters included.
-        output: Bytes of the output.
-        saves_input: Whether the backward itself, not only recomputation, reads the block's input.
-        decisions: Bytes of a router's choices, which a checkpointed block keeps with its input.
-        exchanged: Bytes that the forward sends to the ranks that share its rows or experts.
-        forward: Work of the forward.
-        again: Work of the part of the forward that is repeated if the block is checkpointed.
-        backward: Work of the backward, without recomputation.
-    """
-
-    kept: int
-    forward_peak: int
-    unsaved_peak: int
-    again_peak: int
-    saved: int
-    backward_peak: int
-    output: int
-    saves_input: bool
-    decisions: int = 0
-    exchanged: int = 0
-    forward: Workload = ()
-    again: Workload = ()
-    backward: Workload = ()
-
-    def left(self, checkpointed: bool) -> int:
-        """Bytes that the forward leaves on the device for the backward."""
-        return self.output + self.decisions if checkpointed else self.kept
 
 
 @dataclass(frozen=True)
@@ -155,30 +114,6 @@ def _trace(skeleton: Skeleton, run: Run) -> Trace:
         ) from error
 
 
-class _Record:
-    """What was seen of one block.
-
-    Attributes:
-        block: The block.
-        saved: Numbers of the storages that autograd saved in its forward.
-        live: Bytes alive at moments: before and after its forward, and where its backward begins.
-        peak: Most bytes alive in its forward (saving or not) and in its backward.
-        events: Lengths of the ledger's record at moments, which cut the block's operations out of it.
-        input: Number of its input's storage.
-        output: Number of its output's storage.
-        arguments: Numbers of the storages of its other arguments, such as mask and rotary tables.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        self.block = block
-        self.saved: set[int] = set()
-        self.live = {"before": 0, "after": 0, "backward": 0}
-        self.peak = {"forward": 0, "backward": 0, "again": 0}
-        self.events = {"unsaved": 0, "before": 0, "after": 0, "backward": 0, "end": 0}
-        self.input = self.output = -1
-        self.arguments: set[int] = set()
-
-
 class _Traced:
     """One traced step."""
 
@@ -189,16 +124,15 @@ class _Traced:
         self.ledger = Ledger()
         self.ledger.ignore(skeleton.traced_tensors)
         kinds = sorted(set(skeleton.kinds))
-        self.records = {kind: _Record(skeleton.blocks[kind]) for kind in kinds}
-        self.current: _Record | None = None
+        self.records = {kind: Record(skeleton.blocks[kind]) for kind in kinds}
+        self.current: Record | None = None
         self.marks: dict[str, int] = {}
 
     def result(self) -> Trace:
         """Run the step and sum up what was seen."""
         kernels = Kernels(self.run.device, padded=self.run.attention_mask, ledger=self.ledger)
         try:
-            run = self.run
-            experts = computed_by(self.model, run.experts_impl, run.ep_size, self.ledger)
+            experts = computed_by(self.model, self.run.experts_impl, self.run.ep_size, self.ledger)
             with self._instrumented(), experts, self.ledger, kernels, torch.enable_grad():
                 self._step()
         finally:
@@ -237,13 +171,7 @@ class _Traced:
         """The arguments of a rank's forward, and the context that it runs in."""
         run = self.run
         if run.cp > 1:
-            whole, part = part_of_micro_batch(
-                batch_size=run.micro_batch_size,
-                seq_length=run.seq_length,
-                ranks=run.cp,
-                padded=run.attention_mask,
-                ledger=self.ledger,
-            )
+            whole, part = part_of_micro_batch(run, self.ledger)
             return part, forward_of_part(self.model, whole)
         ids = torch.zeros((run.micro_batch_size, run.seq_length), dtype=torch.int64, device="meta")
         mask = torch.ones_like(ids) if run.attention_mask else None
@@ -269,10 +197,7 @@ class _Traced:
         losses: list[torch.Tensor] = []
 
         def loss_in_place(hidden: torch.Tensor) -> torch.Tensor:
-            run = self.run
-            losses.append(
-                chunked_loss(hidden, head.weight, head.bias, run.chunk_size, run.device, self.ledger)
-            )
+            losses.append(chunked_loss(hidden, head.weight, head.bias, self.run.device, self.ledger))
             return hidden.new_empty((*hidden.shape[:-1], 0))
 
         head.__dict__["forward"] = loss_in_place
@@ -316,7 +241,7 @@ class _Traced:
         hidden = args[0] if args else kwargs["hidden_states"]
         return (hidden,) if self.marks.get("tuples") else hidden
 
-    def _before(self, record: _Record, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before(self, record: Record, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a block's forward: try it without saving, and note what is alive."""
         ledger = self.ledger
         record.events["unsaved"] = len(ledger.events)
@@ -348,7 +273,7 @@ class _Traced:
             module.forward(*args, **kwargs)
         return self.ledger.reset_peak() - live
 
-    def _after(self, record: _Record, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, record: Record, module: nn.Module, args: Any, output: Any) -> None:
         """After a block's forward: note what is alive and how much it took."""
         ledger = self.ledger
         self.marks["tuples"] = int(isinstance(output, tuple))
@@ -370,7 +295,7 @@ class _Traced:
         """The loss's backward has reached the model's output."""
         self.marks["loss_peak"] = self.ledger.reset_peak()
 
-    def _at_output_gradient_of(self, record: _Record, grad: torch.Tensor) -> None:
+    def _at_output_gradient_of(self, record: Record, grad: torch.Tensor) -> None:
         """The backward has reached a block's output: the block's own backward begins."""
         if "block_backward" not in self.marks:  # the last block's, with which the blocks' backward begins
             self.marks["block_backward"] = self.ledger.live
@@ -381,7 +306,7 @@ class _Traced:
         record.live["backward"], record.events["backward"] = self.ledger.live, len(self.ledger.events)
         self.ledger.reset_peak()
 
-    def _at_input_gradient(self, record: _Record, grad: torch.Tensor | None = None) -> None:
+    def _at_input_gradient(self, record: Record, grad: torch.Tensor | None = None) -> None:
         """At the end of a block's backward: drop its parameters' gradients, which ``replay`` counts."""
         record.peak["backward"] = self.ledger.reset_peak()
         record.events["end"] = len(self.ledger.events)
@@ -396,7 +321,16 @@ class _Traced:
         kept = {kind: self._kept(record) for kind, record in self.records.items()}
         base = marks["before"] + sum(kept.values())
         return Trace(
-            blocks={kind: self._footprint(record, kept[kind]) for kind, record in self.records.items()},
+            blocks={
+                kind: footprint(
+                    record,
+                    self.ledger,
+                    kept[kind],
+                    exchanged=self._exchanged(record),
+                    compiled=self.run.compile,
+                )
+                for kind, record in self.records.items()
+            },
             before=marks["before"],
             arguments={
                 kind: frozenset((number, self.ledger.sizes[number]) for number in record.arguments)
@@ -428,50 +362,14 @@ class _Traced:
             done = end
         return tuple(outside)
 
-    def _kept(self, record: _Record) -> int:
+    def _kept(self, record: Record) -> int:
         """Bytes that a block's forward added, less its input if that is dead after the model's forward."""
         given_back = 0 if record.live["input_kept"] else self.ledger.sizes[record.input]
         return record.live["after"] - record.live["before"] - given_back
 
-    def _footprint(self, record: _Record, kept: int) -> Footprint:
-        """The footprint of a block as it ran, or as it would run under ``torch.compile``."""
-        events, sizes = self.ledger.events, self.ledger.sizes
-        forward = events[record.events["before"] : record.events["after"]]
-        backward = events[record.events["backward"] : record.events["end"]]
-        output = sizes[record.output]
-        alike: dict[str, Any] = {
-            "output": output,
-            "decisions": _decisions(record.block, forward),
-            "exchanged": self._exchanged(record, forward),
-        }
-        if self.run.compile:
-            fused = fused_footprint(
-                forward=forward,
-                backward=backward,
-                sizes=sizes,
-                saved=record.saved,
-                block_input=record.input,
-                block_output=record.output,
-            )
-            return Footprint(saves_input=True, **alike, **fused)
-        # Recomputation stops at the last operation that makes a tensor for the backward.
-        last = max((i for i, event in enumerate(forward) if record.saved & set(event.outputs)), default=-1)
-        return Footprint(
-            forward=work_of(forward),
-            again=work_of(forward[: last + 1]),
-            backward=work_of(backward),
-            kept=kept,
-            forward_peak=record.peak["forward"] - record.live["before"],
-            unsaved_peak=record.peak["unsaved"],
-            again_peak=record.peak["again"] - record.live["before"],
-            saved=record.live["after"] - record.live["before"] - output,
-            backward_peak=record.peak["backward"] - record.live["backward"],
-            saves_input=record.input in record.saved,
-            **alike,
-        )
-
-    def _exchanged(self, record: _Record, forward: list[Event]) -> int:
+    def _exchanged(self, record: Record) -> int:
         """Bytes that a block's forward exchanges; where ranks share rows, a block must exchange some."""
+        forward = self.ledger.events[record.events["before"] : record.events["after"]]
         exchanges = (event for event in forward if event.op == EXCHANGE)
         sent = sum(self.ledger.sizes[number] for event in exchanges for number in event.inputs)
         if self.run.cp > 1 and not sent:
@@ -496,8 +394,3 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:
         return None, None
-
-
-def _decisions(block: nn.Module, forward: list[Event]) -> int:
-    """Bytes of the choices that a checkpointed block of this kind keeps."""
-    return sum(event.decided for event in forward) if decides(block) else 0

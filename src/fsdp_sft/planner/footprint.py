@@ -1,0 +1,267 @@
+"""What a block keeps and needs, as it ran or compiled.
+
+``torch.compile`` cuts the joint graph of forward and backward where the fewest bytes have to be kept, and
+recomputes pointwise operations from there. Matrix products and attention are never recomputed, and what they
+read in the backward has to be in memory.
+
+Of the storages that an eager block saves, those that a product or attention touches are always kept. The
+others (``wanted``) follow from some set of storages by pointwise operations, and a minimum cut finds the
+smallest such set.
+Source: Herrmann et al.'s min-cut as in torch's partitioner,
+https://dev-discuss.pytorch.org/t/min-cut-optimal-recomputation-i-e-activation-checkpointing-with-aotautograd/467.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Event, Ledger, Workload, work_of
+from fsdp_sft.sac import decides
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "_scaled_mm")
+_NOT_FUSED = (
+    *_PRODUCTS,
+    "topk",
+    "sort",
+    "argsort",
+    "cumsum",
+    "histc",
+    "bincount",
+    "index_put",
+    "_index_put_impl_",
+)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes and work of one block, without its parameters and their gathering.
+
+    Attributes:
+        kept: Bytes that the forward adds to the activations: what it saves and its output, less its input if
+            that is no longer needed.
+        forward_peak: Most bytes that the forward adds while it runs.
+        unsaved_peak: The same where nothing is saved for a backward, as in a checkpointed block.
+        again_peak: Most bytes that recomputation adds; it ends at the last tensor that the backward needs.
+        saved: Bytes that the block's backward needs besides its input.
+        backward_peak: Most bytes that the backward adds while it runs, gradients of parameters included.
+        output: Bytes of the output.
+        saves_input: Whether the backward itself, not only recomputation, reads the block's input.
+        decisions: Bytes of a router's choices, which a checkpointed block keeps with its input.
+        exchanged: Bytes that the forward sends to the ranks that share its rows or experts.
+        forward: Work of the forward.
+        again: Work of the part of the forward that is repeated if the block is checkpointed.
+        backward: Work of the backward, without recomputation.
+    """
+
+    kept: int
+    forward_peak: int
+    unsaved_peak: int
+    again_peak: int
+    saved: int
+    backward_peak: int
+    output: int
+    saves_input: bool
+    decisions: int = 0
+    exchanged: int = 0
+    forward: Workload = ()
+    again: Workload = ()
+    backward: Workload = ()
+
+    def left(self, checkpointed: bool) -> int:
+        """Bytes that the forward leaves on the device for the backward."""
+        return self.output + self.decisions if checkpointed else self.kept
+
+
+class Record:
+    """What was seen of one block.
+
+    Attributes:
+        block: The block.
+        saved: Numbers of the storages that autograd saved in its forward.
+        live: Bytes alive at moments: before and after its forward, and where its backward begins.
+        peak: Most bytes alive in its forward (saving or not) and in its backward.
+        events: Lengths of the ledger's record at moments, which cut the block's operations out of it.
+        input: Number of its input's storage.
+        output: Number of its output's storage.
+        arguments: Numbers of the storages of its other arguments, such as mask and rotary tables.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self.saved: set[int] = set()
+        self.live = {"before": 0, "after": 0, "backward": 0}
+        self.peak = {"forward": 0, "backward": 0, "again": 0}
+        self.events = {"unsaved": 0, "before": 0, "after": 0, "backward": 0, "end": 0}
+        self.input = self.output = -1
+        self.arguments: set[int] = set()
+
+
+def footprint(record: Record, ledger: Ledger, kept: int, *, exchanged: int, compiled: bool) -> Footprint:
+    """The footprint of a block as it ran, or as it would run under ``torch.compile``."""
+    sizes = ledger.sizes
+    forward = ledger.events[record.events["before"] : record.events["after"]]
+    backward = ledger.events[record.events["backward"] : record.events["end"]]
+    output = sizes[record.output]
+    decisions = sum(event.decided for event in forward) if decides(record.block) else 0
+    alike: dict[str, Any] = {"output": output, "decisions": decisions, "exchanged": exchanged}
+    if compiled:
+        fused = _fused(
+            forward=forward,
+            backward=backward,
+            sizes=sizes,
+            saved=record.saved,
+            block_input=record.input,
+            block_output=record.output,
+        )
+        return Footprint(saves_input=True, **alike, **fused)
+    # Recomputation stops at the last operation that makes a tensor for the backward.
+    last = max((i for i, event in enumerate(forward) if record.saved & set(event.outputs)), default=-1)
+    return Footprint(
+        forward=work_of(forward),
+        again=work_of(forward[: last + 1]),
+        backward=work_of(backward),
+        kept=kept,
+        forward_peak=record.peak["forward"] - record.live["before"],
+        unsaved_peak=record.peak["unsaved"],
+        again_peak=record.peak["again"] - record.live["before"],
+        saved=record.live["after"] - record.live["before"] - output,
+        backward_peak=record.peak["backward"] - record.live["backward"],
+        saves_input=record.input in record.saved,
+        **alike,
+    )
+
+
+def _fused(
+    *,
+    forward: list[Event],
+    backward: list[Event],
+    sizes: list[int],
+    saved: set[int],
+    block_input: int,
+    block_output: int,
+) -> dict[str, Any]:
+    """The fields of a compiled block's ``Footprint`` that differ from those of an eager one.
+
+    Args:
+        forward: Events of the block's eager forward.
+        backward: Events of its eager backward.
+        sizes: Bytes by storage number.
+        saved: Storages that the eager forward saves for the backward.
+        block_input: Number of the input's storage.
+        block_output: Number of the output's storage.
+    """
+    in_memory = _materialised(forward)
+    inside = {number for event in forward for number in event.outputs}
+    own = {number for number in saved if number in inside}
+    needed = own & in_memory
+    cut = _cheapest_cut(forward, sizes, free=needed, wanted=own - needed, block_input=block_input)
+    kept = needed | cut
+    bytes_kept = sum(sizes[number] for number in kept)
+    output = sizes[block_output]
+    input_given_back = 0 if block_input in kept or block_input in saved & in_memory else sizes[block_input]
+    without_input = bytes_kept - (sizes[block_input] if block_input in kept else 0)
+    counted = in_memory | {block_output}
+    forward_peak = max(_peak(forward, sizes, counted, 0), without_input + output)
+    passed = _work(forward, sizes, in_memory | kept | counted | {block_input})
+    return {
+        "kept": without_input + output - input_given_back,
+        "forward_peak": forward_peak,
+        "unsaved_peak": forward_peak,
+        "again_peak": forward_peak,
+        "saved": without_input,
+        "backward_peak": _peak(backward, sizes, _materialised(backward) | _left_over(backward), 0),
+        "forward": passed,
+        "again": passed,  # a compiled block is one graph: recomputation runs all of it
+        "backward": _work(backward, sizes, kept | _materialised(backward) | _left_over(backward)),
+    }
+
+
+def _work(events: list[Event], sizes: list[int], in_memory: set[int]) -> Workload:
+    """The work of operations that are all fused, except those that are kernels of their own.
+
+    Intermediates of fused operations never reach memory. A tensor in memory is read once and written once.
+    """
+    alone: list[Event] = []
+    read, written = set[int](), set[int]()
+    for event in events:
+        if event.op is None:
+            continue
+        if not _is_fused(event.op):
+            alone.append(event)
+        elif event.moved:
+            made = set(event.outputs) - set(event.inputs)
+            written |= made & in_memory
+            read |= set(event.inputs) & in_memory - written
+    moved = sum(sizes[number] for number in read | written)
+    return work_of(alone) + (((0.0, float(moved), False),) if moved else ())
+
+
+def _is_fused(op: Any) -> bool:
+    """Whether the compiler fuses an operation with its neighbours, and so can recompute it."""
+    if op in (ATTENTION, EXCHANGE, LOSS):
+        return False
+    return getattr(op, "overloadpacket", op).__name__ not in _NOT_FUSED
+
+
+def _materialised(events: list[Event]) -> set[int]:
+    """Storages that are in memory, since an operation that is not fused reads or writes them."""
+    return {
+        number
+        for event in events
+        if event.op is not None and not _is_fused(event.op)
+        for number in (*event.inputs, *event.outputs)
+    }
+
+
+def _left_over(events: list[Event]) -> set[int]:
+    """Storages that these events make and do not free."""
+    made = {number for event in events for number in event.outputs}
+    return made - {event.freed for event in events if event.op is None}
+
+
+def _peak(events: list[Event], sizes: list[int], counted: set[int], live: int) -> int:
+    """Most bytes that the ``counted`` storages take at once during these events, on top of ``live``."""
+    peak, seen = live, set()
+    for event in events:
+        for number in event.outputs:
+            if number in counted and number not in seen and number not in event.inputs:
+                seen.add(number)
+                live += sizes[number]
+        peak = max(peak, live)
+        if event.op is None and (event.freed in seen):
+            live -= sizes[event.freed]
+    return peak
+
+
+def _cheapest_cut(
+    events: list[Event], sizes: list[int], *, free: set[int], wanted: set[int], block_input: int
+) -> set[int]:
+    """The storages of least total size from which ``wanted`` follows by fused operations alone.
+
+    Storages in ``free`` are kept in any case and cost nothing.
+    """
+    if not wanted:
+        return set()
+    # Each storage is an edge from its "in" to its "out" whose capacity is its size: cutting it is keeping it.
+    # Fused operations are edges that cannot be cut (without a capacity). The source leads to what only memory
+    # can provide, and what the backward wants leads to the sink, so a minimum cut is a cheapest set of
+    # storages in between. Of several the one nearest to the source is taken: networkx gives that nearest to
+    # the target, so all edges point backwards.
+    import networkx  # type: ignore[import-untyped,unused-ignore]
+
+    graph = networkx.DiGraph()
+    graph.add_edges_from(("sink", (number, "out")) for number in wanted)
+    graph.add_edge((block_input, "in"), "source")
+    produced = {block_input}
+    for event in events:
+        if event.op is None:
+            continue
+        sources: list[Any] = [(number, "out") for number in event.inputs if _is_fused(event.op)]
+        for number in set(event.outputs) - set(event.inputs):
+            produced.add(number)
+            graph.add_edges_from(((number, "in"), source) for source in sources or ["source"])
+    for number in produced:
+        graph.add_edge((number, "out"), (number, "in"), capacity=0 if number in free else sizes[number])
+    _, (_, near) = networkx.minimum_cut(graph, "sink", "source")
+    return {n for n in produced - free if (n, "in") in near and (n, "out") not in near}
