@@ -102,8 +102,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the loss asked for between micro-batches",
         "step/train.py",
-        "            total = total + summed.detach()\n",
-        "            total = total + summed.detach().item()\n",
+        "total, correct = total + summed.detach(), correct + right",
+        "total, correct = total + summed.detach().item(), correct + right",
         SYNCS,
     ),
     Mistake(

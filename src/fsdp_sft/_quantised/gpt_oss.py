@@ -38,7 +38,6 @@ METHOD = Method(
     find,
     r"_(blocks|scales)$",
     lambda settings: 4.25,
-    only_experts=True,
     stored_as=stored_as,
     skips=("modules_to_not_convert",),
 )

@@ -229,7 +229,6 @@ class Method:
         find: Adds the weights among some stored tensors.
         parts: Pattern of the names that tensors of packed weights have, and no others.
         bits: Bits that a packed value takes with its share of the scales, by the config.
-        only_experts: Whether none but the weights of experts are packed.
         skips: Fields of the config that list modules in 16 bits. It serves the planner.
         stored_as: Function from the config and a weight's shape in the model to the tensors of one of its
             rows, as a weight ``w``; it returns None if such a weight is not packed. It serves the planner,
@@ -240,6 +239,5 @@ class Method:
     find: Callable[[Tensors, Iterable[str]], None]
     parts: str
     bits: Callable[[Settings], float]
-    only_experts: bool = False
     skips: tuple[str, ...] = ()
     stored_as: Callable[[Settings, Ints], Entries | None] | None = None
