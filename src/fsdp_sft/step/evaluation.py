@@ -195,7 +195,8 @@ def evaluate(
     _agree_on({"check": check, "loss_fn": objective.is_own}, mesh)
     model.eval()
     try:
-        with torch.no_grad():
+        # Not in a caller's inference_mode: FSDP2 keeps the memory that it first gathers into.
+        with torch.inference_mode(mode=False), torch.no_grad():
             for batch, seen, count, left in in_step(batches, mesh, objective, check_batch, group):
                 if check:
                     whole = [seen] if group is None else on_host([batch])
