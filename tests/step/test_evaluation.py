@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -45,3 +46,20 @@ def _check_evaluate() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_evaluate_is_exact_at_unequal_counts(ranks: int) -> None:
     run_distributed(_check_evaluate, ranks, timeout=60)
+
+
+def _inference_mode() -> None:
+    batches = ragged_batches(2)
+    expected = float(oracle_loss(tiny_model("llama").eval(), batches).detach())
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here(), mp_policy=FLOAT32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    own = batches if dist.get_rank() == 0 else []
+    for _ in range(2):  # before the first step, and after it
+        with torch.inference_mode():
+            assert fs.evaluate(model, own).loss == pytest.approx(expected, rel=1e-6)
+        assert fs.train_step(model, batches, optimizer).loss == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_in_inference_mode_and_training_after_it(ranks: int) -> None:
+    run_distributed(_inference_mode, ranks)
