@@ -237,18 +237,16 @@ def test_shift_labels_are_the_targets_of_each_position(impl: Any) -> None:
         fs.loss_sum(model, {**batch, "shift_labels": shifted[:, :-1]}, impl=impl)
 
 
-def test_packed_rows_keep_shift_labels() -> None:
-    ids = [[5, 6, 7], [8, 9]]
-    rows = [{"input_ids": row, "shift_labels": [*row[1:], 4]} for row in ids]
-    collate = fs.PackedCollator(max_length=8, pad_to_multiple_of=6)
-    pack = collate(rows)
-    assert pack["shift_labels"].tolist() == [[6, 7, 4, 9, 4, -100]]
+def test_rows_of_a_pack_have_labels_that_are_not_shifted() -> None:
+    row = {"input_ids": [5, 6, 7], "labels": [5, 6, 7]}
+    with pytest.raises(ValueError, match="shift_labels of a row are not read"):
+        fs.PackedCollator(max_length=8)([row, {**row, "shift_labels": [6, 7, 4]}])
+    pack = fs.PackedCollator(max_length=8, pad_to_multiple_of=6)(
+        [row, {"input_ids": [8, 9], "labels": [8, 9]}]
+    )
+    assert pack["labels"].tolist() == [[-100, 6, 7, -100, 9, -100]]
     assert pack["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0]]
-    assert fs.count_targets([pack]) == 5
-    plain = collate([{"input_ids": row, "labels": row} for row in ids])
-    assert plain["labels"].tolist() == [[-100, 6, 7, -100, 9, -100]]
-    mixed = collate([rows[0], {"input_ids": ids[1], "labels": ids[1]}])
-    assert mixed["shift_labels"].tolist() == [[6, 7, 4, 9, -100, -100]]
+    assert fs.count_targets([pack]) == 3
 
 
 def _of_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -258,17 +258,20 @@ def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     """(input_ids, labels) of a tokenised row.
 
     Raises:
-        ValueError: If `labels` are missing, lengths differ, the row is empty, or it has weights.
+        ValueError: If `labels` are missing, lengths differ, the row is empty, or it has weights or
+            shifted labels.
     """
     if row.get("labels") is None:
         raise ValueError(
             f'a tokenised row needs "input_ids" and "labels", got the keys {sorted(row)}; add labels '
             "aligned with input_ids (-100 where nothing is trained), or pass the chat row itself"
         )
-    if row.get("loss_weights") is not None:
+    unread = [key for key in ("loss_weights", "shift_labels") if row.get(key) is not None]
+    if unread:
         raise ValueError(
-            "loss_weights of a row are not read, and it would be trained without: add them to the batch that "
-            "the collator makes, in a collate_fn of your own"
+            f"{unread[0]} of a row are not read, and it would be trained without: add loss_weights to the "
+            "batch that the collator makes, in a collate_fn of your own, and write shift_labels as "
+            "labels=[-100, *shift_labels[:-1]]"
         )
     refuse_media(row)
     ids, labels = (_numbers(row[key], key) for key in ("input_ids", "labels"))

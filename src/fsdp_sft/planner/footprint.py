@@ -73,7 +73,7 @@ class Footprint:
         return self.output + self.decisions if checkpointed else self.kept
 
 
-class Record:
+class BlockRecord:
     """What was seen of one block.
 
     Attributes:
@@ -97,7 +97,7 @@ class Record:
         self.arguments: set[int] = set()
 
 
-def footprint(record: Record, ledger: Ledger, kept: int, *, exchanged: int, compiled: bool) -> Footprint:
+def footprint(record: BlockRecord, ledger: Ledger, kept: int, *, exchanged: int, compiled: bool) -> Footprint:
     """The footprint of a block as it ran, or as it would run under ``torch.compile``."""
     sizes = ledger.sizes
     forward = ledger.events[record.events["before"] : record.events["after"]]

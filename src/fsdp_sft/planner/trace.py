@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from fsdp_sft._model.named import tensors_in
 from fsdp_sft.errors import UnsupportedModelError
-from fsdp_sft.planner.footprint import Footprint, Record, footprint
+from fsdp_sft.planner.footprint import BlockRecord, Footprint, footprint
 from fsdp_sft.planner.kernels import Kernels, chunked_loss, computed_by, forward_of_part, part_of_micro_batch
 from fsdp_sft.planner.ledger import EXCHANGE, Ledger, Operation, Workload, work_of
 from fsdp_sft.planner.model import Skeleton
@@ -124,8 +124,8 @@ class _Traced:
         self.ledger = Ledger()
         self.ledger.ignore(skeleton.traced_tensors)
         kinds = sorted(set(skeleton.kinds))
-        self.records = {kind: Record(skeleton.blocks[kind]) for kind in kinds}
-        self.current: Record | None = None
+        self.records = {kind: BlockRecord(skeleton.blocks[kind]) for kind in kinds}
+        self.current: BlockRecord | None = None
         self.marks: dict[str, int] = {}
 
     def result(self) -> Trace:
@@ -241,7 +241,7 @@ class _Traced:
         hidden = args[0] if args else kwargs["hidden_states"]
         return (hidden,) if self.marks.get("tuples") else hidden
 
-    def _before(self, record: Record, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before(self, record: BlockRecord, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a block's forward: try it without saving, and note what is alive."""
         ledger = self.ledger
         record.events["unsaved"] = len(ledger.events)
@@ -273,7 +273,7 @@ class _Traced:
             module.forward(*args, **kwargs)
         return self.ledger.reset_peak() - live
 
-    def _after(self, record: Record, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, record: BlockRecord, module: nn.Module, args: Any, output: Any) -> None:
         """After a block's forward: note what is alive and how much it took."""
         ledger = self.ledger
         self.marks["tuples"] = int(isinstance(output, tuple))
@@ -295,7 +295,7 @@ class _Traced:
         """The loss's backward has reached the model's output."""
         self.marks["loss_peak"] = self.ledger.reset_peak()
 
-    def _at_output_gradient_of(self, record: Record, grad: torch.Tensor) -> None:
+    def _at_output_gradient_of(self, record: BlockRecord, grad: torch.Tensor) -> None:
         """The backward has reached a block's output: the block's own backward begins."""
         if "block_backward" not in self.marks:  # the last block's, with which the blocks' backward begins
             self.marks["block_backward"] = self.ledger.live
@@ -306,7 +306,7 @@ class _Traced:
         record.live["backward"], record.events["backward"] = self.ledger.live, len(self.ledger.events)
         self.ledger.reset_peak()
 
-    def _at_input_gradient(self, record: Record, grad: torch.Tensor | None = None) -> None:
+    def _at_input_gradient(self, record: BlockRecord, grad: torch.Tensor | None = None) -> None:
         """At the end of a block's backward: drop its parameters' gradients, which ``replay`` counts."""
         record.peak["backward"] = self.ledger.reset_peak()
         record.events["end"] = len(self.ledger.events)
@@ -362,12 +362,12 @@ class _Traced:
             done = end
         return tuple(outside)
 
-    def _kept(self, record: Record) -> int:
+    def _kept(self, record: BlockRecord) -> int:
         """Bytes that a block's forward added, less its input if that is dead after the model's forward."""
         given_back = 0 if record.live["input_kept"] else self.ledger.sizes[record.input]
         return record.live["after"] - record.live["before"] - given_back
 
-    def _exchanged(self, record: Record) -> int:
+    def _exchanged(self, record: BlockRecord) -> int:
         """Bytes that a block's forward exchanges; where ranks share rows, a block must exchange some."""
         forward = self.ledger.events[record.events["before"] : record.events["after"]]
         exchanges = (event for event in forward if event.op == EXCHANGE)
