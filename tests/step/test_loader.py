@@ -53,8 +53,10 @@ def _check_windows() -> None:
     packs = DataLoader(batches + batches, batch_sampler=sampler, collate_fn=lambda pack: pack[0])
     watched = fs.ThroughputMeter(world_size=2).watch(packs)
     assert len(next(iter(fs.windows(watched, global_batch=4)))) == 2, "a pack is a batch"
-    with pytest.raises(ValueError, match="needs the batch size of a DataLoader, got list"):
-        fs.windows(batches, global_batch=8)
+    buckets = DataLoader(list(range(24)), batch_sampler=[[0, 1], [2]])  # batches of unequal sizes
+    for unknown in (batches, buckets):
+        with pytest.raises(ValueError, match="whose batches have a known size"):
+            fs.windows(unknown, global_batch=8)
 
 
 class _Rows:

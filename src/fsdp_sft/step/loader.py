@@ -98,20 +98,20 @@ def windows(
 
 def _accumulated(loader: Any, global_batch: int, mesh: "DeviceMesh | None") -> int:
     """Number of micro-batches that make up ``global_batch`` rows or packs over all ranks."""
-    if not hasattr(loader, "batch_sampler"):  # a watched loader is none of torch's class
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    size = _taken_for_a_batch(loader, _resumable(loader) or inner)
+    if size is None or not hasattr(loader, "batch_sampler"):
         raise ValueError(
-            f"global_batch needs the batch size of a DataLoader, got {type(loader).__name__}: pass "
-            "grad_accum_steps"
+            f"global_batch needs a DataLoader whose batches have a known size, got {type(loader).__name__}: "
+            "pass grad_accum_steps"
         )
-    # A sampler of batches without a size deals out packs; without one, an item of the data set is a batch.
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
     ranks = world_size() // cp_size(mesh)
     if global_batch % (size * ranks):
         raise ValueError(
             f"global_batch={global_batch} is no multiple of {size * ranks}, which {ranks} ranks take at once "
             f"with a batch size of {size}: take a multiple, or another batch size"
         )
-    return int(global_batch // (size * ranks))
+    return global_batch // (size * ranks)
 
 
 def _windows(

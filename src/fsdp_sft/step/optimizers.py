@@ -150,9 +150,10 @@ def _refuse_replaced(given: dict[nn.Parameter, str], optimizers: list[torch.opti
     """
     all_stepped = stepped_by(*optimizers)
     stepped = set(all_stepped)
-    if len(stepped) < len(all_stepped):  # within one optimizer torch refuses it
+    if len(stepped) < len(all_stepped):  # within one group torch only warns
         raise OptimizerError(
-            "two of the optimizers hold the same parameters and would both step them: give each to one"
+            f"{len(all_stepped) - len(stepped)} parameters are held more than once, by one optimizer or by "
+            "two, and would be stepped as often: give each to one, once"
         )
     left_out = [name for p, name in given.items() if p.requires_grad and p not in stepped]
     foreign = stepped - given.keys()
