@@ -168,7 +168,7 @@ BESIDE: dict[str, str] = {
     **{
         f"{_WATCH}[{case}]": f"{_WATCH}[{kept}]"
         for case, kept in (
-            *(("stop-host", "stop-3"), ("die-host", "die-3"), ("loader-3", "ahead-3"), ("save-3", "ahead-3")),
+            *(("stop-3", "stop-host"), ("die-3", "die-host"), ("loader-3", "ahead-2"), ("save-3", "ahead-2")),
             ("kill-3", "kill-6"),
         )
     },

@@ -155,11 +155,11 @@ SCENES: dict[str, tuple[Callable[[fs.Watchdog, Path, bool], None], int, int, str
     "stop-host": (_signalled(signal.SIGSTOP), 2, 0, "rank 0", "stopped, was .* in step 3, phase train"),
     "die-3": (_dies_apart, 3, 0, "agent", "dead, was .*, phase (train|start)"),
     "die-host": (_dies_apart, 2, 0, "rank 0", "dead, was .* in step 3, phase train"),
-    "ahead-3": (_ahead, 3, 0, "rank 0", "waiting in all_reduce in step 5, phase train"),
+    "ahead-2": (_ahead, 2, 0, "rank 0", "waiting in all_reduce in step 5, phase train"),
     "loader-3": (_slow_loader, 3, 2, "agent", "outside of a collective in step 3, .*test_watchdog"),
     "save-3": (_save, 3, 2, "agent", "outside of a collective in step 3, phase save, .*test_watchdog"),
     "exchange-2": (_exchange, 2, 1, "agent", "outside of a collective in step 3, .*test_watchdog"),
-    "raise-3": (_raises_apart, 3, 1, "agent", r"failed with ValueError\('the data ends here'\) in step 3"),
+    "raise-2": (_raises_apart, 2, 1, "agent", r"failed with ValueError\('the data ends here'\) in step 3"),
     # gloo wakes the others, who raise: the report comes in place of their exceptions.
     "kill-3": (_signalled(signal.SIGKILL), 3, 2, "agent", "dead, was .*, phase (train|start)"),
     # Rank 5 looks at its neighbour, rank 0, and not at rank 4.
