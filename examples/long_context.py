@@ -259,11 +259,10 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
     logger.log(held_out_loss(model, held_out, args.seq_length), step)
     flops = fs.model_flops_per_token(model.config, args.seq_length)
     meter = fs.ThroughputMeter(flops_per_token=flops, world_size=context.world_size, device=context.device)
-    batches = meter.watch(loader)
     bar = tqdm(total=args.steps, initial=step, unit="step", disable=not context.is_main)
     fs.reset_peak_memory(context.device)
     while step < args.steps:
-        for window in fs.windows(batches, args.grad_accum_steps):
+        for window in fs.windows(loader, args.grad_accum_steps, meter=meter):
             result = fs.train_step(model, window, optimizer, scheduler=scheduler)
             step += 1
             meter.update(num_tokens=result.num_tokens)

@@ -187,9 +187,8 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
     log = args.output / "log.jsonl"
     logger = fs.MetricLogger(jsonl=log, stdout=False)
     bar = tqdm(total=args.steps, initial=step, unit="step", disable=not context.is_main)
-    batches = meter.watch(loader)
     while step < args.steps:
-        for window in fs.windows(batches, args.grad_accum_steps):
+        for window in fs.windows(loader, args.grad_accum_steps, meter=meter):
             result = fs.train_step(model, window, optimizer, scheduler=scheduler)
             step += 1
             meter.update(num_tokens=result.num_tokens)

@@ -108,10 +108,11 @@ WITH_WORKERS = """
     if __name__ == "__main__":
         options = dict(num_workers=2, collate_fn=collate, worker_init_fn=kept, persistent_workers=True)
         loader = DataLoader(range(10_000), 2, multiprocessing_context=sys.argv[3], **options)
+        meter = None
         if sys.argv[2] == "watched":
-            loader = fs.ThroughputMeter(world_size=1).watch(loader)
+            meter = fs.ThroughputMeter(world_size=1)
         with fs.PreemptionGuard() as guard:
-            for step, window in enumerate(fs.windows(loader, 1), 1):
+            for step, window in enumerate(fs.windows(loader, 1, meter=meter), 1):
                 if step == 3:  # as a scheduler does: every process of the job, in mid-step
                     print("now", flush=True)
                 for _ in range(20):

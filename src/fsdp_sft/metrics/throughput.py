@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
 
 from fsdp_sft._process.devices import resolve_device, synchronize
 from fsdp_sft._process.words import answered
-from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.metrics.flops import peak_flops_per_second
-
-T = TypeVar("T")
-_Wait = Literal["data", "ranks", "paused"]
-_END: Any = object()
 
 
 class ThroughputMeter:
@@ -71,7 +66,7 @@ class ThroughputMeter:
         self._clock = clock
         self._pause_depth = 0
         self._spent: dict[str, float] = defaultdict(float)  # seconds of this step, by what they went on
-        self._watched: set[_Wait] = set()
+        self._watched: set[str] = set()
         self._last = clock()
 
     def update(self, *, num_tokens: int) -> None:
@@ -93,25 +88,6 @@ class ThroughputMeter:
             self._warmup_left -= 1
         else:
             self._steps.append(step)
-
-    def watch(self, loader: Iterable[T]) -> Iterable[T]:
-        """Count the time that this rank waits for the batches of `loader`, and in `windows` for other ranks.
-
-        Args:
-            loader: A DataLoader or another iterable of batches.
-
-        Returns:
-            An iterable of the same batches, with the loader's attributes, such as `sampler`, so that it can
-            replace the loader.
-
-        Example:
-            >>> meter = fs.ThroughputMeter(world_size=1)
-            >>> for window in fs.windows(meter.watch(loader), grad_accum_steps=2):
-            ...     result = fs.train_step(model, window, optimizer)
-            ...     meter.update(num_tokens=result.num_tokens)
-        """
-        self._watched.add("data")
-        return _WatchedLoader(loader, self)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -136,10 +112,10 @@ class ThroughputMeter:
             `tokens_per_second` (all ranks), `tokens_per_second_per_gpu`, `step_seconds`, `last_step_seconds`
             (of the last step alone), `tflops_per_gpu` (1e12 FLOP/s), `mfu` (fraction of the peak, 0 to 1),
             `data_wait_share` and `rank_wait_share` (fractions of this rank's step time, 0 to 1: in the
-            loader, and in `windows` until the other ranks had their batches) and `paused_share` (fraction of
+            loader, and until the other ranks had their batches) and `paused_share` (fraction of
             this rank's whole time that was inside `paused()`). None where it is not known: all before the
             first measured step; the FLOP rates without `flops_per_token`; `mfu` without a known peak;
-            `data_wait_share` unless a loader is watched; `rank_wait_share` unless `windows` reads from it.
+            `data_wait_share` and `rank_wait_share` unless `windows` has the meter.
         """
         names = ("tokens", "seconds", "data", "ranks", "paused")
         tokens, seconds, data, ranks, paused = (sum(s.get(name, 0.0) for s in self._steps) for name in names)
@@ -160,8 +136,8 @@ class ThroughputMeter:
         }
 
     @contextmanager
-    def _waiting_for(self, whom: _Wait) -> Iterator[None]:
-        """Count the time inside as waiting for the loader or for other ranks."""
+    def waiting_for(self, whom: Literal["data", "ranks"]) -> Iterator[None]:
+        """Count the time inside as waiting for the loader or for other ranks, as `windows(meter=)` does."""
         self._watched.add(whom)
         start = self._clock()
         try:
@@ -173,37 +149,3 @@ class ThroughputMeter:
     def _now_when_idle(self) -> float:
         synchronize(self._device)
         return self._clock()
-
-
-class _WatchedLoader(Generic[T]):
-    """A loader that counts the waiting for its batches on a meter."""
-
-    def __init__(self, loader: Iterable[T], meter: ThroughputMeter) -> None:
-        self._loader = loader
-        self._meter = meter
-
-    def __iter__(self) -> Iterator[T]:
-        # Workers start here and not with the first batch: `windows` protects them from signals only while it
-        # asks for the iterator.
-        with self._meter._waiting_for("data"):
-            batches = keep_workers_alive(self._loader)
-        return self._timed(batches)
-
-    def _timed(self, batches: Iterator[T]) -> Iterator[T]:
-        """The batches, with the waiting for each one counted."""
-        while True:
-            with self._meter._waiting_for("data"):
-                batch = next(batches, _END)
-            if batch is _END:
-                return
-            yield batch
-
-    def waiting_for_ranks(self) -> AbstractContextManager[None]:
-        """Context in which `windows` waits for other ranks, so that the meter counts the time."""
-        return self._meter._waiting_for("ranks")
-
-    def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)

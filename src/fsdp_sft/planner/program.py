@@ -58,10 +58,9 @@ $setup
     flops = fs.model_flops_per_token(model.config, $length)
     meter = fs.ThroughputMeter(world_size=context.world_size, flops_per_token=flops)
     logger = fs.MetricLogger(jsonl=args.output / "log.jsonl")
-    batches = meter.watch(loader)
     with logger, fs.Watchdog(timeout=1800) as watchdog:
         while step < args.steps:
-            for window in fs.windows(batches, grad_accum_steps=$accum):
+            for window in fs.windows(loader, grad_accum_steps=$accum, meter=meter):
                 step += 1
                 watchdog.step(step)
                 result = fs.train_step($step)

@@ -23,6 +23,8 @@ from fsdp_sft.step.window import begun_late, num_rows, on_host, to_device
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fsdp_sft.metrics.throughput import ThroughputMeter
+
 
 @answered
 def windows(
@@ -34,16 +36,16 @@ def windows(
     count_fn: CountFn | None = None,
     vocab_size: int | None = None,
     map_fn: Callable[[Any], Any] | None = None,
+    meter: "ThroughputMeter | None" = None,
 ) -> Iterator[list[Any]]:
     """Group a loader's batches into the windows of optimizer steps, the same number on all ranks.
 
     Before each window the ranks agree on its number of micro-batches, which is the smallest number that any
     rank still has. A rank that runs out early therefore ends the pass for all, and does not hang the others.
-    The last window may be short. The wait for the others is counted if ``ThroughputMeter.watch`` watches the
-    loader. If reading the data fails on one rank, all ranks raise its error. A sampler or data set with
-    ``mark_consumed`` (``ResumableSampler``, ``PackedSampler``, ``PackedStream``) gets the number of rows or
-    packs of each window before the window is yielded. After a checkpoint at the end of an epoch, the rest of
-    that epoch may have no window.
+    The last window may be short. If reading the data fails on one rank, all ranks raise its error. A sampler
+    or data set with ``mark_consumed`` (``ResumableSampler``, ``PackedSampler``, ``PackedStream``) gets the
+    number of rows or packs of each window before the window is yielded. After a checkpoint at the end of an
+    epoch, the rest of that epoch may have no window.
 
     Args:
         loader: DataLoader, or any iterable of batches. Of the ranks along ``cp`` the first reads its loader
@@ -60,6 +62,7 @@ def windows(
             it has one; if not, ids are checked by ``train_step`` and ``evaluate``, which know the model.
         map_fn: Function from what the loader yields to the batch that a window has, such as one that renames
             keys. It is called where the loader is read, and may not call other ranks.
+        meter: Meter that counts the time in which this rank waits for its loader, and for other ranks.
 
     Yields:
         Lists of 1 to ``grad_accum_steps`` batches; the last one of an epoch may be short.
@@ -93,7 +96,7 @@ def windows(
         raise ValueError("this rank reads for itself, or for its cp group, and needs a loader; got None")
     vocabulary = Vocabulary("the model", vocab_size)
     accumulated = grad_accum_steps or _accumulated(loader, global_batch or 0, mesh)
-    return _windows(loader, accumulated, count_fn, vocabulary, mesh, map_fn)
+    return _windows(loader, accumulated, count_fn, vocabulary, mesh, map_fn, meter)
 
 
 def _accumulated(loader: Any, global_batch: int, mesh: "DeviceMesh | None") -> int:
@@ -121,6 +124,7 @@ def _windows(
     vocabulary: Vocabulary,
     mesh: "DeviceMesh | None",
     map_fn: Callable[[Any], Any] | None,
+    meter: "ThroughputMeter | None",
 ) -> Generator[list[Any], None, None]:
     """``windows`` with checked arguments."""
     group = host_group(mesh, CP) if cp_size(mesh) > 1 and mesh is not None else None
@@ -128,7 +132,7 @@ def _windows(
     sampler = _resumable(loader)
     mark_consumed = getattr(sampler, "mark_consumed", None)
     end_epoch = getattr(sampler, "end_epoch", None)
-    waiting = getattr(loader, "waiting_for_ranks", nullcontext)  # a watched loader has it
+    waiting_for = nullcontext if meter is None else meter.waiting_for
     # A pass that resumes in the middle of an epoch may have no batch left, because a loader can drop the
     # epoch's tail. That is no reason to say that the data set has no target.
     in_mid_epoch = bool(getattr(sampler, "position", 0) or getattr(sampler, "is_passed_over", False))
@@ -142,7 +146,7 @@ def _windows(
         error: Exception | None = None
         moved = stands is not None and _stands(sampler) != stands
         try:
-            with part("next_batches"):
+            with waiting_for("data"), part("next_batches"):
                 window = list(itertools.islice(batches, grad_accum_steps))
             taken = window
             if map_fn is not None:
@@ -161,7 +165,7 @@ def _windows(
         except Exception as caught:
             error = caught
         own_length = len(window) if reads else grad_accum_steps
-        with waiting(), part("wait_for_ranks"):
+        with waiting_for("ranks"), part("wait_for_ranks"):
             length = all_reduce_min(own_length if error is None else -1)
         if length == -1:
             raise_first(error, "reading the next window")
