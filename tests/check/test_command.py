@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from fsdp_sft.check.command import Done, ordered, text_of, to_json
+from fsdp_sft.check.command import Done, _sweep, ordered, text_of, to_json
 from fsdp_sft.check.environment import _apart, host_name, minorities, shown
-from fsdp_sft.check.job import Problem, _sweep
+from fsdp_sft.check.machines import Problem
 from fsdp_sft.commands import main
 from tests.harness.clusters import job_of
 from tests.harness.models import tiny_config

@@ -13,7 +13,7 @@ from fsdp_sft.check.environment import GIB, memory_of_device
 def _rank(free: float = 79.5, **other: Any) -> dict[str, Any]:
     facts = {"torch": "2", "transformers": "5", "device": "H100"}
     memory = (int(free * GIB), 80 * GIB)
-    return {"facts": facts, "clocks": [0.0], "memory": memory, **other}
+    return {"facts": facts, "memory": memory, **other}
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ import torch.distributed as dist
 import transformers as tf
 
 import fsdp_sft as fs
-from fsdp_sft.check import job as of_job, machines, parity as of_layers
+from fsdp_sft._ranks.agree import all_gather_objects
+from fsdp_sft.check import machines, parity as of_layers
 from fsdp_sft.check.command import CHECKS, Done, ordered, run_check, text_of, to_json
 from fsdp_sft.check.environment import host_name
-from fsdp_sft.check.job import CheckedJob, Problem, make_job
+from fsdp_sft.check.machines import CheckedJob, Problem
 from tests.harness import multimodal
 from tests.harness.models import LATENT, TINY, tiny_config
 from tests.harness.ranks import run_distributed
@@ -79,7 +80,7 @@ def _zeros(function: Callable[..., Any]) -> Callable[..., Any]:
 def _accelerated(seconds: float) -> Iterator[None]:
     """Context in which each rank has a device of its own, whose products take so long."""
     with (
-        mock.patch.object(of_job, "ACCELERATORS", ("cpu",)),
+        mock.patch.object(machines, "ACCELERATORS", ("cpu",)),
         mock.patch.object(machines, "_SHAPE", machines._SHAPE_ON_CPU),
         mock.patch.object(machines, "_seconds_of", return_value=seconds),
     ):
@@ -107,16 +108,6 @@ FAULTS = {
         "environment",
         "NCCL_ALGO is Tree, and not set elsewhere",
         lambda _: mock.patch.dict(os.environ, NCCL_ALGO="Tree"),
-    ),
-    "a clock": Fault(
-        "environment",
-        "its clock is 5.0 s ahead of",
-        lambda _: mock.patch.object(time, "time", lambda at=time.time: at() + 5),
-    ),
-    "a late clock": Fault(
-        "environment",
-        "its clock is 5.0 s behind",
-        lambda _: mock.patch.object(time, "time", lambda at=time.time: at() - 5),
     ),
     "a slow device": Fault(
         "products",
@@ -160,9 +151,11 @@ FAULTS = {
 }
 
 
-def _job(root: Path, **training: Any) -> CheckedJob:
+def _job(root: Path, *, replicas: int = 1, cp: int = 1, **training: Any) -> CheckedJob:
     training.setdefault("config", of_layers.truncated_config(None))
-    job = make_job(fs.init_distributed(), host_name(), **training)
+    context = fs.init_distributed()
+    mesh = fs.build_mesh(dp_replicate=replicas, cp=cp, device_type=context.device.type)
+    job = CheckedJob(context, all_gather_objects(host_name()), mesh=mesh, **training)
     job.folder = root / "own"
     if job.rank == 0:
         job.folder.mkdir(exist_ok=True)

@@ -27,7 +27,7 @@ MISTAKES = [
     ),
     Mistake(
         "a folder of a check that runs is swept",
-        "check/job.py",
+        "check/command.py",
         "> _LEFT_BEHIND:",
         "> 0:",
         ("tests/check/test_command.py::test_what_a_killed_check_has_left_is_swept",),

@@ -3,21 +3,35 @@
 import argparse
 import json
 import re
+import shutil
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fsdp_sft._model.configs import config_of
 from fsdp_sft._process.devices import device_name
-from fsdp_sft._ranks.agree import agreed, raise_first
+from fsdp_sft._ranks.agree import agreed, all_gather_objects, raise_first, share
 from fsdp_sft._ranks.init import init_distributed
+from fsdp_sft._ranks.mesh import build_mesh
 from fsdp_sft._ranks.words import said_ranks
+from fsdp_sft._tensors.disk import full_path
 from fsdp_sft.check.environment import environment, host_name
-from fsdp_sft.check.job import ACCELERATORS, CheckedJob, Found, Problem, folder_below, make_job
-from fsdp_sft.check.machines import folder, network, products, reductions
+from fsdp_sft.check.machines import (
+    ACCELERATORS,
+    CheckedJob,
+    Found,
+    Problem,
+    folder,
+    network,
+    products,
+    reductions,
+)
 from fsdp_sft.check.parity import parity, truncated_config
 from fsdp_sft.errors import LostRankError, RemoteRankError, abridged, printable
 from fsdp_sft.jobs.watchdog import Watchdog
@@ -27,10 +41,9 @@ CHECKS: dict[str, Callable[[CheckedJob], Found]] = {
     one.__name__: one for one in (environment, products, reductions, network, folder, parity)
 }
 _TIMEOUT = 1200  # seconds that a collective may take
-_SILENCE, _SILENCE_IN_PARITY = (
-    120.0,
-    900.0,
-)  # seconds after which the watchdog names a rank; compiling takes long
+# Seconds after which the watchdog names a rank; compiling takes long.
+_SILENCE, _SILENCE_IN_PARITY = 120.0, 900.0
+_LEFT_BEHIND = 3600.0  # seconds, in which no check lets its folder be
 _WIDTH = 110
 
 
@@ -72,11 +85,10 @@ def check(args: argparse.Namespace) -> int:
         if context.is_main:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text("")  # nobody takes an earlier job's for this one's
-    job = make_job(
+    job = CheckedJob(
         context,
-        host_name(),
-        replicas=args.replicas,
-        cp=args.cp,
+        all_gather_objects(host_name()),
+        mesh=build_mesh(dp_replicate=args.replicas, cp=args.cp, device_type=context.device.type),
         config=config,
         ep_size=args.ep,
         compile=args.compile,
@@ -102,6 +114,35 @@ def check(args: argparse.Namespace) -> int:
         args.json.write_text(json.dumps(to_json(job, done, problems, stopped), indent=1) + "\n")
         print(f"Measured: {args.json}", flush=True)
     return 1 if any(one.level == "fail" for one in problems) else 0
+
+
+@contextmanager
+def folder_below(job: CheckedJob, root: Path | None) -> Iterator[None]:
+    """Context with a folder for the checks' files below the run's; a temporary one on a single host.
+
+    Collective: all ranks.
+    """
+    made = None
+    with agreed("making a folder for the checks"):
+        if job.rank == 0 and (root is not None or len(set(job.hosts)) == 1):
+            if root is not None:
+                root.mkdir(parents=True, exist_ok=True)
+                _sweep(root)
+            made = Path(tempfile.mkdtemp(prefix=".check-", dir=None if root is None else full_path(root)))
+    job.folder = share(made)
+    try:
+        yield
+    finally:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _sweep(root: Path) -> None:
+    """Remove what checks that were killed have left."""
+    for left in root.glob(".check-*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _LEFT_BEHIND:
+                shutil.rmtree(left)
 
 
 def run_check(job: CheckedJob, name: str) -> Done:

@@ -1,4 +1,4 @@
-"""Versions, variables, clocks and devices: what ranks must have in common, and what a bug report needs."""
+"""Versions, variables and devices: what ranks must have in common, and what a bug report needs."""
 
 import argparse
 import json
@@ -6,9 +6,7 @@ import os
 import platform
 import re
 import socket
-import statistics
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +21,7 @@ from fsdp_sft._ranks.agree import all_gather_objects, is_distributed, this_rank,
 from fsdp_sft._ranks.init import init_distributed
 from fsdp_sft._ranks.launch import detect_launch
 from fsdp_sft._ranks.words import said_ranks
-from fsdp_sft.check.job import CheckedJob, Found, Problem
+from fsdp_sft.check.machines import CheckedJob, Found, Problem
 from fsdp_sft.errors import printable
 
 PACKAGES = ("fsdp-sft", "transformers", "safetensors", "huggingface-hub", "tokenizers", "numpy")
@@ -49,23 +47,17 @@ _SECRET = re.compile(
 _BEFORE_HOST = re.compile(r"^([A-Za-z][\w+.-]*://)?.*@", re.DOTALL)
 _QUERY = re.compile(r"\?.*", re.DOTALL)
 _MANY = 4  # values beside the usual one that are not listed
-_READINGS = 7  # of the clock: the one at which a rank was least late counts
-_CLOCK_FAILS = 2.5  # seconds; machines that ask a time server agree within 0.01
 _FREE_WARNS, _FREE_FAILS = 0.95, 0.8  # of a device's memory; a context of our own takes a hundredth
 _DRIVER = Path("/proc/driver/nvidia/version")
 _REPORT_SECONDS = 120
 
 
 def environment(job: CheckedJob) -> Found:
-    """Whether ranks have the same versions and variables, clocks that agree, and their devices' memory."""
-    clocks = []
-    for _ in range(_READINGS):
-        all_gather_objects(None)  # all ranks leave it at about the same time
-        clocks.append(time.time())
+    """Whether ranks have the same versions and variables, and their devices' memory to themselves."""
 
     def own() -> dict[str, Any]:
         facts = {**versions(job.device), **variables()}
-        return {"facts": facts, "clocks": clocks, "memory": memory_of_device(job.device)}
+        return {"facts": facts, "memory": memory_of_device(job.device)}
 
     said, problems = through_rank_0("comparing environments", own, _compare)
     count = torch.accelerator.device_count()
@@ -77,13 +69,13 @@ def environment(job: CheckedJob) -> Found:
 
 def _compare(everyone: list[dict[str, Any]]) -> Found:
     """What was seen, and what is wrong, from what each rank has."""
-    facts, clocks = [one["facts"] for one in everyone], [one["clocks"] for one in everyone]
+    facts = [one["facts"] for one in everyone]
     known = {rank: one["memory"] for rank, one in enumerate(everyone) if one["memory"] is not None}
     parts = [f"{name} {facts[0][name]}" for name in ("torch", "transformers", "device")]
     if known:
         free, total = min(known.values())
         parts.append(f"{free / GIB:.1f} GiB free of {total / GIB:.1f}")
-    return ", ".join(parts), [*_apart(facts), *_late(clocks), *_taken(known)]
+    return ", ".join(parts), [*_apart(facts), *_taken(known)]
 
 
 def _apart(facts: list[dict[str, str]]) -> Iterator[Problem]:
@@ -96,17 +88,6 @@ def _apart(facts: list[dict[str, str]]) -> Iterator[Problem]:
         for value, some in others.items():
             text = f"{name} is {value or 'not set'}, and {usual or 'not set'} elsewhere: {advice}"
             yield Problem("fail", tuple(some), text, exclude=name in ("device", "driver"))
-
-
-def _late(clocks: list[list[float]]) -> Iterator[Problem]:
-    """Clocks that are off, of several readings each: which error came first is told by them."""
-    usual = [statistics.median_low(one) for one in zip(*clocks, strict=True)]
-    for rank, own in enumerate(clocks):
-        skew = min((now - others for now, others in zip(own, usual, strict=True)), key=abs)
-        if abs(skew) > _CLOCK_FAILS:
-            way = "ahead of" if skew > 0 else "behind"
-            text = f"its clock is {abs(skew):.1f} s {way} the others: start a time service (chronyd)"
-            yield Problem("fail", (rank,), text)
 
 
 def _taken(known: dict[int, tuple[int, int]]) -> Iterator[Problem]:

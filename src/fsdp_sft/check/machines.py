@@ -1,12 +1,14 @@
-"""What devices compute, what collectives give and how fast, and whether all ranks see the run's folder."""
+"""The job that is checked: what its devices compute, what collectives give and how fast, and its folder."""
 
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,10 +16,90 @@ from torch.utils.benchmark import Timer
 
 from fsdp_sft._process.devices import synchronize
 from fsdp_sft._ranks.agree import agreed, all_gather_objects
+from fsdp_sft._ranks.init import DistributedContext
+from fsdp_sft._ranks.mesh import CP, parameter_mesh
 from fsdp_sft._tensors.disk import sync_file
-from fsdp_sft.check.job import CheckedJob, Found, Problem, axes_of
 
 _MIB = 1 << 20
+# Accelerators that compute beside the host, at a rate that does not depend on how busy it is.
+ACCELERATORS = ("cuda", "xpu", "hpu", "npu", "mtia")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is wrong.
+
+    Attributes:
+        level: ``"fail"``: the job would fail, or train wrongly or slowly. ``"warn"``: worth a look.
+        ranks: The ranks that have it; () if it is not of single ranks.
+        text: What is wrong and what to do.
+        exclude: Whether the job would be well without the nodes of these ranks.
+    """
+
+    level: Literal["fail", "warn"]
+    ranks: tuple[int, ...]
+    text: str
+    exclude: bool = False
+
+
+Found = tuple[str, list[Problem]]
+"""What a check returns, the same on all ranks: what was seen, in a few words, and what is wrong."""
+
+
+@dataclass
+class CheckedJob:
+    """The ranks of a job, and the training that is checked.
+
+    Attributes:
+        context: This rank's place.
+        hosts: The host of each rank.
+        config: A transformers config of few layers.
+        mesh: The mesh of the training, a ``DeviceMesh``.
+        ep_size: As ``shard_model(ep_size=)``.
+        compile: Whether the blocks are compiled.
+        frozen_dtype: As ``shard_model(frozen_dtype=)``, below adapters; None trains all parameters.
+        folder: A new folder for files, which all ranks see; None without.
+        measured: Rates and sizes, for ``check.json``.
+    """
+
+    context: DistributedContext
+    hosts: list[str]
+    config: Any = None
+    mesh: Any = None
+    ep_size: int = 1
+    compile: bool = False
+    frozen_dtype: str | None = None
+    folder: Path | None = None
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self.context.device
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.context.rank
+
+    @property
+    def is_accelerated(self) -> bool:
+        """Whether each rank has a device of its own, whose rate says something of the device."""
+        return self.device.type in ACCELERATORS
+
+    def hosts_of(self, ranks: tuple[int, ...]) -> list[str]:
+        """The hosts of some ranks, each once."""
+        return sorted({self.hosts[rank] for rank in ranks})
+
+
+def axes_of(job: CheckedJob) -> dict[str, dist.ProcessGroup]:
+    """The axes of the mesh along which ranks exchange parameters, gradients and rows, each with its group."""
+    own = parameter_mesh(job.mesh)
+    axes = {name: own for name in own.mesh_dim_names or () if own[name].size() > 1}
+    if CP in (job.mesh.mesh_dim_names or ()) and job.mesh[CP].size() > 1:
+        axes[CP] = job.mesh
+    return {name: mesh.get_group(name) for name, mesh in axes.items()}
+
 
 # --- products ---------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from fsdp_sft._ranks.agree import agreed, through_rank_0
 from fsdp_sft._ranks.mesh import cp_size, data_parallel_place
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft.attention.context_parallel import use_context_parallel
-from fsdp_sft.check.job import CheckedJob, Found, Problem
+from fsdp_sft.check.machines import CheckedJob, Found, Problem
 from fsdp_sft.dcp_io import load_checkpoint, save_checkpoint
 from fsdp_sft.loss import prepare_loss
 from fsdp_sft.planner.model import auto_class, build_model, decoder_blocks, likeness
