@@ -218,14 +218,14 @@ def show(times: dict[str, list[float]], total_bytes: int) -> None:
         )
 
 
-def memory(folder: Path, budget: int) -> tuple[int, int]:
+def memory(folder: Path) -> tuple[int, int]:
     """(growth of anonymous memory at its peak, bytes of the shards)."""
     mesh = fs.build_mesh(device_type="cpu")
     model = build_meta_model(folder)
     fs.shard_model(model, mesh=mesh)
     gc.collect()
     with PeakMemory() as peak:
-        load_weights(model, folder, host_budget_bytes=budget)
+        load_weights(model, folder)
     return peak.grown, sum(p.to_local().numel() * 4 for p in model.parameters())
 
 
@@ -338,7 +338,7 @@ def main() -> None:
     folder = checkpoint_of(options.folder, options.hidden, options.layers)
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if options.memory:
-        growth, shards = memory(folder, 64 << 20)
+        growth, shards = memory(folder)
         if rank() == 0:
             print(
                 f"{total / 1e9:.2f} GB of bf16: anonymous memory grew by {growth / 2**20:.0f} MiB, "

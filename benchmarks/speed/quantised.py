@@ -33,7 +33,6 @@ from benchmarks.tables import publish, table
 from fsdp_sft._tensors import reader
 
 LIMIT = 500e6  # bytes a second, of all ranks together
-BUDGET = 64 << 20
 Packed = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
@@ -158,7 +157,7 @@ def load(folder: Path, mesh: Any) -> tuple[float, int]:
     gc.collect()
     dist.barrier()
     started = time.perf_counter()
-    report = fs.load_weights(model, folder, host_budget_bytes=BUDGET, check_finite=False)
+    report = fs.load_weights(model, folder, check_finite=False)
     seconds = torch.tensor(time.perf_counter() - started)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return seconds.item(), report.job_bytes_read
@@ -170,7 +169,7 @@ def _beyond(folder: Path) -> int:
     model = fs.build_meta_model(folder)
     gc.collect()
     with PeakMemory() as peak:
-        fs.load_weights(model, folder, host_budget_bytes=BUDGET, check_finite=False)
+        fs.load_weights(model, folder, check_finite=False)
     return peak.grown - sum(p.numel() * 4 for p in model.parameters())
 
 
@@ -224,8 +223,8 @@ def measure(every: dict[str, Path], rounds: int) -> list[str]:
         "MiB beyond weights",
     )
     return [
-        f"{world()} ranks on 2 cores, one thread each, {rounds} rounds, float32 shards, host_budget_bytes of "
-        f"{BUDGET >> 20} MiB, torch {torch.__version__}. Linear layers are quantised, embeddings and head "
+        f"{world()} ranks on 2 cores, one thread each, {rounds} rounds, float32 shards, "
+        f"torch {torch.__version__}. Linear layers are quantised, embeddings and head "
         f"({2 * 4096 / (2 * 4096 + 22_800 * 8):.0%} of all weights) are not.",
         "",
         *table(head, rows),

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -12,8 +13,9 @@ from safetensors.torch import save_file
 
 from fsdp_sft._quantised.find import published
 from fsdp_sft._quantised.settings import Settings
+from fsdp_sft._tensors import packed
 from fsdp_sft._tensors.boxes import Box
-from fsdp_sft._tensors.reader import read_jobs
+from fsdp_sft._tensors.reader import do_reads
 from fsdp_sft._tensors.stored import InFile, Stored, file_header
 from tests.harness.hf_folders import rewrite, save_tiny, tensors_of
 from tests.harness.quantised_weights import Written
@@ -184,7 +186,8 @@ def opened(folder: Path, made: Written, name: str = "m") -> dict[str, Stored]:
 
 
 def read(source: Stored, box: Box, at_once: int = 1 << 20) -> tuple[torch.Tensor, int]:
-    """The values in a box, and the bytes that it took."""
+    """The values in a box, of which so many are computed at once, and the bytes that it took."""
     out = torch.full(box.shape, torch.nan)
-    count = read_jobs(source.jobs("m", source.piece("m"), box, out, at_once=at_once))
+    with mock.patch.object(packed, "_AT_ONCE", at_once):
+        count = do_reads(source.reads("m", source.piece("m"), box, out))
     return out, count

@@ -10,7 +10,7 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft._tensors.boxes import Box, chunk_of, whole
-from fsdp_sft._tensors.reader import read_jobs
+from fsdp_sft._tensors.reader import do_reads
 from fsdp_sft.weights import provenance
 from tests.harness.quantised_folders import opened, read
 from tests.harness.quantised_weights import FORMATS, Written, fp8_block, integers, mxfp4_experts, nf4
@@ -123,12 +123,8 @@ def test_any_box_of_what_a_conversion_made(name: str, workers: int, tmp_path: Pa
     boxes += [chunk_of(every, dim, 5, index) for dim, index in itertools.product((1, 2), range(5))]
     for box in boxes:
         out = torch.full(box.shape, torch.nan)
-        jobs = [
-            job
-            for piece in moved.pieces
-            for job in stored[piece.key].jobs("moved", piece, box, out, at_once=1000)
-        ]
-        assert read_jobs(jobs, workers=workers) > 0 or not box.numel
+        reads = [one for piece in moved.pieces for one in stored[piece.key].reads("moved", piece, box, out)]
+        assert do_reads(reads, workers=workers) > 0 or not box.numel
         assert torch.equal(out, expected[box.slices]), box
 
 
@@ -149,4 +145,4 @@ def test_an_exponent_of_255_is_no_number(tmp_path: Path) -> None:
     assert out[3, 32:].isnan().all()
     assert out.isnan().sum() == 32
     with pytest.raises(fs.CheckpointFormatError, match=r"'layer' has 32 values .* NaN"):
-        read_jobs(source.jobs("layer", source.piece("m"), whole((24, 64)), out, check_finite=True))
+        do_reads(source.reads("layer", source.piece("m"), whole((24, 64)), out, check_finite=True))

@@ -7,7 +7,7 @@ import torch
 
 from fsdp_sft._tensors.boxes import Box
 from fsdp_sft._tensors.disk import publish, sweep, temporary_beside, write_tensors
-from fsdp_sft._tensors.reader import read_jobs
+from fsdp_sft._tensors.reader import do_reads
 from fsdp_sft._tensors.stored import StoredFolder
 
 
@@ -21,13 +21,13 @@ def test_parts_of_columns_are_read(tmp_path: Path) -> None:
     back = torch.zeros(5, 6, 4).transpose(0, 1)
     cast = torch.zeros(6, 5, 4, dtype=torch.float64)
     scalar = torch.zeros(())
-    jobs = [
-        *files.jobs("x", chunks, Box((1, 2, 1), (4, 3, 2)), out),
-        *files.jobs("x", chunks, Box((0, 0, 0), (6, 5, 4)), back),
-        *files.jobs("x", chunks, Box((0, 0, 0), (6, 5, 4)), cast),
-        *files.jobs("y", [("a.safetensors", Box((), ()))], Box((), ()), scalar),
+    reads = [
+        *files.reads("x", chunks, Box((1, 2, 1), (4, 3, 2)), out),
+        *files.reads("x", chunks, Box((0, 0, 0), (6, 5, 4)), back),
+        *files.reads("x", chunks, Box((0, 0, 0), (6, 5, 4)), cast),
+        *files.reads("y", [("a.safetensors", Box((), ()))], Box((), ()), scalar),
     ]
-    num_bytes = read_jobs(jobs, workers=3)
+    num_bytes = do_reads(reads, workers=3)
     assert num_bytes >= 4 * (2 * tensor.numel() + out.numel() + 1)
     assert torch.equal(out, tensor[1:5, 2:5, 1:3])
     assert torch.equal(back, tensor)

@@ -26,9 +26,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _several_threads_and_small_pieces() -> None:
     """As on a node with many cores and a checkpoint of gigabytes: buffers are used again and again."""
-    from fsdp_sft._tensors import reader as read
+    from fsdp_sft._tensors import stored
 
-    read._DEVICE_PIECE_BYTES = 1 << 13
+    stored._DEVICE_BYTES = 1 << 13
     os.sched_getaffinity = lambda _: set(range(64))
 
 
@@ -97,10 +97,10 @@ def test_each_rank_loads_onto_its_own_device(checkpoint: Path) -> None:
 
 def _memory_while_loading(folder: Path, **options: Any) -> tuple[int, int, int]:
     """(peak beside the shards, the shards, the largest one), in bytes of the device."""
-    from fsdp_sft._tensors import reader as read
+    from fsdp_sft._tensors import stored
     from fsdp_sft.weights import vocabulary
 
-    read._DEVICE_PIECE_BYTES = PIECE
+    stored._DEVICE_BYTES = PIECE
     vocabulary._PIECE_ELEMENTS = PIECE // 8
     fs.init_distributed()
     mesh = fs.build_mesh()

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from fsdp_sft import weights
-from fsdp_sft._tensors import reader as read_module
 from fsdp_sft.weights import build_meta_model, load_weights
 from fsdp_sft.weights.resolve import resolve_folder
 from tests.harness.composed import composed
@@ -285,7 +284,6 @@ def test_arguments_out_of_range_are_named(tmp_path: Path) -> None:
         ({"strategy": "fast"}, "strategy"),
         ({"missing": "ignore"}, "missing"),
         ({"unexpected": "initialise"}, "unexpected"),
-        ({"host_budget_bytes": 10}, "host_budget_bytes"),
     ]
     for options, word in wrong:
         with pytest.raises(ValueError, match=word):
@@ -294,14 +292,6 @@ def test_arguments_out_of_range_are_named(tmp_path: Path) -> None:
         build_meta_model(tmp_path, no_such_field=1)
     with pytest.raises(weights.CheckpointFormatError, match="no Hub id"):
         load_weights(model, tmp_path / "absent")
-
-
-def test_a_budget_smaller_than_a_piece(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    model = build_meta_model(tmp_path)
-    load_weights(model, tmp_path, host_budget_bytes=1 << 16)
-    assert difference(model, plain(tmp_path)) == []
-    assert read_module.PIECE_BYTES > 1 << 16
 
 
 def _check_hub(address: str, cache: Path, shared: bool, folder: Path) -> str:

@@ -108,33 +108,6 @@ def test_replicas_that_all_read(tmp_path: Path) -> None:
     run_distributed(_check_bytes, 4, tmp_path, {"dp_replicate": 2}, "slice")
 
 
-def _check_sent(folder: Path) -> None:
-    sent = 0
-    original = dist.broadcast
-
-    def broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal sent
-        sent += tensor.numel() * tensor.itemsize
-        return original(tensor, *args, **kwargs)
-
-    for check_finite, itemsize in ((True, 2), (False, 4)):
-        model = build_meta_model(folder)
-        fs.shard_model(model, mesh=_mesh(dp_replicate=2), mp_policy=FLOAT32)
-        sent, dist.broadcast = 0, broadcast
-        try:
-            load_weights(model, folder, check_finite=check_finite)
-        finally:
-            dist.broadcast = original
-        assert difference(model, plain(folder)) == []
-        assert sent == sum(p.to_local().numel() for p in model.parameters()) * itemsize  # type: ignore[attr-defined]
-
-
-def test_replicas_receive_what_is_stored_and_cast_it_themselves(tmp_path: Path) -> None:
-    """Values that are not looked at for NaN pass in float32: a cast does not keep the bits of NaN."""
-    save_tiny(tmp_path, "mixtral")
-    run_distributed(_check_sent, 4, tmp_path)
-
-
 def _check_stored(folder: Path) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         model = build_meta_model(folder)
@@ -182,8 +155,8 @@ def _check_memory(folder: Path) -> None:
     original = torch.empty
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.get("dtype") == torch.bfloat16 and dist.get_rank() == 1:
-            raise torch.OutOfMemoryError("no memory for bfloat16")
+        if kwargs.get("dtype") == torch.uint8 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("no memory for a buffer")
         return original(*args, **kwargs)
 
     torch.empty = empty
@@ -393,17 +366,6 @@ def test_mixed_dtypes_in_one_file(tmp_path: Path) -> None:
     run_distributed(_check_loads, 2, tmp_path, {})
 
 
-def test_a_variant(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama")
-    expected = plain(tmp_path)
-    for path in [*tmp_path.glob("*.safetensors"), *tmp_path.glob("*.index.json")]:
-        path.unlink()
-    expected.save_pretrained(tmp_path, variant="fp32", max_shard_size="20KB")
-    model = build_meta_model(tmp_path)
-    load_weights(model, tmp_path, variant="fp32")
-    assert difference(model, expected) == []
-
-
 def _check_frozen_and_offloaded(folder: Path) -> None:
     model = build_meta_model(folder, dtype=torch.bfloat16)
     model.model.embed_tokens.requires_grad_(False)
@@ -475,7 +437,7 @@ def test_a_loaded_model_is_saved_in_the_layout_it_came_in(tmp_path: Path) -> Non
 
 def _check_pretrained(folder: Path) -> None:
     model = load_pretrained(folder, mesh=_mesh(), mp_policy=FLOAT32, sac_ratio="1/3")
-    parts = composed(folder, mesh=_mesh(), mp_policy=FLOAT32, sac_ratio="1/3", host_budget_bytes=1 << 20)
+    parts = composed(folder, mesh=_mesh(), mp_policy=FLOAT32, sac_ratio="1/3")
     assert difference(model, plain(folder)) == []
     assert difference(model, parts) == []
     assert model.load_report.sources == parts.load_report.sources

@@ -22,7 +22,7 @@ from tests.harness.layouts import register_layout
 from tests.harness.ranks import run_distributed
 
 MIB = 1 << 20
-BUDGET_BYTES = 16 * MIB
+BUFFER_BYTES = 16 * MIB
 RANKS = 2
 WIDTH, INNER = 512, 1024
 # A group is one projection, which the conversion turns into another as large, both in float32.
@@ -116,9 +116,9 @@ def _beyond_shards(folder: Path, strategy: str, whole_bytes: int) -> int:
     with _watched() as growth:
         if whole_bytes:
             with _reading_whole_tensors(whole_bytes):
-                load_weights(model, folder / "large", strategy=strategy, host_budget_bytes=BUDGET_BYTES)
+                load_weights(model, folder / "large", strategy=strategy)
         else:
-            load_weights(model, folder / "large", strategy=strategy, host_budget_bytes=BUDGET_BYTES)
+            load_weights(model, folder / "large", strategy=strategy)
     shards = 0
     for parameter in model.parameters():
         local = parameter.to_local()
@@ -133,8 +133,8 @@ def _measure(folder: Path, scale: int, strategy: str, *, whole: bool = False) ->
     _save_sparse(folder / "small", layers=1, vocab=128)
     layers = 8 * scale
     largest = _save_sparse(folder / "large", layers=layers, vocab=131072 * scale)
-    assert largest // RANKS > BUDGET_BYTES + GROUP_BYTES, "reading a rank's part of it in one go has to show"
-    assert layers * GROUP_BYTES > BUDGET_BYTES + 2 * GROUP_BYTES, "keeping all groups has to show"
+    assert largest // RANKS > BUFFER_BYTES + GROUP_BYTES, "reading a rank's part of it in one go has to show"
+    assert layers * GROUP_BYTES > BUFFER_BYTES + 2 * GROUP_BYTES, "keeping all groups has to show"
     return max(run_distributed(_beyond_shards, RANKS, folder, strategy, largest // RANKS if whole else 0))
 
 
@@ -143,12 +143,12 @@ def test_beyond_the_shards_there_is_the_budget_and_one_group(tmp_path: Path, str
     # One bound for both sizes: how much of the budget is in use at once is a matter of the threads' timing.
     for scale in (1, 2):
         beyond = _measure(tmp_path / str(scale), scale, strategy)
-        if beyond > BUDGET_BYTES + GROUP_BYTES:  # what else a rank happens to allocate only adds
+        if beyond > BUFFER_BYTES + GROUP_BYTES:  # what else a rank happens to allocate only adds
             beyond = min(beyond, _measure(tmp_path / f"{scale} again", scale, strategy))
         print(f"{strategy}, size {scale}: {beyond / MIB:.1f} MiB beyond the shards")
-        assert beyond <= BUDGET_BYTES + GROUP_BYTES
+        assert beyond <= BUFFER_BYTES + GROUP_BYTES
 
 
 def test_the_measurement_sees_a_tensor_that_is_read_whole(tmp_path: Path) -> None:
     beyond = _measure(tmp_path / "whole", 1, "slice", whole=True)
-    assert beyond > BUDGET_BYTES + GROUP_BYTES
+    assert beyond > BUFFER_BYTES + GROUP_BYTES

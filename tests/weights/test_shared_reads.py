@@ -27,13 +27,13 @@ def _fetch_share(checkpoint: Checkpoint) -> tuple[int, int]:
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
-    jobs = []
+    reads = []
     box = Box((ROWS // RANKS, 0), (ROWS // RANKS, COLUMNS))
     for key, stored in checkpoint.sources.items():
         dest = torch.empty(box.shape)
-        jobs += stored.jobs(key, stored.piece(key), box, dest, check_finite=True)
+        reads += stored.reads(key, stored.piece(key), box, dest, check_finite=True)
     before = fetched()
-    asked = read.read_jobs(jobs)
+    asked = read.do_reads(reads)
     return fetched() - before, asked
 
 

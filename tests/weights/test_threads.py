@@ -35,13 +35,13 @@ def test_processors_to_itself(cpus: Any, neighbours: list[int], expected: int) -
 
 def _threads_of_a_load(folder: Path, bound: bool) -> int:
     used = []
-    read_jobs = fill.read_jobs
+    do_reads = fill.do_reads
 
     def counted(*args: Any, workers: int, **kwargs: Any) -> int:
         used.append(workers)
-        return read_jobs(*args, workers=workers, **kwargs)
+        return do_reads(*args, workers=workers, **kwargs)
 
-    fill.read_jobs = counted
+    fill.do_reads = counted
     first = 4 * dist.get_rank()
     cpus = set(range(first, first + 4)) if bound else set(range(8))
     os.sched_getaffinity = lambda _: cpus

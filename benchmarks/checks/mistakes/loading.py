@@ -83,14 +83,14 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "tied names compared before a replica has received what it did not read",
         "weights/fill.py",
-        "        done = reads.run(jobs, progress)\n",
-        "        done = reads.run(jobs, progress) + _compare_duplicates(reads)\n",
+        "        done = load.run(plain, progress)\n",
+        "        done = load.run(plain, progress) + _compare_duplicates(load)\n",
         ("tests/weights/test_ties.py",),
     ),
     Mistake(
         "the second name of tied weights is not compared where it is converted",
         "weights/fill.py",
-        "        check_same(name, local_of(reads.tensors[name]), values)",
+        "        check_same(name, local_of(load.tensors[name]), values)",
         "        del values",
         ("tests/weights/test_ties.py",),
     ),
@@ -125,7 +125,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "tied names are not compared in another form than the published one",
         "weights/meta.py",
-        "    return any(bytes_of(a) != bytes_of(b) for a, b in zip(*read, strict=True))",
+        "    return any(bytes_of(a) != bytes_of(b) for a, b in zip(*found, strict=True))",
         "    return False",
         ("tests/quantised/test_folders.py",),
     ),
@@ -198,19 +198,5 @@ MISTAKES: list[Mistake] = [
         "            expect_parts(self._descriptors[file])\n",
         "",
         ("tests/weights/test_shared_reads.py",),
-    ),
-    Mistake(
-        "replicas receive float32",
-        "weights/fill.py",
-        "return first if exact and self.is_checked(target) else own",
-        "return own",
-        ("tests/weights/test_load.py",),
-    ),
-    Mistake(
-        "replicas receive the narrowest of several stored dtypes",
-        "weights/fill.py",
-        "exact = own in _WIDER.get(first, ()) and len(stored) == 1",
-        "first = min(stored, key=lambda dtype: dtype.itemsize, default=own); exact = own.is_floating_point",
-        ("tests/weights/test_load.py",),
     ),
 ]

@@ -18,8 +18,11 @@ import torch
 
 from fsdp_sft._tensors.packed_shard import Decode, RowFormat
 from fsdp_sft._tensors.safetensors import TensorEntry
-from fsdp_sft._tensors.stored import ByteRange, Computation, InFile, Ints, Mode, Piece, Stored
+from fsdp_sft._tensors.stored import ByteRange, InFile, Ints, Mode, Piece, Read, Stored
 
+# Values that a thread computes at once: with what they are computed from, and what comes in between, they
+# take up to 48 bytes each.
+_AT_ONCE = 1 << 19
 _MIN_RUN_BYTES = 512  # reading shorter runs one by one costs more than reading the rows that they lie in
 
 
@@ -159,9 +162,7 @@ class Packed(Stored):
         kept.sort(key=lambda part: -part[1].itemsize)
         return RowFormat(self.format, self.width, tuple(kept), self.by_rows)
 
-    def row_jobs(
-        self, name: str, key: str, first: int, place: torch.Tensor, at_once: int
-    ) -> Iterator[Computation]:
+    def row_reads(self, name: str, key: str, first: int, place: torch.Tensor) -> Iterator[Read]:
         """Reads of the bytes of rows as they are.
 
         Args:
@@ -169,35 +170,34 @@ class Packed(Stored):
             key: Name of this tensor.
             first: The first row, counted over all matrices.
             place: Where the bytes go, ``(rows, row_bytes)`` of ``row_format``.
-            at_once: Number of values whose bytes may be held at once.
         """
         form = self.row_format()
         assert form is not None
         every = range(self.width)
         for at, part in zip(
-            itertools.count(first, step := max(1, at_once // self.width)), place.split(step), strict=False
+            itertools.count(first, step := max(1, _AT_ONCE // self.width)), place.split(step), strict=False
         ):
             rows = range(at, at + len(part))
             reads = {own: self.parts[own].read(rows, every, self.height) for own, *_ in form.parts}
             runs = tuple(run for read in reads.values() for run in read.runs)
-            yield Computation(name, key, runs, partial(_joined, form, reads, len(part)), part)
+            yield Read(name, key, runs, partial(_joined, form, reads, len(part)), part)
 
     def all_runs(self) -> tuple[ByteRange, ...]:
         """The bytes of all parts."""
         return tuple(run for part in self.parts.values() for run in part.stored.all_runs())
 
     def _read(
-        self, name: str, part: Piece, place: torch.Tensor, check_finite: bool, mode: Mode, at_once: int
-    ) -> Iterator[Computation]:
+        self, name: str, part: Piece, place: torch.Tensor, check_finite: bool, mode: Mode
+    ) -> Iterator[Read]:
         unit = math.lcm(*(p.each[1] for p in self.parts.values() if p.each is not None and p.each[1]))
-        for cut, view in _cuts(part, place, self.width, max(at_once, 2 * unit)):
+        for cut, view in _cuts(part, place, self.width, max(_AT_ONCE, 2 * unit)):
             block = _block(cut, self.width)
             begin, end = block.columns.start // unit * unit, -(-block.columns.stop // unit) * unit
             block = block._replace(columns=range(begin, min(end, self.width)))
             reads = {own: p.read(block.rows, block.columns, self.height) for own, p in self.parts.items()}
             runs = tuple(run for read in reads.values() for run in read.runs)
             compute = partial(self._values, block, reads, cut.size)
-            yield Computation(name, cut.key, runs, compute, view, check_finite, mode)
+            yield Read(name, cut.key, runs, compute, view, check_finite, mode)
 
     def _values(
         self, block: _Block, reads: Mapping[str, _PartRead], size: Ints, raws: list[torch.Tensor]

@@ -4,12 +4,8 @@ About 1 MiB at a time is read into a reused buffer. On the host it is copied out
 the bytes, and the memory just mapped for the values, are still in the core's cache. Otherwise every byte
 would travel to memory and back twice more.
 
-A ``Job`` is a box of one stored tensor and the part of a shard that it fills. Jobs are cut into segments that
-fit the buffer, and segments that are neighbours in a file are joined into batches, each of which is one read.
-What needs no cast and is contiguous, in the file and in host memory, is read straight into the shard.
-
-A ``Computation`` is a box of values that are stored in another form, such as packed bytes and scales: its
-byte ranges are read as they are, and a function computes the values from them.
+``Read``s that are neighbours in a file are fetched at once. What needs no cast and is contiguous, in the file
+and in host memory, is read straight into the shard.
 """
 
 import math
@@ -18,9 +14,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,133 +24,57 @@ from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._process.streams import CallerStream, host_buffer
 from fsdp_sft._ranks.init import ranks_on_host
 from fsdp_sft._tensors.safetensors import bytes_of, expect, expect_parts, open_file, read_at
-from fsdp_sft._tensors.stored import ByteRange, Computation, Ints, Job
+from fsdp_sft._tensors.stored import ByteRange, Read, copied_bytes
 from fsdp_sft.errors import CheckpointFormatError
 
-# Jobs cut into segments that fit one read, and segments adjacent in a file joined into one read.
+# Neighbours in a file, read at once.
 
-_DIRECT_BYTES = 16 << 20  # read at once straight to its place
-_MIN_RUN_BYTES = 512  # runs shorter than this are read together, with the gaps between them
 _ALIGNMENT = 16  # a stored element must begin at a multiple of its size in the buffer too
 
 
-@dataclass(slots=True)
-class Segment:
-    """A part of a job that one read of bounded size fetches."""
+class Batch(NamedTuple):
+    """Reads that are neighbours in a file and fetched at once, or a single one."""
 
-    job: Job
-    start: int  # byte of the file
-    num_bytes: int  # from the first byte that is needed to one past the last
-    size: Ints
-    stride: Ints
-    dest_stride: Ints
-    dest_offset: int  # first element in the storage of the job's dest
-
-    def place(self) -> torch.Tensor:
-        """The view of the shard that this segment fills."""
-        return self.job.dest.as_strided(self.size, self.dest_stride, self.dest_offset)
-
-    def values(self, raw: torch.Tensor) -> torch.Tensor:
-        """The segment's elements among the bytes that were read for it."""
-        return raw.view(self.job.dtype).as_strided(self.size, self.stride)
+    reads: list[Read]
+    runs: tuple[ByteRange, ...]
 
 
-class Batch:
-    """Segments that are adjacent in a file and fetched by one read."""
-
-    def __init__(self, segments: list[Segment]) -> None:
-        self.segments = segments
-        self.key = segments[0].job.key
-        start, last = segments[0].start, segments[-1]
-        self.runs = (ByteRange(segments[0].job.file, start, last.start + last.num_bytes - start),)
-
-
-def segments_of(job: Job, limit: int) -> Iterator[Segment]:
-    """A job's segments, each of at most ``limit`` bytes, or 16 MiB if read straight into the shard."""
-    limit = _DIRECT_BYTES if job.is_direct else limit
-    dims = _merged(job)
-    yield from _cut(job, job.start, dims, int(job.dest.storage_offset()), limit)
-
-
-def _merged(job: Job) -> list[tuple[int, int, int]]:
-    """(size, stored stride, shard stride) of each dimension, in descending order of the stored stride.
-
-    Neighbouring dimensions become one where both the file and the shard go through them without a gap.
-    """
-    dims = [d for d in zip(job.size, job.stride, job.dest.stride(), strict=True) if d[0] > 1]
-    dims.sort(key=lambda d: -d[1])
-    merged: list[tuple[int, int, int]] = []
-    for size, step, dest_step in dims:
-        if merged and merged[-1][1] == size * step and merged[-1][2] == size * dest_step:
-            merged[-1] = (merged[-1][0] * size, step, dest_step)
-        else:
-            merged.append((size, step, dest_step))
-    return merged or [(1, 1, 1)]
-
-
-def _cut(
-    job: Job, start: int, dims: list[tuple[int, int, int]], dest_offset: int, limit: int
-) -> Iterator[Segment]:
-    """Cut a box along its outermost dimension until one read fits the buffer and wastes little.
-
-    "Wastes little" means that at least 95 % of the bytes read are needed, or that what is skipped or needed
-    is too short to be worth a separate read.
-    """
-    itemsize = job.dtype.itemsize
-    (size, step, dest_step), inner = dims[0], dims[1:]
-    inner_span = 1 + sum((n - 1) * s for n, s, _ in inner)  # from first to last element of one row
-    inner_bytes = inner_span * itemsize
-    needed = math.prod(n for n, _, _ in inner)  # elements of one row that belong to the box
-    # One read for several rows wastes little, although it includes the gaps between them.
-    dense = needed * 20 >= step * 19 or needed * itemsize < _MIN_RUN_BYTES
-    fits = (inner_bytes <= limit and needed * 20 >= inner_span * 19) or inner_bytes < _MIN_RUN_BYTES
-    if fits:
-        rows = max(1, (limit - inner_bytes) // (step * itemsize) + 1) if dense else 1
-        for at in range(0, size, rows):
-            count = min(rows, size - at)
-            yield Segment(
-                job,
-                start + at * step * itemsize,
-                ((count - 1) * step + inner_span) * itemsize,
-                (count, *(n for n, _, _ in inner)),
-                (step, *(s for _, s, _ in inner)),
-                (dest_step, *(d for _, _, d in inner)),
-                dest_offset + at * dest_step,
-            )
-        return
-    for index in range(size):
-        yield from _cut(job, start + index * step * itemsize, inner, dest_offset + index * dest_step, limit)
-
-
-def batches_of(segments: list[Segment], limit: int) -> Iterator[list[Segment]]:
-    """Segments joined with their neighbours in the file, as far as one read of ``limit`` bytes can go."""
-    batch: list[Segment] = []
-    for segment in segments:
-        if batch:
-            first, last = batch[0], batch[-1]
-            end = segment.start + segment.num_bytes
-            if (
-                not (first.job.is_direct or segment.job.is_direct)
-                and segment.job.file == first.job.file
-                and segment.start == last.start + last.num_bytes
-                and end - first.start <= limit
-                and (segment.start - first.start) % _ALIGNMENT == 0
-            ):
-                batch.append(segment)
-                continue
-            yield batch
-        batch = [segment]
+def batches_of(reads: Iterable[Read], limit: int) -> Iterator[Batch]:
+    """Reads in the order of the files, joined with their neighbours as far as ``limit`` bytes go."""
+    batch: list[Read] = []
+    for read in reads:
+        if batch and not _continues(batch, read, limit):
+            yield _joined(batch)
+            batch = []
+        batch.append(read)
     if batch:
-        yield batch
+        yield _joined(batch)
+
+
+def _continues(batch: list[Read], read: Read, limit: int) -> bool:
+    """Whether a read begins where the last of a batch ends, and may be fetched with it."""
+    if len(read.runs) > 1 or len(batch[0].runs) > 1 or read.is_direct or batch[0].is_direct:
+        return False
+    first, last, run = batch[0].runs[0], batch[-1].runs[0], read.runs[0]
+    return (
+        (run.file, run.start) == (last.file, last.start + last.num_bytes)
+        and run.start + run.num_bytes - first.start <= limit
+        and (run.start - first.start) % _ALIGNMENT == 0
+    )
+
+
+def _joined(reads: list[Read]) -> Batch:
+    if len(reads) == 1:
+        return Batch(reads, reads[0].runs)
+    first, last = reads[0].runs[0], reads[-1].runs[0]
+    return Batch(reads, (ByteRange(first.file, first.start, last.start + last.num_bytes - first.start),))
 
 
 # The reads.
 
 MAX_WORKERS = 4  # threads that read
 PIECE_BYTES = 1 << 20  # read at once for a shard on the host
-_COPIED_BYTES = 1 << 18  # copied out at once
 _BATCHES_AHEAD = 8  # how far ahead of the batch being read the system is asked to fetch
-_DEVICE_PIECE_BYTES = 8 << 20  # copies to an accelerator are faster in larger pieces
 _COUNTED_ELEMENTS = 1 << 20  # checked at once when NaN and infinity are counted; each takes 7 bytes
 
 
@@ -163,25 +83,18 @@ def threads_that_read() -> int:
     return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // ranks_on_host()))
 
 
-def piece_bytes(device: torch.device) -> int:
-    """Bytes to read at a time for a shard on ``device``."""
-    return PIECE_BYTES if device.type == "cpu" else _DEVICE_PIECE_BYTES
-
-
-def read_jobs(
-    jobs: Iterable[Job | Computation],
+def do_reads(
+    reads: Iterable[Read],
     *,
-    host_budget_bytes: int = 1 << 30,
     workers: int = 1,
     progress: Callable[[int], None] = lambda _: None,
     damaged: type[Exception] = CheckpointFormatError,
 ) -> int:
-    """Do all jobs, one device after the other, in the order of files and bytes.
+    """Do all reads, one device after the other, in the order of files and bytes.
 
     Args:
-        jobs: Jobs in any order.
-        host_budget_bytes: Bytes that all buffers together may take.
-        workers: Number of threads; fewer are used if the budget does not allow a buffer for each.
+        reads: Reads in any order.
+        workers: Number of threads.
         progress: Called with the bytes of each read, under a lock.
         damaged: Class of the error for a file that cannot be read.
 
@@ -194,35 +107,29 @@ def read_jobs(
         OSError: If this process may open no more files, or may not open one of them.
 
     Memory: One buffer of about 1 MiB for each thread (for an accelerator two pinned ones of 8 MiB), and the
-        bytes and values of a ``Computation``.
+        bytes and values of a read of several runs.
     """
-    by_device: dict[torch.device, list[Job | Computation]] = {}
-    for job in jobs:
-        by_device.setdefault(job.dest.device, []).append(job)
-    read = partial(_read_for, host_budget_bytes, workers, progress, damaged)
-    return sum(read(device, own) for device, own in by_device.items())
+    by_device: dict[torch.device, list[Read]] = {}
+    for read in reads:
+        by_device.setdefault(read.place.device, []).append(read)
+    count = 0
+    for device, own in by_device.items():
+        own.sort(key=lambda read: (read.runs[0].file, read.runs[0].start))
+        count += _read_for(device, own, workers, progress, damaged)
+    return count
 
 
 def _read_for(
-    host_budget_bytes: int,
+    device: torch.device,
+    reads: list[Read],
     workers: int,
     progress: Callable[[int], None],
     damaged: type[Exception],
-    device: torch.device,
-    jobs: list[Job | Computation],
 ) -> int:
-    """Do the jobs whose destinations are on one device; the number of bytes read."""
-    size = min(piece_bytes(device), max(host_budget_bytes // 2, 1 << 12))
-    copied = min(size, _COPIED_BYTES) if device.type == "cpu" else size
-    segments = [segment for job in jobs if isinstance(job, Job) for segment in segments_of(job, copied)]
-    segments.sort(key=lambda segment: (segment.job.file, segment.start))
-    tasks: list[Batch | Computation] = [*map(Batch, batches_of(segments, size))]
-    tasks += [job for job in jobs if isinstance(job, Computation)]
-    tasks.sort(key=lambda task: (task.runs[0].file, task.runs[0].start))
+    """Do the reads whose values belong on one device; the number of bytes read."""
+    size = PIECE_BYTES if device.type == "cpu" else copied_bytes(device)
     caller = CallerStream.on(device)
-    buffers = 1 if device.type == "cpu" else 2
-    reader = _Reader(partial(_Stage, buffers, size, device, caller), tasks, progress, damaged)
-    workers = max(1, min(workers, host_budget_bytes // (size * buffers)))
+    reader = _Reader(partial(_Stage, size, device, caller), [*batches_of(reads, size)], progress, damaged)
     try:
         if workers == 1:
             reader.work()
@@ -241,17 +148,17 @@ class _Reader:
     def __init__(
         self,
         make_stage: Callable[[], "_Stage"],
-        tasks: list[Batch | Computation],
+        batches: list[Batch],
         progress: Callable[[int], None],
         damaged: type[Exception],
     ) -> None:
         self.bytes_read = 0
         self._damaged = damaged
         self._make_stage = make_stage
-        self._tasks = tasks
+        self._batches = batches
         self._taken = 0
         self._progress = progress
-        self._left = Counter(run.file for task in tasks for run in task.runs)  # runs of each file
+        self._left = Counter(run.file for batch in batches for run in batch.runs)  # runs of each file
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._failed = False
@@ -261,30 +168,27 @@ class _Reader:
         stage = self._make_stage()
         try:
             with torch.no_grad():
-                while (task := self._next()) is not None:
-                    if isinstance(task, Computation):
-                        self._compute(task)
-                    else:
-                        self._read_batch(task, stage)
-                    self._done(task)
+                while (batch := self._next()) is not None:
+                    self._do(batch, stage)
+                    self._done(batch)
             stage.finish()
         except BaseException:
             self._failed = True
             raise
 
-    def _next(self) -> Batch | Computation | None:
-        """Take the next task and open its files, and let the system fetch a later one; None at the end."""
+    def _next(self) -> Batch | None:
+        """Take the next batch and open its files, and let the system fetch a later one; None at the end."""
         with self._lock:
-            if self._failed or self._taken == len(self._tasks):
+            if self._failed or self._taken == len(self._batches):
                 return None
-            task = self._tasks[self._taken]
+            batch = self._batches[self._taken]
             self._taken += 1
-            for ahead in self._tasks[self._taken : self._taken + _BATCHES_AHEAD][-1:]:
+            for ahead in self._batches[self._taken : self._taken + _BATCHES_AHEAD][-1:]:
                 for run in ahead.runs:
                     expect(self._descriptor(run.file), run.start, run.num_bytes)
-            for run in task.runs:
+            for run in batch.runs:
                 self._descriptor(run.file)
-            return task
+            return batch
 
     def _descriptor(self, file: Path) -> int:
         """Descriptor of a file, which is opened when it is first needed."""
@@ -297,15 +201,15 @@ class _Reader:
             expect_parts(self._descriptors[file])
         return self._descriptors[file]
 
-    def _done(self, task: Batch | Computation) -> None:
+    def _done(self, batch: Batch) -> None:
         """Close a file when all of it has been read: a step that 1,024 ranks saved has 1,024 files."""
         with self._lock:
-            for run in task.runs:
+            for run in batch.runs:
                 self._left[run.file] -= 1
                 if not self._left[run.file]:
                     os.close(self._descriptors.pop(run.file))
 
-    def _read(self, run: ByteRange, key: str, memory: memoryview) -> None:
+    def _fetch(self, run: ByteRange, key: str, memory: memoryview) -> None:
         try:
             read_at(self._descriptors[run.file], run.start, memory)
         except (OSError, CheckpointFormatError) as error:
@@ -317,28 +221,25 @@ class _Reader:
             self.bytes_read += run.num_bytes
             self._progress(run.num_bytes)
 
-    def _compute(self, task: Computation) -> None:
-        """Read the bytes of a computation, and deliver the values computed from them."""
-        raws = []
-        for run in task.runs:
-            raw = torch.empty(run.num_bytes, dtype=torch.uint8)
-            self._read(run, task.key, bytes_of(raw))
-            raws.append(raw.to(task.dest.device))
-        _deliver(task, task.compute(raws), task.dest)
-
-    def _read_batch(self, batch: Batch, stage: "_Stage") -> None:
-        """Read a batch, and deliver its segments to their places in the shards."""
-        (run,), first = batch.runs, batch.segments[0]
-        if first.job.is_direct:
-            self._read(run, batch.key, bytes_of(first.place()))
-            return
-        self._read(run, batch.key, stage.memory(run.num_bytes))
-        staged = stage.staged(run.num_bytes)
-        for segment in batch.segments:
-            place = segment.place()
-            at = segment.start - run.start
-            _deliver(segment.job, segment.values(staged[at : at + segment.num_bytes]), place)
-        stage.used()
+    def _do(self, batch: Batch, stage: "_Stage") -> None:
+        """Fetch a batch, and deliver its values to their places in the shards."""
+        first, run = batch.reads[0], batch.runs[0]
+        if first.is_direct:
+            self._fetch(run, first.key, bytes_of(first.place))
+        elif len(batch.runs) > 1 or run.num_bytes > stage.size:
+            raws = []
+            for own in batch.runs:
+                raw = torch.empty(own.num_bytes, dtype=torch.uint8)
+                self._fetch(own, first.key, bytes_of(raw))
+                raws.append(raw.to(first.place.device))
+            _deliver(first, raws)
+        else:
+            self._fetch(run, first.key, stage.memory(run.num_bytes))
+            staged = stage.staged(run.num_bytes)
+            for read in batch.reads:
+                at = read.runs[0].start - run.start
+                _deliver(read, [staged[at : at + read.num_bytes]])
+            stage.used()
 
     def close(self) -> None:
         """Close every file."""
@@ -353,7 +254,9 @@ class _Stage:
     For shards on the host there is one, from which values are copied at once.
     """
 
-    def __init__(self, buffers: int, size: int, device: torch.device, caller: CallerStream) -> None:
+    def __init__(self, size: int, device: torch.device, caller: CallerStream) -> None:
+        buffers = 1 if device.type == "cpu" else 2
+        self.size = size
         self._buffers = [host_buffer((size,), torch.uint8, device) for _ in range(buffers)]
         self._device = device
         self._caller = caller
@@ -383,17 +286,18 @@ class _Stage:
                 event.synchronize()
 
 
-def _deliver(job: Job | Computation, stored: torch.Tensor, dest: torch.Tensor) -> None:
-    """Copy stored values to their place, cast to its dtype, and check them; or compare the two."""
-    if job.mode == "compare":
-        check_same(job.key, dest, stored.to(dest.dtype))
+def _deliver(read: Read, raws: list[torch.Tensor]) -> None:
+    """Copy values to their place, cast to its dtype, and check them; or compare the two."""
+    place, values = read.place, read.make(raws)
+    if read.mode == "compare":
+        check_same(read.key, place, values.to(place.dtype))
         return
-    dest.copy_(stored)
+    place.copy_(values)
     # A finite sum shows that all values are finite. A sum that is not may have overflowed, so the values are
     # then checked one by one. On an accelerator each check would wait for the device: its shards are checked
     # once, after the load.
-    if job.check_finite and dest.is_cpu and not math.isfinite(dest.sum().item()):
-        check_all_finite({job.name: dest})
+    if read.check_finite and place.is_cpu and not math.isfinite(place.sum().item()):
+        check_all_finite({read.name: place})
 
 
 def check_all_finite(tensors: Mapping[str, torch.Tensor]) -> None:

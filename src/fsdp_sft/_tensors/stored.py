@@ -4,9 +4,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -15,8 +15,6 @@ from fsdp_sft._tensors.boxes import Box
 from fsdp_sft._tensors.disk import closing
 from fsdp_sft._tensors.safetensors import DTYPE_NAMES, Header, TensorEntry, open_file, read_header
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError
-
-# Jobs for the reader: what a rank reads from stored tensors.
 
 # Pieces: boxes of a tensor, each a strided view of one stored tensor. No I/O.
 
@@ -92,53 +90,6 @@ Mode = Literal["copy", "compare"]
 
 
 @dataclass(frozen=True)
-class Job:
-    """A strided box of one stored tensor, and the memory that it is read into.
-
-    Attributes:
-        name: Name of the parameter or buffer, for messages.
-        key: Name of the stored tensor in its file.
-        file: Path of the file.
-        start: Byte of the file at which the box begins.
-        dtype: Dtype of the stored elements.
-        size: Extent of the box, per dimension.
-        stride: Distance between neighbours in the file, in stored elements, per dimension.
-        dest: View of the shard, of that size.
-        check_finite: Whether NaN and infinity are errors.
-        mode: ``"copy"`` fills ``dest``; ``"compare"`` requires that it has the same values already.
-    """
-
-    name: str
-    key: str
-    file: Path
-    start: int
-    dtype: torch.dtype
-    size: Ints
-    stride: Ints
-    dest: torch.Tensor
-    check_finite: bool = False
-    mode: Mode = "copy"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the stored elements."""
-        return self.dest.numel() * self.dtype.itemsize
-
-    @cached_property
-    def is_direct(self) -> bool:
-        """Whether the bytes can be read straight into ``dest``."""
-        dest = self.dest
-        return (
-            self.mode == "copy"
-            and not self.check_finite
-            and dest.is_cpu
-            and dest.dtype == self.dtype
-            and dest.is_contiguous()
-            and is_row_major(self.size, self.stride)
-        )
-
-
-@dataclass(frozen=True)
 class ByteRange:
     """A run of bytes of a file."""
 
@@ -147,35 +98,35 @@ class ByteRange:
     num_bytes: int
 
 
-@dataclass(frozen=True, eq=False)
-class Computation:
-    """A box of values that are computed from several runs of bytes.
+@dataclass(frozen=True, eq=False, slots=True)
+class Read:
+    """What is read for a part of a parameter or buffer, small enough to be held at once.
 
     Attributes:
         name: Name of the parameter or buffer, for messages.
         key: Name of the stored tensor.
-        runs: What is read for it; small enough to be held at once.
-        compute: Function from the bytes of the runs, each uint8 and on the device of ``dest``, to the values.
-        dest: View of the shard, of the values' size.
+        runs: The bytes.
+        make: Function from the bytes of each run, uint8 and on the device of ``place``, to the values: a view
+            of them, or what is decoded from packed values and scales.
+        place: View of the shard, of the values' size, to whose dtype they are cast.
         check_finite: Whether NaN and infinity are errors.
-        mode: See ``Job``.
+        mode: ``"copy"`` fills ``place``; ``"compare"`` requires that it has the same values already.
+        is_direct: Whether the bytes can be read straight into ``place``.
     """
 
     name: str
     key: str
     runs: tuple[ByteRange, ...]
-    compute: Callable[[list[torch.Tensor]], torch.Tensor]
-    dest: torch.Tensor
+    make: Callable[[list[torch.Tensor]], torch.Tensor]
+    place: torch.Tensor
     check_finite: bool = False
     mode: Mode = "copy"
+    is_direct: bool = False
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the runs."""
         return sum(run.num_bytes for run in self.runs)
-
-
-AT_ONCE = 1 << 19  # values that are computed at once
 
 
 class Stored(ABC):
@@ -195,9 +146,9 @@ class Stored(ABC):
 
     @abstractmethod
     def _read(
-        self, name: str, part: Piece, place: torch.Tensor, check_finite: bool, mode: Mode, at_once: int
-    ) -> Iterator[Job | Computation]:
-        """Jobs that fill ``place`` with ``part``; see ``jobs``."""
+        self, name: str, part: Piece, place: torch.Tensor, check_finite: bool, mode: Mode
+    ) -> Iterator[Read]:
+        """Reads that fill ``place`` with ``part``; see ``reads``."""
 
     def piece(self, key: str, start: Ints | None = None) -> Piece:
         """The tensor as a piece of the full one, in which it begins at ``start`` (None: at the origin)."""
@@ -206,7 +157,7 @@ class Stored(ABC):
             start or (0,) * len(shape), shape, key, 0, self.entry.stride or contiguous_strides(shape)
         )
 
-    def jobs(
+    def reads(
         self,
         name: str,
         piece: Piece,
@@ -215,23 +166,21 @@ class Stored(ABC):
         *,
         check_finite: bool = False,
         mode: Mode = "copy",
-        at_once: int = AT_ONCE,
-    ) -> Iterator[Job | Computation]:
-        """Jobs that read the part of ``piece`` inside a rank's box; none if there is no such part.
+    ) -> Iterator[Read]:
+        """Reads for the part of ``piece`` inside a rank's box; none if there is no such part.
 
         Args:
             name: Name of the parameter or buffer, for messages.
             piece: A box of the full tensor, as a strided view of what lies here.
             box: This rank's box of the full tensor.
             local: This rank's shard, the memory of ``box``.
-            check_finite: See ``Job``.
-            mode: See ``Job``.
-            at_once: About how many values may be computed at once, if they are computed.
+            check_finite: See ``Read``.
+            mode: See ``Read``.
         """
         part = intersect(piece, box)
         if part is not None:
             place = local[Box(part.start, part.size).relative_to(box).slices]
-            yield from self._read(name, part, place, check_finite, mode, at_once)
+            yield from self._read(name, part, place, check_finite, mode)
 
 
 @dataclass(frozen=True)
@@ -256,21 +205,92 @@ class InFile(Stored):
         return (ByteRange(self.file, self.entry.start, self.entry.num_bytes),)
 
     def _read(
-        self, name: str, part: Piece, place: torch.Tensor, check_finite: bool, mode: Mode, at_once: int
-    ) -> Iterator[Job]:
-        start = self.entry.start + part.offset * self.entry.dtype.itemsize
-        yield Job(
-            name,
-            part.key,
-            self.file,
-            start,
-            self.entry.dtype,
-            part.size,
-            part.stride,
-            place,
-            check_finite,
-            mode,
+        self, name: str, part: Piece, place: torch.Tensor, check_finite: bool, mode: Mode
+    ) -> Iterator[Read]:
+        dtype = self.entry.dtype
+        is_direct = (
+            mode == "copy"
+            and not check_finite
+            and place.is_cpu
+            and place.dtype == dtype
+            and place.is_contiguous()
+            and is_row_major(part.size, part.stride)
         )
+        limit = _DIRECT_BYTES if is_direct else copied_bytes(place.device)
+        for cut in _cuts(part, place, dtype.itemsize, limit):
+            run = ByteRange(self.file, self.entry.start + cut.at * dtype.itemsize, cut.span * dtype.itemsize)
+            view = place.as_strided(cut.size, cut.place_stride, cut.place_offset)
+            make = partial(_strided, dtype, cut.size, cut.stride)
+            yield Read(name, part.key, (run,), make, view, check_finite, mode, is_direct)
+
+
+def _strided(dtype: torch.dtype, size: Ints, stride: Ints, raws: list[torch.Tensor]) -> torch.Tensor:
+    """The elements of a box among the bytes from its first to its last."""
+    return raws[0].view(dtype).as_strided(size, stride)
+
+
+# A box cut into parts of bounded size, each one read.
+
+_DIRECT_BYTES = 16 << 20  # read at once straight to its place
+_DEVICE_BYTES = 8 << 20  # copies to an accelerator are faster in larger pieces
+_COPIED_BYTES = 1 << 18  # copied out at once on the host: they are still in the core's cache
+_MIN_RUN_BYTES = 512  # runs shorter than this are read together, with the gaps between them
+
+
+def copied_bytes(device: torch.device) -> int:
+    """Bytes to copy at once to a shard on ``device``."""
+    return _COPIED_BYTES if device.type == "cpu" else _DEVICE_BYTES
+
+
+class _Cut(NamedTuple):
+    """A part of a box: where its elements lie in the stored tensor, and in the storage of the shard."""
+
+    at: int  # first element in the stored tensor
+    span: int  # number of elements from the first to the last
+    size: Ints
+    stride: Ints
+    place_offset: int
+    place_stride: Ints
+
+
+def _cuts(part: Piece, place: torch.Tensor, itemsize: int, limit: int) -> Iterator[_Cut]:
+    """The parts of a piece, each of at most ``limit`` bytes."""
+    dims = [d for d in zip(part.size, part.stride, place.stride(), strict=True) if d[0] > 1]
+    dims.sort(key=lambda d: -d[1])
+    # Neighbouring dimensions become one where both the file and the shard go through them without a gap.
+    merged: list[tuple[int, int, int]] = []
+    for size, step, place_step in dims:
+        if merged and merged[-1][1:] == (size * step, size * place_step):
+            merged[-1] = (merged[-1][0] * size, step, place_step)
+        else:
+            merged.append((size, step, place_step))
+    return _cut(part.offset, int(place.storage_offset()), merged or [(1, 1, 1)], itemsize, limit)
+
+
+def _cut(
+    at: int, place_at: int, dims: list[tuple[int, int, int]], itemsize: int, limit: int
+) -> Iterator[_Cut]:
+    """Cut a box along its outermost dimension until one read fits the buffer and wastes little.
+
+    "Wastes little" means that at least 95 % of the bytes read are needed, or that what is skipped or needed
+    is too short to be worth a separate read.
+    """
+    (size, step, place_step), inner = dims[0], dims[1:]
+    inner_span = 1 + sum((n - 1) * s for n, s, _ in inner)  # from first to last element of one row
+    inner_bytes = inner_span * itemsize
+    needed = math.prod(n for n, _, _ in inner)  # elements of one row that belong to the box
+    # One read for several rows wastes little, although it includes the gaps between them.
+    dense = needed * 20 >= step * 19 or needed * itemsize < _MIN_RUN_BYTES
+    fits = (inner_bytes <= limit and needed * 20 >= inner_span * 19) or inner_bytes < _MIN_RUN_BYTES
+    rows = max(1, (limit - inner_bytes) // (step * itemsize) + 1) if dense and fits else 1
+    for row in range(0, size, rows):
+        begin, place_begin = at + row * step, place_at + row * place_step
+        if fits:
+            count = min(rows, size - row)
+            counts, steps, place_steps = zip((count, step, place_step), *inner, strict=True)
+            yield _Cut(begin, (count - 1) * step + inner_span, counts, steps, place_begin, place_steps)
+        else:
+            yield from _cut(begin, place_begin, inner, itemsize, limit)
 
 
 def file_header(path: Path, damaged: type[Exception], advice: str = "") -> Header:
@@ -315,10 +335,10 @@ class StoredFolder:
             self._headers[file] = file_header(self.folder / file, CheckpointCorruptError)
         return self._headers[file]
 
-    def jobs(
+    def reads(
         self, key: str, parts: Iterable[tuple[str, Box]], box: Box, out: torch.Tensor
-    ) -> Iterator[Job | Computation]:
-        """Jobs that fill ``out`` with the box ``box`` of a tensor.
+    ) -> Iterator[Read]:
+        """Reads that fill ``out`` with the box ``box`` of a tensor.
 
         Args:
             key: Name of the tensor in the files.
@@ -329,4 +349,4 @@ class StoredFolder:
         for file, part in parts:
             if part.numel:
                 stored = InFile(self.folder / file, self.header(file).entries[key])
-                yield from stored.jobs(key, stored.piece(key, part.offset), box, out)
+                yield from stored.reads(key, stored.piece(key, part.offset), box, out)

@@ -32,8 +32,8 @@ from fsdp_sft._tensors.disk import (
     write_bytes,
     write_tensors,
 )
-from fsdp_sft._tensors.reader import read_jobs, threads_that_read
-from fsdp_sft._tensors.stored import Computation, Job, StoredFolder, file_header
+from fsdp_sft._tensors.reader import do_reads, threads_that_read
+from fsdp_sft._tensors.stored import Read, StoredFolder, file_header
 from fsdp_sft.dcp_io.content import (
     FolderContent,
     Parts,
@@ -211,12 +211,12 @@ def check_files(
 
 def read_tensors(folder: StoredFolder, stored: Mapping[str, StoredTensor], tensors: Tensors) -> None:
     """Fill this rank's part of each of ``tensors`` from the files."""
-    jobs: list[Job | Computation] = []
+    reads: list[Read] = []
     for name, tensor in tensors.items():
         box, source = box_of(tensor), stored[name]
         if box.numel:
-            jobs += folder.jobs(source.key, source.parts(box), box, local_of(tensor))
-    read_jobs(jobs, workers=threads_that_read(), damaged=CheckpointCorruptError)
+            reads += folder.reads(source.key, source.parts(box), box, local_of(tensor))
+    do_reads(reads, workers=threads_that_read(), damaged=CheckpointCorruptError)
 
 
 def _wait_until_visible(folder: Path) -> None:

@@ -21,10 +21,10 @@ from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, this_rank
 from fsdp_sft._tensors.boxes import Box, box_of, local_of
 from fsdp_sft._tensors.disk import closing, full_path, sync_folder, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer, receive_into, send
-from fsdp_sft._tensors.reader import read_jobs, threads_that_read
+from fsdp_sft._tensors.reader import do_reads, threads_that_read
 from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, write_at
 from fsdp_sft._tensors.sharding import sharding_of
-from fsdp_sft._tensors.stored import Computation, InFile, Job, file_header
+from fsdp_sft._tensors.stored import InFile, Read, file_header
 from fsdp_sft._tensors.torch_file import read_pickled
 from fsdp_sft.errors import (
     CheckpointCorruptError,
@@ -149,10 +149,10 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
     names = {first: found[0] for first, found in plan.items()}
     if shared:
         with agreed(f"reading {source_path} (the model is loaded in part)"):
-            jobs: list[Job | Computation] = []
+            reads: list[Read] = []
             for first, tensor in content.tensors.items():
-                jobs += _job(files, names[first], box_of(tensor), local_of(tensor))
-            read_jobs(jobs, workers=threads_that_read(), damaged=CheckpointCorruptError)
+                reads += _reads(files, names[first], box_of(tensor), local_of(tensor))
+            do_reads(reads, workers=threads_that_read(), damaged=CheckpointCorruptError)
     else:
         _distribute(content, names, files, f"distributing {source_path}")
 
@@ -166,13 +166,13 @@ def _open(path: Path) -> Files:
     return {name: InFile(path, entry) for name, entry in header.entries.items()}
 
 
-def _job(files: Files, name: str, box: Box, out: torch.Tensor) -> Iterator[Job | Computation]:
-    """Jobs that fill ``out`` with the box ``box`` of a tensor."""
-    return files[name].jobs(name, files[name].piece(name), box, out)
+def _reads(files: Files, name: str, box: Box, out: torch.Tensor) -> Iterator[Read]:
+    """Reads that fill ``out`` with the box ``box`` of a tensor."""
+    return files[name].reads(name, files[name].piece(name), box, out)
 
 
 def _read(files: Files, name: str, box: Box, out: torch.Tensor) -> None:
-    read_jobs(_job(files, name, box, out), damaged=CheckpointCorruptError)
+    do_reads(_reads(files, name, box, out), damaged=CheckpointCorruptError)
 
 
 def _check_suffix(path: Path) -> None:
@@ -268,8 +268,9 @@ def _check_ties(
         every = sharding_of(tensor).parts(tensor.shape) if everywhere else [(this_rank(), box_of(tensor))]
         for _, box in every if len(names) > 1 else ():
             parts = [torch.empty(box.shape, dtype=files[name].entry.dtype) for name in names]
-            jobs = [j for name, part in zip(names, parts, strict=True) for j in _job(files, name, box, part)]
-            read_jobs(jobs, damaged=CheckpointCorruptError)
+            pairs = zip(names, parts, strict=True)
+            reads = [one for name, part in pairs for one in _reads(files, name, box, part)]
+            do_reads(reads, damaged=CheckpointCorruptError)
             if any(bytes_of(part) != bytes_of(parts[0]) for part in parts[1:]):  # NaN is equal to itself here
                 raise CheckpointMismatchError(f"{names} are one tensor in the model, but differ in the file")
 

@@ -12,8 +12,8 @@ from fsdp_sft._process.codec import MALFORMED, decode, dumps, encode, loads
 from fsdp_sft._process.generators import check_generator_states, generator_states
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.boxes import whole
-from fsdp_sft._tensors.reader import read_jobs
-from fsdp_sft._tensors.stored import Computation, Job, StoredFolder
+from fsdp_sft._tensors.reader import do_reads
+from fsdp_sft._tensors.stored import Read, StoredFolder
 from fsdp_sft.dcp_io.manifest import Manifest, checked_size
 from fsdp_sft.dcp_io.stored import shard_file
 from fsdp_sft.errors import CheckpointCorruptError
@@ -70,12 +70,12 @@ def _key(rank: int, name: str) -> str:
 
 def _read_all(folder: Path, file: str, prefix: str) -> dict[str, torch.Tensor]:
     """The tensors of a file whose names begin with ``prefix``, by the rest of their names."""
-    files, jobs = StoredFolder(folder), list[Job | Computation]()
+    files, reads = StoredFolder(folder), list[Read]()
     tensors: dict[str, torch.Tensor] = {}
     for key, entry in files.header(file).entries.items():
         if key == prefix or key.startswith(f"{prefix}."):
             values = torch.empty(entry.shape, dtype=entry.dtype)
-            jobs += files.jobs(key, [(file, whole(entry.shape))], whole(entry.shape), values)
+            reads += files.reads(key, [(file, whole(entry.shape))], whole(entry.shape), values)
             tensors[key.removeprefix(prefix).removeprefix(".")] = values
-    read_jobs(jobs, damaged=CheckpointCorruptError)
+    do_reads(reads, damaged=CheckpointCorruptError)
     return tensors

@@ -31,7 +31,6 @@ from fsdp_sft.weights.plan import LoadPlan, make_plan
 from fsdp_sft.weights.resolve import open_checkpoint, resolve_folder
 
 Strategy = Literal["auto", "slice", "exchange"]
-_MIN_BUDGET_BYTES = 1 << 16
 
 
 @answered
@@ -40,9 +39,7 @@ def load_weights(
     name_or_path: str | os.PathLike[str],
     *,
     revision: str | None = None,
-    variant: str | None = None,
     strategy: Strategy = "auto",
-    host_budget_bytes: int = 1 << 30,
     missing: Literal["error", "initialise"] = "error",
     unexpected: Literal["error", "ignore"] = "error",
     seed: int = 0,
@@ -61,11 +58,9 @@ def load_weights(
             adapters, its base model is loaded, and ``modules_to_save`` are copied from it.
         name_or_path: A folder, or a Hub id.
         revision: Branch, tag or commit of a Hub id.
-        variant: Variant of the weight files, such as ``"fp16"`` for ``model.fp16.safetensors``.
         strategy: ``"slice"``: every rank reads its own shards. ``"exchange"``: one of several replicas reads
             and the others receive, and one rank reads tensors that must be converted as a whole. ``"auto"``
             chooses.
-        host_budget_bytes: Bytes that all read buffers together may take on the host.
         missing: What to do about keys that the checkpoint lacks: ``"error"``, or ``"initialise"`` to fill
             them with the model's own initialisation, the same on all ranks.
         unexpected: What to do about keys that the model lacks: ``"error"`` or ``"ignore"``.
@@ -89,10 +84,10 @@ def load_weights(
 
     Collective: all ranks. An error on one is raised on all.
     Memory: The shards. On the host a read buffer of about 1 MiB for each of at most 4 threads, or for an
-        accelerator two pinned buffers of 8 MiB (within ``host_budget_bytes``); the largest group of tensors
-        that must be converted as a whole; and the keys that are initialised. On an accelerator, beside the
-        shards, at most two pieces of 8 MiB per thread, with replicas one of 16 MiB, and for tied tensors that
-        must be converted as a whole a second shard.
+        accelerator two pinned buffers of 8 MiB; of packed weights up to 24 MB for each thread; the largest
+        group of tensors that must be converted as a whole; and the keys that are initialised. On an
+        accelerator, beside the shards, at most two pieces of 8 MiB per thread, and for tied tensors that must
+        be converted as a whole a second shard.
 
     Example:
         >>> model = fs.build_meta_model(path)
@@ -101,16 +96,16 @@ def load_weights(
         >>> report.missing, report.unexpected, report.strategy
         ([], [], 'slice')
     """
-    _check_arguments(strategy, host_budget_bytes, missing, unexpected)
+    _check_arguments(strategy, missing, unexpected)
     _check_model(model)
     started = time.perf_counter()
     reshard(model)
-    folder = resolve_folder(name_or_path, revision=revision, variant=variant, allow_pickle=allow_pickle)
+    folder = resolve_folder(name_or_path, revision=revision, allow_pickle=allow_pickle)
     with agreed("planning the load"):
         refuse_initialised_from_base(model)
         with without_adapters(model) as base:
             make_ties(base)
-            checkpoint = open_checkpoint(folder, variant, allow_pickle=allow_pickle)
+            checkpoint = open_checkpoint(folder, allow_pickle=allow_pickle)
             plan = make_plan(base, checkpoint, missing=missing, unexpected=unexpected)
             digest = plan.digest(checkpoint)
         sources = account(model, plan)
@@ -123,7 +118,7 @@ def load_weights(
     }
     workers = _agree_on_plan(digest, str(folder), told)
     chosen, reason = choose_strategy(model, plan, strategy)
-    reading = Reading(chosen, host_budget_bytes, workers, check_finite, seed)
+    reading = Reading(chosen, workers, check_finite, seed)
     return fill(
         model,
         plan,
@@ -151,7 +146,7 @@ def choose_strategy(model: nn.Module, plan: LoadPlan, strategy: Strategy) -> tup
     return "slice", "no replicas and nothing to convert whole: each byte is read once"
 
 
-def _check_arguments(strategy: str, host_budget_bytes: int, missing: str, unexpected: str) -> None:
+def _check_arguments(strategy: str, missing: str, unexpected: str) -> None:
     """Refuse arguments that are out of range."""
     for name, value, allowed in (
         ("strategy", strategy, ("auto", "slice", "exchange")),
@@ -160,8 +155,6 @@ def _check_arguments(strategy: str, host_budget_bytes: int, missing: str, unexpe
     ):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-    if isinstance(host_budget_bytes, bool) or host_budget_bytes < _MIN_BUDGET_BYTES:
-        raise ValueError(f"host_budget_bytes must be at least {_MIN_BUDGET_BYTES}, got {host_budget_bytes!r}")
 
 
 def _check_model(model: nn.Module) -> None:

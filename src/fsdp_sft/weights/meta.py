@@ -29,7 +29,7 @@ from fsdp_sft._quantised.find import check
 from fsdp_sft._quantised.settings import Quantised, settings_for, without_settings
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft._tensors.boxes import Box, whole
-from fsdp_sft._tensors.reader import read_jobs
+from fsdp_sft._tensors.reader import do_reads
 from fsdp_sft._tensors.safetensors import bytes_of
 from fsdp_sft.errors import CheckpointFormatError, FsdpSftError
 from fsdp_sft.weights.resolve import open_checkpoint, told_of_adapter
@@ -364,15 +364,17 @@ def _differ(checkpoint: "Checkpoint", target: str, source: str) -> bool:
     if first.entry.num_bytes > _SMALL_BYTES:
         rows = sorted({(shape[0] - 1) * probe // max(_PROBES - 1, 1) for probe in range(_PROBES)})
         boxes = [Box((row, *(0 for _ in shape[1:])), (1, *shape[1:])) for row in rows]
-    read = [[torch.empty(box.shape, dtype=stored.entry.dtype) for box in boxes] for stored in (first, second)]
-    jobs = [
-        job
-        for name, stored, parts in zip((target, source), (first, second), read, strict=True)
-        for box, part in zip(boxes, parts, strict=True)
-        for job in stored.jobs(name, stored.piece(name), box, part)
+    found = [
+        [torch.empty(box.shape, dtype=stored.entry.dtype) for box in boxes] for stored in (first, second)
     ]
-    read_jobs(jobs)
-    return any(bytes_of(a) != bytes_of(b) for a, b in zip(*read, strict=True))
+    reads = [
+        one
+        for name, stored, parts in zip((target, source), (first, second), found, strict=True)
+        for box, part in zip(boxes, parts, strict=True)
+        for one in stored.reads(name, stored.piece(name), box, part)
+    ]
+    do_reads(reads)
+    return any(bytes_of(a) != bytes_of(b) for a, b in zip(*found, strict=True))
 
 
 def matches_any(name: str, patterns: list[str]) -> bool:

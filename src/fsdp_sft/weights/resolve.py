@@ -52,14 +52,13 @@ class Checkpoint:
         return sum(source.entry.num_bytes for source in self.sources.values())
 
 
-def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: bool = False) -> str:
+def find_manifest(folder: Path, *, allow_pickle: bool = False) -> str:
     """Name of a checkpoint's only weight file, or of the index of several.
 
     As in transformers, safetensors are preferred to pickles, and a single file to an index.
 
     Args:
         folder: Folder of the checkpoint.
-        variant: Variant of the weight files, such as ``"fp16"`` in ``model.fp16.safetensors``.
         allow_pickle: Whether ``pytorch_model.bin`` is accepted.
 
     Raises:
@@ -68,10 +67,9 @@ def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: boo
     """
     if (folder / ADAPTER).is_file():
         raise CheckpointFormatError(told_of_adapter(folder, folder / ADAPTER))
-    safe = [with_variant(name, variant) for name in (SINGLE, INDEX)]
-    pickled = [with_variant(name, variant) for name in (PICKLED_SINGLE, PICKLED_INDEX)]
-    found = next((name for name in [*safe, *pickled] if (folder / name).exists()), None)
-    if found in pickled and not allow_pickle:
+    names = (SINGLE, INDEX, PICKLED_SINGLE, PICKLED_INDEX)
+    found = next((name for name in names if (folder / name).exists()), None)
+    if found in names[2:] and not allow_pickle:
         raise CheckpointFormatError(
             f"{folder} holds only pickled weights ({found}), which can hold code. allow_pickle=True of "
             "build_meta_model and load_weights reads their tensors and runs nothing; or convert them once: "
@@ -80,8 +78,7 @@ def find_manifest(folder: Path, variant: str | None = None, *, allow_pickle: boo
     if found is None:
         present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
         raise CheckpointFormatError(
-            f"{folder} has neither {safe[0]} nor {safe[1]}; it has {abridged(present)}"
-            f"{told_of_format(folder)}"
+            f"{folder} has neither {SINGLE} nor {INDEX}; it has {abridged(present)}{told_of_format(folder)}"
         )
     return found
 
@@ -113,30 +110,19 @@ def told_of_adapter(name: str | os.PathLike[str], settings: Path) -> str:
     )
 
 
-def weight_file_names(folder: Path, variant: str | None = None, *, allow_pickle: bool = False) -> list[str]:
+def weight_file_names(folder: Path, *, allow_pickle: bool = False) -> list[str]:
     """Names of the files that hold a checkpoint's tensors; other weight files in the folder do not count.
 
     Args:
         folder: Folder of the checkpoint.
-        variant: See ``find_manifest``.
         allow_pickle: See ``find_manifest``.
 
     Raises:
         CheckpointFormatError: If ``find_manifest`` raises it, or the index is no index or names a file
             outside the folder.
     """
-    found = find_manifest(folder, variant, allow_pickle=allow_pickle)
+    found = find_manifest(folder, allow_pickle=allow_pickle)
     return sorted(set(read_index(folder / found).values())) if found.endswith(_INDEX_ENDING) else [found]
-
-
-def with_variant(name: str, variant: str | None) -> str:
-    """A file name with the variant before its ending, as in transformers."""
-    if variant is None:
-        return name
-    if not variant or any(character in variant for character in "/\\"):
-        raise ValueError(f"variant must be a plain word such as 'fp16', got {variant!r}")
-    stem, ending = name.rsplit(".", 1)
-    return f"{stem}.{variant}.{ending}"
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -174,12 +160,11 @@ def check_inside(name: str, index: Path) -> None:
         raise CheckpointFormatError(f"{index} names {name!r}, which is not a {ending} file")
 
 
-def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: bool = False) -> Checkpoint:
+def open_checkpoint(folder: Path, *, allow_pickle: bool = False) -> Checkpoint:
     """Read and check all headers of a checkpoint's files.
 
     Args:
         folder: A checkpoint's own folder, or a snapshot in the Hub's cache.
-        variant: See ``find_manifest``.
         allow_pickle: See ``find_manifest``. No code in a pickle is run.
 
     Raises:
@@ -187,7 +172,7 @@ def open_checkpoint(folder: Path, variant: str | None = None, *, allow_pickle: b
             tensor to a file that does not have it; and if it is quantised in a way that is not read, or
             packed weights and scales do not belong together.
     """
-    found = find_manifest(folder, variant, allow_pickle=allow_pickle)
+    found = find_manifest(folder, allow_pickle=allow_pickle)
     weight_map = read_index(folder / found) if found.endswith(_INDEX_ENDING) else {}
     names = sorted(set(weight_map.values())) or [found]
     files = {name: resolved_inside(folder, name) for name in names}
@@ -255,7 +240,6 @@ def resolve_folder(
     name_or_path: str | os.PathLike[str],
     *,
     revision: str | None = None,
-    variant: str | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> Path:
@@ -268,7 +252,6 @@ def resolve_folder(
     Args:
         name_or_path: A folder, or a Hub id such as ``"Qwen/Qwen3-8B"``.
         revision: Branch, tag or commit of a Hub id.
-        variant: Variant of the weight files, such as ``"fp16"``.
         trust_remote_code: Whether to fetch the checkpoint's Python files too.
         allow_pickle: Whether to fetch ``pytorch_model.bin`` where there are no safetensors.
 
@@ -291,10 +274,10 @@ def resolve_folder(
         raise CheckpointFormatError(
             f"{name} is not a folder, and no Hub id could look like this{told_of_format(Path(name))}"
         )
-    return _snapshot(name, revision, variant, trust_remote_code, allow_pickle)
+    return _snapshot(name, revision, trust_remote_code, allow_pickle)
 
 
-def _snapshot(repo: str, revision: str | None, variant: str | None, code: bool, pickles: bool) -> Path:
+def _snapshot(repo: str, revision: str | None, code: bool, pickles: bool) -> Path:
     """Download a repository once per cache; the snapshot's folder as this rank sees it.
 
     Collective: all ranks.
@@ -319,19 +302,18 @@ def _snapshot(repo: str, revision: str | None, variant: str | None, code: bool, 
         # In the order in which transformers looks: a single file before an index, safetensors before pickles.
         kinds = [(SINGLE, INDEX), (PICKLED_SINGLE, PICKLED_INDEX)][: 2 if pickles else 1]
         for single, index in kinds:
-            names = [with_variant(single, variant), with_variant(index, variant)]
-            folder = _fetch(repo, commit, [*small, *names])
-            if (folder / names[0]).exists():
+            folder = _fetch(repo, commit, [*small, single, index])
+            if (folder / single).exists():
                 return folder
-            if (folder / names[1]).exists():
-                wanted = weight_file_names(folder, variant, allow_pickle=pickles)
+            if (folder / index).exists():
+                wanted = weight_file_names(folder, allow_pickle=pickles)
                 return _fetch(repo, commit, [glob.escape(name) for name in wanted])
         return folder
 
     mine = while_others_wait(leader == rank, fetch, f"downloading {repo}")
     with agreed(f"finding {repo} in the cache"):
         folder = mine or _fetch(repo, commit, small, local=True)
-        weight_file_names(folder, variant, allow_pickle=pickles)
+        weight_file_names(folder, allow_pickle=pickles)
     return folder
 
 

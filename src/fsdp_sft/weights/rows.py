@@ -10,7 +10,7 @@ from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._tensors.boxes import Box, local_of
 from fsdp_sft._tensors.packed import Packed
 from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard, RowFormat
-from fsdp_sft._tensors.stored import Computation, Piece, Stored, intersect
+from fsdp_sft._tensors.stored import Piece, Read, Stored, intersect
 from fsdp_sft.errors import CheckpointMismatchError
 from fsdp_sft.shard.packing import STORED, PackedWeights, layout_of
 from fsdp_sft.weights.plan import LoadPlan, Target
@@ -87,9 +87,7 @@ def _columns_of(piece: Piece, width: int) -> int | None:
     return None
 
 
-def row_jobs(
-    target: Target, sources: Mapping[str, Stored], shard: PackedShard, box: Box, at_once: int
-) -> Iterator[Computation]:
+def row_reads(target: Target, sources: Mapping[str, Stored], shard: PackedShard, box: Box) -> Iterator[Read]:
     """The reads that fill a shard of packed rows: one for each run of rows, in the file and in the shard.
 
     Args:
@@ -97,7 +95,6 @@ def row_jobs(
         sources: The checkpoint's tensors.
         shard: What is filled.
         box: This rank's box of the parameter.
-        at_once: Number of values whose bytes may be held at once.
     """
     layout = shard.lies
     column = 1 if layout.transposed else len(layout.shape) - 1
@@ -116,4 +113,4 @@ def row_jobs(
                 count, step = common.size[other], common.stride[other] // stored.width
             for first in (0,) if step == 1 else range(count):
                 rows = shard.rows[place + first :][: count if step == 1 else 1]
-                yield from stored.row_jobs(target.name, piece.key, row + first * step, rows, at_once)
+                yield from stored.row_reads(target.name, piece.key, row + first * step, rows)
