@@ -12,6 +12,7 @@ batches where ranks share rows.
 
 from fsdp_sft.loss.causal import (
     LossImpl as LossImpl,
+    LossParts as LossParts,
     causal_lm_loss as causal_lm_loss,
     loss_parts as loss_parts,
     loss_sum as loss_sum,

@@ -1,10 +1,11 @@
 """The causal-LM loss of a model on a batch: labels shifted once, a float32 sum, with or without logits."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, overload
 
 import torch
@@ -257,7 +258,7 @@ def loss_sum(
     """
     terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
     part, group = _part_for(model, batch)
-    summed, router, groups, _ = loss_parts(model, part, impl, router_loss, terms)
+    summed, router, groups, *_ = loss_parts(model, part, impl, router_loss, terms)
     if router is not None:
         summed = summed + router * _weight_of_router(part, groups, router.device)
     if group is not None and is_of_whole_rows():
@@ -451,12 +452,14 @@ class LossParts(NamedTuple):
             is this rank's share: of the tokens of all ranks of the groups, or of its own if there is none.
         groups: Groups of the router's loss, which take tensors on the device.
         correct: Number of targets whose logit is the largest, int64, 0-dim.
+        metrics: What a caller's loss returned beside the loss, float64.
     """
 
     summed: torch.Tensor
     router: torch.Tensor | None
     groups: tuple[dist.ProcessGroup, ...]
     correct: torch.Tensor
+    metrics: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 def loss_parts(

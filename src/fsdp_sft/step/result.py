@@ -1,4 +1,4 @@
-"""A step that is queued on the device, and its result, for which the host waits."""
+"""The result of a step, and the error of one whose gradient is not finite."""
 
 import math
 from collections.abc import Mapping
@@ -7,14 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp_sft._process.streams import LateValues
 from fsdp_sft._ranks.agree import all_gather_objects
-from fsdp_sft._ranks.mesh import copies_of_rows, sum_over_mesh
 from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft.errors import NonFiniteGradientError, abridged
-from fsdp_sft.experts import ExpertLoad, LateLoad
-from fsdp_sft.step.objective import OwnMetrics
-from fsdp_sft.step.window import Window
+from fsdp_sft.experts import ExpertLoad
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -61,90 +57,36 @@ class StepResult:
     token_accuracy: float = math.nan
 
 
-@dataclass(eq=False)
-class QueuedStep:
-    """A step whose forwards and backwards have been queued on the device.
+def non_finite(
+    norm: float,
+    loss: float,
+    own_loss: float,
+    names: Mapping[torch.nn.Parameter, str],
+    mesh: "DeviceMesh | None",
+) -> NonFiniteGradientError:
+    """The error of a gradient that is not finite: the ranks whose loss is not, and the weights that are not.
 
-    Attributes:
-        values: Numbers that are being copied to the host: the gradient's norm, this rank's summed loss and
-            router's loss, its number of correct targets, and the infs that a scaler has found.
-        window: The step's window.
-        mesh: Ranks that share it.
-        knows_accuracy: Whether the number of correct targets means something.
-        expert_load: Tokens that experts were given, being copied to the host; None if they are not counted.
-        metrics: This rank's sums of the metrics of the caller's loss; None if the loss is the library's.
+    Args:
+        norm: Norm of the gradient.
+        loss: Mean loss of the window.
+        own_loss: This rank's summed loss.
+        names: The model's parameters with their names.
+        mesh: Ranks that share the window.
+
+    Collective: all ranks of the mesh.
     """
-
-    values: LateValues
-    window: Window
-    mesh: "DeviceMesh | None"
-    knows_accuracy: bool
-    expert_load: LateLoad | None
-    metrics: OwnMetrics | None = None
-
-    @property
-    def has_infs(self) -> bool:
-        """Whether a scaler found an inf; the host waits for the device."""
-        return any(self.values.read()[4:])
-
-    def _where(self) -> str:
-        """On which ranks the loss was not finite, in words; collective, like ``result``."""
-        if self.mesh is None or self.mesh.size() == 1:
-            return ""
-        finite = all_gather_objects(math.isfinite(self.values.read()[1]))
+    where = ""
+    if mesh is not None and mesh.size() > 1:
+        finite = all_gather_objects(math.isfinite(own_loss))
         ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
-        whose = f"that of rank {abridged(ranks)} is not finite" if ranks else "finite on every rank"
-        return f" ({whose})"
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the gradient's norm is finite; the host waits for the device."""
-        return math.isfinite(self.values.read()[0])
-
-    def result(self, names: Mapping[torch.nn.Parameter, str]) -> StepResult:
-        """The result of the step; the host waits for the device.
-
-        Args:
-            names: The model's parameters with their names, of which an error names those that are broken.
-
-        Raises:
-            NonFiniteGradientError: If the gradient was not finite.
-
-        Collective: all ranks of the mesh.
-        """
-        norm, *sums = self.values.read()
-        loss, added, correct = sum_over_mesh(sums[:3], self.mesh)
-        window = self.window
-        copies = copies_of_rows(self.mesh)
-        divisor = window.weight * copies
-        loss, added = loss / divisor, added / divisor
-        metrics = {} if self.metrics is None else self.metrics.over(self.mesh, divisor)
-        if not self.is_finite and not self.has_infs:
-            broken = [
-                name for one, name in names.items() if not bool(values_of(one.detach()).isfinite().all())
-            ]
-            raise NonFiniteGradientError(
-                f"the gradient norm is {norm} at a loss of {loss:.4g}{self._where()}; parameters and "
-                "optimizer are unchanged. "
-                + (
-                    f"{abridged(broken)} hold values that are not finite: load the weights again"
-                    if broken
-                    else "Look at the last batches, lower the learning rate"
-                )
-                + ", or start from the last checkpoint"
-            )
-        reason = "inf gradients" if self.has_infs else None
-        load = None if self.expert_load is None else self.expert_load.read()
-        return StepResult(
-            loss,
-            norm,
-            window.targets,
-            window.tokens,
-            skipped=self.has_infs,
-            skip_reason=reason,
-            router_loss=added,
-            target_weight=window.weight,
-            expert_load=load,
-            metrics=metrics,
-            token_accuracy=correct / (window.targets * copies) if self.knows_accuracy else math.nan,
-        )
+        where = f" (that of rank {abridged(ranks)} is not finite)" if ranks else " (finite on every rank)"
+    broken = [name for one, name in names.items() if not bool(values_of(one.detach()).isfinite().all())]
+    advice = (
+        f"{abridged(broken)} hold values that are not finite: load the weights again"
+        if broken
+        else "Look at the last batches, lower the learning rate"
+    )
+    return NonFiniteGradientError(
+        f"the gradient norm is {norm} at a loss of {loss:.4g}{where}; parameters and optimizer are "
+        f"unchanged. {advice}, or start from the last checkpoint"
+    )
