@@ -11,12 +11,10 @@ batches where ranks share rows.
 """
 
 from fsdp_sft.loss.causal import (
-    LossImpl as LossImpl,
     LossParts as LossParts,
     causal_lm_loss as causal_lm_loss,
     loss_parts as loss_parts,
     loss_sum as loss_sum,
-    prepare_loss as prepare_loss,
     token_losses as token_losses,
 )
 from fsdp_sft.loss.counting import (
@@ -41,4 +39,5 @@ from fsdp_sft.loss.part import (
     part_on_device as part_on_device,
     tokens_of as tokens_of,
 )
+from fsdp_sft.loss.prepare import LossImpl as LossImpl, prepare_loss as prepare_loss
 from fsdp_sft.loss.router import RouterLoss as RouterLoss

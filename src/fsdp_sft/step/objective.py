@@ -163,7 +163,7 @@ class Sums:
 
 
 def means_over_mesh(own: dict[str, float], mesh: "DeviceMesh | None", divisor: float) -> dict[str, float]:
-    """The sums of metrics over all ranks, over ``divisor``; a name that some ranks lack counts as the others'.
+    """The sums of metrics over all ranks, over ``divisor``; a name counts as 0 where a rank lacks it.
 
     Collective: all ranks of the mesh.
     """
