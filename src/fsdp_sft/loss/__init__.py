@@ -22,13 +22,15 @@ from fsdp_sft.loss.counting import (
     LOSS_KEYS as LOSS_KEYS,
     WEIGHTS_KEY as WEIGHTS_KEY,
     Batch as Batch,
-    checked_batch as checked_batch,
+    CheckedBatch as CheckedBatch,
     count_targets as count_targets,
+    facts_of as facts_of,
     is_shifted as is_shifted,
     num_targets as num_targets,
     num_tokens as num_tokens,
     scale_for_backward as scale_for_backward,
     scaled_for_averaging as scaled_for_averaging,
+    targets_of as targets_of,
     weight_of as weight_of,
 )
 from fsdp_sft.loss.linear import linear_cross_entropy_sum as linear_cross_entropy_sum

@@ -38,16 +38,12 @@ class TargetCount(int):
     num_tokens: int
     weight: float
 
-    def __new__(cls, targets: int, num_tokens: int, weight: float | None = None) -> Self:
+    def __new__(cls, targets: int, num_tokens: int = 0, weight: float | None = None) -> Self:
         """The integer ``targets`` with the other arguments as attributes."""
         self = super().__new__(cls, targets)
         self.num_tokens = num_tokens
         self.weight = float(targets if weight is None else weight)
         return self
-
-    def __getnewargs__(self) -> tuple[int, int, float]:  # type: ignore[override]
-        """Arguments of the copy that pickle makes."""
-        return int(self), self.num_tokens, self.weight
 
 
 @dataclass(frozen=True)
@@ -75,11 +71,6 @@ class CheckedBatch(dict[str, Any]):
     def __init__(self, fields: Batch, targets: Targets | None) -> None:
         super().__init__(fields)
         self.targets = targets
-
-
-def checked_batch(moved: Batch, seen: Batch, device: torch.device) -> CheckedBatch:
-    """``moved`` (a batch on ``device``) with facts about its targets from ``seen``, its copy on the host."""
-    return CheckedBatch(moved, facts_of(targets_of(seen).reshape(-1), device))
 
 
 def facts_of(flat: torch.Tensor, device: torch.device) -> Targets:

@@ -42,6 +42,7 @@ from fsdp_sft.targets import IGNORE_INDEX, shifted
 LossImpl = Literal["auto", "chunked", "logits"]
 
 _IMPLS = get_args(LossImpl)
+_ROUTER_LOSSES = (None, *get_args(RouterLoss))
 _FLAG = "output_router_logits"
 # Largest relative difference of equal losses. Losses of narrower dtypes have been rounded.
 _TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-5}
@@ -113,8 +114,8 @@ def prepare_loss(
         >>> fs.prepare_loss(model)
         'chunked'
     """
-    _check_impl(impl)
-    check_router_loss(router_loss)
+    _check("impl", impl, _IMPLS)
+    _check("router_loss", router_loss, _ROUTER_LOSSES)
     refuse_encoder_decoder(model)
     asked = impl, router_loss, bool(compare)
     if training_mesh_of(model) is not None and len(set(all_gather_objects(asked))) > 1:
@@ -134,14 +135,14 @@ def choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
     """
     choices = record_of(model).kept_or_new(Prepared).choices
     if impl not in choices:
-        _check_impl(impl)
+        _check("impl", impl, _IMPLS)
         choices[impl] = _decide(model, impl)
     return choices[impl]
 
 
-def _check_impl(impl: str) -> None:
-    if impl not in _IMPLS:
-        raise ValueError(f"impl must be one of {_IMPLS}, got {impl!r}")
+def _check(name: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
 
 
 def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
@@ -158,24 +159,24 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
         others = f"{int(failed)} other ranks of the mesh could not compute it from the hidden states"
         return reason or others * bool(failed)
 
-    head, reason = fusible_head(model)
     # Ranks agree before the proof, because its forwards are collective, and again on its outcome.
-    reason, choice = agreed(reason), None
+    head, reason = fusible_head(model)
+    reason, choice = agreed(reason), LossChoice("logits")
     if head is not None and not reason:
         try:
             choice = proved(model, head)
         except ProbeError as error:
             reason = str(error)
         reason = agreed(reason)
-    if choice is not None and not reason:
-        if first:
-            _logger.info("loss of %s: %s, %s", name, choice.impl, choice.transform)
-        return choice
-    if impl != "auto":
+    if reason and impl != "auto":
         raise ModelLossError(f"the loss of {name} cannot be computed by impl={impl!r}: {reason}")
-    if first:
+    if reason:
+        choice = LossChoice("logits")
+    if first and reason:
         _logger.warning("loss of %s: full logits, because %s", name, reason)
-    return LossChoice("logits")
+    elif first:
+        _logger.info("loss of %s: %s, %s", name, choice.impl, choice.transform)
+    return choice
 
 
 def refuse_encoder_decoder(model: nn.Module) -> None:
@@ -187,13 +188,6 @@ def refuse_encoder_decoder(model: nn.Module) -> None:
             "inputs. Give train_step and evaluate a loss_fn, such as the sum that model(**batch).loss is the "
             "mean of"
         )
-
-
-def check_router_loss(router_loss: str | None) -> None:
-    """Raise for an unknown ``router_loss``."""
-    if router_loss not in (None, *get_args(RouterLoss)):
-        allowed = ", ".join(map(repr, get_args(RouterLoss)))
-        raise ValueError(f"router_loss must be None or one of {allowed}, got {router_loss!r}")
 
 
 def additions_to(model: nn.Module, router_loss: RouterLoss | None) -> Additions:
@@ -211,7 +205,7 @@ def additions_to(model: nn.Module, router_loss: RouterLoss | None) -> Additions:
 
     Collective: all ranks of the model's mesh, the first time.
     """
-    check_router_loss(router_loss)
+    _check("router_loss", router_loss, _ROUTER_LOSSES)
     prepared = record_of(model).kept_or_new(Prepared)
     router_loss = router_loss or prepared.router_loss
     takes_flag = _FLAG in forward_parameters(model)

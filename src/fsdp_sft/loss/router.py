@@ -75,8 +75,8 @@ class Additions:
         if balance is not None and balance.loss is None:
             raise ModelLossError(
                 f"the router's loss of {name_of(model)} was not computed where it was when the model was "
-                "first asked: it has been compiled as a whole since (compile_blocks compiles its blocks), or its "
-                "forward replaced"
+                "first asked: it has been compiled as a whole since (compile_blocks compiles its blocks), or "
+                "its forward was replaced"
             )
         if isinstance(getattr(output, "loss", None), torch.Tensor):
             raise ModelLossError(
@@ -153,7 +153,7 @@ class Balance:
         for layer in routers:
             probabilities = torch.softmax(layer.to(device).reshape(-1, num_experts), dim=-1)
             choices = probabilities.topk(top_k, dim=-1).indices.reshape(-1)
-            once = _ones(counted, len(probabilities), device)
+            once = torch.ones_like(choices[::top_k]) if counted is None else counted.to(torch.int64)
             chosen[:num_experts].scatter_add_(0, choices, once.repeat_interleave(top_k))
             chosen[num_experts] += once.sum()
             summed = wide(probabilities)
@@ -166,18 +166,6 @@ class Balance:
         fractions = chosen[:num_experts].to(given.dtype) / chosen[num_experts].clamp(min=1)
         self.loss = num_experts * (fractions * (given / own)).sum()
         return self.loss
-
-
-def _ones(counted: torch.Tensor | None, tokens: int, device: torch.device) -> torch.Tensor:
-    """1 for each token that counts and 0 for the others, int64."""
-    if counted is None:
-        return torch.ones(tokens, dtype=torch.int64, device=device)
-    if len(counted) != tokens:
-        raise ModelLossError(
-            f"a router of this model saw {tokens} of {len(counted)} tokens, so that it is not known which of "
-            "them are padding; take router_loss='off'"
-        )
-    return counted.to(torch.int64)
 
 
 _active: ContextVar[Balance | None] = ContextVar("fsdp_sft_balance", default=None)

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_sft._model.sharded import compute_device, reshard, training_mesh_of
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import all_gather_objects, control_group
+from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup, sequence_group_of
 from fsdp_sft.errors import BatchError
@@ -80,22 +79,12 @@ def in_step(
         if "keys" in different:
             refuse_different_keys([keys] if counts else [])
         if "keys of all" in different:  # not all that have run out can stand in: one batch is sent to all
-            sent = _from_a_rank_with_one(one.given if counts and one is not None else None)
+            sender = all_gather_objects(counts).index(True)
+            sent = all_gather_objects(one.given if one is not None and this_rank() == sender else None)
             if not counts:
-                (one,) = measured([sent], objective, group)
+                (one,) = measured([sent[sender]], objective, group)
         assert one is not None
         yield one, counts, total["padded_left"] > 0
-
-
-def _from_a_rank_with_one(batch: Any) -> Any:
-    """The batch of some rank that has one, on all ranks; pickled, since it may be of any type.
-
-    Collective: all ranks, at least one of which has a batch.
-    """
-    has = all_gather_objects(batch is not None)
-    told = [batch]
-    dist.broadcast_object_list(told, src=has.index(True), group=control_group())
-    return batch if batch is not None else told[0]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup
 from fsdp_sft.errors import BatchError
 from fsdp_sft.jobs.preemption import keep_workers_alive
-from fsdp_sft.loss import LOSS_KEYS, BatchPart, checked_batch, own_part, part_on_device
+from fsdp_sft.loss import LOSS_KEYS, BatchPart, CheckedBatch, facts_of, own_part, part_on_device, targets_of
 from fsdp_sft.sampling.padding import is_padded_on_left
 from fsdp_sft.step.agreement import Keys, agree, keys_of, refuse_different_keys, refuse_different_options
 from fsdp_sft.step.objective import Objective
@@ -54,7 +54,9 @@ class MicroBatch:
         if isinstance(self.part, BatchPart):
             return part_on_device(self.part, device)
         moved = to_device(self.given, device)
-        return moved if own_loss or device.type == "cpu" else checked_batch(moved, self.seen, device)
+        if own_loss or device.type == "cpu":
+            return moved
+        return CheckedBatch(moved, facts_of(targets_of(self.seen).reshape(-1), device))
 
 
 def measured(batches: Sequence[Any], objective: Objective, group: SequenceGroup | None) -> list[MicroBatch]:
