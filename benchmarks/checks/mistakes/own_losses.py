@@ -16,8 +16,8 @@ MISTAKES = [
     Mistake(
         "the gradient of a frozen head's losses forgets their weights",
         "loss/linear.py",
-        "factor = (grad_output[0] * (scale / ctx.gain)).unsqueeze(1)",
-        "factor = (grad_output[0].abs() * (scale / ctx.gain)).unsqueeze(1)",
+        "factor = (grad_output[0] * ctx.factor).unsqueeze(1)",
+        "factor = (grad_output[0].abs() * ctx.factor).unsqueeze(1)",
         TOKENS,
     ),
     Mistake(
@@ -51,8 +51,8 @@ MISTAKES = [
     Mistake(
         "metrics of the last batch alone",
         "step/objective.py",
-        "self._sums[name] = self._sums[name] + value if name in self._sums else value",
-        "self._sums[name] = value",
+        "self.metrics[name] = self.metrics[name] + value if name in self.metrics else value",
+        "self.metrics[name] = value",
         STEPS,
     ),
 ]
