@@ -26,11 +26,6 @@ class Transform:
     scale: float = 1.0
     softcap: float | None = None
 
-    def __str__(self) -> str:
-        scaled = "" if self.scale == 1 else f"logits times {self.scale:g}"
-        capped = "" if self.softcap is None else f"logits capped at {self.softcap:g}"
-        return ", ".join(filter(None, (scaled, capped))) or "logits as they are"
-
     def of_(self, logits: torch.Tensor, keep: bool = False) -> torch.Tensor | None:
         """Scale and cap ``logits`` in place; returns the tanh of a cap if it is to be kept."""
         tanh = None

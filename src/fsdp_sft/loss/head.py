@@ -37,7 +37,6 @@ from fsdp_sft.targets import IGNORE_INDEX
 
 Compute = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
-_LENGTH = 8
 _KNOWN_SIZE = 20.0  # standard deviation of the known numbers; large enough for a soft cap to show
 # Largest relative error of the fused loss. It leaves room for TF32, because scale and soft cap have been
 # checked more exactly before.
@@ -114,12 +113,6 @@ def head_operands(head: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     return own.weight, own.bias
 
 
-def num_logits(head: nn.Module) -> int:
-    """Number of logits of a token, which is the number of rows of the head's weight."""
-    own: Any = _inside(head)
-    return int(getattr(own, "base_layer", own).weight.shape[0])
-
-
 def _inside(head: nn.Module) -> Any:
     """The layer that computes: the one that peft's wrapper calls now, or the head itself."""
     if not _is_of_peft(head, "AuxiliaryTrainingWrapper"):
@@ -161,8 +154,7 @@ def proved(model: nn.Module, head: nn.Module) -> LossChoice:
 
     Collective: all ranks of the model's mesh, by two forwards.
     """
-    device = compute_device(model)
-    ids = torch.arange(3, 3 + 2 * _LENGTH, device=device).view(2, -1) % num_logits(head)
+    ids = tiny_ids(model)
     targets = ids.roll(-1, dims=1)
     targets[:, -1] = IGNORE_INDEX
     targets[1] = IGNORE_INDEX  # the second row shows the transform and has no real logits
@@ -177,6 +169,13 @@ def proved(model: nn.Module, head: nn.Module) -> LossChoice:
     if not error <= _TOLERANCE.get(raw.dtype, 1e-2):
         raise ProbeError(f"the fused loss differs from that of the logits by {error:.1e}, relatively")
     return choice
+
+
+def tiny_ids(model: nn.Module) -> torch.Tensor:
+    """Two short rows of ids on a model's device, int64 ``(2, 8)``."""
+    embedding = getattr(unwrapped(model), "get_input_embeddings", lambda: None)()
+    rows = getattr(embedding, "num_embeddings", None) or 19
+    return torch.arange(3, 19, device=compute_device(model)).view(2, 8) % rows
 
 
 @contextmanager
@@ -287,7 +286,7 @@ class Forward:
         self.loss: torch.Tensor = torch.empty(())
         self.correct: torch.Tensor | None = None
         self.added: torch.Tensor | None = None
-        self.calls = 0
+        self.calls = self._num_logits = 0
         self.error: Exception | None = None
 
     def of_head(self, head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -296,12 +295,23 @@ class Forward:
         try:
             # FSDP2 replaces the head's parameters when it gathers them, so they are looked up at each call.
             weight, bias = head_operands(head)
+            self._num_logits = weight.shape[0]
             self.loss, self.correct = self._compute(
                 hidden=hidden, weight=weight, bias=bias, transform=self._transform
             )
         except Exception as error:
             self.error, self.loss = self.error or error, hidden.new_zeros(())
         return self.loss
+
+    def few_logits(
+        self, head: nn.Module, args: tuple[torch.Tensor, ...], _loss: torch.Tensor
+    ) -> torch.Tensor:
+        """Forward hook that replaces the head's result by logits of one position for what follows.
+
+        They cover all ids, since a model may change the logits of some. Forward hooks run in the order of
+        their registration, so FSDP2's have seen the loss before.
+        """
+        return args[0].new_zeros(*args[0].shape[:-2], 1, self._num_logits)
 
     def of_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The loss, and what the model adds to it, in place of the model's output."""
@@ -341,7 +351,7 @@ def loss_at_head(
     forward = Forward(compute, added_in, choice)
     with (
         replaced_forward(head, partial(forward.of_head, head)),
-        head.register_forward_hook(_few_logits),
+        head.register_forward_hook(forward.few_logits),
         replaced_forward(inner, partial(forward.of_model, inner.forward)),
     ):
         returned = model(**inputs)
@@ -373,12 +383,3 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
     finally:
         del own["forward"]
         own.update(before)
-
-
-def _few_logits(head: nn.Module, args: tuple[torch.Tensor, ...], _loss: torch.Tensor) -> torch.Tensor:
-    """Forward hook that replaces the head's result by logits of one position, for the rest of the forward.
-
-    They cover all ids, since a model may change the logits of some. Forward hooks run in the order of their
-    registration, so FSDP2's have seen the loss before.
-    """
-    return args[0].new_zeros(*args[0].shape[:-2], 1, num_logits(head))

@@ -26,7 +26,7 @@ from fsdp_sft._process.generators import unmoved
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.errors import ModelLossError
-from fsdp_sft.loss.head import LossChoice, ProbeError, fusible_head, proved, trying, wide
+from fsdp_sft.loss.head import LossChoice, ProbeError, fusible_head, proved, tiny_ids, trying, wide
 from fsdp_sft.loss.router import (
     WAY_OUT,
     Additions,
@@ -142,7 +142,8 @@ def choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
 
 def _check(name: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+        none = "None or " if None in allowed else ""
+        raise ValueError(f"{name} must be {none}one of {allowed}, got {value!r}")
 
 
 def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
@@ -175,7 +176,7 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
     if first and reason:
         _logger.warning("loss of %s: full logits, because %s", name, reason)
     elif first:
-        _logger.info("loss of %s: %s, %s", name, choice.impl, choice.transform)
+        _logger.info("loss of %s: chunked, %s", name, choice.transform)
     return choice
 
 
@@ -221,7 +222,15 @@ def additions_to(model: nn.Module, router_loss: RouterLoss | None) -> Additions:
         raise ModelLossError(f"router_loss={router_loss!r}: {why}")
     if router_loss is None and not configured and takes_flag and not prepared.has_warned:
         prepared.has_warned = True
-        _say_what_is_left_out(model)
+        name, value = coefficient_of(model)
+        mesh = training_mesh_of(model)
+        if value > 0 and (mesh is None or mesh.get_rank() == 0):
+            _logger.warning(
+                "%s has %s=%g, and its router's loss is not trained, because its config has no "
+                "output_router_logits: prepare_loss(model, router_loss='micro_batch') adds it, 'off' leaves "
+                "it out without a word",
+                *(name_of(model), name, value),
+            )
     # The argument is passed only if it differs from the config: dense models of a family that also has
     # experts take it too.
     flag = wanted if takes_flag and wanted != configured else None
@@ -275,14 +284,12 @@ def own_loss_is_ours(model: nn.Module, inputs: dict[str, Any]) -> tuple[bool, bo
     balance = Balance(replaces=False)
     intercept_balance_loss(base_of(inner), _intercepted)
     with trying(model), balanced_by(balance):
-        embedding = getattr(inner, "get_input_embeddings", lambda: None)()
-        rows = getattr(embedding, "num_embeddings", None) or 19
-        ids = torch.arange(3, 19, device=device).view(2, 8) % rows
+        ids = tiny_ids(model)
         # Labels in which losses may differ: unequal numbers of targets a row, special tokens, -100.
         labels = ids.roll(1, dims=0)
         for column, special in enumerate(("pad", "bos", "eos"), start=2):
             token = getattr(getattr(inner, "config", None), f"{special}_token_id", None)
-            if isinstance(token, int) and 0 <= token < rows:
+            if isinstance(token, int) and 0 <= token < getattr(text_config(model), "vocab_size", 0):
                 labels[0, column] = token
         labels[0, 6] = labels[1, 1:5] = IGNORE_INDEX
         given = {"input_ids": ids, **no_cache(model), **inputs}
@@ -317,16 +324,3 @@ def own_loss_is_ours(model: nn.Module, inputs: dict[str, Any]) -> tuple[bool, bo
         f"is not what is computed here: on a tiny batch it is {own:.6g}, and the cross entropy{also} "
         f"{expected:.6g}",
     )
-
-
-def _say_what_is_left_out(model: nn.Module) -> None:
-    """Warn that a router's loss with a positive coefficient is not added."""
-    name, value = coefficient_of(model)
-    mesh = training_mesh_of(model)
-    if value > 0 and (mesh is None or mesh.get_rank() == 0):
-        _logger.warning(
-            "%s has %s=%g, and its router's loss is not trained, because its config has no "
-            "output_router_logits: prepare_loss(model, router_loss='micro_batch') adds it, 'off' leaves it "
-            "out without a word",
-            *(name_of(model), name, value),
-        )

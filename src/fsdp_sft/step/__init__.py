@@ -8,5 +8,8 @@ without a step.
 from fsdp_sft.step.evaluation import EvalResult as EvalResult, evaluate as evaluate
 from fsdp_sft.step.gradients import SyncMode as SyncMode, gradient_sync as gradient_sync
 from fsdp_sft.step.loader import windows as windows
-from fsdp_sft.step.result import StepResult as StepResult
-from fsdp_sft.step.train import GradSync as GradSync, train_step as train_step
+from fsdp_sft.step.train import (
+    GradSync as GradSync,
+    StepResult as StepResult,
+    train_step as train_step,
+)

@@ -95,14 +95,11 @@ def refuse_untrainable(
             "step needs them: call train_step outside of that block"
         )
     stepped = [parameter for parameter in stepped_by(*optimizers) if parameter.requires_grad]
-    if not stepped and not any(parameter.requires_grad for parameter in names):
-        raise OptimizerError(
-            "no parameter is trained: all are frozen. Set requires_grad of those that are to be trained"
-        )
     if not stepped:
+        whose = "of the optimizer " if any(parameter.requires_grad for parameter in names) else ""
         raise OptimizerError(
-            "no parameter of the optimizer is trained, so that a step would change nothing: make it of those "
-            "that require a gradient (adapters go in before that, and before sharding)"
+            f"no parameter {whose}is trained, so that a step would change nothing: make the optimizer "
+            "of those that require a gradient (adapters go in before that, and before sharding)"
         )
     refuse_merged(model, "training")
     if mesh is None:

@@ -32,6 +32,7 @@ def in_step(
     objective: Objective,
     check: Callable[[Any], None],
     group: SequenceGroup | None,
+    options: dict[str, Any],
 ) -> Iterator[tuple[MicroBatch, bool, bool]]:
     """Yield this rank's batches and then stand-ins, until every rank has run out.
 
@@ -44,6 +45,7 @@ def in_step(
         objective: Definition of the loss, which says what a target is.
         check: Function that raises for a batch that the model cannot take.
         group: Ranks that share rows; each computes its part of them.
+        options: Options of the call that must be the same on every rank.
 
     Yields:
         (the batch, whether it counts and is no stand-in, whether a rank has rows padded on the left).
@@ -70,8 +72,10 @@ def in_step(
         total, different = agree(
             mesh,
             {"have": counts, "padded_left": left, "failed": error is not None},
-            {"keys": keys if counts else None, "keys of all": keys},
+            {"keys": keys if counts else None, "keys of all": keys, "options": options},
         )
+        if "options" in different:
+            refuse_different_options(options)
         if total["failed"]:
             raise_on_mesh(error, "reading a batch to evaluate", mesh)
         if not total["have"]:
@@ -157,14 +161,11 @@ def evaluate(
     sums, targets, weight, tokens = Sums(device), 0.0, 0.0, 0
     check_batch = check_of(model, own_loss=objective.is_own) if check else lambda batch: None
     options = {"check": check, "loss_fn": objective.is_own}
-    _, different = agree(mesh, {}, {"options": options})
-    if different:
-        refuse_different_options(options)
     model.eval()
     try:
         # Not in a caller's inference_mode: FSDP2 keeps the memory that it first gathers into.
         with torch.inference_mode(mode=False), torch.no_grad():
-            for batch, counts, left in in_step(batches, mesh, objective, check_batch, group):
+            for batch, counts, left in in_step(batches, mesh, objective, check_batch, group, options):
                 if check:
                     verify_at_first_use(model, [batch.seen], mesh, own_loss=objective.is_own)
                 if check and left and not objective.is_own:

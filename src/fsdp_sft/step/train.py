@@ -1,7 +1,8 @@
 """One optimizer step over a window of micro-batches."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,10 +15,12 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._process.trace_spans import part
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import this_rank
+from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._ranks.mesh import copies_of_rows, sum_over_mesh
+from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft.attention.context_parallel import sequence_group_of
-from fsdp_sft.experts import counter_of
+from fsdp_sft.errors import NonFiniteGradientError, abridged
+from fsdp_sft.experts import ExpertLoad, counter_of
 from fsdp_sft.loss import scaled_for_averaging
 from fsdp_sft.sampling.packing import verify_at_first_use
 from fsdp_sft.sampling.padding import verify_left_padding
@@ -44,7 +47,6 @@ from fsdp_sft.step.optimizers import (
     step_all,
     unscale,
 )
-from fsdp_sft.step.result import StepResult, non_finite
 from fsdp_sft.step.window import Window, agree_on_window
 
 if TYPE_CHECKING:
@@ -55,6 +57,47 @@ GradSync = Literal["each", "last", "reduce_scatter"]
 
 # What the backwards before a window's last one reduce.
 _UNTIL_THE_LAST: dict[str, SyncMode] = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of one optimizer step; the same on every rank.
+
+    Attributes:
+        loss: Mean over the window's targets on all ranks, weighted by ``loss_weights`` where batches have
+            them; nan for a window without targets.
+        grad_norm: 2-norm of the whole gradient before clipping; nan if there was no gradient.
+        num_targets: Number of targets of the window on all ranks. If ``count_fn`` returns weights, their sum,
+            rounded; ``target_weight`` is exact.
+        num_tokens: Number of tokens of the window on all ranks, without padding. Padding is what
+            ``attention_mask`` marks as such, and the filler at the end of a pack.
+        skipped: Whether the optimizer did not step.
+        skip_reason: Reason for a skipped step: ``"no targets"``, ``"no weight"`` (all targets have weight
+            0) or ``"inf gradients"``. None if the optimizer did step.
+        router_loss: Loss of a mixture's router, its coefficient included. The step minimises the sum of
+            ``loss`` and this; 0 if no router's loss is added.
+        expert_load: Number of tokens that each expert of a mixture was given; None unless ``watch_experts``
+            was called.
+        target_weight: Sum of the targets' ``loss_weights`` on all ranks, by which ``loss`` was divided;
+            without weights the number of targets.
+        metrics: Values that ``loss_fn`` returned by name beside the loss, summed over the window's batches on
+            all ranks and divided like ``loss``: means per target.
+        token_accuracy: Share of the targets to which the model gave the largest logit, before the step;
+            ``loss_weights`` do not count. nan for a window without targets, and with ``loss_fn`` or
+            ``count_fn``.
+    """
+
+    loss: float
+    grad_norm: float
+    num_targets: int
+    num_tokens: int
+    skipped: bool
+    skip_reason: str | None = None
+    router_loss: float = 0.0
+    target_weight: float = 0.0
+    expert_load: ExpertLoad | None = None
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
+    token_accuracy: float = math.nan
 
 
 @answered
@@ -180,7 +223,8 @@ def train_step(
     if window.weight == 0:
         return _without_step(model, window)
     if check:
-        verify_at_first_use(model, window.seen, mesh, own_loss=objective.is_own)
+        seen = [one.seen for one in window.micro_batches]
+        verify_at_first_use(model, seen, mesh, own_loss=objective.is_own)
     if check and window.padded_left and not objective.is_own:
         with_positions = "position_ids" in window.micro_batches[0].keys
         verify_left_padding(model, mesh, with_positions=with_positions)
@@ -220,7 +264,7 @@ def train_step(
     own_metrics = dict(zip(sums.metrics, read[3:], strict=True))
     metrics = means_over_mesh(own_metrics, mesh, divisor) if objective.is_own else {}
     if not math.isfinite(total_norm) and not has_infs:
-        raise non_finite(total_norm, loss / divisor, read[0], names, mesh)
+        raise _non_finite(total_norm, loss / divisor, read[0], names, mesh)
     for each in schedulers if not has_infs else ():
         each.step()
     return StepResult(
@@ -250,6 +294,41 @@ def _without_step(model: nn.Module, window: Window) -> StepResult:
             "rows with render_labels. If max_length cuts off the answers, filter_rows leaves such rows out"
         )
     return StepResult(math.nan, math.nan, 0, window.tokens, skipped=True, skip_reason=reason)
+
+
+def _non_finite(
+    norm: float,
+    loss: float,
+    own_loss: float,
+    names: Mapping[torch.nn.Parameter, str],
+    mesh: "DeviceMesh | None",
+) -> NonFiniteGradientError:
+    """The error of a gradient that is not finite: the ranks whose loss is not, and the weights that are not.
+
+    Args:
+        norm: Norm of the gradient.
+        loss: Mean loss of the window.
+        own_loss: This rank's summed loss.
+        names: The model's parameters with their names.
+        mesh: Ranks that share the window.
+
+    Collective: all ranks of the mesh.
+    """
+    where = ""
+    if mesh is not None and mesh.size() > 1:
+        finite = all_gather_objects(math.isfinite(own_loss))
+        ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
+        where = f" (that of rank {abridged(ranks)} is not finite)" if ranks else " (finite on every rank)"
+    broken = [name for one, name in names.items() if not bool(values_of(one.detach()).isfinite().all())]
+    advice = (
+        f"{abridged(broken)} hold values that are not finite: load the weights again"
+        if broken
+        else "Look at the last batches, lower the learning rate"
+    )
+    return NonFiniteGradientError(
+        f"the gradient norm is {norm} at a loss of {loss:.4g}{where}; parameters and optimizer are "
+        f"unchanged. {advice}, or start from the last checkpoint"
+    )
 
 
 def _forward_and_backward(

@@ -94,11 +94,6 @@ class Window:
     padded_left: bool
     micro_batches: list[MicroBatch]
 
-    @property
-    def seen(self) -> list[Any]:
-        """``MicroBatch.seen`` of each micro-batch."""
-        return [one.seen for one in self.micro_batches]
-
 
 def agree_on_window(
     micro_batches: list[Any],
