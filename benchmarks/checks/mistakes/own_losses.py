@@ -44,7 +44,7 @@ MISTAKES = [
     Mistake(
         "a loss_sum of a part taken for that of whole rows",
         "loss/causal.py",
-        "    if group is not None and is_of_whole_rows():",
+        "    if group is not None and OF_WHOLE_ROWS.get():",
         "    if False:",
         STEPS,
     ),

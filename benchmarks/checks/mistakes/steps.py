@@ -260,7 +260,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "weights that are broken have no names",
-        "step/result.py",
+        "step/train.py",
         "if not bool(values_of(one.detach()).isfinite().all())",
         "if False",
         ("tests/test_silence.py",),

@@ -35,11 +35,12 @@ from fsdp_sft.loss.counting import (
 )
 from fsdp_sft.loss.linear import linear_cross_entropy_sum as linear_cross_entropy_sum
 from fsdp_sft.loss.part import (
+    OF_WHOLE_ROWS as OF_WHOLE_ROWS,
     BatchPart as BatchPart,
-    loss_of_whole_rows as loss_of_whole_rows,
     own_part as own_part,
     part_on_device as part_on_device,
     tokens_of as tokens_of,
+    within as within,
 )
 from fsdp_sft.loss.prepare import LossImpl as LossImpl, prepare_loss as prepare_loss
 from fsdp_sft.loss.router import RouterLoss as RouterLoss

@@ -34,14 +34,14 @@ from fsdp_sft.loss.counting import (
 )
 from fsdp_sft.loss.head import Compute, LossChoice, loss_at_head, wide
 from fsdp_sft.loss.linear import chunked_loss, linear_token_losses
-from fsdp_sft.loss.part import BatchPart, is_of_whole_rows, own_part, whole_rows
+from fsdp_sft.loss.part import OF_WHOLE_ROWS, BatchPart, own_part, whole_rows, within
 from fsdp_sft.loss.plain import PLAIN, Terms, num_correct, plain_token_losses, summed_loss
 from fsdp_sft.loss.prepare import LossImpl, additions_to, choice_for, refuse_encoder_decoder
 from fsdp_sft.loss.router import (
+    BALANCE,
     Balance,
     RouterLoss,
     balance_of,
-    balanced_by,
     counted_of,
     share_of_tokens,
     weight_of_router,
@@ -117,7 +117,7 @@ def loss_sum(
     summed, router, groups, *_ = loss_parts(model, part, impl, router_loss, terms)
     if router is not None:
         summed = summed + router * weight_of_router(part, groups, router.device)
-    if group is not None and is_of_whole_rows():
+    if group is not None and OF_WHOLE_ROWS.get():
         return whole_rows(summed.reshape(1), group).sum(), num_targets(batch)
     return summed, num_targets(part)
 
@@ -384,6 +384,6 @@ def _forward_of(model: nn.Module, batch: Batch, balance: Balance | None = None) 
     """Context of a forward of a batch or of this rank's part of one."""
     counter = None if torch.compiler.is_compiling() else counter_of(model)
     rows = part_of_rows(batch.whole) if isinstance(batch, BatchPart) else nullcontext()
-    routed = nullcontext() if balance is None else balanced_by(balance)
+    routed = nullcontext() if balance is None else within(BALANCE, balance)
     with rows, routed, nullcontext() if counter is None else counter.counting(counted_of(batch)):
         yield

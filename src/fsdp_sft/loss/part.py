@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,8 @@ from fsdp_sft.loss.counting import (
     weights_of,
 )
 from fsdp_sft.targets import IGNORE_INDEX
+
+T = TypeVar("T")
 
 
 class BatchPart(CheckedBatch):
@@ -118,22 +120,18 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     return BatchPart(fields, whole, counted, int(seen_counted.sum()))
 
 
-_whole_rows: ContextVar[bool] = ContextVar("fsdp_sft_whole_rows_of_a_loss", default=False)
+# Whether a caller's loss is computed: of whole rows, the same on all ranks that share them.
+OF_WHOLE_ROWS: ContextVar[bool] = ContextVar("fsdp_sft_whole_rows_of_a_loss", default=False)
 
 
 @contextmanager
-def loss_of_whole_rows() -> Iterator[None]:
-    """Compute a caller's loss within the block: of whole rows, the same on all ranks that share them."""
-    token = _whole_rows.set(True)
+def within(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Give a context variable a value within the block."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _whole_rows.reset(token)
-
-
-def is_of_whole_rows() -> bool:
-    """Whether this is within ``loss_of_whole_rows``."""
-    return _whole_rows.get()
+        variable.reset(token)
 
 
 def whole_rows(values: torch.Tensor, group: SequenceGroup) -> torch.Tensor:

@@ -27,13 +27,14 @@ from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.loss.head import LossChoice, ProbeError, fusible_head, proved, tiny_ids, trying, wide
+from fsdp_sft.loss.part import within
 from fsdp_sft.loss.router import (
+    BALANCE,
     WAY_OUT,
     Additions,
     Balance,
     RouterLoss,
     _intercepted,
-    balanced_by,
     coefficient_of,
     name_of,
 )
@@ -283,7 +284,7 @@ def own_loss_is_ours(model: nn.Module, inputs: dict[str, Any]) -> tuple[bool, bo
     device, inner = compute_device(model), unwrapped(model)
     balance = Balance(replaces=False)
     intercept_balance_loss(base_of(inner), _intercepted)
-    with trying(model), balanced_by(balance):
+    with trying(model), within(BALANCE, balance):
         ids = tiny_ids(model)
         # Labels in which losses may differ: unequal numbers of targets a row, special tokens, -100.
         labels = ids.roll(1, dims=0)

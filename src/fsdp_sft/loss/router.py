@@ -17,8 +17,7 @@ its gradient.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -168,20 +167,8 @@ class Balance:
         return self.loss
 
 
-_active: ContextVar[Balance | None] = ContextVar("fsdp_sft_balance", default=None)
-
-
-@contextmanager
-def balanced_by(balance: Balance | None) -> Iterator[None]:
-    """Let ``balance`` compute the router's loss of forwards within the block; None leaves it to the model.
-
-    ``own_loss_is_ours`` must have been called for the model before.
-    """
-    token = _active.set(balance)
-    try:
-        yield
-    finally:
-        _active.reset(token)
+# What computes the router's loss of a forward of a model whose own loss was compared; None leaves it to it.
+BALANCE: ContextVar[Balance | None] = ContextVar("fsdp_sft_balance", default=None)
 
 
 def _intercepted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,7 +178,7 @@ def _intercepted(original: Callable[..., Any]) -> Callable[..., Any]:
     def balance_loss(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a compiled graph cannot read context variables
             return original(*args, **kwargs)
-        balance, given = _active.get(), _read(*args, **kwargs)
+        balance, given = BALANCE.get(), _read(*args, **kwargs)
         if balance is None or given is None:
             return original(*args, **kwargs)
         computed = balance.of(*given)

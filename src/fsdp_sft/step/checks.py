@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,16 +48,13 @@ _OFF = "; check=False if that is meant"
 _logger = logging.getLogger("fsdp_sft.step")
 
 
-@dataclass
-class _Done:
+class _Done(set[Any]):
     """What was checked, or warned of, once for a model."""
-
-    things: set[Any] = field(default_factory=set)
 
 
 def done_with(model: nn.Module) -> set[Any]:
     """What was checked, or warned of, once for a model; to be added to."""
-    return record_of(model).kept_or_new(_Done).things
+    return record_of(model).kept_or_new(_Done)
 
 
 def first_time(model: nn.Module, thing: str) -> bool:

@@ -16,13 +16,14 @@ from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup, sequence_group_of
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import (
+    OF_WHOLE_ROWS,
     WEIGHTS_KEY,
     LossParts,
-    loss_of_whole_rows,
     loss_parts,
     num_targets,
     tokens_of,
     weight_of,
+    within,
 )
 from fsdp_sft.step.agreement import agree
 
@@ -72,7 +73,7 @@ class Objective:
         counted = mask != 0 if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
         with (
             nullcontext() if counter is None else counter.counting(counted),
-            nullcontext() if group is None else loss_of_whole_rows(),
+            within(OF_WHOLE_ROWS, group is not None),
             without_caches(model),
         ):
             summed, metrics = _checked(self.loss_fn(model, batch))
