@@ -4,10 +4,10 @@ The loss is a float32 sum. It is divided by the number of targets of the whole w
 micro-batches), never by a rank's own, and the averaging that FSDP2 does over ranks is cancelled. The mean of
 per-rank means would be another number as soon as ranks hold unequal numbers of targets.
 
-``counting`` counts targets. ``linear`` is the loss of a head, a chunk of logits at a time, of ``products``.
-``head`` calls it inside the model's forward where that is proved to give the same result. ``router`` holds
-the model's own loss against it, and adds a router's. ``causal`` puts these together, and ``part`` cuts
-batches where ranks share rows.
+``plain`` is the definition, from full logits: read it first. ``linear`` computes the same of a head, a block
+of logits at a time (``blocks``, ``products``). ``head`` calls it inside the model's forward where that is
+proved to give the same result. ``counting`` counts targets. ``prepare`` holds the model's own loss against this one,
+and ``router`` adds a router's. ``causal`` puts these together, and ``part`` cuts batches where ranks share rows.
 """
 
 from fsdp_sft.loss.causal import (

@@ -173,13 +173,12 @@ def blocks_of_logits(
     positions: torch.Tensor,
     chunk_size: int,
     products: Products,
-    *,
-    labels: torch.Tensor | None,
-    gradients: HeadGradients | None = None,
+    labels: torch.Tensor,
+    gradients: HeadGradients,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield (indices of some rows, their float32 logits before scale and soft cap, to be overwritten).
 
-    If ``gradients`` are wanted, a block must hold the slopes of its logits when the next one is asked for.
+    If gradients are wanted, a block must hold the slopes of its logits when the next one is asked for.
 
     Args:
         hidden: Hidden states ``(N, H)``.
@@ -187,11 +186,9 @@ def blocks_of_logits(
         positions: Indices of the rows to go through.
         chunk_size: Number of rows whose logits exist at once.
         products: The products for the head's weight.
-        labels: Targets of all rows ``(N,)``, whose logits are computed exactly even if products round; None
-            if none matters more than the others.
-        gradients: Where gradients are summed; None if none is wanted.
+        labels: Targets of all rows ``(N,)``, whose logits are computed exactly even if products round.
+        gradients: Where gradients are summed.
     """
-    wanted = gradients is not None and gradients.any
     for index in positions.split(chunk_size) if len(positions) else ():
         rows = hidden.index_select(0, index)
         logits = products.logits(rows)
@@ -199,16 +196,12 @@ def blocks_of_logits(
             if head.bias is not None:
                 block.add_(head.bias)
             if products.rounds:
-                _refine(block, rows[part], None if labels is None else labels[index[part], None], head)
+                _refine(block, rows[part], labels[index[part], None], head)
             yield index[part], block
-            if gradients is None or not wanted:
-                continue
-            if products.gain != 1:
+            if gradients.any and products.gain != 1:
                 block.mul_(gradients.gain)
             if gradients.bias is not None:
                 gradients.bias.add_(block.sum(0))
-        if gradients is None or not wanted:
-            continue
         # The slopes of all blocks of the chunk are in ``logits`` now.
         if gradients.hidden is not None:
             gradients.hidden.index_copy_(0, index, products.hidden_gradient(logits))
@@ -216,14 +209,14 @@ def blocks_of_logits(
             products.add_weight_gradient(logits, rows, gradients.weight)
 
 
-def _refine(logits: torch.Tensor, hidden: torch.Tensor, columns: torch.Tensor | None, head: Head) -> None:
+def _refine(logits: torch.Tensor, hidden: torch.Tensor, columns: torch.Tensor, head: Head) -> None:
     """Compute the rounded logits that matter most again, in float32: those of the targets and the largest.
 
     bfloat16 moves a logit by up to 0.4 %. In the sum of exponentials the errors of the many logits average
     out, but not that of the largest, nor that of the target, which is subtracted by itself.
     """
     largest = (logits if head.transform.scale > 0 else -logits).argmax(-1, keepdim=True)
-    for column in (largest,) if columns is None else (columns, largest):
+    for column in (columns, largest):
         exact = head.weight[column.squeeze(1)].float().mul_(hidden).sum(-1, keepdim=True)
         if head.bias is not None:
             exact.add_(head.bias[column])

@@ -239,12 +239,10 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         targets = targets_in(labels, weight.shape[0], known)
         products = products_for(weight, min(chunk_size, len(targets)))
         gain = _gain(products.gain, terms, weights, targets)
-        ctx.gradients = HeadGradients(hidden, head, wanted, gain)
+        kept = ctx.gradients = HeadGradients(hidden, head, wanted, gain)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-        for index, logits in blocks_of_logits(
-            hidden, head, targets, chunk_size, products, labels=labels, gradients=ctx.gradients
-        ):
+        for index, logits in blocks_of_logits(hidden, head, targets, chunk_size, products, labels, kept):
             factors = None if weights is None else weights[index, None].to(logits.dtype)
             columns = labels[index, None]
             losses, is_largest = losses_of(logits, columns, transform, terms, factors, any(wanted))
@@ -323,9 +321,7 @@ class _LinearTokenLosses(torch.autograd.Function):
         # Kept is the gradient of the hidden states for weights of 1, or what it takes to compute all again.
         ctx.keeps = wanted == [True, False, False] and not entropy
         kept = HeadGradients(hidden, head, [ctx.keeps, False, False], products.gain)
-        for index, logits in blocks_of_logits(
-            hidden, head, positions, chunk_size, products, labels=labels, gradients=kept
-        ):
+        for index, logits in blocks_of_logits(hidden, head, positions, chunk_size, products, labels, kept):
             columns = labels[index, None]
             if entropy:
                 transform.of_(logits)
@@ -388,9 +384,7 @@ def _weighted(
         weights = weights / largest
         gain = gain / (_MOST_OF_ENTROPY if len(weights) > 1 else 1.0)
     gradients = HeadGradients(hidden, head, wanted, gain)
-    for index, logits in blocks_of_logits(
-        hidden, head, positions, chunk_size, products, labels=labels, gradients=gradients
-    ):
+    for index, logits in blocks_of_logits(hidden, head, positions, chunk_size, products, labels, gradients):
         columns, own = labels[index, None], weights[:, index, None].to(logits.dtype)
         if len(weights) == 1:
             losses_of(logits, columns, head.transform, PLAIN, own[0], True)
