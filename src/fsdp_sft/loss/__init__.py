@@ -7,8 +7,8 @@ per-rank means would be another number as soon as ranks hold unequal numbers of 
 ``plain`` is the definition, from full logits: read it first. ``linear`` computes the same of a head, a block
 of logits at a time (``blocks``, ``products``). ``head`` calls it inside the model's forward where that is
 proved to give the same result. ``counting`` counts targets. ``prepare`` holds the model's own loss against
-this one, and ``router`` adds a router's. ``causal`` puts these together, and ``part`` cuts batches where ranks
-share rows.
+this one, and ``router`` adds a router's. ``causal`` puts these together, and ``part`` cuts batches where
+ranks share rows.
 """
 
 from fsdp_sft.loss.causal import (
