@@ -29,7 +29,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a schedule at other rates than its optimizer is not said",
-        "step/meant.py",
+        "step/warnings.py",
         " and _sets_other_rates(one)]",
         " and False]",
         ("tests/test_mistakes.py",),

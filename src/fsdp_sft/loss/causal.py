@@ -352,7 +352,7 @@ def _computed(
     added: Callable[[Any], torch.Tensor | None] = lambda output: None,
 ) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
     """One forward: (the loss, number of correct targets) at the head or of logits, and what is ``added``."""
-    choice = LossChoice("logits") if impl == "logits" else choice_for(model, impl)
+    choice = LossChoice() if impl == "logits" else choice_for(model, impl)
     head = choice.head
     if head is not None:
         with context:

@@ -52,12 +52,10 @@ class LossChoice:
     """The chosen implementation of one model's loss.
 
     Attributes:
-        impl: ``"chunked"`` or ``"logits"``.
         transform: Scale and soft cap that a fused loss applies to the head's output.
-        known_head: Head whose forward a fused loss replaces; None for ``"logits"``.
+        known_head: Head whose forward a fused loss replaces; None for full logits.
     """
 
-    impl: str
     transform: Transform = AS_IT_IS
     known_head: "weakref.ref[nn.Module] | None" = None
 
@@ -161,7 +159,7 @@ def proved(model: nn.Module, head: nn.Module) -> LossChoice:
     inputs = {"input_ids": ids, **no_cache(model)}
     with trying(model):
         raw, logits = _observe(model, head, inputs)
-        choice = LossChoice("chunked", _transform_of(model, raw, logits), weakref.ref(head))
+        choice = LossChoice(_transform_of(model, raw, logits), weakref.ref(head))
         expected = F.cross_entropy(wide(logits[0]), targets[0], reduction="sum", ignore_index=IGNORE_INDEX)
 
         actual = loss_at_head(model, choice, head, inputs, partial(chunked_loss, labels=targets)).loss

@@ -115,7 +115,6 @@ def prepare_loss(
         >>> fs.prepare_loss(model)
         'chunked'
     """
-    _check("impl", impl, _IMPLS)
     _check("router_loss", router_loss, _ROUTER_LOSSES)
     refuse_encoder_decoder(model)
     asked = impl, router_loss, bool(compare)
@@ -126,7 +125,7 @@ def prepare_loss(
     additions_to(model, None)
     choice = _decide(model, impl)
     prepared.choices.update({impl: choice, "auto": choice})
-    return choice.impl
+    return "logits" if choice.known_head is None else "chunked"
 
 
 def choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
@@ -136,7 +135,6 @@ def choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
     """
     choices = record_of(model).kept_or_new(Prepared).choices
     if impl not in choices:
-        _check("impl", impl, _IMPLS)
         choices[impl] = _decide(model, impl)
     return choices[impl]
 
@@ -149,8 +147,9 @@ def _check(name: str, value: str | None, allowed: tuple[str | None, ...]) -> Non
 
 def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
     """Make the choice for ``impl``; all ranks of the mesh take part."""
+    _check("impl", impl, _IMPLS)
     if impl == "logits":
-        return LossChoice(impl)
+        return LossChoice()
     name = original_class(unwrapped(model)).__name__
     mesh = training_mesh_of(model)
     first = mesh is None or mesh.get_rank() == 0
@@ -163,7 +162,7 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
 
     # Ranks agree before the proof, because its forwards are collective, and again on its outcome.
     head, reason = fusible_head(model)
-    reason, choice = agreed(reason), LossChoice("logits")
+    reason, choice = agreed(reason), LossChoice()
     if head is not None and not reason:
         try:
             choice = proved(model, head)
@@ -173,7 +172,7 @@ def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
     if reason and impl != "auto":
         raise ModelLossError(f"the loss of {name} cannot be computed by impl={impl!r}: {reason}")
     if reason:
-        choice = LossChoice("logits")
+        choice = LossChoice()
     if first and reason:
         _logger.warning("loss of %s: full logits, because %s", name, reason)
     elif first:

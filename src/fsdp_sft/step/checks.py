@@ -9,7 +9,7 @@ window, the rest in each.
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -148,16 +148,15 @@ def _refuse_alone(model: nn.Module) -> None:
         )
 
 
-def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
-    """A function that raises for a batch that the model cannot take.
+def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> None:
+    """Raise for batches on the host that the model cannot take.
 
     With an ``own_loss`` labels are not checked, because they mean what the caller wants; nor are positions,
     unless the attention is transformers'.
     """
     vocabulary = vocabulary_of(model)
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
-
-    def check(batch: Any) -> None:
+    for batch in batches:
         ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if isinstance(ids, torch.Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
             raise BatchError(
@@ -178,8 +177,6 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
             refuse_masked_pack(batch)
         if not own_loss:
             vocabulary.check_labels(batch, LABEL_KEYS, IGNORE_INDEX)
-
-    return check
 
 
 def _warn_of_length(model: nn.Module, batch: Any) -> None:

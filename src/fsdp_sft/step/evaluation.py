@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from fsdp_sft.errors import BatchError
 from fsdp_sft.sampling.packing import verify_at_first_use
 from fsdp_sft.sampling.padding import verify_left_padding
 from fsdp_sft.step.agreement import agree, refuse_different_keys, refuse_different_options
-from fsdp_sft.step.checks import check_of
+from fsdp_sft.step.checks import check_batches
 from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums, means_over_mesh
 from fsdp_sft.step.window import MicroBatch, begun_late, measured
 
@@ -30,7 +31,7 @@ def in_step(
     batches: Iterable[Any],
     mesh: "DeviceMesh | None",
     objective: Objective,
-    check: Callable[[Any], None],
+    check: Callable[[list[Any]], None],
     group: SequenceGroup | None,
     options: dict[str, Any],
 ) -> Iterator[tuple[MicroBatch, bool, bool]]:
@@ -43,7 +44,7 @@ def in_step(
         batches: This rank's batches.
         mesh: Mesh of the model, whose ranks go through their batches together; None is this rank alone.
         objective: Definition of the loss, which says what a target is.
-        check: Function that raises for a batch that the model cannot take.
+        check: Function that raises for batches that the model cannot take.
         group: Ranks that share rows; each computes its part of them.
         options: Options of the call that must be the same on every rank.
 
@@ -64,7 +65,7 @@ def in_step(
             if batch is not None:
                 counts = True
                 (one,) = measured([batch], objective, group)
-                check(one.seen)
+                check([one.seen])
         except Exception as caught:
             error = caught
         keys = () if one is None else one.keys
@@ -159,13 +160,13 @@ def evaluate(
     reshard(model)  # a forward before an optimizer's step leaves the root gathered, with the old values
     modes = {module: module.training for module in model.modules()}
     sums, targets, weight, tokens = Sums(device), 0.0, 0.0, 0
-    check_batch = check_of(model, own_loss=objective.is_own) if check else lambda batch: None
+    look = partial(check_batches, model, own_loss=objective.is_own) if check else lambda batches: None
     options = {"check": check, "loss_fn": objective.is_own}
     model.eval()
     try:
         # Not in a caller's inference_mode: FSDP2 keeps the memory that it first gathers into.
         with torch.inference_mode(mode=False), torch.no_grad():
-            for batch, counts, left in in_step(batches, mesh, objective, check_batch, group, options):
+            for batch, counts, left in in_step(batches, mesh, objective, look, group, options):
                 if check:
                     verify_at_first_use(model, [batch.seen], mesh, own_loss=objective.is_own)
                 if check and left and not objective.is_own:

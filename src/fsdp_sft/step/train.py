@@ -27,7 +27,7 @@ from fsdp_sft.sampling.padding import verify_left_padding
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
 from fsdp_sft.step.checks import (
     FIRST_WINDOW,
-    check_of,
+    check_batches,
     compare_rows,
     done_with,
     first_time,
@@ -36,7 +36,6 @@ from fsdp_sft.step.checks import (
     refuse_untrainable,
 )
 from fsdp_sft.step.gradients import SyncMode, checked_norm, clip_gradients, gradient_sync
-from fsdp_sft.step.meant import warn_of_what_may_be_meant
 from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums, means_over_mesh
 from fsdp_sft.step.optimizers import (
     Optimizers,
@@ -47,6 +46,7 @@ from fsdp_sft.step.optimizers import (
     step_all,
     unscale,
 )
+from fsdp_sft.step.warnings import warn_of_likely_mistakes
 from fsdp_sft.step.window import Window, agree_on_window
 
 if TYPE_CHECKING:
@@ -199,12 +199,10 @@ def train_step(
         if not check:
             return
         refuse_untrainable(model, names, optimizers, mesh)
-        warn_of_what_may_be_meant(model, optimizers, schedulers, scaler, names, left_out)
+        warn_of_likely_mistakes(model, optimizers, schedulers, scaler, names, left_out)
         if is_first and objective.knows_accuracy:
             look_at_labels(model, seen)
-        check_batch = check_of(model, own_loss=objective.is_own)
-        for batch in seen:
-            check_batch(batch)
+        check_batches(model, seen, own_loss=objective.is_own)
 
     options = {
         "max_grad_norm": max_grad_norm,
