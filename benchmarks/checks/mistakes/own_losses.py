@@ -36,9 +36,9 @@ MISTAKES = [
     ),
     Mistake(
         "targets of whole rows counted by each rank that shares them",
-        "step/objective.py",
-        "count = count if once or not whole else 0",
-        "count = count",
+        "step/window.py",
+        "targets = targets if first or objective.knows_accuracy else 0.0",
+        "targets = targets",
         STEPS,
     ),
     Mistake(

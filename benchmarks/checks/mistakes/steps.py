@@ -218,9 +218,9 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a count of the caller's own left aside",
-        "step/objective.py",
-        "count = counted(given if self.count_fn is not None else part, self.count_fn)",
-        "count = counted(part, None)",
+        "step/window.py",
+        "targets = counted(part if count_fn is None else given, count_fn)",
+        "targets = counted(part, None)",
         ("tests/step/test_own_loss.py",),
     ),
     Mistake(

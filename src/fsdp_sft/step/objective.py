@@ -13,16 +13,13 @@ from torch import nn
 from fsdp_sft._model.blocks import without_caches
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft._ranks.mesh import sum_over_mesh
-from fsdp_sft.attention.context_parallel import SequenceGroup, sequence_group_of
+from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import (
     OF_WHOLE_ROWS,
-    WEIGHTS_KEY,
     LossParts,
     loss_parts,
     num_targets,
-    tokens_of,
-    weight_of,
     within,
 )
 from fsdp_sft.step.agreement import agree
@@ -81,24 +78,6 @@ class Objective:
             summed = summed / group.size
             metrics = {name: value / group.size for name, value in metrics.items()}
         return LossParts(summed, None, (), torch.zeros_like(summed, dtype=torch.int64), metrics)
-
-    def measured(self, given: Any, part: Any, group: SequenceGroup | None) -> tuple[float, float, int]:
-        """This rank's share of a batch's (targets, weight of them, tokens).
-
-        The first of the ranks that share rows counts what is asked of whole rows.
-
-        Args:
-            given: The batch as the caller gave it.
-            part: What this rank computes of it, on the host.
-            group: Ranks that share its rows; None if none do.
-        """
-        once = group is None or group.rank == 0
-        whole = self.is_own or self.count_fn is not None
-        count = counted(given if self.count_fn is not None else part, self.count_fn)
-        count = count if once or not whole else 0
-        weighted = not self.is_own and isinstance(part, Mapping) and part.get(WEIGHTS_KEY) is not None
-        tokens = tokens_of(part, needs_ids=not self.is_own) if once or not self.is_own else 0
-        return count, weight_of(part) if weighted else float(count), tokens
 
 
 def counted(batch: Any, count_fn: CountFn | None) -> float:

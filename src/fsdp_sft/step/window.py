@@ -13,10 +13,21 @@ from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup
 from fsdp_sft.errors import BatchError
 from fsdp_sft.jobs.preemption import keep_workers_alive
-from fsdp_sft.loss import LOSS_KEYS, BatchPart, CheckedBatch, facts_of, own_part, part_on_device, targets_of
+from fsdp_sft.loss import (
+    LOSS_KEYS,
+    WEIGHTS_KEY,
+    BatchPart,
+    CheckedBatch,
+    facts_of,
+    own_part,
+    part_on_device,
+    targets_of,
+    tokens_of,
+    weight_of,
+)
 from fsdp_sft.sampling.padding import is_padded_on_left
 from fsdp_sft.step.agreement import Keys, agree, keys_of, refuse_different_keys, refuse_different_options
-from fsdp_sft.step.objective import Objective
+from fsdp_sft.step.objective import Objective, counted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,17 +73,26 @@ class MicroBatch:
 def measured(batches: Sequence[Any], objective: Objective, group: SequenceGroup | None) -> list[MicroBatch]:
     """The batches, counted on the host, which waits once for those that are on a device.
 
+    What is asked of whole rows, by a function of the caller's, the first of the ranks that share them counts.
+
     Args:
         batches: Batches of this rank.
         objective: Definition of the loss. A batch without ``input_ids`` is an error, unless the loss is the
             caller's own: it then counts as 0 tokens.
-        group: Ranks that share the rows; each counts the targets and tokens of its part.
+        group: Ranks that share the rows; each counts the targets and tokens of its part. None if none do.
     """
+    is_own, count_fn = objective.is_own, objective.count_fn
+    first = group is None or group.rank == 0
     found = []
     for given, seen in zip(batches, on_host(batches), strict=True):
-        part = seen if objective.is_own else own_part(seen, group)
-        counts = objective.measured(given, part, group)
-        found.append(MicroBatch(given, seen, part, keys_of(seen), *counts, is_padded_on_left(seen)))
+        part = seen if is_own else own_part(seen, group)
+        targets = counted(part if count_fn is None else given, count_fn)
+        targets = targets if first or objective.knows_accuracy else 0.0
+        weighted = not is_own and isinstance(part, Mapping) and part.get(WEIGHTS_KEY) is not None
+        weight = weight_of(part) if weighted else targets
+        tokens = tokens_of(part, needs_ids=not is_own) if first or not is_own else 0
+        left = is_padded_on_left(seen)
+        found.append(MicroBatch(given, seen, part, keys_of(seen), targets, weight, tokens, left))
     return found
 
 
