@@ -282,7 +282,7 @@ def _checked(batch: Batch, name: str) -> torch.Tensor:
     shape = labels.shape if not isinstance(ids, torch.Tensor) or ids.is_nested else ids.shape
     if not is_usual or labels.ndim != 2 or labels.shape != shape:
         raise BatchError(
-            f"{name}, {_said(labels)}, must be aligned with input_ids, {_said(ids)}, as int64 (B, S); "
+            f"{name} of {_said(labels)} must be aligned with input_ids of {_said(ids)}, as int64 (B, S); "
             "the loss shifts labels itself. Nested rows are to be padded "
             f"(torch.nested.to_padded_tensor) or packed (PackedCollator); {_OWN_LOSS}"
         )
