@@ -18,8 +18,8 @@ MISTAKES = [
     Mistake(
         "a BatchEncoding becomes a dict on its way to the device",
         "step/window.py",
-        "        if not isinstance(value, UserDict):\n            return parts\n",
-        "        return parts\n",
+        "        made.data = to_device(batch.data, device)\n        return made\n",
+        "        return to_device(batch.data, device)\n",
         ("tests/step/test_kinds_of_batches.py",),
     ),
     Mistake(
@@ -101,21 +101,21 @@ MISTAKES = [
     ),
     Mistake(
         "the z-loss has half its gradient",
-        "loss/linear.py",
+        "loss/blocks.py",
         "logits.mul_(1 + 2 * z_loss * (largest - above))",
         "logits.mul_(1 + z_loss * (largest - above))",
         TERMS,
     ),
     Mistake(
         "smoothing has no gradient",
-        "loss/linear.py",
+        "loss/blocks.py",
         "            logits.sub_(smoothing / logits.shape[1])",
         "            pass",
         TERMS,
     ),
     Mistake(
         "weights of the loss are left out of its gradient",
-        "loss/linear.py",
+        "loss/blocks.py",
         "            logits.mul_(weights)\n",
         "            pass\n",
         TERMS,

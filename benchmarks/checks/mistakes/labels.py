@@ -63,9 +63,9 @@ MISTAKES = [
     ),
     Mistake(
         "the accuracy of the last micro-batch alone",
-        "step/train.py",
-        "total, correct = total + summed.detach(), correct + right",
-        "total, correct = total + summed.detach(), right",
+        "step/objective.py",
+        "self.loss + found.summed.detach(), self.correct + found.correct",
+        "self.loss + found.summed.detach(), found.correct",
         ("tests/step/test_accuracy.py",),
     ),
     Mistake(
@@ -128,8 +128,8 @@ MISTAKES = [
     Mistake(
         "the shift made twice, with full logits",
         "loss/causal.py",
-        "summed_loss(logits.flatten(0, 1), targets.flatten()",
-        "summed_loss(logits.flatten(0, 1), targets.roll(-1, 1).flatten()",
+        "flat, labels = logits.flatten(0, 1), targets.flatten()",
+        "flat, labels = logits.flatten(0, 1), targets.roll(-1, 1).flatten()",
         ("tests/test_parity.py", "tests/loss/test_loss.py"),
     ),
     Mistake(

@@ -16,8 +16,8 @@ MISTAKES = [
     Mistake(
         "the gradient of a frozen head's losses forgets their weights",
         "loss/linear.py",
-        "factor = (grad_output[0] * (scale / ctx.gain)).unsqueeze(1)",
-        "factor = (grad_output[0].abs() * (scale / ctx.gain)).unsqueeze(1)",
+        "factor = (grad_output[0] * ctx.factor).unsqueeze(1)",
+        "factor = (grad_output[0].abs() * ctx.factor).unsqueeze(1)",
         TOKENS,
     ),
     Mistake(
@@ -36,23 +36,23 @@ MISTAKES = [
     ),
     Mistake(
         "targets of whole rows counted by each rank that shares them",
-        "step/objective.py",
-        "count = count if once or not whole else 0",
-        "count = count",
+        "step/window.py",
+        "targets = targets if first or objective.knows_accuracy else 0.0",
+        "targets = targets",
         STEPS,
     ),
     Mistake(
         "a loss_sum of a part taken for that of whole rows",
         "loss/causal.py",
-        "    if group is not None and is_of_whole_rows():",
+        "    if group is not None and OF_WHOLE_ROWS.get():",
         "    if False:",
         STEPS,
     ),
     Mistake(
         "metrics of the last batch alone",
         "step/objective.py",
-        "self._sums[name] = self._sums[name] + value if name in self._sums else value",
-        "self._sums[name] = value",
+        "self.metrics[name] = self.metrics[name] + value if name in self.metrics else value",
+        "self.metrics[name] = value",
         STEPS,
     ),
 ]

@@ -12,7 +12,7 @@ MISTAKES = [
     ),
     Mistake(
         "nothing is said of parameters without an optimizer",
-        "step/meant.py",
+        "step/warnings.py",
         "    if left_out and first_time(",
         "    if False and first_time(",
         ("tests/test_mistakes.py",),
@@ -26,21 +26,21 @@ MISTAKES = [
     ),
     Mistake(
         "an end of turn that is padding gets no gradient without a word",
-        "step/meant.py",
+        "step/warnings.py",
         "            and module.num_embeddings == rows",
         "            and False",
         ("tests/step/test_lengths.py",),
     ),
     Mistake(
         "a model left in eval mode is trained without a word",
-        "step/meant.py",
+        "step/warnings.py",
         "    if not model.training and first_time(",
         "    if False and first_time(",
         ("tests/test_mistakes.py",),
     ),
     Mistake(
         "rates that have become 0 are stepped without a word",
-        "step/meant.py",
+        "step/warnings.py",
         "    if _AT_A_RATE in done_with(model) and not (above or begins) and first_time(",
         "    if False and first_time(",
         ("tests/test_mistakes.py",),

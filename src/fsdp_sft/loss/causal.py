@@ -1,11 +1,10 @@
 """The causal-LM loss of a model on a batch: labels shifted once, a float32 sum, with or without logits."""
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, overload
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -14,186 +13,44 @@ from torch.nn import functional as F
 
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.inputs import no_cache
-from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import refuse_changed_gradients, reshard, training_mesh_of
-from fsdp_sft._model.wrappers import unwrapped
-from fsdp_sft._process.streams import travelling
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.mesh import CP, device_groups_of, sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup, part_of_rows, sequence_group_of
 from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.experts import counter_of
-from fsdp_sft.loss import counting
 from fsdp_sft.loss.counting import (
     WEIGHTS_KEY,
     Batch,
     CheckedBatch,
+    Targets,
     check_num_targets,
-    counted_tokens,
     is_shifted,
     num_targets,
     scaled_for_averaging,
     targets_of,
-    weight_of,
     weights_of,
     without_labels,
 )
-from fsdp_sft.loss.head import LossChoice, ProbeError, fusible_head, loss_at_head, proved, wide
-from fsdp_sft.loss.linear import PLAIN, Terms, chunked_loss, linear_token_losses, num_correct, summed_loss
-from fsdp_sft.loss.part import BatchPart, is_of_whole_rows, own_part, tokens_of, whole_rows
+from fsdp_sft.loss.head import Compute, LossChoice, loss_at_head, wide
+from fsdp_sft.loss.linear import chunked_loss, linear_token_losses
+from fsdp_sft.loss.part import OF_WHOLE_ROWS, BatchPart, own_part, whole_rows, within
+from fsdp_sft.loss.plain import PLAIN, Terms, num_correct, plain_token_losses, summed_loss
+from fsdp_sft.loss.prepare import LossImpl, additions_to, choice_for, refuse_encoder_decoder
 from fsdp_sft.loss.router import (
-    Additions,
+    BALANCE,
     Balance,
-    LossSettings,
     RouterLoss,
-    additions_to,
-    balanced_by,
-    check_router_loss,
+    balance_of,
+    counted_of,
+    share_of_tokens,
+    weight_of_router,
 )
 from fsdp_sft.sampling.packing import verify_at_first_use
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
-from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-LossImpl = Literal["auto", "chunked", "logits"]
-
-IMPLS = get_args(LossImpl)
-_logger = logging.getLogger("fsdp_sft.loss")
-
-
-@dataclass
-class _Choices:
-    """Choices for a model's forward, by ``impl``."""
-
-    by_impl: dict[str, LossChoice] = field(default_factory=dict)
-
-
-def prepare_loss(
-    model: nn.Module,
-    *,
-    impl: LossImpl = "auto",
-    router_loss: RouterLoss | None = None,
-    compare: bool = True,
-) -> str:
-    """Say how a model's loss is computed, and prove it: for ``train_step``, ``evaluate`` and ``loss_sum``.
-
-    Without a call, the first loss does the same with the defaults. Call this function again, on all ranks,
-    after a change of the model's forward (another head, scale or loss): what was proved is not looked at
-    again.
-
-    A loss without full logits needs a head that is a linear layer, or what peft trains of one
-    (``modules_to_save``, trained tokens). The model's logits must be the head's output up to a scale and a
-    soft cap. That is checked on a tiny batch, on which the loss must also equal that of the model's real
-    logits. A hook on the head then sees the loss in place of the logits.
-
-    Args:
-        model: Decoder-only language model with its weights, sharded or not. Its mode, buffers, gradients and
-            the random number generators are left as they were. A sharded model is resharded.
-        impl: ``"auto"`` takes the chunked loss if possible, and full logits with a logged warning if not.
-            ``"chunked"`` raises if it is not. ``"logits"`` computes full logits.
-        router_loss: What to do with the loss of a mixture's router; see ``loss_sum``.
-        compare: Whether to compare the model's own loss, ``model(**batch, labels=...)``, with the cross
-            entropy. False trains the cross entropy alone, whatever the model's own loss is: for a model whose
-            own loss raises, or has terms that are not to be trained.
-
-    Returns:
-        ``"chunked"`` or ``"logits"``. The choice and its reason are logged.
-
-    Raises:
-        ModelLossError: If the model's own loss is not the cross entropy, or cannot be computed to compare it;
-            see ``loss_sum``.
-        ValueError: If ``impl`` or ``router_loss`` is none of these, if ranks differ in arguments, if the
-            model is an encoder-decoder or on the meta device, or if its loss cannot be computed by ``impl``;
-            the message has the reason.
-
-    Collective: all ranks of the model's mesh, by four forwards of 2 x 8 tokens.
-    Memory: With trained tokens on the head, a copy of its weight in each forward, and its gradient in float32
-    until the backward.
-
-    Example:
-        >>> fs.prepare_loss(model)
-        'chunked'
-    """
-    _check_impl(impl)
-    check_router_loss(router_loss)
-    _refuse_encoder_decoder(model)
-    routers = (None, *get_args(RouterLoss))
-    own = 1 + IMPLS.index(impl) + 3 * routers.index(router_loss) + 12 * bool(compare)
-    ranks, sums, squares = sum_over_mesh([1.0, own, own * own], training_mesh_of(model))
-    if ranks * squares != sums * sums:
-        raise ValueError("prepare_loss: ranks call with different arguments; give all of them the same")
-    record_of(model).keep(LossSettings(compare=compare, router_loss=router_loss))
-    additions_to(model, None)
-    choices = record_of(model).kept_or_new(_Choices).by_impl
-    choice = _decide(model, impl)
-    choices.clear()  # those for another impl may be of other numbers
-    choices.update({impl: choice, "auto": choice})
-    return choice.impl
-
-
-def _choice_for(model: nn.Module, impl: LossImpl) -> LossChoice:
-    """The choice for ``impl``, made now if there is none.
-
-    Collective: all ranks of the model's mesh, the first time.
-    """
-    choices = record_of(model).kept_or_new(_Choices).by_impl
-    if impl not in choices:
-        _check_impl(impl)
-        choices[impl] = _decide(model, impl)
-    return choices[impl]
-
-
-def _check_impl(impl: str) -> None:
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
-
-
-def _decide(model: nn.Module, impl: LossImpl) -> LossChoice:
-    """Make the choice for ``impl``; all ranks of the mesh take part."""
-    if impl == "logits":
-        return LossChoice(impl)
-    name = original_class(unwrapped(model)).__name__
-    mesh = training_mesh_of(model)
-    first = mesh is None or mesh.get_rank() == 0
-
-    def agreed(reason: str) -> str:
-        """This rank's reason, or the number of other ranks that have one; empty if no rank has."""
-        failed = sum_over_mesh([bool(reason)], mesh)[0]
-        others = f"{int(failed)} other ranks of the mesh could not compute it from the hidden states"
-        return reason or others * bool(failed)
-
-    head, reason = fusible_head(model)
-    # Ranks agree before the proof, because its forwards are collective, and again on its outcome.
-    reason, choice = agreed(reason), None
-    if head is not None and not reason:
-        try:
-            choice = proved(model, head)
-        except ProbeError as error:
-            reason = str(error)
-        reason = agreed(reason)
-    if choice is not None and not reason:
-        if first:
-            _logger.info("loss of %s: %s, %s", name, choice.impl, choice.transform)
-        return choice
-    if impl != "auto":
-        raise ModelLossError(f"the loss of {name} cannot be computed by impl={impl!r}: {reason}")
-    if first:
-        _logger.warning("loss of %s: full logits, because %s", name, reason)
-    return LossChoice("logits")
-
-
-def _refuse_encoder_decoder(model: nn.Module) -> None:
-    """Raise for an encoder-decoder, whose labels are not shifted against its inputs."""
-    model = unwrapped(model)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ModelLossError(
-            f"{original_class(model).__name__} is an encoder-decoder: its labels are not shifted against its "
-            "inputs. Give train_step and evaluate a loss_fn, such as the sum that model(**batch).loss is the "
-            "mean of"
-        )
+    pass
 
 
 def loss_sum(
@@ -257,10 +114,10 @@ def loss_sum(
     """
     terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
     part, group = _part_for(model, batch)
-    summed, router, groups, _ = loss_parts(model, part, impl, router_loss, terms)
+    summed, router, groups, *_ = loss_parts(model, part, impl, router_loss, terms)
     if router is not None:
-        summed = summed + router * _weight_of_router(part, groups, router.device)
-    if group is not None and is_of_whole_rows():
+        summed = summed + router * weight_of_router(part, groups, router.device)
+    if group is not None and OF_WHOLE_ROWS.get():
         return whole_rows(summed.reshape(1), group).sum(), num_targets(batch)
     return summed, num_targets(part)
 
@@ -321,43 +178,13 @@ def causal_lm_loss(
         refuse_changed_gradients(model, mesh)  # of the shards, which the forward replaces
     summed, router, *_ = loss_parts(model, part, impl, router_loss)
     if router is not None:
-        summed = summed + router * (_share_of_tokens(part, num_targets, mesh) * weight)
+        summed = summed + router * (share_of_tokens(part, num_targets, mesh) * weight)
     if mesh is None:
         return summed / weight
     return scaled_for_averaging(summed, weight)
 
 
-def _share_of_tokens(batch: Batch, num_targets: int, mesh: "DeviceMesh | None") -> float:
-    """A batch's share of the window's tokens."""
-    tokens = getattr(num_targets, "num_tokens", 0)
-    if tokens:
-        return tokens_of(batch) / tokens
-    if num_targets == counting.num_targets(batch) and (mesh is None or mesh.size() == 1):
-        return 1.0  # the batch is the window
-    raise ValueError(
-        "the router's loss of a micro-batch weighs by its tokens over those of the window, which are not "
-        "known: take num_targets from count_targets, which counts them too, or pass router_loss='off'"
-    )
-
-
-def _weight_of_router(
-    batch: Batch, groups: tuple[dist.ProcessGroup, ...], device: torch.device
-) -> torch.Tensor | float:
-    """Factor that brings this rank's router loss, a mean, into the unit of the summed loss.
-
-    It is the weight of the batch's targets. Over several ranks it is their total weight, times this rank's
-    share of their tokens.
-    """
-    weight = weight_of(batch)
-    if not groups:
-        return weight
-    own = float(tokens_of(batch))
-    total = travelling(torch.tensor([weight, own], dtype=torch.float64), device)
-    for group in groups:
-        dist.all_reduce(total, group=group)
-    return total[0] * own / total[1].clamp(min=1)
-
-
+# Without ``entropy`` the losses, with it (losses, entropies).
 @overload
 def token_losses(
     model: nn.Module, batch: Batch, *, impl: LossImpl = "auto", entropy: Literal[False] = False
@@ -416,25 +243,19 @@ def token_losses(
         >>> torch.allclose(losses.sum(), summed)
         True
     """
-    _refuse_encoder_decoder(model)
+    refuse_encoder_decoder(model)
     part, group = _part_for(model, batch)
     targets = targets_of(part)
-    if not isinstance(part, CheckedBatch):
-        refuse_masked_pack(batch)
+    known = _known_targets(part)
 
-    def of_logits(logits: torch.Tensor) -> torch.Tensor:
-        flat = logits.flatten(0, 1), targets.flatten().to(logits.device)
-        losses = F.cross_entropy(*flat, ignore_index=IGNORE_INDEX, reduction="none").view(targets.shape)
-        if not entropy:
-            return losses[None]
-        logs = logits.log_softmax(-1)
-        counts = targets.to(logits.device) != IGNORE_INDEX
-        return torch.stack([losses, torch.where(counts, -(logs.exp() * logs).sum(-1), 0.0)])
+    def of_logits(logits: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return plain_token_losses(logits, targets.to(logits.device), entropy), None
 
-    known = part.targets if isinstance(part, CheckedBatch) else None
-    at_head = partial(linear_token_losses, labels=targets, known=known, entropy=entropy)
+    def at_head(**operands: Any) -> tuple[torch.Tensor, None]:
+        return linear_token_losses(labels=targets, known=known, entropy=entropy, **operands), None
+
     inputs = {**without_labels(part), **no_cache(model)}
-    values, _ = _run(impl)(model, inputs, targets, impl, _forward_of(model, part), at_head, of_logits)
+    values, *_ = _run(impl)(model, inputs, targets, impl, _forward_of(model, part), at_head, of_logits)
     if group is not None:
         values = whole_rows(values, group)[..., : batch["input_ids"].shape[1]]
     if not is_shifted(batch):
@@ -451,12 +272,14 @@ class LossParts(NamedTuple):
             is this rank's share: of the tokens of all ranks of the groups, or of its own if there is none.
         groups: Groups of the router's loss, which take tensors on the device.
         correct: Number of targets whose logit is the largest, int64, 0-dim.
+        metrics: What a caller's loss returned beside the loss, float64.
     """
 
     summed: torch.Tensor
     router: torch.Tensor | None
     groups: tuple[dist.ProcessGroup, ...]
     correct: torch.Tensor
+    metrics: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 def loss_parts(
@@ -478,52 +301,41 @@ def loss_parts(
         is_counted: False for a batch that only takes part in other ranks' forwards: the router's loss then
             does not count its tokens.
     """
-    _refuse_encoder_decoder(model)
+    refuse_encoder_decoder(model)
     targets, weights = targets_of(batch), weights_of(batch)
-    known = batch.targets if isinstance(batch, CheckedBatch) else None
-    if known is None:
-        refuse_masked_pack(batch)
-    balance: Balance | None = None
-    groups: tuple[dist.ProcessGroup, ...] = ()
-    if torch.compiler.is_compiling():
-        additions = torch.compiler.disable(additions_to)(model, router_loss)
-        if additions.over_ranks:
-            raise ModelLossError("router_loss='global_micro_batch' cannot be computed inside torch.compile")
-    else:
-        additions = additions_to(model, router_loss)
-        groups = _groups_of_router(model, batch, additions)
-        balance = _balance(model, batch, additions, groups)
-        if balance is not None and not is_counted:
-            balance.counted = torch.zeros_like(targets, dtype=torch.bool)
+    known = _known_targets(batch)
+    is_compiling = torch.compiler.is_compiling()
+    additions = (torch.compiler.disable(additions_to) if is_compiling else additions_to)(model, router_loss)
+    if is_compiling and additions.over_ranks:
+        raise ModelLossError("router_loss='global_micro_batch' cannot be computed inside torch.compile")
+    balance = None if is_compiling else balance_of(model, batch, additions)
+    if balance is not None:
+        balance.counted = balance.counted if is_counted else torch.zeros_like(targets, dtype=torch.bool)
 
     def added(output: Any) -> torch.Tensor | None:
-        if balance is not None and balance.loss is None:
-            raise ModelLossError(
-                f"the router's loss of {type(model).__name__} was not computed where it was when the model "
-                "was first asked: it has been compiled as a whole since (compile_blocks compiles its "
-                "blocks), or its forward replaced"
-            )
-        return additions.of(output, model)  # type: ignore[no-any-return]
+        return additions.of(output, model, balance)
 
-    correct: list[torch.Tensor] = []
-
-    def of_logits(logits: torch.Tensor) -> torch.Tensor:
+    def of_logits(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat, labels = logits.flatten(0, 1), targets.flatten().to(logits.device)
         factors = None if weights is None else weights.flatten().to(logits.device)
-        correct.append(num_correct(logits.flatten(0, 1), targets.flatten().to(logits.device)))
-        return summed_loss(logits.flatten(0, 1), targets.flatten().to(logits.device), factors, terms)
+        return summed_loss(flat, labels, factors, terms), num_correct(flat, labels)
 
-    def at_head(**operands: Any) -> torch.Tensor:
-        loss, right = chunked_loss(labels=targets, known=known, weights=weights, terms=terms, **operands)
-        correct.append(right)
-        return loss
-
+    at_head = partial(chunked_loss, labels=targets, known=known, weights=weights, terms=terms)
     inputs = {**without_labels(batch), **no_cache(model), **additions.inputs}
     context = _forward_of(model, batch, balance)
-    summed, router = _run(impl)(model, inputs, targets, impl, context, at_head, of_logits, added)
-    return LossParts(summed, router, groups, correct[-1])
+    summed, correct, router = _run(impl)(model, inputs, targets, impl, context, at_head, of_logits, added)
+    return LossParts(summed, router, () if balance is None else balance.groups, correct)
 
 
-def _run(impl: LossImpl) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+def _known_targets(batch: Batch) -> Targets | None:
+    """Facts about a batch's targets that the host knows; a batch that was not looked at is, for its mask."""
+    if isinstance(batch, CheckedBatch):
+        return batch.targets
+    refuse_masked_pack(batch)
+    return None
+
+
+def _run(impl: LossImpl) -> Callable[..., tuple[torch.Tensor, Any, torch.Tensor | None]]:
     """``_computed``, outside of a compiled graph, which cannot contain replaced forwards of modules."""
     hides = impl != "logits" and torch.compiler.is_compiling()
     return torch.compiler.disable(_computed) if hides else _computed
@@ -535,16 +347,17 @@ def _computed(
     targets: torch.Tensor,
     impl: LossImpl,
     context: Any,
-    at_head: Callable[..., torch.Tensor],
-    of_logits: Callable[[torch.Tensor], torch.Tensor],
+    at_head: Compute,
+    of_logits: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]],
     added: Callable[[Any], torch.Tensor | None] = lambda output: None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One forward: (``at_head`` of the head's operands or ``of_logits`` of its logits, what is ``added``)."""
-    choice = LossChoice("logits") if impl == "logits" else _choice_for(model, impl)
+) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
+    """One forward: (the loss, number of correct targets) at the head or of logits, and what is ``added``."""
+    choice = LossChoice() if impl == "logits" else choice_for(model, impl)
     head = choice.head
     if head is not None:
         with context:
-            return loss_at_head(model, head, inputs, choice.at(head, at_head), added)
+            forward = loss_at_head(model, choice, head, inputs, at_head, added)
+        return forward.loss, forward.correct, forward.added
     with context:
         output = model(**inputs)
     logits = output.logits
@@ -554,7 +367,7 @@ def _computed(
             f"got {tuple(logits.shape)} from {original_class(model).__name__}; for a classifier give "
             "train_step a loss_fn"
         )
-    return of_logits(wide(logits)), added(output)
+    return *of_logits(wide(logits)), added(output)
 
 
 def _part_for(model: nn.Module, batch: Batch) -> tuple[Batch, SequenceGroup | None]:
@@ -571,44 +384,6 @@ def _forward_of(model: nn.Module, batch: Batch, balance: Balance | None = None) 
     """Context of a forward of a batch or of this rank's part of one."""
     counter = None if torch.compiler.is_compiling() else counter_of(model)
     rows = part_of_rows(batch.whole) if isinstance(batch, BatchPart) else nullcontext()
-    routed = nullcontext() if balance is None else balanced_by(balance)
-    with rows, routed, nullcontext() if counter is None else counter.counting(_counted(batch)):
+    routed = nullcontext() if balance is None else within(BALANCE, balance)
+    with rows, routed, nullcontext() if counter is None else counter.counting(counted_of(batch)):
         yield
-
-
-def _counted(batch: Batch) -> torch.Tensor | None:
-    """Mask of the tokens of a batch that are neither padding nor filler; None if all count."""
-    return batch.counted if isinstance(batch, BatchPart) else counted_tokens(batch)
-
-
-def _groups_of_router(model: nn.Module, batch: Batch, additions: Additions) -> tuple[dist.ProcessGroup, ...]:
-    """Process groups over whose tokens a batch's router loss is computed; none if only over this rank's."""
-    if not additions.is_added or not (additions.over_ranks or isinstance(batch, BatchPart)):
-        return ()
-    mesh = training_mesh_of(model)
-    if additions.over_ranks:
-        return device_groups_of(mesh)
-    return () if mesh is None else (mesh.get_group(CP),)
-
-
-def _balance(
-    model: nn.Module, batch: Batch, additions: Additions, groups: tuple[dist.ProcessGroup, ...]
-) -> Balance | None:
-    """Replacement of the model's own router loss; None takes the model's own.
-
-    Raises:
-        ModelLossError: If only the model's own can be taken, and it is not the loss that is asked for.
-    """
-    if not additions.is_added:
-        return None
-    counted = _counted(batch)
-    if additions.is_balanced:
-        return Balance(counted, groups)
-    is_filled = counted is not None and batch.get("attention_mask") is None and not bool(counted.all())
-    if additions.over_ranks or isinstance(batch, BatchPart) or is_filled:
-        raise ModelLossError(
-            f"the router's loss of {type(model).__name__} is not computed by transformers' usual function in "
-            "an uncompiled forward, so that it cannot be that of several ranks' tokens, nor leave out what "
-            "fills this pack up: take prepare_loss(model, router_loss='off')"
-        )
-    return None

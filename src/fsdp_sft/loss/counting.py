@@ -38,16 +38,12 @@ class TargetCount(int):
     num_tokens: int
     weight: float
 
-    def __new__(cls, targets: int, num_tokens: int, weight: float | None = None) -> Self:
+    def __new__(cls, targets: int, num_tokens: int = 0, weight: float | None = None) -> Self:
         """The integer ``targets`` with the other arguments as attributes."""
         self = super().__new__(cls, targets)
         self.num_tokens = num_tokens
         self.weight = float(targets if weight is None else weight)
         return self
-
-    def __getnewargs__(self) -> tuple[int, int, float]:  # type: ignore[override]
-        """Arguments of the copy that pickle makes."""
-        return int(self), self.num_tokens, self.weight
 
 
 @dataclass(frozen=True)
@@ -77,20 +73,10 @@ class CheckedBatch(dict[str, Any]):
         self.targets = targets
 
 
-def checked_batch(moved: Batch, seen: Batch, device: torch.device) -> CheckedBatch:
-    """``moved`` (a batch on ``device``) with facts about its targets from ``seen``, its copy on the host."""
-    return CheckedBatch(moved, seen_targets(seen, device))
-
-
-def seen_targets(seen: Batch, device: torch.device) -> Targets:
-    """Facts about the targets of a batch on the host, with their positions copied to ``device``."""
-    return facts_of(targets_of(seen).reshape(-1), device)
-
-
 def facts_of(flat: torch.Tensor, device: torch.device) -> Targets:
-    """Facts about flattened labels in host memory."""
+    """Facts about flattened labels; the host waits for them if they are on a device."""
     positions = (flat != IGNORE_INDEX).nonzero().squeeze(1)
-    low, high = map(int, flat[positions].aminmax()) if len(positions) else (0, 0)
+    low, high = torch.stack(flat[positions].aminmax()).tolist() if len(positions) else (0, 0)
     return Targets(travelling(positions, device), low, high)
 
 
@@ -160,11 +146,13 @@ def num_tokens(batch: Any, needs_ids: bool = True) -> int:
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         return int((mask != 0).sum())
     if isinstance(ids, torch.Tensor):
-        counted = counted_tokens(batch) if _has_labels(batch) else None
+        labels = fields.get("shift_labels" if is_shifted(batch) else "labels")
+        counted = None
+        if isinstance(labels, torch.Tensor) and labels.dtype == torch.int64 and labels.shape == ids.shape:
+            counted = counted_tokens(batch)
         return ids.numel() if counted is None else int(counted.sum())
     if needs_ids:
-        seen = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-        raise BatchError(f"a batch needs 'input_ids', got {seen}")
+        raise BatchError(f"a batch needs 'input_ids', got {_seen(batch)}")
     return 0
 
 
@@ -178,13 +166,6 @@ def counted_tokens(batch: Batch) -> torch.Tensor | None:
         return mask != 0 if mask.ndim == 2 else None
     filler = filler_of(batch, targets_of(batch))
     return None if filler is None else ~filler
-
-
-def _has_labels(batch: Batch) -> bool:
-    """Whether a batch has labels, shifted or not, of the shape of its ids."""
-    labels = batch.get("shift_labels" if is_shifted(batch) else "labels")
-    ids = batch["input_ids"]
-    return isinstance(labels, torch.Tensor) and labels.dtype == torch.int64 and labels.shape == ids.shape
 
 
 def num_targets(batch: Batch) -> int:
@@ -207,18 +188,12 @@ def weights_of(batch: Batch) -> torch.Tensor | None:
     weights = batch.get(WEIGHTS_KEY) if isinstance(batch, Mapping) else None
     if weights is None:
         return None
-    name = "shift_labels" if is_shifted(batch) else "labels"
-    labels = _checked(batch, name)
-    if (
-        not isinstance(weights, torch.Tensor)
-        or not weights.is_floating_point()
-        or weights.shape != labels.shape
-    ):
-        tensor = isinstance(weights, torch.Tensor)
-        got = f"{weights.dtype} {tuple(weights.shape)}" if tensor else type(weights).__name__
+    shape = targets_of(batch).shape
+    is_usual = isinstance(weights, torch.Tensor) and weights.is_floating_point()
+    if not is_usual or weights.shape != shape:
         raise BatchError(
-            f"{WEIGHTS_KEY} must be a floating point tensor of the shape of {name} {tuple(labels.shape)}, "
-            f"got {got}"
+            f"{WEIGHTS_KEY} must be a floating point tensor of the shape of the labels {tuple(shape)}, got "
+            f"{_said(weights)}"
         )
     return weights if is_shifted(batch) else F.pad(weights[:, 1:], (0, 1), value=0.0)
 
@@ -299,23 +274,29 @@ def check_num_targets(num_targets: float) -> None:
 
 def _checked(batch: Batch, name: str) -> torch.Tensor:
     """Labels of a batch, int64 ``(B, S)``; raises an error that says what is wrong with them."""
-    labels = batch.get(name) if isinstance(batch, Mapping) else None
+    labels: Any = batch.get(name) if isinstance(batch, Mapping) else None
     if labels is None:
-        seen = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
-        raise BatchError(f"a batch needs 'labels' aligned with 'input_ids', got {seen}; {_OWN_LOSS}")
+        raise BatchError(f"a batch needs 'labels' aligned with 'input_ids', got {_seen(batch)}; {_OWN_LOSS}")
     ids = batch.get("input_ids")
-    if any(isinstance(tensor, torch.Tensor) and tensor.is_nested for tensor in (labels, ids)):
+    is_usual = isinstance(labels, torch.Tensor) and not labels.is_nested and labels.dtype == torch.int64
+    shape = labels.shape if not isinstance(ids, torch.Tensor) or ids.is_nested else ids.shape
+    if not is_usual or labels.ndim != 2 or labels.shape != shape:
         raise BatchError(
-            "input_ids and labels are nested tensors, whose rows have no width in common: pad them "
-            f"(torch.nested.to_padded_tensor), or pack rows with PackedCollator; {_OWN_LOSS}"
+            f"{name} of {_said(labels)} must be aligned with input_ids of {_said(ids)}, as int64 (B, S); "
+            "the loss shifts labels itself. Nested rows are to be padded "
+            f"(torch.nested.to_padded_tensor) or packed (PackedCollator); {_OWN_LOSS}"
         )
-    if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or labels.dtype != torch.int64:
-        tensor = isinstance(labels, torch.Tensor)
-        got = f"{labels.dtype} {tuple(labels.shape)}" if tensor else type(labels).__name__
-        raise BatchError(f"{name} must be an int64 tensor of shape (B, S), got {got}; {_OWN_LOSS}")
-    if isinstance(ids, torch.Tensor) and ids.shape != labels.shape:
-        raise BatchError(
-            f"{name} {tuple(labels.shape)} must be aligned with input_ids {tuple(ids.shape)}; the loss "
-            f"shifts labels itself; {_OWN_LOSS}"
-        )
-    return labels
+    checked: torch.Tensor = labels
+    return checked
+
+
+def _said(value: Any) -> str:
+    """What a value of a batch is, in words."""
+    if not isinstance(value, torch.Tensor) or value.is_nested:
+        return "a nested tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+    return f"{value.dtype} {tuple(value.shape)}"
+
+
+def _seen(batch: Any) -> str:
+    """The keys of a batch, or its type, in words."""
+    return str(sorted(map(str, batch))) if isinstance(batch, Mapping) else type(batch).__name__

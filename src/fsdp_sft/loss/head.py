@@ -14,7 +14,8 @@ The first row holds the real logits, whose cross entropy the loss must reproduce
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +31,12 @@ from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.wrappers import base_of, replicated_by, unwrapped, with_wrappers
 from fsdp_sft.experts import counter_of
+from fsdp_sft.loss.blocks import AS_IT_IS, Transform
 from fsdp_sft.loss.linear import chunked_loss
 from fsdp_sft.targets import IGNORE_INDEX
 
-HeadForward = Callable[[torch.Tensor], torch.Tensor]
+Compute = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
-_LENGTH = 8
 _KNOWN_SIZE = 20.0  # standard deviation of the known numbers; large enough for a soft cap to show
 # Largest relative error of the fused loss. It leaves room for TF32, because scale and soft cap have been
 # checked more exactly before.
@@ -47,42 +48,15 @@ class ProbeError(Exception):
 
 
 @dataclass(frozen=True)
-class Transform:
-    """The function that a model applies to its head's output: ``cap(scale * logits)``.
-
-    Attributes:
-        scale: Factor of the logits.
-        softcap: Bound of ``cap(x) = softcap * tanh(x / softcap)``; None for no cap.
-    """
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def __str__(self) -> str:
-        scaled = "" if self.scale == 1 else f"logits times {self.scale:g}"
-        capped = "" if self.softcap is None else f"logits capped at {self.softcap:g}"
-        return ", ".join(filter(None, (scaled, capped))) or "logits as they are"
-
-    def error(self, raw: torch.Tensor, logits: torch.Tensor) -> float:
-        """Largest difference between ``logits`` and transformed ``raw``, relative to the largest logit."""
-        own, logits = wide(raw) * self.scale, wide(logits)
-        if self.softcap is not None:
-            own = self.softcap * torch.tanh(own / self.softcap)
-        return float((own - logits).abs().max() / logits.abs().max())
-
-
-@dataclass(frozen=True)
 class LossChoice:
     """The chosen implementation of one model's loss.
 
     Attributes:
-        impl: ``"chunked"`` or ``"logits"``.
         transform: Scale and soft cap that a fused loss applies to the head's output.
-        known_head: Head whose forward a fused loss replaces; None for ``"logits"``.
+        known_head: Head whose forward a fused loss replaces; None for full logits.
     """
 
-    impl: str
-    transform: Transform = field(default_factory=Transform)
+    transform: Transform = AS_IT_IS
     known_head: "weakref.ref[nn.Module] | None" = None
 
     @property
@@ -90,17 +64,6 @@ class LossChoice:
         """The head; None where full logits are computed, as hooks on its gradients need."""
         head = None if self.known_head is None else self.known_head()
         return None if head is None or has_hooks(head) else head
-
-    def at(self, head: nn.Module, compute: Callable[..., torch.Tensor]) -> HeadForward:
-        """A function from hidden states to ``compute(hidden=, weight=, bias=, scale=, softcap=)``."""
-
-        def computed(hidden: torch.Tensor) -> torch.Tensor:
-            # FSDP2 replaces the head's parameters when it gathers them, so they are looked up at each call.
-            weight, bias = head_operands(head)
-            scale, softcap = self.transform.scale, self.transform.softcap
-            return compute(hidden=hidden, weight=weight, bias=bias, scale=scale, softcap=softcap)
-
-        return computed
 
 
 def fusible_head(model: nn.Module) -> tuple[nn.Module | None, str]:
@@ -148,12 +111,6 @@ def head_operands(head: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     return own.weight, own.bias
 
 
-def num_logits(head: nn.Module) -> int:
-    """Number of logits of a token, which is the number of rows of the head's weight."""
-    own: Any = _inside(head)
-    return int(getattr(own, "base_layer", own).weight.shape[0])
-
-
 def _inside(head: nn.Module) -> Any:
     """The layer that computes: the one that peft's wrapper calls now, or the head itself."""
     if not _is_of_peft(head, "AuxiliaryTrainingWrapper"):
@@ -195,25 +152,28 @@ def proved(model: nn.Module, head: nn.Module) -> LossChoice:
 
     Collective: all ranks of the model's mesh, by two forwards.
     """
-    device = compute_device(model)
-    ids = torch.arange(3, 3 + 2 * _LENGTH, device=device).view(2, -1) % num_logits(head)
+    ids = tiny_ids(model)
     targets = ids.roll(-1, dims=1)
     targets[:, -1] = IGNORE_INDEX
     targets[1] = IGNORE_INDEX  # the second row shows the transform and has no real logits
     inputs = {"input_ids": ids, **no_cache(model)}
     with trying(model):
         raw, logits = _observe(model, head, inputs)
-        choice = LossChoice("chunked", _transform_of(model, raw, logits), weakref.ref(head))
+        choice = LossChoice(_transform_of(model, raw, logits), weakref.ref(head))
         expected = F.cross_entropy(wide(logits[0]), targets[0], reduction="sum", ignore_index=IGNORE_INDEX)
 
-        def loss_of(**operands: Any) -> torch.Tensor:
-            return chunked_loss(labels=targets, known=None, **operands)[0]
-
-        actual, _ = loss_at_head(model, head, inputs, choice.at(head, loss_of))
+        actual = loss_at_head(model, choice, head, inputs, partial(chunked_loss, labels=targets)).loss
     error = float((actual - expected).abs() / expected.abs().clamp_min(1e-6))
     if not error <= _TOLERANCE.get(raw.dtype, 1e-2):
         raise ProbeError(f"the fused loss differs from that of the logits by {error:.1e}, relatively")
     return choice
+
+
+def tiny_ids(model: nn.Module) -> torch.Tensor:
+    """Two short rows of ids on a model's device, int64 ``(2, 8)``."""
+    embedding = getattr(unwrapped(model), "get_input_embeddings", lambda: None)()
+    rows = getattr(embedding, "num_embeddings", None) or 19
+    return torch.arange(3, 19, device=compute_device(model)).view(2, 8) % rows
 
 
 @contextmanager
@@ -251,16 +211,9 @@ def _observe(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> tuple
         return raw[-1]
 
     with replaced_forward(head, head_forward):
-        logits = getattr(model(**inputs), "logits", None)
+        logits = model(**inputs).logits
     if len(raw) != 1:
         raise ProbeError(f"the forward calls the head {len(raw)} times")
-    if not isinstance(logits, torch.Tensor):
-        raise ProbeError("the forward returns no logits")
-    if logits.shape != raw[0].shape or logits.shape[:2] != inputs["input_ids"].shape:
-        raise ProbeError(
-            f"the head returns {tuple(raw[0].shape)} and the model {tuple(logits.shape)} for input_ids "
-            f"{tuple(inputs['input_ids'].shape)}"
-        )
     return raw[0], logits
 
 
@@ -273,7 +226,7 @@ def _transform_of(model: nn.Module, raw: torch.Tensor, logits: torch.Tensor) -> 
             scales.update({value: None, 1 / value: None})
         if value > 0 and "cap" in name:
             softcaps[value] = None
-    errors = {(one := Transform(a, b)): one.error(raw, logits) for a in scales for b in softcaps}
+    errors = {(one := Transform(a, b)): _error(one, raw, logits) for a in scales for b in softcaps}
     best = min(errors, key=lambda candidate: errors[candidate])
     # What rounding can explain.
     if not errors[best] <= 16 * max(torch.finfo(raw.dtype).eps, torch.finfo(logits.dtype).eps):
@@ -282,6 +235,13 @@ def _transform_of(model: nn.Module, raw: torch.Tensor, logits: torch.Tensor) -> 
             f"(off by {errors[best]:.1e} of the largest logit)"
         )
     return best
+
+
+def _error(transform: Transform, raw: torch.Tensor, logits: torch.Tensor) -> float:
+    """Largest difference between ``logits`` and transformed ``raw``, relative to the largest logit."""
+    own, logits = wide(raw).clone(), wide(logits)
+    transform.of_(own)
+    return float((own - logits).abs().max() / logits.abs().max())
 
 
 def _numbers_of(model: nn.Module) -> Iterator[tuple[str, float]]:
@@ -303,110 +263,121 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+class Forward:
+    """One forward of a model that returns its loss, computed where the model calls its head: the result.
+
+    An exception that left a forward here would leave FSDP2's state in the middle of it, so the first one is
+    kept in ``error`` until the forward has ended.
+
+    Attributes:
+        loss: The loss, or the losses of tokens.
+        correct: Number of targets whose logit is the largest; None for losses of tokens.
+        added: What the model adds to its loss; None for nothing.
+        calls: Number of calls of the head.
+        error: The first error of what runs inside.
+    """
+
+    def __init__(
+        self, compute: Compute, added_in: Callable[[Any], torch.Tensor | None], choice: LossChoice
+    ) -> None:
+        self._compute, self._added_in, self._transform = compute, added_in, choice.transform
+        self.loss: torch.Tensor = torch.empty(())
+        self.correct: torch.Tensor | None = None
+        self.added: torch.Tensor | None = None
+        self.calls = self._num_logits = 0
+        self.error: Exception | None = None
+
+    def of_head(self, head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """The loss, in place of the head's product."""
+        self.calls += 1
+        try:
+            # FSDP2 replaces the head's parameters when it gathers them, so they are looked up at each call.
+            weight, bias = head_operands(head)
+            self._num_logits = weight.shape[0]
+            self.loss, self.correct = self._compute(
+                hidden=hidden, weight=weight, bias=bias, transform=self._transform
+            )
+        except Exception as error:
+            self.error, self.loss = self.error or error, hidden.new_zeros(())
+        return self.loss
+
+    def few_logits(
+        self, head: nn.Module, args: tuple[torch.Tensor, ...], _loss: torch.Tensor
+    ) -> torch.Tensor:
+        """Forward hook that replaces the head's result by logits of one position for what follows.
+
+        They cover all ids, since a model may change the logits of some. Forward hooks run in the order of
+        their registration, so FSDP2's have seen the loss before.
+        """
+        return args[0].new_zeros(*args[0].shape[:-2], 1, self._num_logits)
+
+    def of_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The loss, and what the model adds to it, in place of the model's output."""
+        output = forward(*args, **kwargs)
+        try:
+            self.added = self._added_in(output)
+        except Exception as error:
+            self.error = self.error or error
+        if not self.calls:
+            return output
+        return self.loss if self.added is None else (self.loss, self.added)
+
+
 def loss_at_head(
     model: nn.Module,
+    choice: LossChoice,
     head: nn.Module,
     inputs: dict[str, Any],
-    loss_of: HeadForward,
+    compute: Compute,
     added_in: Callable[[Any], torch.Tensor | None] = lambda output: None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> Forward:
     """Call ``model(**inputs)`` and compute the loss from the hidden states that its head is called with.
 
     Args:
         model: The model, sharded or not.
+        choice: What is known of its head.
         head: Its output embeddings.
         inputs: Arguments of its forward, without labels.
-        loss_of: Function from hidden states ``(B, S, H)`` to a scalar; it runs while the head's parameters
-            are gathered.
+        compute: Function ``compute(hidden=, weight=, bias=, transform=)`` from hidden states ``(B, S, H)`` to
+            (the loss, the number of correct targets); it runs while the head's parameters are gathered.
         added_in: Function from the forward's output to what the model adds to its loss, None if nothing.
-
-    Returns:
-        (the loss, what ``added_in`` returned).
 
     Raises:
         RuntimeError: If the forward does not call its head exactly once.
     """
     inner = unwrapped(model)
-    forward = _LossForward(inner.forward, loss_of, added_in)
+    forward = Forward(compute, added_in, choice)
     with (
-        replaced_forward(head, forward.at_head),
-        head.register_forward_hook(_few_logits),
-        replaced_forward(inner, forward.of_model),
+        replaced_forward(head, partial(forward.of_head, head)),
+        head.register_forward_hook(forward.few_logits),
+        replaced_forward(inner, partial(forward.of_model, inner.forward)),
     ):
         returned = model(**inputs)
     if forward.error is not None:
         raise forward.error
-    if len(forward.losses) != 1:
+    if forward.calls != 1:
         raise RuntimeError(
-            f"{type(model).__name__} called its head {len(forward.losses)} times in one forward; call "
+            f"{type(model).__name__} called its head {forward.calls} times in one forward; call "
             "prepare_loss(model) on all ranks if it was replaced"
         )
     # Under DistributedDataParallel the returned loss is taken, which is connected to the nodes that it adds
     # to the graph. FSDP2 may have cast what the call returned to its policy's output_dtype, so there the loss
     # is taken as it was computed.
-    if replicated_by(model) is not None:
-        return returned if forward.added is not None else (returned, None)
-    return forward.losses[0], forward.added
-
-
-class _LossForward:
-    """One forward of a model that returns its loss, computed where the model calls its head.
-
-    An exception that left a forward here would leave FSDP2's state in the middle of it, so the first one is
-    kept in ``error`` until the forward has ended.
-    """
-
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        loss_of: HeadForward,
-        added_in: Callable[[Any], torch.Tensor | None],
-    ) -> None:
-        self._forward, self._loss_of, self._added_in = forward, loss_of, added_in
-        self.losses: list[torch.Tensor] = []
-        self.added: torch.Tensor | None = None
-        self.error: Exception | None = None
-
-    def at_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The loss, in place of the head's product."""
-        try:
-            self.losses.append(self._loss_of(hidden))
-        except Exception as error:
-            self.error = self.error or error
-            self.losses.append(hidden.new_zeros(()))
-        return self.losses[-1]
-
-    def of_model(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss, and what the model adds to it, in place of the model's output."""
-        output = self._forward(*args, **kwargs)
-        try:
-            self.added = self._added_in(output)
-        except Exception as error:
-            self.error = self.error or error
-        if not self.losses:
-            return output
-        return self.losses[-1] if self.added is None else (self.losses[-1], self.added)
+    if replicated_by(model) is not None and forward.added is None:
+        forward.loss = returned
+    elif replicated_by(model) is not None:
+        forward.loss, forward.added = returned
+    return forward
 
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace ``module.forward`` within the block, so that ``module(...)`` runs it between its hooks."""
     own = vars(module)
-    before = own.get("forward")
+    before = {name: own[name] for name in ("forward",) if name in own}
     own["forward"] = forward
     try:
         yield
     finally:
-        if before is None:
-            del own["forward"]
-        else:
-            own["forward"] = before
-
-
-def _few_logits(head: nn.Module, args: tuple[torch.Tensor, ...], _loss: torch.Tensor) -> torch.Tensor:
-    """Forward hook that replaces the head's result by logits of one position, for the rest of the forward.
-
-    They cover all ids, since a model may change the logits of some. Forward hooks run in the order of their
-    registration, so FSDP2's have seen the loss before.
-    """
-    return args[0].new_zeros(*args[0].shape[:-2], 1, num_logits(head))
+        del own["forward"]
+        own.update(before)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +31,14 @@ from fsdp_sft.loss.counting import (
     Batch,
     CheckedBatch,
     Targets,
+    facts_of,
     num_tokens,
-    seen_targets,
     targets_of,
     weights_of,
 )
 from fsdp_sft.targets import IGNORE_INDEX
+
+T = TypeVar("T")
 
 
 class BatchPart(CheckedBatch):
@@ -75,21 +77,22 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     """
     refuse_masked_pack(batch)
     targets, weights = targets_of(batch), weights_of(batch)
-    ids = batch.get("input_ids")
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-        raise BatchError("context parallelism cuts rows of input_ids (B, S), and the batch has none")
+    ids: torch.Tensor = batch["input_ids"]
     size, width = ids.shape
     each = -(-width // group.size)
     filler = each * group.size - width
     own = slice(group.rank * each, (group.rank + 1) * each)
-    positions, mask = _positions(batch, ids), _mask(batch, ids)
+    positions, given_mask = (_of_each_token(batch, name, ids) for name in ("position_ids", "attention_mask"))
+    if positions is None:
+        positions = torch.arange(width, device=ids.device).expand(ids.shape)
+    mask = torch.ones_like(ids, dtype=torch.bool) if given_mask is None else given_mask != 0
     begins = F.pad(positions.diff(dim=-1) != 1, (1, 0))
     filled = filler_of(batch, targets)
     counted = F.pad(mask if filled is None else mask & ~filled, (0, filler))[:, own]
     seen_begins, seen_mask, seen_counted = host_copies([begins, mask, counted])
     rows = None
     # Positions that restart mark packed rows. transformers heeds them only where there is no mask.
-    if bool(seen_begins.any()) and batch.get("attention_mask") is None:
+    if bool(seen_begins.any()) and given_mask is None:
         last = begins.new_zeros(size, filler)
         last[:, :1] = True
         rows = torch.cat([begins, last], 1).cumsum(-1)
@@ -117,22 +120,18 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     return BatchPart(fields, whole, counted, int(seen_counted.sum()))
 
 
-_whole_rows: ContextVar[bool] = ContextVar("fsdp_sft_whole_rows_of_a_loss", default=False)
+# Whether a caller's loss is computed: of whole rows, the same on all ranks that share them.
+OF_WHOLE_ROWS: ContextVar[bool] = ContextVar("fsdp_sft_whole_rows_of_a_loss", default=False)
 
 
 @contextmanager
-def loss_of_whole_rows() -> Iterator[None]:
-    """Compute a caller's loss within the block: of whole rows, the same on all ranks that share them."""
-    token = _whole_rows.set(True)
+def within(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Give a context variable a value within the block."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _whole_rows.reset(token)
-
-
-def is_of_whole_rows() -> bool:
-    """Whether this is within ``loss_of_whole_rows``."""
-    return _whole_rows.get()
+        variable.reset(token)
 
 
 def whole_rows(values: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
@@ -173,33 +172,22 @@ def part_on_device(part: BatchPart, device: torch.device) -> BatchPart:
         padding=None if whole.padding is None else travelling(whole.padding, device),
     )
     counted = travelling(part.counted, device)
-    return BatchPart(fields, moved, counted, part.num_tokens, seen_targets(part, device))
+    return BatchPart(
+        fields, moved, counted, part.num_tokens, facts_of(part["shift_labels"].reshape(-1), device)
+    )
 
 
-def _positions(batch: Batch, ids: torch.Tensor) -> torch.Tensor:
-    """Position of each token ``(B, S)``, ascending from 0 if the batch has none."""
-    positions = batch.get("position_ids")
-    if positions is None:
-        return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-    if not isinstance(positions, torch.Tensor) or positions.shape[-1:] != ids.shape[1:] or positions.ndim > 2:
+def _of_each_token(batch: Batch, name: str, ids: torch.Tensor) -> torch.Tensor | None:
+    """A tensor with one value a token, ``(B, S)``, or a row of them for all; None if the batch has none."""
+    value = batch.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor) or value.ndim > 2 or value.shape[-1:] != ids.shape[1:]:
         raise BatchError(
-            f"context parallelism cuts position_ids (B, S) for input_ids {tuple(ids.shape)}, got "
-            f"{tuple(getattr(positions, 'shape', ())) or type(positions).__name__}"
+            f"context parallelism cuts {name} of one value a token, {tuple(ids.shape)}, got "
+            f"{tuple(getattr(value, 'shape', ())) or type(value).__name__}"
         )
-    return positions.expand(ids.shape)
-
-
-def _mask(batch: Batch, ids: torch.Tensor) -> torch.Tensor:
-    """Mask of the tokens that are not padding, bool ``(B, S)``."""
-    mask = batch.get("attention_mask")
-    if mask is None:
-        return torch.ones_like(ids, dtype=torch.bool)
-    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
-        raise BatchError(
-            f"context parallelism takes an attention_mask of one value a token, {tuple(ids.shape)}, got "
-            f"{tuple(getattr(mask, 'shape', ())) or type(mask).__name__}"
-        )
-    return mask != 0
+    return value.expand(ids.shape)
 
 
 def _cut(name: str, value: Any, shape: tuple[int, int], filler: int, own: slice) -> Any:

@@ -9,8 +9,7 @@ window, the rest in each.
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +33,7 @@ from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.errors import BatchError, OptimizerError, UnsupportedModelError, abridged
 from fsdp_sft.loss import LABEL_KEYS, is_shifted
 from fsdp_sft.step.optimizers import stepped_by
+from fsdp_sft.step.window import MicroBatch, tensors_in
 from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -48,16 +48,13 @@ _OFF = "; check=False if that is meant"
 _logger = logging.getLogger("fsdp_sft.step")
 
 
-@dataclass
-class _Done:
+class _Done(set[Any]):
     """What was checked, or warned of, once for a model."""
-
-    things: set[Any] = field(default_factory=set)
 
 
 def done_with(model: nn.Module) -> set[Any]:
     """What was checked, or warned of, once for a model; to be added to."""
-    return record_of(model).kept_or_new(_Done).things
+    return record_of(model).kept_or_new(_Done)
 
 
 def first_time(model: nn.Module, thing: str) -> bool:
@@ -94,14 +91,11 @@ def refuse_untrainable(
             "step needs them: call train_step outside of that block"
         )
     stepped = [parameter for parameter in stepped_by(*optimizers) if parameter.requires_grad]
-    if not stepped and not any(parameter.requires_grad for parameter in names):
-        raise OptimizerError(
-            "no parameter is trained: all are frozen. Set requires_grad of those that are to be trained"
-        )
     if not stepped:
+        whose = "of the optimizer " if any(parameter.requires_grad for parameter in names) else ""
         raise OptimizerError(
-            "no parameter of the optimizer is trained, so that a step would change nothing: make it of those "
-            "that require a gradient (adapters go in before that, and before sharding)"
+            f"no parameter {whose}is trained, so that a step would change nothing: make the optimizer "
+            "of those that require a gradient (adapters go in before that, and before sharding)"
         )
     refuse_merged(model, "training")
     if mesh is None:
@@ -154,16 +148,15 @@ def _refuse_alone(model: nn.Module) -> None:
         )
 
 
-def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
-    """A function that raises for a batch that the model cannot take.
+def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> None:
+    """Raise for batches on the host that the model cannot take.
 
     With an ``own_loss`` labels are not checked, because they mean what the caller wants; nor are positions,
     unless the attention is transformers'.
     """
     vocabulary = vocabulary_of(model)
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
-
-    def check(batch: Any) -> None:
+    for batch in batches:
         ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if isinstance(ids, torch.Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
             raise BatchError(
@@ -184,8 +177,6 @@ def check_of(model: nn.Module, *, own_loss: bool) -> Callable[[Any], None]:
             refuse_masked_pack(batch)
         if not own_loss:
             vocabulary.check_labels(batch, LABEL_KEYS, IGNORE_INDEX)
-
-    return check
 
 
 def _warn_of_length(model: nn.Module, batch: Any) -> None:
@@ -288,7 +279,7 @@ def _refuse_shift(batches: list[Any], name: str) -> None:
     raise BatchError(said.format(wrong, wrong + right) + _OFF)
 
 
-def compare_rows(micro_batches: list[Any], mesh: "DeviceMesh | None") -> None:
+def compare_rows(micro_batches: list[MicroBatch], mesh: "DeviceMesh | None") -> None:
     """Refuse ranks that share rows and have different ones; warn of the same rows where others should be.
 
     Raises:
@@ -301,11 +292,13 @@ def compare_rows(micro_batches: list[Any], mesh: "DeviceMesh | None") -> None:
     place: Any = mesh.get_coordinate() or ()
     names = mesh.mesh_dim_names or ("",) * len(place)  # a mesh of torch need not have names
     own_place = tuple(at for name, at in zip(names, place, strict=True) if name not in (CP, TP, EP))
+    own = own_place, _digest_of_rows(micro_batches), any(one.targets for one in micro_batches)
     places: dict[bytes, dict[tuple[int, ...], list[int]]] = {}
     rows_at: dict[tuple[int, ...], set[bytes]] = {}
-    for rank, (at, rows) in enumerate(all_gather_objects((own_place, _digest_of_rows(micro_batches)))):
-        places.setdefault(rows, {}).setdefault(at, []).append(rank)
+    for rank, (at, rows, has_targets) in enumerate(all_gather_objects(own)):
         rows_at.setdefault(at, set()).add(rows)
+        if rows and has_targets:
+            places.setdefault(rows, {}).setdefault(at, []).append(rank)
     if any(len(different) > 1 for different in rows_at.values()):
         raise BatchError(
             "ranks of one cp group have different batches, and each computes a part of the same rows: "
@@ -313,9 +306,8 @@ def compare_rows(micro_batches: list[Any], mesh: "DeviceMesh | None") -> None:
             "give samplers mesh=mesh, and collators nothing random that ranks draw by themselves. Ranks of "
             "one tp group need the same batches too: give samplers num_replicas= and rank= without tp"
         )
-    for rows, same in places.items():
-        # Windows without a target have no digest.
-        if rows and len(same) > 1 and mesh.get_rank() == 0:
+    for same in places.values():
+        if len(same) > 1 and mesh.get_rank() == 0:
             _logger.warning(
                 "ranks %s have the same rows in the first window: each gradient counts them so often. %s",
                 abridged(str(rank) for rank in sorted(rank for ranks in same.values() for rank in ranks)),
@@ -326,29 +318,12 @@ def compare_rows(micro_batches: list[Any], mesh: "DeviceMesh | None") -> None:
             )
 
 
-def _digest_of_rows(micro_batches: list[Any]) -> bytes:
-    """Digest of the tensors of a window, eight bytes; empty for a window without a target."""
+def _digest_of_rows(micro_batches: list[MicroBatch]) -> bytes:
+    """Digest of the tensors of a window, eight bytes; empty if there is none."""
+    tensors = [tensor for one in micro_batches for tensor in tensors_in(one.seen)]
+    rows = [row for tensor in tensors for row in (tensor.unbind() if tensor.is_nested else (tensor,))]
     digest = hashlib.blake2b(digest_size=8)
-    named = [one for batch in micro_batches for one in _named_tensors(batch)]
-    labels = []
-    for (name, _), value in zip(named, host_copies([value for _, value in named]), strict=True):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(bytes_of(value.contiguous()))
-        labels += [value] if name in LABEL_KEYS else []
-    is_empty = not named or (labels and not any(bool((value != IGNORE_INDEX).any()) for value in labels))
-    return b"" if is_empty else digest.digest()
-
-
-def _named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a batch with their names, those in its dicts, lists and tuples included.
-
-    A nested tensor is its rows.
-    """
-    if isinstance(batch, torch.Tensor) and not batch.is_nested:
-        yield name, batch
-    elif isinstance(batch, Mapping):
-        for key in sorted(batch.keys(), key=str):  # a TensorDict itself is iterated by its rows
-            yield from _named_tensors(batch[key], f"{name}.{key}" if name else str(key))
-    elif isinstance(batch, (torch.Tensor, list, tuple)):
-        for inner in batch.unbind() if isinstance(batch, torch.Tensor) else batch:
-            yield from _named_tensors(inner, name)
+    for row in host_copies(rows):
+        digest.update(f"{row.dtype} {tuple(row.shape)}".encode())
+        digest.update(bytes_of(row.contiguous()))
+    return digest.digest() if rows else b""

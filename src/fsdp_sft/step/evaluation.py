@@ -1,50 +1,40 @@
 """Mean loss over all targets of all ranks, without gradients."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_sft._model.sharded import compute_device, reshard, training_mesh_of
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import all_gather_objects, control_group
+from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup, sequence_group_of
 from fsdp_sft.errors import BatchError
-from fsdp_sft.loss import tokens_of
 from fsdp_sft.sampling.packing import verify_at_first_use
-from fsdp_sft.sampling.padding import is_padded_on_left, verify_left_padding
-from fsdp_sft.step.checks import check_of
-from fsdp_sft.step.keys import (
-    Keys,
-    are_equal,
-    digest,
-    keys_of,
-    refuse_different_keys,
-    refuse_different_options,
-    to_compare,
-)
-from fsdp_sft.step.objective import CountFn, LossFn, Objective, OwnMetrics
-from fsdp_sft.step.window import Check, begun_late, on_device, on_host
+from fsdp_sft.sampling.padding import verify_left_padding
+from fsdp_sft.step.agreement import agree, refuse_different_keys, refuse_different_options
+from fsdp_sft.step.checks import check_batches
+from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums, means_over_mesh
+from fsdp_sft.step.window import MicroBatch, begun_late, measured
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-# Iteration in step over batches of which ranks have unequal numbers.
 
 
 def in_step(
     batches: Iterable[Any],
     mesh: "DeviceMesh | None",
     objective: Objective,
-    check: Check,
+    check: Callable[[list[Any]], None],
     group: SequenceGroup | None,
-) -> Iterator[tuple[Any, Any, tuple[float, float] | None, bool]]:
+    options: dict[str, Any],
+) -> Iterator[tuple[MicroBatch, bool, bool]]:
     """Yield this rank's batches and then stand-ins, until every rank has run out.
 
     A stand-in is a batch with the keys of those that other ranks have in that round: the last batch of this
@@ -54,70 +44,52 @@ def in_step(
         batches: This rank's batches.
         mesh: Mesh of the model, whose ranks go through their batches together; None is this rank alone.
         objective: Definition of the loss, which says what a target is.
-        check: Function that raises for a batch that the model cannot take.
+        check: Function that raises for batches that the model cannot take.
         group: Ranks that share rows; each computes its part of them.
+        options: Options of the call that must be the same on every rank.
 
     Yields:
-        (the batch as the loader gave it; the same on the host, or this rank's part of it; this rank's share
-        of its targets and of their weight, None for a stand-in; whether a rank has rows padded on the left).
+        (the batch, whether it counts and is no stand-in, whether a rank has rows padded on the left).
 
     Raises:
         BatchError: On all ranks, if those that have a batch have different keys.
 
     Collective: all ranks, if there is a mesh.
     """
-    ranks = mesh.size() if mesh is not None else 1
-    last: Any = None
-    seen: Any = None
-    keys: Keys = ()
+    one: MicroBatch | None = None  # this rank's own, and its last one after that
     source = begun_late(batches)
     while True:
-        batch = error = count = None
-        padded_left = False
+        error, counts = None, False
         try:
             batch = next(source, None)
             if batch is not None:
-                (seen,) = on_host([batch])
-                padded_left = is_padded_on_left(seen)
-                check(seen)
-                keys = keys_of(batch)
-                seen = objective.part(seen, group)
-                targets, weight, _ = objective.measured(batch, seen, group)
-                count = targets, weight
+                counts = True
+                (one,) = measured([batch], objective, group)
+                check([one.seen])
         except Exception as caught:
             error = caught
-        terms = to_compare(digest(keys))
-        silent = [0.0] * len(terms)
-        mine, stood = (terms, silent) if batch is not None else (silent, terms)
-        own = [batch is not None, padded_left, error is not None]
-        have, left, failed, *sums = sum_over_mesh([*own, *mine, *stood], mesh)
-        if failed:
+        keys = () if one is None else one.keys
+        left = counts and one is not None and one.padded_left
+        total, different = agree(
+            mesh,
+            {"have": counts, "padded_left": left, "failed": error is not None},
+            {"keys": keys if counts else None, "keys of all": keys, "options": options},
+        )
+        if "options" in different:
+            refuse_different_options(options)
+        if total["failed"]:
             raise_on_mesh(error, "reading a batch to evaluate", mesh)
-        if not have:
+        if not total["have"]:
             return
-        if not are_equal(sums[: len(terms)], int(have)):
-            refuse_different_keys([keys] if batch is not None else [])
-        last = last if batch is None else batch
-        # The sums tell every rank whether all that have run out have a stand-in with the right keys. If not,
-        # one batch is sent to all.
-        everyone = [one + other for one, other in zip(sums[: len(terms)], sums[len(terms) :], strict=True)]
-        if not are_equal(everyone, ranks):
-            sent = _from_a_rank_with_one(batch)
-            if batch is None:
-                last, keys = sent, keys_of(sent)
-                seen = objective.part(on_host([sent])[0], group)
-        yield last, seen, count, left > 0
-
-
-def _from_a_rank_with_one(batch: Any) -> Any:
-    """The batch of some rank that has one, on all ranks; pickled, since it may be of any type.
-
-    Collective: all ranks, at least one of which has a batch.
-    """
-    has = all_gather_objects(batch is not None)
-    told = [batch]
-    dist.broadcast_object_list(told, src=has.index(True), group=control_group())
-    return batch if batch is not None else told[0]
+        if "keys" in different:
+            refuse_different_keys([keys] if counts else [])
+        if "keys of all" in different:  # not all that have run out can stand in: one batch is sent to all
+            sender = all_gather_objects(counts).index(True)
+            sent = all_gather_objects(one.given if one is not None and this_rank() == sender else None)
+            if not counts:
+                (one,) = measured([sent[sender]], objective, group)
+        assert one is not None
+        yield one, counts, total["padded_left"] > 0
 
 
 @dataclass(frozen=True)
@@ -187,58 +159,44 @@ def evaluate(
     device = compute_device(model)
     reshard(model)  # a forward before an optimizer's step leaves the root gathered, with the old values
     modes = {module: module.training for module in model.modules()}
-    total = added = correct = torch.zeros((), dtype=torch.float64, device=device)
-    targets = target_weight = 0.0
-    tokens = 0
-    metrics = OwnMetrics()
-    check_batch = check_of(model, own_loss=objective.is_own) if check else lambda batch: None
-    _agree_on({"check": check, "loss_fn": objective.is_own}, mesh)
+    sums, targets, weight, tokens = Sums(device), 0.0, 0.0, 0
+    look = partial(check_batches, model, own_loss=objective.is_own) if check else lambda batches: None
+    options = {"check": check, "loss_fn": objective.is_own}
     model.eval()
     try:
         # Not in a caller's inference_mode: FSDP2 keeps the memory that it first gathers into.
         with torch.inference_mode(mode=False), torch.no_grad():
-            for batch, seen, count, left in in_step(batches, mesh, objective, check_batch, group):
+            for batch, counts, left in in_step(batches, mesh, objective, look, group, options):
                 if check:
-                    whole = [seen] if group is None else on_host([batch])
-                    verify_at_first_use(model, whole, mesh, own_loss=objective.is_own)
+                    verify_at_first_use(model, [batch.seen], mesh, own_loss=objective.is_own)
                 if check and left and not objective.is_own:
-                    verify_left_padding(model, mesh, with_positions="position_ids" in keys_of(batch))
-                moved = on_device(batch, seen, device, own_loss=objective.is_own)
-                summed, router, named, right = objective.of(model, moved, is_counted=count is not None)
-                if count is None:
-                    continue
-                metrics.add(named)
-                correct = correct + right
-                total, targets, target_weight = total + summed, targets + count[0], target_weight + count[1]
-                if router is not None:
-                    weight = tokens_of(seen, needs_ids=False)
-                    added, tokens = added + router * weight, tokens + weight
+                    verify_left_padding(model, mesh, with_positions="position_ids" in batch.keys)
+                moved = batch.on_device(device, own_loss=objective.is_own)
+                found = objective.of(model, moved, is_counted=counts)
+                if counts:
+                    targets, weight = targets + batch.targets, weight + batch.weight
+                    tokens += 0 if found.router is None else batch.tokens
+                    sums.add(found, None if found.router is None else found.router * batch.tokens)
     finally:
         for module, training in modes.items():
             module.training = training
         reshard(model)
-    # Reading them is the only place where the host waits.
-    values = [*LateValues([total, added, correct]).read(), targets, target_weight, tokens]
-    loss_total, router_total, all_right, all_targets, all_weight, all_tokens = sum_over_mesh(values, mesh)
+    read = LateValues(sums.tensors()).read()  # the only place where the host waits
+    totals = sum_over_mesh([*read[:3], targets, weight, tokens], mesh)
+    loss, router_loss, correct, all_targets, all_weight, all_tokens = totals
     if all_targets == 0 and all_weight == 0:
         raise BatchError(
             "evaluate: no target on any rank; every label, after the shift, is -100, or there is no batch"
         )
     if all_weight == 0:
         raise BatchError(f"evaluate: the loss_weights of all {int(all_targets)} targets are 0")
-    loss = loss_total / all_weight
-    perplexity = math.exp(loss) if loss < 709 else math.inf
-    number = round(all_targets / copies_of_rows(mesh))
-    means = metrics.over(mesh, all_weight) if objective.is_own else {}
-    accuracy = all_right / all_targets if objective.knows_accuracy else math.nan
-    return EvalResult(loss, perplexity, number, router_total / max(all_tokens, 1), means, accuracy)
-
-
-def _agree_on(options: dict[str, Any], mesh: "DeviceMesh | None") -> None:
-    """Raise a BatchError on all ranks if they call with different options.
-
-    Collective: all ranks of the mesh.
-    """
-    sums = sum_over_mesh(to_compare(digest(repr(options))), mesh)
-    if not are_equal(sums, mesh.size() if mesh is not None else 1):
-        refuse_different_options(options)
+    loss = loss / all_weight
+    metrics = dict(zip(sums.metrics, read[3:], strict=True))
+    return EvalResult(
+        loss,
+        math.exp(loss) if loss < 709 else math.inf,
+        round(all_targets / copies_of_rows(mesh)),
+        router_loss / max(all_tokens, 1),
+        means_over_mesh(metrics, mesh, all_weight) if objective.is_own else {},
+        correct / all_targets if objective.knows_accuracy else math.nan,
+    )

@@ -147,12 +147,16 @@ def _windows(
         moved = stands is not None and _stands(sampler) != stands
         try:
             with waiting_for("data"), part("next_batches"):
-                window = list(itertools.islice(batches, grad_accum_steps))
-            taken = window
-            if map_fn is not None:
-                window = [map_fn(batch) for batch in taken]
+                taken = list(itertools.islice(batches, grad_accum_steps))
+            window = taken if map_fn is None else [map_fn(batch) for batch in taken]
             if moved and window:
-                raise _moved(sampler, stands)
+                raise BatchError(
+                    f"{type(sampler).__name__} was moved in the middle of a pass, from (epoch, position) "
+                    f"{stands} to {_stands(sampler)}, by load_state_dict, set_epoch or mark_consumed: the "
+                    "loader would go on with the rows of the old place, and its state count others. "
+                    "windows() marks what is consumed; load a state or set an epoch before the pass, or "
+                    "leave the loop and call windows(...) again"
+                )
             looked_at = on_host(window)
             for batch in looked_at:
                 vocabulary.check_ids(batch)
@@ -176,7 +180,10 @@ def _windows(
         if reads and mark_consumed is not None:
             consumed = _num_consumed(loader, sampler, taken[:length])
         if group is not None:
-            window, consumed = _from_first(to_send[:length], consumed, group)
+            told = [(to_send[:length], consumed)]  # of the group's first rank
+            dist.broadcast_object_list(told, group=group, group_src=0, device=torch.device("cpu"))
+            sent, consumed = told[0]
+            window = [pickle.loads(batch) for batch in sent]
         if mark_consumed is not None and consumed is not None:
             mark_consumed(consumed)
         stands = _stands(sampler)
@@ -190,19 +197,6 @@ def _windows(
             "the data set has no target on any rank: every label, after the shift, is -100, or there is no "
             "batch. Look at a row with render_labels, and at the counts that filter_rows returns"
         )
-
-
-def _from_first(
-    window: list[bytes], consumed: int | None, group: dist.ProcessGroup
-) -> tuple[list[Any], int | None]:
-    """The window and the number of consumed rows of the group's first rank, on all its ranks.
-
-    Collective: all ranks of the group.
-    """
-    told: list[Any] = [(window, consumed)]
-    dist.broadcast_object_list(told, group=group, group_src=0, device=torch.device("cpu"))
-    window, consumed = told[0]
-    return [pickle.loads(batch) for batch in window], consumed
 
 
 def _may_have_targets(batch: Any, count_fn: CountFn | None) -> bool:
@@ -226,16 +220,6 @@ def _resumable(loader: Any) -> Any:
 def _stands(sampler: Any) -> tuple[Any, Any]:
     """(epoch, position in it) of a sampler or stream."""
     return getattr(sampler, "epoch", None), getattr(sampler, "position", None)
-
-
-def _moved(sampler: Any, stood: Any) -> BatchError:
-    """Error for a sampler that was moved during a pass, whose next rows are of the old place."""
-    return BatchError(
-        f"{type(sampler).__name__} was moved in the middle of a pass, from (epoch, position) {stood} to "
-        f"{_stands(sampler)}, by load_state_dict, set_epoch or mark_consumed: the loader would go on with "
-        "the rows of the old place, and its state count others. windows() marks what is consumed; load a "
-        "state or set an epoch before the pass, or leave the loop and call windows(...) again"
-    )
 
 
 def _num_consumed(loader: Any, sampler: Any, window: list[Any]) -> int:

@@ -5,49 +5,30 @@ import numbers
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fsdp_sft._model.blocks import without_caches
-from fsdp_sft._process.streams import LateValues
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft._ranks.mesh import sum_over_mesh
-from fsdp_sft.attention.context_parallel import SequenceGroup, sequence_group_of
+from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import (
-    WEIGHTS_KEY,
-    loss_of_whole_rows,
+    OF_WHOLE_ROWS,
+    LossParts,
     loss_parts,
     num_targets,
-    own_part,
-    tokens_of,
-    weight_of,
+    within,
 )
-from fsdp_sft.step.keys import are_equal, digest, to_compare
+from fsdp_sft.step.agreement import agree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]]
 CountFn = Callable[[Any], float]
-
-
-class BatchLoss(NamedTuple):
-    """What a forward gives of a batch: ``LossParts``, or the caller's loss.
-
-    Attributes:
-        summed: The loss summed over the targets, a scalar.
-        router: The router's loss, or None.
-        metrics: The caller's metrics, float64.
-        correct: Number of targets whose logit is the largest, int64, 0-dim; 0 with the caller's loss.
-    """
-
-    summed: torch.Tensor
-    router: torch.Tensor | None
-    metrics: dict[str, torch.Tensor]
-    correct: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -77,49 +58,26 @@ class Objective:
         """Whether the loss is the caller's."""
         return self.loss_fn is not None
 
-    def of(self, model: nn.Module, batch: Any, *, is_counted: bool = True) -> "BatchLoss":
+    def of(self, model: nn.Module, batch: Any, *, is_counted: bool = True) -> LossParts:
         """The loss of a batch.
 
         The caller's loss and metrics are those of whole rows. Ranks that share rows return equal shares.
         """
         if self.loss_fn is None:
-            summed, router, _, correct = loss_parts(model, batch, is_counted=is_counted)
-            return BatchLoss(summed, router, {}, correct)
+            return loss_parts(model, batch, is_counted=is_counted)
         counter, group = counter_of(model), sequence_group_of(model)
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         counted = mask != 0 if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
         with (
             nullcontext() if counter is None else counter.counting(counted),
-            nullcontext() if group is None else loss_of_whole_rows(),
+            within(OF_WHOLE_ROWS, group is not None),
             without_caches(model),
         ):
             summed, metrics = _checked(self.loss_fn(model, batch))
         if group is not None:
             summed = summed / group.size
             metrics = {name: value / group.size for name, value in metrics.items()}
-        return BatchLoss(summed, None, metrics, torch.zeros_like(summed, dtype=torch.int64))
-
-    def part(self, batch: Any, group: SequenceGroup | None) -> Any:
-        """What this rank computes of a batch on the host; the caller's loss gets whole rows."""
-        return batch if self.is_own else own_part(batch, group)
-
-    def measured(self, given: Any, part: Any, group: SequenceGroup | None) -> tuple[float, float, int]:
-        """This rank's share of a batch's (targets, weight of them, tokens).
-
-        The first of the ranks that share rows counts what is asked of whole rows.
-
-        Args:
-            given: The batch as the caller gave it.
-            part: What this rank computes of it, on the host.
-            group: Ranks that share its rows; None if none do.
-        """
-        once = group is None or group.rank == 0
-        whole = self.is_own or self.count_fn is not None
-        count = counted(given if self.count_fn is not None else part, self.count_fn)
-        count = count if once or not whole else 0
-        weighted = not self.is_own and isinstance(part, Mapping) and part.get(WEIGHTS_KEY) is not None
-        tokens = tokens_of(part, needs_ids=not self.is_own) if once or not self.is_own else 0
-        return count, weight_of(part) if weighted else float(count), tokens
+        return LossParts(summed, None, (), torch.zeros_like(summed, dtype=torch.int64), metrics)
 
 
 def counted(batch: Any, count_fn: CountFn | None) -> float:
@@ -157,37 +115,43 @@ def _checked(result: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return loss.reshape(()), sums
 
 
-class OwnMetrics:
-    """Sums by name over the batches of one rank, which stay on the device until they are read."""
+class Sums:
+    """This rank's sums over batches, 0-dim and on the device, so that the host does not wait for them.
 
-    def __init__(self) -> None:
-        self._sums: dict[str, torch.Tensor] = {}
-        self._late: LateValues | None = None
+    Attributes:
+        loss: The loss of its targets, float64.
+        router: The routers' losses, each times its batch's weight.
+        correct: Number of targets whose logit is the largest.
+        metrics: The caller's metrics by name; a batch may lack names that others have.
+    """
 
-    def add(self, metrics: dict[str, torch.Tensor]) -> None:
-        """Add the values of a batch; it may lack names that other batches have."""
-        for name, value in metrics.items():
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
+    def __init__(self, device: torch.device) -> None:
+        self.loss = self.router = self.correct = torch.zeros((), dtype=torch.float64, device=device)
+        self.metrics: dict[str, torch.Tensor] = {}
 
-    def begin_copy(self) -> None:
-        """Start to copy the sums to the host, which waits for them in ``over``."""
-        self._late = LateValues(list(self._sums.values()))
+    def add(self, found: LossParts, router: torch.Tensor | None) -> None:
+        """Add what a forward gave of a batch, with the router's loss in the unit that the caller sums in."""
+        self.loss, self.correct = self.loss + found.summed.detach(), self.correct + found.correct
+        if router is not None:
+            self.router = self.router + router.detach()
+        for name, value in found.metrics.items():
+            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
 
-    def over(self, mesh: "DeviceMesh | None", divisor: float) -> dict[str, float]:
-        """The sums over all ranks, divided by ``divisor``; a name that only some ranks have counts as theirs.
+    def tensors(self) -> list[torch.Tensor]:
+        """[loss, router, correct, each metric]: what is copied to the host."""
+        return [self.loss, self.router, self.correct, *self.metrics.values()]
 
-        Collective: all ranks of the mesh.
-        """
-        if self._late is None:
-            self.begin_copy()
-        assert self._late is not None
-        own = dict(sorted(zip(self._sums, self._late.read(), strict=True)))
-        names = list(own)
-        if mesh is not None and mesh.size() > 1:
-            compared = to_compare([len(names), *digest(names)])
-            if not are_equal(sum_over_mesh(compared, mesh), mesh.size()):
-                names = sorted(set().union(*all_gather_objects(names)))
-        if not names:
-            return {}
-        sums = sum_over_mesh([own.get(name, 0.0) for name in names], mesh)
-        return {name: total / divisor for name, total in zip(names, sums, strict=True)}
+
+def means_over_mesh(own: dict[str, float], mesh: "DeviceMesh | None", divisor: float) -> dict[str, float]:
+    """The sums of metrics over all ranks, over ``divisor``; a name counts as 0 where a rank lacks it.
+
+    Collective: all ranks of the mesh.
+    """
+    names = sorted(own)
+    _, different = agree(mesh, {}, {"names": names})
+    if different:
+        names = sorted(set().union(*all_gather_objects(names)))
+    if not names:
+        return {}
+    sums = sum_over_mesh([own.get(name, 0.0) for name in names], mesh)
+    return {name: total / divisor for name, total in zip(names, sums, strict=True)}

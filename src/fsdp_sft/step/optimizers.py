@@ -26,6 +26,10 @@ def checked_optimizers(
 ) -> tuple[list[torch.optim.Optimizer], dict[nn.Parameter, str], list[str]]:
     """Check the optimizers of a model, which is resharded.
 
+    An optimizer made before the model was sharded holds none of the model's parameters, and would train
+    nothing. One made while some were gathered lacks those; a forward without a backward leaves the root's
+    parameters gathered.
+
     Returns:
         (optimizers, the model's parameters with their names, names of those that require gradients and are
         in no optimizer).
@@ -38,7 +42,23 @@ def checked_optimizers(
     optimizers = as_list(optimizer)
     reshard(model)  # a gathered parameter is another tensor than its shard
     names = parameter_names(model)
-    return optimizers, names, _refuse_replaced(names, optimizers)
+    all_stepped = stepped_by(*optimizers)
+    stepped = set(all_stepped)
+    if len(stepped) < len(all_stepped):  # within one group torch only warns
+        raise OptimizerError(
+            f"{len(all_stepped) - len(stepped)} parameters are held more than once, by one optimizer or by "
+            "two, and would be stepped as often: give each to one, once"
+        )
+    left_out = [name for p, name in names.items() if p.requires_grad and p not in stepped]
+    foreign = stepped - names.keys()
+    if foreign and left_out:
+        raise OptimizerError(
+            f"the optimizer has {len(foreign)} tensors that are none of the model's parameters, and lacks "
+            f"{len(left_out)} that require gradients ({abridged(left_out)}): sharding has "
+            "replaced what it was made over, or that was gathered. Make it after shard_model or "
+            "load_pretrained, before any forward"
+        )
+    return optimizers, names, left_out
 
 
 def checked_schedulers(scheduler: Any, optimizers: list[torch.optim.Optimizer]) -> "list[LRScheduler]":
@@ -138,30 +158,3 @@ def step_all(
 def stepped_by(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
     """All tensors of the optimizers' groups."""
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-
-
-def _refuse_replaced(given: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer]) -> list[str]:
-    """Refuse optimizers of tensors that the model does not have: they would step and train nothing.
-
-    Returns the names of the model's trained parameters that they do not hold.
-
-    An optimizer made before the model was sharded holds none of the model's parameters. One made while some
-    were gathered lacks those; a forward without a backward leaves the root's parameters gathered.
-    """
-    all_stepped = stepped_by(*optimizers)
-    stepped = set(all_stepped)
-    if len(stepped) < len(all_stepped):  # within one group torch only warns
-        raise OptimizerError(
-            f"{len(all_stepped) - len(stepped)} parameters are held more than once, by one optimizer or by "
-            "two, and would be stepped as often: give each to one, once"
-        )
-    left_out = [name for p, name in given.items() if p.requires_grad and p not in stepped]
-    foreign = stepped - given.keys()
-    if foreign and left_out:
-        raise OptimizerError(
-            f"the optimizer has {len(foreign)} tensors that are none of the model's parameters, and lacks "
-            f"{len(left_out)} that require gradients ({abridged(left_out)}): sharding has "
-            "replaced what it was made over, or that was gathered. Make it after shard_model or "
-            "load_pretrained, before any forward"
-        )
-    return left_out

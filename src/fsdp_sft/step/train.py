@@ -1,7 +1,8 @@
 """One optimizer step over a window of micro-batches."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,17 +15,19 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._process.trace_spans import part
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import this_rank
-from fsdp_sft._ranks.mesh import copies_of_rows
+from fsdp_sft._ranks.agree import all_gather_objects, this_rank
+from fsdp_sft._ranks.mesh import copies_of_rows, sum_over_mesh
+from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft.attention.context_parallel import sequence_group_of
-from fsdp_sft.experts import counter_of
-from fsdp_sft.loss import scaled_for_averaging, tokens_of
+from fsdp_sft.errors import NonFiniteGradientError, abridged
+from fsdp_sft.experts import ExpertLoad, counter_of
+from fsdp_sft.loss import scaled_for_averaging
 from fsdp_sft.sampling.packing import verify_at_first_use
 from fsdp_sft.sampling.padding import verify_left_padding
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
 from fsdp_sft.step.checks import (
     FIRST_WINDOW,
-    check_of,
+    check_batches,
     compare_rows,
     done_with,
     first_time,
@@ -33,8 +36,7 @@ from fsdp_sft.step.checks import (
     refuse_untrainable,
 )
 from fsdp_sft.step.gradients import SyncMode, checked_norm, clip_gradients, gradient_sync
-from fsdp_sft.step.meant import warn_of_what_may_be_meant
-from fsdp_sft.step.objective import CountFn, LossFn, Objective, OwnMetrics
+from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums, means_over_mesh
 from fsdp_sft.step.optimizers import (
     Optimizers,
     checked_optimizers,
@@ -44,14 +46,58 @@ from fsdp_sft.step.optimizers import (
     step_all,
     unscale,
 )
-from fsdp_sft.step.result import QueuedStep, StepResult
-from fsdp_sft.step.window import Window, agree_on_window, on_device
+from fsdp_sft.step.warnings import warn_of_likely_mistakes
+from fsdp_sft.step.window import Window, agree_on_window
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.lr_scheduler import LRScheduler
 
 GradSync = Literal["each", "last", "reduce_scatter"]
+
+# What the backwards before a window's last one reduce.
+_UNTIL_THE_LAST: dict[str, SyncMode] = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of one optimizer step; the same on every rank.
+
+    Attributes:
+        loss: Mean over the window's targets on all ranks, weighted by ``loss_weights`` where batches have
+            them; nan for a window without targets.
+        grad_norm: 2-norm of the whole gradient before clipping; nan if there was no gradient.
+        num_targets: Number of targets of the window on all ranks. If ``count_fn`` returns weights, their sum,
+            rounded; ``target_weight`` is exact.
+        num_tokens: Number of tokens of the window on all ranks, without padding. Padding is what
+            ``attention_mask`` marks as such, and the filler at the end of a pack.
+        skipped: Whether the optimizer did not step.
+        skip_reason: Reason for a skipped step: ``"no targets"``, ``"no weight"`` (all targets have weight
+            0) or ``"inf gradients"``. None if the optimizer did step.
+        router_loss: Loss of a mixture's router, its coefficient included. The step minimises the sum of
+            ``loss`` and this; 0 if no router's loss is added.
+        expert_load: Number of tokens that each expert of a mixture was given; None unless ``watch_experts``
+            was called.
+        target_weight: Sum of the targets' ``loss_weights`` on all ranks, by which ``loss`` was divided;
+            without weights the number of targets.
+        metrics: Values that ``loss_fn`` returned by name beside the loss, summed over the window's batches on
+            all ranks and divided like ``loss``: means per target.
+        token_accuracy: Share of the targets to which the model gave the largest logit, before the step;
+            ``loss_weights`` do not count. nan for a window without targets, and with ``loss_fn`` or
+            ``count_fn``.
+    """
+
+    loss: float
+    grad_norm: float
+    num_targets: int
+    num_tokens: int
+    skipped: bool
+    skip_reason: str | None = None
+    router_loss: float = 0.0
+    target_weight: float = 0.0
+    expert_load: ExpertLoad | None = None
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
+    token_accuracy: float = math.nan
 
 
 @answered
@@ -138,25 +184,25 @@ def train_step(
         >>> result.skipped, result.num_targets > 0
         (False, True)
     """
-    if grad_sync not in ("each", "last", "reduce_scatter"):
+    if grad_sync not in _UNTIL_THE_LAST:
         raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
     max_grad_norm = checked_norm(max_grad_norm)
     objective = Objective(loss_fn, count_fn)
     optimizers, names, left_out = checked_optimizers(model, optimizer)
     schedulers = checked_schedulers(scheduler, optimizers)
     scaler = prepare_scaler(optimizers, scaler)
-    mesh, group = training_mesh_of(model), sequence_group_of(model)
+    mesh, group, counter = training_mesh_of(model), sequence_group_of(model), counter_of(model)
     refuse_divided_twice(model)
     is_first = check and FIRST_WINDOW not in done_with(model)
 
     def check_window(seen: list[Any]) -> None:
+        if not check:
+            return
         refuse_untrainable(model, names, optimizers, mesh)
-        warn_of_what_may_be_meant(model, optimizers, schedulers, scaler, names, left_out)
-        if is_first and loss_fn is None and count_fn is None:
+        warn_of_likely_mistakes(model, optimizers, schedulers, scaler, names, left_out)
+        if is_first and objective.knows_accuracy:
             look_at_labels(model, seen)
-        check_batch = check_of(model, own_loss=objective.is_own)
-        for batch in seen:
-            check_batch(batch)
+        check_batches(model, seen, own_loss=objective.is_own)
 
     options = {
         "max_grad_norm": max_grad_norm,
@@ -166,32 +212,72 @@ def train_step(
         "trained": tuple(name for parameter, name in names.items() if parameter.requires_grad),
         "optimizers": options_of(optimizers),
         "scale": None if scaler is None else known_scale(scaler),
-        "watched": counter_of(model) is not None,
+        "watched": counter is not None,
     }
-    window = agree_on_window(
-        micro_batches,
-        mesh,
-        objective,
-        check=check_window if check else lambda seen: None,
-        group=group,
-        options=options,
-    )
+    window = agree_on_window(micro_batches, mesh, objective, check=check_window, group=group, options=options)
     if is_first:
-        compare_rows(window.seen, mesh)
+        compare_rows(window.micro_batches, mesh)
         done_with(model).add(FIRST_WINDOW)
     if window.weight == 0:
         return _without_step(model, window)
     if check:
-        verify_at_first_use(model, window.seen, mesh, own_loss=objective.is_own)
+        seen = [one.seen for one in window.micro_batches]
+        verify_at_first_use(model, seen, mesh, own_loss=objective.is_own)
     if check and window.padded_left and not objective.is_own:
         with_positions = "position_ids" in window.micro_batches[0].keys
         verify_left_padding(model, mesh, with_positions=with_positions)
-    trained = names if check else None
-    step = _queued(model, window, objective, mesh, trained, optimizers, scaler, max_grad_norm, grad_sync)
-    result = step.result(names)
-    for one in schedulers if not result.skipped else ():
-        one.step()
-    return result
+
+    sums, load = Sums(compute_device(model)), None
+    try:
+        if counter is not None:
+            counter.start()
+        forget_held_back(model)
+        _forward_and_backward(model, window, objective, sums, mesh, scaler, _UNTIL_THE_LAST[grad_sync])
+        if check:
+            refuse_beside(names, optimizers, mesh)
+        with part("clip_gradients"):
+            infs = unscale(optimizers, scaler)
+            norm = clip_gradients(model, max_grad_norm)
+        if counter is not None:
+            load = counter.finish(mesh, compute_device(model))
+        late = LateValues([norm, *infs, *sums.tensors()])
+        with part("optimizer"):
+            total_norm, *read = late.read()  # the only place where the host waits for the device
+            has_infs, read = any(read[: len(infs)]), read[len(infs) :]
+            step_all(optimizers, scaler, skipped=has_infs or not math.isfinite(total_norm))
+    except BaseException:
+        if counter is not None:
+            counter.abandon()
+        if scaler is not None:
+            forget_unscaled(scaler)
+        raise
+    finally:
+        for one in optimizers:
+            one.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)  # also gradients of parameters that no optimizer holds
+
+    copies = copies_of_rows(mesh)
+    divisor = window.weight * copies
+    loss, router_loss, correct = sum_over_mesh(read[:3], mesh)
+    own_metrics = dict(zip(sums.metrics, read[3:], strict=True))
+    metrics = means_over_mesh(own_metrics, mesh, divisor) if objective.is_own else {}
+    if not math.isfinite(total_norm) and not has_infs:
+        raise _non_finite(total_norm, loss / divisor, read[0], names, mesh)
+    for each in schedulers if not has_infs else ():
+        each.step()
+    return StepResult(
+        loss / divisor,
+        total_norm,
+        window.targets,
+        window.tokens,
+        skipped=has_infs,
+        skip_reason="inf gradients" if has_infs else None,
+        router_loss=router_loss / divisor,
+        target_weight=window.weight,
+        expert_load=None if load is None else load.read(),
+        metrics=metrics,
+        token_accuracy=correct / (window.targets * copies) if objective.knows_accuracy else math.nan,
+    )
 
 
 def _without_step(model: nn.Module, window: Window) -> StepResult:
@@ -208,84 +294,64 @@ def _without_step(model: nn.Module, window: Window) -> StepResult:
     return StepResult(math.nan, math.nan, 0, window.tokens, skipped=True, skip_reason=reason)
 
 
-def _queued(
-    model: nn.Module,
-    window: Window,
-    objective: Objective,
+def _non_finite(
+    norm: float,
+    loss: float,
+    own_loss: float,
+    names: Mapping[torch.nn.Parameter, str],
     mesh: "DeviceMesh | None",
-    names: dict[nn.Parameter, str] | None,
-    optimizers: list[torch.optim.Optimizer],
-    scaler: torch.amp.GradScaler | None,
-    max_grad_norm: float | None,
-    grad_sync: GradSync,
-) -> QueuedStep:
-    """Forwards, backwards and, if the gradient is finite, the optimizers' step; no gradient is left."""
-    counter = counter_of(model)
-    try:
-        if counter is not None:
-            counter.start()
-        forget_held_back(model)
-        sums, metrics = _forward_and_backward(model, window, objective, mesh, scaler, grad_sync)
-        if names is not None:
-            refuse_beside(names, optimizers, mesh)
-        with part("clip_gradients"):
-            infs = unscale(optimizers, scaler)
-            norm = clip_gradients(model, max_grad_norm)
-        load = None if counter is None else counter.finish(mesh, compute_device(model))
-        if metrics is not None:
-            metrics.begin_copy()
-        values = LateValues([norm, *sums, *infs])
-        step = QueuedStep(values, window, mesh, objective.knows_accuracy, load, metrics)
-        with part("optimizer"):  # reading the norm is the only place where the host waits for the device
-            step_all(optimizers, scaler, skipped=step.has_infs or not step.is_finite)
-    except BaseException:
-        if counter is not None:
-            counter.abandon()
-        if scaler is not None:
-            forget_unscaled(scaler)
-        raise
-    finally:
-        for one in optimizers:
-            one.zero_grad(set_to_none=True)
-        model.zero_grad(set_to_none=True)  # also gradients of parameters that no optimizer holds
-    return step
+) -> NonFiniteGradientError:
+    """The error of a gradient that is not finite: the ranks whose loss is not, and the weights that are not.
+
+    Args:
+        norm: Norm of the gradient.
+        loss: Mean loss of the window.
+        own_loss: This rank's summed loss.
+        names: The model's parameters with their names.
+        mesh: Ranks that share the window.
+
+    Collective: all ranks of the mesh.
+    """
+    where = ""
+    if mesh is not None and mesh.size() > 1:
+        finite = all_gather_objects(math.isfinite(own_loss))
+        ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
+        where = f" (that of rank {abridged(ranks)} is not finite)" if ranks else " (finite on every rank)"
+    broken = [name for one, name in names.items() if not bool(values_of(one.detach()).isfinite().all())]
+    advice = (
+        f"{abridged(broken)} hold values that are not finite: load the weights again"
+        if broken
+        else "Look at the last batches, lower the learning rate"
+    )
+    return NonFiniteGradientError(
+        f"the gradient norm is {norm} at a loss of {loss:.4g}{where}; parameters and optimizer are "
+        f"unchanged. {advice}, or start from the last checkpoint"
+    )
 
 
 def _forward_and_backward(
     model: nn.Module,
     window: Window,
     objective: Objective,
+    sums: Sums,
     mesh: "DeviceMesh | None",
     scaler: torch.amp.GradScaler | None,
-    grad_sync: GradSync,
-) -> tuple[list[torch.Tensor], OwnMetrics | None]:
-    """Run each micro-batch forward and backward; gradients are of the window's loss per target.
-
-    Returns:
-        (sums of this rank, sums of the caller's metrics). The sums are the loss of its targets, the routers'
-        losses in the same unit, and its number of correct targets, 0-dim and on the device, so that the host
-        does not wait for them.
-    """
+    until_the_last: SyncMode,
+) -> None:
+    """Run each micro-batch forward and backward; gradients are of the window's loss per target."""
     device, copies, weight = compute_device(model), copies_of_rows(mesh), window.weight
-    deferred: SyncMode = {"each": "all", "last": "none", "reduce_scatter": "reduce_scatter"}[grad_sync]  # type: ignore[assignment]
-    total = added = correct = torch.zeros((), dtype=torch.float64, device=device)
-    metrics = OwnMetrics() if objective.is_own else None
-    for number, batch in enumerate(window.micro_batches, start=1):
-        last = number == len(window.micro_batches)
-        with gradient_sync(model, "all" if last else deferred):
+    for batch in window.micro_batches:
+        is_last = batch is window.micro_batches[-1]
+        with gradient_sync(model, "all" if is_last else until_the_last):
             with part("forward"):
-                moved = on_device(batch.given, batch.part, device, own_loss=objective.is_own)
-                summed, router, named, right = objective.of(model, moved)
-            if metrics is not None:
-                metrics.add(named)
+                found = objective.of(model, batch.on_device(device, own_loss=objective.is_own))
+            router = found.router
             if router is not None:
                 # The router's loss of a micro-batch is a mean. Times its share of the window's tokens and
                 # the window's weight it is in the unit of the summed loss, so that one scale fits both.
-                router = router * (tokens_of(batch.part, needs_ids=False) / max(window.tokens, 1) * weight)
-                added = added + router.detach()
-            total, correct = total + summed.detach(), correct + right
-            summed = summed if router is None else summed + router
+                router = router * (batch.tokens / max(window.tokens, 1) * weight)
+            sums.add(found, router)
+            summed = found.summed if router is None else found.summed + router
             loss = scaled_for_averaging(summed, weight * copies) if mesh is not None else summed / weight
             with part("backward"):
                 (scaler.scale(loss) if scaler is not None else loss).backward()
-    return [total, added, correct], metrics

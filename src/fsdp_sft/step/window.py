@@ -1,4 +1,4 @@
-"""Facts about a window's micro-batches that ranks agree on before the first forward."""
+"""A window's micro-batches, measured on the host, and what the ranks agree on before the first forward."""
 
 import copy
 from collections import UserDict
@@ -9,39 +9,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp_sft._process.streams import host_copies, travelling
-from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, sum_over_mesh
+from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup
 from fsdp_sft.errors import BatchError
 from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.loss import (
     LOSS_KEYS,
+    WEIGHTS_KEY,
     BatchPart,
-    checked_batch,
+    CheckedBatch,
+    facts_of,
+    own_part,
     part_on_device,
+    targets_of,
+    tokens_of,
+    weight_of,
 )
 from fsdp_sft.sampling.padding import is_padded_on_left
-from fsdp_sft.step.keys import (
-    Keys,
-    are_equal,
-    digest,
-    keys_of,
-    refuse_different_keys,
-    refuse_different_options,
-    to_compare,
-)
-from fsdp_sft.step.objective import Objective
-
-Check = Callable[[Any], None]
-
-_LOOKED_AT = (*LOSS_KEYS, "input_ids", "attention_mask", "position_ids")
+from fsdp_sft.step.agreement import Keys, agree, keys_of, refuse_different_keys, refuse_different_options
+from fsdp_sft.step.objective import Objective, counted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_LOOKED_AT = (*LOSS_KEYS, "input_ids", "attention_mask", "position_ids")
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One batch of a window on this rank.
+    """One batch of this rank, and its share of what is counted.
 
     Attributes:
         given: The batch as the caller gave it.
@@ -49,12 +45,55 @@ class MicroBatch:
         part: This rank's part of ``seen`` under context parallelism, where the loss is the library's; if not,
             ``seen`` itself.
         keys: Its keys, as ``keys_of`` names them; the same on every rank.
+        targets: Number of its targets, or what a ``count_fn`` returned.
+        weight: Sum of the targets' ``loss_weights``; without weights ``targets``.
+        tokens: Number of its tokens, without padding.
+        padded_left: Whether it has a row that is padded on the left.
     """
 
     given: Any
     seen: Any
     part: Any
     keys: Keys
+    targets: float
+    weight: float
+    tokens: int
+    padded_left: bool
+
+    def on_device(self, device: torch.device, *, own_loss: bool) -> Any:
+        """The batch on ``device``, as a forward takes it, with what the host knows of its targets."""
+        if isinstance(self.part, BatchPart):
+            return part_on_device(self.part, device)
+        moved = to_device(self.given, device)
+        if own_loss or device.type == "cpu":
+            return moved
+        return CheckedBatch(moved, facts_of(targets_of(self.seen).reshape(-1), device))
+
+
+def measured(batches: Sequence[Any], objective: Objective, group: SequenceGroup | None) -> list[MicroBatch]:
+    """The batches, counted on the host, which waits once for those that are on a device.
+
+    What is asked of whole rows, by a function of the caller's, the first of the ranks that share them counts.
+
+    Args:
+        batches: Batches of this rank.
+        objective: Definition of the loss. A batch without ``input_ids`` is an error, unless the loss is the
+            caller's own: it then counts as 0 tokens.
+        group: Ranks that share the rows; each counts the targets and tokens of its part. None if none do.
+    """
+    is_own, count_fn = objective.is_own, objective.count_fn
+    first = group is None or group.rank == 0
+    found = []
+    for given, seen in zip(batches, on_host(batches), strict=True):
+        part = seen if is_own else own_part(seen, group)
+        targets = counted(part if count_fn is None else given, count_fn)
+        targets = targets if first or objective.knows_accuracy else 0.0
+        weighted = not is_own and isinstance(part, Mapping) and part.get(WEIGHTS_KEY) is not None
+        weight = weight_of(part) if weighted else targets
+        tokens = tokens_of(part, needs_ids=not is_own) if first or not is_own else 0
+        left = is_padded_on_left(seen)
+        found.append(MicroBatch(given, seen, part, keys_of(seen), targets, weight, tokens, left))
+    return found
 
 
 @dataclass(frozen=True)
@@ -73,12 +112,7 @@ class Window:
     tokens: int
     weight: float
     padded_left: bool
-    micro_batches: tuple[MicroBatch, ...]
-
-    @property
-    def seen(self) -> list[Any]:
-        """``MicroBatch.seen`` of each micro-batch."""
-        return [one.seen for one in self.micro_batches]
+    micro_batches: list[MicroBatch]
 
 
 def agree_on_window(
@@ -95,61 +129,51 @@ def agree_on_window(
     Args:
         micro_batches: This rank's micro-batches.
         mesh: Mesh of the model, whose ranks share the window; None is this rank alone.
-        objective: Definition of the loss. A batch without ``input_ids`` is an error, unless the loss is the
-            caller's own: it then counts as 0 tokens.
+        objective: Definition of the loss.
         check: Function that raises if the model cannot be trained, or not with these batches on the host.
-        group: Ranks that share the rows; each counts the targets and tokens of its part.
+        group: Ranks that share the rows.
         options: Options of the step that must be the same on every rank.
 
     Collective: all ranks, if there is a mesh.
     """
     error: Exception | None = None
-    targets, weight, tokens, padded_left = 0.0, 0.0, 0, False
     batches: list[MicroBatch] = []
     try:
-        given = _checked_window(micro_batches)
-        seen = on_host(given)
-        for batch, copied in zip(given, seen, strict=True):
-            one = MicroBatch(batch, copied, objective.part(copied, group), keys_of(copied))
-            batches.append(one)
-            count, own_weight, own_tokens = objective.measured(one.given, one.part, group)
-            targets, weight, tokens = targets + count, weight + own_weight, tokens + own_tokens
-        padded_left = any(map(is_padded_on_left, seen))
-        check(seen)
+        if not isinstance(micro_batches, (list, tuple)) or not micro_batches:
+            got = type(micro_batches).__name__ if micro_batches else "an empty window"
+            raise BatchError(
+                f"train_step takes the window as a list of batches, at least one micro-batch, got {got}; "
+                "wrap a single batch as [batch]"
+            )
+        batches = measured(micro_batches, objective, group)
+        check([one.seen for one in batches])
     except Exception as caught:
         error = caught
-    ranks = mesh.size() if mesh is not None else 1
     keys = [one.keys for one in batches]
-    compared = to_compare([*digest(repr(options)), len(keys), *digest(keys)])
-    own = [weight, targets, tokens, padded_left, error is not None]
-    all_weight, all_targets, all_tokens, left, failed, *equal = sum_over_mesh([*own, *compared], mesh)
-    copies = copies_of_rows(mesh)
-    if failed:
+    own = {
+        "weight": sum(one.weight for one in batches),
+        "targets": sum(one.targets for one in batches),
+        "tokens": sum(one.tokens for one in batches),
+        "padded_left": any(one.padded_left for one in batches),
+        "micro_batches": len(batches),
+        "failed": error is not None,
+    }
+    total, different = agree(mesh, own, {"options": options, "number": len(keys), "keys": keys})
+    if total["failed"]:
         raise_on_mesh(error, "checking the window and the model", mesh)
-    if not are_equal(equal[:-8], ranks):
+    if "options" in different:
         refuse_different_options(options)
-    equal = equal[-8:]  # of the number of micro-batches, and of their keys
-    if not are_equal(equal[:2], ranks):
+    if mesh is not None and "number" in different:
         raise BatchError(
-            f"ranks have different numbers of micro-batches (this one {len(keys)}, {equal[0] / ranks:.2f} on "
-            "average); iterate with windows(), which ends all ranks together"
+            f"ranks have different numbers of micro-batches (this one {len(keys)}, "
+            f"{total['micro_batches'] / mesh.size():.2f} on average); iterate with windows(), which ends all "
+            "ranks together"
         )
-    if not are_equal(equal, ranks):
+    if "keys" in different:
         refuse_different_keys(keys)
-    tokens, weight = int(all_tokens) // copies, all_weight / copies
-    return Window(round(all_targets / copies), tokens, weight, left > 0, tuple(batches))
-
-
-def _checked_window(micro_batches: Any) -> list[Any]:
-    """The window as a list; raises for a single batch and for an empty window."""
-    if isinstance(micro_batches, Mapping) or not isinstance(micro_batches, (list, tuple)):
-        raise BatchError(
-            f"train_step takes the window as a list of batches, got {type(micro_batches).__name__}; "
-            "wrap a single batch as [batch]"
-        )
-    if not micro_batches:
-        raise BatchError("train_step got an empty window; it needs at least one micro-batch")
-    return list(micro_batches)
+    copies = copies_of_rows(mesh)
+    targets, tokens = round(total["targets"] / copies), int(total["tokens"]) // copies
+    return Window(targets, tokens, total["weight"] / copies, total["padded_left"] > 0, batches)
 
 
 def begun_late(batches: Iterable[Any]) -> Iterator[Any]:
@@ -175,14 +199,6 @@ def on_host(batches: Sequence[Any]) -> list[Any]:
     return found
 
 
-def on_device(batch: Any, seen: Any, device: torch.device, *, own_loss: bool) -> Any:
-    """The batch on ``device``, as a forward takes it, with what the host knows of its targets."""
-    if isinstance(seen, BatchPart):
-        return part_on_device(seen, device)
-    moved = to_device(batch, device)
-    return moved if own_loss or device.type == "cpu" else checked_batch(moved, seen, device)
-
-
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on ``device``, those in nested dicts, lists and tuples included.
 
@@ -190,39 +206,34 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """
     if isinstance(batch, torch.Tensor):
         return travelling(batch, device)
-    if callable(getattr(batch, "to", None)) and not isinstance(batch, UserDict):
-        return copy.copy(batch).to(device)
-    return with_parts(batch, lambda part: to_device(part, device))
-
-
-def with_parts(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A mapping, list or tuple with ``function`` of each of its parts; anything else as it is."""
-    if isinstance(value, Mapping):
-        parts = {name: function(inner) for name, inner in value.items()}
-        if not isinstance(value, UserDict):
-            return parts
-        made = copy.copy(value)  # a BatchEncoding, whose parts are its attributes too
-        made.data = parts
+    if isinstance(batch, UserDict):
+        made = copy.copy(batch)  # a BatchEncoding, whose parts are its attributes too
+        made.data = to_device(batch.data, device)
         return made
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(function, value))
-    return type(value)(map(function, value)) if isinstance(value, (list, tuple)) else value
+    if callable(getattr(batch, "to", None)):
+        return copy.copy(batch).to(device)
+    if isinstance(batch, Mapping):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    if not isinstance(batch, (list, tuple)):
+        return batch
+    parts = [to_device(value, device) for value in batch]
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
 
 def num_rows(batch: Any) -> int:
     """Number of rows of a batch: the length of its ``input_ids``, or else of the first tensor in it."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    first = ids if isinstance(ids, torch.Tensor) else next(_tensors_in(batch), None)
+    first = ids if isinstance(ids, torch.Tensor) else next(tensors_in(batch), None)
     if first is None:
         raise BatchError(f"the rows of a batch without a tensor cannot be counted: {type(batch).__name__}")
     return len(first)
 
 
-def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     """The tensors of a batch that have rows, those in its dicts, lists and tuples included."""
     if isinstance(batch, torch.Tensor):
         if batch.ndim:
             yield batch
     elif isinstance(batch, (Mapping, list, tuple)):
         for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors_in(part)
+            yield from tensors_in(part)

@@ -20,7 +20,7 @@ from fsdp_sft.step.optimizers import stepped_by
 _AT_A_RATE = "was trained at a learning rate above 0"
 
 
-def warn_of_what_may_be_meant(
+def warn_of_likely_mistakes(
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     schedulers: Sequence[Any],

@@ -1,22 +1,63 @@
-"""The keys of a batch, and the check that they are the same on all ranks.
+"""What ranks agree on before a forward: sums of named numbers, and what has to be the same on all of them.
 
-A forward runs the modules that its arguments need. If one rank's batch has an image and another's has none,
-the first gathers the parameters of the vision tower and the second never does, so the job hangs, or gloo
-aborts it.
+The keys of a batch are compared, because a forward runs the modules that its arguments need. If one rank's
+batch has an image and another's has none, the first gathers the parameters of the vision tower and the second
+never does, so the job hangs, or gloo aborts it.
 """
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_sft._ranks.agree import all_gather_objects, difference
+from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft._ranks.words import said_ranks
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import LABEL_KEYS, WEIGHTS_KEY
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 Keys = tuple[str, ...]
 # Squares of 20-bit words summed over 8,192 ranks stay below 2**53, up to which float64 is exact.
 _WORD_BITS = 20
+_WORDS = 3
+
+
+def agree(
+    mesh: "DeviceMesh | None", sums: dict[str, float], same: dict[str, Any]
+) -> tuple[dict[str, float], set[str]]:
+    """Sum numbers over the ranks and compare values between them, in one small all-reduce.
+
+    Args:
+        mesh: Mesh of the model; None is this rank alone.
+        sums: Numbers of this rank by name.
+        same: Values of this rank by name, compared by their ``repr``; None for one that it does not have.
+
+    Returns:
+        (the sums over all ranks, names of the values in which ranks that have one differ).
+
+    Collective: all ranks, if there is a mesh, with the same names.
+    """
+    own = list(sums.values())
+    for value in same.values():
+        words = [0] * _WORDS if value is None else _digest(value)
+        own += [value is not None, *words, *(word * word for word in words)]
+    totals = sum_over_mesh(own, mesh)
+    different = set()
+    for index, name in enumerate(same):
+        start = len(sums) + index * (1 + 2 * _WORDS)
+        have, *words = map(int, totals[start : start + 1 + 2 * _WORDS])
+        # The variance of equal numbers is 0.
+        if any(have * squares != total**2 for total, squares in zip(words, words[_WORDS:], strict=False)):
+            different.add(name)
+    return dict(zip(sums, totals, strict=False)), different
+
+
+def _digest(value: Any) -> list[int]:
+    """Three numbers below 2**20, equal for equal values and (nearly always) different for others."""
+    bits = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big")
+    return [bits >> shift & ((1 << _WORD_BITS) - 1) for shift in range(0, _WORDS * _WORD_BITS, _WORD_BITS)]
 
 
 def keys_of(batch: Any) -> Keys:
@@ -35,23 +76,6 @@ def keys_of(batch: Any) -> Keys:
         return tuple(sorted(set(named)))
     size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
     return (f"a {type(batch).__name__}{size}",)
-
-
-def digest(keys: Any) -> list[int]:
-    """Three numbers below 2**20, equal for equal ``keys`` and (nearly always) different for others."""
-    words = int.from_bytes(hashlib.blake2b(repr(keys).encode(), digest_size=8).digest(), "big")
-    return [words >> shift & ((1 << _WORD_BITS) - 1) for shift in (0, _WORD_BITS, 2 * _WORD_BITS)]
-
-
-def to_compare(numbers: list[int]) -> list[float]:
-    """Each number and its square, whose sums over the ranks ``are_equal`` takes."""
-    return [float(term) for number in numbers for term in (number, number * number)]
-
-
-def are_equal(sums: list[float], ranks: int) -> bool:
-    """Whether all ranks had the same numbers, given the sums of ``to_compare``: their variance is then 0."""
-    whole = [int(value) for value in sums]
-    return all(ranks * squares == total**2 for total, squares in zip(whole[::2], whole[1::2], strict=True))
 
 
 def refuse_different_options(own: dict[str, Any]) -> None:
