@@ -4,7 +4,7 @@ import functools
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_sft._process.gpus import GIB, MIB, Gpu
@@ -12,17 +12,14 @@ from fsdp_sft._process.words import answered
 from fsdp_sft.attention.context_parallel import check_shareable
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.model import CHECKED_FAMILIES, Skeleton, as_config, build_skeleton
-from fsdp_sft.planner.replay import GRADIENTS, MASTERS, OPTIMIZER, replay
+from fsdp_sft.planner.replay import replay
 from fsdp_sft.planner.run import Run
 from fsdp_sft.planner.trace import trace
-from fsdp_sft.sac import host_bytes_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_NOTABLE_PADDING = 0.05
-_BAR, _EIGHTHS = 40, " ▏▎▍▌▋▊▉"  # width of the longest bar
-_SMALLEST_SHARE = 0.005  # of the peak; smaller parts are summed up as one
+_BAR = 40  # characters of the longest bar
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,6 @@ class MemoryEstimate:
         active_parameters: Number of parameters that one token passes through; fewer than ``parameters`` for a
             mixture of experts.
         activation_bytes: Bytes that the forward of all blocks leaves on the device for the backward.
-        host_bytes: Host memory per GPU: pinned, in which activations wait (``sac_offload``), or that of
-            shards, gradients and optimizer states (``cpu_offload``).
         notes: Caveats, such as a family that was never compared with a measurement.
     """
 
@@ -50,21 +45,15 @@ class MemoryEstimate:
     parameters: int
     active_parameters: int
     activation_bytes: int
-    host_bytes: int = 0
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """The breakdown as bars, the largest part first, and the sum."""
-        least = _SMALLEST_SHARE * self.peak_bytes
-        shown = {name: size for name, size in self.breakdown.items() if size >= least}
-        shown = dict(sorted(shown.items(), key=lambda part: -part[1]))
-        rest = self.peak_bytes - sum(shown.values())
-        most, width = max(shown.values()), max(map(len, shown))
-        shown |= {"the rest": rest} if rest else {}
+        parts = sorted(self.breakdown.items(), key=lambda part: -part[1])
+        width = max(map(len, self.breakdown))
         lines = []
-        for name, size in shown.items():
-            eighths = round(size / most * _BAR * 8)
-            bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
+        for name, size in parts:
+            bar = "█" * round(size / parts[0][1] * _BAR)
             lines.append(f"{name:<{width}}  {size / GIB:7.2f} GiB  {bar}".rstrip())
         return "\n".join([*lines, f"{'in all':<{width}}  {self.peak_bytes / GIB:7.2f} GiB"])
 
@@ -132,14 +121,6 @@ def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
         for index, kind in enumerate(skeleton.kinds)
         if index >= skeleton.first_backward
     )
-    leaving = sorted(checkpointed) if run.activations_leave else []
-    left = [seen.blocks[skeleton.kinds[index]].output for index in leaving]
-    # The input of the last checkpointed block stays on the device: the backward begins with that block.
-    activations -= sum(left[:-1])
-    host_bytes = sum(map(host_bytes_for, left))
-    if run.cpu_offload:
-        on_device = estimate(skeleton, replace(run, cpu_offload=False, sac_offload=False)).breakdown
-        host_bytes += sum(on_device.get(part, 0) for part in (MASTERS, OPTIMIZER, GRADIENTS))
     return MemoryEstimate(
         peak_bytes=peak.total,
         peak_phase=peak.phase,
@@ -147,34 +128,26 @@ def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
         parameters=skeleton.parameters,
         active_parameters=skeleton.active_parameters,
         activation_bytes=activations,
-        host_bytes=host_bytes,
         notes=tuple(_notes(skeleton, run)),
     )
 
 
 def _notes(skeleton: Skeleton, run: Run) -> Iterator[str]:
     """Caveats of the estimate."""
-    parts = skeleton.parts(run)
+    positions = getattr(skeleton.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < run.seq_length:
+        yield f"the config gives the model {positions} positions"
     if skeleton.published:
         yield skeleton.published
     if run.packed is not None:
-        values = sum(n * part.packed_elements() / over for part, over, n in parts)
-        taken = sum(n * part.packed_bytes(over) for part, over, n in parts)
         packed = sum(n * group.packed_elements() for group, n in skeleton.distinct_groups)
         yield (
             f"{packed / 1e9:.3g}B of {skeleton.parameters / 1e9:.3g}B parameters are frozen and kept packed "
-            f"({run.packed}): {taken * 8 / values:.2f} bits each, with scales and what fills shards up"
+            f"({run.packed})"
         )
     if skeleton.family not in CHECKED_FAMILIES:
         yield (
             f"model type {skeleton.family} was followed like any other but never compared with a measurement"
-        )
-    padded = sum(n * part.fullest(over) for part, over, n in parts)
-    even = sum(n * part.elements() / over for part, over, n in parts)
-    if padded > (1 + _NOTABLE_PADDING) * even:
-        yield (
-            f"the fullest of {run.num_shards} ranks has {padded / even:.3f} times the mean of the parameters "
-            "(describe_sharding says of which); fewer shards (dp_replicate) can need less"
         )
     if not run.device.checked and run.device.name != "cpu":
         yield f"what attention keeps on {run.device.name} was never compared with a measurement there"

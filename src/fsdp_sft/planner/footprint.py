@@ -11,7 +11,7 @@ Source: Herrmann et al.'s min-cut as in torch's partitioner,
 https://dev-discuss.pytorch.org/t/min-cut-optimal-recomputation-i-e-activation-checkpointing-with-aotautograd/467.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -46,7 +46,6 @@ class Footprint:
         saved: Bytes that the block's backward needs besides its input.
         backward_peak: Most bytes that the backward adds while it runs, gradients of parameters included.
         output: Bytes of the output.
-        saves_input: Whether the backward itself, not only recomputation, reads the block's input.
         decisions: Bytes of a router's choices, which a checkpointed block keeps with its input.
         exchanged: Bytes that the forward sends to the ranks that share its rows or experts.
         forward: Work of the forward.
@@ -61,7 +60,6 @@ class Footprint:
     saved: int
     backward_peak: int
     output: int
-    saves_input: bool
     decisions: int = 0
     exchanged: int = 0
     forward: Workload = ()
@@ -73,35 +71,33 @@ class Footprint:
         return self.output + self.decisions if checkpointed else self.kept
 
 
+@dataclass(eq=False)
 class BlockRecord:
     """What was seen of one block.
 
     Attributes:
         block: The block.
         saved: Numbers of the storages that autograd saved in its forward.
-        live: Bytes alive at moments: before and after its forward, and where its backward begins.
-        peak: Most bytes alive in its forward (saving or not) and in its backward.
-        events: Lengths of the ledger's record at moments, which cut the block's operations out of it.
+        at: Moments of the ledger: a trial of its forward (``"unsaved"``), ``"before"`` and ``"after"`` its
+            forward, ``"again"`` (the last tensor that is saved), ``"backward"`` and its ``"end"``.
         input: Number of its input's storage.
         output: Number of its output's storage.
         arguments: Numbers of the storages of its other arguments, such as mask and rotary tables.
     """
 
-    def __init__(self, block: nn.Module) -> None:
-        self.block = block
-        self.saved: set[int] = set()
-        self.live = {"before": 0, "after": 0, "backward": 0}
-        self.peak = {"forward": 0, "backward": 0, "again": 0}
-        self.events = {"unsaved": 0, "before": 0, "after": 0, "backward": 0, "end": 0}
-        self.input = self.output = -1
-        self.arguments: set[int] = set()
+    block: nn.Module
+    saved: set[int] = field(default_factory=set)
+    at: dict[str, int] = field(default_factory=dict)
+    input: int = -1
+    output: int = -1
+    arguments: set[int] = field(default_factory=set)
 
 
 def footprint(record: BlockRecord, ledger: Ledger, kept: int, *, exchanged: int, compiled: bool) -> Footprint:
     """The footprint of a block as it ran, or as it would run under ``torch.compile``."""
-    sizes = ledger.sizes
-    forward = ledger.events[record.events["before"] : record.events["after"]]
-    backward = ledger.events[record.events["backward"] : record.events["end"]]
+    sizes, at = ledger.sizes, record.at
+    forward = ledger.events[at["before"] : at["after"]]
+    backward = ledger.events[at["backward"] : at["end"]]
     output = sizes[record.output]
     decisions = sum(event.decided for event in forward) if decides(record.block) else 0
     alike: dict[str, Any] = {"output": output, "decisions": decisions, "exchanged": exchanged}
@@ -114,7 +110,7 @@ def footprint(record: BlockRecord, ledger: Ledger, kept: int, *, exchanged: int,
             block_input=record.input,
             block_output=record.output,
         )
-        return Footprint(saves_input=True, **alike, **fused)
+        return Footprint(**alike, **fused)
     # Recomputation stops at the last operation that makes a tensor for the backward.
     last = max((i for i, event in enumerate(forward) if record.saved & set(event.outputs)), default=-1)
     return Footprint(
@@ -122,12 +118,11 @@ def footprint(record: BlockRecord, ledger: Ledger, kept: int, *, exchanged: int,
         again=work_of(forward[: last + 1]),
         backward=work_of(backward),
         kept=kept,
-        forward_peak=record.peak["forward"] - record.live["before"],
-        unsaved_peak=record.peak["unsaved"],
-        again_peak=record.peak["again"] - record.live["before"],
-        saved=record.live["after"] - record.live["before"] - output,
-        backward_peak=record.peak["backward"] - record.live["backward"],
-        saves_input=record.input in record.saved,
+        forward_peak=ledger.added(at["before"], at["after"]),
+        unsaved_peak=ledger.added(at["unsaved"], at["before"]),
+        again_peak=ledger.added(at["before"], at["again"]),
+        saved=ledger.live_at(at["after"]) - ledger.live_at(at["before"]) - output,
+        backward_peak=ledger.added(at["backward"], at["end"]),
         **alike,
     )
 

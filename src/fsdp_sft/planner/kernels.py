@@ -21,7 +21,7 @@ from fsdp_sft._process.gpus import Gpu
 from fsdp_sft.attention.context_parallel import SequenceGroup, WholeRows, part_of_rows, share_attention
 from fsdp_sft.loss.linear import default_chunk_size
 from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Ledger
-from fsdp_sft.planner.run import ExpertsImpl, Run
+from fsdp_sft.planner.run import Run
 
 # Times that logits pass through memory: maximum, sum of exponentials, gradient and its cast.
 _LOGITS_TRIPS = 5
@@ -64,9 +64,6 @@ class Kernels(TorchFunctionMode):
         **options: Any,
     ) -> torch.Tensor:
         """Fused attention instead of ``scaled_dot_product_attention``."""
-        if dropout_p > 0 and self.gpu.name == "cpu":
-            # torch's CPU kernel has no dropout; what it falls back to keeps the attention matrix.
-            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             # torch turns a boolean mask into a bias of the query's dtype before it calls a kernel.
             bias = torch.zeros_like(attn_mask, dtype=query.dtype)
@@ -304,20 +301,18 @@ _SETTINGS = ("forward", "num_experts", "_is_expert_parallel", "_parameters")  # 
 
 
 @contextmanager
-def computed_by(model: nn.Module, impl: ExpertsImpl, ep_size: int, ledger: Ledger) -> Iterator[None]:
-    """Context in which a model on the meta device computes its experts by ``impl``, on ``ep_size`` ranks.
+def grouped_experts(model: nn.Module, ep_size: int, ledger: Ledger) -> Iterator[None]:
+    """Context in which a model on the meta device computes its experts in groups, on ``ep_size`` ranks.
 
-    ``"grouped_mm"`` is transformers' own function. Its eager function asks which experts have tokens, and its
-    exchange between ranks asks how many tokens go where; a meta tensor can answer neither, so the operations
-    of both are reproduced here with equal shares. All changes to the model are undone at the end.
+    transformers' exchange between ranks asks how many tokens go where, which a meta tensor cannot answer, so
+    its operations are reproduced here with equal shares. All changes to the model are undone at the end.
     """
     changed: list[Any] = list(switchable_experts(model).values())
     shared = [model.get_submodule(name) for name in experts_to_place(model)] if ep_size > 1 else []
     before = [{key: module.__dict__[key] for key in _SETTINGS if key in vars(module)} for module in changed]
     try:
         for module in changed:
-            compute = _one_by_one if impl == "eager" else experts_forward(module, impl)
-            module.__dict__["forward"] = partial(compute, module)
+            module.__dict__["forward"] = partial(experts_forward(module, "grouped_mm"), module)
             if module in shared:
                 _share_out(module, ep_size, ledger)
         yield
@@ -366,32 +361,3 @@ def _by_travelling(
     by_token[order] = result
     by_token = by_token.view(*top_k_weights.shape, hidden_states.shape[-1])
     return (by_token * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
-
-
-def _one_by_one(
-    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """The operations of eager experts, in their order, with equally many tokens for each expert."""
-    total = torch.zeros_like(hidden_states)
-    with torch.no_grad():
-        # Held until the end, as in transformers: 8 bytes for each token, choice and expert.
-        mask = F.one_hot(top_k_index, num_classes=experts.num_experts + 1).permute(2, 1, 0)
-    choices, number = top_k_index.numel(), experts.num_experts
-    names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
-    for index in range(number):
-        tokens = choices * (index + 1) // number - choices * index // number
-        position, token = (mask.new_empty(tokens) for _ in range(2))
-        current = _linear(experts, names[0], index, hidden_states[token])
-        current = experts._apply_gate(current) if experts.has_gate else experts.act_fn(current)
-        current = _linear(experts, names[1], index, current)
-        current = current * top_k_weights[token, position, None]
-        total.index_add_(0, token, current.to(total.dtype))
-    return total
-
-
-def _linear(experts: Any, name: str, index: int, rows: torch.Tensor) -> torch.Tensor:
-    """Rows times the weight of one expert, by which bias and layout transformers gives it."""
-    weight = getattr(experts, name)[index]
-    bias = getattr(experts, f"{name}_bias", None)
-    weight = weight.T if experts.is_transposed else weight
-    return F.linear(rows, weight, None if bias is None else bias[index])

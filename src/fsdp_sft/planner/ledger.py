@@ -75,6 +75,7 @@ class Event:
         flops: FLOPs, if it is a product.
         moved: Bytes that it reads and writes.
         decided: Bytes of a router's choices among the outputs, which a checkpointed block keeps.
+        live: Bytes alive after it.
     """
 
     op: Any
@@ -84,6 +85,7 @@ class Event:
     flops: float = 0.0
     moved: float = 0.0
     decided: int = 0
+    live: int = 0
 
 
 def work_of(events: Iterable[Event]) -> Workload:
@@ -94,20 +96,18 @@ def work_of(events: Iterable[Event]) -> Workload:
 
 @dataclass(eq=False)
 class Ledger(TorchDispatchMode):
-    """A mode that counts the live bytes of storages, keeps their peak and records events.
+    """A mode that counts the live bytes of storages and records events.
 
     It works on meta tensors, whose storages have a size and no memory. Storages of the tensors given to
-    ``ignore``, and thus all views of them, have size 0.
+    ``ignore``, and thus all views of them, have size 0. A moment is a number of events: those before it.
 
     Attributes:
         live: Bytes alive now.
-        peak: Largest ``live`` since the last ``reset_peak``.
         events: Operations and ends of storages, in order.
         sizes: Bytes of each storage, by number.
     """
 
     live: int = 0
-    peak: int = 0
     events: list[Event] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     _numbers: dict[int, int] = field(default_factory=dict)  # id of a live storage -> its number
@@ -125,7 +125,7 @@ class Ledger(TorchDispatchMode):
         outputs = tuple(self.number(tensor) for tensor in tensors_in(result))
         flops, moved = flops_of(func, args, kwargs, result), moved_by(func, args, kwargs, result)
         decided = self.sizes[outputs[-1]] if is_decision(func, args) else 0
-        self.events.append(Event(func, inputs, outputs, flops=flops, moved=moved, decided=decided))
+        self.events.append(Event(func, inputs, outputs, -1, flops, moved, decided, self.live))
         return result
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -145,7 +145,6 @@ class Ledger(TorchDispatchMode):
         self.sizes.append(size)
         self._guards[key] = weakref.ref(storage, lambda _: self._end(key, number))
         self.live += size
-        self.peak = max(self.peak, self.live)
         return number
 
     def note(
@@ -160,22 +159,22 @@ class Ledger(TorchDispatchMode):
         """Record an operation that the mode does not see as one, such as a fused kernel."""
         read = tuple(self.number(tensor) for tensor in inputs if tensor is not None)
         written = tuple(self.number(tensor) for tensor in outputs)
-        self.events.append(Event(op, read, written, flops=flops, moved=moved))
+        self.events.append(Event(op, read, written, flops=flops, moved=moved, live=self.live))
 
-    def alive(self, number: int) -> bool:
-        """Whether a storage still exists."""
-        return number in self._numbers.values()
+    def live_at(self, moment: int) -> int:
+        """Bytes that were alive at a moment."""
+        return self.events[moment - 1].live if moment else 0
 
-    def reset_peak(self) -> int:
-        """Return the peak so far and start a new one from what is alive now."""
-        peak, self.peak = self.peak, self.live
-        return peak
+    def added(self, begin: int, end: int) -> int:
+        """Most bytes that were alive at once between two moments, beyond those at the first."""
+        before = self.live_at(begin)
+        return max([0, *(event.live - before for event in self.events[begin:end])])
 
     def _end(self, key: int, number: int) -> None:
         """Called when a storage dies."""
         self.live -= self.sizes[number]
         del self._numbers[key], self._guards[key]
-        self.events.append(Event(None, freed=number))
+        self.events.append(Event(None, freed=number, live=self.live))
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -122,11 +122,10 @@ def as_config(config: "PreTrainedConfig | str | os.PathLike[str]") -> Any:
 
 
 def build_skeleton(config: Any, run: Run) -> Skeleton:
-    """The skeleton of a config's model, built once per config, dtype and choice of trained parameters."""
+    """The skeleton of a config's model, built once per config, dtype and choice of adapters and packing."""
     key = json.dumps(config.to_dict(), sort_keys=True, default=str)
     lora: Any = (run.lora_rank, run.lora_targets or ("all-linear",)) if run.lora_rank else None
-    trained: Any = run.trainable
-    return _cached_skeleton(_Keyed(key, config), run.param_dtype, trained, lora, run.packed)
+    return _cached_skeleton(_Keyed(key, config), run.param_dtype, lora, run.packed)
 
 
 @dataclass(frozen=True)
@@ -138,16 +137,14 @@ class _Keyed:
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_skeleton(
-    keyed: _Keyed, dtype: torch.dtype, trainable: Any, lora: Any, packed: str | None
-) -> Skeleton:
-    """The skeleton for one config, compute dtype, choice of trained parameters and way to keep others."""
+def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str | None) -> Skeleton:
+    """The skeleton for one config, compute dtype, adapters and way to keep what is frozen."""
     settings = _settings(keyed.config)
     model = build_model(keyed.config, dtype)
     blocks = decoder_blocks(model)
     if lora is not None:
+        model.requires_grad_(False)
         _add_lora(blocks, *lora)
-    _choose_trained(model, trainable, lora)
     towers = [model.get_submodule(name) for name in towers_of(model)]
     for tower in towers:
         tower.requires_grad_(False)
@@ -291,21 +288,6 @@ def likeness(block: nn.Module) -> Any:
         shapes = [(key, tuple(p.shape), p.requires_grad) for key, p in module.named_parameters(recurse=False)]
         parts.append((name, type(module).__name__, tuple(plain), tuple(shapes)))
     return tuple(parts)
-
-
-def _choose_trained(model: nn.Module, trainable: tuple[str, ...] | None, lora: Any) -> None:
-    """Freeze all parameters but adapters and those whose names match ``trainable``."""
-    if trainable is None and lora is None:
-        return
-    patterns = trainable or ()
-    for name, parameter in model.named_parameters():
-        adapter = name.endswith(("lora_A.weight", "lora_B.weight"))
-        chosen = adapter or any(re.search(pattern, name) for pattern in patterns)
-        parameter.requires_grad_(chosen)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            f"trainable={patterns!r} matches no parameter name; regular expressions are searched"
-        )
 
 
 class _LoraLinear(nn.Module):

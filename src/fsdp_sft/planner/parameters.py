@@ -102,12 +102,6 @@ class Group:
         """Bytes of one rank's shards of the packed parameters, padding included."""
         return sum(layout.shard_rows(num_shards) * layout.form.row_bytes for layout in self.packed)
 
-    def fullest(self, num_shards: int) -> float:
-        """Elements in the fullest rank's shards, padding included; of packed ones by their rows."""
-        packed = ((layout, math.prod(layout.shape)) for layout in self.packed)
-        rows = sum(n * layout.shard_rows(num_shards) / layout.shard_rows(1) for layout, n in packed)
-        return sum(self.shards(num_shards)) + rows
-
     def stored_bytes(self, num_shards: int, run: Run) -> int:
         """Bytes of one rank's shards as they are stored."""
         trained, frozen = (sum(self.shards(num_shards, trained=flag)) for flag in (True, False))
@@ -142,7 +136,7 @@ def decoding(layout: PackedLayout, dtype: torch.dtype) -> Decoding:
     ledger.ignore((rows, place))
     with ledger:
         layout.fill(rows, place)
-    return Decoding(ledger.peak, work_of(ledger.events), layout.shape[0] / number)
+    return Decoding(ledger.added(0, len(ledger.events)), work_of(ledger.events), layout.shape[0] / number)
 
 
 def decoding_peak(layouts: Iterable[PackedLayout], dtype: torch.dtype) -> int:
@@ -167,8 +161,8 @@ class Sizes:
         buffer: The all-gather's output; 0 on one rank, which gathers nothing.
         ahead: Part of ``buffer`` that is prefetched: all but the experts under expert parallelism, which are
             a separate group within the block.
-        cast: Copies that the all-gather's input takes: of shards that are stored in another dtype than the
-            compute dtype, and of all that lie on the host.
+        cast: Copies that the all-gather's input takes, of shards that are stored in another dtype than the
+            compute dtype.
         gradients: Unsharded gradients of the trained parameters, in the compute dtype.
         reduced: The reduce-scatter's input: those gradients in the dtype of the reduction, padded.
         scattered: The reduce-scatter's output: this rank's part of it.
@@ -219,12 +213,14 @@ def _part_sizes(group: Group, shards: int, run: Run) -> Sizes:
     packed = group.packed_bytes(shards)
     moved = group.moved(shards, trained=True)
     last_trained = [math.prod(shape) for shape in group.shapes(trained=True)][-1:]
+    kept = {True: run.master_dtype, False: run.kept_dtype(is_tower=group.is_tower)}
+    cast = (sum(group.shards(shards, trained=flag)) for flag, dtype in kept.items() if dtype != run.param_dtype)
     sent = (dense + packed) * shards if shards > 1 else 0
     return Sizes(
         gathered=(dense + packed) * shards + group.packed_elements() * compute,
         buffer=sent,
         ahead=sent,
-        cast=_copied(group, shards, run) if shards > 1 else 0,
+        cast=sum(cast) * compute if shards > 1 else 0,
         gradients=group.elements(trained=True) * compute,
         reduced=trained * shards * reduce,
         scattered=trained * reduce,
@@ -235,15 +231,6 @@ def _part_sizes(group: Group, shards: int, run: Run) -> Sizes:
         last_moved_gradient=sum(moved[-1:]) * compute,
         decoding=decoding_peak(group.packed, run.param_dtype),
     )
-
-
-def _copied(group: Group, shards: int, run: Run) -> int:
-    """Bytes of the copies that are gathered in place of the shards."""
-    kept = {True: run.master_dtype, False: run.kept_dtype(is_tower=group.is_tower)}
-    copied = (flag for flag, dtype in kept.items() if run.cpu_offload or dtype != run.param_dtype)
-    elements = sum(sum(group.shards(shards, trained=flag)) for flag in copied)
-    packed = group.packed_bytes(shards) if run.cpu_offload else 0
-    return elements * run.param_dtype.itemsize + packed
 
 
 def layouts_of(

@@ -49,7 +49,6 @@ How to read it:
 tests/planner/test_replay.py draws the picture again and compares.
 """
 
-import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -130,9 +129,6 @@ class _Step:
         # share a mask; blocks with a window have another one. So each storage is counted once.
         kept = {trace.arguments[skeleton.kinds[index]] for index in self.checkpointed}
         self.arguments = sum(size for _, size in frozenset[tuple[int, int]]().union(*kept))
-        # For each checkpointed block but the first whose input leaves, the checkpointed block before it.
-        ordered = sorted(self.checkpointed) if run.activations_leave else []
-        self.visits = dict(itertools.pairwise(reversed(ordered)))
         self.held: dict[str, int] = defaultdict(int)
         self.total = 0
         self.best = Peak(-1, "", {})
@@ -150,10 +146,8 @@ class _Step:
             trained = part.shards(shards, trained=True)
             states += count * sum(_state_bytes(run.optimizer, n, run.master_dtype) for n in trained)
         self.hold(WORKSPACE, run.device.workspace_bytes)
-        self.shards_on_device = not run.cpu_offload or run.device.name == "cpu"
-        if self.shards_on_device:
-            self.hold(MASTERS, masters)
-            self.hold(OPTIMIZER, states)
+        self.hold(MASTERS, masters)
+        self.hold(OPTIMIZER, states)
 
     def hold(self, part: str, size: int) -> None:
         """Allocate ``size`` bytes of a kind."""
@@ -192,7 +186,6 @@ class _Step:
             if self.run.reshard_after_forward:
                 self.free(UNSHARDED, self.embedding.gathered)
         for index, footprint in enumerate(self.footprints):
-            self._input_leaves(self.visits.get(index))
             previous = self._gather(self.sizes[index], previous)
             saves = index >= self.first_backward and index not in self.checkpointed
             self.look("loss", WORKING, footprint.forward_peak if saves else footprint.unsaved_peak)
@@ -282,28 +275,12 @@ class _Step:
             self._copy_out(sizes, "backward")
             self.free(ALL_GATHER, sizes.ahead)
         self._prefetch(index - 1)
-        self._input_leaves(self.visits.get(index), leaves=False)
+        working = footprint.backward_peak
         if index in self.checkpointed:
-            again = footprint.saved
-            if self.run.activations_leave and not footprint.saves_input:
-                again -= footprint.output  # the input came back for the recomputation and is freed after it
-            self.look("backward", WORKING, max(footprint.again_peak, again + footprint.backward_peak))
-        else:
-            self.look("backward", WORKING, footprint.backward_peak)
+            working = max(footprint.again_peak, footprint.saved + working)
+        self.look("backward", WORKING, working)
         self.free(UNSHARDED, sizes.gathered)
         self.hold(WHOLE_GRADIENTS, sizes.gradients)
-
-    def _input_leaves(self, index: int | None, *, leaves: bool = True) -> None:
-        """Offload the input of checkpointed block ``index``, or fetch it back.
-
-        It is offloaded when the next checkpointed block begins its forward, and fetched when that one begins
-        its backward (``sac/offload.py``). A block's input is the output of the block before it.
-        """
-        if index is None:
-            return
-        kind = INPUTS if index == 0 else self._kept(index - 1)[0]
-        size = self.footprints[index].output
-        self.hold(kind, -size if leaves else size)
 
     def _reduce(self, index: int, sizes: Sizes, *, reduce: bool) -> None:
         """Reduce a group's gradients when its backward is over, or add them to those of earlier micro-steps.
@@ -336,7 +313,7 @@ class _Step:
         self.hold(WHOLE_GRADIENTS, lingering)
         self.look("backward", REDUCE_SCATTER, sizes.scattered + cast)
         self.free(WHOLE_GRADIENTS, lingering)
-        if self.shards_on_device and not self.has_gradients:
+        if not self.has_gradients:
             self.hold(GRADIENTS, sizes.shard_gradients)
         if self.run.dp_replicate > 1 and (cast or self.has_gradients):
             # FSDP2 keeps the all-reduced tensor until the backward ends, even where the gradient is a copy.
@@ -347,8 +324,6 @@ class _Step:
     def optimizer(self) -> None:
         """Look at the update, which needs no gathered parameters."""
         run = self.run
-        if not self.shards_on_device:
-            return
         item, working = run.master_dtype.itemsize, 0
         shards = [size for part, over, _ in self.parts for size in part.shards(over, trained=True)]
         largest = max(shards, default=0)

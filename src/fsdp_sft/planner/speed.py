@@ -16,7 +16,7 @@ from fsdp_sft.planner.parameters import Group, decoding
 from fsdp_sft.planner.run import Run
 from fsdp_sft.planner.trace import Trace, trace
 
-Bound = Literal["compute", "memory bandwidth", "network", "host link"]
+Bound = Literal["compute", "memory bandwidth", "network"]
 
 _TOUCHES = 6  # times that exchanged tensors are read or written on their way: cut, joined, put in place
 # Bytes that an update reads and writes, in units of the trained masters' bytes. One fused kernel reads
@@ -43,7 +43,6 @@ class Rates:
         contention: Seconds by which a second of collectives slows the computation that hides it, since they
             take multiprocessors and memory bandwidth from it.
         operation: Shortest time of an operation, in seconds.
-        host_link: Share of the bandwidth to the host.
         wide: Rate of products in float32 as a share of that in 16 bits (TF32; half of it without).
     """
 
@@ -53,7 +52,6 @@ class Rates:
     network: float = 0.8
     contention: float = 0.4
     operation: float = 6e-6
-    host_link: float = 0.8
     wide: float = 1 / 8
 
 
@@ -72,8 +70,6 @@ class StepTime:
         exposed: The time that ``communication`` adds to a micro-step: what the computation does not hide, and
             the slowdown of the computation itself.
         exchange: Exchanges of one micro-step between ranks that share rows or experts; they do not overlap.
-        offload: Copies of one micro-step between device and host, which overlap: offloaded activations, and
-            with ``cpu_offload`` shards and gradients.
         optimizer: Gradient norm and update.
         total: The whole step.
         decoding: The part of ``compute`` that computes the values of packed weights in gathers.
@@ -85,7 +81,6 @@ class StepTime:
     communication: float
     exposed: float
     exchange: float
-    offload: float
     optimizer: float
     total: float
     decoding: float = 0.0
@@ -93,8 +88,6 @@ class StepTime:
     @property
     def bound(self) -> Bound:
         """The resource that limits the speed."""
-        if self.offload > max(self.compute, self.communication):
-            return "host link"
         if self.communication > self.compute or self.exposed + self.exchange > self.compute:
             return "network"
         return "memory bandwidth" if self.memory_bound > self.compute / 2 else "compute"
@@ -103,58 +96,12 @@ class StepTime:
 def step_time(skeleton: Skeleton, run: Run, rates: Rates = RATES) -> StepTime:
     """Predict the seconds of one optimizer step: micro-steps, and the update.
 
-    The forward and the backward each take the longest of computation (slowed by contention), communication
-    and host copies. The gathers before the first block and the reductions after the last are not hidden.
+    The forward and the backward each take the longer of computation (slowed by contention) and communication.
+    The gathers before the first block and the reductions after the last are not hidden.
     """
     seen = trace(skeleton, run)
-    passes = _passes(skeleton, seen, run, rates)
-    # Where gradients are reduced once, the micro-steps before the last only gather.
-    whole = _network(skeleton, run, rates, reduces=True)
-    early = whole if run.grad_sync == "each" else _network(skeleton, run, rates, reduces=False)
-    exchange = _exchange(skeleton, seen, run, rates)
-    offload = _offload(skeleton, seen, run, rates)
-
-    def micro_step(net: "_Collectives") -> float:
-        forward = _beside(passes.forward, net.forward, offload / 2, rates)
-        return forward + _beside(passes.backward, net.backward, offload / 2, rates) + net.alone + exchange
-
-    optimizer = _update(skeleton, run, rates)
-    others = run.grad_accum_steps - 1
-    total = micro_step(whole) + others * micro_step(early) + optimizer
-    compute = passes.forward + passes.backward
-    return StepTime(
-        compute=compute,
-        recompute=passes.recompute,
-        memory_bound=passes.memory_bound,
-        communication=whole.forward + whole.backward + whole.alone,
-        exposed=max(0.0, micro_step(whole) - exchange - max(compute, offload)),
-        exchange=exchange,
-        offload=offload,
-        optimizer=optimizer,
-        total=total,
-        decoding=passes.decoding,
-    )
-
-
-def _beside(compute: float, network: float, offload: float, rates: Rates) -> float:
-    """Seconds of a pass in which collectives and copies overlap with the computation."""
-    return max(compute + rates.contention * min(compute, network), network, offload)
-
-
-@dataclass(frozen=True)
-class _Passes:
-    """Seconds that the computation of a micro-batch takes by itself."""
-
-    forward: float
-    backward: float
-    recompute: float
-    memory_bound: float
-    decoding: float
-
-
-def _passes(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> _Passes:
-    """Seconds of a micro-batch's forward and backward if only the device itself limited them."""
     checkpointed = run.checkpointed(len(skeleton.blocks))
+    behind = range(skeleton.first_backward, len(skeleton.kinds))
     spent = {
         (kind, name): _seconds(getattr(footprint, name), run, rates)
         for kind, footprint in seen.blocks.items()
@@ -165,20 +112,42 @@ def _passes(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> _Passes:
         seconds = [spent[skeleton.kinds[index], name] for index in blocks]
         return sum((took for took, _ in seconds), 0.0), sum(waits for _, waits in seconds)
 
-    behind = range(skeleton.first_backward, len(skeleton.kinds))
     forward, waits_forward = spent_by(range(len(skeleton.kinds)), "forward")
     backward, waits_backward = spent_by(behind, "backward")
     again, waits_again = spent_by(checkpointed.intersection(behind), "again")
     rest, waits = _seconds(seen.rest, run, rates)
     copies = _copies(skeleton, run) / (run.device.memory_bytes_per_second * rates.memory)
     decoded = _decoding(skeleton, run, rates)
-    gathered_again = decoded if run.reshard_after_forward else 0.0
-    return _Passes(
-        forward + rest / 3 + copies / 3 + decoded,
-        backward + again + rest * 2 / 3 + copies * 2 / 3 + gathered_again,
-        again,
-        waits_forward + waits_backward + waits_again + waits + copies + decoded + gathered_again,
-        decoded + gathered_again,
+    decoded_again = decoded if run.reshard_after_forward else 0.0
+    forward += rest / 3 + copies / 3 + decoded
+    backward += again + rest * 2 / 3 + copies * 2 / 3 + decoded_again
+    # Where gradients are reduced once, the micro-steps before the last only gather.
+    whole = _network(skeleton, run, rates, reduces=True)
+    early = whole if run.grad_sync == "each" else _network(skeleton, run, rates, reduces=False)
+    exchange = _exchange(skeleton, seen, run, rates)
+
+    def micro_step(net: _Collectives) -> float:
+        passes = (forward, net.forward), (backward, net.backward)
+        taken = (max(own + rates.contention * min(own, link), link) for own, link in passes)
+        return sum(taken) + net.alone + exchange
+
+    optimizer = _update(skeleton, run, rates)
+    return StepTime(
+        compute=forward + backward,
+        recompute=again,
+        memory_bound=waits_forward
+        + waits_backward
+        + waits_again
+        + waits
+        + copies
+        + decoded
+        + decoded_again,
+        communication=whole.forward + whole.backward + whole.alone,
+        exposed=max(0.0, micro_step(whole) - exchange - (forward + backward)),
+        exchange=exchange,
+        optimizer=optimizer,
+        total=micro_step(whole) + (run.grad_accum_steps - 1) * micro_step(early) + optimizer,
+        decoding=decoded + decoded_again,
     )
 
 
@@ -256,7 +225,8 @@ def _network(skeleton: Skeleton, run: Run, rates: Rates, *, reduces: bool) -> _C
         return received / link
 
     def reductions(groups: Sequence[Group]) -> float:
-        received = sum(_received(group, run) for group in groups)
+        parts = [part for group in groups for part in group.parts(shards, run.ep_size)]  # own experts alone
+        received = sum(part.elements(trained=True) * (over - 1) / over for part, over in parts)
         return received * reduce + sum(g.elements(trained=True) for g in groups) * across_replicas
 
     first, others = skeleton.groups[0], skeleton.groups[1:]
@@ -268,12 +238,6 @@ def _network(skeleton: Skeleton, run: Run, rates: Rates, *, reduces: bool) -> _C
         backward=gathers(behind) + reductions([*others, *head]),
         alone=gathers(alone) + reductions(alone),
     )
-
-
-def _received(group: Group, run: Run) -> float:
-    """Elements of gradients that come from other ranks: of the experts only this rank's."""
-    parts = group.parts(run.num_shards, run.ep_size)
-    return sum(part.elements(trained=True) * (over - 1) / over for part, over in parts)
 
 
 def _shared_link(run: Run, ranks: int) -> float:
@@ -307,31 +271,9 @@ def _exchange(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> float:
     return exchanged * (share / (link * rates.network) + touches) + waits
 
 
-def _offload(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> float:
-    """Seconds of a micro-step's copies between device and host.
-
-    What checkpointed blocks keep goes to the host and comes back. Shards that live on the host are copied to
-    the device for each gather, in the dtype in which they are stored, and the gradients' shards go back.
-    """
-    moved = 0
-    if run.activations_leave:
-        checkpointed = run.checkpointed(len(skeleton.blocks))
-        moved += 2 * sum(seen.blocks[skeleton.kinds[index]].output for index in checkpointed)
-    if run.cpu_offload:
-        gathers = 2 if run.reshard_after_forward else 1
-        for part, over, number in skeleton.parts(run):
-            gradients = sum(part.shards(over, trained=True)) * run.master_dtype.itemsize
-            moved += number * (gathers * part.stored_bytes(over, run) + gradients)
-    return moved / (run.device.host_bytes_per_second * rates.host_link)
-
-
 def _update(skeleton: Skeleton, run: Run, rates: Rates) -> float:
     """Seconds of the gradients' norm and of the update."""
     trained = sum(n * group.elements(trained=True) for group, n in skeleton.distinct_groups)
     here = trained / run.num_shards * run.master_dtype.itemsize
     trips = _UPDATE_TRIPS.get(run.optimizer, _LISTED_TRIPS) + _NORM_TRIPS
-    gpu = run.device
-    if not run.cpu_offload:
-        return trips * here / (gpu.memory_bytes_per_second * rates.memory)
-    # On the host the update is bound by memory bandwidth: 200 GB/s, which the ranks of a node share.
-    return trips * here * min(gpu.gpus_per_node, run.num_gpus) / 200e9
+    return trips * here / (run.device.memory_bytes_per_second * rates.memory)
