@@ -161,6 +161,7 @@ class Sizes:
         buffer: The all-gather's output; 0 on one rank, which gathers nothing.
         ahead: Part of ``buffer`` that is prefetched: all but the experts under expert parallelism, which are
             a separate group within the block.
+        received: Part of ``buffer`` that comes from other ranks.
         cast: Copies that the all-gather's input takes, of shards that are stored in another dtype than the
             compute dtype.
         gradients: Unsharded gradients of the trained parameters, in the compute dtype.
@@ -179,6 +180,7 @@ class Sizes:
     gathered: int
     buffer: int
     ahead: int
+    received: int
     cast: int
     gradients: int
     reduced: int
@@ -191,6 +193,7 @@ class Sizes:
     decoding: int
 
 
+@functools.lru_cache(maxsize=4096)
 def group_sizes(group: Group, run: Run) -> Sizes:
     """Sizes of a block's buffers, including its experts, a second group under expert parallelism."""
     first, *others = (_part_sizes(*part, run) for part in group.parts(run.num_shards, run.ep_size))
@@ -220,6 +223,7 @@ def _part_sizes(group: Group, shards: int, run: Run) -> Sizes:
         gathered=(dense + packed) * shards + group.packed_elements() * compute,
         buffer=sent,
         ahead=sent,
+        received=(dense + packed) * (shards - 1),
         cast=sum(cast) * compute if shards > 1 else 0,
         gradients=group.elements(trained=True) * compute,
         reduced=trained * shards * reduce,

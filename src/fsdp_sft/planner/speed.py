@@ -5,14 +5,14 @@ docs/explanation/how-the-estimate-was-checked.md says to what, and how far off t
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from fsdp_sft._tensors.packed_shard import PackedLayout
 from fsdp_sft.planner.ledger import Workload
 from fsdp_sft.planner.model import Skeleton
-from fsdp_sft.planner.parameters import Group, decoding
+from fsdp_sft.planner.parameters import Group, decoding, group_sizes
 from fsdp_sft.planner.run import Run
 from fsdp_sft.planner.trace import Trace, trace
 
@@ -116,7 +116,12 @@ def step_time(skeleton: Skeleton, run: Run, rates: Rates = RATES) -> StepTime:
     backward, waits_backward = spent_by(behind, "backward")
     again, waits_again = spent_by(checkpointed.intersection(behind), "again")
     rest, waits = _seconds(seen.rest, run, rates)
-    copies = _copies(skeleton, run) / (run.device.memory_bytes_per_second * rates.memory)
+    memory = run.device.memory_bytes_per_second * rates.memory
+    # FSDP2 copies within the device, out of gathers and into reductions.
+    sized = [(group_sizes(group, run), number) for group, number in skeleton.distinct_groups]
+    gathers = 2 if run.reshard_after_forward else 1
+    copied = (n * (2 * gathers * sizes.buffer + sizes.gradients + sizes.reduced) for sizes, n in sized)
+    copies = sum(copied) / memory if run.num_shards > 1 else 0.0
     decoded = _decoding(skeleton, run, rates)
     decoded_again = decoded if run.reshard_after_forward else 0.0
     forward += rest / 3 + copies / 3 + decoded
@@ -131,7 +136,8 @@ def step_time(skeleton: Skeleton, run: Run, rates: Rates = RATES) -> StepTime:
         taken = (max(own + rates.contention * min(own, link), link) for own, link in passes)
         return sum(taken) + net.alone + exchange
 
-    optimizer = _update(skeleton, run, rates)
+    trips = _UPDATE_TRIPS.get(run.optimizer, _LISTED_TRIPS) + _NORM_TRIPS
+    optimizer = trips * sum(number * sizes.shard_gradients for sizes, number in sized) / memory
     return StepTime(
         compute=forward + backward,
         recompute=again,
@@ -175,21 +181,6 @@ def _seconds(work: Workload, run: Run, rates: Rates) -> tuple[float, float]:
     return total, waiting
 
 
-def _copies(skeleton: Skeleton, run: Run) -> float:
-    """Bytes that FSDP2 copies within the device in each micro-step, out of gathers and into reductions."""
-    if run.num_shards == 1:
-        return 0.0
-    gathers = 2 if run.reshard_after_forward else 1
-    parts = skeleton.parts(run)  # of the experts only this rank's
-    item = run.param_dtype.itemsize
-    dense = sum(n * (part.elements() - part.packed_elements()) for part, _, n in parts) * item
-    packed = sum(n * part.packed_bytes(over) * over for part, over, n in parts)
-    gathered = 2 * gathers * (dense + packed)
-    trained = sum(n * part.elements(trained=True) for part, _, n in parts)
-    reduced = trained * (item + run.reduce_dtype.itemsize)
-    return float(gathered + reduced)
-
-
 @dataclass(frozen=True)
 class _Collectives:
     """Seconds of a micro-step's collectives.
@@ -207,27 +198,21 @@ class _Collectives:
 
 def _network(skeleton: Skeleton, run: Run, rates: Rates, *, reduces: bool) -> _Collectives:
     """Seconds of the gathers of a micro-step, and of its reductions if it ``reduces``."""
-    gpu, shards = run.device, run.num_shards
-    link = _shared_link(run, shards) * rates.network
-    reduce = run.reduce_dtype.itemsize / link if reduces else 0.0
-    across_replicas = 0.0
-    if run.dp_replicate > 1 and reduces:
-        # Replicas all-reduce each shard, and all of that passes the one adapter of the rank's GPU.
-        across = gpu.node_bytes_per_second if run.num_gpus <= gpu.gpus_per_node else gpu.bytes_per_second
-        again = 2 * (run.dp_replicate - 1) / run.dp_replicate
-        across_replicas = again * run.reduce_dtype.itemsize / shards / (across * rates.network)
+    gpu, link = run.device, run.device.node_bytes_per_second
+    if run.num_shards > gpu.gpus_per_node:
+        # A node fetches what it needs once, over the adapters of all its GPUs together.
+        link = min(link, gpu.gpus_per_node * gpu.bytes_per_second)
+    # Replicas all-reduce each shard, and all of that passes the one adapter of the rank's GPU.
+    across = gpu.node_bytes_per_second if run.num_gpus <= gpu.gpus_per_node else gpu.bytes_per_second
+    again = 2 * (run.dp_replicate - 1) / run.dp_replicate
 
-    def gathers(groups: Sequence[Group]) -> float:
-        received = 0.0
-        for part, over in (part for group in groups for part in group.parts(shards, run.ep_size)):
-            dense = (part.elements() - part.packed_elements()) * run.param_dtype.itemsize
-            received += dense * (over - 1) / over + part.packed_bytes(over) * (over - 1)
-        return received / link
+    def gathers(groups: Iterable[Group]) -> float:
+        return sum(group_sizes(group, run).received for group in groups) / (link * rates.network)
 
-    def reductions(groups: Sequence[Group]) -> float:
-        parts = [part for group in groups for part in group.parts(shards, run.ep_size)]  # own experts alone
-        received = sum(part.elements(trained=True) * (over - 1) / over for part, over in parts)
-        return received * reduce + sum(g.elements(trained=True) for g in groups) * across_replicas
+    def reductions(groups: Iterable[Group]) -> float:
+        sizes = [group_sizes(group, run) for group in groups if reduces]
+        within = sum(each.reduced - each.scattered for each in sizes) / link
+        return (within + again * sum(each.scattered for each in sizes) / across) / rates.network
 
     first, others = skeleton.groups[0], skeleton.groups[1:]
     behind = skeleton.groups[skeleton.first_backward :] if run.reshard_after_forward else ()
@@ -238,17 +223,6 @@ def _network(skeleton: Skeleton, run: Run, rates: Rates, *, reduces: bool) -> _C
         backward=gathers(behind) + reductions([*others, *head]),
         alone=gathers(alone) + reductions(alone),
     )
-
-
-def _shared_link(run: Run, ranks: int) -> float:
-    """Bytes per second and GPU of a gather or a reduction over so many ranks.
-
-    Over several nodes, a node fetches what it needs once, over the adapters of all its GPUs together.
-    """
-    gpu = run.device
-    if ranks <= gpu.gpus_per_node:
-        return gpu.node_bytes_per_second
-    return min(gpu.node_bytes_per_second, gpu.gpus_per_node * gpu.bytes_per_second)
 
 
 def _exchange(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> float:
@@ -269,11 +243,3 @@ def _exchange(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> float:
     touches = _TOUCHES / memory if run.cp > 1 else 0.0
     waits = _HOST_WAITS * (len(skeleton.experts) + len(checkpointed)) if run.ep_size > 1 else 0.0
     return exchanged * (share / (link * rates.network) + touches) + waits
-
-
-def _update(skeleton: Skeleton, run: Run, rates: Rates) -> float:
-    """Seconds of the gradients' norm and of the update."""
-    trained = sum(n * group.elements(trained=True) for group, n in skeleton.distinct_groups)
-    here = trained / run.num_shards * run.master_dtype.itemsize
-    trips = _UPDATE_TRIPS.get(run.optimizer, _LISTED_TRIPS) + _NORM_TRIPS
-    return trips * here / (run.device.memory_bytes_per_second * rates.memory)
