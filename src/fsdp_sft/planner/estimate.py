@@ -1,7 +1,6 @@
 """Memory that a training step needs on each GPU, from the config alone, and what a device has for it."""
 
 import functools
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -114,7 +113,7 @@ def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
     if uneven := [number for number in skeleton.experts if number % run.ep_size]:
         raise ValueError(f"ep_size={run.ep_size} does not divide the {uneven[0]} experts of a layer")
     seen = trace(skeleton, run)
-    peak = replay(skeleton, seen, run)
+    phase, breakdown = replay(skeleton, seen, run)
     checkpointed = run.checkpointed(len(skeleton.blocks))
     activations = sum(
         seen.blocks[kind].left(index in checkpointed)
@@ -122,9 +121,9 @@ def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
         if index >= skeleton.first_backward
     )
     return MemoryEstimate(
-        peak_bytes=peak.total,
-        peak_phase=peak.phase,
-        breakdown=peak.parts,
+        peak_bytes=sum(breakdown.values()),
+        peak_phase=phase,
+        breakdown=breakdown,
         parameters=skeleton.parameters,
         active_parameters=skeleton.active_parameters,
         activation_bytes=activations,
@@ -139,12 +138,6 @@ def _notes(skeleton: Skeleton, run: Run) -> Iterator[str]:
         yield f"the config gives the model {positions} positions"
     if skeleton.published:
         yield skeleton.published
-    if run.packed is not None:
-        packed = sum(n * group.packed_elements() for group, n in skeleton.distinct_groups)
-        yield (
-            f"{packed / 1e9:.3g}B of {skeleton.parameters / 1e9:.3g}B parameters are frozen and kept packed "
-            f"({run.packed})"
-        )
     if skeleton.family not in CHECKED_FAMILIES:
         yield (
             f"model type {skeleton.family} was followed like any other but never compared with a measurement"
@@ -182,18 +175,9 @@ class Budget:
         """Bytes left for tensors: an estimate's peak is compared with this."""
         return max(0, self.memory_bytes - sum(size for _, size in self.taken))
 
-    def needed_for(self, peak_bytes: int) -> int:
-        """Memory in bytes of the smallest device on which such a peak fits."""
-        fixed = sum(size for name, size in self.taken if name in _FIXED)
-        shares = sum(size for name, size in self.taken if name not in _FIXED) / self.memory_bytes
-        return math.ceil((peak_bytes + fixed) / (1 - shares))
-
     def __str__(self) -> str:
         taken = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.taken)
         return f"{self.usable_bytes / GIB:.1f} of {self.memory_bytes / GIB:.1f} GiB usable ({taken})"
-
-
-_FIXED = ("CUDA context", "NCCL")  # the same on every device; the rest grows with the device's memory
 
 
 def budget_of(gpu: Gpu, num_gpus: int, memory_bytes: int | None = None) -> Budget:
@@ -204,13 +188,8 @@ def budget_of(gpu: Gpu, num_gpus: int, memory_bytes: int | None = None) -> Budge
         num_gpus: Number of ranks. NCCL's buffers come with more than one, and are larger where the ranks take
             more than one node.
         memory_bytes: Memory as ``nvidia-smi`` reports it; None takes that of the usual model.
-
-    Raises:
-        ValueError: If the memory is not positive, or infinite.
     """
-    if memory_bytes is not None and (isinstance(memory_bytes, bool) or not 0 < memory_bytes < math.inf):
-        raise ValueError(f"gpu_memory_bytes must be positive and finite, got {memory_bytes!r}")
-    memory = gpu.memory_bytes if memory_bytes is None else int(memory_bytes)
+    memory = gpu.memory_bytes if memory_bytes is None else memory_bytes
     if gpu.name == "cpu":
         return Budget(memory, (("other processes", int(memory * _OTHERS)),))
     driver = int(min(_DRIVER, memory * _FRAGMENTS) + memory * _DRIVER_SHARE)

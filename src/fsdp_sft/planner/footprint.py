@@ -93,13 +93,14 @@ class BlockRecord:
     arguments: set[int] = field(default_factory=set)
 
 
-def footprint(record: BlockRecord, ledger: Ledger, kept: int, *, exchanged: int, compiled: bool) -> Footprint:
+def footprint(record: BlockRecord, ledger: Ledger, kept: int, *, compiled: bool) -> Footprint:
     """The footprint of a block as it ran, or as it would run under ``torch.compile``."""
     sizes, at = ledger.sizes, record.at
     forward = ledger.events[at["before"] : at["after"]]
     backward = ledger.events[at["backward"] : at["end"]]
     output = sizes[record.output]
     decisions = sum(event.decided for event in forward) if decides(record.block) else 0
+    exchanged = sum(sizes[number] for event in forward if event.op == EXCHANGE for number in event.inputs)
     alike: dict[str, Any] = {"output": output, "decisions": decisions, "exchanged": exchanged}
     if compiled:
         fused = _fused(

@@ -125,21 +125,11 @@ def _attention_output(query: torch.Tensor, width: int, gpu: Gpu, *, masked: bool
     )
 
 
-def chunked_loss(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    gpu: Gpu,
-    ledger: Ledger,
-) -> torch.Tensor:
-    """Stand-in for ``fsdp_sft.linear_cross_entropy_sum``: its buffers, with the lifetimes they have there."""
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    result: torch.Tensor = _ChunkedLoss.apply(rows, weight, bias, gpu, ledger)
-    return result
+class ChunkedLoss(torch.autograd.Function):
+    """Stand-in for ``fsdp_sft.linear_cross_entropy_sum``: its buffers, with the lifetimes they have there.
 
-
-class _ChunkedLoss(torch.autograd.Function):
-    """A loss whose gradients are computed in the forward, in a wide dtype, and cast in the backward."""
+    Gradients are computed in the forward, in a wide dtype, and cast in the backward.
+    """
 
     @staticmethod
     def forward(
@@ -258,38 +248,31 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.forward(ctx, grads[0].contiguous(), ctx.ledger), None
 
 
-def part_of_micro_batch(run: Run, ledger: Ledger) -> tuple[WholeRows, dict[str, torch.Tensor]]:
-    """The whole rows as a group knows them, and one rank's part of the batch, as ``loss/part.py`` cuts it."""
-    rows, each = run.micro_batch_size, -(-run.seq_length // run.cp)
-    length = each * run.cp
-    padding = torch.ones((rows, length), dtype=torch.bool, device="meta") if run.attention_mask else None
-    whole = WholeRows(
-        group=FakeGroup("fake", run.cp, 0, 0, ledger),
-        length=length,
-        position_ids=torch.zeros((rows, length), dtype=torch.int64, device="meta"),
-        rows=None,
-        padding=padding,
-        filler=length - run.seq_length,
-    )
-    return whole, {
-        "input_ids": torch.zeros((rows, each), dtype=torch.int64, device="meta"),
-        "position_ids": torch.zeros((rows, each), dtype=torch.int64, device="meta"),
-        "attention_mask": torch.ones_like(whole.position_ids if padding is None else padding),
-    }
-
-
 @contextmanager
-def forward_of_part(model: Any, whole: WholeRows) -> Iterator[None]:
-    """Context in which the model's forward is that of one rank's part of ``whole``.
+def micro_batch(model: Any, run: Run, ledger: Ledger) -> Iterator[dict[str, Any]]:
+    """Context in which the model's forward is that of one rank: yields its arguments.
+
+    Where ranks share rows, they are the rank's part of the batch, as ``loss/part.py`` cuts it.
 
     Raises:
         UnsupportedModelError: If the model's attention cannot be run on a part.
     """
+    rows, each = run.micro_batch_size, -(-run.seq_length // run.cp)
+    ids = torch.zeros((rows, each), dtype=torch.int64, device="meta")
+    if run.cp == 1:
+        yield {"input_ids": ids, "attention_mask": torch.ones_like(ids) if run.attention_mask else None}
+        return
+    length = each * run.cp
+    padding = torch.ones((rows, length), dtype=torch.bool, device="meta") if run.attention_mask else None
+    positions = torch.zeros((rows, length), dtype=torch.int64, device="meta")
+    group, filler = FakeGroup("fake", run.cp, 0, 0, ledger), length - run.seq_length
+    whole = WholeRows(group, length=length, position_ids=positions, rows=None, padding=padding, filler=filler)
+    mask = torch.ones_like(positions if padding is None else padding)
     before = attention_of(model)
     try:
         share_attention(model)
         with part_of_rows(whole):
-            yield
+            yield {"input_ids": ids, "position_ids": torch.zeros_like(ids), "attention_mask": mask}
     finally:
         model.set_attn_implementation(before)
 

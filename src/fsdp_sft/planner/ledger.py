@@ -49,18 +49,14 @@ def moved_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's distinct elements: what ``expand`` repeats lies in memory once."""
-    elements = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        elements *= size if stride else 1
-    return elements * tensor.element_size()
+    """Bytes of a tensor's elements: what ``expand`` repeats lies in memory once."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 # Operations that the mode does not see as one, so `note` records them.
 ATTENTION = "attention"  # a fused kernel
 EXCHANGE = "exchange"  # between ranks that share rows or experts
 LOSS = "loss"  # the chunked loss
-_GROUPED: Any = torch.ops.aten._grouped_mm.default
 
 
 @dataclass
@@ -120,7 +116,7 @@ class Ledger(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = _grouped_product(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
+        result = func(*args, **kwargs)
         inputs = tuple(self.number(tensor) for tensor in tensors_in((args, kwargs)))
         outputs = tuple(self.number(tensor) for tensor in tensors_in(result))
         flops, moved = flops_of(func, args, kwargs, result), moved_by(func, args, kwargs, result)
@@ -175,12 +171,3 @@ class Ledger(TorchDispatchMode):
         self.live -= self.sizes[number]
         del self._numbers[key], self._guards[key]
         self.events.append(Event(None, freed=number, live=self.live))
-
-
-def _grouped_product(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A grouped product in any dtype that devices take; torch's meta kernel takes bfloat16 alone (2.13)."""
-    if left.dtype not in (torch.float16, torch.float32):
-        result: torch.Tensor = _GROUPED(left, right, *args, **kwargs)
-        return result
-    like = _GROUPED(left.to(torch.bfloat16), right.to(torch.bfloat16), *args, **kwargs)
-    return torch.empty_strided(like.shape, like.stride(), dtype=left.dtype, device=left.device)

@@ -114,11 +114,7 @@ class Skeleton:
 
 def as_config(config: "PreTrainedConfig | str | os.PathLike[str]") -> Any:
     """The config itself, or the config of a folder or a Hub id."""
-    if not isinstance(config, (str, os.PathLike)):
-        if not hasattr(config, "model_type") or not hasattr(config, "to_dict"):
-            raise TypeError(f"config must be a transformers config, a folder or a Hub id, got {config!r}")
-        return config
-    return config_of(config)
+    return config_of(config) if isinstance(config, (str, os.PathLike)) else config
 
 
 def build_skeleton(config: Any, run: Run) -> Skeleton:
@@ -145,19 +141,17 @@ def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str |
     if lora is not None:
         model.requires_grad_(False)
         _add_lora(blocks, *lora)
-    towers = [model.get_submodule(name) for name in towers_of(model)]
-    for tower in towers:
-        tower.requires_grad_(False)
+    towers = [model.get_submodule(name).requires_grad_(False) for name in towers_of(model)]
     experts = experts_to_place(model)
     layouts = {} if packed is None else layouts_of(model, blocks.values(), packed, settings)
-    grouped = _Grouped(model, experts, layouts)
+    left = {id(p): name for name, p in model.named_parameters()}
+    take = functools.partial(_group, left=left, experts=experts, layouts=layouts)
     known: dict[Group, Group] = {}
-    taken = [grouped.take(block) for block in blocks.values()]
-    groups = tuple(known.setdefault(group, group) for group in taken)
-    towers_taken = tuple(grouped.take(tower, is_tower=True) for tower in towers)
+    groups = tuple(known.setdefault(group, group) for group in map(take, blocks.values()))
+    tower_groups = tuple(take(tower, is_tower=True) for tower in towers)
     own = own_vocabulary(model, blocks.values())
-    embedding, head = (None if module is None else grouped.take(module) for module in own)
-    root = grouped.take(model)
+    embedding, head = (None if module is None else take(module) for module in own)
+    root = take(model)
     first = _first_backward(model, groups)
     is_frozen_below = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
     begins = first if is_frozen_below and first < len(blocks) else None
@@ -176,30 +170,29 @@ def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str |
         experts=tuple(experts.values()),
         embedding=embedding,
         head=head,
-        towers=towers_taken,
+        towers=tower_groups,
         gathers_embedding_again=own[0] is not None and needs_weight_in_backward(own[0]),
         published="" if settings is None else _published(settings, packed),
     )
 
 
-class _Grouped:
-    """Makes groups of those parameters of modules that are in no earlier group."""
-
-    def __init__(self, model: nn.Module, experts: Collection[str], layouts: dict[int, PackedLayout]) -> None:
-        self.left = {id(p): name for name, p in model.named_parameters()}
-        self.experts = experts
-        self.layouts = layouts
-
-    def take(self, module: nn.Module, *, is_tower: bool = False) -> Group:
-        """The group of a module."""
-        found = []
-        for parameter in module.parameters():
-            name = self.left.pop(id(parameter), None)
-            if name is not None:
-                is_expert = name.rpartition(".")[0] in self.experts
-                layout = self.layouts.get(id(parameter))
-                found.append(Parameter(tuple(parameter.shape), parameter.requires_grad, is_expert, layout))
-        return Group(tuple(found), is_tower)
+def _group(
+    module: nn.Module,
+    left: dict[int, str],
+    experts: Collection[str],
+    layouts: dict[int, PackedLayout],
+    *,
+    is_tower: bool = False,
+) -> Group:
+    """The group of those parameters of a module that are in no earlier one: takes them from what is left."""
+    found = []
+    for parameter in module.parameters():
+        name = left.pop(id(parameter), None)
+        if name is not None:
+            is_expert = name.rpartition(".")[0] in experts
+            layout = layouts.get(id(parameter))
+            found.append(Parameter(tuple(parameter.shape), parameter.requires_grad, is_expert, layout))
+    return Group(tuple(found), is_tower)
 
 
 def _settings(config: Any) -> Settings | None:
@@ -235,14 +228,8 @@ def build_model(config: Any, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(config)
     config.use_cache = False
     without_settings(config)
-    try:
-        with torch.device("meta"):
-            return auto_class(config).from_config(config, dtype=dtype).train()
-    except ValueError as error:
-        raise ValueError(
-            f"no causal language model can be built from a config of type {config.model_type!r}: "
-            f"{str(error)[:200]}; pass the config of the text decoder"
-        ) from error
+    with torch.device("meta"):
+        return auto_class(config).from_config(config, dtype=dtype).train()
 
 
 def auto_class(config: Any) -> Any:

@@ -50,7 +50,6 @@ tests/planner/test_replay.py draws the picture again and compares.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
 
 import torch
 
@@ -77,23 +76,13 @@ UPDATE = "optimizer at work"
 WORKSPACE = "cuBLAS workspace"
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The moment of a step at which most memory is allocated.
+def replay(skeleton: Skeleton, trace: Trace, run: Run) -> tuple[str, dict[str, int]]:
+    """Find the peak of one optimizer step in the steady state, when optimizer states exist.
 
-    Attributes:
-        total: Bytes allocated then.
-        phase: ``"loss"``, ``"backward"`` or ``"optimizer"``.
-        parts: Those bytes by kind; the values add up to ``total``.
+    Returns:
+        The phase (``"loss"``, ``"backward"`` or ``"optimizer"``) of the moment at which most memory is
+        allocated, and the bytes allocated then, by kind.
     """
-
-    total: int
-    phase: str
-    parts: dict[str, int]
-
-
-def replay(skeleton: Skeleton, trace: Trace, run: Run) -> Peak:
-    """Find the peak of one optimizer step in the steady state, when optimizer states exist."""
     step = _Step(skeleton, trace, run)
     # All micro-steps but the first and the last are alike, so few are enough. With "last", a second one
     # without reduction adds to the unsharded gradients of the first; with "each", the second finds the
@@ -102,7 +91,7 @@ def replay(skeleton: Skeleton, trace: Trace, run: Run) -> Peak:
         step.micro_step(reduce=run.grad_sync == "each")
     step.micro_step()
     step.optimizer()
-    return step.best
+    return step.phase, step.breakdown
 
 
 class _Step:
@@ -124,30 +113,27 @@ class _Step:
         self.embedding = None if skeleton.embedding is None else group_sizes(skeleton.embedding, run)
         self.head = None if skeleton.head is None else group_sizes(skeleton.head, run)
         self.gathers_embedding_again = skeleton.gathers_embedding_again and run.reshard_after_forward
-        self.parts = skeleton.parts(run)
         # A checkpointed block keeps the tensors that it was called with, such as the mask. Blocks of one kind
         # share a mask; blocks with a window have another one. So each storage is counted once.
         kept = {trace.arguments[skeleton.kinds[index]] for index in self.checkpointed}
         self.arguments = sum(size for _, size in frozenset[tuple[int, int]]().union(*kept))
         self.held: dict[str, int] = defaultdict(int)
         self.total = 0
-        self.best = Peak(-1, "", {})
+        self.peak, self.phase = -1, ""
+        self.breakdown: dict[str, int] = {}
         self.reduced = 0  # bytes of the latest reduce-scatter's input, which the next one frees
         # Unsharded gradients of earlier micro-steps: of the blocks, the root, the embedding, the head.
         self.accumulated = [0] * (len(self.sizes) + 3)
         self.has_gradients = False
-        self._hold_states()
-
-    def _hold_states(self) -> None:
-        """Hold what is always allocated: shards, optimizer states, cuBLAS's workspace."""
-        run, masters, states = self.run, 0, 0
-        for part, shards, count in self.parts:
-            masters += count * part.stored_bytes(shards, run)
-            trained = part.shards(shards, trained=True)
-            states += count * sum(_state_bytes(run.optimizer, n, run.master_dtype) for n in trained)
+        self.trained = [  # elements of this rank's shard of each trained parameter
+            size
+            for part, shards, number in skeleton.parts(run)
+            for size in part.shards(shards, trained=True) * number
+        ]
         self.hold(WORKSPACE, run.device.workspace_bytes)
-        self.hold(MASTERS, masters)
-        self.hold(OPTIMIZER, states)
+        stored = (number * part.stored_bytes(shards, run) for part, shards, number in skeleton.parts(run))
+        self.hold(MASTERS, sum(stored))
+        self.hold(OPTIMIZER, sum(_state_bytes(run.optimizer, n, run.master_dtype) for n in self.trained))
 
     def hold(self, part: str, size: int) -> None:
         """Allocate ``size`` bytes of a kind."""
@@ -160,12 +146,10 @@ class _Step:
 
     def look(self, phase: str, part: str = "", extra: int = 0) -> None:
         """Update the peak with this moment, at which ``extra`` more bytes of ``part`` are alive."""
-        if self.total + extra <= self.best.total:
-            return
-        parts = {name: size for name, size in self.held.items() if size}
-        if extra:
-            parts[part] = parts.get(part, 0) + extra
-        self.best = Peak(self.total + extra, phase, parts)
+        if self.total + extra > self.peak:
+            self.peak, self.phase = self.total + extra, phase
+            alive = {**self.held, part: self.held.get(part, 0) + extra}
+            self.breakdown = {name: size for name, size in alive.items() if size}
 
     # --- forward ------------------------------------------------------------------------------------------
 
@@ -323,17 +307,15 @@ class _Step:
 
     def optimizer(self) -> None:
         """Look at the update, which needs no gathered parameters."""
-        run = self.run
-        item, working = run.master_dtype.itemsize, 0
-        shards = [size for part, over, _ in self.parts for size in part.shards(over, trained=True)]
-        largest = max(shards, default=0)
-        looped = run.optimizer == "adamw_for_loop" or (run.optimizer == "adamw" and run.device.name == "cpu")
-        if looped:
-            working = 2 * item * largest
-        elif run.optimizer in ("adamw", "adamw_foreach"):  # the denominators of all parameters at once
-            working = item * sum(n * sum(part.shards(over, trained=True)) for part, over, n in self.parts)
-        elif run.optimizer == "adamw_stochastic":
-            working = working_bytes(largest, run.master_dtype)
+        optimizer, on_cpu, dtype = self.run.optimizer, self.run.device.name == "cpu", self.run.master_dtype
+        largest = max(self.trained, default=0)
+        working = 0
+        if optimizer == "adamw_for_loop" or (optimizer == "adamw" and on_cpu):
+            working = 2 * dtype.itemsize * largest
+        elif optimizer in ("adamw", "adamw_foreach"):  # the denominators of all parameters at once
+            working = dtype.itemsize * sum(self.trained)
+        elif optimizer == "adamw_stochastic":
+            working = working_bytes(largest, dtype)
         self.look("optimizer", UPDATE, working)
 
 

@@ -260,7 +260,7 @@ def _what_would_fit(config: Any, run: Run, given: dict[str, Any], memory_bytes: 
     fewest = smallest_num_gpus(config, gpu_memory_bytes=memory_bytes, seq_length=run.seq_length, **given)
     if fewest is not None:
         leaner.append(f"{fewest} such GPUs (--gpus {fewest})")
-    leaner.append(f"GPUs of {budget.needed_for(least.peak_bytes) / GIB:.1f} GiB")
+    leaner.append(f"GPUs with {least.peak_bytes / GIB:.1f} GiB for tensors")
     return (
         f"nothing fits on {run.num_gpus} x {budget.memory_bytes / GIB:.1f} GiB, {budget}: the leanest way "
         f"(micro-batch 1, every block checkpointed, {lean.optimizer}) needs {least.peak_bytes / GIB:.1f} GiB "

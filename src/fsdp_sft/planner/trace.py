@@ -13,7 +13,7 @@ gradient of its output arrives, and where the gradient of its input has been com
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from fsdp_sft._model.named import tensors_in
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.footprint import BlockRecord, Footprint, footprint
-from fsdp_sft.planner.kernels import Kernels, chunked_loss, forward_of_part, grouped_experts, part_of_micro_batch
-from fsdp_sft.planner.ledger import EXCHANGE, Ledger, Workload, work_of
+from fsdp_sft.planner.kernels import ChunkedLoss, Kernels, grouped_experts, micro_batch
+from fsdp_sft.planner.ledger import Ledger, Workload, work_of
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.run import Run
 
@@ -83,8 +83,7 @@ def trace(skeleton: Skeleton, run: Run) -> Trace:
     """Trace a model under a run; results are cached.
 
     Raises:
-        ValueError: If the model's forward depends on values, which meta tensors do not have.
-        UnsupportedModelError: If ``cp > 1`` and the model cannot run on parts of rows.
+        UnsupportedModelError: If the model's forward depends on values, which meta tensors do not have.
     """
     return _trace(skeleton, replace(run, **_UNTRACED, num_gpus=run.cp * run.ep_size))
 
@@ -95,18 +94,8 @@ def _trace(skeleton: Skeleton, run: Run) -> Trace:
     try:
         return _Traced(skeleton, run).result()
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-        if run.cp > 1:
-            raise UnsupportedModelError(
-                f"model type {skeleton.family!r} cannot run on parts of a row ({type(error).__name__}: "
-                f"{str(error)[:200]}); plan it with cp=1"
-            ) from error
-        if "multiple of 16 bytes" in str(error):
-            raise ValueError(
-                f"torch multiplies no groups of the widths of {skeleton.family!r}'s experts "
-                f"({str(error)[:200]}): experts are planned in groups (experts_impl='grouped_mm') alone"
-            ) from error
-        raise ValueError(
-            f"the memory of model type {skeleton.family!r} cannot be traced: its forward needs values "
+        raise UnsupportedModelError(
+            f"a step of model type {skeleton.family!r} with cp={run.cp} cannot be followed without values "
             f"({type(error).__name__}: {str(error)[:200]}); measure a step of it instead"
         ) from error
 
@@ -146,9 +135,8 @@ class _Traced:
     def _step(self) -> None:
         """Forward, loss and backward of one micro-batch, with marks at the moments that a trace reports."""
         run = self.run
-        inputs, forward = self._micro_batch()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            with forward:
+            with micro_batch(self.model, run, self.ledger) as inputs:
                 output = self._forward(inputs)
             output.register_hook(functools.partial(self._mark, self.at, "loss"))
             self._mark(self.at, "head")
@@ -162,16 +150,6 @@ class _Traced:
         for record in self.records.values():
             if record.block is self.skeleton.begins_backward:
                 self._at_input_gradient(record)
-
-    def _micro_batch(self) -> tuple[dict[str, Any], AbstractContextManager[None]]:
-        """The arguments of a rank's forward, and the context that it runs in."""
-        run = self.run
-        if run.cp > 1:
-            whole, part = part_of_micro_batch(run, self.ledger)
-            return part, forward_of_part(self.model, whole)
-        ids = torch.zeros((run.micro_batch_size, run.seq_length), dtype=torch.int64, device="meta")
-        mask = torch.ones_like(ids) if run.attention_mask else None
-        return {"input_ids": ids, "attention_mask": mask}, nullcontext()
 
     @property
     def _plain_loop(self) -> bool:
@@ -193,7 +171,8 @@ class _Traced:
         losses: list[torch.Tensor] = []
 
         def loss_in_place(hidden: torch.Tensor) -> torch.Tensor:
-            losses.append(chunked_loss(hidden, head.weight, head.bias, self.run.device, self.ledger))
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            losses.append(ChunkedLoss.apply(rows, head.weight, head.bias, self.run.device, self.ledger))
             return hidden.new_empty((*hidden.shape[:-1], 0))
 
         head.__dict__["forward"] = loss_in_place
@@ -206,11 +185,10 @@ class _Traced:
     def _cross_entropy(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The loss from logits in full."""
         # A plain loop shifts the labels and not the logits; so does a loss of rows that ranks share.
-        if self._plain_loop or self.run.cp > 1:
-            logits = logits.to(self.run.loss_dtype)
-            return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum")
-        shifted = logits[:, :-1].to(self.run.loss_dtype).flatten(0, 1)
-        return F.cross_entropy(shifted, ids[:, 1:].flatten(), reduction="sum")
+        if not self._plain_loop and self.run.cp == 1:
+            logits, ids = logits[:, :-1], ids[:, 1:]
+        wide = logits.to(self.run.loss_dtype).flatten(0, 1)
+        return F.cross_entropy(wide, ids.flatten(), reduction="sum")
 
     @contextmanager
     def _instrumented(self) -> Iterator[None]:
@@ -315,13 +293,7 @@ class _Traced:
             inside.update(range(record.at["backward"], record.at["end"]))
         return Trace(
             blocks={
-                kind: footprint(
-                    record,
-                    ledger,
-                    kept[kind],
-                    exchanged=self._exchanged(record),
-                    compiled=self.run.compile,
-                )
+                kind: footprint(record, ledger, kept[kind], compiled=self.run.compile)
                 for kind, record in records.items()
             },
             before=ledger.live_at(first),
@@ -338,19 +310,6 @@ class _Traced:
             outputs=self.outputs,
             rest=work_of(event for index, event in enumerate(ledger.events) if index not in inside),
         )
-
-    def _exchanged(self, record: BlockRecord) -> int:
-        """Bytes that a block's forward exchanges; where ranks share rows, a block must exchange some."""
-        forward = self.ledger.events[record.at["before"] : record.at["after"]]
-        exchanges = (event for event in forward if event.op == EXCHANGE)
-        sent = sum(self.ledger.sizes[number] for event in exchanges for number in event.inputs)
-        if self.run.cp > 1 and not sent:
-            raise UnsupportedModelError(
-                f"{type(record.block).__name__} of {self.skeleton.family} runs no attention of transformers' "
-                "attention interface: what positions it mixes, ranks that share rows could not. Plan it with "
-                "cp=1"
-            )
-        return sent
 
 
 class _Joined(torch.autograd.Function):
