@@ -106,11 +106,6 @@ class Skeleton:
         """The distinct groups, each with its number of occurrences."""
         return tuple(Counter([*self.groups, *self.outside, *self.towers]).items())
 
-    def parts(self, run: Run) -> list[tuple[Group, int, int]]:
-        """``Group.parts`` of the distinct groups: (part, ranks it is sharded over, occurrences)."""
-        shares = (run.num_shards, run.ep_size)
-        return [(part, over, n) for group, n in self.distinct_groups for part, over in group.parts(*shares)]
-
 
 def as_config(config: "PreTrainedConfig | str | os.PathLike[str]") -> Any:
     """The config itself, or the config of a folder or a Hub id."""
@@ -141,14 +136,17 @@ def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str |
     if lora is not None:
         model.requires_grad_(False)
         _add_lora(blocks, *lora)
-    towers = [model.get_submodule(name).requires_grad_(False) for name in towers_of(model)]
+    towers = tuple(towers_of(model))
+    for tower in towers:
+        model.get_submodule(tower).requires_grad_(False)
     experts = experts_to_place(model)
     layouts = {} if packed is None else layouts_of(model, blocks.values(), packed, settings)
     left = {id(p): name for name, p in model.named_parameters()}
-    take = functools.partial(_group, left=left, experts=experts, layouts=layouts)
-    known: dict[Group, Group] = {}
-    groups = tuple(known.setdefault(group, group) for group in map(take, blocks.values()))
-    tower_groups = tuple(take(tower, is_tower=True) for tower in towers)
+    take = functools.partial(_group, left=left, towers=towers, experts=experts, layouts=layouts)
+    known: dict[Any, Group] = {}
+    taken = [take(block) for block in blocks.values()]
+    groups = tuple(known.setdefault(group.parameters, group) for group in taken)
+    tower_groups = tuple(take(model.get_submodule(tower)) for tower in towers)
     own = own_vocabulary(model, blocks.values())
     embedding, head = (None if module is None else take(module) for module in own)
     root = take(model)
@@ -179,20 +177,19 @@ def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str |
 def _group(
     module: nn.Module,
     left: dict[int, str],
+    towers: tuple[str, ...],
     experts: Collection[str],
     layouts: dict[int, PackedLayout],
-    *,
-    is_tower: bool = False,
 ) -> Group:
     """The group of those parameters of a module that are in no earlier one: takes them from what is left."""
     found = []
     for parameter in module.parameters():
         name = left.pop(id(parameter), None)
         if name is not None:
-            is_expert = name.rpartition(".")[0] in experts
-            layout = layouts.get(id(parameter))
-            found.append(Parameter(tuple(parameter.shape), parameter.requires_grad, is_expert, layout))
-    return Group(tuple(found), is_tower)
+            is_tower, is_expert = name.startswith(towers), name.rpartition(".")[0] in experts
+            place = tuple(parameter.shape), parameter.requires_grad, is_tower, is_expert
+            found.append(Parameter(*place, layouts.get(id(parameter))))
+    return Group(tuple(found))
 
 
 def _settings(config: Any) -> Settings | None:
@@ -251,7 +248,7 @@ def _first_backward(model: Any, groups: tuple[Group, ...]) -> int:
     embedding = model.get_input_embeddings()
     if any(p.requires_grad for p in embedding.parameters()):
         return 0
-    trained = (index for index, group in enumerate(groups) if group.elements(trained=True))
+    trained = (index for index, group in enumerate(groups) if any(p.trained for p in group.parameters))
     return next(trained, len(groups))
 
 

@@ -107,8 +107,7 @@ class _Step:
         self.footprints: list[Footprint] = [trace.blocks[kind] for kind in skeleton.kinds]
         self.first_backward = skeleton.first_backward
         self.checkpointed = run.checkpointed(len(skeleton.blocks))
-        by_group = {id(group): group_sizes(group, run) for group, _ in skeleton.distinct_groups}
-        self.sizes = [by_group[id(group)] for group in skeleton.groups]
+        self.sizes = [group_sizes(group, run) for group in skeleton.groups]
         self.root = group_sizes(skeleton.root, run)
         self.embedding = None if skeleton.embedding is None else group_sizes(skeleton.embedding, run)
         self.head = None if skeleton.head is None else group_sizes(skeleton.head, run)
@@ -125,14 +124,10 @@ class _Step:
         # Unsharded gradients of earlier micro-steps: of the blocks, the root, the embedding, the head.
         self.accumulated = [0] * (len(self.sizes) + 3)
         self.has_gradients = False
-        self.trained = [  # elements of this rank's shard of each trained parameter
-            size
-            for part, shards, number in skeleton.parts(run)
-            for size in part.shards(shards, trained=True) * number
-        ]
+        sized = [(group_sizes(group, run), number) for group, number in skeleton.distinct_groups]
+        self.trained = [size for sizes, number in sized for size in sizes.shards * number]
         self.hold(WORKSPACE, run.device.workspace_bytes)
-        stored = (number * part.stored_bytes(shards, run) for part, shards, number in skeleton.parts(run))
-        self.hold(MASTERS, sum(stored))
+        self.hold(MASTERS, sum(number * sizes.stored for sizes, number in sized))
         self.hold(OPTIMIZER, sum(_state_bytes(run.optimizer, n, run.master_dtype) for n in self.trained))
 
     def hold(self, part: str, size: int) -> None:

@@ -160,8 +160,8 @@ def step_time(skeleton: Skeleton, run: Run, rates: Rates = RATES) -> StepTime:
 def _decoding(skeleton: Skeleton, run: Run, rates: Rates) -> float:
     """Seconds in which the values of all packed parameters are computed once, which memory limits."""
     layouts = Counter[PackedLayout]()
-    for part, _, number in skeleton.parts(run):
-        for layout in part.packed:
+    for group, number in skeleton.distinct_groups:
+        for layout in group_sizes(group, run).packed:
             layouts[layout] += number
     parts = ((decoding(layout, run.param_dtype), number) for layout, number in layouts.items())
     return sum(number * part.times * _seconds(part.work, run, rates)[0] for part, number in parts)
