@@ -21,6 +21,8 @@ from fsdp_sft.sac import decides
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "_scaled_mm")
 _NOT_FUSED = (
+    "",  # the end of a storage
+    *(ATTENTION, EXCHANGE, LOSS),
     *_PRODUCTS,
     "topk",
     "sort",
@@ -103,15 +105,7 @@ def footprint(record: BlockRecord, ledger: Ledger, kept: int, *, compiled: bool)
     exchanged = sum(sizes[number] for event in forward if event.op == EXCHANGE for number in event.inputs)
     alike: dict[str, Any] = {"output": output, "decisions": decisions, "exchanged": exchanged}
     if compiled:
-        fused = _fused(
-            forward=forward,
-            backward=backward,
-            sizes=sizes,
-            saved=record.saved,
-            block_input=record.input,
-            block_output=record.output,
-        )
-        return Footprint(**alike, **fused)
+        return Footprint(**alike, **_fused(record, forward, backward, sizes))
     # Recomputation stops at the last operation that makes a tensor for the backward.
     last = max((i for i, event in enumerate(forward) if record.saved & set(event.outputs)), default=-1)
     return Footprint(
@@ -129,27 +123,19 @@ def footprint(record: BlockRecord, ledger: Ledger, kept: int, *, compiled: bool)
 
 
 def _fused(
-    *,
-    forward: list[Event],
-    backward: list[Event],
-    sizes: list[int],
-    saved: set[int],
-    block_input: int,
-    block_output: int,
+    record: BlockRecord, forward: list[Event], backward: list[Event], sizes: list[int]
 ) -> dict[str, Any]:
     """The fields of a compiled block's ``Footprint`` that differ from those of an eager one.
 
     Args:
-        forward: Events of the block's eager forward.
-        backward: Events of its eager backward.
+        record: What was seen of the eager block.
+        forward: Events of its forward.
+        backward: Events of its backward.
         sizes: Bytes by storage number.
-        saved: Storages that the eager forward saves for the backward.
-        block_input: Number of the input's storage.
-        block_output: Number of the output's storage.
     """
+    saved, block_input, block_output = record.saved, record.input, record.output
     in_memory = _materialised(forward)
-    inside = {number for event in forward for number in event.outputs}
-    own = {number for number in saved if number in inside}
+    own = {number for event in forward for number in event.outputs} & saved
     needed = own & in_memory
     cut = _cheapest_cut(forward, sizes, free=needed, wanted=own - needed, block_input=block_input)
     kept = needed | cut
@@ -158,18 +144,22 @@ def _fused(
     input_given_back = 0 if block_input in kept or block_input in saved & in_memory else sizes[block_input]
     without_input = bytes_kept - (sizes[block_input] if block_input in kept else 0)
     counted = in_memory | {block_output}
-    forward_peak = max(_peak(forward, sizes, counted, 0), without_input + output)
+    forward_peak = max(_peak(forward, sizes, counted), without_input + output)
     passed = _work(forward, sizes, in_memory | kept | counted | {block_input})
+    left_over = {number for event in backward for number in event.outputs} - {
+        event.freed for event in backward
+    }
+    written = _materialised(backward) | left_over
     return {
         "kept": without_input + output - input_given_back,
         "forward_peak": forward_peak,
         "unsaved_peak": forward_peak,
         "again_peak": forward_peak,
         "saved": without_input,
-        "backward_peak": _peak(backward, sizes, _materialised(backward) | _left_over(backward), 0),
+        "backward_peak": _peak(backward, sizes, written),
         "forward": passed,
         "again": passed,  # a compiled block is one graph: recomputation runs all of it
-        "backward": _work(backward, sizes, kept | _materialised(backward) | _left_over(backward)),
+        "backward": _work(backward, sizes, kept | written),
     }
 
 
@@ -181,9 +171,7 @@ def _work(events: list[Event], sizes: list[int], in_memory: set[int]) -> Workloa
     alone: list[Event] = []
     read, written = set[int](), set[int]()
     for event in events:
-        if event.op is None:
-            continue
-        if not _is_fused(event.op):
+        if event.op in _NOT_FUSED:
             alone.append(event)
         elif event.moved:
             made = set(event.outputs) - set(event.inputs)
@@ -193,39 +181,27 @@ def _work(events: list[Event], sizes: list[int], in_memory: set[int]) -> Workloa
     return work_of(alone) + (((0.0, float(moved), False),) if moved else ())
 
 
-def _is_fused(op: Any) -> bool:
-    """Whether the compiler fuses an operation with its neighbours, and so can recompute it."""
-    if op in (ATTENTION, EXCHANGE, LOSS):
-        return False
-    return getattr(op, "overloadpacket", op).__name__ not in _NOT_FUSED
-
-
 def _materialised(events: list[Event]) -> set[int]:
     """Storages that are in memory, since an operation that is not fused reads or writes them."""
     return {
         number
         for event in events
-        if event.op is not None and not _is_fused(event.op)
+        if event.op in _NOT_FUSED
         for number in (*event.inputs, *event.outputs)
     }
 
 
-def _left_over(events: list[Event]) -> set[int]:
-    """Storages that these events make and do not free."""
-    made = {number for event in events for number in event.outputs}
-    return made - {event.freed for event in events if event.op is None}
-
-
-def _peak(events: list[Event], sizes: list[int], counted: set[int], live: int) -> int:
-    """Most bytes that the ``counted`` storages take at once during these events, on top of ``live``."""
-    peak, seen = live, set()
+def _peak(events: list[Event], sizes: list[int], counted: set[int]) -> int:
+    """Most bytes that the ``counted`` storages take at once during these events."""
+    peak = live = 0
+    seen = set[int]()
     for event in events:
         for number in event.outputs:
             if number in counted and number not in seen and number not in event.inputs:
                 seen.add(number)
                 live += sizes[number]
         peak = max(peak, live)
-        if event.op is None and (event.freed in seen):
+        if event.freed in seen:
             live -= sizes[event.freed]
     return peak
 
@@ -251,9 +227,7 @@ def _cheapest_cut(
     graph.add_edge((block_input, "in"), "source")
     produced = {block_input}
     for event in events:
-        if event.op is None:
-            continue
-        sources: list[Any] = [(number, "out") for number in event.inputs if _is_fused(event.op)]
+        sources: list[Any] = [(number, "out") for number in event.inputs if event.op not in _NOT_FUSED]
         for number in set(event.outputs) - set(event.inputs):
             produced.add(number)
             graph.add_edges_from(((number, "in"), source) for source in sources or ["source"])

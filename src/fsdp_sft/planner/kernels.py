@@ -61,18 +61,15 @@ class Kernels(TorchFunctionMode):
         value: torch.Tensor,
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
-        **options: Any,
-    ) -> torch.Tensor:
+        is_causal: bool = False,
+        **_: Any,
+    ) -> Any:
         """Fused attention instead of ``scaled_dot_product_attention``."""
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             # torch turns a boolean mask into a bias of the query's dtype before it calls a kernel.
             bias = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
-        causal = bool(options.get("is_causal", False))
-        result: torch.Tensor = _FusedAttention.apply(
-            query, key, value, attn_mask, causal, self.gpu, self.ledger
-        )
-        return result
+        return _FusedAttention.apply(query, key, value, attn_mask, is_causal, self.gpu, self.ledger)
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -224,18 +221,14 @@ class FakeGroup(SequenceGroup):
 
     ledger: Ledger
 
-    def exchange(self, rows: torch.Tensor) -> torch.Tensor:
+    def exchange(self, rows: torch.Tensor) -> Any:
         """Return a new tensor like ``rows``, in the forward and in the backward."""
-        return fake_all_to_all(rows, self.ledger)
-
-
-def fake_all_to_all(rows: torch.Tensor, ledger: Ledger) -> torch.Tensor:
-    """A new tensor like ``rows``; the forward and the backward each record an exchange."""
-    received: torch.Tensor = _Exchange.apply(rows, ledger)
-    return received
+        return _Exchange.apply(rows, self.ledger)
 
 
 class _Exchange(torch.autograd.Function):
+    """A new tensor like the given one; the forward and the backward each record an exchange."""
+
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, ledger: Ledger) -> torch.Tensor:
         ctx.ledger = ledger
@@ -333,13 +326,13 @@ def _by_travelling(
     torch.zeros(num_experts, dtype=torch.int64, device=sent.device).scatter_add_(
         0, expert_ids, torch.ones_like(expert_ids)
     )
-    received = fake_all_to_all(sent, ledger)
+    received: torch.Tensor = _Exchange.apply(sent, ledger)
     del sent
     # Named, because transformers' code holds on to each of them until it has combined the results.
     ids = torch.empty_like(expert_ids).unsqueeze(-1)
     weights = torch.ones_like(ids, dtype=received.dtype)
     computed = compute(received, ids, weights)
-    result = fake_all_to_all(computed, ledger)
+    result: torch.Tensor = _Exchange.apply(computed, ledger)
     by_token = torch.empty_like(result)
     by_token[order] = result
     by_token = by_token.view(*top_k_weights.shape, hidden_states.shape[-1])

@@ -64,7 +64,7 @@ class Event:
     """One operation, or the end of one storage.
 
     Attributes:
-        op: The operation; None for the end of a storage.
+        op: Name of the operation; empty for the end of a storage.
         inputs: Numbers of the storages that it read.
         outputs: Numbers of the storages that it wrote or returned, new or old.
         freed: Number of the storage that ended; -1 for an operation.
@@ -74,7 +74,7 @@ class Event:
         live: Bytes alive after it.
     """
 
-    op: Any
+    op: str
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     freed: int = -1
@@ -121,7 +121,8 @@ class Ledger(TorchDispatchMode):
         outputs = tuple(self.number(tensor) for tensor in tensors_in(result))
         flops, moved = flops_of(func, args, kwargs, result), moved_by(func, args, kwargs, result)
         decided = self.sizes[outputs[-1]] if is_decision(func, args) else 0
-        self.events.append(Event(func, inputs, outputs, -1, flops, moved, decided, self.live))
+        name = func.overloadpacket.__name__
+        self.events.append(Event(name, inputs, outputs, -1, flops, moved, decided, self.live))
         return result
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -170,4 +171,4 @@ class Ledger(TorchDispatchMode):
         """Called when a storage dies."""
         self.live -= self.sizes[number]
         del self._numbers[key], self._guards[key]
-        self.events.append(Event(None, freed=number, live=self.live))
+        self.events.append(Event("", freed=number, live=self.live))

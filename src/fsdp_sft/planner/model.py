@@ -4,7 +4,6 @@ import copy
 import functools
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from torch import nn
 from fsdp_sft._compat.experts import experts_to_place
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._model.configs import config_of
-from fsdp_sft._model.towers import pattern_of, towers_of
+from fsdp_sft._model.towers import towers_of
 from fsdp_sft._quantised.find import METHODS, check
 from fsdp_sft._quantised.settings import Settings, settings_for, without_settings
 from fsdp_sft._tensors.packed_shard import PackedLayout
@@ -58,7 +57,7 @@ class Skeleton:
         kinds: Kind of each block: the index of the first block like it.
         groups: Parameters of each block, in forward order; equal ones are the same object.
         root: Parameters outside of all other groups: the last norm, and embedding and head if they are tied.
-        embedding: Parameters of the input embedding, if they are a separate group.
+        embedding: Parameters of the input embedding; empty if they are in the root.
         head: Parameters of the head, likewise.
         towers: Parameters of each vision or audio tower, frozen, which text never gathers.
         gathers_embedding_again: Whether the embedding's backward gathers its parameters again.
@@ -78,21 +77,16 @@ class Skeleton:
     kinds: tuple[int, ...]
     groups: tuple[Group, ...]
     root: Group
+    embedding: Group
+    head: Group
     first_backward: int
     parameters: int
     active_parameters: int
     experts: tuple[int, ...] = ()
-    embedding: Group | None = None
-    head: Group | None = None
     towers: tuple[Group, ...] = ()
     gathers_embedding_again: bool = False
     begins_backward: nn.Module | None = None
     published: str = ""
-
-    @property
-    def outside(self) -> tuple[Group, ...]:
-        """The groups that are not blocks: the root, and embedding and head if they are groups."""
-        return tuple(group for group in (self.root, self.embedding, self.head) if group is not None)
 
     @functools.cached_property
     def traced_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -104,7 +98,8 @@ class Skeleton:
     @functools.cached_property
     def distinct_groups(self) -> tuple[tuple[Group, int], ...]:
         """The distinct groups, each with its number of occurrences."""
-        return tuple(Counter([*self.groups, *self.outside, *self.towers]).items())
+        others = (self.root, self.embedding, self.head, *self.towers)
+        return tuple(Counter([*self.groups, *others]).items())
 
 
 def as_config(config: "PreTrainedConfig | str | os.PathLike[str]") -> Any:
@@ -148,7 +143,7 @@ def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str |
     groups = tuple(known.setdefault(group.parameters, group) for group in taken)
     tower_groups = tuple(take(model.get_submodule(tower)) for tower in towers)
     own = own_vocabulary(model, blocks.values())
-    embedding, head = (None if module is None else take(module) for module in own)
+    embedding, head = (Group(()) if module is None else take(module) for module in own)
     root = take(model)
     first = _first_backward(model, groups)
     is_frozen_below = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
@@ -186,9 +181,12 @@ def _group(
     for parameter in module.parameters():
         name = left.pop(id(parameter), None)
         if name is not None:
-            is_tower, is_expert = name.startswith(towers), name.rpartition(".")[0] in experts
-            place = tuple(parameter.shape), parameter.requires_grad, is_tower, is_expert
-            found.append(Parameter(*place, layouts.get(id(parameter))))
+            known = {
+                "trained": parameter.requires_grad,
+                "is_tower": name.startswith(tuple(f"{tower}." for tower in towers)),
+                "is_expert": name.rpartition(".")[0] in experts,
+            }
+            found.append(Parameter(tuple(parameter.shape), layout=layouts.get(id(parameter)), **known))
     return Group(tuple(found))
 
 
@@ -239,8 +237,8 @@ def auto_class(config: Any) -> Any:
 
 def decoder_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks that text goes through: those of towers left out."""
-    unused = re.compile(pattern_of(tuple(towers_of(model))))
-    return {name: block for name, block in find_blocks(model).items() if not unused.fullmatch(name)}
+    unused = tuple(f"{tower}." for tower in towers_of(model))
+    return {name: block for name, block in find_blocks(model).items() if not name.startswith(unused)}
 
 
 def _first_backward(model: Any, groups: tuple[Group, ...]) -> int:

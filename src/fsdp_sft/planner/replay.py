@@ -109,8 +109,8 @@ class _Step:
         self.checkpointed = run.checkpointed(len(skeleton.blocks))
         self.sizes = [group_sizes(group, run) for group in skeleton.groups]
         self.root = group_sizes(skeleton.root, run)
-        self.embedding = None if skeleton.embedding is None else group_sizes(skeleton.embedding, run)
-        self.head = None if skeleton.head is None else group_sizes(skeleton.head, run)
+        self.embedding = group_sizes(skeleton.embedding, run)
+        self.head = group_sizes(skeleton.head, run)
         self.gathers_embedding_again = skeleton.gathers_embedding_again and run.reshard_after_forward
         # A checkpointed block keeps the tensors that it was called with, such as the mask. Blocks of one kind
         # share a mask; blocks with a window have another one. So each storage is counted once.
@@ -157,13 +157,11 @@ class _Step:
     def _forward(self) -> int:
         """Forward of the embedding and the blocks; returns the size of the last all-gather buffer."""
         previous = self._gather(self.root, 0)
-        if self.embedding is not None:
-            previous = self._gather(self.embedding, previous)
+        previous = self._gather(self.embedding, previous)
         self.hold(INPUTS, self.trace.before)
-        if self.embedding is not None:
-            self.look("loss")
-            if self.run.reshard_after_forward:
-                self.free(UNSHARDED, self.embedding.gathered)
+        self.look("loss")
+        if self.run.reshard_after_forward:
+            self.free(UNSHARDED, self.embedding.gathered)
         for index, footprint in enumerate(self.footprints):
             previous = self._gather(self.sizes[index], previous)
             saves = index >= self.first_backward and index not in self.checkpointed
@@ -176,6 +174,8 @@ class _Step:
 
     def _gather(self, sizes: Sizes, previous: int, phase: str = "loss") -> int:
         """Gather a group; returns the size of its buffer, which the next gather frees after its own."""
+        if not sizes.gathered:  # the embedding and the head are in the root
+            return previous
         self.hold(ALL_GATHER, sizes.buffer)
         self.look(phase, ALL_GATHER, sizes.cast)
         self.free(ALL_GATHER, previous)
@@ -197,8 +197,7 @@ class _Step:
         """Head, loss, and their backward down to the last block, which is prefetched meanwhile."""
         trace = self.trace
         self.hold(INPUTS, self.arguments)
-        if self.head is not None:
-            last_gather = self._gather(self.head, last_gather)
+        last_gather = self._gather(self.head, last_gather)
         self.look("loss", HEAD, trace.head_peak)
         self.free(ALL_GATHER, last_gather)
         self.free(HEAD, self.held[HEAD])  # the outputs that a plain loop held since the last micro-step
@@ -220,26 +219,23 @@ class _Step:
 
     def _backward(self, *, reduce: bool) -> None:
         """Backward of the blocks and of the embedding; each group's reduction follows its backward."""
-        if self.head is not None:
-            self.free(UNSHARDED, self.head.gathered)
-            self._reduce(len(self.sizes) + 2, self.head, reduce=reduce)
+        self.free(UNSHARDED, self.head.gathered)
+        self._reduce(len(self.sizes) + 2, self.head, reduce=reduce)
         for index in reversed(range(self.first_backward, len(self.sizes))):
             self._block_backward(index)
             self.free(*self._kept(index))
             self._reduce(index, self.sizes[index], reduce=reduce)
         trace = self.trace
-        own = (self.root, self.embedding, self.head)
-        embedding = sum(sizes.gradients for sizes in own if sizes is not None) - trace.head_gradients
-        if self.embedding is not None and self.gathers_embedding_again:
+        if self.gathers_embedding_again:
             self.free(ALL_GATHER, self._gather(self.embedding, 0, "backward"))
         self.look("backward", WHOLE_GRADIENTS, trace.embedding_peak)
-        self.hold(WHOLE_GRADIENTS, embedding)
+        outside = self.root.gradients + self.embedding.gradients + self.head.gradients
+        self.hold(WHOLE_GRADIENTS, outside - trace.head_gradients)
         self.free(INPUTS, self.held[INPUTS])
         self.hold(HEAD, trace.outputs - self.held[HEAD])
         self.free(UNSHARDED, self.held[UNSHARDED])
         self._reduce(len(self.sizes), self.root, reduce=reduce)
-        if self.embedding is not None:
-            self._reduce(len(self.sizes) + 1, self.embedding, reduce=reduce)
+        self._reduce(len(self.sizes) + 1, self.embedding, reduce=reduce)
         self.look("backward")
         # FSDP2's callback at the end of the backward frees what it has kept of reductions.
         self.free(REDUCE_SCATTER, self.held[REDUCE_SCATTER])

@@ -112,10 +112,13 @@ def step_time(skeleton: Skeleton, run: Run, rates: Rates = RATES) -> StepTime:
         seconds = [spent[skeleton.kinds[index], name] for index in blocks]
         return sum((took for took, _ in seconds), 0.0), sum(waits for _, waits in seconds)
 
-    forward, waits_forward = spent_by(range(len(skeleton.kinds)), "forward")
-    backward, waits_backward = spent_by(behind, "backward")
-    again, waits_again = spent_by(checkpointed.intersection(behind), "again")
-    rest, waits = _seconds(seen.rest, run, rates)
+    spans = (
+        spent_by(range(len(skeleton.kinds)), "forward"),
+        spent_by(behind, "backward"),
+        spent_by(checkpointed.intersection(behind), "again"),
+        _seconds(seen.rest, run, rates),
+    )
+    (forward, backward, again, rest), waits = (took for took, _ in spans), sum(wait for _, wait in spans)
     memory = run.device.memory_bytes_per_second * rates.memory
     # FSDP2 copies within the device, out of gathers and into reductions.
     sized = [(group_sizes(group, run), number) for group, number in skeleton.distinct_groups]
@@ -131,24 +134,18 @@ def step_time(skeleton: Skeleton, run: Run, rates: Rates = RATES) -> StepTime:
     early = whole if run.grad_sync == "each" else _network(skeleton, run, rates, reduces=False)
     exchange = _exchange(skeleton, seen, run, rates)
 
-    def micro_step(net: _Collectives) -> float:
-        passes = (forward, net.forward), (backward, net.backward)
+    def micro_step(network: tuple[float, float, float]) -> float:
+        passes = zip((forward, backward), network[:2], strict=True)
         taken = (max(own + rates.contention * min(own, link), link) for own, link in passes)
-        return sum(taken) + net.alone + exchange
+        return sum(taken) + network[2] + exchange
 
     trips = _UPDATE_TRIPS.get(run.optimizer, _LISTED_TRIPS) + _NORM_TRIPS
     optimizer = trips * sum(number * sizes.shard_gradients for sizes, number in sized) / memory
     return StepTime(
         compute=forward + backward,
         recompute=again,
-        memory_bound=waits_forward
-        + waits_backward
-        + waits_again
-        + waits
-        + copies
-        + decoded
-        + decoded_again,
-        communication=whole.forward + whole.backward + whole.alone,
+        memory_bound=waits + copies + decoded + decoded_again,
+        communication=sum(whole),
         exposed=max(0.0, micro_step(whole) - exchange - (forward + backward)),
         exchange=exchange,
         optimizer=optimizer,
@@ -181,23 +178,12 @@ def _seconds(work: Workload, run: Run, rates: Rates) -> tuple[float, float]:
     return total, waiting
 
 
-@dataclass(frozen=True)
-class _Collectives:
-    """Seconds of a micro-step's collectives.
+def _network(skeleton: Skeleton, run: Run, rates: Rates, *, reduces: bool) -> tuple[float, float, float]:
+    """Seconds of the gathers of a micro-step, and of its reductions if it ``reduces``.
 
-    Attributes:
-        forward: Collectives that overlap with the forward.
-        backward: Collectives that overlap with the backward.
-        alone: Collectives that overlap with nothing.
+    Returns:
+        Those that overlap with the forward, with the backward, and with nothing.
     """
-
-    forward: float
-    backward: float
-    alone: float
-
-
-def _network(skeleton: Skeleton, run: Run, rates: Rates, *, reduces: bool) -> _Collectives:
-    """Seconds of the gathers of a micro-step, and of its reductions if it ``reduces``."""
     gpu, link = run.device, run.device.node_bytes_per_second
     if run.num_shards > gpu.gpus_per_node:
         # A node fetches what it needs once, over the adapters of all its GPUs together.
@@ -216,13 +202,8 @@ def _network(skeleton: Skeleton, run: Run, rates: Rates, *, reduces: bool) -> _C
 
     first, others = skeleton.groups[0], skeleton.groups[1:]
     behind = skeleton.groups[skeleton.first_backward :] if run.reshard_after_forward else ()
-    head = [] if skeleton.head is None else [skeleton.head]
-    alone = (*(group for group in skeleton.outside if group is not skeleton.head), first)
-    return _Collectives(
-        forward=gathers([*others, *head]),
-        backward=gathers(behind) + reductions([*others, *head]),
-        alone=gathers(alone) + reductions(alone),
-    )
+    hidden, alone = (*others, skeleton.head), (skeleton.root, skeleton.embedding, first)
+    return gathers(hidden), gathers(behind) + reductions(hidden), gathers(alone) + reductions(alone)
 
 
 def _exchange(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> float:

@@ -113,6 +113,8 @@ class _Traced:
         self.records = {kind: BlockRecord(skeleton.blocks[kind]) for kind in kinds}
         self.current: BlockRecord | None = None
         self.returns_tuples = False
+        # Whether the model's logits go to the cross entropy as they are.
+        self.is_plain_loop = run.cp == 1 and run.loss_dtype == self.model.dtype
         self.at: dict[str, int] = {}  # moments of the ledger
         self.outputs = self.head_gradients = 0
 
@@ -141,7 +143,7 @@ class _Traced:
             output.register_hook(functools.partial(self._mark, self.at, "loss"))
             self._mark(self.at, "head")
             loss = output if run.loss_impl == "chunked" else self._cross_entropy(output, inputs["input_ids"])
-        if run.loss_impl == "logits" and self._plain_loop:
+        if run.loss_impl == "logits" and self.is_plain_loop:
             self.outputs = self.ledger.sizes[self.ledger.number(output)]
         else:
             del output
@@ -150,11 +152,6 @@ class _Traced:
         for record in self.records.values():
             if record.block is self.skeleton.begins_backward:
                 self._at_input_gradient(record)
-
-    @property
-    def _plain_loop(self) -> bool:
-        """Whether the model's logits go to the cross entropy as they are."""
-        return self.run.cp == 1 and self.run.loss_dtype == self.model.dtype
 
     def _forward(self, inputs: dict[str, Any]) -> torch.Tensor:
         """The model's output: logits, or the loss if that replaces the head."""
@@ -185,7 +182,7 @@ class _Traced:
     def _cross_entropy(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The loss from logits in full."""
         # A plain loop shifts the labels and not the logits; so does a loss of rows that ranks share.
-        if not self._plain_loop and self.run.cp == 1:
+        if not self.is_plain_loop and self.run.cp == 1:
             logits, ids = logits[:, :-1], ids[:, 1:]
         wide = logits.to(self.run.loss_dtype).flatten(0, 1)
         return F.cross_entropy(wide, ids.flatten(), reduction="sum")
