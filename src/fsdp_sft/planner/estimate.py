@@ -107,8 +107,8 @@ def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
         check_shareable(skeleton.model, run.cp)
     if run.ep_size > 1 and not skeleton.experts:
         raise UnsupportedModelError(
-            f"transformers has no plan by which ranks share out experts of {skeleton.family!r}: plan it with "
-            "ep_size=1"
+            "transformers has no plan by which ranks share out experts of "
+            f"{skeleton.model.config.model_type!r}: plan it with ep_size=1"
         )
     if uneven := [number for number in skeleton.experts if number % run.ep_size]:
         raise ValueError(f"ep_size={run.ep_size} does not divide the {uneven[0]} experts of a layer")
@@ -133,14 +133,15 @@ def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
 
 def _notes(skeleton: Skeleton, run: Run) -> Iterator[str]:
     """Caveats of the estimate."""
-    positions = getattr(skeleton.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    config = skeleton.model.config
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if isinstance(positions, int) and positions < run.seq_length:
         yield f"the config gives the model {positions} positions"
     if skeleton.published:
         yield skeleton.published
-    if skeleton.family not in CHECKED_FAMILIES:
+    if config.model_type not in CHECKED_FAMILIES:
         yield (
-            f"model type {skeleton.family} was followed like any other but never compared with a measurement"
+            f"model type {config.model_type} was followed like any other but never compared with a measurement"
         )
     if not run.device.checked and run.device.name != "cpu":
         yield f"what attention keeps on {run.device.name} was never compared with a measurement there"
@@ -148,14 +149,7 @@ def _notes(skeleton: Skeleton, run: Run) -> Iterator[str]:
 
 # --- what a device has for tensors ------------------------------------------------------------------------
 
-# torch sees less than nvidia-smi reports as the total, by 350 MiB (RTX 4090) to 900 MiB (A100 80 GB).
-_DRIVER = 256 * MIB
-_DRIVER_SHARE = 0.005
-_CONTEXT = 512 * MIB  # kernels and stacks of one process; less with CUDA_MODULE_LOADING=LAZY, torch's default
-_NCCL_NODE = 512 * MIB  # buffers of the channels to a node's other GPUs, outside of torch's allocator
-_NCCL_NODES = 1024 * MIB
 _FRAGMENTS = 0.02  # share of the memory that the allocator has reserved and cannot use
-_OTHERS = 0.1  # share of a host's memory that is left to other processes
 
 
 @dataclass(frozen=True)
@@ -190,11 +184,12 @@ def budget_of(gpu: Gpu, num_gpus: int, memory_bytes: int | None = None) -> Budge
         memory_bytes: Memory as ``nvidia-smi`` reports it; None takes that of the usual model.
     """
     memory = gpu.memory_bytes if memory_bytes is None else memory_bytes
-    if gpu.name == "cpu":
-        return Budget(memory, (("other processes", int(memory * _OTHERS)),))
-    driver = int(min(_DRIVER, memory * _FRAGMENTS) + memory * _DRIVER_SHARE)
-    taken = [("driver", driver), ("CUDA context", _CONTEXT)]
-    if num_gpus > 1:
-        taken.append(("NCCL", _NCCL_NODE if num_gpus <= gpu.gpus_per_node else _NCCL_NODES))
-    taken.append(("fragments", int(memory * _FRAGMENTS)))
-    return Budget(memory, tuple(taken))
+    if gpu.name == "cpu":  # a tenth of a host's memory is left to others
+        return Budget(memory, (("other processes", memory // 10),))
+    # torch sees less than nvidia-smi reports as the total, by 350 MiB (RTX 4090) to 900 MiB (A100 80 GB).
+    driver = int(min(256 * MIB, memory * _FRAGMENTS) + memory * 0.005)
+    # Kernels and stacks of one process; less with CUDA_MODULE_LOADING=LAZY, torch's default.
+    taken = [("driver", driver), ("CUDA context", 512 * MIB)]
+    if num_gpus > 1:  # buffers of the channels to other GPUs, outside of torch's allocator
+        taken.append(("NCCL", (512 if num_gpus <= gpu.gpus_per_node else 1024) * MIB))
+    return Budget(memory, (*taken, ("fragments", int(memory * _FRAGMENTS))))

@@ -5,7 +5,7 @@ import functools
 import json
 import os
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,6 @@ class Skeleton:
 
     Attributes:
         model: The model on the meta device, in the compute dtype and in ``train()`` mode.
-        family: ``config.model_type``.
         blocks: The blocks, in forward order.
         kinds: Kind of each block: the index of the first block like it.
         groups: Parameters of each block, in forward order; equal ones are the same object.
@@ -72,7 +71,6 @@ class Skeleton:
     """
 
     model: Any
-    family: str
     blocks: tuple[nn.Module, ...]
     kinds: tuple[int, ...]
     groups: tuple[Group, ...]
@@ -125,9 +123,13 @@ class _Keyed:
 @functools.lru_cache(maxsize=8)
 def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str | None) -> Skeleton:
     """The skeleton for one config, compute dtype, adapters and way to keep what is frozen."""
-    settings = _settings(keyed.config)
-    model = build_model(keyed.config, dtype)
-    blocks = decoder_blocks(model)
+    config = keyed.config
+    named = str(getattr(config, "name_or_path", "") or f"a config of type {config.model_type!r}")
+    settings = settings_for(named, config)
+    if settings is not None:
+        check(settings)
+    model = build_model(config, dtype)
+    blocks = tuple(decoder_blocks(model).values())
     if lora is not None:
         model.requires_grad_(False)
         _add_lora(blocks, *lora)
@@ -135,31 +137,32 @@ def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str |
     for tower in towers:
         model.get_submodule(tower).requires_grad_(False)
     experts = experts_to_place(model)
-    layouts = {} if packed is None else layouts_of(model, blocks.values(), packed, settings)
+    layouts = {} if packed is None else layouts_of(model, blocks, packed, settings)
     left = {id(p): name for name, p in model.named_parameters()}
     take = functools.partial(_group, left=left, towers=towers, experts=experts, layouts=layouts)
     known: dict[Any, Group] = {}
-    taken = [take(block) for block in blocks.values()]
+    taken = [take(block) for block in blocks]
     groups = tuple(known.setdefault(group.parameters, group) for group in taken)
     tower_groups = tuple(take(model.get_submodule(tower)) for tower in towers)
-    own = own_vocabulary(model, blocks.values())
+    own = own_vocabulary(model, blocks)
     embedding, head = (Group(()) if module is None else take(module) for module in own)
     root = take(model)
     first = _first_backward(model, groups)
     is_frozen_below = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
     begins = first if is_frozen_below and first < len(blocks) else None
+    alike: dict[Any, int] = {}  # the first block of each kind; that block is like no other
+    likenesses = [likeness(block) if index != begins else index for index, block in enumerate(blocks)]
     total = sum(parameter.numel() for parameter in model.parameters())
     return Skeleton(
         model=model,
-        family=keyed.config.model_type,
-        blocks=tuple(blocks.values()),
-        kinds=_kinds(list(blocks.values()), begins),
+        blocks=blocks,
+        kinds=tuple(alike.setdefault(like, index) for index, like in enumerate(likenesses)),
         groups=groups,
         root=root,
         first_backward=first,
-        begins_backward=None if begins is None else list(blocks.values())[begins],
+        begins_backward=None if begins is None else blocks[begins],
         parameters=total,
-        active_parameters=total - _idle_expert_parameters(model, keyed.config),
+        active_parameters=total - _idle_expert_parameters(model, config),
         experts=tuple(experts.values()),
         embedding=embedding,
         head=head,
@@ -188,19 +191,6 @@ def _group(
             }
             found.append(Parameter(tuple(parameter.shape), layout=layouts.get(id(parameter)), **known))
     return Group(tuple(found))
-
-
-def _settings(config: Any) -> Settings | None:
-    """How a checkpoint is quantised by its config; None if it is not.
-
-    Raises:
-        CheckpointFormatError: If it is a way that ``load_weights`` does not read.
-    """
-    name = str(getattr(config, "name_or_path", "") or f"a config of type {config.model_type!r}")
-    settings = settings_for(name, config)
-    if settings is not None:
-        check(settings)
-    return settings
 
 
 def _published(settings: Settings, packed: str | None) -> str:
@@ -250,13 +240,6 @@ def _first_backward(model: Any, groups: tuple[Group, ...]) -> int:
     return next(trained, len(groups))
 
 
-def _kinds(blocks: list[nn.Module], begins: int | None) -> tuple[int, ...]:
-    """For each block, the index of the first block like it; ``begins`` is like no other."""
-    first: dict[Any, int] = {}
-    found = [likeness(block) if index != begins else index for index, block in enumerate(blocks)]
-    return tuple(first.setdefault(like, index) for index, like in enumerate(found))
-
-
 def likeness(block: nn.Module) -> Any:
     """A value that is equal for blocks that compute alike: classes, shapes, plain attributes (a window)."""
     parts: list[Any] = []
@@ -282,34 +265,28 @@ class _LoraLinear(nn.Module):
         self.lora_A = nn.Linear(base.in_features, rank, bias=False, **place)
         self.lora_B = nn.Linear(rank, base.out_features, bias=False, **place)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        added: torch.Tensor = self.base(x) + self.lora_B(self.lora_A(x)) * 2.0
-        return added
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base(x) + self.lora_B(self.lora_A(x)) * 2.0
 
 
-def _add_lora(blocks: dict[str, nn.Module], rank: int, targets: tuple[str, ...]) -> None:
+def _add_lora(blocks: Sequence[nn.Module], rank: int, targets: tuple[str, ...]) -> None:
     """Add adapters to the named linear layers of the blocks."""
-    replaced = 0
-    for block in blocks.values():
-        for name, module in list(block.named_modules()):
-            parent, _, leaf = name.rpartition(".")
-            # A subclass with a forward of its own (DeepSeek-V4's groups of heads) is no layer for adapters.
-            is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-            if is_linear and (leaf in targets or "all-linear" in targets):
-                setattr(block.get_submodule(parent), leaf, _LoraLinear(module, rank))
-                replaced += 1
-    if not replaced:
+    chosen = [
+        (block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], module)
+        for block in blocks
+        for name, module in block.named_modules()
+        # A subclass with a forward of its own (DeepSeek-V4's groups of heads) is no layer for adapters.
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if name.rpartition(".")[2] in targets or "all-linear" in targets
+    ]
+    if not chosen:
         raise ValueError(f"lora_targets={targets!r} names no linear layer of the blocks")
+    for parent, name, module in chosen:
+        setattr(parent, name, _LoraLinear(module, rank))
 
 
 def _idle_expert_parameters(model: nn.Module, config: Any) -> int:
     """Number of parameters of the experts that a token is not routed to."""
-    text = config.get_text_config(decoder=True)
-    chosen = getattr(text, "num_experts_per_tok", None)
-    if not isinstance(chosen, int):
-        return 0
-    idle = 0
-    for name, parameter in model.named_parameters():
-        if ".experts." in name and parameter.ndim == 3:
-            idle += parameter.numel() * (parameter.shape[0] - chosen) // parameter.shape[0]
-    return idle
+    chosen = getattr(config.get_text_config(decoder=True), "num_experts_per_tok", None)
+    stacks = [p for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
+    return sum(p.numel() * (len(p) - chosen) // len(p) for p in stacks) if isinstance(chosen, int) else 0

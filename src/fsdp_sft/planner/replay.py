@@ -59,9 +59,6 @@ from fsdp_sft.planner.parameters import Sizes, group_sizes
 from fsdp_sft.planner.run import Run
 from fsdp_sft.planner.trace import Footprint, Trace
 
-MASTERS = "parameters (shards)"
-OPTIMIZER = "optimizer states"
-GRADIENTS = "gradients (shards)"
 UNSHARDED = "gathered parameters"
 ALL_GATHER = "all-gather buffers"
 WHOLE_GRADIENTS = "gradients before reduction"
@@ -70,10 +67,7 @@ KEPT = "activations kept"
 CHECKPOINTED = "activations of checkpointed blocks"
 INPUTS = "embedding, rotary tables, mask"
 HEAD = "logits and loss"
-DECODING = "values of packed parameters at work"
 WORKING = "block at work"
-UPDATE = "optimizer at work"
-WORKSPACE = "cuBLAS workspace"
 
 
 def replay(skeleton: Skeleton, trace: Trace, run: Run) -> tuple[str, dict[str, int]]:
@@ -126,9 +120,9 @@ class _Step:
         self.has_gradients = False
         sized = [(group_sizes(group, run), number) for group, number in skeleton.distinct_groups]
         self.trained = [size for sizes, number in sized for size in sizes.shards * number]
-        self.hold(WORKSPACE, run.device.workspace_bytes)
-        self.hold(MASTERS, sum(number * sizes.stored for sizes, number in sized))
-        self.hold(OPTIMIZER, sum(_state_bytes(run.optimizer, n, run.master_dtype) for n in self.trained))
+        self.hold("cuBLAS workspace", run.device.workspace_bytes)
+        self.hold("parameters (shards)", sum(number * sizes.stored for sizes, number in sized))
+        self.hold("optimizer states", sum(_state_bytes(run.optimizer, n, run.master_dtype) for n in self.trained))
 
     def hold(self, part: str, size: int) -> None:
         """Allocate ``size`` bytes of a kind."""
@@ -186,7 +180,7 @@ class _Step:
         """Make parameters of what was gathered."""
         self.hold(UNSHARDED, sizes.gathered)
         self.look(phase, ALL_GATHER, sizes.moved)
-        self.look(phase, DECODING, sizes.decoding)
+        self.look(phase, "values of packed parameters at work", sizes.decoding)
 
     def _kept(self, index: int) -> tuple[str, int]:
         """What a block keeps for its backward: the kind, and the bytes."""
@@ -289,7 +283,7 @@ class _Step:
         self.look("backward", REDUCE_SCATTER, sizes.scattered + cast)
         self.free(WHOLE_GRADIENTS, lingering)
         if not self.has_gradients:
-            self.hold(GRADIENTS, sizes.shard_gradients)
+            self.hold("gradients (shards)", sizes.shard_gradients)
         if self.run.dp_replicate > 1 and (cast or self.has_gradients):
             # FSDP2 keeps the all-reduced tensor until the backward ends, even where the gradient is a copy.
             self.hold(REDUCE_SCATTER, sizes.scattered)
@@ -307,7 +301,7 @@ class _Step:
             working = dtype.itemsize * sum(self.trained)
         elif optimizer == "adamw_stochastic":
             working = working_bytes(largest, dtype)
-        self.look("optimizer", UPDATE, working)
+        self.look("optimizer", "optimizer at work", working)
 
 
 def _state_bytes(optimizer: str, elements: int, master_dtype: torch.dtype) -> int:

@@ -159,13 +159,6 @@ class Run:
         return self.param_dtype if self.packed or self.lora_rank or is_tower else self.master_dtype
 
     @property
-    def loss_dtype(self) -> torch.dtype:
-        """Dtype of the cross entropy of logits; where ranks share rows it is float32 at least."""
-        if self.cp > 1:
-            return torch.promote_types(self.param_dtype, torch.float32)
-        return self.logits_dtype or self.param_dtype
-
-    @property
     def num_shards(self) -> int:
         """Number of ranks that a parameter is sharded over."""
         return self.num_gpus // self.dp_replicate

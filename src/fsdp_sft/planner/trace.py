@@ -13,7 +13,7 @@ gradient of its output arrives, and where the gradient of its input has been com
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,7 +95,7 @@ def _trace(skeleton: Skeleton, run: Run) -> Trace:
         return _Traced(skeleton, run).result()
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
         raise UnsupportedModelError(
-            f"a step of model type {skeleton.family!r} with cp={run.cp} cannot be followed without values "
+            f"a step of model type {skeleton.model.config.model_type!r} with cp={run.cp} cannot be followed without values "
             f"({type(error).__name__}: {str(error)[:200]}); measure a step of it instead"
         ) from error
 
@@ -113,8 +113,11 @@ class _Traced:
         self.records = {kind: BlockRecord(skeleton.blocks[kind]) for kind in kinds}
         self.current: BlockRecord | None = None
         self.returns_tuples = False
+        self.loss_dtype = run.logits_dtype or run.param_dtype
+        if run.cp > 1:
+            self.loss_dtype = torch.promote_types(run.param_dtype, torch.float32)
         # Whether the model's logits go to the cross entropy as they are.
-        self.is_plain_loop = run.cp == 1 and run.loss_dtype == self.model.dtype
+        self.is_plain_loop = run.cp == 1 and self.loss_dtype == self.model.dtype
         self.at: dict[str, int] = {}  # moments of the ledger
         self.outputs = self.head_gradients = 0
 
@@ -162,7 +165,7 @@ class _Traced:
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ValueError(
-                f"loss_impl='chunked' needs a linear head, {self.skeleton.family} has {type(head).__name__}; "
+                f"loss_impl='chunked' needs a linear head, {self.model.config.model_type} has {type(head).__name__}; "
                 "use loss_impl='logits'"
             )
         losses: list[torch.Tensor] = []
@@ -184,28 +187,23 @@ class _Traced:
         # A plain loop shifts the labels and not the logits; so does a loss of rows that ranks share.
         if not self.is_plain_loop and self.run.cp == 1:
             logits, ids = logits[:, :-1], ids[:, 1:]
-        wide = logits.to(self.run.loss_dtype).flatten(0, 1)
+        wide = logits.to(self.loss_dtype).flatten(0, 1)
         return F.cross_entropy(wide, ids.flatten(), reduction="sum")
 
     @contextmanager
     def _instrumented(self) -> Iterator[None]:
         """Context in which hooks watch one block of each kind, and the others pass their input on."""
         taking_part = {id(record.block) for record in self.records.values()}
-        silenced = [block for block in self.skeleton.blocks if id(block) not in taking_part]
-        handles = []
-        try:
-            for block in silenced:
-                block.forward = self._pass_on
+        with ExitStack() as undone:
+            for block in self.skeleton.blocks:
+                if id(block) not in taking_part:
+                    block.forward = self._pass_on
+                    undone.callback(block.__dict__.pop, "forward")
             for record in self.records.values():
-                before = functools.partial(self._before, record)
-                handles.append(record.block.register_forward_pre_hook(before, with_kwargs=True))
-                handles.append(record.block.register_forward_hook(functools.partial(self._after, record)))
+                before, after = (functools.partial(hook, record) for hook in (self._before, self._after))
+                undone.enter_context(record.block.register_forward_pre_hook(before, with_kwargs=True))
+                undone.enter_context(record.block.register_forward_hook(after))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for block in silenced:
-                block.__dict__.pop("forward", None)
 
     def _pass_on(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of a silenced block: its input, in a tuple if blocks return tuples."""
@@ -272,11 +270,12 @@ class _Traced:
         # What autograd has saved is alive after the forward. A mask that is dead then would only be kept by a
         # checkpointed block.
         dead = {event.freed for event in ledger.events[: at["forward"]]}
-        kept = {}
-        for kind, record in records.items():
-            given_back = ledger.sizes[record.input] if record.input in dead else 0
-            added = ledger.live_at(record.at["after"]) - ledger.live_at(record.at["before"])
-            kept[kind] = added - given_back
+        kept = {
+            kind: ledger.live_at(record.at["after"])
+            - ledger.live_at(record.at["before"])
+            - (ledger.sizes[record.input] if record.input in dead else 0)
+            for kind, record in records.items()
+        }
         first = min(record.at["before"] for record in records.values())
         last = max(record.at["after"] for record in records.values())
         base = ledger.live_at(first) + sum(kept.values())
