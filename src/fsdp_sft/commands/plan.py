@@ -77,7 +77,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--plans", type=int, default=8, help="how many plans to print")
     add("--json", action="store_true", help="print plans as JSON, and nothing else")
-    add("--png", metavar="FILE", help="draw the plans' memory")
     add("--write", metavar="FILE", help="write plan 1 as a program for chats, to run as it is")
     flags = {action.dest: action.option_strings[0] for action in parser._actions}
     parser.set_defaults(flags={name: flag for name, flag in flags.items() if flag != f"--{name}"})

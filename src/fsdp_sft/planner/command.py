@@ -6,15 +6,13 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdp_sft._process.gpus import GB, GIB
 from fsdp_sft.errors import NoPlanError
-from fsdp_sft.metrics.plot import new_figure, save_figure
-from fsdp_sft.planner.estimate import Budget, budget_of
+from fsdp_sft.planner.estimate import budget_of
 from fsdp_sft.planner.model import as_config
 from fsdp_sft.planner.plan import RunPlan
 from fsdp_sft.planner.program import write_program
@@ -45,10 +43,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> None:
-    """Print the plans, the memory and the code of the fastest one; draw them, and write it as a program."""
-    given = {field.name: getattr(args, field.name, None) for field in fields(Run)}
+    """Print the plans, the memory and the code of the fastest one; write it as a program."""
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    given = {name: dtypes.get(value, value) for name, value in given.items() if value is not None}
+    options = {name: value for name, value in vars(args).items() if value is not None}
+    given: dict[str, Any] = {
+        field.name: dtypes.get(options[field.name], options[field.name])
+        for field in fields(Run)
+        if field.name in options
+    }
     config = as_config(args.model)
     plans = plan_run(config, global_batch_size=args.global_batch_size, **given)
     best, shown = plans[0], plans[: args.plans]
@@ -60,9 +62,6 @@ def _report(args: argparse.Namespace) -> None:
         + f", on {args.num_gpus} x {args.gpu} ({budget.memory_bytes / GIB:.1f} GiB each), "
         f"{args.global_batch_size} sequences of {args.seq_length} tokens a step"
     )
-    if args.png:
-        draw(args.png, shown, budget, f"{args.model}\n{headline}")
-        print(f"Picture: {args.png}", file=sys.stderr)
     if args.write:
         print(f"Program: {write_program(args.write, best, args.model, gpu)}", file=sys.stderr)
     if args.json:
@@ -126,28 +125,3 @@ def _row(index: int, plan: RunPlan) -> dict[str, str]:
         "tokens/s per GPU": f"{plan.tokens_per_second:,.0f}",
         "bound by": plan.time.bound,
     }
-
-
-def draw(path: str, plans: Sequence[RunPlan], budget: Budget, title: str) -> None:
-    """Draw each plan's memory as a stacked bar, to a PNG or what the suffix names.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-    """
-    figure: Any = new_figure(9, 3 + 0.4 * len(plans))
-    axes = figure.subplots()
-    left = [0.0] * len(plans)
-    for index, kind in enumerate(dict.fromkeys(kind for plan in plans for kind in plan.estimate.breakdown)):
-        sizes = [plan.estimate.breakdown.get(kind, 0) / GIB for plan in plans]
-        shade = {"color": f"C{index % 10}", "alpha": 1 - index / 30}
-        axes.barh(range(len(plans)), sizes, left=left, label=kind, **shade)
-        left = [so_far + size for so_far, size in zip(left, sizes, strict=True)]
-    axes.axvline(budget.usable_bytes / GIB, color="black", linestyle="--", label="usable")
-    rows = [_row(index, plan) for index, plan in enumerate(plans, start=1)]
-    labels = [f"{row['']} {row['micro batch']} x {row['x accum.']}, {row['checkpointed']}" for row in rows]
-    axes.set_yticks(range(len(plans)), labels)
-    axes.invert_yaxis()
-    axes.set_xlabel("GiB")
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    figure.suptitle(title, fontsize=10)
-    save_figure(figure, Path(path))

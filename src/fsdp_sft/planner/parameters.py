@@ -68,24 +68,13 @@ class Group:
     parameters: tuple[Parameter, ...]
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """What computing the values of a gathered weight takes, besides the values.
-
-    Attributes:
-        peak: Most bytes alive at once.
-        work: Operations of a part of the weight.
-        times: The weight in such parts.
-    """
-
-    peak: int
-    work: Workload
-    times: float
-
-
 @functools.lru_cache(maxsize=1024)
-def decoding(layout: PackedLayout, dtype: torch.dtype) -> Decoding:
-    """Compute a part of a weight on the meta device, by the function that the gather calls."""
+def decoding(layout: PackedLayout, dtype: torch.dtype) -> tuple[int, Workload, float]:
+    """Compute a part of a gathered weight's values on the meta device, by the function that the gather calls.
+
+    Returns:
+        Most bytes that this takes besides the values, its work, and the weight in such parts.
+    """
     each = math.prod(layout.shape[1:])
     number = min(layout.shape[0], max(2, -(-_RUNS * VALUES_AT_ONCE // each)))
     rows = torch.empty((number * layout.rows_each, layout.form.row_bytes), dtype=torch.uint8, device="meta")
@@ -94,7 +83,7 @@ def decoding(layout: PackedLayout, dtype: torch.dtype) -> Decoding:
     ledger.ignore((rows, place))
     with ledger:
         layout.fill(rows, place)
-    return Decoding(ledger.added(0, len(ledger.events)), work_of(ledger.events), layout.shape[0] / number)
+    return ledger.added(0, len(ledger.events)), work_of(ledger.events), layout.shape[0] / number
 
 
 def decoding_peak(layouts: Iterable[PackedLayout], dtype: torch.dtype) -> int:
@@ -104,7 +93,7 @@ def decoding_peak(layouts: Iterable[PackedLayout], dtype: torch.dtype) -> int:
     """
     most = behind = 0
     for layout in reversed(list(layouts)):
-        most = max(most, decoding(layout, dtype).peak - behind)
+        most = max(most, decoding(layout, dtype)[0] - behind)
         behind += math.prod(layout.shape) * dtype.itemsize
     return most
 

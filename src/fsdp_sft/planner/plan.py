@@ -70,7 +70,6 @@ class RunPlan:
         )
         others = {
             f"recomputation is {time.recompute / time.compute:.0%} of the compute": time.recompute,
-            f"values of packed weights are computed in {time.decoding:.2f} s of the compute": time.decoding,
             f"exchanges of {run.cp * run.ep_size} GPUs take {time.exchange:.2f} s of a micro-step": time.exchange,
         }
         return bound, *(sentence for sentence, seconds in others.items() if seconds)

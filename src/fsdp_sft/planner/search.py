@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 RATIOS = tuple(Fraction(n, 24) for n in (0, 3, 4, 6, 8, 9, 12, 15, 16, 18, 20, 21, 24))
-_LARGEST_SEARCH = 4096  # GPUs
 _WORTH_A_LOOK = 0.01  # share of a step: what could save less is not tried
 # What takes less memory, by its options on the command line, the cheapest first.
 _LEANER: dict[str, dict[str, Any]] = {
@@ -183,53 +182,6 @@ def _least_checkpointed(skeleton: Skeleton, run: Run, given: dict[str, Any], usa
 # --- what fits at all -------------------------------------------------------------------------------------
 
 
-@answered
-def smallest_num_gpus(
-    config: "PreTrainedConfig | str | os.PathLike[str]",
-    *,
-    gpu_memory_bytes: int | None = None,
-    seq_length: int,
-    **estimate_options: Any,
-) -> int | None:
-    """Find the smallest power of two of GPUs on which a training fits at all.
-
-    A micro-batch is one sequence, every block is checkpointed, and AdamW is fused unless ``optimizer`` is
-    given.
-
-    Args:
-        config: The config, as for ``estimate_memory``.
-        gpu_memory_bytes: Memory of one device, as for ``plan_run``.
-        seq_length: Tokens per sequence.
-        **estimate_options: Further fields of ``Run``.
-
-    Returns:
-        The number (a power of two times any ``dp_replicate``, ``cp`` and ``ep_size`` given), or None if none
-        up to 4096 is enough.
-
-    Example:
-        >>> from transformers import Qwen2Config
-        >>> config = Qwen2Config(
-        ...     hidden_size=3584,
-        ...     intermediate_size=18944,
-        ...     num_hidden_layers=28,
-        ...     num_attention_heads=28,
-        ...     num_key_value_heads=4,
-        ...     vocab_size=152064,
-        ... )
-        >>> fs.smallest_num_gpus(config, gpu="h100", seq_length=4096)
-        2
-    """
-    config = as_config(config)
-    least = math.prod(estimate_options.get(name, 1) for name in ("dp_replicate", "cp", "ep_size"))
-    given = {"micro_batch_size": 1, **estimate_options}
-    run = _leanest(Run(num_gpus=least, seq_length=seq_length, **given), estimate_options)
-    while run.num_gpus <= _LARGEST_SEARCH:
-        if _fits(config, run, gpu_memory_bytes):
-            return run.num_gpus
-        run = replace(run, num_gpus=2 * run.num_gpus)
-    return None
-
-
 def _leanest(run: Run, given: dict[str, Any]) -> Run:
     """The way to train that takes the least memory: what is given stays."""
     return replace(_fused(run, given), micro_batch_size=1, sac_ratio=given.get("sac_ratio", 1))
@@ -257,7 +209,9 @@ def _what_would_fit(config: Any, run: Run, given: dict[str, Any], memory_bytes: 
         with contextlib.suppress(UnsupportedModelError, ValueError):  # the model may not allow it
             if not leaner and _fits(config, replace(lean, **changes), memory_bytes):
                 leaner.append(option)
-    fewest = smallest_num_gpus(config, gpu_memory_bytes=memory_bytes, seq_length=run.seq_length, **given)
+    counts = (run.dp_replicate * run.cp * run.ep_size << doublings for doublings in range(13))
+    runs = (replace(lean, num_gpus=count) for count in counts)
+    fewest = next((one.num_gpus for one in runs if _fits(config, one, memory_bytes)), None)
     if fewest is not None:
         leaner.append(f"{fewest} such GPUs (--gpus {fewest})")
     leaner.append(f"GPUs with {least.peak_bytes / GIB:.1f} GiB for tensors")

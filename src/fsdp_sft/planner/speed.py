@@ -4,12 +4,10 @@ The rates are the device's, times the shares of them that training reaches. Only
 docs/explanation/how-the-estimate-was-checked.md says to what, and how far off they are.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdp_sft._tensors.packed_shard import PackedLayout
 from fsdp_sft.planner.ledger import Workload
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.parameters import Group, decoding, group_sizes
@@ -72,7 +70,6 @@ class StepTime:
         exchange: Exchanges of one micro-step between ranks that share rows or experts; they do not overlap.
         optimizer: Gradient norm and update.
         total: The whole step.
-        decoding: The part of ``compute`` that computes the values of packed weights in gathers.
     """
 
     compute: float
@@ -83,7 +80,6 @@ class StepTime:
     exchange: float
     optimizer: float
     total: float
-    decoding: float = 0.0
 
     @property
     def bound(self) -> Bound:
@@ -125,10 +121,12 @@ def step_time(skeleton: Skeleton, run: Run, rates: Rates = RATES) -> StepTime:
     gathers = 2 if run.reshard_after_forward else 1
     copied = (n * (2 * gathers * sizes.buffer + sizes.gradients + sizes.reduced) for sizes, n in sized)
     copies = sum(copied) / memory if run.num_shards > 1 else 0.0
-    decoded = _decoding(skeleton, run, rates)
-    decoded_again = decoded if run.reshard_after_forward else 0.0
+    packed = (layout for group in skeleton.groups for layout in group_sizes(group, run).packed)
+    parts = (decoding(layout, run.param_dtype) for layout in packed)
+    # Each gather computes the values of packed parameters, which memory limits.
+    decoded = sum(times * _seconds(work, run, rates)[0] for _, work, times in parts)
     forward += rest / 3 + copies / 3 + decoded
-    backward += again + rest * 2 / 3 + copies * 2 / 3 + decoded_again
+    backward += again + rest * 2 / 3 + copies * 2 / 3 + decoded * (gathers - 1)
     # Where gradients are reduced once, the micro-steps before the last only gather.
     whole = _network(skeleton, run, rates, reduces=True)
     early = whole if run.grad_sync == "each" else _network(skeleton, run, rates, reduces=False)
@@ -144,24 +142,13 @@ def step_time(skeleton: Skeleton, run: Run, rates: Rates = RATES) -> StepTime:
     return StepTime(
         compute=forward + backward,
         recompute=again,
-        memory_bound=waits + copies + decoded + decoded_again,
+        memory_bound=waits + copies + decoded * gathers,
         communication=sum(whole),
         exposed=max(0.0, micro_step(whole) - exchange - (forward + backward)),
         exchange=exchange,
         optimizer=optimizer,
         total=micro_step(whole) + (run.grad_accum_steps - 1) * micro_step(early) + optimizer,
-        decoding=decoded + decoded_again,
     )
-
-
-def _decoding(skeleton: Skeleton, run: Run, rates: Rates) -> float:
-    """Seconds in which the values of all packed parameters are computed once, which memory limits."""
-    layouts = Counter[PackedLayout]()
-    for group, number in skeleton.distinct_groups:
-        for layout in group_sizes(group, run).packed:
-            layouts[layout] += number
-    parts = ((decoding(layout, run.param_dtype), number) for layout, number in layouts.items())
-    return sum(number * part.times * _seconds(part.work, run, rates)[0] for part, number in parts)
 
 
 def _seconds(work: Workload, run: Run, rates: Rates) -> tuple[float, float]:

@@ -95,8 +95,9 @@ def _trace(skeleton: Skeleton, run: Run) -> Trace:
         return _Traced(skeleton, run).result()
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
         raise UnsupportedModelError(
-            f"a step of model type {skeleton.model.config.model_type!r} with cp={run.cp} cannot be followed without values "
-            f"({type(error).__name__}: {str(error)[:200]}); measure a step of it instead"
+            f"a step of model type {skeleton.model.config.model_type!r} (loss_impl={run.loss_impl!r}, "
+            f"cp={run.cp}) cannot be followed without values ({type(error).__name__}: {str(error)[:200]}); "
+            "measure a step of it instead"
         ) from error
 
 
@@ -113,9 +114,9 @@ class _Traced:
         self.records = {kind: BlockRecord(skeleton.blocks[kind]) for kind in kinds}
         self.current: BlockRecord | None = None
         self.returns_tuples = False
-        self.loss_dtype = run.logits_dtype or run.param_dtype
-        if run.cp > 1:
-            self.loss_dtype = torch.promote_types(run.param_dtype, torch.float32)
+        # Where ranks share rows, the cross entropy is computed in float32 at least.
+        wide = torch.promote_types(run.param_dtype, torch.float32)
+        self.loss_dtype = wide if run.cp > 1 else run.logits_dtype or run.param_dtype
         # Whether the model's logits go to the cross entropy as they are.
         self.is_plain_loop = run.cp == 1 and self.loss_dtype == self.model.dtype
         self.at: dict[str, int] = {}  # moments of the ledger
@@ -156,18 +157,11 @@ class _Traced:
             if record.block is self.skeleton.begins_backward:
                 self._at_input_gradient(record)
 
-    def _forward(self, inputs: dict[str, Any]) -> torch.Tensor:
+    def _forward(self, inputs: dict[str, Any]) -> Any:
         """The model's output: logits, or the loss if that replaces the head."""
-        inputs = {**inputs, "use_cache": False}
         if self.run.loss_impl == "logits":
-            output: torch.Tensor = self.model(**inputs).logits
-            return output
+            return self.model(**inputs, use_cache=False).logits
         head = self.model.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
-            raise ValueError(
-                f"loss_impl='chunked' needs a linear head, {self.model.config.model_type} has {type(head).__name__}; "
-                "use loss_impl='logits'"
-            )
         losses: list[torch.Tensor] = []
 
         def loss_in_place(hidden: torch.Tensor) -> torch.Tensor:
@@ -177,7 +171,7 @@ class _Traced:
 
         head.__dict__["forward"] = loss_in_place
         try:
-            self.model(**inputs)
+            self.model(**inputs, use_cache=False)
         finally:
             del head.__dict__["forward"]
         return losses[0]
