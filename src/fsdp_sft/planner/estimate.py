@@ -50,10 +50,10 @@ class MemoryEstimate:
         """The breakdown as bars, the largest part first, and the sum."""
         parts = sorted(self.breakdown.items(), key=lambda part: -part[1])
         width = max(map(len, self.breakdown))
-        lines = []
-        for name, size in parts:
-            bar = "█" * round(size / parts[0][1] * _BAR)
-            lines.append(f"{name:<{width}}  {size / GIB:7.2f} GiB  {bar}".rstrip())
+        lines = [
+            f"{name:<{width}}  {size / GIB:7.2f} GiB  {'█' * round(size / parts[0][1] * _BAR)}".rstrip()
+            for name, size in parts
+        ]
         return "\n".join([*lines, f"{'in all':<{width}}  {self.peak_bytes / GIB:7.2f} GiB"])
 
 

@@ -18,10 +18,9 @@ from fsdp_sft._compat.modules import TorchDispatchMode
 from fsdp_sft._model.named import tensors_in
 from fsdp_sft.sac import is_decision
 
-# FLOPs of an operation, bytes that it reads and writes in the device's memory, and whether it is attention.
-Operation: TypeAlias = tuple[float, float, bool]
-# Operations that run one after the other; those without FLOPs and bytes are left out.
-Workload: TypeAlias = tuple[Operation, ...]
+# Operations that run one after the other: FLOPs of each, bytes that it reads and writes in the device's memory,
+# and whether it is attention. Those without FLOPs and bytes are left out.
+Workload: TypeAlias = tuple[tuple[float, float, bool], ...]
 
 _MOVE_NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
 _ONLY_WRITE = ("copy_", "zero_", "fill_", "new_zeros", "zeros_like", "ones_like", "full_like")
@@ -33,8 +32,7 @@ def flops_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     # torch's registry does not know grouped products: (rows, inner) by (experts, inner, columns), each row
     # with the matrix of its expert.
     if packet.__name__ == "_grouped_mm":
-        rows, columns = args[0], args[1]
-        return float(2 * rows.shape[0] * rows.shape[-1] * columns.shape[-1])
+        return 2.0 * args[0].numel() * args[1].shape[-1]
     count: Any = flop_registry.get(packet)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
 

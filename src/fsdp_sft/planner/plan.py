@@ -117,7 +117,8 @@ def _code(run: Run, model: str) -> Iterator[str]:
     if run.optimizer == "adamw8bit":
         yield "import torchao.optim"
     yield "fs.init_distributed()"
-    yield f"mesh = fs.build_mesh({_arguments(dp_replicate=(run.dp_replicate, 1), cp=(run.cp, 1))})"
+    mesh = _arguments(dp_replicate=(str(run.dp_replicate), "1"), cp=(str(run.cp), "1"))
+    yield f"mesh = fs.build_mesh({mesh})"
     yield from _model(run, model)
     if run.cp > 1:
         yield "fs.use_context_parallel(model, mesh=mesh)"
@@ -127,57 +128,52 @@ def _code(run: Run, model: str) -> Iterator[str]:
     sampler = "sampler=fs.ResumableSampler(rows)"
     yield f"loader = DataLoader(rows, {run.micro_batch_size}, {sampler}, collate_fn=...)"
     yield f"for window in fs.windows(loader, grad_accum_steps={run.grad_accum_steps}):"
-    step = _arguments("model", "window", "optimizer", grad_sync=(run.grad_sync, "each"))
+    step = _arguments("model", "window", "optimizer", grad_sync=(repr(run.grad_sync), "'each'"))
     yield f"    fs.train_step({step})"
 
 
 def _model(run: Run, name: str) -> Iterator[str]:
     """Lines of code that make the model: ``load_pretrained``, or its steps where it lacks an argument."""
     policy = f"MixedPrecisionPolicy(param_dtype={run.param_dtype}, reduce_dtype={run.reduce_dtype})"
-    is_usual = (run.param_dtype, run.reduce_dtype) == (torch.bfloat16, torch.float32)
+    usual_policy = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
     targets = run.lora_targets or ("all-linear",)
-    chosen = repr("all-linear" if "all-linear" in targets else list(targets))
-    lora = f"peft.LoraConfig(r={run.lora_rank}, target_modules={chosen}, task_type='CAUSAL_LM')"
-    shard: dict[str, tuple[Any, Any]] = {
-        "reshard_after_forward": (run.reshard_after_forward, True),
-        "master_dtype": (run.master_dtype, torch.float32),
-        "mp_policy": (None if is_usual else _Verbatim(f"torch.distributed.fsdp.{policy}"), None),
+    chosen = "all-linear" if "all-linear" in targets else list(targets)
+    lora = f"peft.LoraConfig(r={run.lora_rank}, target_modules={chosen!r}, task_type='CAUSAL_LM')"
+    usual_dtype = run.param_dtype if run.lora_rank else run.master_dtype
+    shard = {
+        "reshard_after_forward": (str(run.reshard_after_forward), "True"),
+        "master_dtype": (str(run.master_dtype), "torch.float32"),
+        "mp_policy": (f"torch.distributed.fsdp.{policy}", f"torch.distributed.fsdp.{usual_policy}"),
     }
-    frozen = run.packed or run.kept_dtype()
-    placement = {"placement": (run.sac_placement, "even")} if run.sac_ratio else {}
-    apply_sac = f"fs.apply_sac({_arguments('model', repr(str(run.sac_ratio)), **placement)})"
+    frozen = repr(run.packed or run.kept_dtype())
+    is_placed = run.sac_ratio and run.sac_placement != "even"
+    placement = (repr(run.sac_placement), "'even'")
+    apply_sac = f"fs.apply_sac({_arguments('model', repr(str(run.sac_ratio)), placement=placement)})"
     if run.ep_size == 1:
         all_at_once = {
-            "sac_ratio": ("0" if _arguments(**placement) else str(run.sac_ratio), "0"),
-            "compile": (run.compile, False),
+            "sac_ratio": (repr("0" if is_placed else str(run.sac_ratio)), "'0'"),
+            "compile": (str(run.compile), "False"),
             **shard,
-            "peft_config": (_Verbatim(lora) if run.lora_rank else None, None),
-            "frozen_dtype": (frozen, run.param_dtype if run.lora_rank else run.master_dtype),
+            "peft_config": (lora if run.lora_rank else "None", "None"),
+            "frozen_dtype": (frozen, str(usual_dtype)),
         }
         yield f"model = fs.load_pretrained({_arguments(repr(name), 'mesh=mesh', **all_at_once)})"
-        if _arguments(**placement):
+        if is_placed:
             yield apply_sac
         return
-    yield f"model = fs.build_meta_model({_arguments(repr(name), dtype=(run.master_dtype, torch.float32))})"
+    yield f"model = fs.build_meta_model({_arguments(repr(name), dtype=shard['master_dtype'])})"
     if run.lora_rank:
         yield f"model = fs.add_adapters(model, {lora})"
     if run.sac_ratio:
         yield apply_sac
     if run.compile:
         yield "fs.compile_blocks(model)"
-    shard["frozen_dtype"] = frozen, None if run.lora_rank else run.master_dtype
-    yield f"fs.shard_model({_arguments('model', 'mesh=mesh', **shard, ep_size=(run.ep_size, 1))})"
+    shard["frozen_dtype"] = frozen, "" if run.lora_rank else str(run.master_dtype)
+    yield f"fs.shard_model({_arguments('model', 'mesh=mesh', **shard, ep_size=(str(run.ep_size), '1'))})"
     yield f"fs.load_weights(model, {name!r})"
 
 
-class _Verbatim(str):
-    """Code that is written into an argument without the quotes of a string."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
-def _arguments(*positional: str, **named: tuple[Any, Any]) -> str:
+def _arguments(*positional: str, **named: tuple[str, str]) -> str:
     """Arguments as code; ``named`` has values and the usual ones, which are left out."""
-    keywords = (f"{name}={value!r}" for name, (value, usual) in named.items() if value != usual)
+    keywords = (f"{name}={value}" for name, (value, usual) in named.items() if value != usual)
     return ", ".join([*positional, *keywords])

@@ -63,8 +63,6 @@ UNSHARDED = "gathered parameters"
 ALL_GATHER = "all-gather buffers"
 WHOLE_GRADIENTS = "gradients before reduction"
 REDUCE_SCATTER = "reduce-scatter buffers"
-KEPT = "activations kept"
-CHECKPOINTED = "activations of checkpointed blocks"
 INPUTS = "embedding, rotary tables, mask"
 HEAD = "logits and loss"
 WORKING = "block at work"
@@ -185,7 +183,8 @@ class _Step:
     def _kept(self, index: int) -> tuple[str, int]:
         """What a block keeps for its backward: the kind, and the bytes."""
         checkpointed = index in self.checkpointed
-        return CHECKPOINTED if checkpointed else KEPT, self.footprints[index].left(checkpointed)
+        kind = "activations of checkpointed blocks" if checkpointed else "activations kept"
+        return kind, self.footprints[index].left(checkpointed)
 
     def _loss(self, last_gather: int) -> None:
         """Head, loss, and their backward down to the last block, which is prefetched meanwhile."""
@@ -306,9 +305,8 @@ class _Step:
 
 def _state_bytes(optimizer: str, elements: int, master_dtype: torch.dtype) -> int:
     """Bytes of the optimizer states of a parameter, of which a rank's shard has ``elements``."""
-    item = master_dtype.itemsize
     # torchao rounds the states of a shard that has 4,096 elements or more in whole blocks of 256, to one byte
     # and a float32 scale for each block (``AdamW8bit._new_buffer``).
     if optimizer == "adamw8bit" and elements >= 4096 and elements % 256 == 0:
         return 2 * elements + 2 * 4 * (elements // 256)
-    return {"sgd": 0, "sgd_momentum": 1}.get(optimizer, 2) * elements * item
+    return {"sgd": 0, "sgd_momentum": 1}.get(optimizer, 2) * elements * master_dtype.itemsize

@@ -98,10 +98,10 @@ def plan_run(
     shares = num_gpus // first.cp
     if global_batch_size % shares:
         near = max(1, round(global_batch_size / shares)) * shares
-        whose = f"{shares} GPUs" if first.cp == 1 else f"{shares} groups of {first.cp} GPUs"
+        whose = "GPUs" if first.cp == 1 else f"groups of {first.cp} GPUs"
         raise ValueError(
-            f"global_batch_size {global_batch_size} is no multiple of {whose}, each of which takes at least "
-            f"one sequence; {near} would be"
+            f"global_batch_size {global_batch_size} is no multiple of {shares} {whose}, each of which takes at "
+            f"least one sequence; {near} would be"
         )
     share = global_batch_size // shares
     if "micro_batch_size" in estimate_options and share % first.micro_batch_size:

@@ -196,8 +196,6 @@ def _network(skeleton: Skeleton, run: Run, rates: Rates, *, reduces: bool) -> tu
 def _exchange(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> float:
     """Seconds of the exchanges around attention or experts, in forward, backward and recomputation."""
     ranks = run.cp * run.ep_size
-    if ranks == 1:
-        return 0.0
     checkpointed = run.checkpointed(len(skeleton.blocks))
     exchanged = sum(
         seen.blocks[kind].exchanged * (2 + (index in checkpointed))
