@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"plans": [], "error": str(error)}, indent=1))
         return 1
     except ValueError as error:
-        names = "|".join(args.flags)
-        raise ValueError(re.sub(rf"\b({names})\b", lambda found: args.flags[found[0]], str(error))) from error
+        names = re.compile(rf"\b({'|'.join(args.flags)})\b")
+        raise ValueError(names.sub(lambda found: args.flags[found[0]], str(error))) from error
     return 0
 
 

@@ -141,7 +141,8 @@ def _notes(skeleton: Skeleton, run: Run) -> Iterator[str]:
         yield skeleton.published
     if config.model_type not in CHECKED_FAMILIES:
         yield (
-            f"model type {config.model_type} was followed like any other but never compared with a measurement"
+            f"model type {config.model_type} was followed like any other but never compared with a "
+            "measurement"
         )
     if not run.device.checked and run.device.name != "cpu":
         yield f"what attention keeps on {run.device.name} was never compared with a measurement there"

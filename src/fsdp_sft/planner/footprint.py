@@ -19,11 +19,10 @@ from torch import nn
 from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Event, Ledger, Workload, work_of
 from fsdp_sft.sac import decides
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "_scaled_mm")
 _NOT_FUSED = (
     "",  # the end of a storage
     *(ATTENTION, EXCHANGE, LOSS),
-    *_PRODUCTS,
+    *("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "_scaled_mm"),
     "topk",
     "sort",
     "argsort",
@@ -81,7 +80,7 @@ class BlockRecord:
         block: The block.
         saved: Numbers of the storages that autograd saved in its forward.
         at: Moments of the ledger: a trial of its forward (``"unsaved"``), ``"before"`` and ``"after"`` its
-            forward, ``"again"`` (the last tensor that is saved), ``"backward"`` and its ``"end"``.
+            forward, ``"again"`` (the last tensor that is saved, if any), ``"backward"`` and its ``"end"``.
         input: Number of its input's storage.
         output: Number of its output's storage.
         arguments: Numbers of the storages of its other arguments, such as mask and rotary tables.
@@ -115,7 +114,7 @@ def footprint(record: BlockRecord, ledger: Ledger, kept: int, *, compiled: bool)
         kept=kept,
         forward_peak=ledger.added(at["before"], at["after"]),
         unsaved_peak=ledger.added(at["unsaved"], at["before"]),
-        again_peak=ledger.added(at["before"], at["again"]),
+        again_peak=ledger.added(at["before"], at.get("again", at["before"])),
         saved=ledger.live_at(at["after"]) - ledger.live_at(at["before"]) - output,
         backward_peak=ledger.added(at["backward"], at["end"]),
         **alike,
@@ -133,17 +132,15 @@ def _fused(
         backward: Events of its backward.
         sizes: Bytes by storage number.
     """
-    saved, block_input, block_output = record.saved, record.input, record.output
+    saved, block_input, output = record.saved, record.input, sizes[record.output]
     in_memory = _materialised(forward)
     own = {number for event in forward for number in event.outputs} & saved
     needed = own & in_memory
     cut = _cheapest_cut(forward, sizes, free=needed, wanted=own - needed, block_input=block_input)
     kept = needed | cut
-    bytes_kept = sum(sizes[number] for number in kept)
-    output = sizes[block_output]
     input_given_back = 0 if block_input in kept or block_input in saved & in_memory else sizes[block_input]
-    without_input = bytes_kept - (sizes[block_input] if block_input in kept else 0)
-    counted = in_memory | {block_output}
+    without_input = sum(sizes[number] for number in kept - {block_input})
+    counted = in_memory | {record.output}
     forward_peak = max(_peak(forward, sizes, counted), without_input + output)
     passed = _work(forward, sizes, in_memory | kept | counted | {block_input})
     left_over = {number for event in backward for number in event.outputs} - {
@@ -184,10 +181,7 @@ def _work(events: list[Event], sizes: list[int], in_memory: set[int]) -> Workloa
 def _materialised(events: list[Event]) -> set[int]:
     """Storages that are in memory, since an operation that is not fused reads or writes them."""
     return {
-        number
-        for event in events
-        if event.op in _NOT_FUSED
-        for number in (*event.inputs, *event.outputs)
+        number for event in events if event.op in _NOT_FUSED for number in (*event.inputs, *event.outputs)
     }
 
 

@@ -122,7 +122,7 @@ def _attention_output(query: torch.Tensor, width: int, gpu: Gpu, *, masked: bool
     )
 
 
-class ChunkedLoss(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """Stand-in for ``fsdp_sft.linear_cross_entropy_sum``: its buffers, with the lifetimes they have there.
 
     Gradients are computed in the forward, in a wide dtype, and cast in the backward.
@@ -165,6 +165,9 @@ class ChunkedLoss(torch.autograd.Function):
             results.append(None if kept is None else torch.empty_like(kept, dtype=ctx.dtype))
             del kept
         return (*results, None, None)
+
+
+chunked_loss: Any = _ChunkedLoss.apply
 
 
 def _chunk_buffers(
@@ -255,11 +258,16 @@ def micro_batch(model: Any, run: Run, ledger: Ledger) -> Iterator[dict[str, Any]
     if run.cp == 1:
         yield {"input_ids": ids, "attention_mask": torch.ones_like(ids) if run.attention_mask else None}
         return
-    length = each * run.cp
-    padding = torch.ones((rows, length), dtype=torch.bool, device="meta") if run.attention_mask else None
-    positions = torch.zeros((rows, length), dtype=torch.int64, device="meta")
-    group, filler = FakeGroup("fake", run.cp, 0, 0, ledger), length - run.seq_length
-    whole = WholeRows(group, length=length, position_ids=positions, rows=None, padding=padding, filler=filler)
+    positions = torch.zeros((rows, each * run.cp), dtype=torch.int64, device="meta")
+    padding = torch.ones_like(positions, dtype=torch.bool) if run.attention_mask else None
+    whole = WholeRows(
+        group=FakeGroup("fake", run.cp, 0, 0, ledger),
+        length=each * run.cp,
+        position_ids=positions,
+        rows=None,
+        padding=padding,
+        filler=each * run.cp - run.seq_length,
+    )
     mask = torch.ones_like(positions if padding is None else padding)
     before = attention_of(model)
     try:

@@ -18,8 +18,8 @@ from fsdp_sft._compat.modules import TorchDispatchMode
 from fsdp_sft._model.named import tensors_in
 from fsdp_sft.sac import is_decision
 
-# Operations that run one after the other: FLOPs of each, bytes that it reads and writes in the device's memory,
-# and whether it is attention. Those without FLOPs and bytes are left out.
+# Operations that run one after the other: FLOPs of each, bytes that it reads and writes in the device's
+# memory, and whether it is attention. Those without FLOPs and bytes are left out.
 Workload: TypeAlias = tuple[tuple[float, float, bool], ...]
 
 _MOVE_NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
@@ -32,7 +32,7 @@ def flops_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     # torch's registry does not know grouped products: (rows, inner) by (experts, inner, columns), each row
     # with the matrix of its expert.
     if packet.__name__ == "_grouped_mm":
-        return 2.0 * args[0].numel() * args[1].shape[-1]
+        return float(2 * args[0].numel() * args[1].shape[-1])
     count: Any = flop_registry.get(packet)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
 
@@ -119,8 +119,8 @@ class Ledger(TorchDispatchMode):
         outputs = tuple(self.number(tensor) for tensor in tensors_in(result))
         flops, moved = flops_of(func, args, kwargs, result), moved_by(func, args, kwargs, result)
         decided = self.sizes[outputs[-1]] if is_decision(func, args) else 0
-        name = func.overloadpacket.__name__
-        self.events.append(Event(name, inputs, outputs, -1, flops, moved, decided, self.live))
+        done = Event(func.overloadpacket.__name__, inputs, outputs, -1, flops, moved, decided, self.live)
+        self.events.append(done)
         return result
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:

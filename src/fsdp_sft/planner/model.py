@@ -124,8 +124,7 @@ class _Keyed:
 def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str | None) -> Skeleton:
     """The skeleton for one config, compute dtype, adapters and way to keep what is frozen."""
     config = keyed.config
-    named = str(getattr(config, "name_or_path", "") or f"a config of type {config.model_type!r}")
-    settings = settings_for(named, config)
+    settings = settings_for(getattr(config, "name_or_path", "") or f"a {config.model_type} config", config)
     if settings is not None:
         check(settings)
     model = build_model(config, dtype)

@@ -169,7 +169,7 @@ def group_sizes(group: Group, run: Run) -> Sizes:
     moved = [p for p, n, _ in plain if shard_dim(p.shape, n)]
     last = {p.is_expert: p.elements for p, _, _ in trained}
     last_moved = {p.is_expert: p.elements for p in moved if p.trained}
-    layouts = {flag: [p.layout for p, _, _ in packed if p.is_expert is flag] for flag in ranks}
+    layouts = {flag: [p.layout for p in own if p.layout and p.is_expert is flag] for flag in ranks}
     return Sizes(
         stored=sum(size * p.stored_dtype(run).itemsize for p, _, size in plain)
         + sum(size for _, _, size in packed),
@@ -207,15 +207,12 @@ def layouts_of(
         ValueError: If nothing is frozen, or the config does not say how rows are stored.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    spared = set[int]()
-    if model.dtype in (torch.float16, torch.bfloat16):
-        names = kept_parameters(model, model.dtype, {name: p.dtype for name, p in named.items()})
-        spared = {id(named[name]) for name in names}
-    matrices = matrices_to_pack(named, blocks, spared)
+    dtypes = {name: p.dtype for name, p in named.items()}
+    spared = kept_parameters(model, model.dtype, dtypes) if model.dtype.itemsize == 2 else ()
+    matrices = matrices_to_pack(named, blocks, {id(named[name]) for name in spared})
     if not matrices:
         raise ValueError(
-            f"frozen_dtype={kind!r} is for frozen weights, and no matrix in a block is frozen: give "
-            "lora_rank, or trainable"
+            f"frozen_dtype={kind!r} is for frozen weights, and no matrix in a block is frozen: give lora_rank"
         )
     if kind == STORED and settings is None:
         raise ValueError(
@@ -238,9 +235,8 @@ def layouts_of(
         if rows is not None:
             found[id(parameter)] = PackedLayout(rows[0], shape, rows[1])
     if not found:
-        assert settings is not None
         raise ValueError(
-            f"frozen_dtype='stored': the config ({settings.method}) does not say of any weight that its rows "
-            f"have bytes of their own; {' or '.join(map(repr, RECIPES))} packs them anew"
+            f"frozen_dtype={kind!r}: the config ({settings and settings.method}) does not say of any weight "
+            f"that its rows have bytes of their own; {' or '.join(map(repr, RECIPES))} packs them anew"
         )
     return found

@@ -65,12 +65,13 @@ class RunPlan:
         run, time = self.run, self.time
         hidden = f"which costs {time.exposed:.2f} s" if time.exposed > 0.005 else "all of it hidden"
         bound = (
-            f"bound by {time.bound} (a micro-step: compute {time.compute:.2f} s, {time.memory_bound:.2f} s of "
-            f"it waiting for memory; communication {time.communication:.2f} s, {hidden})"
+            f"bound by {time.bound} (a micro-step: compute {time.compute:.2f} s, {time.memory_bound:.2f} s "
+            f"of it waiting for memory; communication {time.communication:.2f} s, {hidden})"
         )
         others = {
             f"recomputation is {time.recompute / time.compute:.0%} of the compute": time.recompute,
-            f"exchanges of {run.cp * run.ep_size} GPUs take {time.exchange:.2f} s of a micro-step": time.exchange,
+            f"exchanges of {run.cp * run.ep_size} GPUs take {time.exchange:.2f} s "
+            "of a micro-step": time.exchange,
         }
         return bound, *(sentence for sentence, seconds in others.items() if seconds)
 
@@ -134,28 +135,29 @@ def _code(run: Run, model: str) -> Iterator[str]:
 
 def _model(run: Run, name: str) -> Iterator[str]:
     """Lines of code that make the model: ``load_pretrained``, or its steps where it lacks an argument."""
-    policy = f"MixedPrecisionPolicy(param_dtype={run.param_dtype}, reduce_dtype={run.reduce_dtype})"
-    usual_policy = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+    policy, usual_policy = (
+        f"torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype={param}, reduce_dtype={reduce})"
+        for param, reduce in ((run.param_dtype, run.reduce_dtype), (torch.bfloat16, torch.float32))
+    )
     targets = run.lora_targets or ("all-linear",)
     chosen = "all-linear" if "all-linear" in targets else list(targets)
     lora = f"peft.LoraConfig(r={run.lora_rank}, target_modules={chosen!r}, task_type='CAUSAL_LM')"
-    usual_dtype = run.param_dtype if run.lora_rank else run.master_dtype
     shard = {
         "reshard_after_forward": (str(run.reshard_after_forward), "True"),
         "master_dtype": (str(run.master_dtype), "torch.float32"),
-        "mp_policy": (f"torch.distributed.fsdp.{policy}", f"torch.distributed.fsdp.{usual_policy}"),
+        "mp_policy": (policy, usual_policy),
     }
     frozen = repr(run.packed or run.kept_dtype())
     is_placed = run.sac_ratio and run.sac_placement != "even"
-    placement = (repr(run.sac_placement), "'even'")
-    apply_sac = f"fs.apply_sac({_arguments('model', repr(str(run.sac_ratio)), placement=placement)})"
+    ratio, placement = repr(str(run.sac_ratio)), (repr(run.sac_placement), "'even'")
+    apply_sac = f"fs.apply_sac({_arguments('model', ratio, placement=placement)})"
     if run.ep_size == 1:
         all_at_once = {
-            "sac_ratio": (repr("0" if is_placed else str(run.sac_ratio)), "'0'"),
+            "sac_ratio": ("'0'" if is_placed else ratio, "'0'"),
             "compile": (str(run.compile), "False"),
             **shard,
             "peft_config": (lora if run.lora_rank else "None", "None"),
-            "frozen_dtype": (frozen, str(usual_dtype)),
+            "frozen_dtype": (frozen, str(run.param_dtype if run.lora_rank else run.master_dtype)),
         }
         yield f"model = fs.load_pretrained({_arguments(repr(name), 'mesh=mesh', **all_at_once)})"
         if is_placed:

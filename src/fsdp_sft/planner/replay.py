@@ -120,7 +120,8 @@ class _Step:
         self.trained = [size for sizes, number in sized for size in sizes.shards * number]
         self.hold("cuBLAS workspace", run.device.workspace_bytes)
         self.hold("parameters (shards)", sum(number * sizes.stored for sizes, number in sized))
-        self.hold("optimizer states", sum(_state_bytes(run.optimizer, n, run.master_dtype) for n in self.trained))
+        states = (_state_bytes(run.optimizer, size, run.master_dtype) for size in self.trained)
+        self.hold("optimizer states", sum(states))
 
     def hold(self, part: str, size: int) -> None:
         """Allocate ``size`` bytes of a kind."""
@@ -218,14 +219,13 @@ class _Step:
             self._block_backward(index)
             self.free(*self._kept(index))
             self._reduce(index, self.sizes[index], reduce=reduce)
-        trace = self.trace
         if self.gathers_embedding_again:
             self.free(ALL_GATHER, self._gather(self.embedding, 0, "backward"))
-        self.look("backward", WHOLE_GRADIENTS, trace.embedding_peak)
+        self.look("backward", WHOLE_GRADIENTS, self.trace.embedding_peak)
         outside = self.root.gradients + self.embedding.gradients + self.head.gradients
-        self.hold(WHOLE_GRADIENTS, outside - trace.head_gradients)
+        self.hold(WHOLE_GRADIENTS, outside - self.trace.head_gradients)
         self.free(INPUTS, self.held[INPUTS])
-        self.hold(HEAD, trace.outputs - self.held[HEAD])
+        self.hold(HEAD, self.trace.outputs - self.held[HEAD])
         self.free(UNSHARDED, self.held[UNSHARDED])
         self._reduce(len(self.sizes), self.root, reduce=reduce)
         self._reduce(len(self.sizes) + 1, self.embedding, reduce=reduce)

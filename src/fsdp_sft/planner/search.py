@@ -100,8 +100,8 @@ def plan_run(
         near = max(1, round(global_batch_size / shares)) * shares
         whose = "GPUs" if first.cp == 1 else f"groups of {first.cp} GPUs"
         raise ValueError(
-            f"global_batch_size {global_batch_size} is no multiple of {shares} {whose}, each of which takes at "
-            f"least one sequence; {near} would be"
+            f"global_batch_size {global_batch_size} is no multiple of {shares} {whose}, each of which takes "
+            f"at least one sequence; {near} would be"
         )
     share = global_batch_size // shares
     if "micro_batch_size" in estimate_options and share % first.micro_batch_size:
@@ -159,13 +159,15 @@ def _fitting(config: Any, run: Run, given: dict[str, Any], share: int, usable: i
         # with that little recomputation, they are not worth a search.
         gathered = replace(plans[-1].run, reshard_after_forward=False)
         fastest = min((_seconds(plan) for plan in found if not plan.is_tight), default=math.inf)
-        is_worth_it = step_time(skeleton, gathered).total < fastest * (1 - _WORTH_A_LOOK)
-        if is_worth_it and "reshard_after_forward" not in given:
+        hoped = step_time(skeleton, gathered).total
+        if "reshard_after_forward" not in given and hoped < fastest * (1 - _WORTH_A_LOOK):
             found += _least_checkpointed(skeleton, gathered, given, usable)
     return found
 
 
-def _least_checkpointed(skeleton: Skeleton, run: Run, given: dict[str, Any], usable: int) -> Iterator[RunPlan]:
+def _least_checkpointed(
+    skeleton: Skeleton, run: Run, given: dict[str, Any], usable: int
+) -> Iterator[RunPlan]:
     """The plan with the smallest ratio that fits with a margin, and the one that fits without."""
     ratios = RATIOS if "sac_ratio" not in given else (cast("Fraction", run.sac_ratio),)
 
@@ -194,8 +196,8 @@ def _fused(run: Run, given: dict[str, Any]) -> Run:
 
 
 def _fits(config: Any, run: Run, memory_bytes: int | None) -> bool:
-    usable = budget_of(run.device, run.num_gpus, memory_bytes).usable_bytes
-    return estimate(build_skeleton(config, run), run).peak_bytes <= usable
+    budget = budget_of(run.device, run.num_gpus, memory_bytes)
+    return estimate(build_skeleton(config, run), run).peak_bytes <= budget.usable_bytes
 
 
 def _what_would_fit(config: Any, run: Run, given: dict[str, Any], memory_bytes: int | None) -> str:

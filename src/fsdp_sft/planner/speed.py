@@ -187,9 +187,9 @@ def _network(skeleton: Skeleton, run: Run, rates: Rates, *, reduces: bool) -> tu
         within = sum(each.reduced - each.scattered for each in sizes) / link
         return (within + again * sum(each.scattered for each in sizes) / across) / rates.network
 
-    first, others = skeleton.groups[0], skeleton.groups[1:]
     behind = skeleton.groups[skeleton.first_backward :] if run.reshard_after_forward else ()
-    hidden, alone = (*others, skeleton.head), (skeleton.root, skeleton.embedding, first)
+    hidden = (*skeleton.groups[1:], skeleton.head)
+    alone = (skeleton.root, skeleton.embedding, skeleton.groups[0])
     return gathers(hidden), gathers(behind) + reductions(hidden), gathers(alone) + reductions(alone)
 
 
@@ -203,9 +203,7 @@ def _exchange(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> float:
     )
     gpu = run.device
     link = gpu.node_bytes_per_second if ranks <= gpu.gpus_per_node else gpu.bytes_per_second
-    share = (ranks - 1) / ranks
-    memory = gpu.memory_bytes_per_second * rates.memory
     # Cutting and joining around experts is among the traced operations; around attention it is not.
-    touches = _TOUCHES / memory if run.cp > 1 else 0.0
+    touches = _TOUCHES / (gpu.memory_bytes_per_second * rates.memory) if run.cp > 1 else 0.0
     waits = _HOST_WAITS * (len(skeleton.experts) + len(checkpointed)) if run.ep_size > 1 else 0.0
-    return exchanged * (share / (link * rates.network) + touches) + waits
+    return exchanged * ((ranks - 1) / ranks / (link * rates.network) + touches) + waits

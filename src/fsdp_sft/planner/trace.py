@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from fsdp_sft._model.named import tensors_in
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.footprint import BlockRecord, Footprint, footprint
-from fsdp_sft.planner.kernels import ChunkedLoss, Kernels, grouped_experts, micro_batch
+from fsdp_sft.planner.kernels import Kernels, chunked_loss, grouped_experts, micro_batch
 from fsdp_sft.planner.ledger import Ledger, Workload, work_of
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.run import Run
@@ -110,8 +110,7 @@ class _Traced:
         self.run = run
         self.ledger = Ledger()
         self.ledger.ignore(skeleton.traced_tensors)
-        kinds = sorted(set(skeleton.kinds))
-        self.records = {kind: BlockRecord(skeleton.blocks[kind]) for kind in kinds}
+        self.records = {kind: BlockRecord(skeleton.blocks[kind]) for kind in sorted(set(skeleton.kinds))}
         self.current: BlockRecord | None = None
         self.returns_tuples = False
         # Where ranks share rows, the cross entropy is computed in float32 at least.
@@ -166,7 +165,7 @@ class _Traced:
 
         def loss_in_place(hidden: torch.Tensor) -> torch.Tensor:
             rows = hidden.reshape(-1, hidden.shape[-1])
-            losses.append(ChunkedLoss.apply(rows, head.weight, head.bias, self.run.device, self.ledger))
+            losses.append(chunked_loss(rows, head.weight, head.bias, self.run.device, self.ledger))
             return hidden.new_empty((*hidden.shape[:-1], 0))
 
         head.__dict__["forward"] = loss_in_place
@@ -221,7 +220,6 @@ class _Traced:
         others = [value for value in tensors_in((args[1:], kwargs)) if value is not hidden]
         record.arguments = {self.ledger.number(tensor) for tensor in others} - {record.input}
         self._mark(record.at, "before")
-        self._mark(record.at, "again")
         self.current = record
         if args:
             return (hidden, *args[1:]), kwargs
