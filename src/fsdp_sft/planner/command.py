@@ -37,8 +37,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"plans": [], "error": str(error)}, indent=1))
         return 1
     except ValueError as error:
-        names = re.compile(rf"\b({'|'.join(args.flags)})\b")
-        raise ValueError(names.sub(lambda found: args.flags[found[0]], str(error))) from error
+        raise ValueError(
+            re.sub(rf"\b({'|'.join(args.flags)})\b", lambda found: args.flags[found[0]], str(error))
+        ) from error
     return 0
 
 

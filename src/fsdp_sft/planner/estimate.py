@@ -18,7 +18,6 @@ from fsdp_sft.planner.trace import trace
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_BAR = 40  # characters of the longest bar
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class MemoryEstimate:
         parts = sorted(self.breakdown.items(), key=lambda part: -part[1])
         width = max(map(len, self.breakdown))
         lines = [
-            f"{name:<{width}}  {size / GIB:7.2f} GiB  {'█' * round(size / parts[0][1] * _BAR)}".rstrip()
+            f"{name:<{width}}  {size / GIB:7.2f} GiB  {'█' * round(size / parts[0][1] * 40)}".rstrip()
             for name, size in parts
         ]
         return "\n".join([*lines, f"{'in all':<{width}}  {self.peak_bytes / GIB:7.2f} GiB"])
@@ -113,6 +112,11 @@ def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
     if uneven := [number for number in skeleton.experts if number % run.ep_size]:
         raise ValueError(f"ep_size={run.ep_size} does not divide the {uneven[0]} experts of a layer")
     seen = trace(skeleton, run)
+    if run.cp > 1 and not all(block.exchanged for block in seen.blocks.values()):
+        raise UnsupportedModelError(
+            f"a block of {skeleton.model.config.model_type} runs no attention of transformers' attention "
+            "interface: what positions it mixes, ranks that share rows could not. Plan it with cp=1"
+        )
     phase, breakdown = replay(skeleton, seen, run)
     checkpointed = run.checkpointed(len(skeleton.blocks))
     activations = sum(

@@ -23,8 +23,6 @@ from fsdp_sft.loss.linear import default_chunk_size
 from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Ledger
 from fsdp_sft.planner.run import Run
 
-# Times that logits pass through memory: maximum, sum of exponentials, gradient and its cast.
-_LOGITS_TRIPS = 5
 # Bytes of the slices in which loss/products.py works: on a CPU, of each float32 slice; elsewhere, of the
 # slice of the weight's float32 gradient.
 _SLICE_BYTES_CPU = 8 << 20
@@ -153,7 +151,8 @@ class _ChunkedLoss(torch.autograd.Function):
         for _ in range(products):
             moved = float(hidden.nbytes + weight.nbytes) + 4 * logits
             ledger.note(LOSS, (hidden, weight), (), flops=2 * logits * hidden.shape[1], moved=moved)
-        ledger.note(LOSS, (hidden,), (), moved=_LOGITS_TRIPS * 4 * logits)
+        # The logits pass through memory five times: maximum, sum of exponentials, gradient and its cast.
+        ledger.note(LOSS, (hidden,), (), moved=5 * 4 * logits)
         return hidden.new_zeros((), dtype=wide)
 
     @staticmethod

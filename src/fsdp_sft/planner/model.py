@@ -147,8 +147,8 @@ def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str |
     embedding, head = (Group(()) if module is None else take(module) for module in own)
     root = take(model)
     first = _first_backward(model, groups)
-    is_frozen_below = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
-    begins = first if is_frozen_below and first < len(blocks) else None
+    below = model.get_input_embeddings().parameters()
+    begins = None if first == len(blocks) or any(p.requires_grad for p in below) else first
     alike: dict[Any, int] = {}  # the first block of each kind; that block is like no other
     likenesses = [likeness(block) if index != begins else index for index, block in enumerate(blocks)]
     total = sum(parameter.numel() for parameter in model.parameters())

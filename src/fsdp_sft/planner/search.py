@@ -24,7 +24,11 @@ RATIOS = tuple(Fraction(n, 24) for n in (0, 3, 4, 6, 8, 9, 12, 15, 16, 18, 20, 2
 _WORTH_A_LOOK = 0.01  # share of a step: what could save less is not tried
 # What takes less memory, by its options on the command line, the cheapest first.
 _LEANER: dict[str, dict[str, Any]] = {
+    "--loss chunked": {"loss_impl": "chunked"},
+    "--no-padding": {"attention_mask": False},
+    "--cp 8": {"cp": 8},
     "--lora 16": {"lora_rank": 16},
+    "--lora 16 --frozen-dtype stored": {"lora_rank": 16, "frozen_dtype": "stored"},
     "--lora 16 --frozen-dtype nf4": {"lora_rank": 16, "frozen_dtype": "nf4"},
 }
 
@@ -209,7 +213,8 @@ def _what_would_fit(config: Any, run: Run, given: dict[str, Any], memory_bytes: 
     leaner: list[str] = []
     for option, changes in _LEANER.items():
         with contextlib.suppress(UnsupportedModelError, ValueError):  # the model may not allow it
-            if not leaner and _fits(config, replace(lean, **changes), memory_bytes):
+            # A base is not rounded where adapters on another fit.
+            if "--lora 16" not in " ".join(leaner) and _fits(config, replace(lean, **changes), memory_bytes):
                 leaner.append(option)
     counts = (run.dp_replicate * run.cp * run.ep_size << doublings for doublings in range(13))
     runs = (replace(lean, num_gpus=count) for count in counts)

@@ -25,7 +25,6 @@ _LISTED_TRIPS = 21
 # Seconds for which a device waits for the host where the host reads the sizes of an exchange of tokens: about
 # ten operations have to be launched before the device is busy again. Not fitted: no published run shows it.
 _HOST_WAITS = 5e-5
-_NORM_TRIPS = 3  # gradients are read once for their norm, and read and written to clip them
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,8 @@ def step_time(skeleton: Skeleton, run: Run, rates: Rates = RATES) -> StepTime:
         taken = (max(own + rates.contention * min(own, link), link) for own, link in passes)
         return sum(taken) + network[2] + exchange
 
-    trips = _UPDATE_TRIPS.get(run.optimizer, _LISTED_TRIPS) + _NORM_TRIPS
+    # Gradients are read once for their norm, and read and written to clip them.
+    trips = _UPDATE_TRIPS.get(run.optimizer, _LISTED_TRIPS) + 3
     optimizer = trips * sum(number * sizes.shard_gradients for sizes, number in sized) / memory
     return StepTime(
         compute=forward + backward,
