@@ -34,8 +34,8 @@ MISTAKES = [
     Mistake(
         "NCCL takes nothing",
         "planner/estimate.py",
-        "    if num_gpus > 1:\n",
-        "    if num_gpus < 0:\n",
+        "    if num_gpus > 1:  # buffers",
+        "    if num_gpus < 0:  # buffers",
         ("tests/planner/test_gpus.py::test_what_is_taken_is_named",),
     ),
     Mistake(
