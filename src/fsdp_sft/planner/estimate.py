@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Memory of one rank in the steady state: tensors that are alive, not what the allocator has reserved.

@@ -109,7 +109,9 @@ def build_skeleton(config: Any, run: Run) -> Skeleton:
     """The skeleton of a config's model, built once per config, dtype and choice of adapters and packing."""
     key = json.dumps(config.to_dict(), sort_keys=True, default=str)
     lora: Any = (run.lora_rank, run.lora_targets or ("all-linear",)) if run.lora_rank else None
-    return _cached_skeleton(_Keyed(key, config), run.param_dtype, lora, run.packed)
+    # float16 takes as much as bfloat16, of which alone torch's meta kernels multiply groups (2.13).
+    dtype = torch.bfloat16 if run.param_dtype == torch.float16 else run.param_dtype
+    return _cached_skeleton(_Keyed(key, config), dtype, lora, run.packed)
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,8 @@ def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str |
     embedding, head = (Group(()) if module is None else take(module) for module in own)
     root = take(model)
     first = _first_backward(model, groups)
-    below = model.get_input_embeddings().parameters()
-    begins = None if first == len(blocks) or any(p.requires_grad for p in below) else first
+    is_frozen_below = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
+    begins = first if is_frozen_below and first < len(blocks) else None
     alike: dict[Any, int] = {}  # the first block of each kind; that block is like no other
     likenesses = [likeness(block) if index != begins else index for index, block in enumerate(blocks)]
     total = sum(parameter.numel() for parameter in model.parameters())

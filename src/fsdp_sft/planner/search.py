@@ -163,8 +163,8 @@ def _fitting(config: Any, run: Run, given: dict[str, Any], share: int, usable: i
         # with that little recomputation, they are not worth a search.
         gathered = replace(plans[-1].run, reshard_after_forward=False)
         fastest = min((_seconds(plan) for plan in found if not plan.is_tight), default=math.inf)
-        hoped = step_time(skeleton, gathered).total
-        if "reshard_after_forward" not in given and hoped < fastest * (1 - _WORTH_A_LOOK):
+        is_open = "reshard_after_forward" not in given
+        if is_open and step_time(skeleton, gathered).total < fastest * (1 - _WORTH_A_LOOK):
             found += _least_checkpointed(skeleton, gathered, given, usable)
     return found
 

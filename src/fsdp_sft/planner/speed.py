@@ -187,9 +187,9 @@ def _network(skeleton: Skeleton, run: Run, rates: Rates, *, reduces: bool) -> tu
         within = sum(each.reduced - each.scattered for each in sizes) / link
         return (within + again * sum(each.scattered for each in sizes) / across) / rates.network
 
+    first, *others = skeleton.groups
     behind = skeleton.groups[skeleton.first_backward :] if run.reshard_after_forward else ()
-    hidden = (*skeleton.groups[1:], skeleton.head)
-    alone = (skeleton.root, skeleton.embedding, skeleton.groups[0])
+    hidden, alone = (*others, skeleton.head), (skeleton.root, skeleton.embedding, first)
     return gathers(hidden), gathers(behind) + reductions(hidden), gathers(alone) + reductions(alone)
 
 

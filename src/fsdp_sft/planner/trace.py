@@ -113,11 +113,8 @@ class _Traced:
         self.records = {kind: BlockRecord(skeleton.blocks[kind]) for kind in sorted(set(skeleton.kinds))}
         self.current: BlockRecord | None = None
         self.returns_tuples = False
-        # Where ranks share rows, the cross entropy is computed in float32 at least.
-        wide = torch.promote_types(run.param_dtype, torch.float32)
-        self.loss_dtype = wide if run.cp > 1 else run.logits_dtype or run.param_dtype
         # Whether the model's logits go to the cross entropy as they are.
-        self.is_plain_loop = run.cp == 1 and self.loss_dtype == self.model.dtype
+        self.is_plain_loop = run.cp == 1 and run.logits_dtype in (None, run.param_dtype)
         self.at: dict[str, int] = {}  # moments of the ledger
         self.outputs = self.head_gradients = 0
 
@@ -180,8 +177,12 @@ class _Traced:
         # A plain loop shifts the labels and not the logits; so does a loss of rows that ranks share.
         if not self.is_plain_loop and self.run.cp == 1:
             logits, ids = logits[:, :-1], ids[:, 1:]
-        wide = logits.to(self.loss_dtype).flatten(0, 1)
-        return F.cross_entropy(wide, ids.flatten(), reduction="sum")
+        # Where ranks share rows, it is computed in float32 at least.
+        shared = torch.promote_types(self.run.param_dtype, torch.float32)
+        wide = (
+            logits if self.is_plain_loop else logits.to(shared if self.run.cp > 1 else self.run.logits_dtype)
+        )
+        return F.cross_entropy(wide.flatten(0, 1), ids.flatten(), reduction="sum")
 
     @contextmanager
     def _instrumented(self) -> Iterator[None]:
