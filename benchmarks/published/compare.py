@@ -319,8 +319,8 @@ def speed_section() -> str:
         f"{statistics.mean(e for e, _ in errors):.1%}, the median "
         f"{statistics.median(e for e, _ in errors):.1%}; the worst is {largest:.0%} ({where}). "
         f"{dropped} published rows are left out: tensor or expert parallel, shards on the host, or faster "
-        f"than {_BELOW_PEAK:.0%} of the device's peak. Operations that are checkpointed one by one are taken as "
-        "half of the blocks.",
+        f"than {_BELOW_PEAK:.0%} of the device's peak. Operations that are checkpointed one by one are taken "
+        "as half of the blocks.",
         table(["source", "model", "GPUs", "rows", "how", "planner", "published", "error"], lines),
         "Shares of the device's rates, fitted without the source named:",
         table(["without", *GRID], shares),
