@@ -82,9 +82,7 @@ def _report(args: argparse.Namespace) -> None:
         }
         print(json.dumps(job, indent=1))
         return
-    print(f"{headline}\n\n{plan_table(shown)}")
-    if len(plans) > len(shown):
-        print(f"... and {len(plans) - len(shown)} more (--plans {len(plans)})")
+    print(f"{headline}\n\n{plan_table(shown)}\n{len(shown)} of {len(plans)} plans (--plans N)")
     print(f"\nPlan 1: {'; '.join(best.reasons)}.")
     print(
         f"A billion tokens take {1e9 / best.tokens_per_second / 3600:,.0f} GPU-hours, if {gpu.name} has "

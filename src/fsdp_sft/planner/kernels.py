@@ -60,9 +60,14 @@ class Kernels(TorchFunctionMode):
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        **_: Any,
+        **options: Any,
     ) -> Any:
         """Fused attention instead of ``scaled_dot_product_attention``."""
+        if dropout_p > 0 and self.gpu.name == "cpu":
+            # torch's CPU kernel has no dropout; what it falls back to keeps the attention matrix.
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, **options
+            )
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             # torch turns a boolean mask into a bias of the query's dtype before it calls a kernel.
             bias = torch.zeros_like(attn_mask, dtype=query.dtype)
