@@ -233,7 +233,7 @@ def test_plans_in_which_ranks_share_out_experts(tmp_path: Path, capsys: pytest.C
     job = {"gpu": "4090", "ep_size": 2, "attention_mask": False}
     with pytest.raises(ValueError, match="no multiple of 2 GPUs"):
         plan_run(MIXTURE, num_gpus=2, seq_length=128, global_batch_size=1, **job)
-    with pytest.raises(NoPlanError, match=r"; \d+ such GPUs \(--gpus \d+\); GPUs with "):
+    with pytest.raises(NoPlanError, match="nothing fits on 2"):
         plan_run(MIXTURE, num_gpus=2, seq_length=128, global_batch_size=2, **{**job, "gpu": "4090-0.6gib"})
     MIXTURE.save_pretrained(tmp_path)
     options = ["--model", str(tmp_path), "--gpus", "2", "--gpu", "4090", "--seq", "128"]
