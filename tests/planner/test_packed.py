@@ -233,7 +233,7 @@ def test_the_largest_mixtures_on_one_node_as_they_are_published() -> None:
 
 def test_a_base_is_not_rounded_where_adapters_on_another_fit() -> None:
     lines = _advice(LLAMA_8B, 1, "4090")
-    assert "; --lora 16; " in lines[-1]
+    assert ": --lora 16; " in lines[-1]
     assert "nf4" not in lines[-1]
 
 
@@ -245,7 +245,7 @@ def test_the_command_takes_and_names_it(tmp_path: Path, capsys: Any) -> None:
     text = capsys.readouterr().out
     assert "frozen_dtype='nf4'" in text
     assert main([*job, "--frozen-dtype", "nf4"]) == 2
-    assert "frozen_dtype='nf4' is for frozen weights" in capsys.readouterr().err
+    assert "--frozen-dtype='nf4' is for frozen weights" in capsys.readouterr().err
     for kind in KINDS[1:]:
         assert main([*job, "--lora", "16", "--json", "--frozen-dtype", kind]) == 0
         assert json.loads(capsys.readouterr().out)["plans"][0]["frozen_dtype"] == kind
