@@ -122,8 +122,7 @@ def report(args: argparse.Namespace, twice: list[tuple[int, float, float]], plan
         twice=len(twice),
         rows=rows,
         command="fsdp-sft " + " ".join(PLAN),
-        plan=html.escape(plan.partition("Picture: ")[0]),
-        picture=picture(args.output / "plan.png", "memory of each plan by what holds it"),
+        plan=html.escape(plan),
         files=files,
     )
 
@@ -148,7 +147,7 @@ def main() -> None:
     args, args.further = parser.parse_known_args()
     began = time.monotonic()
     twice = train_and_kill(args)
-    command = [sys.executable, "-m", "fsdp_sft", *PLAN, "--png", str(args.output / "plan.png")]
+    command = [sys.executable, "-m", "fsdp_sft", *PLAN]
     plan = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     shown = plan.partition("\n\nPlan 1")[0]
     (args.output / "report.html").write_text(report(args, twice, plan), encoding="utf-8")

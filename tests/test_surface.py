@@ -263,7 +263,6 @@ def test_every_public_name_is_there_documented_and_typed() -> None:
         "compile_blocks",
         "build_meta_model",
         "plan_run",  # to the arguments of estimate_memory, likewise:
-        "smallest_num_gpus",
     }  # to torch.compile, which refuses unknown ones; to the config
     modules = {path.stem for path in SOURCE.glob("*.py")} | {p.name for p in SOURCE.iterdir() if p.is_dir()}
     for name in fs.__all__:

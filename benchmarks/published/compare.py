@@ -139,7 +139,6 @@ def options_of(row: dict[str, Any]) -> dict[str, Any]:
         "param_dtype": DTYPES[row["compute_dtype"]],
         "gpu": GPUS[row["gpu"]],
         "attention_mask": False,
-        "cpu_offload": row["cpu_offload"],
         "loss_impl": "chunked" if chunked else "logits",
         "logits_dtype": None if chunked else DTYPES[row["logits_dtype"]],
         "optimizer": optimizer,
@@ -242,7 +241,7 @@ def memory_section() -> str:
 def speed_rows() -> Iterator[tuple[dict[str, Any], Run, Any]]:
     """The runs that can be compared: the planner's own kinds of parallelism, below the device's peak."""
     for row in SPEEDS:
-        if "tp" in row["sharding"] or "+ep" in row["sharding"]:
+        if "tp" in row["sharding"] or "+ep" in row["sharding"] or row["cpu_offload"]:
             continue
         setup = Run(grad_accum_steps=1, **options_of(row))
         skeleton = build_skeleton(config_of(row["config"]), setup)
@@ -319,9 +318,9 @@ def speed_section() -> str:
         f"({max(chosen)[1]}). Of all {len(rows)} runs of {len(sources)} sources the mean is "
         f"{statistics.mean(e for e, _ in errors):.1%}, the median "
         f"{statistics.median(e for e, _ in errors):.1%}; the worst is {largest:.0%} ({where}). "
-        f"{dropped} published rows are left out: tensor or expert parallel, or faster than "
-        f"{_BELOW_PEAK:.0%} of the device's peak. Operations that are checkpointed one by one are taken as "
-        "half of the blocks.",
+        f"{dropped} published rows are left out: tensor or expert parallel, shards on the host, or faster "
+        f"than {_BELOW_PEAK:.0%} of the device's peak. Operations that are checkpointed one by one are taken "
+        "as half of the blocks.",
         table(["source", "model", "GPUs", "rows", "how", "planner", "published", "error"], lines),
         "Shares of the device's rates, fitted without the source named:",
         table(["without", *GRID], shares),

@@ -68,7 +68,6 @@ Checkpoints and export
 Planning
     plan_run                how to run a model on given GPUs, best first
     estimate_memory         peak memory per GPU, from a config
-    smallest_num_gpus       fewest GPUs on which a run fits
     model_flops_per_token   FLOPs of forward and backward
 
 Watching

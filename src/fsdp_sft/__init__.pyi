@@ -102,7 +102,6 @@ from fsdp_sft.planner import (
     RunPlan as RunPlan,
     estimate_memory as estimate_memory,
     plan_run as plan_run,
-    smallest_num_gpus as smallest_num_gpus,
 )
 from fsdp_sft.sac import (
     apply_sac as apply_sac,

@@ -11,7 +11,6 @@ import pytest
 from transformers import LlamaConfig
 
 import fsdp_sft as fs
-from fsdp_sft._process.gpus import GPUS
 from fsdp_sft.commands import main
 from tests.harness.chat_templates import CHATML, byte_tokenizer
 from tests.harness.chats import TOKENIZERS
@@ -159,7 +158,7 @@ def test_help_and_version_load_nothing_heavy() -> None:
 
 def test_a_closed_pipe_is_no_error() -> None:
     done = subprocess.run(
-        f"{sys.executable} -m fsdp_sft plan --list-gpus | head -n 1 > /dev/null; exit ${{PIPESTATUS[0]}}",
+        f"{sys.executable} -m fsdp_sft plan --help | head -n 1 > /dev/null; exit ${{PIPESTATUS[0]}}",
         shell=True,
         executable="/bin/bash",
         capture_output=True,
@@ -169,24 +168,12 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert (done.returncode, "Error" in done.stderr) == (0, False), done.stderr
 
 
-def test_hours_of_a_whole_training(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = ["plan", "--model", str(model), "--gpu", "l4", "--gpus", "8", "--seq", "512"]
-    assert main([*job, "--global-batch", "32", "--tokens", "1.5B", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["gpu_hours"] == pytest.approx(found["hours"] * 8)
-    per_gpu = found["plans"][0]["tokens_per_second_per_gpu"]
-    assert found["gpu_hours"] == pytest.approx(1.5e9 / per_gpu / 3600)
-    assert main(["plan", "--list-gpus"]) == 0
-    assert capsys.readouterr().out.count("\n") == len(GPUS) + 2
-
-
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--gpus", "8", "--global-batch", "3"], "global_batch_size 3 is no multiple"),
-        (["--gpus", "0", "--global-batch", "8"], "num_gpus must be an integer of at least 1"),
+        (["--gpus", "8", "--global-batch", "3"], "--global-batch 3 is no multiple"),
+        (["--gpus", "0", "--global-batch", "8"], "--gpus must be an integer of at least 1"),
         (["--gpus", "8", "--global-batch", "8", "--optimizer", "lion"], "optimizer must be one of 'adamw'"),
-        (["--gpus", "8"], "--global-batch must be given"),
     ],
 )
 def test_what_cannot_be_planned_is_said(

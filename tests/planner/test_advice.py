@@ -20,23 +20,12 @@ def _printed(capsys: pytest.CaptureFixture[str], *given: str, code: int = 0) -> 
 def test_fewest_gpus_are_those_for_which_there_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """The search may fuse AdamW, and so do the advice and the fewest that it names."""
     job = ["--model", str(QWEN), "--seq", "1k", "--global-batch", "64", "--gpu", "h100-40gib"]
-    text = _printed(capsys, *job, "--gpus", "4")
-    fewest = re.search(r"hold this training at all: (\d+)", text)
-    assert fewest is not None and int(fewest[1]) <= 4  # noqa: PT018
-    text = _printed(capsys, *job, "--gpus", "2", code=1)
+    text = _printed(capsys, *job, "--gpus", "1", code=1)
     enough = re.search(r"(\d+) such GPUs", text)
     assert enough is not None
-    assert int(enough[1]) == int(fewest[1])
-    assert "fused AdamW" in text
-
-
-def test_an_offload_says_what_the_host_needs(capsys: pytest.CaptureFixture[str]) -> None:
-    job = ["--model", str(QWEN), "--seq", "1024", "--global-batch", "4", "--gpu", "4090", "--gpus", "1"]
-    assert "--cpu-offload" in _printed(capsys, *job, code=1)
-    found = re.search(r"states: ([\d.]+) GiB of host memory", _printed(capsys, *job, "--cpu-offload"))
-    assert found is not None
-    # Masters, gradients and two states in float32.
-    assert float(found[1]) == pytest.approx(16 * 7.616e9 / 2**30, rel=0.01)
+    assert "adamw_fused" in text
+    assert _printed(capsys, *job, "--gpus", enough[1])
+    _printed(capsys, *job, "--gpus", str(int(enough[1]) // 2), code=1)
 
 
 def test_the_code_of_a_plan_imports_what_it_needs() -> None:

@@ -79,9 +79,6 @@ def test_what_is_taken_is_named() -> None:
     assert [name for name, _ in one.taken] == ["driver", "CUDA context", "fragments"]
     assert "NCCL" in str(eight)
     assert eight.memory_bytes - eight.usable_bytes == sum(size for _, size in eight.taken)
-    for peak in (1 << 30, 20 << 30, 70 << 30):
-        needed = eight.needed_for(peak)
-        assert budget_of(gpu_named("h100"), 8, needed).usable_bytes == pytest.approx(peak, rel=0.04)
 
 
 def test_advice_names_what_would_fit() -> None:
@@ -89,6 +86,5 @@ def test_advice_names_what_would_fit() -> None:
     with pytest.raises(fs.NoPlanError) as caught:
         fs.plan_run(LLAMA_8B, **job)
     text = str(caught.value)
-    assert "What would fit: --cpu-offload; --lora 16; 8 such GPUs (--gpus 8); GPUs of " in text
+    assert "What would fit: --lora 16; 8 such GPUs (--gpus 8); GPUs with " in text
     assert fs.plan_run(LLAMA_8B, **job, lora_rank=16)
-    assert fs.plan_run(LLAMA_8B, **job, cpu_offload=True)

@@ -4,7 +4,6 @@ import dataclasses
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -69,13 +68,9 @@ def test_published_runs(gpu: str, ratio: Any, compiled: bool, measured: float) -
 
 
 @pytest.mark.usefixtures("vocabulary_in_the_root")
-@pytest.mark.parametrize(
-    ("blocks", "measured"),
-    [(fs.select_block_indices(8, "3/4"), 26.58), (range(6), 23.60), (range(2, 8), 29.8)],
-    ids=["even", "prefix", "last"],
-)
-def test_placement_as_torchs_tracker_sees_it(blocks: Any, measured: float) -> None:
-    """Eight blocks of 72B size, 3/4 of them checkpointed: evenly, the first ones, the last ones."""
+@pytest.mark.parametrize(("placement", "measured"), [("even", 26.58), ("prefix", 23.60)])
+def test_placement_as_torchs_tracker_sees_it(placement: Any, measured: float) -> None:
+    """Eight blocks of 72B size, 3/4 of them checkpointed: evenly, or the first ones."""
     config = qwen(8192, 29568, 8, 64, 8)
     found = estimate_memory(
         config,
@@ -83,7 +78,8 @@ def test_placement_as_torchs_tracker_sees_it(blocks: Any, measured: float) -> No
             num_gpus=64,
             micro_batch_size=2,
             seq_length=4096,
-            sac_blocks=blocks,
+            sac_ratio="3/4",
+            sac_placement=placement,
             loss_impl="logits",
             gpu="cpu",
         ),
@@ -282,7 +278,6 @@ def test_states_are_counted_from_the_parameters() -> None:
     assert part("optimizer states", optimizer="sgd_momentum") == 4 * shard
     assert abs(part("optimizer states", optimizer="adamw8bit") / (2 * shard) - 1) < 0.04
     assert part("parameters (shards)", dp_replicate=2) == 2 * 4 * shard
-    assert part("parameters (shards)", cpu_offload=True) == part("optimizer states", cpu_offload=True) == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 32])
@@ -326,10 +321,8 @@ def test_what_costs_more_and_what_costs_less() -> None:
     assert peak(compile=True) < plain
     assert peak(attention_mask=False) < plain
     assert peak(sac_ratio=1) < peak(sac_ratio="1/2") < plain
-    assert peak(cpu_offload=True) < plain
     assert peak(optimizer="adamw8bit") < plain
-    assert peak(trainable=r"layers\.4[0-7]\.") < peak(lora_rank=16) < plain  # no backward below block 40
-    assert peak(sac_blocks=range(48)) == peak(sac_ratio=1)
+    assert peak(lora_rank=16) < plain
 
 
 def test_a_checkpointed_block_keeps_its_input_alone() -> None:
@@ -365,12 +358,10 @@ def test_a_model_that_cannot_be_followed_is_refused() -> None:
     encoder_decoder = tf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
     with pytest.raises(ValueError, match="encoder-decoder"):
         estimate_memory(encoder_decoder, fs.Run(**SMALL))
-    with pytest.raises(ValueError, match="no causal language model"):
+    with pytest.raises(ValueError, match="AutoModelForCausalLM"):
         estimate_memory(
             tf.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2), fs.Run(**SMALL)
         )
-    with pytest.raises(TypeError, match="config must be"):
-        estimate_memory({"hidden_size": 3}, fs.Run(**SMALL))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -380,19 +371,17 @@ def test_a_model_that_cannot_be_followed_is_refused() -> None:
         ({"micro_batch_size": True}, "micro_batch_size"),
         ({"seq_length": 1.5}, "seq_length"),
         ({"gpu": "v100"}, "gpu must be one of gb200, gb300, b200"),
-        ({"dp_replicate": 3}, "dp_replicate x cp must divide num_gpus"),
+        ({"dp_replicate": 3}, "dp_replicate x cp x ep_size must divide num_gpus"),
         ({"loss_impl": "fused"}, "loss_impl must be one of 'chunked', 'logits'"),
         ({"optimizer": "lion"}, "optimizer must be one of 'adamw'"),
         ({"grad_sync": "never"}, "grad_sync must be one of"),
         ({"sac_ratio": 7}, r"ratio must be in \[0, 1\], got 7"),
         ({"sac_placement": "odd"}, "placement must be one of"),
-        ({"sac_blocks": [4]}, r"sac_blocks must lie in \[0, 4\)"),
         ({"master_dtype": torch.int8}, "master_dtype must be one of"),
-        ({"trainable": "no_such_name"}, "matches no parameter"),
         ({"lora_rank": 4, "lora_targets": ["no_such_layer"]}, "names no linear layer"),
         ({"cp": 0}, "cp must be an integer of at least 1"),
-        ({"num_gpus": 6, "cp": 4}, r"dp_replicate x cp must divide num_gpus, got 1 x 4 of 6"),
-        ({"num_gpus": 4, "dp_replicate": 2, "cp": 4}, "dp_replicate x cp must divide"),
+        ({"num_gpus": 6, "cp": 4}, r"dp_replicate x cp x ep_size must divide num_gpus, got 1 x 4 x 1 of 6"),
+        ({"num_gpus": 4, "dp_replicate": 2, "cp": 4}, "dp_replicate x cp x ep_size must divide"),
         (
             {"num_gpus": 3, "cp": 3},
             r"Qwen2ForCausalLM has 4 query heads, which cp=3 does not divide.*\[2, 4\]",
@@ -437,36 +426,10 @@ def test_more_gpus_never_need_more(seed: int) -> None:
         "reshard_after_forward": draw.random() < 0.5,
         "gpu": draw.choice(("a100", "h100", "cpu")),
     }
-    # Up to where a rank's shard of the hidden size is whole rows: beyond that FSDP2 pads, and a note says so.
+    # Up to where a rank's shard of the hidden size is whole rows: beyond that FSDP2 pads.
     counts = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if config.hidden_size % n == 0]
     peaks = [estimate_memory(config, fs.Run(num_gpus=n, **options)).peak_bytes for n in counts]
     assert peaks == sorted(peaks, reverse=True)
-
-
-def test_padding_of_shards_is_counted_and_noted() -> None:
-    options = {"micro_batch_size": 1, "seq_length": 512}
-    even, padded = (estimate_memory(qwen(*SHAPES[0]), fs.Run(num_gpus=n, **options)) for n in (128, 512))
-    assert not even.notes
-    (note,) = padded.notes
-    assert "has 1.076" in note
-    assert "fewer shards (dp_replicate) can need less" in note
-    assert padded.breakdown["gathered parameters"] > even.breakdown["gathered parameters"]
-
-
-def test_what_waits_on_the_host_is_not_on_the_device() -> None:
-    options = {"num_gpus": 8, "micro_batch_size": 1, "seq_length": 16384, "attention_mask": False}
-    for ratio, placement in (("1/4", "even"), ("1/2", "prefix"), (1, "even")):
-        chosen = {**options, "sac_ratio": ratio, "sac_placement": placement}
-        here = fs.estimate_memory(LLAMA_8B, fs.Run(**chosen))
-        away = fs.estimate_memory(LLAMA_8B, fs.Run(**chosen, sac_offload=True))
-        blocks = 32 * Fraction(ratio)
-        block = 2 * 16384 * 4096
-        assert (here.host_bytes, away.host_bytes) == (0, blocks * block), "a whole number of chunks each"
-        assert here.activation_bytes - away.activation_bytes == (blocks - 1) * block
-        assert away.peak_bytes < here.peak_bytes
-        assert away.breakdown["activations of checkpointed blocks"] >= 0
-    on_cpu = fs.estimate_memory(LLAMA_8B, fs.Run(**options, sac_ratio=1, gpu="cpu", sac_offload=True))
-    assert on_cpu == fs.estimate_memory(LLAMA_8B, fs.Run(**options, sac_ratio=1, gpu="cpu"))
 
 
 def test_gradients_reduced_in_the_last_micro_batch_have_shards() -> None:
@@ -494,18 +457,18 @@ def test_checkpointed_blocks_keep_the_masks_that_they_get() -> None:
         hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, vocab_size=128,
     )  # fmt: skip
-    setup = fs.Run(num_gpus=2, micro_batch_size=1, seq_length=256, sac_blocks=[0])
+    setup = fs.Run(num_gpus=2, micro_batch_size=1, seq_length=256, sac_ratio="1/4", sac_placement="prefix")
     skeleton = build_skeleton(config, setup)
     seen = trace(skeleton, setup)
     (first,), (second,) = (
         {number for number, size in seen.arguments[kind] if size >= 256**2} for kind in (0, 1)
     )
     assert first != second
-    alone, alike, both = (
-        replay(skeleton, seen, dataclasses.replace(setup, sac_blocks=blocks))
-        for blocks in ((0,), (0, 2), (0, 1))
+    (phase, alone), (alike_phase, alike), (both_phase, both) = (
+        replay(skeleton, seen, dataclasses.replace(setup, sac_ratio=ratio, sac_placement=placement))
+        for ratio, placement in (("1/4", "prefix"), ("1/2", "even"), ("1/2", "prefix"))  # 0; 0, 2; 0, 1
     )
-    assert alone.phase == both.phase
-    assert alone.parts[INPUTS] <= both.parts[INPUTS] - 256**2
-    if alike.phase == alone.phase:  # what is held of the masks differs between phases
-        assert alike.parts[INPUTS] == alone.parts[INPUTS]
+    assert phase == both_phase
+    assert alone[INPUTS] <= both[INPUTS] - 256**2
+    if alike_phase == phase:  # what is held of the masks differs between phases
+        assert alike[INPUTS] == alone[INPUTS]

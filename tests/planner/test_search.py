@@ -1,7 +1,7 @@
 """Plans that are searched: they fit, the fastest first; and the command line that prints them."""
 
-import math
 import random
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from transformers import MixtralConfig
 
 import fsdp_sft as fs
-from fsdp_sft import NoPlanError, estimate_memory, plan_run, smallest_num_gpus
+from fsdp_sft import NoPlanError, estimate_memory, plan_run
 from fsdp_sft.commands import main as command
 from fsdp_sft.planner import search
 from fsdp_sft.planner.command import plan_table
@@ -73,7 +73,6 @@ def test_plans_fit_and_are_sorted_by_speed() -> None:
                 grad_accum_steps=plan.run.grad_accum_steps,
                 sac_ratio=plan.run.sac_ratio,
                 sac_placement=plan.run.sac_placement,
-                sac_offload=plan.run.sac_offload,
                 reshard_after_forward=plan.run.reshard_after_forward,
                 dp_replicate=plan.run.dp_replicate,
                 cp=plan.run.cp,
@@ -137,10 +136,9 @@ def test_the_first_plan_leaves_a_margin_and_others_are_called_tight() -> None:
 def test_where_nothing_fits_the_error_says_what_would() -> None:
     with pytest.raises(NoPlanError, match=r"nothing fits on 8 x 74\.5 GiB") as caught:
         plan_run(QWEN_72B, num_gpus=8, gpu_memory_bytes=80 * 10**9, seq_length=4096, global_batch_size=8)
-    text = str(caught.value)
-    fewest = smallest_num_gpus(QWEN_72B, gpu_memory_bytes=80 * 10**9, seq_length=4096)
-    assert f"; {fewest} such GPUs (--gpus {fewest}); " in text
-    assert fewest is not None
+    found = re.search(r"; (\d+) such GPUs \(--gpus \1\); ", str(caught.value))
+    assert found is not None
+    fewest = int(found[1])
     plans = plan_run(
         QWEN_72B, num_gpus=fewest, gpu_memory_bytes=80 * 10**9, seq_length=4096, global_batch_size=fewest
     )
@@ -149,7 +147,8 @@ def test_where_nothing_fits_the_error_says_what_would() -> None:
         plan_run(
             QWEN_72B, num_gpus=fewest // 2, gpu_memory_bytes=80 * 10**9, seq_length=4096, global_batch_size=64
         )
-    assert smallest_num_gpus(QWEN_72B, gpu_memory_bytes=1 << 28, seq_length=4096) is None
+    with pytest.raises(NoPlanError, match="What would fit: GPUs with "):
+        plan_run(QWEN_72B, num_gpus=8, gpu_memory_bytes=1 << 28, seq_length=4096, global_batch_size=8)
 
 
 def test_what_is_given_is_not_searched() -> None:
@@ -183,11 +182,6 @@ def test_plans_refuse_what_cannot_be() -> None:
         plan_run(TINY, num_gpus=1, global_batch_size=4, no_such_option=3, **options)
     with pytest.raises(TypeError, match="grad_accum_steps"):
         plan_run(TINY, num_gpus=1, global_batch_size=4, grad_accum_steps=2, **options)
-    for nothing in (0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="positive and finite"):
-            plan_run(TINY, num_gpus=1, global_batch_size=4, seq_length=512, gpu_memory_bytes=nothing)
-        with pytest.raises(ValueError, match="positive and finite"):
-            smallest_num_gpus(TINY, seq_length=512, gpu_memory_bytes=nothing)
 
 
 # --- the command line -------------------------------------------------------------------------------------
@@ -221,18 +215,9 @@ def test_the_command_line_prints_plans_and_bars(folder: Path, capsys: pytest.Cap
     assert "8 x h100-80gb (79.6 GiB each)" in text
     assert "micro batch" in text
     assert "█" in text
-    assert "Fewest such GPUs" in text
+    assert "GPU-hours" in text
     assert text.count("\n1.") == 1
     assert "\n4." not in text
-
-
-def test_the_command_line_draws(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    image = pytest.importorskip("matplotlib.image")
-    target = tmp_path / "plans.png"
-    assert main(_arguments(folder, "--png", str(target))) == 0
-    pixels = image.imread(target)
-    assert pixels.shape[1] > 1000
-    assert pixels[..., :3].min() < 0.2 < 0.9 < pixels[..., :3].max()
 
 
 def test_the_command_line_says_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,11 +233,12 @@ def test_plans_in_which_ranks_share_out_experts(tmp_path: Path, capsys: pytest.C
     job = {"gpu": "4090", "ep_size": 2, "attention_mask": False}
     with pytest.raises(ValueError, match="no multiple of 2 GPUs"):
         plan_run(MIXTURE, num_gpus=2, seq_length=128, global_batch_size=1, **job)
-    assert smallest_num_gpus(MIXTURE, seq_length=128, **job) == 2
+    with pytest.raises(NoPlanError, match="nothing fits on 2"):
+        plan_run(MIXTURE, num_gpus=2, seq_length=128, global_batch_size=2, **{**job, "gpu": "4090-0.6gib"})
     MIXTURE.save_pretrained(tmp_path)
     options = ["--model", str(tmp_path), "--gpus", "2", "--gpu", "4090", "--seq", "128"]
     assert main([*options, "--global-batch", "4", "--ep", "2"]) == 0
-    assert "that hold this training at all: 2" in capsys.readouterr().out
+    assert "ep_size=2" in capsys.readouterr().out
 
 
 def test_the_code_of_a_plan_has_all_that_its_estimate_rests_on() -> None:
@@ -268,18 +254,11 @@ def test_the_code_of_a_plan_has_all_that_its_estimate_rests_on() -> None:
         param_dtype=torch.float16
     )
     assert "frozen_dtype=torch.float32" in code(lora_rank=4, frozen_dtype=torch.float32)
-    assert "fs.apply_sac(model, blocks=[0, 1])" in code(sac_blocks=[1, 0])
     assert "fs.StochasticAdamW" in code(optimizer="adamw_stochastic", master_dtype=torch.bfloat16)
-    assert "those that match ['mlp']" in code(trainable="mlp")
-    on_the_host = code(cpu_offload=True, sac_ratio="1/2", compile=True, param_dtype=torch.float16)
-    assert on_the_host.splitlines()[2:7] == [
-        "model = fs.build_meta_model('MODEL')",
-        "fs.apply_sac(model, '1/2')",
-        "fs.compile_blocks(model)",
-        "fs.shard_model(model, mesh=mesh, mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy("
-        "param_dtype=torch.float16, reduce_dtype=torch.float32), "
-        "offload_policy=torch.distributed.fsdp.CPUOffloadPolicy())",
-        "fs.load_weights(model, 'MODEL')",
+    placed = code(sac_placement="prefix", sac_ratio="1/2", compile=False).splitlines()
+    assert placed[2:4] == [
+        "model = fs.load_pretrained('MODEL', mesh=mesh)",
+        "fs.apply_sac(model, '1/2', placement='prefix')",
     ]
 
 
@@ -289,8 +268,6 @@ def test_the_code_of_a_plan_has_all_that_its_estimate_rests_on() -> None:
         ({"lora_targets": ["q_proj"]}, "give lora_rank too"),
         ({"frozen_dtype": torch.int8}, "frozen_dtype must be one of"),
         ({"logits_dtype": torch.int64}, "logits_dtype must be one of"),
-        ({"sac_blocks": ["a"]}, "each of sac_blocks must be an integer"),
-        ({"sac_blocks": [0], "sac_ratio": "1/2"}, "give sac_ratio or sac_blocks"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:

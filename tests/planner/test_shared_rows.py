@@ -95,7 +95,7 @@ def test_a_row_that_does_not_fit_alone_is_shared() -> None:
     assert {plan.run.cp for plan in plans} == {4}
     assert all(plan.run.micro_batch_size * plan.run.grad_accum_steps == 4 for plan in plans)
     assert plans[0].time.exchange > 0
-    assert any("4 GPUs share each row: exchanges take" in text for text in plans[0].reasons)
+    assert any("exchanges of 4 GPUs take" in text for text in plans[0].reasons)
     assert {plan.run.cp for plan in plan_run(QWEN_14B, **options, global_batch_size=1, cp=8)} == {8}
     with pytest.raises(ValueError, match=r"no multiple of 2 groups of 4 GPUs.*4 would be"):
         plan_run(QWEN_14B, **options, global_batch_size=3, cp=4)

@@ -9,11 +9,9 @@ import transformers as tf
 from torch.utils.flop_counter import FlopCounterMode
 
 import fsdp_sft as fs
-from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft.planner.model import build_skeleton
 from fsdp_sft.planner.speed import StepTime, step_time
 from fsdp_sft.planner.trace import trace
-from tests.harness.native import needs_native_sharding
 from tests.planner.families import LLAMA_8B, QWEN_14B
 
 JOB: dict[str, Any] = {"num_gpus": 8, "micro_batch_size": 2, "seq_length": 4096, "attention_mask": False}
@@ -28,7 +26,6 @@ def test_identical_programs_take_identical_times() -> None:
     assert seconds(grad_sync="each") == seconds(grad_sync="last")
     assert seconds(dp_replicate=1) == seconds()
     assert seconds(sac_ratio=1, sac_placement="even") == seconds(sac_ratio=1, sac_placement="prefix")
-    assert seconds(sac_ratio=0, sac_offload=True) == seconds()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -71,7 +68,6 @@ def test_what_asks_for_less_takes_less() -> None:
     )
     assert seconds(gpu="a100").total > 1.5 * plain.total
     assert seconds(optimizer="adamw_fused").optimizer < plain.optimizer
-    assert seconds(cpu_offload=True).optimizer > 3 * plain.optimizer
 
 
 def test_frozen_weights_have_no_gradients() -> None:
@@ -79,8 +75,6 @@ def test_frozen_weights_have_no_gradients() -> None:
     assert adapters.compute < 0.85 * seconds(compile=True).compute
     assert adapters.communication < 0.7 * seconds().communication
     assert adapters.optimizer < 0.05 * seconds().optimizer
-    last = seconds(trainable=r"layers\.31\.|lm_head|model\.norm")
-    assert last.compute < 0.5 * seconds().compute
 
 
 def test_a_slow_network_asks_for_other_layouts() -> None:
@@ -128,29 +122,3 @@ def test_a_plan_says_what_binds_it_and_how_to_run_it() -> None:
     found = plan.to_dict()
     assert found["peak_bytes"] == plan.peak_bytes == sum(found["breakdown_bytes"].values())
     assert found["tokens_per_second_per_gpu"] == pytest.approx(64 * 4096 / plan.time.total / 16)
-
-
-def test_shards_on_the_host_travel_with_every_gather() -> None:
-    config = tf.LlamaConfig(num_hidden_layers=4, hidden_size=512, intermediate_size=1024)
-    run: dict[str, Any] = {"num_gpus": 1, "seq_length": 64, "global_batch_size": 1, "gpu": "h100"}
-    plans = [
-        fs.plan_run(config, **run, cpu_offload=flag, sac_ratio=0, compile=False) for flag in (False, True)
-    ]
-    device, host = (min(found, key=lambda plan: plan.time.total) for found in plans)
-    parameters = sum(p.numel() for p in tf.AutoModelForCausalLM.from_config(config).parameters())
-    # At least one gather of float32 shards and one reduction of float32 gradients.
-    least = 2 * 4 * parameters / gpu_named("h100").host_bytes_per_second
-    assert device.time.offload == 0
-    assert host.time.offload >= least
-    assert host.time.total >= device.time.total + least / 2
-    assert any("GiB of host memory per GPU, whose copies" in reason for reason in host.reasons)
-
-
-def test_ranks_that_share_out_experts_are_the_fewest() -> None:
-    needs_native_sharding()
-    config = tf.Qwen3MoeConfig(
-        num_hidden_layers=2, hidden_size=128, moe_intermediate_size=64, num_experts=8, head_dim=64
-    )
-    options: dict[str, Any] = {"seq_length": 64, "gpu": "h100"}
-    assert fs.smallest_num_gpus(config, **options, ep_size=4) == 4
-    assert fs.smallest_num_gpus(config, **options) == 1

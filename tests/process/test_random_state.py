@@ -171,7 +171,6 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "peak_flops_per_second": lambda: fs.peak_flops_per_second("cpu"),
         "estimate_memory": lambda: fs.estimate_memory(config, fs.Run(**sizes)),
         "plan_run": lambda: fs.plan_run(config, num_gpus=2, global_batch_size=4, **memory),
-        "smallest_num_gpus": lambda: fs.smallest_num_gpus(config, **memory),
         "watch_experts": lambda: fs.watch_experts(mixture),
         "update_router_bias": lambda: (
             fs.shard_model(mixture, mesh=kept["mesh"]),

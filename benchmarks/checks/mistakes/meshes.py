@@ -136,7 +136,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "copies of parameters cut elsewhere left out of the plan",
         "planner/parameters.py",
-        "moved=sum(group.moved(shards)) * compute,",
+        "moved=sum(p.elements for p in moved) * compute,",
         "moved=0,",
         ("tests/planner/test_tracker.py",),
     ),

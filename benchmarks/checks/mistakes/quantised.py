@@ -76,14 +76,14 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the planner frees packed bytes once their values are computed",
         "planner/parameters.py",
-        "gathered=(dense + packed) * shards + group.packed_elements() * compute,",
-        "gathered=dense * shards + group.packed_elements() * compute,",
+        "gathered=sum(n * size for _, n, size in sent)",
+        "gathered=sum(n * size for p, n, size in sent if p.layout is None)",
         ("tests/planner/test_packed_on_a_device.py",),
     ),
     Mistake(
         "the planner computes packed values without memory in between",
         "planner/parameters.py",
-        "decoding=decoding_peak(group.packed, run.param_dtype),",
+        "decoding=max(decoding_peak(layouts[flag], run.param_dtype) for flag in ranks),",
         "decoding=0,",
         ("tests/planner/test_packed_on_a_device.py",),
     ),

@@ -5,7 +5,6 @@ name, which checks them.
 """
 
 import argparse
-import re
 
 from fsdp_sft._process.gpus import GPUS
 
@@ -15,7 +14,6 @@ _DESCRIPTION = (
 _EXAMPLES = """examples:
   %(prog)s --model Qwen/Qwen2.5-14B --gpus 8 --gpu h100 --seq 4096 --global-batch 64
   %(prog)s --model ./my-model --gpus 2 --gpu 4090 --seq 2048 --global-batch 16 --lora 16 --json
-  %(prog)s --model Qwen/Qwen2.5-14B --gpus 8 --gpu h200 --seq 4096 --global-batch 64 --tokens 300M
   %(prog)s --model ./my-model --gpus 4 --gpu mine=48,362,864,per_node=4 --seq 4096 --global-batch 32"""
 
 
@@ -25,47 +23,43 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(run="planner.command:run")
     add, either = parser.add_argument, argparse.BooleanOptionalAction
-    add("--model", help="folder with a config.json, or a Hub id; no weights are read")
-    add("--gpus", dest="num_gpus", type=int, metavar="N", help="number of GPUs")
+    add("--model", required=True, help="folder with a config.json, or a Hub id; no weights are read")
+    add("--gpus", dest="num_gpus", required=True, type=int, metavar="N", help="number of GPUs")
     add(
         "--gpu",
+        required=True,
         help=f"{', '.join(GPUS)}, "
         "with a size if unusual (a100-40gb, h100-79.1gib), or NAME=GiB,TFLOPs,GB/s "
         "of its memory, after which link=GB/s, network=GB/s, per_node=N may follow; cpu is for memory only",
     )
-    add("--seq", dest="seq_length", type=_length, metavar="N", help="tokens per sequence; 8k is 8192")
+    add(
+        "--seq",
+        dest="seq_length",
+        required=True,
+        type=_length,
+        metavar="N",
+        help="tokens per sequence; 8k is 8192",
+    )
     add(
         "--global-batch",
         dest="global_batch_size",
+        required=True,
         type=int,
         metavar="N",
         help="sequences of a step, over all GPUs",
     )
-    add(
-        "--tokens",
-        type=_tokens,
-        metavar="N",
-        help="of the whole training, as 300M: says its hours and GPU-hours",
-    )
-    add("--list-gpus", action="store_true", help="print the known GPUs with memory, rates and links")
     add = parser.add_argument_group("searched if not given").add_argument
     add("--micro-batch", dest="micro_batch_size", type=int, metavar="N", help="sequences per GPU and forward")
-    add("--grad-sync", metavar="each|last", help="reduce gradients after each micro-batch, or the last")
     add("--sac", dest="sac_ratio", metavar="RATIO", help="checkpointed share of the blocks, such as 1/3")
-    add("--sac-placement", metavar="even|prefix", help="which blocks those are")
     add("--reshard", dest="reshard_after_forward", action=either, help="blocks are freed after their forward")
     add("--optimizer", metavar="NAME", help="as fs.Run has them: adamw, adamw_fused, adamw8bit, sgd, ...")
-    add("--compile", action=either, help="the blocks are compiled")
     add = parser.add_argument_group("not searched").add_argument
+    add("--compile", action=either, help="the blocks are compiled; default: yes")
+    add("--sac-placement", metavar="even|prefix", help="which blocks are checkpointed; default: even")
+    add("--grad-sync", metavar="each|last", help="reduce gradients after each micro-batch, or the last")
     add("--cp", type=int, help="GPUs that share each row")
     add("--ep", dest="ep_size", type=int, metavar="N", help="ranks that share out the experts of each layer")
     add("--replicas", dest="dp_replicate", type=int, metavar="N", help="replicas of the sharded model (HSDP)")
-    add(
-        "--offload",
-        dest="sac_offload",
-        action="store_true",
-        help="what checkpointed blocks keep waits on the host",
-    )
     add(
         "--no-padding",
         dest="attention_mask",
@@ -73,9 +67,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         help="batches have no attention mask (packed sequences)",
     )
     add("--loss", dest="loss_impl", metavar="chunked|logits", help="default: chunked")
-    add("--experts", dest="experts_impl", metavar="grouped_mm|eager", help="default: grouped_mm")
     add("--masters", dest="master_dtype", metavar="float32|bfloat16", help="dtype of the stored parameters")
-    add("--cpu-offload", action="store_true", help="shards and optimizer live on the host")
     add("--lora", dest="lora_rank", type=int, metavar="RANK", help="train adapters of that rank only")
     add(
         "--frozen-dtype",
@@ -85,8 +77,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--plans", type=int, default=8, help="how many plans to print")
     add("--json", action="store_true", help="print plans as JSON, and nothing else")
-    add("--png", metavar="FILE", help="draw the plans' memory")
     add("--write", metavar="FILE", help="write plan 1 as a program for chats, to run as it is")
+    flags = {action.dest: action.option_strings[0] for action in parser._actions}
+    parser.set_defaults(flags={name: flag for name, flag in flags.items() if flag != f"--{name}"})
 
 
 def _length(text: str) -> int:
@@ -95,11 +88,3 @@ def _length(text: str) -> int:
     if not number.isdecimal():
         raise argparse.ArgumentTypeError(f"takes a number of tokens such as 8192 or 8k, got {text!r}")
     return int(number) * thousands
-
-
-def _tokens(text: str) -> int:
-    """A number of tokens, such as 300M or 1.5B."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text, re.IGNORECASE)
-    if found is None or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"takes a number such as 300M or 1.5B, got {text!r}")
-    return int(float(found[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()])

@@ -11,7 +11,7 @@ into seconds. search.py makes many estimates, plan.py writes a plan as code, com
 from fsdp_sft.errors import NoPlanError
 from fsdp_sft.planner.estimate import MemoryEstimate, estimate_memory
 from fsdp_sft.planner.run import Run
-from fsdp_sft.planner.search import RunPlan, plan_run, smallest_num_gpus
+from fsdp_sft.planner.search import RunPlan, plan_run
 
 __all__ = [
     "MemoryEstimate",
@@ -20,5 +20,4 @@ __all__ = [
     "RunPlan",
     "estimate_memory",
     "plan_run",
-    "smallest_num_gpus",
 ]

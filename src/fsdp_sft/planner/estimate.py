@@ -1,10 +1,9 @@
 """Memory that a training step needs on each GPU, from the config alone, and what a device has for it."""
 
 import functools
-import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_sft._process.gpus import GIB, MIB, Gpu
@@ -12,17 +11,12 @@ from fsdp_sft._process.words import answered
 from fsdp_sft.attention.context_parallel import check_shareable
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.model import CHECKED_FAMILIES, Skeleton, as_config, build_skeleton
-from fsdp_sft.planner.replay import GRADIENTS, MASTERS, OPTIMIZER, replay
+from fsdp_sft.planner.replay import replay
 from fsdp_sft.planner.run import Run
 from fsdp_sft.planner.trace import trace
-from fsdp_sft.sac import host_bytes_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-_NOTABLE_PADDING = 0.05
-_BAR, _EIGHTHS = 40, " ▏▎▍▌▋▊▉"  # width of the longest bar
-_SMALLEST_SHARE = 0.005  # of the peak; smaller parts are summed up as one
 
 
 @dataclass(frozen=True)
@@ -39,8 +33,6 @@ class MemoryEstimate:
         active_parameters: Number of parameters that one token passes through; fewer than ``parameters`` for a
             mixture of experts.
         activation_bytes: Bytes that the forward of all blocks leaves on the device for the backward.
-        host_bytes: Host memory per GPU: pinned, in which activations wait (``sac_offload``), or that of
-            shards, gradients and optimizer states (``cpu_offload``).
         notes: Caveats, such as a family that was never compared with a measurement.
     """
 
@@ -50,22 +42,16 @@ class MemoryEstimate:
     parameters: int
     active_parameters: int
     activation_bytes: int
-    host_bytes: int = 0
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """The breakdown as bars, the largest part first, and the sum."""
-        least = _SMALLEST_SHARE * self.peak_bytes
-        shown = {name: size for name, size in self.breakdown.items() if size >= least}
-        shown = dict(sorted(shown.items(), key=lambda part: -part[1]))
-        rest = self.peak_bytes - sum(shown.values())
-        most, width = max(shown.values()), max(map(len, shown))
-        shown |= {"the rest": rest} if rest else {}
-        lines = []
-        for name, size in shown.items():
-            eighths = round(size / most * _BAR * 8)
-            bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
-            lines.append(f"{name:<{width}}  {size / GIB:7.2f} GiB  {bar}".rstrip())
+        parts = sorted(self.breakdown.items(), key=lambda part: -part[1])
+        width = max(map(len, self.breakdown))
+        lines = [
+            f"{name:<{width}}  {size / GIB:7.2f} GiB  {'█' * round(size / parts[0][1] * 40)}".rstrip()
+            for name, size in parts
+        ]
         return "\n".join([*lines, f"{'in all':<{width}}  {self.peak_bytes / GIB:7.2f} GiB"])
 
 
@@ -119,62 +105,47 @@ def estimate(skeleton: Skeleton, run: Run) -> MemoryEstimate:
         check_shareable(skeleton.model, run.cp)
     if run.ep_size > 1 and not skeleton.experts:
         raise UnsupportedModelError(
-            f"transformers has no plan by which ranks share out experts of {skeleton.family!r}: plan it with "
-            "ep_size=1"
+            "transformers has no plan by which ranks share out experts of "
+            f"{skeleton.model.config.model_type!r}: plan it with ep_size=1"
         )
     if uneven := [number for number in skeleton.experts if number % run.ep_size]:
         raise ValueError(f"ep_size={run.ep_size} does not divide the {uneven[0]} experts of a layer")
     seen = trace(skeleton, run)
-    peak = replay(skeleton, seen, run)
+    if run.cp > 1 and not all(block.exchanged for block in seen.blocks.values()):
+        raise UnsupportedModelError(
+            f"a block of {skeleton.model.config.model_type} runs no attention of transformers' attention "
+            "interface: what positions it mixes, ranks that share rows could not. Plan it with cp=1"
+        )
+    phase, breakdown = replay(skeleton, seen, run)
     checkpointed = run.checkpointed(len(skeleton.blocks))
     activations = sum(
         seen.blocks[kind].left(index in checkpointed)
         for index, kind in enumerate(skeleton.kinds)
         if index >= skeleton.first_backward
     )
-    leaving = sorted(checkpointed) if run.activations_leave else []
-    left = [seen.blocks[skeleton.kinds[index]].output for index in leaving]
-    # The input of the last checkpointed block stays on the device: the backward begins with that block.
-    activations -= sum(left[:-1])
-    host_bytes = sum(map(host_bytes_for, left))
-    if run.cpu_offload:
-        on_device = estimate(skeleton, replace(run, cpu_offload=False, sac_offload=False)).breakdown
-        host_bytes += sum(on_device.get(part, 0) for part in (MASTERS, OPTIMIZER, GRADIENTS))
     return MemoryEstimate(
-        peak_bytes=peak.total,
-        peak_phase=peak.phase,
-        breakdown=peak.parts,
+        peak_bytes=sum(breakdown.values()),
+        peak_phase=phase,
+        breakdown=breakdown,
         parameters=skeleton.parameters,
         active_parameters=skeleton.active_parameters,
         activation_bytes=activations,
-        host_bytes=host_bytes,
         notes=tuple(_notes(skeleton, run)),
     )
 
 
 def _notes(skeleton: Skeleton, run: Run) -> Iterator[str]:
     """Caveats of the estimate."""
-    parts = skeleton.parts(run)
+    config = skeleton.model.config
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(positions, int) and positions < run.seq_length:
+        yield f"the config gives the model {positions} positions"
     if skeleton.published:
         yield skeleton.published
-    if run.packed is not None:
-        values = sum(n * part.packed_elements() / over for part, over, n in parts)
-        taken = sum(n * part.packed_bytes(over) for part, over, n in parts)
-        packed = sum(n * group.packed_elements() for group, n in skeleton.distinct_groups)
+    if config.model_type not in CHECKED_FAMILIES:
         yield (
-            f"{packed / 1e9:.3g}B of {skeleton.parameters / 1e9:.3g}B parameters are frozen and kept packed "
-            f"({run.packed}): {taken * 8 / values:.2f} bits each, with scales and what fills shards up"
-        )
-    if skeleton.family not in CHECKED_FAMILIES:
-        yield (
-            f"model type {skeleton.family} was followed like any other but never compared with a measurement"
-        )
-    padded = sum(n * part.fullest(over) for part, over, n in parts)
-    even = sum(n * part.elements() / over for part, over, n in parts)
-    if padded > (1 + _NOTABLE_PADDING) * even:
-        yield (
-            f"the fullest of {run.num_shards} ranks has {padded / even:.3f} times the mean of the parameters "
-            "(describe_sharding says of which); fewer shards (dp_replicate) can need less"
+            f"model type {config.model_type} was followed like any other but never compared with a "
+            "measurement"
         )
     if not run.device.checked and run.device.name != "cpu":
         yield f"what attention keeps on {run.device.name} was never compared with a measurement there"
@@ -182,14 +153,7 @@ def _notes(skeleton: Skeleton, run: Run) -> Iterator[str]:
 
 # --- what a device has for tensors ------------------------------------------------------------------------
 
-# torch sees less than nvidia-smi reports as the total, by 350 MiB (RTX 4090) to 900 MiB (A100 80 GB).
-_DRIVER = 256 * MIB
-_DRIVER_SHARE = 0.005
-_CONTEXT = 512 * MIB  # kernels and stacks of one process; less with CUDA_MODULE_LOADING=LAZY, torch's default
-_NCCL_NODE = 512 * MIB  # buffers of the channels to a node's other GPUs, outside of torch's allocator
-_NCCL_NODES = 1024 * MIB
 _FRAGMENTS = 0.02  # share of the memory that the allocator has reserved and cannot use
-_OTHERS = 0.1  # share of a host's memory that is left to other processes
 
 
 @dataclass(frozen=True)
@@ -209,18 +173,9 @@ class Budget:
         """Bytes left for tensors: an estimate's peak is compared with this."""
         return max(0, self.memory_bytes - sum(size for _, size in self.taken))
 
-    def needed_for(self, peak_bytes: int) -> int:
-        """Memory in bytes of the smallest device on which such a peak fits."""
-        fixed = sum(size for name, size in self.taken if name in _FIXED)
-        shares = sum(size for name, size in self.taken if name not in _FIXED) / self.memory_bytes
-        return math.ceil((peak_bytes + fixed) / (1 - shares))
-
     def __str__(self) -> str:
         taken = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.taken)
         return f"{self.usable_bytes / GIB:.1f} of {self.memory_bytes / GIB:.1f} GiB usable ({taken})"
-
-
-_FIXED = ("CUDA context", "NCCL")  # the same on every device; the rest grows with the device's memory
 
 
 def budget_of(gpu: Gpu, num_gpus: int, memory_bytes: int | None = None) -> Budget:
@@ -231,18 +186,14 @@ def budget_of(gpu: Gpu, num_gpus: int, memory_bytes: int | None = None) -> Budge
         num_gpus: Number of ranks. NCCL's buffers come with more than one, and are larger where the ranks take
             more than one node.
         memory_bytes: Memory as ``nvidia-smi`` reports it; None takes that of the usual model.
-
-    Raises:
-        ValueError: If the memory is not positive, or infinite.
     """
-    if memory_bytes is not None and (isinstance(memory_bytes, bool) or not 0 < memory_bytes < math.inf):
-        raise ValueError(f"gpu_memory_bytes must be positive and finite, got {memory_bytes!r}")
-    memory = gpu.memory_bytes if memory_bytes is None else int(memory_bytes)
-    if gpu.name == "cpu":
-        return Budget(memory, (("other processes", int(memory * _OTHERS)),))
-    driver = int(min(_DRIVER, memory * _FRAGMENTS) + memory * _DRIVER_SHARE)
-    taken = [("driver", driver), ("CUDA context", _CONTEXT)]
-    if num_gpus > 1:
-        taken.append(("NCCL", _NCCL_NODE if num_gpus <= gpu.gpus_per_node else _NCCL_NODES))
-    taken.append(("fragments", int(memory * _FRAGMENTS)))
-    return Budget(memory, tuple(taken))
+    memory = gpu.memory_bytes if memory_bytes is None else memory_bytes
+    if gpu.name == "cpu":  # a tenth of a host's memory is left to others
+        return Budget(memory, (("other processes", memory // 10),))
+    # torch sees less than nvidia-smi reports as the total, by 350 MiB (RTX 4090) to 900 MiB (A100 80 GB).
+    driver = int(min(256 * MIB, memory * _FRAGMENTS) + memory * 0.005)
+    # Kernels and stacks of one process; less with CUDA_MODULE_LOADING=LAZY, torch's default.
+    taken = [("driver", driver), ("CUDA context", 512 * MIB)]
+    if num_gpus > 1:  # buffers of the channels to other GPUs, outside of torch's allocator
+        taken.append(("NCCL", (512 if num_gpus <= gpu.gpus_per_node else 1024) * MIB))
+    return Budget(memory, (*taken, ("fragments", int(memory * _FRAGMENTS))))

@@ -11,7 +11,7 @@ Source: Herrmann et al.'s min-cut as in torch's partitioner,
 https://dev-discuss.pytorch.org/t/min-cut-optimal-recomputation-i-e-activation-checkpointing-with-aotautograd/467.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -19,9 +19,10 @@ from torch import nn
 from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Event, Ledger, Workload, work_of
 from fsdp_sft.sac import decides
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "_scaled_mm")
 _NOT_FUSED = (
-    *_PRODUCTS,
+    "",  # the end of a storage
+    *(ATTENTION, EXCHANGE, LOSS),
+    *("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "_scaled_mm"),
     "topk",
     "sort",
     "argsort",
@@ -46,7 +47,6 @@ class Footprint:
         saved: Bytes that the block's backward needs besides its input.
         backward_peak: Most bytes that the backward adds while it runs, gradients of parameters included.
         output: Bytes of the output.
-        saves_input: Whether the backward itself, not only recomputation, reads the block's input.
         decisions: Bytes of a router's choices, which a checkpointed block keeps with its input.
         exchanged: Bytes that the forward sends to the ranks that share its rows or experts.
         forward: Work of the forward.
@@ -61,7 +61,6 @@ class Footprint:
     saved: int
     backward_peak: int
     output: int
-    saves_input: bool
     decisions: int = 0
     exchanged: int = 0
     forward: Workload = ()
@@ -73,48 +72,39 @@ class Footprint:
         return self.output + self.decisions if checkpointed else self.kept
 
 
+@dataclass(eq=False)
 class BlockRecord:
     """What was seen of one block.
 
     Attributes:
         block: The block.
         saved: Numbers of the storages that autograd saved in its forward.
-        live: Bytes alive at moments: before and after its forward, and where its backward begins.
-        peak: Most bytes alive in its forward (saving or not) and in its backward.
-        events: Lengths of the ledger's record at moments, which cut the block's operations out of it.
+        at: Moments of the ledger: a trial of its forward (``"unsaved"``), ``"before"`` and ``"after"`` its
+            forward, ``"again"`` (the last tensor that is saved, if any), ``"backward"`` and its ``"end"``.
         input: Number of its input's storage.
         output: Number of its output's storage.
         arguments: Numbers of the storages of its other arguments, such as mask and rotary tables.
     """
 
-    def __init__(self, block: nn.Module) -> None:
-        self.block = block
-        self.saved: set[int] = set()
-        self.live = {"before": 0, "after": 0, "backward": 0}
-        self.peak = {"forward": 0, "backward": 0, "again": 0}
-        self.events = {"unsaved": 0, "before": 0, "after": 0, "backward": 0, "end": 0}
-        self.input = self.output = -1
-        self.arguments: set[int] = set()
+    block: nn.Module
+    saved: set[int] = field(default_factory=set)
+    at: dict[str, int] = field(default_factory=dict)
+    input: int = -1
+    output: int = -1
+    arguments: set[int] = field(default_factory=set)
 
 
-def footprint(record: BlockRecord, ledger: Ledger, kept: int, *, exchanged: int, compiled: bool) -> Footprint:
+def footprint(record: BlockRecord, ledger: Ledger, kept: int, *, compiled: bool) -> Footprint:
     """The footprint of a block as it ran, or as it would run under ``torch.compile``."""
-    sizes = ledger.sizes
-    forward = ledger.events[record.events["before"] : record.events["after"]]
-    backward = ledger.events[record.events["backward"] : record.events["end"]]
+    sizes, at = ledger.sizes, record.at
+    forward = ledger.events[at["before"] : at["after"]]
+    backward = ledger.events[at["backward"] : at["end"]]
     output = sizes[record.output]
     decisions = sum(event.decided for event in forward) if decides(record.block) else 0
+    exchanged = sum(sizes[number] for event in forward if event.op == EXCHANGE for number in event.inputs)
     alike: dict[str, Any] = {"output": output, "decisions": decisions, "exchanged": exchanged}
     if compiled:
-        fused = _fused(
-            forward=forward,
-            backward=backward,
-            sizes=sizes,
-            saved=record.saved,
-            block_input=record.input,
-            block_output=record.output,
-        )
-        return Footprint(saves_input=True, **alike, **fused)
+        return Footprint(**alike, **_fused(record, forward, backward, sizes))
     # Recomputation stops at the last operation that makes a tensor for the backward.
     last = max((i for i, event in enumerate(forward) if record.saved & set(event.outputs)), default=-1)
     return Footprint(
@@ -122,58 +112,51 @@ def footprint(record: BlockRecord, ledger: Ledger, kept: int, *, exchanged: int,
         again=work_of(forward[: last + 1]),
         backward=work_of(backward),
         kept=kept,
-        forward_peak=record.peak["forward"] - record.live["before"],
-        unsaved_peak=record.peak["unsaved"],
-        again_peak=record.peak["again"] - record.live["before"],
-        saved=record.live["after"] - record.live["before"] - output,
-        backward_peak=record.peak["backward"] - record.live["backward"],
-        saves_input=record.input in record.saved,
+        forward_peak=ledger.added(at["before"], at["after"]),
+        unsaved_peak=ledger.added(at["unsaved"], at["before"]),
+        again_peak=ledger.added(at["before"], at.get("again", at["before"])),
+        saved=ledger.live_at(at["after"]) - ledger.live_at(at["before"]) - output,
+        backward_peak=ledger.added(at["backward"], at["end"]),
         **alike,
     )
 
 
 def _fused(
-    *,
-    forward: list[Event],
-    backward: list[Event],
-    sizes: list[int],
-    saved: set[int],
-    block_input: int,
-    block_output: int,
+    record: BlockRecord, forward: list[Event], backward: list[Event], sizes: list[int]
 ) -> dict[str, Any]:
     """The fields of a compiled block's ``Footprint`` that differ from those of an eager one.
 
     Args:
-        forward: Events of the block's eager forward.
-        backward: Events of its eager backward.
+        record: What was seen of the eager block.
+        forward: Events of its forward.
+        backward: Events of its backward.
         sizes: Bytes by storage number.
-        saved: Storages that the eager forward saves for the backward.
-        block_input: Number of the input's storage.
-        block_output: Number of the output's storage.
     """
+    saved, block_input, output = record.saved, record.input, sizes[record.output]
     in_memory = _materialised(forward)
-    inside = {number for event in forward for number in event.outputs}
-    own = {number for number in saved if number in inside}
+    own = {number for event in forward for number in event.outputs} & saved
     needed = own & in_memory
     cut = _cheapest_cut(forward, sizes, free=needed, wanted=own - needed, block_input=block_input)
     kept = needed | cut
-    bytes_kept = sum(sizes[number] for number in kept)
-    output = sizes[block_output]
     input_given_back = 0 if block_input in kept or block_input in saved & in_memory else sizes[block_input]
-    without_input = bytes_kept - (sizes[block_input] if block_input in kept else 0)
-    counted = in_memory | {block_output}
-    forward_peak = max(_peak(forward, sizes, counted, 0), without_input + output)
+    without_input = sum(sizes[number] for number in kept - {block_input})
+    counted = in_memory | {record.output}
+    forward_peak = max(_peak(forward, sizes, counted), without_input + output)
     passed = _work(forward, sizes, in_memory | kept | counted | {block_input})
+    left_over = {number for event in backward for number in event.outputs} - {
+        event.freed for event in backward
+    }
+    written = _materialised(backward) | left_over
     return {
         "kept": without_input + output - input_given_back,
         "forward_peak": forward_peak,
         "unsaved_peak": forward_peak,
         "again_peak": forward_peak,
         "saved": without_input,
-        "backward_peak": _peak(backward, sizes, _materialised(backward) | _left_over(backward), 0),
+        "backward_peak": _peak(backward, sizes, written),
         "forward": passed,
         "again": passed,  # a compiled block is one graph: recomputation runs all of it
-        "backward": _work(backward, sizes, kept | _materialised(backward) | _left_over(backward)),
+        "backward": _work(backward, sizes, kept | written),
     }
 
 
@@ -185,9 +168,7 @@ def _work(events: list[Event], sizes: list[int], in_memory: set[int]) -> Workloa
     alone: list[Event] = []
     read, written = set[int](), set[int]()
     for event in events:
-        if event.op is None:
-            continue
-        if not _is_fused(event.op):
+        if event.op in _NOT_FUSED:
             alone.append(event)
         elif event.moved:
             made = set(event.outputs) - set(event.inputs)
@@ -197,39 +178,24 @@ def _work(events: list[Event], sizes: list[int], in_memory: set[int]) -> Workloa
     return work_of(alone) + (((0.0, float(moved), False),) if moved else ())
 
 
-def _is_fused(op: Any) -> bool:
-    """Whether the compiler fuses an operation with its neighbours, and so can recompute it."""
-    if op in (ATTENTION, EXCHANGE, LOSS):
-        return False
-    return getattr(op, "overloadpacket", op).__name__ not in _NOT_FUSED
-
-
 def _materialised(events: list[Event]) -> set[int]:
     """Storages that are in memory, since an operation that is not fused reads or writes them."""
     return {
-        number
-        for event in events
-        if event.op is not None and not _is_fused(event.op)
-        for number in (*event.inputs, *event.outputs)
+        number for event in events if event.op in _NOT_FUSED for number in (*event.inputs, *event.outputs)
     }
 
 
-def _left_over(events: list[Event]) -> set[int]:
-    """Storages that these events make and do not free."""
-    made = {number for event in events for number in event.outputs}
-    return made - {event.freed for event in events if event.op is None}
-
-
-def _peak(events: list[Event], sizes: list[int], counted: set[int], live: int) -> int:
-    """Most bytes that the ``counted`` storages take at once during these events, on top of ``live``."""
-    peak, seen = live, set()
+def _peak(events: list[Event], sizes: list[int], counted: set[int]) -> int:
+    """Most bytes that the ``counted`` storages take at once during these events."""
+    peak = live = 0
+    seen = set[int]()
     for event in events:
         for number in event.outputs:
             if number in counted and number not in seen and number not in event.inputs:
                 seen.add(number)
                 live += sizes[number]
         peak = max(peak, live)
-        if event.op is None and (event.freed in seen):
+        if event.freed in seen:
             live -= sizes[event.freed]
     return peak
 
@@ -255,9 +221,7 @@ def _cheapest_cut(
     graph.add_edge((block_input, "in"), "source")
     produced = {block_input}
     for event in events:
-        if event.op is None:
-            continue
-        sources: list[Any] = [(number, "out") for number in event.inputs if _is_fused(event.op)]
+        sources: list[Any] = [(number, "out") for number in event.inputs if event.op not in _NOT_FUSED]
         for number in set(event.outputs) - set(event.inputs):
             produced.add(number)
             graph.add_edges_from(((number, "in"), source) for source in sources or ["source"])

@@ -21,10 +21,8 @@ from fsdp_sft._process.gpus import Gpu
 from fsdp_sft.attention.context_parallel import SequenceGroup, WholeRows, part_of_rows, share_attention
 from fsdp_sft.loss.linear import default_chunk_size
 from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Ledger
-from fsdp_sft.planner.run import ExpertsImpl, Run
+from fsdp_sft.planner.run import Run
 
-# Times that logits pass through memory: maximum, sum of exponentials, gradient and its cast.
-_LOGITS_TRIPS = 5
 # Bytes of the slices in which loss/products.py works: on a CPU, of each float32 slice; elsewhere, of the
 # slice of the weight's float32 gradient.
 _SLICE_BYTES_CPU = 8 << 20
@@ -61,21 +59,20 @@ class Kernels(TorchFunctionMode):
         value: torch.Tensor,
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
+        is_causal: bool = False,
         **options: Any,
-    ) -> torch.Tensor:
+    ) -> Any:
         """Fused attention instead of ``scaled_dot_product_attention``."""
         if dropout_p > 0 and self.gpu.name == "cpu":
             # torch's CPU kernel has no dropout; what it falls back to keeps the attention matrix.
-            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, **options
+            )
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             # torch turns a boolean mask into a bias of the query's dtype before it calls a kernel.
             bias = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
-        causal = bool(options.get("is_causal", False))
-        result: torch.Tensor = _FusedAttention.apply(
-            query, key, value, attn_mask, causal, self.gpu, self.ledger
-        )
-        return result
+        return _FusedAttention.apply(query, key, value, attn_mask, is_causal, self.gpu, self.ledger)
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -128,21 +125,11 @@ def _attention_output(query: torch.Tensor, width: int, gpu: Gpu, *, masked: bool
     )
 
 
-def chunked_loss(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    gpu: Gpu,
-    ledger: Ledger,
-) -> torch.Tensor:
-    """Stand-in for ``fsdp_sft.linear_cross_entropy_sum``: its buffers, with the lifetimes they have there."""
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    result: torch.Tensor = _ChunkedLoss.apply(rows, weight, bias, gpu, ledger)
-    return result
-
-
 class _ChunkedLoss(torch.autograd.Function):
-    """A loss whose gradients are computed in the forward, in a wide dtype, and cast in the backward."""
+    """Stand-in for ``fsdp_sft.linear_cross_entropy_sum``: its buffers, with the lifetimes they have there.
+
+    Gradients are computed in the forward, in a wide dtype, and cast in the backward.
+    """
 
     @staticmethod
     def forward(
@@ -169,7 +156,8 @@ class _ChunkedLoss(torch.autograd.Function):
         for _ in range(products):
             moved = float(hidden.nbytes + weight.nbytes) + 4 * logits
             ledger.note(LOSS, (hidden, weight), (), flops=2 * logits * hidden.shape[1], moved=moved)
-        ledger.note(LOSS, (hidden,), (), moved=_LOGITS_TRIPS * 4 * logits)
+        # The logits pass through memory five times: maximum, sum of exponentials, gradient and its cast.
+        ledger.note(LOSS, (hidden,), (), moved=5 * 4 * logits)
         return hidden.new_zeros((), dtype=wide)
 
     @staticmethod
@@ -181,6 +169,9 @@ class _ChunkedLoss(torch.autograd.Function):
             results.append(None if kept is None else torch.empty_like(kept, dtype=ctx.dtype))
             del kept
         return (*results, None, None)
+
+
+chunked_loss: Any = _ChunkedLoss.apply
 
 
 def _chunk_buffers(
@@ -237,18 +228,14 @@ class FakeGroup(SequenceGroup):
 
     ledger: Ledger
 
-    def exchange(self, rows: torch.Tensor) -> torch.Tensor:
+    def exchange(self, rows: torch.Tensor) -> Any:
         """Return a new tensor like ``rows``, in the forward and in the backward."""
-        return fake_all_to_all(rows, self.ledger)
-
-
-def fake_all_to_all(rows: torch.Tensor, ledger: Ledger) -> torch.Tensor:
-    """A new tensor like ``rows``; the forward and the backward each record an exchange."""
-    received: torch.Tensor = _Exchange.apply(rows, ledger)
-    return received
+        return _Exchange.apply(rows, self.ledger)
 
 
 class _Exchange(torch.autograd.Function):
+    """A new tensor like the given one; the forward and the backward each record an exchange."""
+
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, ledger: Ledger) -> torch.Tensor:
         ctx.ledger = ledger
@@ -261,38 +248,36 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.forward(ctx, grads[0].contiguous(), ctx.ledger), None
 
 
-def part_of_micro_batch(run: Run, ledger: Ledger) -> tuple[WholeRows, dict[str, torch.Tensor]]:
-    """The whole rows as a group knows them, and one rank's part of the batch, as ``loss/part.py`` cuts it."""
-    rows, each = run.micro_batch_size, -(-run.seq_length // run.cp)
-    length = each * run.cp
-    padding = torch.ones((rows, length), dtype=torch.bool, device="meta") if run.attention_mask else None
-    whole = WholeRows(
-        group=FakeGroup("fake", run.cp, 0, 0, ledger),
-        length=length,
-        position_ids=torch.zeros((rows, length), dtype=torch.int64, device="meta"),
-        rows=None,
-        padding=padding,
-        filler=length - run.seq_length,
-    )
-    return whole, {
-        "input_ids": torch.zeros((rows, each), dtype=torch.int64, device="meta"),
-        "position_ids": torch.zeros((rows, each), dtype=torch.int64, device="meta"),
-        "attention_mask": torch.ones_like(whole.position_ids if padding is None else padding),
-    }
-
-
 @contextmanager
-def forward_of_part(model: Any, whole: WholeRows) -> Iterator[None]:
-    """Context in which the model's forward is that of one rank's part of ``whole``.
+def micro_batch(model: Any, run: Run, ledger: Ledger) -> Iterator[dict[str, Any]]:
+    """Context in which the model's forward is that of one rank: yields its arguments.
+
+    Where ranks share rows, they are the rank's part of the batch, as ``loss/part.py`` cuts it.
 
     Raises:
         UnsupportedModelError: If the model's attention cannot be run on a part.
     """
+    rows, each = run.micro_batch_size, -(-run.seq_length // run.cp)
+    ids = torch.zeros((rows, each), dtype=torch.int64, device="meta")
+    if run.cp == 1:
+        yield {"input_ids": ids, "attention_mask": torch.ones_like(ids) if run.attention_mask else None}
+        return
+    positions = torch.zeros((rows, each * run.cp), dtype=torch.int64, device="meta")
+    padding = torch.ones_like(positions, dtype=torch.bool) if run.attention_mask else None
+    whole = WholeRows(
+        group=FakeGroup("fake", run.cp, 0, 0, ledger),
+        length=each * run.cp,
+        position_ids=positions,
+        rows=None,
+        padding=padding,
+        filler=each * run.cp - run.seq_length,
+    )
+    mask = torch.ones_like(positions if padding is None else padding)
     before = attention_of(model)
     try:
         share_attention(model)
         with part_of_rows(whole):
-            yield
+            yield {"input_ids": ids, "position_ids": torch.zeros_like(ids), "attention_mask": mask}
     finally:
         model.set_attn_implementation(before)
 
@@ -304,20 +289,18 @@ _SETTINGS = ("forward", "num_experts", "_is_expert_parallel", "_parameters")  # 
 
 
 @contextmanager
-def computed_by(model: nn.Module, impl: ExpertsImpl, ep_size: int, ledger: Ledger) -> Iterator[None]:
-    """Context in which a model on the meta device computes its experts by ``impl``, on ``ep_size`` ranks.
+def grouped_experts(model: nn.Module, ep_size: int, ledger: Ledger) -> Iterator[None]:
+    """Context in which a model on the meta device computes its experts in groups, on ``ep_size`` ranks.
 
-    ``"grouped_mm"`` is transformers' own function. Its eager function asks which experts have tokens, and its
-    exchange between ranks asks how many tokens go where; a meta tensor can answer neither, so the operations
-    of both are reproduced here with equal shares. All changes to the model are undone at the end.
+    transformers' exchange between ranks asks how many tokens go where, which a meta tensor cannot answer, so
+    its operations are reproduced here with equal shares. All changes to the model are undone at the end.
     """
     changed: list[Any] = list(switchable_experts(model).values())
     shared = [model.get_submodule(name) for name in experts_to_place(model)] if ep_size > 1 else []
     before = [{key: module.__dict__[key] for key in _SETTINGS if key in vars(module)} for module in changed]
     try:
         for module in changed:
-            compute = _one_by_one if impl == "eager" else experts_forward(module, impl)
-            module.__dict__["forward"] = partial(compute, module)
+            module.__dict__["forward"] = partial(experts_forward(module, "grouped_mm"), module)
             if module in shared:
                 _share_out(module, ep_size, ledger)
         yield
@@ -355,43 +338,14 @@ def _by_travelling(
     torch.zeros(num_experts, dtype=torch.int64, device=sent.device).scatter_add_(
         0, expert_ids, torch.ones_like(expert_ids)
     )
-    received = fake_all_to_all(sent, ledger)
+    received: torch.Tensor = _Exchange.apply(sent, ledger)
     del sent
     # Named, because transformers' code holds on to each of them until it has combined the results.
     ids = torch.empty_like(expert_ids).unsqueeze(-1)
     weights = torch.ones_like(ids, dtype=received.dtype)
     computed = compute(received, ids, weights)
-    result = fake_all_to_all(computed, ledger)
+    result: torch.Tensor = _Exchange.apply(computed, ledger)
     by_token = torch.empty_like(result)
     by_token[order] = result
     by_token = by_token.view(*top_k_weights.shape, hidden_states.shape[-1])
     return (by_token * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
-
-
-def _one_by_one(
-    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """The operations of eager experts, in their order, with equally many tokens for each expert."""
-    total = torch.zeros_like(hidden_states)
-    with torch.no_grad():
-        # Held until the end, as in transformers: 8 bytes for each token, choice and expert.
-        mask = F.one_hot(top_k_index, num_classes=experts.num_experts + 1).permute(2, 1, 0)
-    choices, number = top_k_index.numel(), experts.num_experts
-    names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
-    for index in range(number):
-        tokens = choices * (index + 1) // number - choices * index // number
-        position, token = (mask.new_empty(tokens) for _ in range(2))
-        current = _linear(experts, names[0], index, hidden_states[token])
-        current = experts._apply_gate(current) if experts.has_gate else experts.act_fn(current)
-        current = _linear(experts, names[1], index, current)
-        current = current * top_k_weights[token, position, None]
-        total.index_add_(0, token, current.to(total.dtype))
-    return total
-
-
-def _linear(experts: Any, name: str, index: int, rows: torch.Tensor) -> torch.Tensor:
-    """Rows times the weight of one expert, by which bias and layout transformers gives it."""
-    weight = getattr(experts, name)[index]
-    bias = getattr(experts, f"{name}_bias", None)
-    weight = weight.T if experts.is_transposed else weight
-    return F.linear(rows, weight, None if bias is None else bias[index])

@@ -18,10 +18,9 @@ from fsdp_sft._compat.modules import TorchDispatchMode
 from fsdp_sft._model.named import tensors_in
 from fsdp_sft.sac import is_decision
 
-# FLOPs of an operation, bytes that it reads and writes in the device's memory, and whether it is attention.
-Operation: TypeAlias = tuple[float, float, bool]
-# Operations that run one after the other; those without FLOPs and bytes are left out.
-Workload: TypeAlias = tuple[Operation, ...]
+# Operations that run one after the other: FLOPs of each, bytes that it reads and writes in the device's
+# memory, and whether it is attention. Those without FLOPs and bytes are left out.
+Workload: TypeAlias = tuple[tuple[float, float, bool], ...]
 
 _MOVE_NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
 _ONLY_WRITE = ("copy_", "zero_", "fill_", "new_zeros", "zeros_like", "ones_like", "full_like")
@@ -33,8 +32,7 @@ def flops_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     # torch's registry does not know grouped products: (rows, inner) by (experts, inner, columns), each row
     # with the matrix of its expert.
     if packet.__name__ == "_grouped_mm":
-        rows, columns = args[0], args[1]
-        return float(2 * rows.shape[0] * rows.shape[-1] * columns.shape[-1])
+        return float(2 * args[0].numel() * args[1].shape[-1])
     count: Any = flop_registry.get(packet)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
 
@@ -49,18 +47,14 @@ def moved_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's distinct elements: what ``expand`` repeats lies in memory once."""
-    elements = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        elements *= size if stride else 1
-    return elements * tensor.element_size()
+    """Bytes of a tensor's elements: what ``expand`` repeats lies in memory once."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 # Operations that the mode does not see as one, so `note` records them.
 ATTENTION = "attention"  # a fused kernel
 EXCHANGE = "exchange"  # between ranks that share rows or experts
 LOSS = "loss"  # the chunked loss
-_GROUPED: Any = torch.ops.aten._grouped_mm.default
 
 
 @dataclass
@@ -68,22 +62,24 @@ class Event:
     """One operation, or the end of one storage.
 
     Attributes:
-        op: The operation; None for the end of a storage.
+        op: Name of the operation; empty for the end of a storage.
         inputs: Numbers of the storages that it read.
         outputs: Numbers of the storages that it wrote or returned, new or old.
         freed: Number of the storage that ended; -1 for an operation.
         flops: FLOPs, if it is a product.
         moved: Bytes that it reads and writes.
         decided: Bytes of a router's choices among the outputs, which a checkpointed block keeps.
+        live: Bytes alive after it.
     """
 
-    op: Any
+    op: str
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     freed: int = -1
     flops: float = 0.0
     moved: float = 0.0
     decided: int = 0
+    live: int = 0
 
 
 def work_of(events: Iterable[Event]) -> Workload:
@@ -94,20 +90,18 @@ def work_of(events: Iterable[Event]) -> Workload:
 
 @dataclass(eq=False)
 class Ledger(TorchDispatchMode):
-    """A mode that counts the live bytes of storages, keeps their peak and records events.
+    """A mode that counts the live bytes of storages and records events.
 
     It works on meta tensors, whose storages have a size and no memory. Storages of the tensors given to
-    ``ignore``, and thus all views of them, have size 0.
+    ``ignore``, and thus all views of them, have size 0. A moment is a number of events: those before it.
 
     Attributes:
         live: Bytes alive now.
-        peak: Largest ``live`` since the last ``reset_peak``.
         events: Operations and ends of storages, in order.
         sizes: Bytes of each storage, by number.
     """
 
     live: int = 0
-    peak: int = 0
     events: list[Event] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     _numbers: dict[int, int] = field(default_factory=dict)  # id of a live storage -> its number
@@ -120,12 +114,13 @@ class Ledger(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = _grouped_product(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
+        result = func(*args, **kwargs)
         inputs = tuple(self.number(tensor) for tensor in tensors_in((args, kwargs)))
         outputs = tuple(self.number(tensor) for tensor in tensors_in(result))
         flops, moved = flops_of(func, args, kwargs, result), moved_by(func, args, kwargs, result)
         decided = self.sizes[outputs[-1]] if is_decision(func, args) else 0
-        self.events.append(Event(func, inputs, outputs, flops=flops, moved=moved, decided=decided))
+        done = Event(func.overloadpacket.__name__, inputs, outputs, -1, flops, moved, decided, self.live)
+        self.events.append(done)
         return result
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -145,7 +140,6 @@ class Ledger(TorchDispatchMode):
         self.sizes.append(size)
         self._guards[key] = weakref.ref(storage, lambda _: self._end(key, number))
         self.live += size
-        self.peak = max(self.peak, self.live)
         return number
 
     def note(
@@ -160,28 +154,19 @@ class Ledger(TorchDispatchMode):
         """Record an operation that the mode does not see as one, such as a fused kernel."""
         read = tuple(self.number(tensor) for tensor in inputs if tensor is not None)
         written = tuple(self.number(tensor) for tensor in outputs)
-        self.events.append(Event(op, read, written, flops=flops, moved=moved))
+        self.events.append(Event(op, read, written, flops=flops, moved=moved, live=self.live))
 
-    def alive(self, number: int) -> bool:
-        """Whether a storage still exists."""
-        return number in self._numbers.values()
+    def live_at(self, moment: int) -> int:
+        """Bytes that were alive at a moment."""
+        return self.events[moment - 1].live if moment else 0
 
-    def reset_peak(self) -> int:
-        """Return the peak so far and start a new one from what is alive now."""
-        peak, self.peak = self.peak, self.live
-        return peak
+    def added(self, begin: int, end: int) -> int:
+        """Most bytes that were alive at once between two moments, beyond those at the first."""
+        before = self.live_at(begin)
+        return max([0, *(event.live - before for event in self.events[begin:end])])
 
     def _end(self, key: int, number: int) -> None:
         """Called when a storage dies."""
         self.live -= self.sizes[number]
         del self._numbers[key], self._guards[key]
-        self.events.append(Event(None, freed=number))
-
-
-def _grouped_product(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A grouped product in any dtype that devices take; torch's meta kernel takes bfloat16 alone (2.13)."""
-    if left.dtype not in (torch.float16, torch.float32):
-        result: torch.Tensor = _GROUPED(left, right, *args, **kwargs)
-        return result
-    like = _GROUPED(left.to(torch.bfloat16), right.to(torch.bfloat16), *args, **kwargs)
-    return torch.empty_strided(like.shape, like.stride(), dtype=left.dtype, device=left.device)
+        self.events.append(Event("", freed=number, live=self.live))

@@ -4,9 +4,8 @@ import copy
 import functools
 import json
 import os
-import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch import nn
 from fsdp_sft._compat.experts import experts_to_place
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._model.configs import config_of
-from fsdp_sft._model.towers import pattern_of, towers_of
+from fsdp_sft._model.towers import towers_of
 from fsdp_sft._quantised.find import METHODS, check
 from fsdp_sft._quantised.settings import Settings, settings_for, without_settings
 from fsdp_sft._tensors.packed_shard import PackedLayout
@@ -53,12 +52,11 @@ class Skeleton:
 
     Attributes:
         model: The model on the meta device, in the compute dtype and in ``train()`` mode.
-        family: ``config.model_type``.
         blocks: The blocks, in forward order.
         kinds: Kind of each block: the index of the first block like it.
         groups: Parameters of each block, in forward order; equal ones are the same object.
         root: Parameters outside of all other groups: the last norm, and embedding and head if they are tied.
-        embedding: Parameters of the input embedding, if they are a separate group.
+        embedding: Parameters of the input embedding; empty if they are in the root.
         head: Parameters of the head, likewise.
         towers: Parameters of each vision or audio tower, frozen, which text never gathers.
         gathers_embedding_again: Whether the embedding's backward gathers its parameters again.
@@ -73,26 +71,20 @@ class Skeleton:
     """
 
     model: Any
-    family: str
     blocks: tuple[nn.Module, ...]
     kinds: tuple[int, ...]
     groups: tuple[Group, ...]
     root: Group
+    embedding: Group
+    head: Group
     first_backward: int
     parameters: int
     active_parameters: int
     experts: tuple[int, ...] = ()
-    embedding: Group | None = None
-    head: Group | None = None
     towers: tuple[Group, ...] = ()
     gathers_embedding_again: bool = False
     begins_backward: nn.Module | None = None
     published: str = ""
-
-    @property
-    def outside(self) -> tuple[Group, ...]:
-        """The groups that are not blocks: the root, and embedding and head if they are groups."""
-        return tuple(group for group in (self.root, self.embedding, self.head) if group is not None)
 
     @functools.cached_property
     def traced_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -104,29 +96,22 @@ class Skeleton:
     @functools.cached_property
     def distinct_groups(self) -> tuple[tuple[Group, int], ...]:
         """The distinct groups, each with its number of occurrences."""
-        return tuple(Counter([*self.groups, *self.outside, *self.towers]).items())
-
-    def parts(self, run: Run) -> list[tuple[Group, int, int]]:
-        """``Group.parts`` of the distinct groups: (part, ranks it is sharded over, occurrences)."""
-        shares = (run.num_shards, run.ep_size)
-        return [(part, over, n) for group, n in self.distinct_groups for part, over in group.parts(*shares)]
+        others = (self.root, self.embedding, self.head, *self.towers)
+        return tuple(Counter([*self.groups, *others]).items())
 
 
 def as_config(config: "PreTrainedConfig | str | os.PathLike[str]") -> Any:
     """The config itself, or the config of a folder or a Hub id."""
-    if not isinstance(config, (str, os.PathLike)):
-        if not hasattr(config, "model_type") or not hasattr(config, "to_dict"):
-            raise TypeError(f"config must be a transformers config, a folder or a Hub id, got {config!r}")
-        return config
-    return config_of(config)
+    return config_of(config) if isinstance(config, (str, os.PathLike)) else config
 
 
 def build_skeleton(config: Any, run: Run) -> Skeleton:
-    """The skeleton of a config's model, built once per config, dtype and choice of trained parameters."""
+    """The skeleton of a config's model, built once per config, dtype and choice of adapters and packing."""
     key = json.dumps(config.to_dict(), sort_keys=True, default=str)
     lora: Any = (run.lora_rank, run.lora_targets or ("all-linear",)) if run.lora_rank else None
-    trained: Any = run.trainable
-    return _cached_skeleton(_Keyed(key, config), run.param_dtype, trained, lora, run.packed)
+    # float16 takes as much as bfloat16, of which alone torch's meta kernels multiply groups (2.13).
+    dtype = torch.bfloat16 if run.param_dtype == torch.float16 else run.param_dtype
+    return _cached_skeleton(_Keyed(key, config), dtype, lora, run.packed)
 
 
 @dataclass(frozen=True)
@@ -138,84 +123,75 @@ class _Keyed:
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_skeleton(
-    keyed: _Keyed, dtype: torch.dtype, trainable: Any, lora: Any, packed: str | None
-) -> Skeleton:
-    """The skeleton for one config, compute dtype, choice of trained parameters and way to keep others."""
-    settings = _settings(keyed.config)
-    model = build_model(keyed.config, dtype)
-    blocks = decoder_blocks(model)
+def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str | None) -> Skeleton:
+    """The skeleton for one config, compute dtype, adapters and way to keep what is frozen."""
+    config = keyed.config
+    settings = settings_for(getattr(config, "name_or_path", "") or f"a {config.model_type} config", config)
+    if settings is not None:
+        check(settings)
+    model = build_model(config, dtype)
+    blocks = tuple(decoder_blocks(model).values())
     if lora is not None:
+        model.requires_grad_(False)
         _add_lora(blocks, *lora)
-    _choose_trained(model, trainable, lora)
-    towers = [model.get_submodule(name) for name in towers_of(model)]
+    towers = tuple(towers_of(model))
     for tower in towers:
-        tower.requires_grad_(False)
+        model.get_submodule(tower).requires_grad_(False)
     experts = experts_to_place(model)
-    layouts = {} if packed is None else layouts_of(model, blocks.values(), packed, settings)
-    grouped = _Grouped(model, experts, layouts)
-    known: dict[Group, Group] = {}
-    taken = [grouped.take(block) for block in blocks.values()]
-    groups = tuple(known.setdefault(group, group) for group in taken)
-    towers_taken = tuple(grouped.take(tower, is_tower=True) for tower in towers)
-    own = own_vocabulary(model, blocks.values())
-    embedding, head = (None if module is None else grouped.take(module) for module in own)
-    root = grouped.take(model)
+    layouts = {} if packed is None else layouts_of(model, blocks, packed, settings)
+    left = {id(p): name for name, p in model.named_parameters()}
+    take = functools.partial(_group, left=left, towers=towers, experts=experts, layouts=layouts)
+    known: dict[Any, Group] = {}
+    taken = [take(block) for block in blocks]
+    groups = tuple(known.setdefault(group.parameters, group) for group in taken)
+    tower_groups = tuple(take(model.get_submodule(tower)) for tower in towers)
+    own = own_vocabulary(model, blocks)
+    embedding, head = (Group(()) if module is None else take(module) for module in own)
+    root = take(model)
     first = _first_backward(model, groups)
     is_frozen_below = not any(p.requires_grad for p in model.get_input_embeddings().parameters())
     begins = first if is_frozen_below and first < len(blocks) else None
+    alike: dict[Any, int] = {}  # the first block of each kind; that block is like no other
+    likenesses = [likeness(block) if index != begins else index for index, block in enumerate(blocks)]
     total = sum(parameter.numel() for parameter in model.parameters())
     return Skeleton(
         model=model,
-        family=keyed.config.model_type,
-        blocks=tuple(blocks.values()),
-        kinds=_kinds(list(blocks.values()), begins),
+        blocks=blocks,
+        kinds=tuple(alike.setdefault(like, index) for index, like in enumerate(likenesses)),
         groups=groups,
         root=root,
         first_backward=first,
-        begins_backward=None if begins is None else list(blocks.values())[begins],
+        begins_backward=None if begins is None else blocks[begins],
         parameters=total,
-        active_parameters=total - _idle_expert_parameters(model, keyed.config),
+        active_parameters=total - _idle_expert_parameters(model, config),
         experts=tuple(experts.values()),
         embedding=embedding,
         head=head,
-        towers=towers_taken,
+        towers=tower_groups,
         gathers_embedding_again=own[0] is not None and needs_weight_in_backward(own[0]),
         published="" if settings is None else _published(settings, packed),
     )
 
 
-class _Grouped:
-    """Makes groups of those parameters of modules that are in no earlier group."""
-
-    def __init__(self, model: nn.Module, experts: Collection[str], layouts: dict[int, PackedLayout]) -> None:
-        self.left = {id(p): name for name, p in model.named_parameters()}
-        self.experts = experts
-        self.layouts = layouts
-
-    def take(self, module: nn.Module, *, is_tower: bool = False) -> Group:
-        """The group of a module."""
-        found = []
-        for parameter in module.parameters():
-            name = self.left.pop(id(parameter), None)
-            if name is not None:
-                is_expert = name.rpartition(".")[0] in self.experts
-                layout = self.layouts.get(id(parameter))
-                found.append(Parameter(tuple(parameter.shape), parameter.requires_grad, is_expert, layout))
-        return Group(tuple(found), is_tower)
-
-
-def _settings(config: Any) -> Settings | None:
-    """How a checkpoint is quantised by its config; None if it is not.
-
-    Raises:
-        CheckpointFormatError: If it is a way that ``load_weights`` does not read.
-    """
-    name = str(getattr(config, "name_or_path", "") or f"a config of type {config.model_type!r}")
-    settings = settings_for(name, config)
-    if settings is not None:
-        check(settings)
-    return settings
+def _group(
+    module: nn.Module,
+    left: dict[int, str],
+    towers: tuple[str, ...],
+    experts: Collection[str],
+    layouts: dict[int, PackedLayout],
+) -> Group:
+    """The group of those parameters of a module that are in no earlier one: takes them from what is left."""
+    found = []
+    for parameter in module.parameters():
+        name = left.pop(id(parameter), None)
+        if name is not None:
+            known = {
+                "trained": parameter.requires_grad,
+                "is_tower": name.startswith(tuple(f"{tower}." for tower in towers)),
+                "is_expert": name.rpartition(".")[0] in experts,
+            }
+            found.append(Parameter(tuple(parameter.shape), layout=layouts.get(id(parameter)), **known))
+    return Group(tuple(found))
 
 
 def _published(settings: Settings, packed: str | None) -> str:
@@ -238,14 +214,8 @@ def build_model(config: Any, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(config)
     config.use_cache = False
     without_settings(config)
-    try:
-        with torch.device("meta"):
-            return auto_class(config).from_config(config, dtype=dtype).train()
-    except ValueError as error:
-        raise ValueError(
-            f"no causal language model can be built from a config of type {config.model_type!r}: "
-            f"{str(error)[:200]}; pass the config of the text decoder"
-        ) from error
+    with torch.device("meta"):
+        return auto_class(config).from_config(config, dtype=dtype).train()
 
 
 def auto_class(config: Any) -> Any:
@@ -258,8 +228,8 @@ def auto_class(config: Any) -> Any:
 
 def decoder_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks that text goes through: those of towers left out."""
-    unused = re.compile(pattern_of(tuple(towers_of(model))))
-    return {name: block for name, block in find_blocks(model).items() if not unused.fullmatch(name)}
+    unused = tuple(f"{tower}." for tower in towers_of(model))
+    return {name: block for name, block in find_blocks(model).items() if not name.startswith(unused)}
 
 
 def _first_backward(model: Any, groups: tuple[Group, ...]) -> int:
@@ -267,15 +237,8 @@ def _first_backward(model: Any, groups: tuple[Group, ...]) -> int:
     embedding = model.get_input_embeddings()
     if any(p.requires_grad for p in embedding.parameters()):
         return 0
-    trained = (index for index, group in enumerate(groups) if group.elements(trained=True))
+    trained = (index for index, group in enumerate(groups) if any(p.trained for p in group.parameters))
     return next(trained, len(groups))
-
-
-def _kinds(blocks: list[nn.Module], begins: int | None) -> tuple[int, ...]:
-    """For each block, the index of the first block like it; ``begins`` is like no other."""
-    first: dict[Any, int] = {}
-    found = [likeness(block) if index != begins else index for index, block in enumerate(blocks)]
-    return tuple(first.setdefault(like, index) for index, like in enumerate(found))
 
 
 def likeness(block: nn.Module) -> Any:
@@ -293,21 +256,6 @@ def likeness(block: nn.Module) -> Any:
     return tuple(parts)
 
 
-def _choose_trained(model: nn.Module, trainable: tuple[str, ...] | None, lora: Any) -> None:
-    """Freeze all parameters but adapters and those whose names match ``trainable``."""
-    if trainable is None and lora is None:
-        return
-    patterns = trainable or ()
-    for name, parameter in model.named_parameters():
-        adapter = name.endswith(("lora_A.weight", "lora_B.weight"))
-        chosen = adapter or any(re.search(pattern, name) for pattern in patterns)
-        parameter.requires_grad_(chosen)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            f"trainable={patterns!r} matches no parameter name; regular expressions are searched"
-        )
-
-
 class _LoraLinear(nn.Module):
     """A frozen linear layer with a LoRA adapter."""
 
@@ -318,34 +266,28 @@ class _LoraLinear(nn.Module):
         self.lora_A = nn.Linear(base.in_features, rank, bias=False, **place)
         self.lora_B = nn.Linear(rank, base.out_features, bias=False, **place)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        added: torch.Tensor = self.base(x) + self.lora_B(self.lora_A(x)) * 2.0
-        return added
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base(x) + self.lora_B(self.lora_A(x)) * 2.0
 
 
-def _add_lora(blocks: dict[str, nn.Module], rank: int, targets: tuple[str, ...]) -> None:
+def _add_lora(blocks: Sequence[nn.Module], rank: int, targets: tuple[str, ...]) -> None:
     """Add adapters to the named linear layers of the blocks."""
-    replaced = 0
-    for block in blocks.values():
-        for name, module in list(block.named_modules()):
-            parent, _, leaf = name.rpartition(".")
-            # A subclass with a forward of its own (DeepSeek-V4's groups of heads) is no layer for adapters.
-            is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-            if is_linear and (leaf in targets or "all-linear" in targets):
-                setattr(block.get_submodule(parent), leaf, _LoraLinear(module, rank))
-                replaced += 1
-    if not replaced:
+    chosen = [
+        (block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], module)
+        for block in blocks
+        for name, module in block.named_modules()
+        # A subclass with a forward of its own (DeepSeek-V4's groups of heads) is no layer for adapters.
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if name.rpartition(".")[2] in targets or "all-linear" in targets
+    ]
+    if not chosen:
         raise ValueError(f"lora_targets={targets!r} names no linear layer of the blocks")
+    for parent, name, module in chosen:
+        setattr(parent, name, _LoraLinear(module, rank))
 
 
 def _idle_expert_parameters(model: nn.Module, config: Any) -> int:
     """Number of parameters of the experts that a token is not routed to."""
-    text = config.get_text_config(decoder=True)
-    chosen = getattr(text, "num_experts_per_tok", None)
-    if not isinstance(chosen, int):
-        return 0
-    idle = 0
-    for name, parameter in model.named_parameters():
-        if ".experts." in name and parameter.ndim == 3:
-            idle += parameter.numel() * (parameter.shape[0] - chosen) // parameter.shape[0]
-    return idle
+    chosen = getattr(config.get_text_config(decoder=True), "num_experts_per_tok", None)
+    stacks = [p for name, p in model.named_parameters() if ".experts." in name and p.ndim == 3]
+    return sum(p.numel() * (len(p) - chosen) // len(p) for p in stacks) if isinstance(chosen, int) else 0

@@ -7,7 +7,7 @@ What is packed, how rows lie and how values are computed is the library's own co
 import functools
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,107 +33,48 @@ class Parameter:
     Attributes:
         shape: Its shape.
         trained: Whether it is trained.
+        is_tower: Whether it is of a vision or audio tower.
         is_expert: Whether it is a stack of experts that ranks can share out.
         layout: How it lies in packed rows; None if it is not packed.
     """
 
     shape: tuple[int, ...]
     trained: bool
+    is_tower: bool = False
     is_expert: bool = False
     layout: PackedLayout | None = None
 
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
     def share(self, ep_size: int) -> "Parameter":
-        """One rank's experts of a stack that ``ep_size`` ranks share out."""
+        """What one rank has of it: its experts of a stack that ``ep_size`` ranks share out."""
+        if not self.is_expert or ep_size == 1:
+            return replace(self, is_expert=False)
         shape = (self.shape[0] // ep_size, *self.shape[1:])
         return replace(self, shape=shape, layout=self.layout and replace(self.layout, shape=shape))
 
+    def stored_dtype(self, run: Run) -> torch.dtype:
+        """Dtype of its shards, if it is not packed."""
+        return run.master_dtype if self.trained else run.kept_dtype(is_tower=self.is_tower)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Group:
-    """The parameters of one FSDP2 group: those of a block, or of the root.
-
-    Attributes:
-        parameters: The parameters, in order.
-        is_tower: Whether it is a vision or audio tower.
-    """
+    """The parameters of one FSDP2 group, in order: those of a block, or of the root."""
 
     parameters: tuple[Parameter, ...]
-    is_tower: bool = False
-
-    def parts(self, num_shards: int, ep_size: int) -> "tuple[tuple[Group, int], ...]":
-        """Parts of the group that are sharded alike, each with the number of ranks it is sharded over.
-
-        Usually that is the whole group. With expert parallelism the second part is this rank's experts, which
-        are sharded over the ranks that have the same ones.
-        """
-        own = tuple(p.share(ep_size) for p in self.parameters if p.is_expert)
-        if ep_size == 1 or not own:
-            return ((self, num_shards),)
-        dense = tuple(p for p in self.parameters if not p.is_expert)
-        return (Group(dense), num_shards), (Group(own), num_shards // ep_size)
-
-    def elements(self, *, trained: bool | None = None) -> int:
-        """Number of elements of all parameters, or only of the trained or the frozen ones."""
-        return sum(math.prod(p.shape) for p in self.parameters if trained is None or p.trained is trained)
-
-    def shapes(self, *, trained: bool | None = None) -> list[tuple[int, ...]]:
-        """Shapes of what is not packed: of all, or only of the trained or the frozen ones."""
-        unpacked = (p for p in self.parameters if p.layout is None)
-        return [p.shape for p in unpacked if trained is None or p.trained is trained]
-
-    def shards(self, num_shards: int, *, trained: bool | None = None) -> list[int]:
-        """Elements in one rank's shard of each parameter that is not packed, padding included."""
-        return [shard_numel(shape, num_shards) for shape in self.shapes(trained=trained)]
-
-    def moved(self, num_shards: int, *, trained: bool | None = None) -> list[int]:
-        """Elements of each parameter that is not cut along its first dimension, in order."""
-        return [math.prod(shape) for shape in self.shapes(trained=trained) if shard_dim(shape, num_shards)]
-
-    @property
-    def packed(self) -> list[PackedLayout]:
-        """How the packed parameters lie in rows, in order."""
-        return [p.layout for p in self.parameters if p.layout is not None]
-
-    def packed_elements(self) -> int:
-        """Number of elements of the packed parameters."""
-        return sum(math.prod(layout.shape) for layout in self.packed)
-
-    def packed_bytes(self, num_shards: int) -> int:
-        """Bytes of one rank's shards of the packed parameters, padding included."""
-        return sum(layout.shard_rows(num_shards) * layout.form.row_bytes for layout in self.packed)
-
-    def fullest(self, num_shards: int) -> float:
-        """Elements in the fullest rank's shards, padding included; of packed ones by their rows."""
-        packed = ((layout, math.prod(layout.shape)) for layout in self.packed)
-        rows = sum(n * layout.shard_rows(num_shards) / layout.shard_rows(1) for layout, n in packed)
-        return sum(self.shards(num_shards)) + rows
-
-    def stored_bytes(self, num_shards: int, run: Run) -> int:
-        """Bytes of one rank's shards as they are stored."""
-        trained, frozen = (sum(self.shards(num_shards, trained=flag)) for flag in (True, False))
-        kept = run.kept_dtype(is_tower=self.is_tower)
-        stored = trained * run.master_dtype.itemsize + frozen * kept.itemsize
-        return stored + self.packed_bytes(num_shards)
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """What computing the values of a gathered weight takes, besides the values.
-
-    Attributes:
-        peak: Most bytes alive at once.
-        work: Operations of a part of the weight.
-        times: The weight in such parts.
-    """
-
-    peak: int
-    work: Workload
-    times: float
 
 
 @functools.lru_cache(maxsize=1024)
-def decoding(layout: PackedLayout, dtype: torch.dtype) -> Decoding:
-    """Compute a part of a weight on the meta device, by the function that the gather calls."""
+def decoding(layout: PackedLayout, dtype: torch.dtype) -> tuple[int, Workload, float]:
+    """Compute a part of a gathered weight's values on the meta device, by the function that the gather calls.
+
+    Returns:
+        Most bytes that this takes besides the values, its work, and the weight in such parts.
+    """
     each = math.prod(layout.shape[1:])
     number = min(layout.shape[0], max(2, -(-_RUNS * VALUES_AT_ONCE // each)))
     rows = torch.empty((number * layout.rows_each, layout.form.row_bytes), dtype=torch.uint8, device="meta")
@@ -142,7 +83,7 @@ def decoding(layout: PackedLayout, dtype: torch.dtype) -> Decoding:
     ledger.ignore((rows, place))
     with ledger:
         layout.fill(rows, place)
-    return Decoding(ledger.peak, work_of(ledger.events), layout.shape[0] / number)
+    return ledger.added(0, len(ledger.events)), work_of(ledger.events), layout.shape[0] / number
 
 
 def decoding_peak(layouts: Iterable[PackedLayout], dtype: torch.dtype) -> int:
@@ -152,7 +93,7 @@ def decoding_peak(layouts: Iterable[PackedLayout], dtype: torch.dtype) -> int:
     """
     most = behind = 0
     for layout in reversed(list(layouts)):
-        most = max(most, decoding(layout, dtype).peak - behind)
+        most = max(most, decoding(layout, dtype)[0] - behind)
         behind += math.prod(layout.shape) * dtype.itemsize
     return most
 
@@ -162,88 +103,93 @@ class Sizes:
     """Bytes of one FSDP2 group's buffers.
 
     Attributes:
+        stored: This rank's shards as they are stored.
         gathered: Parameters in the compute dtype, unsharded and padded; beside the values of packed ones the
             bytes that they are computed from, which FSDP2 frees with them.
         buffer: The all-gather's output; 0 on one rank, which gathers nothing.
         ahead: Part of ``buffer`` that is prefetched: all but the experts under expert parallelism, which are
             a separate group within the block.
-        cast: Copies that the all-gather's input takes: of shards that are stored in another dtype than the
-            compute dtype, and of all that lie on the host.
+        received: Part of ``buffer`` that comes from other ranks.
+        cast: Copies that the all-gather's input takes, of shards that are stored in another dtype than the
+            compute dtype.
         gradients: Unsharded gradients of the trained parameters, in the compute dtype.
         reduced: The reduce-scatter's input: those gradients in the dtype of the reduction, padded.
         scattered: The reduce-scatter's output: this rank's part of it.
         last_gradient: Gradient of the last trained parameter, to which foreach_reduce's loop variable still
             refers after its loop.
+        shards: Elements of this rank's shard of each trained parameter, padding included.
         shard_gradients: This rank's gradients as the optimizer reads them, in the master dtype.
         moved: Gathered parameters that are not cut along their first dimension; FSDP2 copies them once more.
         largest_moved_gradient: The largest gradient of such a parameter.
         last_moved_gradient: The gradient of the last such parameter, whose pieces outlive foreach_reduce's
             loop too.
+        packed: How packed parameters lie in rows.
         decoding: What computing the values of packed parameters takes beyond ``gathered``.
     """
 
+    stored: int
     gathered: int
     buffer: int
     ahead: int
+    received: int
     cast: int
     gradients: int
     reduced: int
     scattered: int
     last_gradient: int
+    shards: tuple[int, ...]
     shard_gradients: int
     moved: int
     largest_moved_gradient: int
     last_moved_gradient: int
+    packed: tuple[PackedLayout, ...]
     decoding: int
 
 
+@functools.lru_cache(maxsize=4096)
 def group_sizes(group: Group, run: Run) -> Sizes:
-    """Sizes of a block's buffers, including its experts, a second group under expert parallelism."""
-    first, *others = (_part_sizes(*part, run) for part in group.parts(run.num_shards, run.ep_size))
-    for other in others:
-        # While both are gathered: sums, or the larger of two where a single tensor is meant.
-        pairs = {f.name: (getattr(first, f.name), getattr(other, f.name)) for f in fields(Sizes)}
-        sizes = {name: max(pair) if name in _OF_ONE else sum(pair) for name, pair in pairs.items()}
-        first = Sizes(**{**sizes, "ahead": first.ahead})
-    return first
+    """Sizes of a group's buffers, including its experts, a second group under expert parallelism.
 
-
-_OF_ONE = ("last_gradient", "largest_moved_gradient", "last_moved_gradient", "decoding")
-
-
-def _part_sizes(group: Group, shards: int, run: Run) -> Sizes:
-    """Sizes of the buffers of parameters that are all sharded over ``shards`` ranks."""
+    Where a single tensor is meant, it is the larger one of both groups.
+    """
     compute, reduce = run.param_dtype.itemsize, run.reduce_dtype.itemsize
-    dense = sum(group.shards(shards)) * compute
-    trained = sum(group.shards(shards, trained=True))
-    packed = group.packed_bytes(shards)
-    moved = group.moved(shards, trained=True)
-    last_trained = [math.prod(shape) for shape in group.shapes(trained=True)][-1:]
-    sent = (dense + packed) * shards if shards > 1 else 0
+    own = [parameter.share(run.ep_size) for parameter in group.parameters]
+    ranks = {False: run.num_shards, True: run.num_shards // run.ep_size}  # of a shard, by is_expert
+    plain = [
+        (p, ranks[p.is_expert], shard_numel(p.shape, ranks[p.is_expert])) for p in own if p.layout is None
+    ]
+    packed = [
+        (p, ranks[p.is_expert], p.layout.shard_rows(ranks[p.is_expert]) * p.layout.form.row_bytes)
+        for p in own
+        if p.layout is not None
+    ]
+    sent = [(p, n, size * compute) for p, n, size in plain] + packed
+    trained = [(p, n, size) for p, n, size in plain if p.trained]
+    shards = tuple(size for _, _, size in trained)
+    moved = [p for p, n, _ in plain if shard_dim(p.shape, n)]
+    last = {p.is_expert: p.elements for p, _, _ in trained}
+    last_moved = {p.is_expert: p.elements for p in moved if p.trained}
+    layouts = {flag: [p.layout for p in own if p.layout and p.is_expert is flag] for flag in ranks}
     return Sizes(
-        gathered=(dense + packed) * shards + group.packed_elements() * compute,
-        buffer=sent,
-        ahead=sent,
-        cast=_copied(group, shards, run) if shards > 1 else 0,
-        gradients=group.elements(trained=True) * compute,
-        reduced=trained * shards * reduce,
-        scattered=trained * reduce,
-        last_gradient=sum(last_trained) * compute,
-        shard_gradients=trained * run.master_dtype.itemsize,
-        moved=sum(group.moved(shards)) * compute,
-        largest_moved_gradient=max(moved, default=0) * compute,
-        last_moved_gradient=sum(moved[-1:]) * compute,
-        decoding=decoding_peak(group.packed, run.param_dtype),
+        stored=sum(size * p.stored_dtype(run).itemsize for p, _, size in plain)
+        + sum(size for _, _, size in packed),
+        gathered=sum(n * size for _, n, size in sent) + sum(p.elements for p, _, _ in packed) * compute,
+        buffer=sum(n * size for _, n, size in sent if n > 1),
+        ahead=sum(n * size for p, n, size in sent if n > 1 and not p.is_expert),
+        received=sum((n - 1) * size for _, n, size in sent),
+        cast=sum(size for p, n, size in plain if n > 1 and p.stored_dtype(run) != run.param_dtype) * compute,
+        gradients=sum(p.elements for p, _, _ in trained) * compute,
+        reduced=sum(n * size for _, n, size in trained) * reduce,
+        scattered=sum(shards) * reduce,
+        last_gradient=max(last.values(), default=0) * compute,
+        shards=shards,
+        shard_gradients=sum(shards) * run.master_dtype.itemsize,
+        moved=sum(p.elements for p in moved) * compute,
+        largest_moved_gradient=max((p.elements for p in moved if p.trained), default=0) * compute,
+        last_moved_gradient=max(last_moved.values(), default=0) * compute,
+        packed=tuple(layout for flag in ranks for layout in layouts[flag]),
+        decoding=max(decoding_peak(layouts[flag], run.param_dtype) for flag in ranks),
     )
-
-
-def _copied(group: Group, shards: int, run: Run) -> int:
-    """Bytes of the copies that are gathered in place of the shards."""
-    kept = {True: run.master_dtype, False: run.kept_dtype(is_tower=group.is_tower)}
-    copied = (flag for flag, dtype in kept.items() if run.cpu_offload or dtype != run.param_dtype)
-    elements = sum(sum(group.shards(shards, trained=flag)) for flag in copied)
-    packed = group.packed_bytes(shards) if run.cpu_offload else 0
-    return elements * run.param_dtype.itemsize + packed
 
 
 def layouts_of(
@@ -261,15 +207,12 @@ def layouts_of(
         ValueError: If nothing is frozen, or the config does not say how rows are stored.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    spared = set[int]()
-    if model.dtype in (torch.float16, torch.bfloat16):
-        names = kept_parameters(model, model.dtype, {name: p.dtype for name, p in named.items()})
-        spared = {id(named[name]) for name in names}
-    matrices = matrices_to_pack(named, blocks, spared)
+    dtypes = {name: p.dtype for name, p in named.items()}
+    spared = kept_parameters(model, model.dtype, dtypes) if model.dtype.itemsize == 2 else ()
+    matrices = matrices_to_pack(named, blocks, {id(named[name]) for name in spared})
     if not matrices:
         raise ValueError(
-            f"frozen_dtype={kind!r} is for frozen weights, and no matrix in a block is frozen: give "
-            "lora_rank, or trainable"
+            f"frozen_dtype={kind!r} is for frozen weights, and no matrix in a block is frozen: give lora_rank"
         )
     if kind == STORED and settings is None:
         raise ValueError(
@@ -292,9 +235,8 @@ def layouts_of(
         if rows is not None:
             found[id(parameter)] = PackedLayout(rows[0], shape, rows[1])
     if not found:
-        assert settings is not None
         raise ValueError(
-            f"frozen_dtype='stored': the config ({settings.method}) does not say of any weight that its rows "
-            f"have bytes of their own; {' or '.join(map(repr, RECIPES))} packs them anew"
+            f"frozen_dtype={kind!r}: the config ({settings and settings.method}) does not say of any weight "
+            f"that its rows have bytes of their own; {' or '.join(map(repr, RECIPES))} packs them anew"
         )
     return found

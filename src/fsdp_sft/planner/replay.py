@@ -49,9 +49,7 @@ How to read it:
 tests/planner/test_replay.py draws the picture again and compares.
 """
 
-import itertools
 from collections import defaultdict
-from dataclasses import dataclass
 
 import torch
 
@@ -61,40 +59,22 @@ from fsdp_sft.planner.parameters import Sizes, group_sizes
 from fsdp_sft.planner.run import Run
 from fsdp_sft.planner.trace import Footprint, Trace
 
-MASTERS = "parameters (shards)"
-OPTIMIZER = "optimizer states"
-GRADIENTS = "gradients (shards)"
 UNSHARDED = "gathered parameters"
 ALL_GATHER = "all-gather buffers"
 WHOLE_GRADIENTS = "gradients before reduction"
 REDUCE_SCATTER = "reduce-scatter buffers"
-KEPT = "activations kept"
-CHECKPOINTED = "activations of checkpointed blocks"
 INPUTS = "embedding, rotary tables, mask"
 HEAD = "logits and loss"
-DECODING = "values of packed parameters at work"
 WORKING = "block at work"
-UPDATE = "optimizer at work"
-WORKSPACE = "cuBLAS workspace"
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The moment of a step at which most memory is allocated.
+def replay(skeleton: Skeleton, trace: Trace, run: Run) -> tuple[str, dict[str, int]]:
+    """Find the peak of one optimizer step in the steady state, when optimizer states exist.
 
-    Attributes:
-        total: Bytes allocated then.
-        phase: ``"loss"``, ``"backward"`` or ``"optimizer"``.
-        parts: Those bytes by kind; the values add up to ``total``.
+    Returns:
+        The phase (``"loss"``, ``"backward"`` or ``"optimizer"``) of the moment at which most memory is
+        allocated, and the bytes allocated then, by kind.
     """
-
-    total: int
-    phase: str
-    parts: dict[str, int]
-
-
-def replay(skeleton: Skeleton, trace: Trace, run: Run) -> Peak:
-    """Find the peak of one optimizer step in the steady state, when optimizer states exist."""
     step = _Step(skeleton, trace, run)
     # All micro-steps but the first and the last are alike, so few are enough. With "last", a second one
     # without reduction adds to the unsharded gradients of the first; with "each", the second finds the
@@ -103,7 +83,7 @@ def replay(skeleton: Skeleton, trace: Trace, run: Run) -> Peak:
         step.micro_step(reduce=run.grad_sync == "each")
     step.micro_step()
     step.optimizer()
-    return step.best
+    return step.phase, step.breakdown
 
 
 class _Step:
@@ -119,41 +99,29 @@ class _Step:
         self.footprints: list[Footprint] = [trace.blocks[kind] for kind in skeleton.kinds]
         self.first_backward = skeleton.first_backward
         self.checkpointed = run.checkpointed(len(skeleton.blocks))
-        by_group = {id(group): group_sizes(group, run) for group, _ in skeleton.distinct_groups}
-        self.sizes = [by_group[id(group)] for group in skeleton.groups]
+        self.sizes = [group_sizes(group, run) for group in skeleton.groups]
         self.root = group_sizes(skeleton.root, run)
-        self.embedding = None if skeleton.embedding is None else group_sizes(skeleton.embedding, run)
-        self.head = None if skeleton.head is None else group_sizes(skeleton.head, run)
+        self.embedding = group_sizes(skeleton.embedding, run)
+        self.head = group_sizes(skeleton.head, run)
         self.gathers_embedding_again = skeleton.gathers_embedding_again and run.reshard_after_forward
-        self.parts = skeleton.parts(run)
         # A checkpointed block keeps the tensors that it was called with, such as the mask. Blocks of one kind
         # share a mask; blocks with a window have another one. So each storage is counted once.
         kept = {trace.arguments[skeleton.kinds[index]] for index in self.checkpointed}
         self.arguments = sum(size for _, size in frozenset[tuple[int, int]]().union(*kept))
-        # For each checkpointed block but the first whose input leaves, the checkpointed block before it.
-        ordered = sorted(self.checkpointed) if run.activations_leave else []
-        self.visits = dict(itertools.pairwise(reversed(ordered)))
         self.held: dict[str, int] = defaultdict(int)
         self.total = 0
-        self.best = Peak(-1, "", {})
+        self.peak, self.phase = -1, ""
+        self.breakdown: dict[str, int] = {}
         self.reduced = 0  # bytes of the latest reduce-scatter's input, which the next one frees
         # Unsharded gradients of earlier micro-steps: of the blocks, the root, the embedding, the head.
         self.accumulated = [0] * (len(self.sizes) + 3)
         self.has_gradients = False
-        self._hold_states()
-
-    def _hold_states(self) -> None:
-        """Hold what is always allocated: shards, optimizer states, cuBLAS's workspace."""
-        run, masters, states = self.run, 0, 0
-        for part, shards, count in self.parts:
-            masters += count * part.stored_bytes(shards, run)
-            trained = part.shards(shards, trained=True)
-            states += count * sum(_state_bytes(run.optimizer, n, run.master_dtype) for n in trained)
-        self.hold(WORKSPACE, run.device.workspace_bytes)
-        self.shards_on_device = not run.cpu_offload or run.device.name == "cpu"
-        if self.shards_on_device:
-            self.hold(MASTERS, masters)
-            self.hold(OPTIMIZER, states)
+        sized = [(group_sizes(group, run), number) for group, number in skeleton.distinct_groups]
+        self.trained = [size for sizes, number in sized for size in sizes.shards * number]
+        self.hold("cuBLAS workspace", run.device.workspace_bytes)
+        self.hold("parameters (shards)", sum(number * sizes.stored for sizes, number in sized))
+        states = (_state_bytes(run.optimizer, size, run.master_dtype) for size in self.trained)
+        self.hold("optimizer states", sum(states))
 
     def hold(self, part: str, size: int) -> None:
         """Allocate ``size`` bytes of a kind."""
@@ -166,12 +134,10 @@ class _Step:
 
     def look(self, phase: str, part: str = "", extra: int = 0) -> None:
         """Update the peak with this moment, at which ``extra`` more bytes of ``part`` are alive."""
-        if self.total + extra <= self.best.total:
-            return
-        parts = {name: size for name, size in self.held.items() if size}
-        if extra:
-            parts[part] = parts.get(part, 0) + extra
-        self.best = Peak(self.total + extra, phase, parts)
+        if self.total + extra > self.peak:
+            self.peak, self.phase = self.total + extra, phase
+            alive = {**self.held, part: self.held.get(part, 0) + extra}
+            self.breakdown = {name: size for name, size in alive.items() if size}
 
     # --- forward ------------------------------------------------------------------------------------------
 
@@ -184,15 +150,12 @@ class _Step:
     def _forward(self) -> int:
         """Forward of the embedding and the blocks; returns the size of the last all-gather buffer."""
         previous = self._gather(self.root, 0)
-        if self.embedding is not None:
-            previous = self._gather(self.embedding, previous)
+        previous = self._gather(self.embedding, previous)
         self.hold(INPUTS, self.trace.before)
-        if self.embedding is not None:
-            self.look("loss")
-            if self.run.reshard_after_forward:
-                self.free(UNSHARDED, self.embedding.gathered)
+        self.look("loss")
+        if self.run.reshard_after_forward:
+            self.free(UNSHARDED, self.embedding.gathered)
         for index, footprint in enumerate(self.footprints):
-            self._input_leaves(self.visits.get(index))
             previous = self._gather(self.sizes[index], previous)
             saves = index >= self.first_backward and index not in self.checkpointed
             self.look("loss", WORKING, footprint.forward_peak if saves else footprint.unsaved_peak)
@@ -204,6 +167,8 @@ class _Step:
 
     def _gather(self, sizes: Sizes, previous: int, phase: str = "loss") -> int:
         """Gather a group; returns the size of its buffer, which the next gather frees after its own."""
+        if not sizes.gathered:  # the embedding and the head are in the root
+            return previous
         self.hold(ALL_GATHER, sizes.buffer)
         self.look(phase, ALL_GATHER, sizes.cast)
         self.free(ALL_GATHER, previous)
@@ -214,19 +179,19 @@ class _Step:
         """Make parameters of what was gathered."""
         self.hold(UNSHARDED, sizes.gathered)
         self.look(phase, ALL_GATHER, sizes.moved)
-        self.look(phase, DECODING, sizes.decoding)
+        self.look(phase, "values of packed parameters at work", sizes.decoding)
 
     def _kept(self, index: int) -> tuple[str, int]:
         """What a block keeps for its backward: the kind, and the bytes."""
         checkpointed = index in self.checkpointed
-        return CHECKPOINTED if checkpointed else KEPT, self.footprints[index].left(checkpointed)
+        kind = "activations of checkpointed blocks" if checkpointed else "activations kept"
+        return kind, self.footprints[index].left(checkpointed)
 
     def _loss(self, last_gather: int) -> None:
         """Head, loss, and their backward down to the last block, which is prefetched meanwhile."""
         trace = self.trace
         self.hold(INPUTS, self.arguments)
-        if self.head is not None:
-            last_gather = self._gather(self.head, last_gather)
+        last_gather = self._gather(self.head, last_gather)
         self.look("loss", HEAD, trace.head_peak)
         self.free(ALL_GATHER, last_gather)
         self.free(HEAD, self.held[HEAD])  # the outputs that a plain loop held since the last micro-step
@@ -248,26 +213,22 @@ class _Step:
 
     def _backward(self, *, reduce: bool) -> None:
         """Backward of the blocks and of the embedding; each group's reduction follows its backward."""
-        if self.head is not None:
-            self.free(UNSHARDED, self.head.gathered)
-            self._reduce(len(self.sizes) + 2, self.head, reduce=reduce)
+        self.free(UNSHARDED, self.head.gathered)
+        self._reduce(len(self.sizes) + 2, self.head, reduce=reduce)
         for index in reversed(range(self.first_backward, len(self.sizes))):
             self._block_backward(index)
             self.free(*self._kept(index))
             self._reduce(index, self.sizes[index], reduce=reduce)
-        trace = self.trace
-        own = (self.root, self.embedding, self.head)
-        embedding = sum(sizes.gradients for sizes in own if sizes is not None) - trace.head_gradients
-        if self.embedding is not None and self.gathers_embedding_again:
+        if self.gathers_embedding_again:
             self.free(ALL_GATHER, self._gather(self.embedding, 0, "backward"))
-        self.look("backward", WHOLE_GRADIENTS, trace.embedding_peak)
-        self.hold(WHOLE_GRADIENTS, embedding)
+        self.look("backward", WHOLE_GRADIENTS, self.trace.embedding_peak)
+        outside = self.root.gradients + self.embedding.gradients + self.head.gradients
+        self.hold(WHOLE_GRADIENTS, outside - self.trace.head_gradients)
         self.free(INPUTS, self.held[INPUTS])
-        self.hold(HEAD, trace.outputs - self.held[HEAD])
+        self.hold(HEAD, self.trace.outputs - self.held[HEAD])
         self.free(UNSHARDED, self.held[UNSHARDED])
         self._reduce(len(self.sizes), self.root, reduce=reduce)
-        if self.embedding is not None:
-            self._reduce(len(self.sizes) + 1, self.embedding, reduce=reduce)
+        self._reduce(len(self.sizes) + 1, self.embedding, reduce=reduce)
         self.look("backward")
         # FSDP2's callback at the end of the backward frees what it has kept of reductions.
         self.free(REDUCE_SCATTER, self.held[REDUCE_SCATTER])
@@ -282,28 +243,12 @@ class _Step:
             self._copy_out(sizes, "backward")
             self.free(ALL_GATHER, sizes.ahead)
         self._prefetch(index - 1)
-        self._input_leaves(self.visits.get(index), leaves=False)
+        working = footprint.backward_peak
         if index in self.checkpointed:
-            again = footprint.saved
-            if self.run.activations_leave and not footprint.saves_input:
-                again -= footprint.output  # the input came back for the recomputation and is freed after it
-            self.look("backward", WORKING, max(footprint.again_peak, again + footprint.backward_peak))
-        else:
-            self.look("backward", WORKING, footprint.backward_peak)
+            working = max(footprint.again_peak, footprint.saved + working)
+        self.look("backward", WORKING, working)
         self.free(UNSHARDED, sizes.gathered)
         self.hold(WHOLE_GRADIENTS, sizes.gradients)
-
-    def _input_leaves(self, index: int | None, *, leaves: bool = True) -> None:
-        """Offload the input of checkpointed block ``index``, or fetch it back.
-
-        It is offloaded when the next checkpointed block begins its forward, and fetched when that one begins
-        its backward (``sac/offload.py``). A block's input is the output of the block before it.
-        """
-        if index is None:
-            return
-        kind = INPUTS if index == 0 else self._kept(index - 1)[0]
-        size = self.footprints[index].output
-        self.hold(kind, -size if leaves else size)
 
     def _reduce(self, index: int, sizes: Sizes, *, reduce: bool) -> None:
         """Reduce a group's gradients when its backward is over, or add them to those of earlier micro-steps.
@@ -336,8 +281,8 @@ class _Step:
         self.hold(WHOLE_GRADIENTS, lingering)
         self.look("backward", REDUCE_SCATTER, sizes.scattered + cast)
         self.free(WHOLE_GRADIENTS, lingering)
-        if self.shards_on_device and not self.has_gradients:
-            self.hold(GRADIENTS, sizes.shard_gradients)
+        if not self.has_gradients:
+            self.hold("gradients (shards)", sizes.shard_gradients)
         if self.run.dp_replicate > 1 and (cast or self.has_gradients):
             # FSDP2 keeps the all-reduced tensor until the backward ends, even where the gradient is a copy.
             self.hold(REDUCE_SCATTER, sizes.scattered)
@@ -346,27 +291,22 @@ class _Step:
 
     def optimizer(self) -> None:
         """Look at the update, which needs no gathered parameters."""
-        run = self.run
-        if not self.shards_on_device:
-            return
-        item, working = run.master_dtype.itemsize, 0
-        shards = [size for part, over, _ in self.parts for size in part.shards(over, trained=True)]
-        largest = max(shards, default=0)
-        looped = run.optimizer == "adamw_for_loop" or (run.optimizer == "adamw" and run.device.name == "cpu")
-        if looped:
-            working = 2 * item * largest
-        elif run.optimizer in ("adamw", "adamw_foreach"):  # the denominators of all parameters at once
-            working = item * sum(n * sum(part.shards(over, trained=True)) for part, over, n in self.parts)
-        elif run.optimizer == "adamw_stochastic":
-            working = working_bytes(largest, run.master_dtype)
-        self.look("optimizer", UPDATE, working)
+        optimizer, on_cpu, dtype = self.run.optimizer, self.run.device.name == "cpu", self.run.master_dtype
+        largest = max(self.trained, default=0)
+        working = 0
+        if optimizer == "adamw_for_loop" or (optimizer == "adamw" and on_cpu):
+            working = 2 * dtype.itemsize * largest
+        elif optimizer in ("adamw", "adamw_foreach"):  # the denominators of all parameters at once
+            working = dtype.itemsize * sum(self.trained)
+        elif optimizer == "adamw_stochastic":
+            working = working_bytes(largest, dtype)
+        self.look("optimizer", "optimizer at work", working)
 
 
 def _state_bytes(optimizer: str, elements: int, master_dtype: torch.dtype) -> int:
     """Bytes of the optimizer states of a parameter, of which a rank's shard has ``elements``."""
-    item = master_dtype.itemsize
     # torchao rounds the states of a shard that has 4,096 elements or more in whole blocks of 256, to one byte
     # and a float32 scale for each block (``AdamW8bit._new_buffer``).
     if optimizer == "adamw8bit" and elements >= 4096 and elements % 256 == 0:
         return 2 * elements + 2 * 4 * (elements // 256)
-    return {"sgd": 0, "sgd_momentum": 1}.get(optimizer, 2) * elements * item
+    return {"sgd": 0, "sgd_momentum": 1}.get(optimizer, 2) * elements * master_dtype.itemsize

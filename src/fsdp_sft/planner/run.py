@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,7 +11,6 @@ from fsdp_sft._process.gpus import Gpu, gpu_named
 from fsdp_sft.sac import Placement, Ratio, parse_ratio, select_block_indices
 from fsdp_sft.shard.packing import KINDS
 
-ExpertsImpl = Literal["grouped_mm", "eager"]
 LossImpl = Literal["chunked", "logits"]
 Optimizer = Literal[
     "adamw",
@@ -30,8 +28,8 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "loss_impl": get_args(LossImpl),
     "optimizer": get_args(Optimizer),
-    "experts_impl": get_args(ExpertsImpl),
     "grad_sync": get_args(GradSync),
+    "sac_placement": get_args(Placement),
     **dict.fromkeys(("master_dtype", "param_dtype", "reduce_dtype"), _FLOATING),
     "frozen_dtype": (*_FLOATING, *KINDS, None),
     "logits_dtype": (*_FLOATING, None),
@@ -61,7 +59,6 @@ class Run:
         dp_replicate: Replicas of the sharded model (HSDP); divides ``num_gpus``.
         cp: Ranks that share the tokens of each row (``use_context_parallel``); ``dp_replicate * cp`` divides
             ``num_gpus``, and ``cp`` the query heads. Parameters are sharded over them as well.
-        sac_blocks: Indices of the checkpointed blocks, instead of ratio and placement.
         optimizer: ``"adamw"`` (as torch runs it by default: ``foreach`` on a GPU, a loop on a CPU),
             ``"adamw_foreach"``, ``"adamw_fused"``, ``"adamw_for_loop"``, ``"adamw_stochastic"``
             (``StochasticAdamW``), ``"adamw8bit"``, ``"sgd"``, ``"sgd_momentum"``.
@@ -69,10 +66,7 @@ class Run:
             with unsharded gradients kept until then.
         reshard_after_forward: Whether blocks are freed between their forward and their backward; False keeps
             them gathered (ZeRO-2).
-        cpu_offload: Whether shards, gradients and optimizer states are in host memory, which is not counted.
-        sac_offload: Whether what checkpointed blocks keep is offloaded: ``apply_sac(offload=True)``.
-        trainable: Regular expressions for the names of trained parameters; None trains all.
-        lora_rank: Rank of LoRA adapters. Above 0 all other parameters are frozen, except ``trainable``.
+        lora_rank: Rank of LoRA adapters. Above 0 all other parameters are frozen.
         lora_targets: Names of linear layers to adapt, such as ``["q_proj", "v_proj"]``; None takes all in the
             blocks.
         frozen_dtype: Dtype of frozen shards; None is ``param_dtype`` with LoRA and for the towers of a
@@ -84,8 +78,6 @@ class Run:
         logits_dtype: Dtype of the cross entropy with ``loss_impl="logits"``. None is ``param_dtype``: a plain
             loop that gives the model's logits to ``F.cross_entropy`` and holds on to them. ``torch.float32``
             is what ``causal_lm_loss(impl="logits")`` does, and with ``cp > 1`` any loss.
-        experts_impl: How experts are computed, as for ``prepare_experts``: ``"grouped_mm"``, or ``"eager"``,
-            whose backward holds a gradient of all of a layer's experts for each of them in turn.
         ep_size: Ranks over which the experts of a layer are distributed (``shard_model(ep_size=)``);
             ``dp_replicate * ep_size`` divides ``num_gpus``, and ``ep_size`` the number of experts. The
             estimate assumes that each rank gets as many tokens as it sends.
@@ -113,20 +105,15 @@ class Run:
     grad_accum_steps: int = 1
     dp_replicate: int = 1
     cp: int = 1
-    sac_blocks: Iterable[int] | None = None
     optimizer: Optimizer = "adamw"
     grad_sync: GradSync = "each"
     reshard_after_forward: bool = True
-    cpu_offload: bool = False
-    sac_offload: bool = False
-    trainable: str | Iterable[str] | None = None
     lora_rank: int = 0
     lora_targets: str | Iterable[str] | None = None
     frozen_dtype: torch.dtype | Literal["stored", "nf4", "fp8"] | None = None
     param_dtype: torch.dtype = torch.bfloat16
     reduce_dtype: torch.dtype = torch.float32
     logits_dtype: torch.dtype | None = None
-    experts_impl: ExpertsImpl = "grouped_mm"
     ep_size: int = 1
 
     def __post_init__(self) -> None:
@@ -135,44 +122,25 @@ class Run:
             check_integer(name, getattr(self, name), 1)
         check_integer("lora_rank", self.lora_rank, 0)
         for name, allowed in _CHOICES.items():
-            _check_choice(name, getattr(self, name), allowed)
-        self._check_ranks()
-        if self.lora_targets is not None and not self.lora_rank:
-            raise ValueError(f"lora_targets={self.lora_targets!r} is for adapters: give lora_rank too")
-        ratio = parse_ratio(self.sac_ratio)
-        select_block_indices(1, ratio, placement=self.sac_placement)
-        blocks = self.sac_blocks
-        if blocks is not None:
-            blocks = tuple(blocks)
-            if ratio:
-                raise ValueError(
-                    "give sac_ratio or sac_blocks, and not both: each says which blocks recompute"
-                )
-            for index in blocks:
-                check_integer("each of sac_blocks", index, 0)
-            blocks = tuple(sorted(set(blocks)))
-        in_one_form = {
-            "sac_ratio": ratio,
-            "sac_blocks": blocks,
-            "trainable": _patterns(self.trainable),
-            "lora_targets": _patterns(self.lora_targets),
-        }
-        for name, value in in_one_form.items():
-            object.__setattr__(self, name, value)
-
-    def _check_ranks(self) -> None:
-        """Refuse groups of ranks that do not divide the ranks, or exclude each other."""
+            if getattr(self, name) not in allowed:
+                choices = ", ".join(map(repr, allowed))
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         if self.ep_size > 1 and self.cp > 1:
             raise ValueError(
                 "ranks that share rows cannot share out experts: one of cp and ep_size has to be 1, got "
                 f"{self.cp} and {self.ep_size}"
             )
-        for name, ranks in (("cp", self.cp), ("ep_size", self.ep_size)):
-            if self.num_gpus % (self.dp_replicate * ranks):
-                raise ValueError(
-                    f"dp_replicate x {name} must divide num_gpus, got {self.dp_replicate} x {ranks} of "
-                    f"{self.num_gpus}"
-                )
+        if self.num_gpus % (self.dp_replicate * self.cp * self.ep_size):
+            raise ValueError(
+                f"dp_replicate x cp x ep_size must divide num_gpus, got {self.dp_replicate} x {self.cp} x "
+                f"{self.ep_size} of {self.num_gpus}"
+            )
+        if self.lora_targets is not None and not self.lora_rank:
+            raise ValueError(f"lora_targets={self.lora_targets!r} is for adapters: give lora_rank too")
+        object.__setattr__(self, "sac_ratio", parse_ratio(self.sac_ratio))
+        targets = self.lora_targets
+        targets = (targets,) if isinstance(targets, str) else targets and tuple(targets)
+        object.__setattr__(self, "lora_targets", targets)
 
     @functools.cached_property
     def device(self) -> Gpu:
@@ -191,50 +159,18 @@ class Run:
         return self.param_dtype if self.packed or self.lora_rank or is_tower else self.master_dtype
 
     @property
-    def loss_dtype(self) -> torch.dtype:
-        """Dtype of the cross entropy of logits; where ranks share rows it is float32 at least."""
-        if self.cp > 1:
-            return torch.promote_types(self.param_dtype, torch.float32)
-        return self.logits_dtype or self.param_dtype
-
-    @property
     def num_shards(self) -> int:
         """Number of ranks that a parameter is sharded over."""
         return self.num_gpus // self.dp_replicate
 
-    @property
-    def activations_leave(self) -> bool:
-        """Whether what checkpointed blocks keep is offloaded; on a CPU it is on the host already."""
-        return self.sac_offload and self.device.name != "cpu"
-
+    @functools.lru_cache(maxsize=256)  # noqa: B019  runs are few and small
     def checkpointed(self, num_blocks: int) -> frozenset[int]:
         """Indices of the blocks that are recomputed in the backward."""
-        if self.sac_blocks is None:
-            return _selected(num_blocks, parse_ratio(self.sac_ratio), self.sac_placement)
-        chosen = frozenset(self.sac_blocks)
-        if outside := sorted(chosen - set(range(num_blocks))):
-            raise ValueError(f"sac_blocks must lie in [0, {num_blocks}), got {outside}")
-        return chosen
-
-
-@functools.lru_cache(maxsize=256)
-def _selected(num_blocks: int, ratio: Fraction, placement: Placement) -> frozenset[int]:
-    return frozenset(select_block_indices(num_blocks, ratio, placement=placement))
+        ratio = parse_ratio(self.sac_ratio)
+        return frozenset(select_block_indices(num_blocks, ratio, placement=self.sac_placement))
 
 
 def check_integer(name: str, value: Any, smallest: int) -> None:
     """Raise a ValueError unless a value is an integer of at least ``smallest``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
         raise ValueError(f"{name} must be an integer of at least {smallest}, got {value!r}")
-
-
-def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in allowed):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-
-
-def _patterns(value: Any) -> tuple[str, ...] | None:
-    """One string or several as a tuple."""
-    if value is None:
-        return None
-    return (value,) if isinstance(value, str) else tuple(value)

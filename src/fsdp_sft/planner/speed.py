@@ -4,19 +4,17 @@ The rates are the device's, times the shares of them that training reaches. Only
 docs/explanation/how-the-estimate-was-checked.md says to what, and how far off they are.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdp_sft._tensors.packed_shard import PackedLayout
 from fsdp_sft.planner.ledger import Workload
 from fsdp_sft.planner.model import Skeleton
-from fsdp_sft.planner.parameters import Group, decoding
+from fsdp_sft.planner.parameters import Group, decoding, group_sizes
 from fsdp_sft.planner.run import Run
 from fsdp_sft.planner.trace import Trace, trace
 
-Bound = Literal["compute", "memory bandwidth", "network", "host link"]
+Bound = Literal["compute", "memory bandwidth", "network"]
 
 _TOUCHES = 6  # times that exchanged tensors are read or written on their way: cut, joined, put in place
 # Bytes that an update reads and writes, in units of the trained masters' bytes. One fused kernel reads
@@ -27,7 +25,6 @@ _LISTED_TRIPS = 21
 # Seconds for which a device waits for the host where the host reads the sizes of an exchange of tokens: about
 # ten operations have to be launched before the device is busy again. Not fitted: no published run shows it.
 _HOST_WAITS = 5e-5
-_NORM_TRIPS = 3  # gradients are read once for their norm, and read and written to clip them
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,6 @@ class Rates:
         contention: Seconds by which a second of collectives slows the computation that hides it, since they
             take multiprocessors and memory bandwidth from it.
         operation: Shortest time of an operation, in seconds.
-        host_link: Share of the bandwidth to the host.
         wide: Rate of products in float32 as a share of that in 16 bits (TF32; half of it without).
     """
 
@@ -53,7 +49,6 @@ class Rates:
     network: float = 0.8
     contention: float = 0.4
     operation: float = 6e-6
-    host_link: float = 0.8
     wide: float = 1 / 8
 
 
@@ -72,11 +67,8 @@ class StepTime:
         exposed: The time that ``communication`` adds to a micro-step: what the computation does not hide, and
             the slowdown of the computation itself.
         exchange: Exchanges of one micro-step between ranks that share rows or experts; they do not overlap.
-        offload: Copies of one micro-step between device and host, which overlap: offloaded activations, and
-            with ``cpu_offload`` shards and gradients.
         optimizer: Gradient norm and update.
         total: The whole step.
-        decoding: The part of ``compute`` that computes the values of packed weights in gathers.
     """
 
     compute: float
@@ -85,16 +77,12 @@ class StepTime:
     communication: float
     exposed: float
     exchange: float
-    offload: float
     optimizer: float
     total: float
-    decoding: float = 0.0
 
     @property
     def bound(self) -> Bound:
         """The resource that limits the speed."""
-        if self.offload > max(self.compute, self.communication):
-            return "host link"
         if self.communication > self.compute or self.exposed + self.exchange > self.compute:
             return "network"
         return "memory bandwidth" if self.memory_bound > self.compute / 2 else "compute"
@@ -103,58 +91,12 @@ class StepTime:
 def step_time(skeleton: Skeleton, run: Run, rates: Rates = RATES) -> StepTime:
     """Predict the seconds of one optimizer step: micro-steps, and the update.
 
-    The forward and the backward each take the longest of computation (slowed by contention), communication
-    and host copies. The gathers before the first block and the reductions after the last are not hidden.
+    The forward and the backward each take the longer of computation (slowed by contention) and communication.
+    The gathers before the first block and the reductions after the last are not hidden.
     """
     seen = trace(skeleton, run)
-    passes = _passes(skeleton, seen, run, rates)
-    # Where gradients are reduced once, the micro-steps before the last only gather.
-    whole = _network(skeleton, run, rates, reduces=True)
-    early = whole if run.grad_sync == "each" else _network(skeleton, run, rates, reduces=False)
-    exchange = _exchange(skeleton, seen, run, rates)
-    offload = _offload(skeleton, seen, run, rates)
-
-    def micro_step(net: "_Collectives") -> float:
-        forward = _beside(passes.forward, net.forward, offload / 2, rates)
-        return forward + _beside(passes.backward, net.backward, offload / 2, rates) + net.alone + exchange
-
-    optimizer = _update(skeleton, run, rates)
-    others = run.grad_accum_steps - 1
-    total = micro_step(whole) + others * micro_step(early) + optimizer
-    compute = passes.forward + passes.backward
-    return StepTime(
-        compute=compute,
-        recompute=passes.recompute,
-        memory_bound=passes.memory_bound,
-        communication=whole.forward + whole.backward + whole.alone,
-        exposed=max(0.0, micro_step(whole) - exchange - max(compute, offload)),
-        exchange=exchange,
-        offload=offload,
-        optimizer=optimizer,
-        total=total,
-        decoding=passes.decoding,
-    )
-
-
-def _beside(compute: float, network: float, offload: float, rates: Rates) -> float:
-    """Seconds of a pass in which collectives and copies overlap with the computation."""
-    return max(compute + rates.contention * min(compute, network), network, offload)
-
-
-@dataclass(frozen=True)
-class _Passes:
-    """Seconds that the computation of a micro-batch takes by itself."""
-
-    forward: float
-    backward: float
-    recompute: float
-    memory_bound: float
-    decoding: float
-
-
-def _passes(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> _Passes:
-    """Seconds of a micro-batch's forward and backward if only the device itself limited them."""
     checkpointed = run.checkpointed(len(skeleton.blocks))
+    behind = range(skeleton.first_backward, len(skeleton.kinds))
     spent = {
         (kind, name): _seconds(getattr(footprint, name), run, rates)
         for kind, footprint in seen.blocks.items()
@@ -165,31 +107,48 @@ def _passes(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> _Passes:
         seconds = [spent[skeleton.kinds[index], name] for index in blocks]
         return sum((took for took, _ in seconds), 0.0), sum(waits for _, waits in seconds)
 
-    behind = range(skeleton.first_backward, len(skeleton.kinds))
-    forward, waits_forward = spent_by(range(len(skeleton.kinds)), "forward")
-    backward, waits_backward = spent_by(behind, "backward")
-    again, waits_again = spent_by(checkpointed.intersection(behind), "again")
-    rest, waits = _seconds(seen.rest, run, rates)
-    copies = _copies(skeleton, run) / (run.device.memory_bytes_per_second * rates.memory)
-    decoded = _decoding(skeleton, run, rates)
-    gathered_again = decoded if run.reshard_after_forward else 0.0
-    return _Passes(
-        forward + rest / 3 + copies / 3 + decoded,
-        backward + again + rest * 2 / 3 + copies * 2 / 3 + gathered_again,
-        again,
-        waits_forward + waits_backward + waits_again + waits + copies + decoded + gathered_again,
-        decoded + gathered_again,
+    spans = (
+        spent_by(range(len(skeleton.kinds)), "forward"),
+        spent_by(behind, "backward"),
+        spent_by(checkpointed.intersection(behind), "again"),
+        _seconds(seen.rest, run, rates),
     )
+    (forward, backward, again, rest), waits = (took for took, _ in spans), sum(wait for _, wait in spans)
+    memory = run.device.memory_bytes_per_second * rates.memory
+    # FSDP2 copies within the device, out of gathers and into reductions.
+    sized = [(group_sizes(group, run), number) for group, number in skeleton.distinct_groups]
+    gathers = 2 if run.reshard_after_forward else 1
+    copied = (n * (2 * gathers * sizes.buffer + sizes.gradients + sizes.reduced) for sizes, n in sized)
+    copies = sum(copied) / memory if run.num_shards > 1 else 0.0
+    packed = (layout for group in skeleton.groups for layout in group_sizes(group, run).packed)
+    parts = (decoding(layout, run.param_dtype) for layout in packed)
+    # Each gather computes the values of packed parameters, which memory limits.
+    decoded = sum(times * _seconds(work, run, rates)[0] for _, work, times in parts)
+    forward += rest / 3 + copies / 3 + decoded
+    backward += again + rest * 2 / 3 + copies * 2 / 3 + decoded * (gathers - 1)
+    # Where gradients are reduced once, the micro-steps before the last only gather.
+    whole = _network(skeleton, run, rates, reduces=True)
+    early = whole if run.grad_sync == "each" else _network(skeleton, run, rates, reduces=False)
+    exchange = _exchange(skeleton, seen, run, rates)
 
+    def micro_step(network: tuple[float, float, float]) -> float:
+        passes = zip((forward, backward), network[:2], strict=True)
+        taken = (max(own + rates.contention * min(own, link), link) for own, link in passes)
+        return sum(taken) + network[2] + exchange
 
-def _decoding(skeleton: Skeleton, run: Run, rates: Rates) -> float:
-    """Seconds in which the values of all packed parameters are computed once, which memory limits."""
-    layouts = Counter[PackedLayout]()
-    for part, _, number in skeleton.parts(run):
-        for layout in part.packed:
-            layouts[layout] += number
-    parts = ((decoding(layout, run.param_dtype), number) for layout, number in layouts.items())
-    return sum(number * part.times * _seconds(part.work, run, rates)[0] for part, number in parts)
+    # Gradients are read once for their norm, and read and written to clip them.
+    trips = _UPDATE_TRIPS.get(run.optimizer, _LISTED_TRIPS) + 3
+    optimizer = trips * sum(number * sizes.shard_gradients for sizes, number in sized) / memory
+    return StepTime(
+        compute=forward + backward,
+        recompute=again,
+        memory_bound=waits + copies + decoded * gathers,
+        communication=sum(whole),
+        exposed=max(0.0, micro_step(whole) - exchange - (forward + backward)),
+        exchange=exchange,
+        optimizer=optimizer,
+        total=micro_step(whole) + (run.grad_accum_steps - 1) * micro_step(early) + optimizer,
+    )
 
 
 def _seconds(work: Workload, run: Run, rates: Rates) -> tuple[float, float]:
@@ -206,92 +165,37 @@ def _seconds(work: Workload, run: Run, rates: Rates) -> tuple[float, float]:
     return total, waiting
 
 
-def _copies(skeleton: Skeleton, run: Run) -> float:
-    """Bytes that FSDP2 copies within the device in each micro-step, out of gathers and into reductions."""
-    if run.num_shards == 1:
-        return 0.0
-    gathers = 2 if run.reshard_after_forward else 1
-    parts = skeleton.parts(run)  # of the experts only this rank's
-    item = run.param_dtype.itemsize
-    dense = sum(n * (part.elements() - part.packed_elements()) for part, _, n in parts) * item
-    packed = sum(n * part.packed_bytes(over) * over for part, over, n in parts)
-    gathered = 2 * gathers * (dense + packed)
-    trained = sum(n * part.elements(trained=True) for part, _, n in parts)
-    reduced = trained * (item + run.reduce_dtype.itemsize)
-    return float(gathered + reduced)
+def _network(skeleton: Skeleton, run: Run, rates: Rates, *, reduces: bool) -> tuple[float, float, float]:
+    """Seconds of the gathers of a micro-step, and of its reductions if it ``reduces``.
 
-
-@dataclass(frozen=True)
-class _Collectives:
-    """Seconds of a micro-step's collectives.
-
-    Attributes:
-        forward: Collectives that overlap with the forward.
-        backward: Collectives that overlap with the backward.
-        alone: Collectives that overlap with nothing.
+    Returns:
+        Those that overlap with the forward, with the backward, and with nothing.
     """
+    gpu, link = run.device, run.device.node_bytes_per_second
+    if run.num_shards > gpu.gpus_per_node:
+        # A node fetches what it needs once, over the adapters of all its GPUs together.
+        link = min(link, gpu.gpus_per_node * gpu.bytes_per_second)
+    # Replicas all-reduce each shard, and all of that passes the one adapter of the rank's GPU.
+    across = gpu.node_bytes_per_second if run.num_gpus <= gpu.gpus_per_node else gpu.bytes_per_second
+    again = 2 * (run.dp_replicate - 1) / run.dp_replicate
 
-    forward: float
-    backward: float
-    alone: float
+    def gathers(groups: Iterable[Group]) -> float:
+        return sum(group_sizes(group, run).received for group in groups) / (link * rates.network)
 
+    def reductions(groups: Iterable[Group]) -> float:
+        sizes = [group_sizes(group, run) for group in groups if reduces]
+        within = sum(each.reduced - each.scattered for each in sizes) / link
+        return (within + again * sum(each.scattered for each in sizes) / across) / rates.network
 
-def _network(skeleton: Skeleton, run: Run, rates: Rates, *, reduces: bool) -> _Collectives:
-    """Seconds of the gathers of a micro-step, and of its reductions if it ``reduces``."""
-    gpu, shards = run.device, run.num_shards
-    link = _shared_link(run, shards) * rates.network
-    reduce = run.reduce_dtype.itemsize / link if reduces else 0.0
-    across_replicas = 0.0
-    if run.dp_replicate > 1 and reduces:
-        # Replicas all-reduce each shard, and all of that passes the one adapter of the rank's GPU.
-        across = gpu.node_bytes_per_second if run.num_gpus <= gpu.gpus_per_node else gpu.bytes_per_second
-        again = 2 * (run.dp_replicate - 1) / run.dp_replicate
-        across_replicas = again * run.reduce_dtype.itemsize / shards / (across * rates.network)
-
-    def gathers(groups: Sequence[Group]) -> float:
-        received = 0.0
-        for part, over in (part for group in groups for part in group.parts(shards, run.ep_size)):
-            dense = (part.elements() - part.packed_elements()) * run.param_dtype.itemsize
-            received += dense * (over - 1) / over + part.packed_bytes(over) * (over - 1)
-        return received / link
-
-    def reductions(groups: Sequence[Group]) -> float:
-        received = sum(_received(group, run) for group in groups)
-        return received * reduce + sum(g.elements(trained=True) for g in groups) * across_replicas
-
-    first, others = skeleton.groups[0], skeleton.groups[1:]
+    first, *others = skeleton.groups
     behind = skeleton.groups[skeleton.first_backward :] if run.reshard_after_forward else ()
-    head = [] if skeleton.head is None else [skeleton.head]
-    alone = (*(group for group in skeleton.outside if group is not skeleton.head), first)
-    return _Collectives(
-        forward=gathers([*others, *head]),
-        backward=gathers(behind) + reductions([*others, *head]),
-        alone=gathers(alone) + reductions(alone),
-    )
-
-
-def _received(group: Group, run: Run) -> float:
-    """Elements of gradients that come from other ranks: of the experts only this rank's."""
-    parts = group.parts(run.num_shards, run.ep_size)
-    return sum(part.elements(trained=True) * (over - 1) / over for part, over in parts)
-
-
-def _shared_link(run: Run, ranks: int) -> float:
-    """Bytes per second and GPU of a gather or a reduction over so many ranks.
-
-    Over several nodes, a node fetches what it needs once, over the adapters of all its GPUs together.
-    """
-    gpu = run.device
-    if ranks <= gpu.gpus_per_node:
-        return gpu.node_bytes_per_second
-    return min(gpu.node_bytes_per_second, gpu.gpus_per_node * gpu.bytes_per_second)
+    hidden, alone = (*others, skeleton.head), (skeleton.root, skeleton.embedding, first)
+    return gathers(hidden), gathers(behind) + reductions(hidden), gathers(alone) + reductions(alone)
 
 
 def _exchange(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> float:
     """Seconds of the exchanges around attention or experts, in forward, backward and recomputation."""
     ranks = run.cp * run.ep_size
-    if ranks == 1:
-        return 0.0
     checkpointed = run.checkpointed(len(skeleton.blocks))
     exchanged = sum(
         seen.blocks[kind].exchanged * (2 + (index in checkpointed))
@@ -299,39 +203,7 @@ def _exchange(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> float:
     )
     gpu = run.device
     link = gpu.node_bytes_per_second if ranks <= gpu.gpus_per_node else gpu.bytes_per_second
-    share = (ranks - 1) / ranks
-    memory = gpu.memory_bytes_per_second * rates.memory
     # Cutting and joining around experts is among the traced operations; around attention it is not.
-    touches = _TOUCHES / memory if run.cp > 1 else 0.0
+    touches = _TOUCHES / (gpu.memory_bytes_per_second * rates.memory) if run.cp > 1 else 0.0
     waits = _HOST_WAITS * (len(skeleton.experts) + len(checkpointed)) if run.ep_size > 1 else 0.0
-    return exchanged * (share / (link * rates.network) + touches) + waits
-
-
-def _offload(skeleton: Skeleton, seen: Trace, run: Run, rates: Rates) -> float:
-    """Seconds of a micro-step's copies between device and host.
-
-    What checkpointed blocks keep goes to the host and comes back. Shards that live on the host are copied to
-    the device for each gather, in the dtype in which they are stored, and the gradients' shards go back.
-    """
-    moved = 0
-    if run.activations_leave:
-        checkpointed = run.checkpointed(len(skeleton.blocks))
-        moved += 2 * sum(seen.blocks[skeleton.kinds[index]].output for index in checkpointed)
-    if run.cpu_offload:
-        gathers = 2 if run.reshard_after_forward else 1
-        for part, over, number in skeleton.parts(run):
-            gradients = sum(part.shards(over, trained=True)) * run.master_dtype.itemsize
-            moved += number * (gathers * part.stored_bytes(over, run) + gradients)
-    return moved / (run.device.host_bytes_per_second * rates.host_link)
-
-
-def _update(skeleton: Skeleton, run: Run, rates: Rates) -> float:
-    """Seconds of the gradients' norm and of the update."""
-    trained = sum(n * group.elements(trained=True) for group, n in skeleton.distinct_groups)
-    here = trained / run.num_shards * run.master_dtype.itemsize
-    trips = _UPDATE_TRIPS.get(run.optimizer, _LISTED_TRIPS) + _NORM_TRIPS
-    gpu = run.device
-    if not run.cpu_offload:
-        return trips * here / (gpu.memory_bytes_per_second * rates.memory)
-    # On the host the update is bound by memory bandwidth: 200 GB/s, which the ranks of a node share.
-    return trips * here * min(gpu.gpus_per_node, run.num_gpus) / 200e9
+    return exchanged * ((ranks - 1) / ranks / (link * rates.network) + touches) + waits

@@ -13,7 +13,7 @@ gradient of its output arrives, and where the gradient of its input has been com
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from fsdp_sft._model.named import tensors_in
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.footprint import BlockRecord, Footprint, footprint
-from fsdp_sft.planner.kernels import Kernels, chunked_loss, computed_by, forward_of_part, part_of_micro_batch
-from fsdp_sft.planner.ledger import EXCHANGE, Ledger, Operation, Workload, work_of
+from fsdp_sft.planner.kernels import Kernels, chunked_loss, grouped_experts, micro_batch
+from fsdp_sft.planner.ledger import Ledger, Workload, work_of
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.run import Run
 
@@ -73,10 +73,7 @@ _UNTRACED: dict[str, Any] = {
     "grad_sync": "each",
     "sac_ratio": 0,
     "sac_placement": "even",
-    "sac_blocks": None,
-    "sac_offload": False,
     "reshard_after_forward": True,
-    "cpu_offload": False,
     "optimizer": "adamw",
     **dict.fromkeys(("master_dtype", "frozen_dtype", "reduce_dtype"), torch.float32),
 }
@@ -86,8 +83,7 @@ def trace(skeleton: Skeleton, run: Run) -> Trace:
     """Trace a model under a run; results are cached.
 
     Raises:
-        ValueError: If the model's forward depends on values, which meta tensors do not have.
-        UnsupportedModelError: If ``cp > 1`` and the model cannot run on parts of rows.
+        UnsupportedModelError: If the model's forward depends on values, which meta tensors do not have.
     """
     return _trace(skeleton, replace(run, **_UNTRACED, num_gpus=run.cp * run.ep_size))
 
@@ -98,19 +94,10 @@ def _trace(skeleton: Skeleton, run: Run) -> Trace:
     try:
         return _Traced(skeleton, run).result()
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-        if run.cp > 1:
-            raise UnsupportedModelError(
-                f"model type {skeleton.family!r} cannot run on parts of a row ({type(error).__name__}: "
-                f"{str(error)[:200]}); plan it with cp=1"
-            ) from error
-        if "multiple of 16 bytes" in str(error):
-            raise ValueError(
-                f"torch multiplies no groups of the widths of {skeleton.family!r}'s experts "
-                f"({str(error)[:200]}); plan it with experts_impl='eager', and train it so"
-            ) from error
-        raise ValueError(
-            f"the memory of model type {skeleton.family!r} cannot be traced: its forward needs values "
-            f"({type(error).__name__}: {str(error)[:200]}); measure a step of it instead"
+        raise UnsupportedModelError(
+            f"a step of model type {skeleton.model.config.model_type!r} (loss_impl={run.loss_impl!r}, "
+            f"cp={run.cp}) cannot be followed without values ({type(error).__name__}: {str(error)[:200]}); "
+            "measure a step of it instead"
         ) from error
 
 
@@ -123,16 +110,19 @@ class _Traced:
         self.run = run
         self.ledger = Ledger()
         self.ledger.ignore(skeleton.traced_tensors)
-        kinds = sorted(set(skeleton.kinds))
-        self.records = {kind: BlockRecord(skeleton.blocks[kind]) for kind in kinds}
+        self.records = {kind: BlockRecord(skeleton.blocks[kind]) for kind in sorted(set(skeleton.kinds))}
         self.current: BlockRecord | None = None
-        self.marks: dict[str, int] = {}
+        self.returns_tuples = False
+        # Whether the model's logits go to the cross entropy as they are.
+        self.is_plain_loop = run.cp == 1 and run.logits_dtype in (None, run.param_dtype)
+        self.at: dict[str, int] = {}  # moments of the ledger
+        self.outputs = self.head_gradients = 0
 
     def result(self) -> Trace:
         """Run the step and sum up what was seen."""
         kernels = Kernels(self.run.device, padded=self.run.attention_mask, ledger=self.ledger)
         try:
-            experts = computed_by(self.model, self.run.experts_impl, self.run.ep_size, self.ledger)
+            experts = grouped_experts(self.model, self.run.ep_size, self.ledger)
             with self._instrumented(), experts, self.ledger, kernels, torch.enable_grad():
                 self._step()
         finally:
@@ -140,69 +130,44 @@ class _Traced:
                 tensor.grad = None
         return self._summary()
 
+    def _mark(self, moments: dict[str, int], name: str, *_: Any) -> None:
+        """Note that a moment is now."""
+        moments[name] = len(self.ledger.events)
+
     def _step(self) -> None:
         """Forward, loss and backward of one micro-batch, with marks at the moments that a trace reports."""
-        ledger, marks = self.ledger, self.marks
         run = self.run
-        inputs, forward = self._micro_batch()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            with forward:
+            with micro_batch(self.model, run, self.ledger) as inputs:
                 output = self._forward(inputs)
-            output.register_hook(self._at_output_gradient)
-            marks["head_peak"] = ledger.reset_peak()
+            output.register_hook(functools.partial(self._mark, self.at, "loss"))
+            self._mark(self.at, "head")
             loss = output if run.loss_impl == "chunked" else self._cross_entropy(output, inputs["input_ids"])
-        holds = run.loss_impl == "logits" and self._plain_loop
-        marks["outputs"] = ledger.sizes[ledger.number(output)] if holds else 0
-        if not holds:
+        if run.loss_impl == "logits" and self.is_plain_loop:
+            self.outputs = self.ledger.sizes[self.ledger.number(output)]
+        else:
             del output
-        marks["after_forward"] = ledger.live
-        for record in self.records.values():
-            # What autograd has saved is still alive. A mask that is dead now would only be kept by a
-            # checkpointed block.
-            record.arguments = {n for n in record.arguments if not ledger.alive(n)}
-            record.live["input_kept"] = int(ledger.alive(record.input))
+        self._mark(self.at, "forward")
         loss.backward()
         for record in self.records.values():
             if record.block is self.skeleton.begins_backward:
                 self._at_input_gradient(record)
-        marks["embedding_peak"] = ledger.reset_peak()
 
-    def _micro_batch(self) -> tuple[dict[str, Any], AbstractContextManager[None]]:
-        """The arguments of a rank's forward, and the context that it runs in."""
-        run = self.run
-        if run.cp > 1:
-            whole, part = part_of_micro_batch(run, self.ledger)
-            return part, forward_of_part(self.model, whole)
-        ids = torch.zeros((run.micro_batch_size, run.seq_length), dtype=torch.int64, device="meta")
-        mask = torch.ones_like(ids) if run.attention_mask else None
-        return {"input_ids": ids, "attention_mask": mask}, nullcontext()
-
-    @property
-    def _plain_loop(self) -> bool:
-        """Whether the model's logits go to the cross entropy as they are."""
-        return self.run.cp == 1 and self.run.loss_dtype == self.model.dtype
-
-    def _forward(self, inputs: dict[str, Any]) -> torch.Tensor:
+    def _forward(self, inputs: dict[str, Any]) -> Any:
         """The model's output: logits, or the loss if that replaces the head."""
-        inputs = {**inputs, "use_cache": False}
         if self.run.loss_impl == "logits":
-            output: torch.Tensor = self.model(**inputs).logits
-            return output
+            return self.model(**inputs, use_cache=False).logits
         head = self.model.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
-            raise ValueError(
-                f"loss_impl='chunked' needs a linear head, {self.skeleton.family} has {type(head).__name__}; "
-                "use loss_impl='logits'"
-            )
         losses: list[torch.Tensor] = []
 
         def loss_in_place(hidden: torch.Tensor) -> torch.Tensor:
-            losses.append(chunked_loss(hidden, head.weight, head.bias, self.run.device, self.ledger))
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            losses.append(chunked_loss(rows, head.weight, head.bias, self.run.device, self.ledger))
             return hidden.new_empty((*hidden.shape[:-1], 0))
 
         head.__dict__["forward"] = loss_in_place
         try:
-            self.model(**inputs)
+            self.model(**inputs, use_cache=False)
         finally:
             del head.__dict__["forward"]
         return losses[0]
@@ -210,42 +175,40 @@ class _Traced:
     def _cross_entropy(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The loss from logits in full."""
         # A plain loop shifts the labels and not the logits; so does a loss of rows that ranks share.
-        if self._plain_loop or self.run.cp > 1:
-            logits = logits.to(self.run.loss_dtype)
-            return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum")
-        shifted = logits[:, :-1].to(self.run.loss_dtype).flatten(0, 1)
-        return F.cross_entropy(shifted, ids[:, 1:].flatten(), reduction="sum")
+        if not self.is_plain_loop and self.run.cp == 1:
+            logits, ids = logits[:, :-1], ids[:, 1:]
+        # Where ranks share rows, it is computed in float32 at least.
+        shared = torch.promote_types(self.run.param_dtype, torch.float32)
+        wide = (
+            logits if self.is_plain_loop else logits.to(shared if self.run.cp > 1 else self.run.logits_dtype)
+        )
+        return F.cross_entropy(wide.flatten(0, 1), ids.flatten(), reduction="sum")
 
     @contextmanager
     def _instrumented(self) -> Iterator[None]:
         """Context in which hooks watch one block of each kind, and the others pass their input on."""
         taking_part = {id(record.block) for record in self.records.values()}
-        silenced = [block for block in self.skeleton.blocks if id(block) not in taking_part]
-        handles = []
-        try:
-            for block in silenced:
-                block.forward = self._pass_on
+        with ExitStack() as undone:
+            for block in self.skeleton.blocks:
+                if id(block) not in taking_part:
+                    block.forward = self._pass_on
+                    undone.callback(block.__dict__.pop, "forward")
             for record in self.records.values():
-                before = functools.partial(self._before, record)
-                handles.append(record.block.register_forward_pre_hook(before, with_kwargs=True))
-                handles.append(record.block.register_forward_hook(functools.partial(self._after, record)))
+                before, after = (functools.partial(hook, record) for hook in (self._before, self._after))
+                undone.enter_context(record.block.register_forward_pre_hook(before, with_kwargs=True))
+                undone.enter_context(record.block.register_forward_hook(after))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for block in silenced:
-                block.__dict__.pop("forward", None)
 
     def _pass_on(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of a silenced block: its input, in a tuple if blocks return tuples."""
         hidden = args[0] if args else kwargs["hidden_states"]
-        return (hidden,) if self.marks.get("tuples") else hidden
+        return (hidden,) if self.returns_tuples else hidden
 
     def _before(self, record: BlockRecord, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a block's forward: try it without saving, and note what is alive."""
-        ledger = self.ledger
-        record.events["unsaved"] = len(ledger.events)
-        record.peak["unsaved"] = self._peak_without_saving(module, args, kwargs)
+        self._mark(record.at, "unsaved")
+        with torch.no_grad():
+            module.forward(*args, **kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
         if not hidden.requires_grad and module is not self.skeleton.begins_backward:
             hidden = _Joined.apply(hidden, torch.empty(0, device="meta", requires_grad=True))
@@ -254,131 +217,88 @@ class _Traced:
         hidden = hidden.view_as(hidden)
         if hidden.requires_grad:
             hidden.register_hook(functools.partial(self._at_input_gradient, record))
-        record.input = ledger.number(hidden)
+        record.input = self.ledger.number(hidden)
         others = [value for value in tensors_in((args[1:], kwargs)) if value is not hidden]
-        record.arguments = {ledger.number(tensor) for tensor in others} - {record.input}
-        self.marks.setdefault("before", ledger.live)
-        record.live["before"], record.events["before"] = ledger.live, len(ledger.events)
+        record.arguments = {self.ledger.number(tensor) for tensor in others} - {record.input}
+        self._mark(record.at, "before")
         self.current = record
-        ledger.reset_peak()
         if args:
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden}
 
-    def _peak_without_saving(self, module: nn.Module, args: Any, kwargs: Any) -> int:
-        """Most bytes that a trial of the forward adds when nothing is saved."""
-        live = self.ledger.live
-        self.ledger.reset_peak()
-        with torch.no_grad():
-            module.forward(*args, **kwargs)
-        return self.ledger.reset_peak() - live
-
     def _after(self, record: BlockRecord, module: nn.Module, args: Any, output: Any) -> None:
-        """After a block's forward: note what is alive and how much it took."""
-        ledger = self.ledger
-        self.marks["tuples"] = int(isinstance(output, tuple))
+        """After a block's forward: note what is alive."""
+        self.returns_tuples = isinstance(output, tuple)
         hidden = output[0] if isinstance(output, tuple) else output
-        hidden.register_hook(functools.partial(self._at_output_gradient_of, record))
-        record.output = ledger.number(hidden)
-        record.live["after"], record.events["after"] = ledger.live, len(ledger.events)
-        record.peak["forward"] = ledger.reset_peak()
+        hidden.register_hook(functools.partial(self._at_output_gradient, record))
+        record.output = self.ledger.number(hidden)
+        self._mark(record.at, "after")
         self.current = None
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         # autograd calls this for each tensor that it saves.
         if self.current is not None:
             self.current.saved.add(self.ledger.number(tensor))
-            self.current.peak["again"] = self.ledger.peak  # of the last tensor that is saved
+            self._mark(self.current.at, "again")
         return tensor.detach()
 
-    def _at_output_gradient(self, grad: torch.Tensor) -> None:
-        """The loss's backward has reached the model's output."""
-        self.marks["loss_peak"] = self.ledger.reset_peak()
-
-    def _at_output_gradient_of(self, record: BlockRecord, grad: torch.Tensor) -> None:
+    def _at_output_gradient(self, record: BlockRecord, grad: torch.Tensor) -> None:
         """The backward has reached a block's output: the block's own backward begins."""
-        if "block_backward" not in self.marks:  # the last block's, with which the blocks' backward begins
-            self.marks["block_backward"] = self.ledger.live
-            self.marks["head_backward_peak"] = self.ledger.peak
-            self.marks["head_gradients"] = sum(
-                t.grad.nbytes for t in self.skeleton.traced_tensors if t.grad is not None
-            )
-        record.live["backward"], record.events["backward"] = self.ledger.live, len(self.ledger.events)
-        self.ledger.reset_peak()
+        if "blocks" not in self.at:  # the last block's, with which the blocks' backward begins
+            self._mark(self.at, "blocks")
+            grads = (tensor.grad for tensor in self.skeleton.traced_tensors)
+            self.head_gradients = sum(grad.nbytes for grad in grads if grad is not None)
+        self._mark(record.at, "backward")
 
     def _at_input_gradient(self, record: BlockRecord, grad: torch.Tensor | None = None) -> None:
         """At the end of a block's backward: drop its parameters' gradients, which ``replay`` counts."""
-        record.peak["backward"] = self.ledger.reset_peak()
-        record.events["end"] = len(self.ledger.events)
+        self._mark(record.at, "end")
         for parameter in record.block.parameters():
             parameter.grad = None
-        self.ledger.reset_peak()
-        self.marks["embedding_before"] = self.ledger.live
+        self._mark(self.at, "embedding")
 
     def _summary(self) -> Trace:
-        """The trace, from the marks and from what was seen of each block."""
-        marks = self.marks
-        kept = {kind: self._kept(record) for kind, record in self.records.items()}
-        base = marks["before"] + sum(kept.values())
+        """The trace, from the moments and from what was seen of each block."""
+        ledger, at, records = self.ledger, self.at, self.records
+        # What autograd has saved is alive after the forward. A mask that is dead then would only be kept by a
+        # checkpointed block.
+        dead = {event.freed for event in ledger.events[: at["forward"]]}
+        kept = {
+            kind: ledger.live_at(record.at["after"])
+            - ledger.live_at(record.at["before"])
+            - (ledger.sizes[record.input] if record.input in dead else 0)
+            for kind, record in records.items()
+        }
+        first = min(record.at["before"] for record in records.values())
+        last = max(record.at["after"] for record in records.values())
+        base = ledger.live_at(first) + sum(kept.values())
+
+        def peak(begin: int, end: int) -> int:
+            return ledger.live_at(begin) + ledger.added(begin, end) - base
+
+        inside = set[int]()
+        for record in records.values():
+            inside.update(range(record.at["unsaved"], record.at["after"]))
+            inside.update(range(record.at["backward"], record.at["end"]))
         return Trace(
             blocks={
-                kind: footprint(
-                    record,
-                    self.ledger,
-                    kept[kind],
-                    exchanged=self._exchanged(record),
-                    compiled=self.run.compile,
-                )
-                for kind, record in self.records.items()
+                kind: footprint(record, ledger, kept[kind], compiled=self.run.compile)
+                for kind, record in records.items()
             },
-            before=marks["before"],
+            before=ledger.live_at(first),
             arguments={
-                kind: frozenset((number, self.ledger.sizes[number]) for number in record.arguments)
-                for kind, record in self.records.items()
+                kind: frozenset((number, ledger.sizes[number]) for number in record.arguments & dead)
+                for kind, record in records.items()
             },
-            head_peak=marks["head_peak"] - base,
-            loss_peak=marks["loss_peak"] - base,
-            head_backward_peak=marks["head_backward_peak"] - base,
-            residue=marks["block_backward"] - base,
-            embedding_peak=marks["embedding_peak"] - marks["embedding_before"],
-            head_gradients=marks["head_gradients"],
-            outputs=marks["outputs"],
-            rest=self._outside(),
+            head_peak=peak(last, at["head"]),
+            loss_peak=peak(at["head"], at["loss"]),
+            head_backward_peak=peak(at["loss"], at["blocks"]),
+            residue=ledger.live_at(at["blocks"]) - base,
+            embedding_peak=ledger.added(at["embedding"], len(ledger.events)),
+            head_gradients=self.head_gradients,
+            outputs=self.outputs,
+            rest=work_of(event for index, event in enumerate(ledger.events) if index not in inside),
         )
-
-    def _outside(self) -> Workload:
-        """Work outside of the blocks; the trials without saving do not count."""
-        inside = sorted(
-            stretch
-            for record in self.records.values()
-            for stretch in (
-                (record.events["unsaved"], record.events["after"]),
-                (record.events["backward"], record.events["end"]),
-            )
-        )
-        outside, done = list[Operation](), 0
-        for begin, end in [*inside, (len(self.ledger.events),) * 2]:
-            outside += work_of(self.ledger.events[done:begin])
-            done = end
-        return tuple(outside)
-
-    def _kept(self, record: BlockRecord) -> int:
-        """Bytes that a block's forward added, less its input if that is dead after the model's forward."""
-        given_back = 0 if record.live["input_kept"] else self.ledger.sizes[record.input]
-        return record.live["after"] - record.live["before"] - given_back
-
-    def _exchanged(self, record: BlockRecord) -> int:
-        """Bytes that a block's forward exchanges; where ranks share rows, a block must exchange some."""
-        forward = self.ledger.events[record.events["before"] : record.events["after"]]
-        exchanges = (event for event in forward if event.op == EXCHANGE)
-        sent = sum(self.ledger.sizes[number] for event in exchanges for number in event.inputs)
-        if self.run.cp > 1 and not sent:
-            raise UnsupportedModelError(
-                f"{type(record.block).__name__} of {self.skeleton.family} runs no attention of transformers' "
-                "attention interface: what positions it mixes, ranks that share rows could not. Plan it with "
-                "cp=1"
-            )
-        return sent
 
 
 class _Joined(torch.autograd.Function):
