@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_sft._model.adapters import refuse_merged
+from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.codec import decode, loads
@@ -38,23 +39,24 @@ from fsdp_sft.dcp_io.manifest import (
     TRAIN_STATE_NAME,
     Manifest,
     is_step_folder,
+    step_folder,
     step_folders,
 )
 from fsdp_sft.dcp_io.model_state import (
+    LoadedStep,
     check_adapters,
     check_model,
     check_packed,
     note_new_bytes,
-    note_optimizer,
-    stored_tensors,
+    stored_model,
 )
 from fsdp_sft.dcp_io.optimizer_content import Optimizers
-from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
+from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, match_optimizers
 from fsdp_sft.dcp_io.rank_files import read_rank_content
 from fsdp_sft.dcp_io.retention import note_loaded
-from fsdp_sft.dcp_io.saving import Save
+from fsdp_sft.dcp_io.saving import prepare_save
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-from fsdp_sft.shard.packing import packed_digest, packed_weights
+from fsdp_sft.shard.packing import packed_digest
 
 # Choosing the step to load, the newest sound one, while another job may save and delete steps.
 
@@ -79,11 +81,11 @@ def choose_step(path: Path, *, hashes: bool, fallback: bool) -> tuple[Path, Mani
     candidates = _same_candidates(path)[: None if fallback else 1]
     for folder in candidates:
         manifest, problems = open_folder(folder, hashes=hashes)
-        if manifest is not None and manifest.model is not None:
+        if manifest is not None:
             return folder, manifest
         if deleted_meanwhile(path, folder):
             return None
-        summary = "; ".join(problems[:5]) or "it has no model in it"
+        summary = "; ".join(problems[:5])
         if len(candidates) > 1 and this_rank() == 0:
             warn_caller(f"checkpoint {folder} is not sound and is passed over: {summary}")
     raise CheckpointCorruptError(
@@ -190,7 +192,6 @@ class LoadedCheckpoint:
     train_state: Any
     rank_state: Any
     world_size: int
-    _manifest: Manifest = field(repr=False, compare=False)
 
     @cached_property
     def rank_states(self) -> tuple[Any, ...]:
@@ -199,10 +200,7 @@ class LoadedCheckpoint:
         Raises:
             CheckpointError: If the step can no longer be read.
         """
-        if not self._manifest.rank_states:
-            return (None,) * self.world_size
-        ranks = range(self.world_size)
-        return tuple(read_rank_content(self.path, self._manifest, rank)[1] for rank in ranks)
+        return tuple(read_rank_content(self.path, rank)[1] for rank in range(self.world_size))
 
 
 @answered
@@ -281,35 +279,27 @@ def save_checkpoint(
         >>> loaded = fs.load_checkpoint("ckpt", model=model, optimizer=optimizer)
         >>> scheduler.load_state_dict(loaded.train_state["scheduler"])
     """
-    started = time.perf_counter()
-    if not isinstance(root, (str, os.PathLike)):
-        raise TypeError(f"root must be a path, got {root!r}; the step comes after it")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be the module itself, got {type(model).__name__}")
-    if metric is not None and not isinstance(metric, (int, float)):
-        raise TypeError(f"metric must be a number, such as evaluate(...).loss, got {type(metric).__name__}")
-    finite = metric if metric is not None and math.isfinite(metric) else None
-    save = Save(
-        full_path(root),
+    started, folder = time.perf_counter(), full_path(root)
+    write = prepare_save(
+        folder,
         step,
         model=model,
         optimizer=optimizer,
         train_state=train_state,
         rank_state=rank_state,
-        metric=finite,
+        metric=float(metric) if metric is not None and math.isfinite(metric) else None,
         keep_last=keep_last,
         keep_best=keep_best,
         include_base=include_base,
+        in_background=async_,
     )
-    save.prepare()
-    save.copy(in_background=async_)
     background = None
     if async_:
-        background = BackgroundSave(save.write, background_group() if is_distributed() else None)
+        background = BackgroundSave(write, background_group() if is_distributed() else None)
         background.start()
     else:
-        save.write()
-    return SavedCheckpoint(save.target, time.perf_counter() - started, background)
+        write()
+    return SavedCheckpoint(step_folder(folder, step), time.perf_counter() - started, background)
 
 
 @answered
@@ -372,17 +362,11 @@ def load_checkpoint(
         try:
             loaded = _load_step(folder, manifest, model, optimizer)
             note_loaded(folder, loaded.step)
-            _tell_of_other_ranks(loaded)
+            if manifest.optimizer is not None:
+                _tell_of_other_ranks(folder, loaded.world_size, world_size())
+            message = "resumed in %.2f s from step %d, saved on %d ranks: %s"
             seconds = time.perf_counter() - started
-            ranks = loaded.world_size
-            tell(
-                _logger,
-                "resumed in %.2f s from step %d, saved on %d ranks: %s",
-                seconds,
-                loaded.step,
-                ranks,
-                folder,
-            )
+            tell(_logger, message, seconds, loaded.step, loaded.world_size, folder)
             return loaded
         except CheckpointCorruptError:
             if not deleted_meanwhile(path, folder):
@@ -397,45 +381,39 @@ def _load_step(
 
     Collective: all ranks.
     """
-    same_ranks = manifest.world_size == world_size()
-    rng = rank_state = None
-    if packed_weights(model) is not None:
-        packed_digest(model)
+    rng = rank_state = train_state = None
+    packed_digest(model)
     with agreed(f"checking the model against {folder}"):
         refuse_merged(model, "loading a checkpoint")
         check_adapters(folder, manifest, model)
         has_base = check_packed(folder, manifest, model)
-        tensors = stored_tensors(model, with_base=has_base)
-        sources = check_model(manifest, tensors)
-        if optimizer is not None:
-            check_optimizer(manifest, model, optimizer)
+        content, _ = stored_model(model, with_base=has_base)
+        sources = check_model(manifest, content)
+        optimizers = match_optimizers(manifest, model, optimizer) if optimizer is not None else []
         train_state = read_train_state(folder, manifest)
-        if same_ranks and manifest.rank_states:
-            rng, rank_state = read_rank_content(folder, manifest, this_rank())
+        if manifest.world_size == world_size():
+            rng, rank_state = read_rank_content(folder, this_rank())
     with agreed(f"reading {folder} (the model is loaded in part)"):
         files = StoredFolder(folder)
-        read_tensors(files, sources, tensors.tensors)
+        read_tensors(files, sources, content.tensors)
         if has_base:
             note_new_bytes(model)
-        if optimizer is not None:
-            apply_optimizer(manifest, model, optimizer, files)
+        for matched in optimizers:
+            apply_optimizer(matched, files)
         has_loaded = optimizer is not None if manifest.optimizer else None
-        note_optimizer(model, int(manifest.step or 0), loaded=has_loaded)
+        record_of(model).keep(LoadedStep(manifest.step, has_loaded))
         if rng is not None:
             set_generator_states(rng)
-    return LoadedCheckpoint(
-        int(manifest.step or 0), folder, train_state, rank_state, manifest.world_size, manifest
-    )
+    return LoadedCheckpoint(manifest.step, folder, train_state, rank_state, manifest.world_size)
 
 
-def _tell_of_other_ranks(loaded: LoadedCheckpoint) -> None:
+def _tell_of_other_ranks(folder: Path, before: int, now: int) -> None:
     """Warn, on rank 0, of what another number of ranks changes in a training.
 
     Collective: all ranks.
     """
-    before, now = loaded.world_size, world_size()
-    with agreed(f"comparing this job with that of {loaded.path}"):
-        if this_rank() == 0 and before != now and loaded._manifest.optimizer is not None:
+    with agreed(f"comparing this job with that of {folder}"):
+        if this_rank() == 0 and before != now:
             warn_caller(
                 f"the step was saved by {before} ranks and is loaded by {now}: with the same loader and "
                 f"grad_accum_steps a step of the optimizer has {now / before:.3g} times as many rows. What "
