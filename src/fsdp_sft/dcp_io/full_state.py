@@ -27,7 +27,7 @@ from fsdp_sft.errors import (
 )
 from fsdp_sft.shard.packing import packed_weights
 
-_PICKLED = (".pt", ".pth", ".bin")
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 
 def save_full_state_dict(
@@ -147,14 +147,12 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
 
 def _open(path: Path) -> dict[str, InFile]:
     """Where each tensor of a file lies; the suffix says the format."""
-    if path.suffix not in (".safetensors", *_PICKLED):
-        raise ValueError(
-            f"the suffix says the format: expected .safetensors or one of {', '.join(_PICKLED)}, got {path.name!r}"
-        )
+    if path.suffix not in _SUFFIXES:
+        raise ValueError(f"the suffix says the format: expected one of {_SUFFIXES}, got {path.name!r}")
     if not path.is_file():
         raise CheckpointNotFoundError(f"there is no file {path} (as rank {this_rank()} sees it)")
     path = path.resolve()
-    read = read_pickled if path.suffix in _PICKLED else file_header
+    read = file_header if path.suffix == ".safetensors" else read_pickled
     return {name: InFile(path, entry) for name, entry in read(path, CheckpointCorruptError).entries.items()}
 
 

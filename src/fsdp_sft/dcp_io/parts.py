@@ -73,9 +73,7 @@ def file_key(section: str, name: str) -> str:
     return f"{section}.{name.replace('/', '.')}"
 
 
-def parts_of(
-    section: str, tensors: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, StoredTensor], list[Part]]:
+def parts_of(section: str, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, StoredTensor], list[Part]]:
     """Which rank writes which part of each tensor, and the live parts that this rank writes.
 
     Ranks with the same part take turns, from tensor to tensor, except for small tensors that all ranks have.

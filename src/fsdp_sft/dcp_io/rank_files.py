@@ -76,4 +76,3 @@ def read_rank_content(folder: Path, rank: int) -> tuple[dict[str, Any], Any]:
 def _key(rank: int, name: str) -> str:
     """Name in the file of an entry of a rank's content."""
     return f"{_PREFIX}{rank}{'.' if name else ''}{name}"
-

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat.conversions import revert_weight_conversion
 from fsdp_sft._model.adapters import adapted_layers, without_adapters
 from fsdp_sft._model.blocks import configs_without_caches
 from fsdp_sft._model.sharded import reshard
@@ -21,13 +19,12 @@ from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
-from fsdp_sft._tensors.disk import check_room, sweep, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer
-from fsdp_sft.export.hf_files import HfFiles, has_whole_rows, open_own_rows
-from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, unsharded_twin
+from fsdp_sft.export.hf_files import HfFiles, has_whole_rows
+from fsdp_sft.export.plan import ExportPlan, unsharded_twin
 from fsdp_sft.export.settings import write_settings
-from fsdp_sft.export.target import check_target, export_target, put_in_place, reachable
-from fsdp_sft.export.tensors import gathered, refuse_unmergeable
+from fsdp_sft.export.target import check_target, export_target, make_room, put_in_place, staged
+from fsdp_sft.export.tensors import exported, planned
 
 _logger = logging.getLogger(__name__)
 
@@ -76,7 +73,7 @@ def export_hf(
         The folder: ``out_dir``, unless there was a warning.
 
     Raises:
-        TypeError: If the model is not a transformers model, or ``tokenizer`` cannot be saved.
+        TypeError: If the model is not a transformers model.
         ValueError: If the model has adapters that cannot be merged.
         UnsupportedModelError: If ``from_pretrained`` would not read the export as what was trained.
         OSError: If writing fails; raised on all ranks. An incomplete export leaves nothing
@@ -99,112 +96,43 @@ def export_hf(
     reshard(model)
     target = export_target(out_dir)
     merges, caching = adapted_layers(model), configs_without_caches(model)
-    with without_adapters(model, trained=True) as base:
-        folder, files = _export(
-            base,
-            merges,
-            caching,
-            target,
-            dtype,
-            max_shard_size,
-            (tokenizer, chat_template),
-            overwrite,
-        )
-    tell(_logger, "exported %d files in %.2f s: %s", len(files), time.perf_counter() - started, folder)
+    base: Any
+    with without_adapters(model, trained=True) as base, staged(target) as temporary:
+        with agreed(f"preparing to export to {target}"):
+            content, plan, config = planned(base, merges, dtype, caching)
+            if plan is not None:
+                make_room(temporary, target, plan.num_bytes)
+                write_settings(base, config, temporary, target.name, dtype, tokenizer, chat_template)
+        plan = share(plan)
+        files, gatherer = HfFiles(temporary, plan.written), Gatherer()
+        try:
+            if this_rank() == 0:
+                gatherer.attempt(lambda: files.start(max_shard_size, base.num_parameters()))
+            by_rows = _written_by_rows(content, plan, merges) if files.open_on_all() else set()
+            for name in sorted(by_rows):
+                tensor = content.tensors[plan.sources[name]]
+                gatherer.attempt(partial(files.write_rows, plan.unchanged[name], tensor, plan.dtypes[name]))
+            twin = unsharded_twin(base) if plan.converts and this_rank() == 0 else None
+            others = [group for group in plan.groups if group[0] not in by_rows]
+            for name, tensor in exported(content, plan, merges, twin, gatherer, others):
+                gatherer.attempt(partial(files.write, name, tensor))
+            gatherer.attempt(files.finish)
+        finally:
+            files.close()
+        gatherer.finish(f"exporting to {target}")
+        folder = put_in_place(temporary, target, overwrite=overwrite)
+    tell(_logger, "exported in %.2f s: %s", time.perf_counter() - started, folder)
     return folder
 
 
-def _export(
-    model: nn.Module,
-    merges: Mapping[str, Any],
-    caching: list[Any],
-    target: Path,
-    dtype: torch.dtype | None,
-    max_shard_size: int | str,
-    chat: tuple[Any, str | None],
-    overwrite: bool,
-) -> tuple[Path, list[str]]:
-    """Write the folder of a model without adapters around it; (folder, names of its files).
-
-    Collective: all ranks.
-    """
-    plan: ExportPlan | None = None
-    temporary: Path | None = None
-    files: list[str] = []
-    try:
-        with agreed(f"preparing to export to {target}"):
-            content = exportable(model, dtype, *chat)
-            refuse_unmergeable(content, merges)
-            if this_rank() == 0:
-                plan, config = plan_export(model, content, dtype, caching)
-                target = reachable(target)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                sweep(target)
-                check_room(target.parent, plan.num_bytes, f"the export to {target}")
-                temporary = temporary_beside(target)
-                temporary.mkdir()
-                write_settings(model, config, temporary, target.name, dtype, *chat)
-        planned, folder = share((plan, temporary))
-        gatherer = Gatherer()
-        _write_weights(model, content, planned, merges, folder, max_shard_size, gatherer)
-        gatherer.finish(f"exporting to {target}")
-        with agreed(f"publishing {target}"):
-            if temporary is not None:
-                files = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]
-                target = put_in_place(temporary, target, overwrite=overwrite)
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-    done: tuple[Path, list[str]] = share((target, files))
-    return done
-
-
-def _write_weights(
-    model: Any,
-    content: ModelTensors,
-    plan: ExportPlan,
-    merges: Mapping[str, Any],
-    folder: Path,
-    max_shard_size: int | str,
-    gatherer: Gatherer,
-) -> None:
-    """Write all weight files: each rank its own rows where that is possible, the rest by rank 0.
-
-    Collective: all ranks.
-    """
-    writer = HfFiles(plan.written)
-    if this_rank() == 0:
-        gatherer.attempt(lambda: writer.start(folder, max_shard_size, model.num_parameters()))
-    twin = unsharded_twin(model) if plan.converts and this_rank() == 0 else None
-    own = open_own_rows(folder, writer.places() if this_rank() == 0 and gatherer.error is None else None)
-    for group in plan.groups:
-        tensor = content.tensors[plan.sources[group[0]]]
-        is_adapted = plan.sources[group[0]].rpartition(".")[0] in merges
-        if own is not None and group[0] in plan.unchanged and not is_adapted and has_whole_rows(tensor):
-            written = plan.unchanged[group[0]]
-            gatherer.attempt(partial(own.write, written, tensor, plan.dtypes[group[0]]))
-            writer.left.discard(written)  # the ranks write it themselves
-            continue
-        full = {}
-        for name in group:
-            whole = gathered(content, plan, merges, name, gatherer)
-            if whole is not None:
-                full[name] = whole
-        if full:
-            gatherer.attempt(partial(_write_converted, writer, twin, full))
-    if own is not None:
-        gatherer.attempt(own.sync)
-        own.close()
-    if this_rank() == 0:
-        gatherer.attempt(writer.finish)
-        writer.close()
-
-
-def _write_converted(writer: HfFiles, twin: nn.Module | None, full: dict[str, torch.Tensor]) -> None:
-    """Convert a group of full tensors, if the architecture has conversions, and write the results."""
-    made = full if twin is None else revert_weight_conversion(twin, full)
-    for name, tensor in made.items():
-        writer.write(name, tensor)
+def _written_by_rows(content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any]) -> set[str]:
+    """Sources of which each rank writes its own rows: not converted, without adapters, sharded by rows."""
+    return {
+        name
+        for name in plan.unchanged
+        if plan.sources[name].rpartition(".")[0] not in merges
+        and has_whole_rows(content.tensors[plan.sources[name]])
+    }
 
 
 # A check before training that the export after it can be written and read.
@@ -258,13 +186,8 @@ def check_export(
     merges = {} if model is None else adapted_layers(model)
     taken = nullcontext() if model is None else without_adapters(model, trained=True)
     with taken as base, agreed(f"checking that {target} can be exported to"):
-        need = 0
-        if base is not None:
-            content = exportable(base, torch.bfloat16)
-            refuse_unmergeable(content, merges)
-            if this_rank() == 0:
-                need = plan_export(base, content, torch.bfloat16)[0].num_bytes
+        plan = planned(base, merges, torch.bfloat16)[1] if base is not None else None
         if this_rank() == 0:
-            check_target(target, overwrite=overwrite, need=need)
+            check_target(target, overwrite=overwrite, need=plan.num_bytes if plan is not None else 0)
     found: Path = share(target)
     return found

@@ -1,7 +1,7 @@
 """The plan of an export, made without moving a tensor."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,13 +102,11 @@ class ExportPlan:
         return sum(num_bytes(*described) for described in self.written.values())
 
 
-def exportable(
-    model: nn.Module, dtype: torch.dtype | None, tokenizer: Any = None, chat_template: Any = None
-) -> ModelTensors:
-    """The model's tensors, after the types of all arguments of ``export_hf`` have been checked.
+def exportable(model: nn.Module, dtype: torch.dtype | None) -> ModelTensors:
+    """The model's tensors, if they can be exported in that dtype.
 
     Raises:
-        TypeError: If the model is no transformers model, or ``tokenizer`` cannot be saved.
+        TypeError: If the model is no transformers model.
         UnsupportedModelError: If transformers holds the weights quantised.
     """
     import transformers
@@ -119,10 +117,6 @@ def exportable(
             "save_full_state_dict writes any model"
         )
     check_dtypes(dtype=dtype)
-    if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
-        raise TypeError(f"tokenizer must have save_pretrained, got {type(tokenizer).__name__}")
-    if chat_template is not None and not isinstance(chat_template, str):
-        raise TypeError(f"chat_template must be a string, got {type(chat_template).__name__}")
     refuse_quantised_model(model)
     keep_config(model)
     return model_tensors(model)
@@ -132,7 +126,7 @@ def plan_export(
     model: nn.Module,
     content: ModelTensors,
     dtype: torch.dtype | None,
-    caching: list[Any] | None = None,
+    caching: Sequence[Any] = (),
 ) -> tuple[ExportPlan, Any]:
     """Plan an export by running the conversions on tensors without memory; (the plan, the config to export).
 
@@ -159,7 +153,7 @@ def plan_export(
     names = {id(tensor): name for name, tensor in final.items()}
     direct = {name: names[id(tensor)] for name, tensor in meta.items() if id(tensor) in names}
     plan = ExportPlan(sources, dtypes, groups, written, direct, converts)
-    config = export_config(model, content, caching or [], dtype)
+    config = export_config(model, content, caching, dtype)
     tensors = {name: content.tensors[sources[name]] for name in direct}
     buffers = {direct[name] for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
     refuse_unreadable(model, config, written, buffers)
