@@ -16,7 +16,6 @@ from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._process.callers import warn_caller
-from fsdp_sft._process.codec import decode, loads
 from fsdp_sft._process.generators import set_generator_states
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import (
@@ -29,16 +28,16 @@ from fsdp_sft._ranks.agree import (
     through_rank_0,
     world_size,
 )
-from fsdp_sft._tensors.disk import full_path, read_bytes
+from fsdp_sft._tensors.disk import full_path
 from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last
 from fsdp_sft.dcp_io.folder import open_folder, read_tensors
 from fsdp_sft.dcp_io.manifest import (
     MANIFEST_NAME,
-    MAX_JSON_BYTES,
     TRAIN_STATE_NAME,
     Manifest,
     is_step_folder,
+    read_small,
     step_folder,
     step_folders,
 )
@@ -60,8 +59,6 @@ from fsdp_sft.shard.packing import packed_digest
 
 # Choosing the step to load, the newest sound one, while another job may save and delete steps.
 
-_DIFFERENT_ATTEMPTS, _PAUSE_SECONDS = 10, 0.1  # to see the same steps, since ranks look at different moments
-
 
 def choose_step(path: Path, *, hashes: bool, fallback: bool) -> tuple[Path, Manifest] | None:
     """The folder of the step to load, and its manifest; None if it was deleted meanwhile: look again.
@@ -74,11 +71,11 @@ def choose_step(path: Path, *, hashes: bool, fallback: bool) -> tuple[Path, Mani
     Raises:
         CheckpointNotFoundError: If there is no step.
         CheckpointCorruptError: If no step that may be taken is sound.
-        CheckpointError: If ranks see different steps.
 
     Collective: all ranks; all return the same.
     """
-    candidates = _same_candidates(path)[: None if fallback else 1]
+    found = through_rank_0(f"looking for checkpoints at {path}", lambda: None, lambda _: _candidates(path))
+    candidates = found if fallback else found[:1]
     for folder in candidates:
         manifest, problems = open_folder(folder, hashes=hashes)
         if manifest is not None:
@@ -103,25 +100,8 @@ def deleted_meanwhile(path: Path, folder: Path) -> bool:
     return folder != path and all_reduce_max(not folder.exists()) > 0
 
 
-def _same_candidates(path: Path) -> list[Path]:
-    """Folders of the steps to try, newest first; the same on all ranks."""
-    for attempt in range(_DIFFERENT_ATTEMPTS):
-        found: list[Path] | None = through_rank_0(
-            f"looking for checkpoints at {path}",
-            lambda: _candidates(path),
-            lambda everyone: everyone[0] if all(own == everyone[0] for own in everyone) else None,
-        )
-        if found is not None:
-            return found
-        if attempt < _DIFFERENT_ATTEMPTS - 1:
-            time.sleep(_PAUSE_SECONDS)  # a step was saved or pruned while ranks listed them
-    raise CheckpointError(
-        f"ranks see different checkpoints at {path}; all of them must share its file system"
-    )
-
-
 def _candidates(path: Path) -> list[Path]:
-    """Folders of the steps to try, newest first, as this rank sees them."""
+    """Folders of the steps to try, newest first, as rank 0 sees them."""
     if is_step_folder(path) or (path / MANIFEST_NAME).exists():
         if not path.is_dir():
             raise CheckpointNotFoundError(f"there is no checkpoint at {path}")
@@ -390,7 +370,7 @@ def _load_step(
         content, _ = stored_model(model, with_base=has_base)
         sources = check_model(manifest, content)
         optimizers = match_optimizers(manifest, model, optimizer) if optimizer is not None else []
-        train_state = read_train_state(folder, manifest)
+        train_state = read_small(folder, manifest, TRAIN_STATE_NAME)
         if manifest.world_size == world_size():
             rng, rank_state = read_rank_content(folder, this_rank())
     with agreed(f"reading {folder} (the model is loaded in part)"):
@@ -419,20 +399,3 @@ def _tell_of_other_ranks(folder: Path, before: int, now: int) -> None:
                 f"grad_accum_steps a step of the optimizer has {now / before:.3g} times as many rows. What "
                 "was rank_state of each rank is in LoadedCheckpoint.rank_states"
             )
-
-
-def read_train_state(folder: Path, manifest: Manifest) -> Any:
-    """The ``train_state`` that was passed to the save; None if there was none.
-
-    Raises:
-        CheckpointCorruptError: If its file is not what was written.
-    """
-    if TRAIN_STATE_NAME not in manifest.files:
-        return None
-    data = read_bytes(folder / TRAIN_STATE_NAME, MAX_JSON_BYTES)
-    try:
-        return decode(loads(data, TRAIN_STATE_NAME))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(
-            f"{folder / TRAIN_STATE_NAME} is not what was written: {error}"
-        ) from None

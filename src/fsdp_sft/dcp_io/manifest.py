@@ -22,7 +22,7 @@ from fsdp_sft._process.codec import MALFORMED, decode, dumps, loads
 from fsdp_sft._tensors.disk import FileRecord, read_bytes
 from fsdp_sft._tensors.safetensors import DTYPES, dtype_name
 from fsdp_sft._tensors.sharding import Sharding
-from fsdp_sft.dcp_io.parts import StoredTensor, file_key
+from fsdp_sft.dcp_io.parts import StoredTensor, file_key, shard_file
 from fsdp_sft.errors import CheckpointCorruptError
 
 # The names of the folders of steps below a root.
@@ -189,21 +189,29 @@ def read_manifest(folder: Path) -> Manifest:
         if step_number(folder) not in (None, body["step"]):
             raise ValueError(f"it is of step {body['step']}, in a folder of another name")
         manifest = parse(body, _read_index(folder, body["index"]))
-        _check_listed(manifest)
+        files = map(shard_file, range(manifest.world_size))  # each rank writes one, with its own state in it
+        missing = next((file for file in files if file not in manifest.files), None)
+        if missing:
+            raise ValueError(f"{missing} has parts of tensors and is not listed")
         return manifest
     except MALFORMED as error:
         detail = f"{error}" if type(error) is ValueError else f"not what it should be ({error!r})"
         raise CheckpointCorruptError(f"{folder / MANIFEST_NAME} is not sound: {detail}") from None
 
 
-def _check_listed(manifest: Manifest) -> None:
-    """Refuse an index without a file that must have a part of some tensor."""
-    # Tensors of one shape and sharding have their parts in the same files: one of them stands for all.
-    alike = {(tensor.shape, tensor.sharding, tensor.copy): tensor for tensor in manifest.tensors}
-    for tensor in alike.values():
-        for file, _ in tensor.parts():
-            if file not in manifest.files:
-                raise ValueError(f"{file} has parts of tensors and is not listed")
+def read_small(folder: Path, manifest: Manifest, name: str) -> Any:
+    """The value in a small file of JSON; None if the step has no such file.
+
+    Raises:
+        CheckpointCorruptError: If it is not what was written.
+    """
+    if name not in manifest.files:
+        return None
+    data = read_bytes(folder / name, MAX_JSON_BYTES)
+    try:
+        return decode(loads(data, name))
+    except MALFORMED as error:
+        raise CheckpointCorruptError(f"{folder / name} is not what was written: {error}") from None
 
 
 def checked_body(data: bytes) -> dict[str, Any]:
@@ -295,6 +303,9 @@ def _check_optimizer_info(info: Any, tensors: dict[str, StoredTensor]) -> None:
     in_state = [*(name.rpartition("/")[0] for name in {*tensors, *parts} - inside), *info["values"]]
     if sorted(in_groups) != sorted(parameters) or not {*in_state} <= {*parameters} or inside - tensors.keys():
         raise ValueError("its optimizer's groups and state are not of the same parameters")
+    for name in tensors.keys() - inside:
+        if tensors[name].shape not in ((), tuple(parameters[name.rpartition("/")[0]][1])):
+            raise ValueError(f"{name} has the shape {tensors[name].shape}, which its parameter has not")
     if not isinstance(info["class"], str):
         raise ValueError("its optimizer's class is no name")
     entries = [entry for own in parts.values() for entry in own]

@@ -16,14 +16,13 @@ from fsdp_sft._model.adapters import without_adapters
 from fsdp_sft._model.record import kept_of
 from fsdp_sft._model.state import ModelTensors, match_tensors, model_tensors
 from fsdp_sft._model.wrappers import base_of, unwrapped
-from fsdp_sft._process.codec import MALFORMED, dumps, loads
+from fsdp_sft._process.codec import dumps
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._tensors.boxes import local_of
-from fsdp_sft._tensors.disk import read_bytes
 from fsdp_sft._tensors.packed_shard import PackedShard
-from fsdp_sft.dcp_io.manifest import MAX_JSON_BYTES, Manifest
+from fsdp_sft.dcp_io.manifest import Manifest, read_small
 from fsdp_sft.dcp_io.parts import StoredTensor
-from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError, abridged
+from fsdp_sft.errors import CheckpointMismatchError, abridged
 from fsdp_sft.shard.packing import (
     PackedDigest,
     PackedWeights,
@@ -80,7 +79,7 @@ def check_adapters(folder: Path, manifest: Manifest, model: nn.Module) -> None:
         CheckpointMismatchError: If a setting of an adapter differs.
         CheckpointCorruptError: If the file is not what was written.
     """
-    saved, own = _read_settings(folder, manifest, ADAPTERS_NAME), _adapters(model)
+    saved, own = dict(read_small(folder, manifest, ADAPTERS_NAME) or {}), _adapters(model)
     apart = [
         f"{key}={saved[name].get(key)!r} in the step and {own[name].get(key)!r} in the model, "
         f"of adapter {name!r}"
@@ -94,21 +93,6 @@ def check_adapters(folder: Path, manifest: Manifest, model: nn.Module) -> None:
             f"{folder} holds other adapters than the model has: {'; '.join(apart)}. Put them in with the "
             "config of the run that saved it"
         )
-
-
-def _read_settings(folder: Path, manifest: Manifest, name: str) -> dict[str, Any]:
-    """The texts and objects in a small file of a step; empty if it has no such file.
-
-    Raises:
-        CheckpointCorruptError: If it is not what was written.
-    """
-    if name not in manifest.files:
-        return {}
-    try:
-        found = loads(read_bytes(folder / name, MAX_JSON_BYTES), name)
-        return {key: value if isinstance(value, str) else dict(value) for key, value in found.items()}
-    except MALFORMED as error:
-        raise CheckpointCorruptError(f"{folder / name} is not what was written: {error}") from None
 
 
 def _adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -211,9 +195,9 @@ def check_packed(folder: Path, manifest: Manifest, model: nn.Module) -> bool:
                 f"for frozen_dtype, and not {source.kind!r}"
             )
         return False
-    saved = _read_settings(folder, manifest, PACKED_NAME)
+    saved = dict(read_small(folder, manifest, PACKED_NAME))
     kind, forms = str(saved.get("kind")), saved.get("forms")
-    if forms is not None:
+    if isinstance(forms, dict):
         if weights is None or weights.kind != kind:
             raise CheckpointMismatchError(
                 f"{folder} has its base packed as {kind!r:.20}: build this model with that frozen_dtype"

@@ -100,18 +100,11 @@ def _problems(match: Match, live: Mapping[str, Any], tensors: Mapping[str, torch
             f"it has groups of {[*map(len, saved_groups)]} parameters, the optimizer "
             f"{[*map(len, grouped)]}; group them as they were saved"
         )
-    for fqn, (dtype, shape) in saved["parameters"].items():
-        own = live["parameters"].get(fqn, [dtype, shape])
-        if own != [dtype, shape]:
-            problems.append(f"{fqn} was {dtype} {shape} and is {own[0]} {own[1]}")
     for name, tensor in match.plain.items():
         own = tensors.get(name)
         described = tensor.dtype, tensor.shape
         if own is not None and not is_wrapper_subclass(own) and described != (own.dtype, tuple(own.shape)):
             problems.append(f"{name} was {tensor.dtype} {tensor.shape} and is {own.dtype} {tuple(own.shape)}")
-        shape = tuple(saved["parameters"][name.rpartition("/")[0]][1])
-        if tensor.shape not in ((), shape):
-            problems.append(f"{name} has the shape {tensor.shape}, its parameter {shape}")
     for name, parts in saved.get("parts", {}).items():
         fqn = name.rpartition("/")[0]
         problem = parts_problem(name, parameters[fqn], parts) if fqn in parameters else None
