@@ -173,13 +173,6 @@ def test_arguments_of_another_kind(tmp_path: Path) -> None:
         "mp_policy must be a .*, got torch.bfloat16": lambda: fs.shard_model(
             model, mesh=None, mp_policy=torch.bfloat16
         ),
-        "root must be a path, got 10": lambda: fs.save_checkpoint(10, tmp_path, model=model),
-        "model must be the module itself, got OrderedDict": lambda: fs.save_checkpoint(
-            tmp_path, 1, model=model.state_dict()
-        ),
-        "metric must be a number, such as evaluate.*got EvalResult": lambda: fs.save_checkpoint(
-            tmp_path, 1, model=model, metric=fs.evaluate(model, ragged_batches(1))
-        ),
         "data must be the rows, or their number, got str": lambda: fs.ResumableSampler("rows.jsonl"),
         "data must be the rows, or their number, got generator": lambda: fs.ResumableSampler(r for r in ()),
     }

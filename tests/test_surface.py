@@ -334,7 +334,7 @@ def test_model_first_the_rest_by_keyword() -> None:
         "load_weights",
     }
     two |= {"add_adapters", "export_adapter", "token_losses"}
-    three = {"train_step", "save_optimizer_state", "load_optimizer_state"}
+    three = {"train_step"}
     three |= {"render_labels", "render_labels_html"}
     three |= {"linear_cross_entropy_sum"}
     for name in fs.__all__:

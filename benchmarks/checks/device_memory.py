@@ -105,8 +105,6 @@ def _measure(folder: str) -> list[list[object]]:
         rows.append(_row(name, "nothing", 0, peak))
     peak, _, _ = _peak_of(lambda: fs.save_full_state_dict(model, root / "full.safetensors"))
     rows.append(_row("save_full_state_dict", "nothing", 0, peak))
-    peak, _, _ = _peak_of(lambda: fs.save_optimizer_state(model, optimizer, root / "optimizer.pt"))
-    rows.append(_row("save_optimizer_state", "nothing", 0, peak))
     peak, _, _ = _peak_of(lambda: fs.export_hf(model, root / "out"))
     rows.append(_row("export_hf to bfloat16", "nothing", 0, peak))
     peak, _, _ = _peak_of(lambda: fs.load_checkpoint(root / "steps", model=model, optimizer=optimizer))

@@ -24,27 +24,29 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from benchmarks.tables import publish, table
+from fsdp_sft._model.named import parameter_names
 from fsdp_sft._model.state import model_tensors
 from fsdp_sft._tensors.disk import FileRecord, write_bytes
-from fsdp_sft.dcp_io.content import FolderContent
 from fsdp_sft.dcp_io.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
+    Manifest,
     describe,
     encode_index,
     encode_manifest,
     read_manifest,
+    versions,
 )
 from fsdp_sft.dcp_io.optimizer_content import optimizer_content
+from fsdp_sft.dcp_io.parts import parts_of, shard_file
 from fsdp_sft.dcp_io.retention import prune
-from fsdp_sft.dcp_io.stored import shard_file
 
 RANKS = (64, 1024, 8192)
 SIZES = {"70B": (80, 8192, 28672, 64), "405B": (126, 16384, 53248, 128)}
 STEPS = 3
 
 
-def _content(layers: int, hidden: int, inner: int, heads: int) -> FolderContent:
+def _model(layers: int, hidden: int, inner: int, heads: int) -> tuple[Any, Any]:
     import transformers as tf
 
     config = tf.LlamaConfig(
@@ -62,11 +64,23 @@ def _content(layers: int, hidden: int, inner: int, heads: int) -> FolderContent:
     for parameter in model.parameters():
         moments = {name: torch.empty_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
-    return FolderContent(
+    return model, optimizer
+
+
+def _manifest(content: Any, states: Any, info: Any) -> Manifest:
+    stored, _ = parts_of("model", content.tensors)
+    stored_states, _ = parts_of("optimizer", states)
+    return Manifest(
         step=1,
+        world_size=dist.get_world_size(),
         mesh=[["dp_shard", dist.get_world_size()]],
-        model=model_tensors(model, values=False),
-        optimizer=optimizer_content(model, optimizer),
+        model=stored,
+        ties=content.ties,
+        frozen=content.frozen,
+        optimizer=stored_states,
+        optimizer_info=info,
+        metric=None,
+        versions=versions(),
     )
 
 
@@ -95,10 +109,12 @@ def measure(size: str, ranks: int) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    content = _content(*SIZES[size])
+    model, optimizer = _model(*SIZES[size])
+    content = model_tensors(model, values=False)
+    info, states = optimizer_content([optimizer], parameter_names(model))
     gc.freeze()
     records = {shard_file(rank): FileRecord(1, f"{rank:064x}") for rank in range(ranks)}
-    found: dict[str, Any] = {"tensors": sum(map(len, content.stored.values()))}
+    found: dict[str, Any] = {"tensors": len(content.tensors) + len(states)}
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         for step in range(1, STEPS + 1):
@@ -107,8 +123,7 @@ def measure(size: str, ranks: int) -> dict[str, Any]:
                 (root / f"step-{step}" / file).write_bytes(b"0")
 
         def write(step: int = STEPS) -> None:
-            vars(content).pop("stored", None)
-            description = {**describe(content.manifest()), "step": step}
+            description = {**describe(_manifest(content, states, info)), "step": step}
             index = encode_index(records)
             for file, data in ((INDEX_NAME, index), (MANIFEST_NAME, encode_manifest(description, index))):
                 (root / f"step-{step}" / file).unlink(missing_ok=True)

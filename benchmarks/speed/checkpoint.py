@@ -250,7 +250,6 @@ def export(args: argparse.Namespace, root: Path) -> str:
         "raw write + fsync": raw.write,
         "export_hf": lambda: fs.export_hf(model, root / "out"),
         "save_full_state_dict .safetensors": full("model.safetensors"),
-        "save_full_state_dict .pt": full("model.pt"),
         "get_model_state_dict + torch.save (no fsync)": with_torch,
     }
     seconds = alternate(ways, args.rounds, between=clean)

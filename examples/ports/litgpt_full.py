@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from small_gpt import GPT, Config  # with litgpt: from litgpt.model import GPT, Config
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -133,7 +134,10 @@ def train(args: argparse.Namespace) -> list[fs.StepResult]:
                 fs.save_checkpoint(args.out, step, model=model, optimizer=optimizer, train_state=state)
     evaluation = fs.evaluate(model, val_loader, loss_fn=sum_over_targets)
     logger.log({"val_loss": evaluation.loss, "val_ppl": evaluation.perplexity}, step)
-    fs.save_full_state_dict(model, args.out / "final" / "lit_model.pth")
+    final = args.out / "final"
+    fs.save_full_state_dict(model, final / "model.safetensors")
+    if dist.get_rank() == 0:
+        torch.save(load_file(final / "model.safetensors"), final / "lit_model.pth")
     return results
 
 

@@ -28,10 +28,8 @@ from fsdp_sft.dcp_io import (
     find_checkpoints as find_checkpoints,
     load_checkpoint as load_checkpoint,
     load_full_state_dict as load_full_state_dict,
-    load_optimizer_state as load_optimizer_state,
     save_checkpoint as save_checkpoint,
     save_full_state_dict as save_full_state_dict,
-    save_optimizer_state as save_optimizer_state,
     verify_checkpoint as verify_checkpoint,
 )
 from fsdp_sft.errors import (

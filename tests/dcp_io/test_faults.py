@@ -333,7 +333,7 @@ def _saving(root: str) -> None:
     expected = everything(model, optimizer)
     for state in optimizer.state.values():
         state["step"].zero_()
-    fs.load_optimizer_state(model, optimizer, saved.path)
+    fs.load_checkpoint(saved.path, model=model, optimizer=optimizer)
     assert_same(everything(model, optimizer), expected)
     wrapped = torch.compile(make_model(3, None), backend="eager")  # puts _orig_mod. into every name
     fs.load_checkpoint(root, model=wrapped)

@@ -1,6 +1,5 @@
 """Optimizer state: read without a step, exact for every kind of optimizer, refused where it does not fit."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from tests.harness.trained import assert_same, everything, make_adamw, make_mode
 
 
 def _optimizer_kinds(folder: str) -> None:
-    """save_optimizer_state for many optimizers; loads into fresh ones and saves from fresh ones."""
+    """Steps of many optimizers are loaded into fresh ones and saved from fresh ones."""
 
     def make(kind: str, model: nn.Module) -> torch.optim.Optimizer:
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -30,25 +29,25 @@ def _optimizer_kinds(folder: str) -> None:
         return kinds[kind]()
 
     for kind in ("adamw", "foreach", "fused", "sgd", "plain sgd", "tensor lr", "nadam"):
-        path = f"{folder}/{kind}/state"
+        path = f"{folder}/{kind}"
         model = make_model(1, {}, family="llama")
         optimizer = make(kind, model)
-        fs.save_optimizer_state(model, optimizer, path)
+        fs.save_checkpoint(path, 0, model=model, optimizer=optimizer)
         assert not optimizer.state
         assert all(p.grad is None for p in model.parameters())
         target = make_model(1, {}, family="llama")
         stepped = make(kind, target)
         train(target, stepped, 0, 1)
-        fs.load_optimizer_state(target, stepped, path)  # a fresh state empties it
+        fs.load_checkpoint(path, model=target, optimizer=stepped)  # a fresh state empties it
         assert not stepped.state
         train(model, optimizer, 0, 2)
         if kind == "sgd":
             optimizer.state[next(iter(optimizer.state))]["momentum_buffer"] = None
             optimizer.state[next(iter(optimizer.state))]["count"] = 3
         optimizer.param_groups[0]["weight_decay"] = 0.25
-        fs.save_optimizer_state(model, optimizer, path)  # over the old one
+        fs.save_checkpoint(path, 1, model=model, optimizer=optimizer)
         fresh = make(kind, target)
-        fs.load_optimizer_state(target, fresh, path)
+        fs.load_checkpoint(path, model=target, optimizer=fresh)
         loaded, saved = everything(target, fresh), everything(model, optimizer)
         assert_same(
             {name: v for name, v in loaded.items() if not name.startswith("model/")},
@@ -68,7 +67,7 @@ def _optimizer_mismatches(folder: str) -> None:
     model = make_model(1, {}, family="llama")
     optimizer = make_adamw(model)
     train(model, optimizer, 0, 1)
-    fs.save_optimizer_state(model, optimizer, f"{folder}/state")
+    fs.save_checkpoint(f"{folder}/state", 0, model=model, optimizer=optimizer)
     parameters = [p for p in model.parameters() if p.requires_grad]
     before = everything(model, optimizer)
     cases = [
@@ -78,27 +77,13 @@ def _optimizer_mismatches(folder: str) -> None:
     ]
     for other, message in cases:
         with pytest.raises(fs.CheckpointMismatchError, match=message):
-            fs.load_optimizer_state(model, other, f"{folder}/state")
+            fs.load_checkpoint(f"{folder}/state", model=model, optimizer=other)
         assert not other.state
-    half = make_model(1, None, family="llama").bfloat16()
-    with pytest.raises(fs.CheckpointMismatchError, match="F32"):
-        fs.load_optimizer_state(half, make_adamw(half), f"{folder}/state")
-    with pytest.raises(fs.CheckpointNotFoundError):
-        fs.load_optimizer_state(model, optimizer, f"{folder}/nothing")
-    if this_rank() == 0:
-        os.makedirs(f"{folder}/notes/mine")
-        victim = next(Path(folder, "state", "shards").iterdir())
-        victim.write_bytes(victim.read_bytes()[:-1])
-    torch.distributed.barrier()
-    with pytest.raises(FileExistsError):
-        fs.save_optimizer_state(model, optimizer, f"{folder}/notes")
-    with pytest.raises(fs.CheckpointCorruptError, match="bytes instead of"):
-        fs.load_optimizer_state(model, optimizer, f"{folder}/state")
     with pytest.raises(ValueError, match="not the model's"):
-        fs.save_optimizer_state(make_model(3, {}), optimizer, f"{folder}/other")
+        fs.save_checkpoint(f"{folder}/other", 0, model=make_model(3, {}), optimizer=optimizer)
     optimizer.state[parameters[0]]["row"] = torch.zeros(3)
     with pytest.raises(ValueError, match="sharded again"):
-        fs.save_optimizer_state(model, optimizer, f"{folder}/other")
+        fs.save_checkpoint(f"{folder}/other", 0, model=model, optimizer=optimizer)
     del optimizer.state[parameters[0]]["row"]
     assert_same(everything(model, optimizer), before)
 
@@ -121,8 +106,7 @@ def _save_optimizer(folder: str) -> None:
     model = make_model(1, {}, family="llama")
     optimizer = make_adamw(model)
     train(model, optimizer, 0, 2)
-    fs.save_optimizer_state(model, optimizer, f"{folder}/state")
-    fs.save_full_state_dict(model, f"{folder}/model.pt")
+    fs.save_checkpoint(folder, 0, model=model, optimizer=optimizer)
     state = everything(model, optimizer)
     if this_rank() == 0:
         torch.save({k: v for k, v in state.items() if isinstance(v, torch.Tensor)}, f"{folder}/expected")
@@ -131,8 +115,7 @@ def _save_optimizer(folder: str) -> None:
 def _load_optimizer(folder: str) -> None:
     model = make_model(3, None, family="llama")
     optimizer = make_adamw(model, fused=True)
-    fs.load_full_state_dict(model, f"{folder}/model.pt")
-    fs.load_optimizer_state(model, optimizer, f"{folder}/state")
+    fs.load_checkpoint(folder, model=model, optimizer=optimizer)
     actual = {k: v for k, v in everything(model, optimizer).items() if isinstance(v, torch.Tensor)}
     assert_same(actual, torch.load(f"{folder}/expected"))
     assert optimizer.param_groups[0]["fused"] is True

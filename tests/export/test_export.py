@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import nn
 
 import fsdp_sft as fs
-from fsdp_sft.export import hf_files, plan, target
+from fsdp_sft.export import hf, plan, target
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import run_distributed
@@ -90,8 +90,8 @@ def _export_like_save_pretrained(folder: str, mesh_shape: dict[str, int] | None,
 
 def _export_with_and_without_a_common_folder(folder: str) -> None:
     rank, written = torch.distributed.get_rank(), []
-    write, see = hf_files.OwnRows.write, os.open
-    hf_files.OwnRows.write = lambda self, *args: (written.append(args[0]), write(self, *args))[1]  # type: ignore[assignment,method-assign,func-returns-value]
+    write, see = hf.HfFiles.write_rows, os.open
+    hf.HfFiles.write_rows = lambda self, *args: (written.append(args[0]), write(self, *args))[1]  # type: ignore[assignment,method-assign,func-returns-value]
     for name, is_common in (("common", True), ("apart", False)):
         if rank == 1 and not is_common:
             os.open = lambda *args, **_: see("/nowhere", os.O_RDONLY)  # type: ignore[assignment]
@@ -169,18 +169,16 @@ def _refusals(folder: str) -> None:
         fs.export_hf(nn.Linear(2, 2), f"{folder}/new")
     with pytest.raises(ValueError, match="dtype"):
         fs.export_hf(model, f"{folder}/new", dtype=torch.int8)
-    with pytest.raises(TypeError, match="save_pretrained, got str"):
-        fs.export_hf(model, f"{folder}/new", tokenizer="gpt2")
     before = {name: full(p).clone() for name, p in model.named_parameters()}
 
     def full_disk(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
     places: list[tuple[int, Any, str]] = [
-        (1, hf_files, "write_early"),
-        (0, hf_files, "write_early"),
+        (1, hf, "write_early"),
+        (0, hf, "write_early"),
         (0, target, "publish"),
-        (0, hf_files, "create"),
+        (0, hf, "create"),
     ]
     for failing, module, name in places:
         with pytest.MonkeyPatch.context() as patch:
@@ -246,11 +244,6 @@ def _others(folder: str) -> None:
 
 def test_other_tensors_and_refusals(tmp_path: Path) -> None:
     run_distributed(_others, 2, str(tmp_path))
-
-
-def test_tensors_that_are_converted_together_are_grouped() -> None:
-    outputs = {"a.0": ["x"], "b.0": ["y", "x"], "a.1": ["z"], "c": ["y"], "d": ["w"]}
-    assert plan.joined(outputs) == [["a.1"], ["a.0", "b.0", "c"], ["d"]]
 
 
 def _shared_head(model: Any) -> None:

@@ -211,7 +211,7 @@ def _export(folder: Path, rank: int, everyone: bool) -> None:
     model = tiny_model("llama", seed=3)
     fs.shard_model(model, mesh=mesh_here())
     trial = Trial(everyone, async_=False, keep_last=2, again=False, victim=0)
-    _strike("fsdp_sft.export.hf_files", "write_early", lambda fd, at, view: len(view) > 2500, _half_write)(
+    _strike("fsdp_sft.export.hf", "write_early", lambda fd, at, view: len(view) > 2500, _half_write)(
         trial, folder
     )
     try:

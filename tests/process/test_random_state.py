@@ -153,14 +153,8 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "find_checkpoints": lambda: keep("found", fs.find_checkpoints(prefix("steps"))),
         "verify_checkpoint": lambda: fs.verify_checkpoint(kept["found"][0].path),
         "load_checkpoint": lambda: fs.load_checkpoint(prefix("steps"), model=kept["model"]),
-        "save_full_state_dict": lambda: fs.save_full_state_dict(kept["model"], prefix("full") + ".pt"),
-        "load_full_state_dict": lambda: fs.load_full_state_dict(kept["model"], prefix("full") + ".pt"),
-        "save_optimizer_state": lambda: fs.save_optimizer_state(
-            kept["model"], kept["optimizer"], prefix("optimizer") + ".pt"
-        ),
-        "load_optimizer_state": lambda: fs.load_optimizer_state(
-            kept["model"], kept["optimizer"], prefix("optimizer") + ".pt"
-        ),
+        "save_full_state_dict": lambda: fs.save_full_state_dict(kept["model"], prefix("f") + ".safetensors"),
+        "load_full_state_dict": lambda: fs.load_full_state_dict(kept["model"], prefix("f") + ".safetensors"),
         "export_hf": lambda: fs.export_hf(kept["model"], prefix("out")),
         "iter_hf_tensors": lambda: dict(fs.iter_hf_tensors(kept["model"])),
         "export_adapter": lambda: fs.export_adapter(_lora_of(kept["mesh"], base), prefix("adapter")),

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_sft._tensors.boxes import Box, tiling_problem
+from fsdp_sft._tensors.boxes import Box
 from fsdp_sft._tensors.sharding import Sharding, one_rank
 from fsdp_sft.dcp_io.manifest import encode_sharding, parse_sharding
-from fsdp_sft.dcp_io.stored import StoredTensor, rank_of, shard_file
+from fsdp_sft.dcp_io.parts import StoredTensor
 
 
 def _drawn(seed: int) -> tuple[Sharding, tuple[int, ...], int]:
@@ -60,7 +60,7 @@ def test_parts_are_those_of_torch_chunk(first: int) -> None:
             assert sharding.part_of_rank(shape, copy, rank) == box
         for rank in set(range(40)) - parts.keys():
             assert sharding.part_of_rank(shape, copy, rank) is None
-        assert tiling_problem(shape, list(parts.values())) is None
+        assert sum(box.numel for box in parts.values()) == numbers.numel()
         world = max(sharding.ranks or [torch.Size(sharding.mesh_shape).numel() - 1]) + 1
         assert parse_sharding(encode_sharding(sharding), world) == sharding
 
@@ -94,8 +94,7 @@ def test_whole_tensors_and_those_of_one_rank() -> None:
     assert list(everywhere.parts((0, 4), 1)) == []
     stored = StoredTensor((2, 3), torch.int8, "model.x", one_rank(5))
     assert list(stored.parts()) == [("shards/00005.safetensors", Box((0, 0), (2, 3)))]
-    assert stored.part_in(shard_file(4)) is None
-    assert rank_of(shard_file(123456)) == 123456
+    assert stored.part_of_rank(4) is None
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a step does not look what its base was packed of",
         "dcp_io/model_state.py",
-        '    if {"kind": kind, "digest": saved.get("digest")} != own:',
+        '    if source is None or (kind, saved.get("digest")) != (source.kind, source.digest):',
         "    if False:",
         ("tests/shard/test_packed.py",),
     ),

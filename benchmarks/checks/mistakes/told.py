@@ -47,9 +47,9 @@ MISTAKES = [
     ),
     Mistake(
         "an optimizer that was left behind begins anew without a word",
-        "dcp_io/model_state.py",
-        "_Loaded(step, loaded)",
-        "_Loaded(step, None)",
+        "dcp_io/checkpoint.py",
+        "LoadedStep(manifest.step, has_loaded)",
+        "LoadedStep(manifest.step, None)",
         ("tests/test_mistakes.py",),
     ),
     Mistake(

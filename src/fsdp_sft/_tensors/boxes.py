@@ -26,8 +26,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp_sft._compat.fsdp import sharded_as, split_factor_of
 from fsdp_sft._ranks.agree import this_rank
 
-_MAX_CUTS = 16  # depth of the recursion that separates boxes
-
 
 @dataclass(frozen=True)
 class Box:
@@ -215,42 +213,3 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)
     return tensor
-
-
-def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Why ``boxes`` do not cover a tensor of that shape exactly once; None if they do."""
-    for box in boxes:
-        if len(box.shape) != len(shape) or any(
-            a < 0 or n < 0 or a + n > size for a, n, size in zip(box.offset, box.shape, shape, strict=True)
-        ):
-            return f"a part {box.shape} at {box.offset} lies outside the shape {tuple(shape)}"
-    # Boxes inside the tensor that have as many elements as it has, and do not overlap, leave no gap.
-    covered = sum(box.numel for box in boxes)
-    if covered != math.prod(shape):
-        return f"its parts have {covered} of {math.prod(shape)} elements"
-    if not _disjoint([box for box in boxes if box.numel]):
-        return "its parts overlap"
-    return None
-
-
-def _disjoint(boxes: Sequence[Box], depth: int = 0) -> bool:
-    """Whether recursive axis-aligned cuts separate all boxes, as they do those of any sharding.
-
-    A tiling that they do not separate, or only after more than ``_MAX_CUTS`` rounds, counts as overlapping.
-    That bounds the time that a hostile manifest can take.
-    """
-    if len(boxes) < 2:
-        return True
-    for dim in range(len(boxes[0].shape) if depth < _MAX_CUTS else 0):
-        # A sweep along `dim`: a cut separates a box that begins at or after the end of all boxes so far from
-        # them, and the box begins a new piece. Each piece is then cut along any dimension in the same way.
-        pieces: list[list[Box]] = []
-        end = -1
-        for box in sorted(boxes, key=lambda box: box.offset[dim]):
-            if box.offset[dim] >= end:
-                pieces.append([])
-            pieces[-1].append(box)
-            end = max(end, box.offset[dim] + box.shape[dim])
-        if len(pieces) > 1:
-            return all(_disjoint(piece, depth + 1) for piece in pieces)
-    return False

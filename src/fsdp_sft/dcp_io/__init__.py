@@ -1,4 +1,4 @@
-"""Saving and loading: full state dicts, optimizer state, crash-safe checkpoints.
+"""Saving and loading: full state dicts, crash-safe checkpoints.
 
 A checkpoint is a folder of safetensors and JSON files with a manifest (see ``manifest``), and loading one
 cannot run code. torch's distributed checkpoint (DCP) reads the steps that are written here. All functions
@@ -7,7 +7,6 @@ that take a model ``reshard`` it first.
 
 from fsdp_sft.dcp_io.checkpoint import LoadedCheckpoint, SavedCheckpoint, load_checkpoint, save_checkpoint
 from fsdp_sft.dcp_io.full_state import load_full_state_dict, save_full_state_dict
-from fsdp_sft.dcp_io.optimizer_load import load_optimizer_state, save_optimizer_state
 from fsdp_sft.dcp_io.retention import CheckpointInfo, find_checkpoints, verify_checkpoint
 from fsdp_sft.errors import (
     CheckpointCorruptError,
@@ -31,9 +30,7 @@ __all__ = [
     "find_checkpoints",
     "load_checkpoint",
     "load_full_state_dict",
-    "load_optimizer_state",
     "save_checkpoint",
     "save_full_state_dict",
-    "save_optimizer_state",
     "verify_checkpoint",
 ]

@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 
 from fsdp_sft._model.adapters import refuse_merged
+from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._process.callers import warn_caller
-from fsdp_sft._process.codec import decode, loads
 from fsdp_sft._process.generators import set_generator_states
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import (
@@ -28,37 +28,36 @@ from fsdp_sft._ranks.agree import (
     through_rank_0,
     world_size,
 )
-from fsdp_sft._tensors.disk import full_path, read_bytes
+from fsdp_sft._tensors.disk import full_path
 from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.background import BackgroundSave, join_last
 from fsdp_sft.dcp_io.folder import open_folder, read_tensors
 from fsdp_sft.dcp_io.manifest import (
     MANIFEST_NAME,
-    MAX_JSON_BYTES,
     TRAIN_STATE_NAME,
     Manifest,
     is_step_folder,
+    read_small,
+    step_folder,
     step_folders,
 )
 from fsdp_sft.dcp_io.model_state import (
+    LoadedStep,
     check_adapters,
     check_model,
     check_packed,
     note_new_bytes,
-    note_optimizer,
-    stored_tensors,
+    stored_model,
 )
 from fsdp_sft.dcp_io.optimizer_content import Optimizers
-from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, check_optimizer
+from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, match_optimizers
 from fsdp_sft.dcp_io.rank_files import read_rank_content
 from fsdp_sft.dcp_io.retention import note_loaded
-from fsdp_sft.dcp_io.saving import Save
+from fsdp_sft.dcp_io.saving import prepare_save
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-from fsdp_sft.shard.packing import packed_digest, packed_weights
+from fsdp_sft.shard.packing import packed_digest
 
 # Choosing the step to load, the newest sound one, while another job may save and delete steps.
-
-_DIFFERENT_ATTEMPTS, _PAUSE_SECONDS = 10, 0.1  # to see the same steps, since ranks look at different moments
 
 
 def choose_step(path: Path, *, hashes: bool, fallback: bool) -> tuple[Path, Manifest] | None:
@@ -72,18 +71,18 @@ def choose_step(path: Path, *, hashes: bool, fallback: bool) -> tuple[Path, Mani
     Raises:
         CheckpointNotFoundError: If there is no step.
         CheckpointCorruptError: If no step that may be taken is sound.
-        CheckpointError: If ranks see different steps.
 
     Collective: all ranks; all return the same.
     """
-    candidates = _same_candidates(path)[: None if fallback else 1]
+    found = through_rank_0(f"looking for checkpoints at {path}", lambda: None, lambda _: _candidates(path))
+    candidates = found if fallback else found[:1]
     for folder in candidates:
         manifest, problems = open_folder(folder, hashes=hashes)
-        if manifest is not None and manifest.model is not None:
+        if manifest is not None:
             return folder, manifest
         if deleted_meanwhile(path, folder):
             return None
-        summary = "; ".join(problems[:5]) or "it has no model in it"
+        summary = "; ".join(problems[:5])
         if len(candidates) > 1 and this_rank() == 0:
             warn_caller(f"checkpoint {folder} is not sound and is passed over: {summary}")
     raise CheckpointCorruptError(
@@ -101,25 +100,8 @@ def deleted_meanwhile(path: Path, folder: Path) -> bool:
     return folder != path and all_reduce_max(not folder.exists()) > 0
 
 
-def _same_candidates(path: Path) -> list[Path]:
-    """Folders of the steps to try, newest first; the same on all ranks."""
-    for attempt in range(_DIFFERENT_ATTEMPTS):
-        found: list[Path] | None = through_rank_0(
-            f"looking for checkpoints at {path}",
-            lambda: _candidates(path),
-            lambda everyone: everyone[0] if all(own == everyone[0] for own in everyone) else None,
-        )
-        if found is not None:
-            return found
-        if attempt < _DIFFERENT_ATTEMPTS - 1:
-            time.sleep(_PAUSE_SECONDS)  # a step was saved or pruned while ranks listed them
-    raise CheckpointError(
-        f"ranks see different checkpoints at {path}; all of them must share its file system"
-    )
-
-
 def _candidates(path: Path) -> list[Path]:
-    """Folders of the steps to try, newest first, as this rank sees them."""
+    """Folders of the steps to try, newest first, as rank 0 sees them."""
     if is_step_folder(path) or (path / MANIFEST_NAME).exists():
         if not path.is_dir():
             raise CheckpointNotFoundError(f"there is no checkpoint at {path}")
@@ -190,7 +172,6 @@ class LoadedCheckpoint:
     train_state: Any
     rank_state: Any
     world_size: int
-    _manifest: Manifest = field(repr=False, compare=False)
 
     @cached_property
     def rank_states(self) -> tuple[Any, ...]:
@@ -199,10 +180,7 @@ class LoadedCheckpoint:
         Raises:
             CheckpointError: If the step can no longer be read.
         """
-        if not self._manifest.rank_states:
-            return (None,) * self.world_size
-        ranks = range(self.world_size)
-        return tuple(read_rank_content(self.path, self._manifest, rank)[1] for rank in ranks)
+        return tuple(read_rank_content(self.path, rank)[1] for rank in range(self.world_size))
 
 
 @answered
@@ -281,35 +259,27 @@ def save_checkpoint(
         >>> loaded = fs.load_checkpoint("ckpt", model=model, optimizer=optimizer)
         >>> scheduler.load_state_dict(loaded.train_state["scheduler"])
     """
-    started = time.perf_counter()
-    if not isinstance(root, (str, os.PathLike)):
-        raise TypeError(f"root must be a path, got {root!r}; the step comes after it")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be the module itself, got {type(model).__name__}")
-    if metric is not None and not isinstance(metric, (int, float)):
-        raise TypeError(f"metric must be a number, such as evaluate(...).loss, got {type(metric).__name__}")
-    finite = metric if metric is not None and math.isfinite(metric) else None
-    save = Save(
-        full_path(root),
+    started, folder = time.perf_counter(), full_path(root)
+    write = prepare_save(
+        folder,
         step,
         model=model,
         optimizer=optimizer,
         train_state=train_state,
         rank_state=rank_state,
-        metric=finite,
+        metric=float(metric) if metric is not None and math.isfinite(metric) else None,
         keep_last=keep_last,
         keep_best=keep_best,
         include_base=include_base,
+        in_background=async_,
     )
-    save.prepare()
-    save.copy(in_background=async_)
     background = None
     if async_:
-        background = BackgroundSave(save.write, background_group() if is_distributed() else None)
+        background = BackgroundSave(write, background_group() if is_distributed() else None)
         background.start()
     else:
-        save.write()
-    return SavedCheckpoint(save.target, time.perf_counter() - started, background)
+        write()
+    return SavedCheckpoint(step_folder(folder, step), time.perf_counter() - started, background)
 
 
 @answered
@@ -372,17 +342,11 @@ def load_checkpoint(
         try:
             loaded = _load_step(folder, manifest, model, optimizer)
             note_loaded(folder, loaded.step)
-            _tell_of_other_ranks(loaded)
+            if manifest.optimizer is not None:
+                _tell_of_other_ranks(folder, loaded.world_size, world_size())
+            message = "resumed in %.2f s from step %d, saved on %d ranks: %s"
             seconds = time.perf_counter() - started
-            ranks = loaded.world_size
-            tell(
-                _logger,
-                "resumed in %.2f s from step %d, saved on %d ranks: %s",
-                seconds,
-                loaded.step,
-                ranks,
-                folder,
-            )
+            tell(_logger, message, seconds, loaded.step, loaded.world_size, folder)
             return loaded
         except CheckpointCorruptError:
             if not deleted_meanwhile(path, folder):
@@ -397,64 +361,41 @@ def _load_step(
 
     Collective: all ranks.
     """
-    same_ranks = manifest.world_size == world_size()
-    rng = rank_state = None
-    if packed_weights(model) is not None:
-        packed_digest(model)
+    rng = rank_state = train_state = None
+    packed_digest(model)
     with agreed(f"checking the model against {folder}"):
         refuse_merged(model, "loading a checkpoint")
         check_adapters(folder, manifest, model)
         has_base = check_packed(folder, manifest, model)
-        tensors = stored_tensors(model, with_base=has_base)
-        sources = check_model(manifest, tensors)
-        if optimizer is not None:
-            check_optimizer(manifest, model, optimizer)
-        train_state = read_train_state(folder, manifest)
-        if same_ranks and manifest.rank_states:
-            rng, rank_state = read_rank_content(folder, manifest, this_rank())
+        content, _ = stored_model(model, with_base=has_base)
+        sources = check_model(manifest, content)
+        optimizers = match_optimizers(manifest, model, optimizer) if optimizer is not None else []
+        train_state = read_small(folder, manifest, TRAIN_STATE_NAME)
+        if manifest.world_size == world_size():
+            rng, rank_state = read_rank_content(folder, this_rank())
     with agreed(f"reading {folder} (the model is loaded in part)"):
         files = StoredFolder(folder)
-        read_tensors(files, sources, tensors.tensors)
+        read_tensors(files, sources, content.tensors)
         if has_base:
             note_new_bytes(model)
-        if optimizer is not None:
-            apply_optimizer(manifest, model, optimizer, files)
+        for matched in optimizers:
+            apply_optimizer(matched, files)
         has_loaded = optimizer is not None if manifest.optimizer else None
-        note_optimizer(model, int(manifest.step or 0), loaded=has_loaded)
+        record_of(model).keep(LoadedStep(manifest.step, has_loaded))
         if rng is not None:
             set_generator_states(rng)
-    return LoadedCheckpoint(
-        int(manifest.step or 0), folder, train_state, rank_state, manifest.world_size, manifest
-    )
+    return LoadedCheckpoint(manifest.step, folder, train_state, rank_state, manifest.world_size)
 
 
-def _tell_of_other_ranks(loaded: LoadedCheckpoint) -> None:
+def _tell_of_other_ranks(folder: Path, before: int, now: int) -> None:
     """Warn, on rank 0, of what another number of ranks changes in a training.
 
     Collective: all ranks.
     """
-    before, now = loaded.world_size, world_size()
-    with agreed(f"comparing this job with that of {loaded.path}"):
-        if this_rank() == 0 and before != now and loaded._manifest.optimizer is not None:
+    with agreed(f"comparing this job with that of {folder}"):
+        if this_rank() == 0 and before != now:
             warn_caller(
                 f"the step was saved by {before} ranks and is loaded by {now}: with the same loader and "
                 f"grad_accum_steps a step of the optimizer has {now / before:.3g} times as many rows. What "
                 "was rank_state of each rank is in LoadedCheckpoint.rank_states"
             )
-
-
-def read_train_state(folder: Path, manifest: Manifest) -> Any:
-    """The ``train_state`` that was passed to the save; None if there was none.
-
-    Raises:
-        CheckpointCorruptError: If its file is not what was written.
-    """
-    if TRAIN_STATE_NAME not in manifest.files:
-        return None
-    data = read_bytes(folder / TRAIN_STATE_NAME, MAX_JSON_BYTES)
-    try:
-        return decode(loads(data, TRAIN_STATE_NAME))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(
-            f"{folder / TRAIN_STATE_NAME} is not what was written: {error}"
-        ) from None

@@ -11,6 +11,7 @@ A process that is killed leaves a temporary folder, which the next save deletes,
 the rename, what was at the target before is unchanged.
 """
 
+import hashlib
 import shutil
 import stat
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_sft._process.codec import MALFORMED, loads
+from fsdp_sft._process.codec import MALFORMED, dumps, loads
 from fsdp_sft._ranks.agree import this_rank, through_rank_0, world_size
 from fsdp_sft._tensors.boxes import box_of, local_of
 from fsdp_sft._tensors.disk import (
@@ -29,44 +30,42 @@ from fsdp_sft._tensors.disk import (
     publish,
     sync_folder,
     temporary_beside,
+    unsound_beside,
     write_bytes,
     write_tensors,
 )
 from fsdp_sft._tensors.reader import do_reads, threads_that_read
+from fsdp_sft._tensors.safetensors import num_bytes
 from fsdp_sft._tensors.stored import Read, StoredFolder, file_header
-from fsdp_sft.dcp_io.content import (
-    FolderContent,
-    Parts,
-    Tensors,
-    header_metadata,
-    own_parts,
-    placed_in,
-    rank_in,
-)
 from fsdp_sft.dcp_io.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
-    TRAIN_STATE_NAME,
     Manifest,
     describe,
     encode_index,
     encode_manifest,
+    encode_tensors,
     parse,
     read_manifest,
 )
+from fsdp_sft.dcp_io.parts import SHARDS, Part, StoredTensor, header_metadata, placed_in, shard_file
 from fsdp_sft.dcp_io.rank_files import is_of_a_rank
-from fsdp_sft.dcp_io.stored import SHARDS, StoredTensor, expected_in, missing_files, rank_of, shard_file
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, abridged
 
 _VISIBLE_SECONDS = 5.0  # a network file system may show a new folder to other machines late
 
 
-def new_folder_beside(target: Path, content: FolderContent, digests: list[str]) -> Path:
-    """Make a temporary folder beside ``target`` for ``content``. Only rank 0 calls this.
+def tensors_digest(manifest: Manifest) -> str:
+    """SHA-256 of all names, shapes, dtypes and shardings, in which ranks must not differ."""
+    return hashlib.sha256(dumps(encode_tensors(manifest))).hexdigest()
+
+
+def new_folder_beside(target: Path, manifest: Manifest, digests: list[str]) -> Path:
+    """Make a temporary folder beside ``target`` for what ``manifest`` describes. Only rank 0 calls this.
 
     Args:
         target: Name that the folder will have when it is complete.
-        content: What is to be written.
+        manifest: What is to be written.
         digests: ``tensors_digest`` of each rank, in rank order.
 
     Raises:
@@ -80,77 +79,57 @@ def new_folder_beside(target: Path, content: FolderContent, digests: list[str]) 
             f"{len(others)} ranks ({abridged(map(str, others))}) have tensors of other names, shapes, dtypes "
             "or placements than rank 0: all must save one model with one optimizer"
         )
-    _refuse_unreadable(content)
-    check_room(target.parent, content.num_bytes, f"saving {target}")
+    encoded = encode_manifest(describe(manifest), b"")
+    try:
+        parse(loads(encoded, "it"), {})  # as a load would do it
+    except MALFORMED as error:
+        raise CheckpointError(f"what is to be saved could not be loaded again: {error}") from error
+    need = sum(num_bytes(tensor.dtype, tensor.shape) for tensor in manifest.tensors)
+    check_room(target.parent, need, f"saving {target}")
     temporary = temporary_beside(target)
-    for name in ("", SHARDS, *(["settings"] if content.settings else [])):
-        (temporary / name).mkdir()
+    (temporary / SHARDS).mkdir(parents=True)
     return temporary
 
 
-def _refuse_unreadable(content: FolderContent) -> None:
-    """Parse the manifest as a load would do it, before anything is written.
-
-    Raises:
-        CheckpointError: If a load would refuse it.
-        ValueError: If it would be too large.
-    """
-    encoded = encode_manifest(describe(content.manifest()), b"")
-    try:
-        parse(loads(encoded, "it"), {})
-    except MALFORMED as error:
-        raise CheckpointError(f"what is to be saved could not be loaded again: {error}") from error
-
-
 def write_folder(
+    temporary: Path,
     target: Path,
-    content: FolderContent,
-    *,
-    aside: Path | None = None,
-    parts: Parts | None = None,
-    temporary: Path | None = None,
-    then: Callable[[], None] = lambda: None,
+    manifest: Manifest,
+    parts: Sequence[Part],
+    small: Mapping[str, bytes],
+    then: Callable[[], None],
 ) -> None:
-    """Write ``content`` to a temporary folder beside ``target``, and rename it when it is complete.
+    """Write a step into a temporary folder, and rename it when it is complete.
 
     Args:
-        target: Name of the finished folder; its parent must exist for rank 0.
-        content: What this rank contributes, with the same names on all ranks.
-        aside: Name to which rank 0 moves what is at ``target``, just before the rename; None raises if there
-            is something.
-        parts: ``own_parts(content)`` or a copy of it; None takes the live values.
-        temporary: Folder that ``new_folder_beside`` has made, passed on all ranks; None makes one.
+        temporary: Folder that ``new_folder_beside`` has made.
+        target: Name of the finished folder. What is there already is moved aside just before the rename.
+        manifest: What is written; its tensors are the same on all ranks.
+        parts: What this rank writes of the tensors, and its own state.
+        small: Bytes of small files by their names; rank 0's are written.
         then: Called on rank 0 after the rename, while the other ranks wait.
 
     Raises:
-        CheckpointError: If ranks do not share a file system, or a rank has another part of a tensor than its
-            mesh and placements say.
+        CheckpointError: If ranks do not share a file system.
         OSError: If writing fails on any rank; ``target`` is as it was, and nothing is left beside it. If only
             forcing the finished folder's name to the disk fails, the sound folder is at ``target``.
 
     Collective: all ranks; all raise the same error.
     """
-    if temporary is None:
-        temporary = through_rank_0(
-            f"creating a folder beside {target}",
-            content.tensors_digest,
-            lambda digests: new_folder_beside(target, content, digests),
-        )
-    place = temporary
 
     def write() -> dict[str, FileRecord]:
-        _wait_until_visible(place)
-        return _write_own(place, content, own_parts(content) if parts is None else parts)
+        _wait_until_visible(temporary)
+        return _write_own(temporary, manifest, parts, small)
 
     def commit(everything: list[dict[str, FileRecord]]) -> None:
-        _commit(place, target, content, everything, aside)
+        _commit(temporary, target, manifest, everything)
         then()
 
     try:
         through_rank_0(f"writing {target.name}", write, commit)
     except BaseException:
         if this_rank() == 0:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
@@ -189,27 +168,9 @@ def open_folder(folder: Path, *, hashes: bool) -> tuple[Manifest | None, list[st
     return (None if problems else manifest), problems
 
 
-def check_files(
-    manifest: Manifest, stored: Mapping[str, StoredTensor], tensors: Mapping[str, torch.Tensor | None]
+def read_tensors(
+    folder: StoredFolder, stored: Mapping[str, StoredTensor], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Check that the manifest lists every file that this rank will read.
-
-    Args:
-        manifest: The manifest.
-        stored: Stored tensors by name.
-        tensors: Tensors that are read into, by name, of which this rank reads its part; None reads all parts.
-
-    Raises:
-        CheckpointCorruptError: If a file is not listed.
-    """
-    for name, tensor in tensors.items():
-        wanted = None if tensor is None else box_of(tensor)
-        missing = missing_files(stored[name], wanted, manifest.files)
-        if missing:
-            raise CheckpointCorruptError(f"{name} has parts in {abridged(missing)}, which is not listed")
-
-
-def read_tensors(folder: StoredFolder, stored: Mapping[str, StoredTensor], tensors: Tensors) -> None:
     """Fill this rank's part of each of ``tensors`` from the files."""
     reads: list[Read] = []
     for name, tensor in tensors.items():
@@ -231,17 +192,18 @@ def _wait_until_visible(folder: Path) -> None:
         time.sleep(0.05)
 
 
-def _write_own(folder: Path, content: FolderContent, parts: Parts) -> dict[str, FileRecord]:
+def _write_own(
+    folder: Path, manifest: Manifest, parts: Sequence[Part], small: Mapping[str, bytes]
+) -> dict[str, FileRecord]:
     """Write this rank's files; their records by name."""
     rank = this_rank()
     written: dict[str, FileRecord] = {}
-    if content.train_state is not None and rank == 0:
-        written[TRAIN_STATE_NAME] = write_bytes(folder / TRAIN_STATE_NAME, content.train_state)
-    for name, data in content.settings.items() if rank == 0 else ():
-        written[f"settings/{name}"] = write_bytes(folder / "settings" / name, data)
+    for name, data in small.items() if rank == 0 else ():
+        (folder / name).parent.mkdir(exist_ok=True)
+        written[name] = write_bytes(folder / name, data)
     if parts or rank == 0:
-        metadata = header_metadata(content.step, world_size(), rank, parts)
-        tensors = {key: part.tensor for key, part in parts.items()}
+        metadata = header_metadata(manifest.step, manifest.world_size, rank, parts)
+        tensors = {part.name: part.local for part in parts}
         try:
             written[shard_file(rank)] = write_tensors(folder / shard_file(rank), tensors, metadata)
         except CheckpointFormatError as error:
@@ -253,20 +215,15 @@ def _write_own(folder: Path, content: FolderContent, parts: Parts) -> dict[str, 
 
 
 def _commit(
-    temporary: Path,
-    target: Path,
-    content: FolderContent,
-    everything: list[dict[str, FileRecord]],
-    aside: Path | None,
+    temporary: Path, target: Path, manifest: Manifest, everything: list[dict[str, FileRecord]]
 ) -> None:
     """Write index and manifest, and give the folder its final name. Only rank 0 calls this.
 
     Args:
         temporary: Folder into which all ranks have written.
         target: The final name.
-        content: What was written.
+        manifest: What was written.
         everything: Records of the files of each rank, in rank order.
-        aside: See ``write_folder``.
     """
     files = {name: record for written in everything for name, record in written.items()}
     # If rank 0 does not see a file at its full size, ranks do not share a file system, or it has lost what it
@@ -286,8 +243,8 @@ def _commit(
         if folder.is_dir():
             sync_folder(folder)
     write_bytes(temporary / INDEX_NAME, index)
-    write_bytes(temporary / MANIFEST_NAME, encode_manifest(describe(content.manifest()), index))
-    publish(temporary, target, aside=aside)
+    write_bytes(temporary / MANIFEST_NAME, encode_manifest(describe(manifest), index))
+    publish(temporary, target, aside=unsound_beside(target))
 
 
 # Comparison of a checkpoint's files with its manifest.
@@ -321,37 +278,27 @@ def verify_folder(folder: Path, *, hashes: bool) -> list[str]:
         manifest = read_manifest(folder)
     except CheckpointCorruptError as error:
         return [str(error)]
-    problems = [
-        f"{folder.name}/{name} has parts of tensors and is not listed" for name in unlisted_files(manifest)
-    ]
-    return problems + file_problems(folder, manifest, list(manifest.files), hashes=hashes)
-
-
-def unlisted_files(manifest: Manifest) -> list[str]:
-    """Files that must have a part of some tensor but are not in the index."""
-    # Tensors of one shape and sharding have their parts in the same files: one of them stands for all.
-    alike = {(tensor.shape, tensor.sharding, tensor.copy): tensor for tensor in manifest.tensors}
-    found = {file for tensor in alike.values() for file in missing_files(tensor, None, manifest.files)}
-    return sorted(found)
+    return file_problems(folder, manifest, list(manifest.files), hashes=hashes)
 
 
 def _header_problem(folder: Path, name: str, manifest: Manifest) -> str | None:
     """How the header of a file differs from the manifest; None if it does not."""
+    rank = int(Path(name).stem)
     try:
         header = file_header(folder / name, CheckpointCorruptError)
+        whose, placed = placed_in(header.metadata)
+        found = {
+            key: (entry.dtype, entry.shape, *placed[key])
+            for key, entry in header.entries.items()
+            if not is_of_a_rank(key)
+        }
     except CheckpointCorruptError as error:
         return f"is not sound: {error}"
-    try:
-        about, placed = rank_in(header.metadata), placed_in(header.metadata)
     except MALFORMED as error:
         return f"does not say what it is ({error!r})"
-    if about != (rank_of(name), manifest.world_size, manifest.step):
+    if whose != (rank, manifest.world_size, manifest.step):
         return "is of another rank or checkpoint"
-    found = {key: (e.dtype, e.shape) for key, e in header.entries.items() if not is_of_a_rank(key)}
-    if found != expected_in(name, manifest.tensors):
+    boxes = [(tensor, tensor.part_of_rank(rank)) for tensor in manifest.tensors]
+    if found != {t.key: (t.dtype, box.shape, t.shape, box.offset) for t, box in boxes if box is not None}:
         return "holds other tensors than the manifest says"
-    for tensor in manifest.tensors:
-        box = tensor.part_in(name)
-        if box is not None and placed.get(tensor.key) != (tensor.shape, box.offset):
-            return f"has another part of {tensor.key} than the manifest says"
     return None

@@ -19,11 +19,10 @@ import torch
 
 from fsdp_sft._process.bounds import MAX_JSON_BYTES, MAX_RANKS, check_sizes
 from fsdp_sft._process.codec import MALFORMED, decode, dumps, loads
-from fsdp_sft._tensors.boxes import Box, tiling_problem
 from fsdp_sft._tensors.disk import FileRecord, read_bytes
 from fsdp_sft._tensors.safetensors import DTYPES, dtype_name
 from fsdp_sft._tensors.sharding import Sharding
-from fsdp_sft.dcp_io.stored import StoredTensor, file_key
+from fsdp_sft.dcp_io.parts import StoredTensor, file_key, shard_file
 from fsdp_sft.errors import CheckpointCorruptError
 
 # The names of the folders of steps below a root.
@@ -69,11 +68,10 @@ class Manifest:
     """The contents of one folder, without the values of its tensors.
 
     Attributes:
-        step: Number of the step; None where an optimizer's state was saved alone.
+        step: Number of the step.
         world_size: Number of ranks that wrote it.
         mesh: [name, size] of each axis of their mesh, in order; None for an ordinary model.
-        files: Record of each file, by its name below the folder.
-        model: Tensors of the model by FQN; None if there is no model in the folder.
+        model: Tensors of the model by FQN.
         ties: Name of the stored tensor of each further name of a tied tensor.
         frozen: FQNs of parameters that were frozen.
         optimizer: Tensors of the optimizer's state by ``<fqn>/<state name>``; None if there is no optimizer
@@ -81,31 +79,28 @@ class Manifest:
         optimizer_info: Class, parameters, groups and state other than tensors of the optimizer; with several
             optimizers, a list of these under ``optimizers``.
         metric: Metric passed to ``save_checkpoint``, lower being better; None if not finite or not given.
-        rank_states: Whether each rank's random number generators and ``rank_state`` are stored.
         versions: Versions of the libraries that wrote it, by name.
-        version: Version of the format.
+        files: Record of each file, by its name below the folder, in a manifest that was read from a file.
         digest: SHA-256 of everything else, in a manifest that was read from a file.
     """
 
-    step: int | None
+    step: int
     world_size: int
     mesh: list[list[Any]] | None
+    model: dict[str, StoredTensor]
+    ties: dict[str, str]
+    frozen: list[str]
+    optimizer: dict[str, StoredTensor] | None
+    optimizer_info: dict[str, Any]
+    metric: float | None
+    versions: dict[str, str]
     files: dict[str, FileRecord] = field(default_factory=dict)
-    model: dict[str, StoredTensor] | None = None
-    ties: dict[str, str] = field(default_factory=dict)
-    frozen: list[str] = field(default_factory=list)
-    optimizer: dict[str, StoredTensor] | None = None
-    optimizer_info: dict[str, Any] = field(default_factory=dict)
-    metric: float | None = None
-    rank_states: bool = False
-    versions: dict[str, str] = field(default_factory=dict)
-    version: int = VERSION
     digest: str = ""
 
     @property
     def tensors(self) -> list[StoredTensor]:
         """All stored tensors, of the model and of the optimizer."""
-        return [*(self.model or {}).values(), *(self.optimizer or {}).values()]
+        return [*self.model.values(), *(self.optimizer or {}).values()]
 
 
 def versions() -> dict[str, str]:
@@ -118,23 +113,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def encode_tensors(sections: Mapping[str, Mapping[str, StoredTensor] | None]) -> dict[str, Any]:
-    """Names, dtypes, shapes and shardings as JSON, all of which must be equal on all ranks.
-
-    A tensor is [dtype, shape, number of its sharding], with the number of the copy that was written as a
-    fourth entry unless it is 0.
-    """
-    shardings: dict[Sharding, int] = {}
-    encoded: dict[str, Any] = {}
-    for section, tensors in sections.items():
-        rows = encoded[section] = None if tensors is None else {}
-        for name, tensor in sorted((tensors or {}).items()):
-            number = shardings.setdefault(tensor.sharding, len(shardings))
-            copy = [tensor.copy] if tensor.copy else []
-            rows[name] = [dtype_name(tensor.dtype), list(tensor.shape), number, *copy]  # type: ignore[index]
-    return {**encoded, "shardings": [encode_sharding(sharding) for sharding in shardings]}
-
-
 def describe(manifest: Manifest) -> dict[str, Any]:
     """The part of a manifest that is known before the first byte is written: all but the files and digest."""
     return {
@@ -144,13 +122,32 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         "metric": manifest.metric,
         "world_size": manifest.world_size,
         "mesh": manifest.mesh,
-        **encode_tensors({"model": manifest.model, "optimizer": manifest.optimizer}),
+        **encode_tensors(manifest),
         "ties": manifest.ties,
         "frozen": manifest.frozen,
         "optimizer_info": manifest.optimizer_info,
-        "rank_states": manifest.rank_states,
+        "rank_states": True,
         "versions": manifest.versions,
     }
+
+
+def encode_tensors(manifest: Manifest) -> dict[str, Any]:
+    """Names, dtypes, shapes and shardings as JSON, all of which must be equal on all ranks.
+
+    A tensor is [dtype, shape, number of its sharding], with the number of the copy that was written as a
+    fourth entry unless it is 0.
+    """
+    shardings: dict[Sharding, int] = {}
+    encoded: dict[str, Any] = {"optimizer": None}
+    for section, tensors in (("model", manifest.model), ("optimizer", manifest.optimizer)):
+        if tensors is None:
+            continue
+        rows = encoded[section] = {}
+        for name, tensor in sorted(tensors.items()):
+            number = shardings.setdefault(tensor.sharding, len(shardings))
+            copy = [tensor.copy] if tensor.copy else []
+            rows[name] = [dtype_name(tensor.dtype), list(tensor.shape), number, *copy]
+    return {**encoded, "shardings": [encode_sharding(sharding) for sharding in shardings]}
 
 
 def encode_index(files: Mapping[str, FileRecord]) -> bytes:
@@ -184,17 +181,37 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         CheckpointCorruptError: If one is missing, damaged or edited, of an unknown version, names a file
-            outside the folder, or has a tensor that its parts do not tile.
+            outside the folder, or lacks a file that has parts of tensors.
     """
     data = read_bytes(folder / MANIFEST_NAME, MAX_JSON_BYTES)
     try:
         body = checked_body(data)
         if step_number(folder) not in (None, body["step"]):
             raise ValueError(f"it is of step {body['step']}, in a folder of another name")
-        return parse(body, _read_index(folder, body["index"]))
+        manifest = parse(body, _read_index(folder, body["index"]))
+        files = map(shard_file, range(manifest.world_size))  # each rank writes one, with its own state in it
+        missing = next((file for file in files if file not in manifest.files), None)
+        if missing:
+            raise ValueError(f"{missing} has parts of tensors and is not listed")
+        return manifest
     except MALFORMED as error:
         detail = f"{error}" if type(error) is ValueError else f"not what it should be ({error!r})"
         raise CheckpointCorruptError(f"{folder / MANIFEST_NAME} is not sound: {detail}") from None
+
+
+def read_small(folder: Path, manifest: Manifest, name: str) -> Any:
+    """The value in a small file of JSON; None if the step has no such file.
+
+    Raises:
+        CheckpointCorruptError: If it is not what was written.
+    """
+    if name not in manifest.files:
+        return None
+    data = read_bytes(folder / name, MAX_JSON_BYTES)
+    try:
+        return decode(loads(data, name))
+    except MALFORMED as error:
+        raise CheckpointCorruptError(f"{folder / name} is not what was written: {error}") from None
 
 
 def checked_body(data: bytes) -> dict[str, Any]:
@@ -220,53 +237,47 @@ def checked_body(data: bytes) -> dict[str, Any]:
     return raw
 
 
-def _read_index(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+def _read_index(folder: Path, record: Mapping[str, Any]) -> dict[str, FileRecord]:
     """The index beside a manifest, whose size and checksum must be those in the manifest."""
     data = read_bytes(folder / INDEX_NAME, MAX_JSON_BYTES)
     if len(data) != record["size"] or hashlib.sha256(data).hexdigest() != record["sha256"]:
         raise ValueError(f"{INDEX_NAME} is not the one it was written with")
-    records = loads(data, INDEX_NAME).items()
-    return {name: {"size": size, "sha256": digest} for name, (size, digest) in records}
+    files = {}
+    for name, (size, digest) in loads(data, INDEX_NAME).items():
+        if not _FILE_NAMES.fullmatch(name):
+            raise ValueError(f"it names a file {name!r}, which no checkpoint has")
+        files[name] = FileRecord(int(size), str(digest))
+    return files
 
 
-def parse(body: Mapping[str, Any], index: Mapping[str, Any]) -> Manifest:
+def parse(body: Mapping[str, Any], files: dict[str, FileRecord]) -> Manifest:
     """A manifest from its JSON and the records of its files.
 
     Raises:
         ValueError: If something in it is not valid. Malformed JSON may also raise the other errors of
             ``MALFORMED``.
     """
-    files = {}
-    for name, entry in index.items():
-        if not _FILE_NAMES.fullmatch(name):
-            raise ValueError(f"it names a file {name!r}, which no checkpoint has")
-        files[name] = FileRecord(int(entry["size"]), str(entry["sha256"]))
     world_size = int(body["world_size"])
     if not 0 < world_size <= MAX_RANKS:
         raise ValueError(f"it is of {world_size} ranks; at most {MAX_RANKS} are read")
-    sections: dict[str, dict[str, StoredTensor] | None] = {}
     shardings = [parse_sharding(sharding, world_size) for sharding in body["shardings"]]
-    for section in ("model", "optimizer"):
-        own = body[section]
-        sections[section] = None if own is None else _parse_tensors(own, section, shardings)
-    model, optimizer = sections["model"], sections["optimizer"]
-    if optimizer is not None:
+    optimizer = None
+    if body["optimizer"] is not None:
+        optimizer = _parse_tensors(body["optimizer"], "optimizer", shardings)
         for info, own in per_optimizer(body["optimizer_info"], optimizer):
             _check_optimizer_info(info, own)
     return Manifest(
-        step=body["step"],
+        step=int(body["step"]),
         world_size=world_size,
         mesh=body["mesh"],
-        files=files,
-        model=model,
+        model=_parse_tensors(body["model"], "model", shardings),
         ties=dict(body["ties"]),
         frozen=list(body["frozen"]),
         optimizer=optimizer,
         optimizer_info=dict(body["optimizer_info"]),
         metric=None if body["metric"] is None else float(body["metric"]),
-        rank_states=bool(body["rank_states"]),
         versions=dict(body["versions"]),
-        version=int(body["version"]),
+        files=files,
         digest=str(body.get("digest", "")),
     )
 
@@ -286,35 +297,32 @@ def per_optimizer(
 
 def _check_optimizer_info(info: Any, tensors: dict[str, StoredTensor]) -> None:
     """Refuse information about an optimizer that contradicts itself or the stored tensors."""
-    parameters = info["parameters"]
+    parameters, parts = info["parameters"], info.get("parts", {})
     in_groups = [name for group in info["groups"] for name in group["params"]]
-    inside = _check_parts(info, tensors)
-    in_state = [*(name.rpartition("/")[0] for name in tensors if name not in inside), *info["values"]]
-    if sorted(in_groups) != sorted(parameters) or not set(in_state) <= set(parameters):
+    inside = inner_names(parts)
+    in_state = [*(name.rpartition("/")[0] for name in {*tensors, *parts} - inside), *info["values"]]
+    if sorted(in_groups) != sorted(parameters) or not {*in_state} <= {*parameters} or inside - tensors.keys():
         raise ValueError("its optimizer's groups and state are not of the same parameters")
-    if not isinstance(info["class"], str) or any(not isinstance(g["options"], dict) for g in info["groups"]):
-        raise ValueError("its optimizer's groups are not valid")
-    decode([[group["options"] for group in info["groups"]], info["values"]])  # raises if that is not possible
+    for name in tensors.keys() - inside:
+        if tensors[name].shape not in ((), tuple(parameters[name.rpartition("/")[0]][1])):
+            raise ValueError(f"{name} has the shape {tensors[name].shape}, which its parameter has not")
+    if not isinstance(info["class"], str):
+        raise ValueError("its optimizer's class is no name")
+    entries = [entry for own in parts.values() for entry in own]
+    for entry in entries:
+        check_sizes([*entry["offset"], *entry["shape"]], "a part of its optimizer's state")
+    # Raises if that is not possible.
+    decode([[dict(g["options"]) for g in info["groups"]], info["values"], [e["context"] for e in entries]])
 
 
-def _check_parts(info: Any, tensors: dict[str, StoredTensor]) -> set[str]:
-    """Check the states that were taken apart; return the names of the stored tensors inside them."""
-    inside: set[str] = set()
-    for name, entries in info.get("parts", {}).items():
-        shape = tuple(info["parameters"][name.rpartition("/")[0]][1])
-        boxes = [Box(tuple(entry["offset"]), tuple(entry["shape"])) for entry in entries]
-        if any(type(n) is not int or n < 0 for box in boxes for n in (*box.offset, *box.shape)):
-            raise ValueError(f"a part of {name} is not valid")
-        if tiling_problem(shape, boxes) is not None:
-            raise ValueError(f"{name} is not complete: {tiling_problem(shape, boxes)}")
-        for index, entry in enumerate(entries):
-            for inner, (dtype, size) in entry["inner"].items():
-                key = f"{name}/{index}/{inner}"
-                if (tensors[key].dtype, tensors[key].shape) != (DTYPES[dtype], tuple(size)):
-                    raise ValueError(f"{key} is not what the parts say")
-                inside.add(key)
-        decode([entry["context"] for entry in entries])
-    return inside
+def inner_names(parts: Mapping[str, list[dict[str, Any]]]) -> set[str]:
+    """Names of the stored tensors inside the optimizer's states that were taken apart."""
+    return {
+        f"{name}/{index}/{inner}"
+        for name, entries in parts.items()
+        for index, entry in enumerate(entries)
+        for inner in entry["inner"]
+    }
 
 
 def _parse_tensors(raw: Any, section: str, shardings: list[Sharding]) -> dict[str, StoredTensor]:

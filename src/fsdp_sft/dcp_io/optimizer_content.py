@@ -9,14 +9,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_sft._compat.modules import is_wrapper_subclass, local_tensor
-from fsdp_sft._model.named import parameter_names
 from fsdp_sft._process.codec import encode
 from fsdp_sft._tensors.safetensors import dtype_name
-from fsdp_sft.dcp_io.content import OptimizerContent
-from fsdp_sft.dcp_io.inner_tensors import flatten_state, take_apart
+from fsdp_sft.dcp_io.inner_tensors import inner_parts, take_apart
+from fsdp_sft.dcp_io.parts import Part, StoredTensor
 from fsdp_sft.errors import UnstorableStateError, abridged
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
+Content: TypeAlias = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def as_list(optimizer: Optimizers) -> list[Optimizer]:
@@ -38,108 +38,73 @@ def as_list(optimizer: Optimizers) -> list[Optimizer]:
     return given  # type: ignore[return-value]
 
 
-def optimizer_content(model: nn.Module, optimizer: Optimizers) -> OptimizerContent:
-    """Read the state of one optimizer or several by name, changing nothing.
+def optimizer_content(optimizers: Sequence[Optimizer], names: Mapping[nn.Parameter, str]) -> Content:
+    """Read the state of any number of optimizers by name, changing nothing.
+
+    Args:
+        optimizers: The optimizers; none have no content.
+        names: The model's name of each parameter.
+
+    Returns:
+        (class, parameters, groups and state other than tensors as JSON, see ``Manifest``; the live tensors of
+        the state by ``<fqn>/<state name>``, of several optimizers with the optimizer's number in front).
 
     Raises:
         ValueError: If a parameter is not the model's.
         UnstorableStateError: If there is state that could not be loaded again.
     """
-    optimizers = as_list(optimizer)
-    names = parameter_names(model)
-    each = []
-    for one in optimizers:
-        check_storable(one, optimizers)
-        each.append(_content_of_one(one, names))
-    if len(each) == 1:
-        return each[0]
-    tensors = {f"{i}/{key}": t for i, content in enumerate(each) for key, t in content.tensors.items()}
-    return OptimizerContent(tensors, {"optimizers": [content.info for content in each]})
+    each = [content_of_one(one, names, optimizers) for one in optimizers]
+    if len(each) < 2:
+        return each[0] if each else ({}, {})
+    tensors = {f"{i}/{key}": t for i, (_, own) in enumerate(each) for key, t in own.items()}
+    return {"optimizers": [info for info, _ in each]}, tensors
 
 
-def with_inner_tensors(content: OptimizerContent, names: Sequence[str]) -> OptimizerContent:
-    """The same content with the states ``names``, which are in tensor subclasses, taken apart.
-
-    Collective: all ranks, with the same names.
-    """
-    if not names:
-        return content
-    tensors, parts = flatten_state(content.tensors, names)
-    if "optimizers" not in content.info:
-        return OptimizerContent(tensors, {**content.info, "parts": parts})
-    infos = [dict(info, parts={}) for info in content.info["optimizers"]]
-    for key, entries in parts.items():
-        number, _, name = key.partition("/")
-        infos[int(number)]["parts"][name] = entries
-    return OptimizerContent(tensors, {"optimizers": infos})
-
-
-def check_storable(optimizer: Optimizer, together: Sequence[Optimizer] = ()) -> None:
-    """Refuse an optimizer that has state anywhere but in ``optimizer.state``, by parameter.
+def parts_inside(
+    info: dict[str, Any], states: Mapping[str, torch.Tensor], names: Sequence[str]
+) -> tuple[dict[str, StoredTensor], list[Part]]:
+    """What is stored of states in tensor subclasses, and what this rank writes of it.
 
     Args:
-        optimizer: Optimizer to check.
-        together: All optimizers that are saved with it.
+        info: What ``optimizer_content`` returned; it gets the parts of these states.
+        states: The live tensors.
+        names: Names of the states that are in a subclass on some rank, the same on all ranks.
 
-    Raises:
-        UnstorableStateError: If part of its state would be lost.
+    Collective: all ranks.
     """
-    kind = type(optimizer).__name__
-    if optimizer.state is not optimizer.state or not hasattr(optimizer.state, "pop"):
-        raise UnstorableStateError(
-            f"{kind}.state is made anew each time it is asked for, so nothing could be put back into it: "
-            "pass the optimizers inside as a list, optimizer=[...]"
-        )
-    hidden = [
-        name
-        for name, inner in _inner_optimizers(optimizer)
-        if inner.state is not optimizer.state and not any(inner is one for one in together)
-    ]
-    if hidden:
-        raise UnstorableStateError(
-            f"{kind} has another optimizer inside ({abridged(hidden)}), whose state would be lost: pass the "
-            "optimizers inside as a list, optimizer=[...]"
-        )
-    parameters = {p for group in optimizer.param_groups for p in group["params"]}
-    foreign = [key for key in optimizer.state if key not in parameters]
-    if foreign:
-        raise UnstorableStateError(
-            f"{kind} has state of {len(foreign)} things that are no parameter of its groups (such as "
-            f"{_described_key(foreign[0])}), which would be lost"
-        )
-    if getattr(type(optimizer), "state_dict", Optimizer.state_dict) is not Optimizer.state_dict:
-        more = optimizer.state_dict().keys() - {"state", "param_groups"}
-        if more:
-            raise UnstorableStateError(
-                f"{kind}.state_dict() has more than state and param_groups ({abridged(more)}), which would "
-                "be lost: save it in train_state, and pass the optimizers inside as a list, optimizer=[...]"
-            )
+    stored, written, parts = inner_parts(states, names)
+    for one in info.get("optimizers", [info]):
+        one["parts"] = {}
+    for key, entries in parts.items():
+        number, _, name = key.partition("/")
+        own, name = (info["optimizers"][int(number)], name) if "optimizers" in info else (info, key)
+        own["parts"][name] = entries
+    return stored, written
 
 
-def _inner_optimizers(optimizer: Optimizer) -> list[tuple[str, Optimizer]]:
-    """(attribute, optimizer) for the optimizers in an optimizer's attributes, also in lists and dicts."""
-    held = [(name, inner) for name, value in vars(optimizer).items() for inner in _elements(value)]
-    return [(name, inner) for name, inner in held if isinstance(inner, Optimizer) and inner is not optimizer]
+def content_of_one(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], together: Sequence[Optimizer]
+) -> Content:
+    """The state of one optimizer; see ``optimizer_content``.
 
-
-def _elements(value: Any) -> list[Any]:
-    """The values in a dict or list; anything else as the only element of a list."""
-    return list(value.values()) if isinstance(value, dict) else value if type(value) is list else [value]
-
-
-def _described_key(key: Any) -> str:
-    """A key of an optimizer's state in words."""
-    return f"a tensor of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)[:80]
-
-
-def _content_of_one(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> OptimizerContent:
-    """The state, parameters and groups of one optimizer, by the names of its parameters."""
+    Args:
+        optimizer: The optimizer.
+        names: The model's name of each parameter.
+        together: All optimizers that are saved with it.
+    """
+    _check_storable(optimizer, together)
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     parameters: dict[str, list[Any]] = {}
-    for group in optimizer.param_groups:
+    groups: list[dict[str, Any]] = []
+    for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            fqn = _name_of(parameter, names)
+            if parameter not in names:
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the "
+                    "model's; make the optimizer from model.parameters() after the model has been sharded"
+                )
+            fqn = names[parameter]
             parameters[fqn] = [dtype_name(parameter.dtype), list(parameter.shape)]
             for name, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(name, str) or "/" in name:
@@ -147,26 +112,50 @@ def _content_of_one(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> 
                         f"the state of {fqn} has an entry named {name!r}; expected a string without a slash"
                     )
                 if isinstance(value, torch.Tensor):
-                    tensors[f"{fqn}/{name}"] = _checked_state(value, parameter, f"{fqn}/{name}")
+                    _check_state(value, parameter, f"{fqn}/{name}")
+                    tensors[f"{fqn}/{name}"] = value
                 else:
                     values.setdefault(fqn, {})[name] = _encode(value, f"optimizer state {name!r} of {fqn}")
-    groups = [_encode_group(group, index, names) for index, group in enumerate(optimizer.param_groups)]
+        options = {
+            # A tensor, such as a learning rate, is exact as a number: a float64 holds every float32.
+            key: _encode(_number(value), f"param_groups[{index}][{key!r}]")
+            for key, value in group.items()
+            if key != "params"
+        }
+        groups.append({"params": [names[parameter] for parameter in group["params"]], "options": options})
     info = {"class": type(optimizer).__name__, "parameters": parameters, "groups": groups, "values": values}
-    return OptimizerContent(tensors, info)
+    return info, tensors
 
 
-def _name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
-    """The model's name of an optimizer's parameter; refuses one that is not the model's."""
-    if parameter not in names:
-        raise ValueError(
-            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's; make "
-            "the optimizer from model.parameters() after the model has been sharded"
+def _check_storable(optimizer: Optimizer, together: Sequence[Optimizer]) -> None:
+    """Refuse an optimizer that has state anywhere but in ``optimizer.state``, by parameter.
+
+    Raises:
+        UnstorableStateError: If part of its state would be lost.
+    """
+    lost: list[str] = []
+    if optimizer.state is not optimizer.state:
+        lost.append("a state that is made anew each time it is asked for")
+    for name, value in vars(optimizer).items():
+        held = value.values() if isinstance(value, dict) else value if type(value) is list else [value]
+        others = [one for one in held if isinstance(one, Optimizer) and one not in together]
+        if any(one.state is not optimizer.state for one in others):
+            lost.append(f"another optimizer inside ({name})")
+    foreign = optimizer.state.keys() - {p for group in optimizer.param_groups for p in group["params"]}
+    if foreign:
+        lost.append(f"state of what is no parameter of its groups ({abridged(map(repr, foreign))})")
+    if getattr(type(optimizer), "state_dict", Optimizer.state_dict) is not Optimizer.state_dict:
+        more = optimizer.state_dict().keys() - {"state", "param_groups"}
+        lost += [f"more than state and param_groups ({abridged(more)})"] if more else []
+    if lost:
+        raise UnstorableStateError(
+            f"{type(optimizer).__name__} has {'; '.join(lost)}, which would be lost: pass the optimizers "
+            "inside as a list, optimizer=[...], and save the rest in train_state"
         )
-    return names[parameter]
 
 
-def _checked_state(value: torch.Tensor, parameter: nn.Parameter, name: str) -> torch.Tensor:
-    """``value``, if it can be stored and sharded again: 0-dim, or shaped and sharded as its parameter."""
+def _check_state(value: torch.Tensor, parameter: nn.Parameter, name: str) -> None:
+    """Refuse what cannot be stored and sharded again: 0-dim, or shaped and sharded as its parameter, can."""
     kind = type(local_tensor(value))
     if is_wrapper_subclass(value):
         take_apart(name, value)  # raises for a subclass that does not say what is inside it
@@ -175,26 +164,17 @@ def _checked_state(value: torch.Tensor, parameter: nn.Parameter, name: str) -> t
             f"{name} is a {kind.__name__}: only plain tensors can be stored and sharded again"
         )
     elif value.ndim == 0 and not isinstance(value, DTensor):
-        return value
+        return
     if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
         raise UnstorableStateError(
             f"{name} is a {type(value).__name__} {tuple(value.shape)}, its parameter a "
             f"{type(parameter).__name__} {tuple(parameter.shape)}: only 0-dim tensors and tensors like the "
             "parameter can be sharded again"
         )
-    return value
 
 
-def _encode_group(group: Mapping[str, Any], index: int, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """A parameter group as JSON: names of its parameters, and its options."""
-    options = {}
-    for key, value in group.items():
-        if key == "params":
-            continue
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.item()  # such as a learning rate; exact, since a float64 holds every float32
-        options[key] = _encode(value, f"param_groups[{index}][{key!r}]")
-    return {"params": [names[parameter] for parameter in group["params"]], "options": options}
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _encode(value: Any, where: str) -> Any:

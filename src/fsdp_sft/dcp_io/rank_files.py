@@ -14,15 +14,15 @@ from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.boxes import whole
 from fsdp_sft._tensors.reader import do_reads
 from fsdp_sft._tensors.stored import Read, StoredFolder
-from fsdp_sft.dcp_io.manifest import Manifest, checked_size
-from fsdp_sft.dcp_io.stored import shard_file
+from fsdp_sft.dcp_io.manifest import checked_size
+from fsdp_sft.dcp_io.parts import Part, shard_file
 from fsdp_sft.errors import CheckpointCorruptError
 
 _PREFIX = "rank."
 
 
-def rank_content(rank_state: Any) -> dict[str, torch.Tensor]:
-    """This rank's state to write, by names in the file: JSON as a tensor of bytes, and what it refers to.
+def rank_parts(rank_state: Any) -> list[Part]:
+    """This rank's state to write: JSON as a tensor of bytes, and the tensors to which it refers.
 
     ``rank.<number>`` is the JSON; the tensors to which it refers add their key paths.
 
@@ -37,7 +37,10 @@ def rank_content(rank_state: Any) -> dict[str, torch.Tensor]:
     }
     text = checked_size(dumps(content, canonical=False), "rank_state")
     every = {"": torch.frombuffer(bytearray(text), dtype=torch.uint8), **tensors}
-    return {_key(this_rank(), name): tensor.detach() for name, tensor in every.items()}
+    return [
+        Part(_key(this_rank(), name), whole(tensor.shape), tensor.detach(), tuple(tensor.shape))
+        for name, tensor in every.items()
+    ]
 
 
 def is_of_a_rank(key: str) -> bool:
@@ -45,14 +48,21 @@ def is_of_a_rank(key: str) -> bool:
     return key.startswith(_PREFIX)
 
 
-def read_rank_content(folder: Path, manifest: Manifest, rank: int) -> tuple[dict[str, Any], Any]:
+def read_rank_content(folder: Path, rank: int) -> tuple[dict[str, Any], Any]:
     """The states of a rank's random number generators, and its ``rank_state``. No generator is set.
 
     Raises:
         CheckpointCorruptError: If the file does not hold what was written.
     """
-    name = shard_file(rank)
-    tensors = _read_all(folder, name, _key(rank, ""))
+    files, name, prefix = StoredFolder(folder), shard_file(rank), _key(rank, "")
+    tensors: dict[str, torch.Tensor] = {}
+    reads: list[Read] = []
+    for key, entry in files.header(name).entries.items():
+        if key == prefix or key.startswith(f"{prefix}."):
+            values, box = torch.empty(entry.shape, dtype=entry.dtype), whole(entry.shape)
+            reads += files.reads(key, [(name, box)], box, values)
+            tensors[key.removeprefix(prefix).removeprefix(".")] = values
+    do_reads(reads, damaged=CheckpointCorruptError)
     text = tensors.pop("", torch.empty(0, dtype=torch.uint8)).numpy().tobytes()
     try:
         raw = loads(text, name)
@@ -66,16 +76,3 @@ def read_rank_content(folder: Path, manifest: Manifest, rank: int) -> tuple[dict
 def _key(rank: int, name: str) -> str:
     """Name in the file of an entry of a rank's content."""
     return f"{_PREFIX}{rank}{'.' if name else ''}{name}"
-
-
-def _read_all(folder: Path, file: str, prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors of a file whose names begin with ``prefix``, by the rest of their names."""
-    files, reads = StoredFolder(folder), list[Read]()
-    tensors: dict[str, torch.Tensor] = {}
-    for key, entry in files.header(file).entries.items():
-        if key == prefix or key.startswith(f"{prefix}."):
-            values = torch.empty(entry.shape, dtype=entry.dtype)
-            reads += files.reads(key, [(file, whole(entry.shape))], whole(entry.shape), values)
-            tensors[key.removeprefix(prefix).removeprefix(".")] = values
-    do_reads(reads, damaged=CheckpointCorruptError)
-    return tensors

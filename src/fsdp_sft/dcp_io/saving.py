@@ -4,8 +4,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,29 @@ import torch
 from filelock import FileLock, Timeout
 from torch import nn
 
+from fsdp_sft._compat.modules import is_wrapper_subclass
 from fsdp_sft._model.adapters import refuse_merged
-from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.named import parameter_names
+from fsdp_sft._model.sharded import mesh_of, reshard
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.codec import dumps, encode
 from fsdp_sft._process.streams import host_buffer
-from fsdp_sft._ranks.agree import difference, tell, through_rank_0, world_size
-from fsdp_sft._tensors.disk import read_bytes, sweep_all, unsound_beside, write_bytes
+from fsdp_sft._ranks.agree import agreed, difference, tell, through_rank_0, world_size
+from fsdp_sft._tensors.disk import read_bytes, sweep_all, write_bytes
 from fsdp_sft.dcp_io.background import wait_for_last
-from fsdp_sft.dcp_io.content import FolderContent, Parts, describe_mesh, own_parts
-from fsdp_sft.dcp_io.folder import new_folder_beside, verify_folder, write_folder
-from fsdp_sft.dcp_io.inner_tensors import names_to_take_apart
-from fsdp_sft.dcp_io.manifest import checked_size, step_folder, step_folders
-from fsdp_sft.dcp_io.model_state import adapter_settings, packed_settings, stored_tensors
-from fsdp_sft.dcp_io.optimizer_content import Optimizers, optimizer_content, with_inner_tensors
-from fsdp_sft.dcp_io.rank_files import rank_content
+from fsdp_sft.dcp_io.folder import new_folder_beside, tensors_digest, verify_folder, write_folder
+from fsdp_sft.dcp_io.manifest import (
+    TRAIN_STATE_NAME,
+    Manifest,
+    checked_size,
+    step_folder,
+    step_folders,
+    versions,
+)
+from fsdp_sft.dcp_io.model_state import stored_model
+from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list, optimizer_content, parts_inside
+from fsdp_sft.dcp_io.parts import Part, parts_of
+from fsdp_sft.dcp_io.rank_files import rank_parts
 from fsdp_sft.dcp_io.retention import prune
 from fsdp_sft.errors import (
     CheckpointCorruptError,
@@ -36,7 +43,7 @@ from fsdp_sft.errors import (
     CheckpointExistsError,
     CheckpointInUseError,
 )
-from fsdp_sft.shard.packing import packed_digest, packed_weights
+from fsdp_sft.shard.packing import packed_digest
 
 # The lock by which only one job at a time saves below a root.
 #
@@ -103,29 +110,22 @@ class Snapshot:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def take(self, parts: Parts) -> Parts:
+    def take(self, parts: list[Part]) -> list[Part]:
         """A copy of ``parts`` that does not change with the live tensors; valid until the next call.
 
         Memory: This rank's parts, once.
         """
         used: dict[str, torch.Tensor] = {}
-        devices: set[torch.device] = set()
-        for key, part in parts.items():
-            used[key] = self._buffer(key, part.tensor)
-            used[key].copy_(part.tensor, non_blocking=True)
-            devices.add(part.tensor.device)
+        for part in parts:
+            buffer = self._buffers.get(part.name)
+            if buffer is None or buffer.shape != part.local.shape or buffer.dtype != part.local.dtype:
+                buffer = host_buffer(part.local.shape, part.local.dtype, part.local.device)
+            used[part.name] = buffer.copy_(part.local, non_blocking=True)
         self._buffers = used  # buffers of tensors that the model no longer has are freed
-        for device in devices:
+        for device in {part.local.device for part in parts}:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
-        return {key: replace(part, tensor=used[key]) for key, part in parts.items()}
-
-    def _buffer(self, key: str, live: torch.Tensor) -> torch.Tensor:
-        """The buffer of the last save if it fits, else a new one."""
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != live.shape or buffer.dtype != live.dtype:
-            buffer = host_buffer(live.shape, live.dtype, live.device)
-        return buffer
+        return [part._replace(local=used[part.name]) for part in parts]
 
 
 # Preparing the root, the folder of all steps, for a new step.
@@ -163,8 +163,21 @@ _logger = logging.getLogger(__name__)
 _snapshot = Snapshot()
 
 
-class Save:
-    """A save in three phases, ``prepare``, ``copy`` and ``write``, whose errors are raised on all ranks.
+def prepare_save(
+    root: Path,
+    step: int,
+    *,
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    train_state: Any,
+    rank_state: Any,
+    metric: float | None,
+    keep_last: int | None,
+    keep_best: int,
+    include_base: bool,
+    in_background: bool,
+) -> Callable[[], None]:
+    """List what a step holds, take the values, and make its folder; returns the function that writes it.
 
     Args:
         root: Folder of all steps, an absolute path.
@@ -177,145 +190,83 @@ class Save:
         keep_last: Number of the newest steps to keep; None deletes none.
         keep_best: Number of the best ones to keep beside them.
         include_base: Whether the bytes of packed weights are written.
+        in_background: Whether training goes on while the step is written, so that values are copied.
+
+    Collective: all ranks, which raise the same error; so is what is returned.
     """
-
-    def __init__(
-        self,
-        root: Path,
-        step: int,
-        *,
-        model: nn.Module,
-        optimizer: Optimizers | None,
-        train_state: Mapping[str, Any] | None,
-        rank_state: Mapping[str, Any] | None,
-        metric: float | None,
-        keep_last: int | None,
-        keep_best: int,
-        include_base: bool,
-    ) -> None:
-        self.root, self.step, self.target = root, step, step_folder(root, step)
-        self._model, self._optimizer, self._metric = model, optimizer, metric
-        self._train_state, self._rank_state = train_state, rank_state
-        self._keep_last, self._keep_best, self._include_base = keep_last, keep_best, include_base
-        self._started = time.perf_counter()
-        self._content: FolderContent
-        self._parts: Parts
-        self._temporary: Path
-
-    def prepare(self) -> None:
-        """Collect what this rank contributes, after an earlier save has ended; ranks compare arguments.
-
-        Collective: all ranks.
-        """
-        if packed_weights(self._model) is not None:
-            reshard(self._model)
-            packed_digest(self._model)
-        apart = through_rank_0(f"preparing to save {self.target}", self._collect, _agree_on)
-        if apart and self._content.optimizer is not None:
-            whole = self._content.optimizer
-            self._content = replace(self._content, optimizer=with_inner_tensors(whole, apart))
-
-    def _collect(self) -> tuple[dict[str, Any], list[str]]:
-        """Arguments that ranks compare, and names of the states in tensor subclasses."""
+    target, started = step_folder(root, step), time.perf_counter()
+    with agreed(f"preparing to save {target}"):
         wait_for_last()
-        refuse_merged(self._model, "saving a checkpoint")
-        reshard(self._model)
-        _check_numbers(self.step, self._keep_last, self._keep_best)
-        content = self._content = _content(
-            self.step,
-            self._metric,
-            self._model,
-            self._optimizer,
-            self._train_state,
-            self._rank_state,
-            self._include_base,
+        refuse_merged(model, "saving a checkpoint")
+        reshard(model)
+        _check_numbers(step, keep_last)
+        given = as_list(optimizer) if optimizer is not None else []
+        info, states = optimizer_content(given, parameter_names(model))
+        small = {} if train_state is None else {TRAIN_STATE_NAME: _as_json(train_state)}
+        own = rank_parts(rank_state)
+    apart = [name for name, tensor in states.items() if is_wrapper_subclass(tensor)]
+    told = {"target": str(target), "metric": metric}, apart
+    apart = through_rank_0(f"preparing to save {target}", lambda: told, _agree_on)
+    inside, inner = parts_inside(info, states, apart) if apart else ({}, [])
+    packed_digest(model)
+    with agreed(f"copying for {target}"):
+        content, settings = stored_model(model, with_base=include_base)
+        stored, parts = parts_of("model", content.tensors)
+        plain = {name: state for name, state in states.items() if name not in apart}
+        stored_states, state_parts = parts_of("optimizer", plain)
+        manifest = Manifest(
+            step=step,
+            world_size=world_size(),
+            mesh=_describe_mesh(model),
+            model=stored,
+            ties=content.ties,
+            frozen=content.frozen,
+            optimizer=None if optimizer is None else {**stored_states, **inside},
+            optimizer_info=info,
+            metric=metric,
+            versions=versions(),
         )
-        states = content.optimizer.tensors if content.optimizer is not None else {}
-        return {"target": str(self.target), "metric": self._metric}, names_to_take_apart(states)
+        parts = [*parts, *state_parts, *inner, *own]
+        if in_background:
+            parts = _snapshot.take(parts)
+        digest = tensors_digest(manifest)
 
-    def copy(self, *, in_background: bool) -> None:
-        """Take the values, as copies if they are written in the background. Rank 0 makes the folder.
+    def make_folder(digests: list[str]) -> Path:
+        prepare_root(root, step)
+        return new_folder_beside(target, manifest, digests)
 
-        Collective: all ranks.
-        """
+    temporary = through_rank_0(f"making a folder for {target}", lambda: digest, make_folder)
 
-        def take() -> str:
-            digest = self._content.tensors_digest()
-            self._parts = own_parts(self._content)
-            if in_background:
-                self._parts = _snapshot.take(self._parts)
-            return digest
+    def write() -> None:
+        then = partial(prune, root, keep_last=keep_last, keep_best=keep_best, just_saved=step)
+        write_folder(temporary, target, manifest, parts, {**small, **settings}, then)
+        seconds = time.perf_counter() - started
+        tell(_logger, "saved step %d on %d ranks in %.2f s: %s", step, world_size(), seconds, target)
 
-        def make_folder(digests: list[str]) -> Path:
-            prepare_root(self.root, self.step)
-            return new_folder_beside(self.target, self._content, digests)
-
-        self._temporary = through_rank_0(f"copying for {self.target}", take, make_folder)
-
-    def write(self) -> None:
-        """Write everything, give the step its name, and delete old steps.
-
-        Other ranks wait for the deletion, since they might list the root meanwhile.
-
-        Collective: all ranks.
-        """
-        write_folder(
-            self.target,
-            self._content,
-            aside=unsound_beside(self.target),
-            parts=self._parts,
-            temporary=self._temporary,
-            then=partial(
-                prune,
-                self.root,
-                keep_last=self._keep_last,
-                keep_best=self._keep_best,
-                just_saved=self.step,
-            ),
-        )
-        seconds = time.perf_counter() - self._started
-        tell(
-            _logger, "saved step %d on %d ranks in %.2f s: %s", self.step, world_size(), seconds, self.target
-        )
+    return write
 
 
-def _check_numbers(step: int, keep_last: int | None, keep_best: int) -> None:
-    """Refuse numbers that are out of range."""
+def _describe_mesh(model: nn.Module) -> list[list[Any]] | None:
+    """Name and size of each axis of a model's mesh."""
+    mesh = mesh_of(model)
+    if mesh is None:
+        return None
+    names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
+    return [[name, size] for name, size in zip(names, mesh.shape, strict=True)]
+
+
+def _check_numbers(step: int, keep_last: int | None) -> None:
+    """Refuse a number that no step is found by, and one with which every other step would be deleted."""
     if type(step) is not int or step < 0:
         raise ValueError(f"step must be an integer, 0 or more, got {step!r}")
-    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+    if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last must be at least 1, or None to keep every step, got {keep_last!r}")
-    if type(keep_best) is not int or keep_best < 0:
-        raise ValueError(f"keep_best must be an integer, 0 or more, got {keep_best!r}")
-
-
-def _content(
-    step: int,
-    metric: float | None,
-    model: nn.Module,
-    optimizer: Optimizers | None,
-    train_state: Mapping[str, Any] | None,
-    rank_state: Mapping[str, Any] | None,
-    include_base: bool,
-) -> FolderContent:
-    """What this rank contributes to a save."""
-    tensors = stored_tensors(model, with_base=include_base)
-    return FolderContent(
-        step=step,
-        mesh=describe_mesh(model),
-        metric=None if metric is None else float(metric),
-        model=tensors,
-        optimizer=optimizer_content(model, optimizer) if optimizer is not None else None,
-        train_state=checked_size(_as_json(train_state), "train_state"),
-        rank_content=rank_content(rank_state),
-        settings=adapter_settings(model) | packed_settings(model, with_base=include_base),
-    )
 
 
 def _as_json(train_state: Any) -> bytes:
     """The bytes of ``train_state.json``."""
     try:
-        return dumps(encode(train_state, "train_state"), canonical=False)
+        return checked_size(dumps(encode(train_state, "train_state"), canonical=False), "train_state")
     except RecursionError:
         raise TypeError("train_state is nested too deeply to be stored") from None
 

@@ -1,7 +1,6 @@
 """Export of peft adapters without their base model, in peft's own format."""
 
 import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,10 @@ from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors, model_tensors
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import agreed, share, this_rank
-from fsdp_sft._tensors.disk import sweep, temporary_beside
+from fsdp_sft._ranks.agree import agreed, this_rank
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft.export.settings import end_of_turn, write_generation_config, write_tokenizer
-from fsdp_sft.export.target import export_target, put_in_place, reachable
+from fsdp_sft.export.target import export_target, make_room, put_in_place, staged
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -70,16 +68,12 @@ def export_adapter(
     model = unwrapped(model)
     reshard(model)
     target = export_target(out_dir)
-    temporary: Path | None = None
-    try:
+    with staged(target) as temporary:
         with agreed(f"preparing to export to {target}"):
             content, name = _checked(model)
             wanted = _names(model, content, name)
             if this_rank() == 0:
-                target = reachable(target)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                sweep(target)
-                temporary = temporary_beside(target)
+                make_room(temporary, target, 0)
         gatherer = Gatherer()
         full: dict[str, torch.Tensor] = {}
         for key in wanted:
@@ -89,16 +83,11 @@ def export_adapter(
                 full[key] = whole
         gatherer.finish(f"gathering the adapter for {target}")
         with agreed(f"exporting to {target}"):
-            if temporary is not None:
+            if this_rank() == 0:
                 _save(model, temporary, full, name)
                 if tokenizer is not None or chat_template is not None:
                     _save_chat(model, temporary, tokenizer, chat_template)
-                target = put_in_place(temporary, target, overwrite=overwrite)
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-    folder: Path = share(target)
-    return folder
+        return put_in_place(temporary, target, overwrite=overwrite)
 
 
 def _save_chat(model: Any, folder: Path, tokenizer: Any, chat_template: str | None) -> None:

@@ -1,8 +1,9 @@
 """Export to a Hugging Face folder with the contents that ``save_pretrained`` of an unsharded model writes."""
 
+import json
 import logging
+import math
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -13,23 +14,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat.conversions import revert_weight_conversion
 from fsdp_sft._model.adapters import adapted_layers, without_adapters
 from fsdp_sft._model.blocks import configs_without_caches
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
-from fsdp_sft._tensors.disk import check_room, sweep, temporary_beside
+from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, tell, this_rank
+from fsdp_sft._tensors.disk import write_bytes, write_early
 from fsdp_sft._tensors.gather import Gatherer
-from fsdp_sft.export.hf_files import HfFiles, has_whole_rows, open_own_rows
-from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, unsharded_twin
+from fsdp_sft._tensors.packed_shard import values_of
+from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, num_bytes, write_at
+from fsdp_sft._tensors.sharding import own_part, sharding_of
+from fsdp_sft.export.plan import Described, ExportPlan, unsharded_twin
 from fsdp_sft.export.settings import write_settings
-from fsdp_sft.export.target import check_target, export_target, put_in_place, reachable
-from fsdp_sft.export.tensors import gathered, refuse_unmergeable
+from fsdp_sft.export.target import check_target, export_target, make_room, put_in_place, staged
+from fsdp_sft.export.tensors import exported, planned
 
 _logger = logging.getLogger(__name__)
+_PIECE_ELEMENTS = 4 << 20  # of rows, written at once
 
 
 @answered
@@ -76,7 +79,7 @@ def export_hf(
         The folder: ``out_dir``, unless there was a warning.
 
     Raises:
-        TypeError: If the model is not a transformers model, or ``tokenizer`` cannot be saved.
+        TypeError: If the model is not a transformers model.
         ValueError: If the model has adapters that cannot be merged.
         UnsupportedModelError: If ``from_pretrained`` would not read the export as what was trained.
         OSError: If writing fails; raised on all ranks. An incomplete export leaves nothing
@@ -99,112 +102,156 @@ def export_hf(
     reshard(model)
     target = export_target(out_dir)
     merges, caching = adapted_layers(model), configs_without_caches(model)
-    with without_adapters(model, trained=True) as base:
-        folder, files = _export(
-            base,
-            merges,
-            caching,
-            target,
-            dtype,
-            max_shard_size,
-            (tokenizer, chat_template),
-            overwrite,
-        )
-    tell(_logger, "exported %d files in %.2f s: %s", len(files), time.perf_counter() - started, folder)
+    base: Any
+    with without_adapters(model, trained=True) as base, staged(target) as temporary:
+        with agreed(f"preparing to export to {target}"):
+            content, plan, config = planned(base, merges, dtype, caching)
+            if plan is not None:
+                make_room(temporary, target, plan.num_bytes)
+                write_settings(base, config, temporary, target.name, dtype, tokenizer, chat_template)
+        plan = share(plan)
+        files, gatherer = HfFiles(temporary, plan.written), Gatherer()
+        try:
+            if this_rank() == 0:
+                gatherer.attempt(lambda: files.start(max_shard_size, base.num_parameters()))
+            by_rows = _written_by_rows(content, plan, merges) if files.open_on_all() else set()
+            for name in sorted(by_rows):
+                tensor = content.tensors[plan.sources[name]]
+                gatherer.attempt(partial(files.write_rows, plan.unchanged[name], tensor, plan.dtypes[name]))
+            twin = unsharded_twin(base) if plan.converts and this_rank() == 0 else None
+            others = [group for group in plan.groups if group[0] not in by_rows]
+            for name, tensor in exported(content, plan, merges, twin, gatherer, others):
+                gatherer.attempt(partial(files.write, name, tensor))
+            gatherer.attempt(files.finish)
+        finally:
+            files.close()
+        gatherer.finish(f"exporting to {target}")
+        folder = put_in_place(temporary, target, overwrite=overwrite)
+    tell(_logger, "exported in %.2f s: %s", time.perf_counter() - started, folder)
     return folder
 
 
-def _export(
-    model: nn.Module,
-    merges: Mapping[str, Any],
-    caching: list[Any],
-    target: Path,
-    dtype: torch.dtype | None,
-    max_shard_size: int | str,
-    chat: tuple[Any, str | None],
-    overwrite: bool,
-) -> tuple[Path, list[str]]:
-    """Write the folder of a model without adapters around it; (folder, names of its files).
+def _written_by_rows(content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any]) -> set[str]:
+    """Sources of which each rank writes its own rows: not converted, without adapters, sharded by rows."""
+    return {
+        name
+        for name in plan.unchanged
+        if plan.sources[name].rpartition(".")[0] not in merges
+        and _has_whole_rows(content.tensors[plan.sources[name]])
+    }
 
-    Collective: all ranks.
+
+def _has_whole_rows(tensor: torch.Tensor) -> bool:
+    """Whether each rank has whole rows of ``tensor``, which are contiguous; the same on all ranks."""
+    parts = sharding_of(tensor).parts(tensor.shape)
+    return all(box.shape[1:] == tuple(tensor.shape[1:]) for _, box in parts)
+
+
+# The weight files and their index, which have their final size from the start.
+
+
+class HfFiles:
+    """Files that rank 0 makes, and into which the other ranks write their rows if they see them.
+
+    Tensors can be written in any order.
+
+    Args:
+        folder: Folder of the export, the same on all ranks.
+        written: Dtype and shape of every tensor, by name and in order.
+
+    Memory: One piece of 4 Mi elements in CPU memory for rows.
     """
-    plan: ExportPlan | None = None
-    temporary: Path | None = None
-    files: list[str] = []
-    try:
-        with agreed(f"preparing to export to {target}"):
-            content = exportable(model, dtype, *chat)
-            refuse_unmergeable(content, merges)
-            if this_rank() == 0:
-                plan, config = plan_export(model, content, dtype, caching)
-                target = reachable(target)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                sweep(target)
-                check_room(target.parent, plan.num_bytes, f"the export to {target}")
-                temporary = temporary_beside(target)
-                temporary.mkdir()
-                write_settings(model, config, temporary, target.name, dtype, *chat)
-        planned, folder = share((plan, temporary))
-        gatherer = Gatherer()
-        _write_weights(model, content, planned, merges, folder, max_shard_size, gatherer)
-        gatherer.finish(f"exporting to {target}")
-        with agreed(f"publishing {target}"):
-            if temporary is not None:
-                files = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]
-                target = put_in_place(temporary, target, overwrite=overwrite)
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-    done: tuple[Path, list[str]] = share((target, files))
-    return done
 
+    def __init__(self, folder: Path, written: Described) -> None:
+        self._folder, self._left = folder, dict(written)
+        self._files: dict[str, int] = {}
+        self._places: dict[str, tuple[str, int]] = {}  # file of each tensor, and the byte at which it begins
 
-def _write_weights(
-    model: Any,
-    content: ModelTensors,
-    plan: ExportPlan,
-    merges: Mapping[str, Any],
-    folder: Path,
-    max_shard_size: int | str,
-    gatherer: Gatherer,
-) -> None:
-    """Write all weight files: each rank its own rows where that is possible, the rest by rank 0.
+    def start(self, max_shard_size: int | str, num_parameters: int) -> None:
+        """Make the files, and an index if there are several. Only rank 0 calls this.
 
-    Collective: all ranks.
-    """
-    writer = HfFiles(plan.written)
-    if this_rank() == 0:
-        gatherer.attempt(lambda: writer.start(folder, max_shard_size, model.num_parameters()))
-    twin = unsharded_twin(model) if plan.converts and this_rank() == 0 else None
-    own = open_own_rows(folder, writer.places() if this_rank() == 0 and gatherer.error is None else None)
-    for group in plan.groups:
-        tensor = content.tensors[plan.sources[group[0]]]
-        is_adapted = plan.sources[group[0]].rpartition(".")[0] in merges
-        if own is not None and group[0] in plan.unchanged and not is_adapted and has_whole_rows(tensor):
-            written = plan.unchanged[group[0]]
-            gatherer.attempt(partial(own.write, written, tensor, plan.dtypes[group[0]]))
-            writer.left.discard(written)  # the ranks write it themselves
-            continue
-        full = {}
-        for name in group:
-            whole = gathered(content, plan, merges, name, gatherer)
-            if whole is not None:
-                full[name] = whole
-        if full:
-            gatherer.attempt(partial(_write_converted, writer, twin, full))
-    if own is not None:
-        gatherer.attempt(own.sync)
-        own.close()
-    if this_rank() == 0:
-        gatherer.attempt(writer.finish)
-        writer.close()
+        Args:
+            max_shard_size: Largest size of one file, in bytes or as text such as ``"5GB"``.
+            num_parameters: Number of the model's parameters, which goes into the index.
+        """
+        from huggingface_hub import split_state_dict_into_shards_factory
 
+        split = split_state_dict_into_shards_factory(
+            self._left,
+            get_storage_size=lambda described: num_bytes(*described),
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+        for file, names in split.filename_to_tensors.items():
+            described = {name: self._left[name] for name in names}
+            self._files[file], header, _ = create(self._folder / file, described, {"format": "pt"})
+            self._places.update({name: (file, header.entries[name].start) for name in names})
+        if split.is_sharded:
+            metadata = {"total_parameters": num_parameters, **split.metadata}
+            index = {"metadata": metadata, "weight_map": dict(split.tensor_to_filename)}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            write_bytes(self._folder / "model.safetensors.index.json", text.encode())
 
-def _write_converted(writer: HfFiles, twin: nn.Module | None, full: dict[str, torch.Tensor]) -> None:
-    """Convert a group of full tensors, if the architecture has conversions, and write the results."""
-    made = full if twin is None else revert_weight_conversion(twin, full)
-    for name, tensor in made.items():
-        writer.write(name, tensor)
+    def open_on_all(self) -> bool:
+        """Open the files on the other ranks too; False if a rank does not see rank 0's folder.
+
+        Collective: all ranks.
+        """
+        self._places = share(self._places)
+        seen = bool(self._places)
+        try:
+            for file in sorted({file for file, _ in self._places.values()} - self._files.keys()):
+                self._files[file] = os.open(self._folder / file, os.O_WRONLY | os.O_NOFOLLOW)
+        except OSError:  # for instance a folder that only rank 0's machine has
+            seen = False
+        return all(all_gather_objects(seen))
+
+    def write_rows(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Write this rank's rows of a tensor as ``dtype``, unless a replica writes them."""
+        self._left.pop(name)
+        box = own_part(tensor)
+        if box is None:
+            return
+        file, start = self._places[name]
+        if tensor.dim():
+            start += box.offset[0] * math.prod(tensor.shape[1:]) * dtype.itemsize
+        rows = values_of(tensor, dtype).reshape(-1)
+        for first in range(0, box.numel, _PIECE_ELEMENTS):
+            piece = rows[first : first + _PIECE_ELEMENTS].to("cpu", dtype).contiguous()
+            write_early(self._files[file], start + first * dtype.itemsize, bytes_of(piece))
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a full tensor.
+
+        Raises:
+            RuntimeError: If no tensor of that name, dtype and shape remains to be written.
+        """
+        if self._left.pop(name, None) != (tensor.dtype, tuple(tensor.shape)):
+            raise RuntimeError(
+                f"{name} came out as {tensor.dtype} {tuple(tensor.shape)} when converted apart from the "
+                "rest of the model; please report the architecture"
+            )
+        file, start = self._places[name]
+        contiguous = tensor.contiguous()
+        write_at(self._files[file], start, bytes_of(contiguous))
+
+    def finish(self) -> None:
+        """Force what was written to the disk.
+
+        Raises:
+            RuntimeError: If rank 0 has not written a tensor.
+        """
+        if self._left and this_rank() == 0:
+            raise RuntimeError(
+                f"no tensor was converted to {sorted(self._left)[:4]}; please report the architecture"
+            )
+        for fd in self._files.values():
+            force_to_disk(fd)
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._files:
+            os.close(self._files.popitem()[1])
 
 
 # A check before training that the export after it can be written and read.
@@ -258,13 +305,8 @@ def check_export(
     merges = {} if model is None else adapted_layers(model)
     taken = nullcontext() if model is None else without_adapters(model, trained=True)
     with taken as base, agreed(f"checking that {target} can be exported to"):
-        need = 0
-        if base is not None:
-            content = exportable(base, torch.bfloat16)
-            refuse_unmergeable(content, merges)
-            if this_rank() == 0:
-                need = plan_export(base, content, torch.bfloat16)[0].num_bytes
+        plan = planned(base, merges, torch.bfloat16)[1] if base is not None else None
         if this_rank() == 0:
-            check_target(target, overwrite=overwrite, need=need)
+            check_target(target, overwrite=overwrite, need=plan.num_bytes if plan is not None else 0)
     found: Path = share(target)
     return found

@@ -1,7 +1,7 @@
 """The plan of an export, made without moving a tensor."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._tensors.safetensors import TensorEntry, num_bytes
 from fsdp_sft._tensors.stored import InFile
 from fsdp_sft.errors import CheckpointFormatError, UnsupportedModelError, abridged
-from fsdp_sft.export.hf_files import Described
 from fsdp_sft.export.settings import export_config
 from fsdp_sft.weights.plan import make_plan
 from fsdp_sft.weights.resolve import Checkpoint
+
+Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 # A check, before its files are written, that an export will be read as the model that was trained.
 
@@ -102,13 +103,11 @@ class ExportPlan:
         return sum(num_bytes(*described) for described in self.written.values())
 
 
-def exportable(
-    model: nn.Module, dtype: torch.dtype | None, tokenizer: Any = None, chat_template: Any = None
-) -> ModelTensors:
-    """The model's tensors, after the types of all arguments of ``export_hf`` have been checked.
+def exportable(model: nn.Module, dtype: torch.dtype | None) -> ModelTensors:
+    """The model's tensors, if they can be exported in that dtype.
 
     Raises:
-        TypeError: If the model is no transformers model, or ``tokenizer`` cannot be saved.
+        TypeError: If the model is no transformers model.
         UnsupportedModelError: If transformers holds the weights quantised.
     """
     import transformers
@@ -119,10 +118,6 @@ def exportable(
             "save_full_state_dict writes any model"
         )
     check_dtypes(dtype=dtype)
-    if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
-        raise TypeError(f"tokenizer must have save_pretrained, got {type(tokenizer).__name__}")
-    if chat_template is not None and not isinstance(chat_template, str):
-        raise TypeError(f"chat_template must be a string, got {type(chat_template).__name__}")
     refuse_quantised_model(model)
     keep_config(model)
     return model_tensors(model)
@@ -132,7 +127,7 @@ def plan_export(
     model: nn.Module,
     content: ModelTensors,
     dtype: torch.dtype | None,
-    caching: list[Any] | None = None,
+    caching: Sequence[Any] = (),
 ) -> tuple[ExportPlan, Any]:
     """Plan an export by running the conversions on tensors without memory; (the plan, the config to export).
 
@@ -153,15 +148,17 @@ def plan_export(
         for name, first in sources.items()
     }
     final = revert_weight_conversion(twin, meta)
-    converts = final is not meta
-    groups = _groups(twin, meta, final) if converts else [[name] for name in meta]
     written = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in final.items()}
     names = {id(tensor): name for name, tensor in final.items()}
-    direct = {name: names[id(tensor)] for name, tensor in meta.items() if id(tensor) in names}
-    plan = ExportPlan(sources, dtypes, groups, written, direct, converts)
-    config = export_config(model, content, caching or [], dtype)
-    tensors = {name: content.tensors[sources[name]] for name in direct}
-    buffers = {direct[name] for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
+    unchanged = {name: names[id(tensor)] for name, tensor in meta.items() if id(tensor) in names}
+    groups: dict[str, list[str]] = {}
+    for name in meta:
+        block = re.match(r"\D*\d*", name)
+        groups.setdefault(name if name in unchanged else f"block {block and block[0]}", []).append(name)
+    plan = ExportPlan(sources, dtypes, [*groups.values()], written, unchanged, final is not meta)
+    config = export_config(model, content, caching, dtype)
+    tensors = {name: content.tensors[sources[name]] for name in unchanged}
+    buffers = {unchanged[name] for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
     refuse_unreadable(model, config, written, buffers)
     return plan, config
 
@@ -214,38 +211,3 @@ def _dtypes(
         wanted = torch.float32 if in_float32 else dtype
         dtypes[name] = wanted if wanted is not None and own.is_floating_point else own
     return dtypes
-
-
-def _groups(
-    twin: nn.Module, meta: dict[str, torch.Tensor], final: dict[str, torch.Tensor]
-) -> list[list[str]]:
-    """The smallest sets of sources that can be converted independently, found by trial on the meta device."""
-    alone: dict[str, bool] = {}  # by name without indices: blocks are alike
-    outputs: dict[str, list[str]] = {}
-    for name, tensor in meta.items():
-        kind = re.sub(r"\d+", "#", name)
-        if alone.get(kind):
-            continue
-        try:
-            made = revert_weight_conversion(twin, {name: tensor})
-        except Exception:  # a conversion that needs several tensors may raise anything if it is given one
-            made = {}
-        alone[kind] = bool(made) and all(
-            key in final and final[key].shape == t.shape for key, t in made.items()
-        )
-        if not alone[kind]:
-            # If the conversion raised, its results are unknown: all such sources of one block go together.
-            outputs[name] = list(made) or [re.sub(r"(\d+).*", r"\1", name)]
-    groups = [[name] for name in meta if alone[re.sub(r"\d+", "#", name)]]
-    return groups + joined(outputs)
-
-
-def joined(outputs: Mapping[str, list[str]]) -> list[list[str]]:
-    """Names grouped so that any two that contribute to the same output are in one group."""
-    groups: list[tuple[set[str], list[str]]] = []
-    for name, made in outputs.items():
-        sharing = [group for group in groups if group[0].intersection(made)]
-        groups = [group for group in groups if group not in sharing]
-        merged = set(made).union(*(keys for keys, _ in sharing))
-        groups.append((merged, [member for _, members in sharing for member in members] + [name]))
-    return [members for _, members in groups]

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,9 @@ _MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_lay
 _OF_MTP = re.compile(r"(^|[._])(mtp|nextn)([._]|$)")
 
 
-def export_config(model: Any, content: ModelTensors, caching: list[Any], dtype: torch.dtype | None) -> Any:
+def export_config(
+    model: Any, content: ModelTensors, caching: Sequence[Any], dtype: torch.dtype | None
+) -> Any:
     """The config to export: a copy of the model's, with ``use_cache`` restored, tied only if the weights are.
 
     Args:

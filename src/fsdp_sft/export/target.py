@@ -9,10 +9,13 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fsdp_sft._process.callers import warn_caller
-from fsdp_sft._tensors.disk import check_room, full_path, publish, sync_folder, temporary_beside
+from fsdp_sft._ranks.agree import share, this_rank, through_rank_0
+from fsdp_sft._tensors.disk import check_room, full_path, publish, sweep, sync_folder, temporary_beside
 from fsdp_sft.errors import CheckpointExistsError
 
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EBUSY}
@@ -29,9 +32,44 @@ _TOKENIZER = re.compile(
 
 
 def export_target(out_dir: str | os.PathLike[str]) -> Path:
-    """The absolute path of an export's folder, a symbolic link resolved: a rename would replace the link."""
+    """The absolute path of an export's folder, a symbolic link resolved: a rename would replace the link.
+
+    No folder can take the place of a mounted file system, so there it is one below it, with a warning.
+    """
     target = full_path(out_dir)
-    return target.resolve() if target.is_symlink() else target
+    target = target.resolve() if target.is_symlink() else target
+    if not os.path.ismount(target):
+        return target
+    below = target / "export"
+    if this_rank() == 0:
+        warn_caller(f"{target} is where a file system is mounted, so the export is written to {below}")
+    return below
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """The name of a temporary folder beside ``target``, the same on all ranks, which is deleted at the end.
+
+    Collective: all ranks.
+    """
+    temporary: Path = share(temporary_beside(target))
+    try:
+        yield temporary
+    finally:
+        if this_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def make_room(temporary: Path, target: Path, need: int) -> None:
+    """Make the temporary folder for an export of ``need`` bytes. Only rank 0 calls this.
+
+    Raises:
+        OSError: If that is not possible, or the file system has less room.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    sweep(target)
+    check_room(target.parent, need, f"the export to {target}")
+    temporary.mkdir()
 
 
 def check_target(target: Path, *, overwrite: bool, need: int = 0) -> None:
@@ -43,11 +81,6 @@ def check_target(target: Path, *, overwrite: bool, need: int = 0) -> None:
     if os.path.lexists(target) and not target.is_dir():
         raise CheckpointExistsError(
             f"{target} exists and is not a folder; choose another name, or move it away"
-        )
-    if os.path.ismount(target):
-        raise CheckpointExistsError(
-            f"{target} is where a file system is mounted, and no folder can take its place; name one below "
-            f"it, such as {target / 'export'}"
         )
     if target.is_dir() and os.listdir(target) and not overwrite:
         raise CheckpointExistsError(
@@ -70,15 +103,6 @@ def check_target(target: Path, *, overwrite: bool, need: int = 0) -> None:
     check_room(there, need, f"the export to {target}")
 
 
-def reachable(target: Path) -> Path:
-    """``target``, or a folder below it, with a warning, if a file system is mounted there."""
-    if not os.path.ismount(target):
-        return target
-    below = target / "export"
-    warn_caller(f"{target} is where a file system is mounted, so the export is written to {below}")
-    return below
-
-
 def put_in_place(temporary: Path, target: Path, *, overwrite: bool) -> Path:
     """Move a finished export to ``target``, or beside it if something is there by now.
 
@@ -93,10 +117,21 @@ def put_in_place(temporary: Path, target: Path, *, overwrite: bool) -> Path:
 
     Raises:
         OSError: If the disk fails; what was at ``target`` is unchanged then.
+
+    Collective: all ranks.
     """
-    if overwrite and target.is_dir() and os.listdir(target):
-        _replace_files(temporary, target)
-        return target
+
+    def put(_: list[None]) -> Path:
+        if overwrite and target.is_dir() and os.listdir(target):
+            _replace_files(temporary, target)
+            return target
+        return _publish_beside(temporary, target)
+
+    return through_rank_0(f"publishing {target}", lambda: None, put)
+
+
+def _publish_beside(temporary: Path, target: Path) -> Path:
+    """Rename a finished folder to ``target``, or to the next name that is free; the name that it has."""
     for number in itertools.count(1):
         place = target if number == 1 else target.with_name(f"{target.name}-{number}")
         try:

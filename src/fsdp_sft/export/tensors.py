@@ -1,6 +1,7 @@
 """A model's tensors as an export has them, one at a time: for servers that take weights without files."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,18 +56,50 @@ def refuse_unmergeable(content: ModelTensors, merges: Mapping[str, Any]) -> None
             ) from error
 
 
-def gathered(
-    content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any], name: str, gathers: Gatherer
-) -> torch.Tensor | None:
-    """A full tensor, with adapters merged into it if it has any.
+@torch.no_grad()
+def exported(
+    content: ModelTensors,
+    plan: ExportPlan,
+    merges: Mapping[str, Any],
+    twin: nn.Module | None,
+    gathers: Gatherer,
+    groups: Sequence[Sequence[str]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The core of every export: full tensors under their published names, adapters merged, one at a time.
 
     Args:
         content: The model's tensors.
         plan: Plan of the export.
         merges: Layers with adapters, by name.
-        name: A source of the plan.
+        twin: A model by whose class tensors are converted; None if there are no conversions.
         gathers: What makes full tensors of sharded ones, on some ranks or all.
+        groups: Sources that are wanted, those that are converted together side by side.
+
+    Collective: all ranks.
     """
+    for group in groups:
+        full: dict[str, torch.Tensor] = {}
+        for name in group:
+            whole = _gathered(content, plan, merges, name, gathers)
+            if whole is not None:
+                full[name] = whole
+        if twin is not None and full:
+            converted: dict[str, torch.Tensor] = {}
+            gathers.attempt(partial(_convert, twin, full, converted))
+            full = converted
+        while full:
+            name = next(iter(full))
+            yield name, full.pop(name)
+
+
+def _convert(twin: nn.Module, full: dict[str, torch.Tensor], converted: dict[str, torch.Tensor]) -> None:
+    converted.update(revert_weight_conversion(twin, full))
+
+
+def _gathered(
+    content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any], name: str, gathers: Gatherer
+) -> torch.Tensor | None:
+    """A full tensor, with adapters merged into it if it has any; None where it is not gathered."""
     source, dtype = plan.sources[name], plan.dtypes[name]
     fqn, _, leaf = source.rpartition(".")
     if fqn not in merges:
@@ -143,26 +176,26 @@ def iter_hf_tensors(
     reshard(model)
     merges = adapted_layers(model)
     with without_adapters(model, trained=True) as base:
-        plan: ExportPlan | None = None
         with agreed("preparing to hand over the tensors"):
-            content = exportable(base, dtype)
-            refuse_unmergeable(content, merges)
-            if this_rank() == 0:
-                plan, _ = plan_export(base, content, dtype)
+            content, plan, _ = planned(base, merges, dtype)
             twin: Any = unsharded_twin(base)
-        planned = share(plan)
-    return _tensors(content, planned, merges, twin)
+        plan = share(plan)
+    return exported(content, plan, merges, twin if plan.converts else None, _OnAllRanks(), plan.groups)
 
 
-@torch.no_grad()
-def _tensors(
-    content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any], twin: nn.Module
-) -> Iterator[tuple[str, torch.Tensor]]:
-    gathers = _OnAllRanks()
-    for group in plan.groups:
-        full: dict[str, Any] = {name: gathered(content, plan, merges, name, gathers) for name in group}
-        made = revert_weight_conversion(twin, full) if plan.converts else full
-        del full
-        while made:
-            name = next(iter(made))
-            yield name, made.pop(name)
+def planned(
+    base: nn.Module, merges: Mapping[str, Any], dtype: torch.dtype | None, caching: Sequence[Any] = ()
+) -> tuple[ModelTensors, Any, Any]:
+    """(the model's tensors, and on rank 0 the plan of the export and its config), after all checks.
+
+    Args:
+        base: A transformers model, without adapters around it.
+        merges: Layers with adapters, by name.
+        dtype: Dtype of floating-point tensors in the files; None keeps the dtypes that they have.
+        caching: See ``plan_export``.
+    """
+    content = exportable(base, dtype)
+    refuse_unmergeable(content, merges)
+    if this_rank() != 0:
+        return content, None, None
+    return content, *plan_export(base, content, dtype, caching)

@@ -11,7 +11,7 @@ from fsdp_sft._compat.fsdp import compute_dtypes
 from fsdp_sft._model.twin import keep_config, text_config
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
-from fsdp_sft.dcp_io.model_state import loaded_without_optimizer, resumed_with_optimizer
+from fsdp_sft.dcp_io.model_state import loaded_step
 from fsdp_sft.errors import abridged
 from fsdp_sft.sac import draws_random_numbers
 from fsdp_sft.step.checks import done_with, first_time
@@ -69,7 +69,7 @@ def warn_of_likely_mistakes(
             "backward to train_step, or call optimizer.zero_grad() before it"
         )
     _warn_of_schedules(model, schedulers)
-    step = loaded_without_optimizer(model)
+    step = loaded_step(model, with_optimizer=False)
     if step is not None and not any(one.state for one in optimizers) and first_time(model, f"step {step}"):
         warn_caller(
             f"the model was loaded from step {step} without the optimizer that was saved with it, and is "
@@ -89,7 +89,7 @@ def _warn_of_schedules(model: nn.Module, schedulers: Sequence[Any]) -> None:
             "load_checkpoint sets its first rates again. Make it before load_checkpoint, and call its "
             "load_state_dict after it"
         )
-    resumed = resumed_with_optimizer(model)
+    resumed = loaded_step(model, with_optimizer=True)
     behind = [one for one in schedulers if getattr(one, "last_epoch", None) == 0]
     if resumed and behind and first_time(model, f"scheduler {resumed}"):
         warn_caller(
