@@ -25,13 +25,6 @@ MISTAKES: list[Mistake] = [
         ("tests/weights/test_odd_folders.py",),
     ),
     Mistake(
-        "the card of a vision-language model names a sequence-to-sequence class",
-        "export/settings.py",
-        "    if modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type) == architecture:\n",
-        "    if False:\n",
-        ("tests/export/test_card.py",),
-    ),
-    Mistake(
         "adapters are put into frozen towers",
         "_model/adapters.py",
         "    peft_config = _without_towers(peft_config, frozen_towers(model))\n",

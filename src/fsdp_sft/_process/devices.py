@@ -57,26 +57,20 @@ def memory_of(device: torch.device) -> dict[str, int]:
         ValueError: If the device is not this process's accelerator, or torch counts none of its memory.
     """
     index = _index_of(device)
-    stats = _allocator_stats(index)
-    module: Any = torch.get_device_module(device)
-    found: dict[str, int] = {}
-    for name, key, function in (
-        ("peak_allocated_bytes", "allocated_bytes.all.peak", "max_memory_allocated"),
-        ("peak_reserved_bytes", "reserved_bytes.all.peak", "max_memory_reserved"),
-        ("allocated_bytes", "allocated_bytes.all.current", "memory_allocated"),
-    ):
-        if key in stats:
-            found[name] = int(stats[key])
-        elif hasattr(module, function):
-            found[name] = int(getattr(module, function)(index))
-    if not found:
-        raise ValueError(f"torch {torch.__version__} counts no memory of {device.type} devices; got {device}")
-    total = _total_memory(index, module)
-    if total is not None:
-        found["total_bytes"] = total
-    if stats or "peak_reserved_bytes" in found:  # before the first allocation stats are empty, and retries 0
-        found["num_alloc_retries"] = int(stats.get("num_alloc_retries", 0))
-    return found
+    try:
+        stats = torch.accelerator.memory_stats(index)  # empty before the first allocation
+        total = torch.accelerator.get_memory_info(index)[1]
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"torch {torch.__version__} counts no memory of {device.type} devices; got {device}"
+        ) from error
+    return {
+        "peak_allocated_bytes": int(stats.get("allocated_bytes.all.peak", 0)),
+        "peak_reserved_bytes": int(stats.get("reserved_bytes.all.peak", 0)),
+        "allocated_bytes": int(stats.get("allocated_bytes.all.current", 0)),
+        "total_bytes": int(total),
+        "num_alloc_retries": int(stats.get("num_alloc_retries", 0)),
+    }
 
 
 def reset_peak_of(device: torch.device) -> bool:
@@ -88,11 +82,8 @@ def reset_peak_of(device: torch.device) -> bool:
     index = _index_of(device)
     try:
         torch.accelerator.reset_peak_memory_stats(index)
-    except RuntimeError:  # not an allocator that torch.accelerator can ask
-        reset = getattr(torch.get_device_module(device), "reset_peak_memory_stats", None)
-        if reset is None:
-            return False
-        reset(index)
+    except RuntimeError:
+        return False
     return True
 
 
@@ -103,24 +94,3 @@ def _index_of(device: torch.device) -> int:
         here = "no accelerator" if accelerator is None else accelerator.type
         raise ValueError(f"memory is counted of the CPU and of the accelerator, here {here}; got {device}")
     return torch.accelerator.current_device_index() if device.index is None else device.index
-
-
-def _allocator_stats(index: int) -> dict[str, Any]:
-    """The allocator's counters; empty before an allocation, and if torch.accelerator cannot ask for them."""
-    try:
-        return dict(torch.accelerator.memory_stats(index))
-    except RuntimeError:
-        return {}
-
-
-def _total_memory(index: int, module: Any) -> int | None:
-    """The whole memory of a device in bytes; None if torch does not know it."""
-    ask: Any = getattr(torch.accelerator, "get_memory_info", None)
-    try:
-        if ask is not None:
-            return int(ask(index)[1])
-    except (RuntimeError, NotImplementedError):
-        pass
-    properties = getattr(module, "get_device_properties", None)
-    total = None if properties is None else getattr(properties(index), "total_memory", None)
-    return None if total is None else int(total)

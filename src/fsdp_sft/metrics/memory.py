@@ -27,7 +27,6 @@ def memory_stats(device: torch.device | str | int | None = None) -> dict[str, in
         Accelerator: `peak_allocated_bytes`, `peak_reserved_bytes` (since the start or `reset_peak_memory`),
         `allocated_bytes` (tensors now), `total_bytes` (of the device), `num_alloc_retries` (how often the
         caching allocator had to free its cache; more than a few in a run mean that memory is too tight).
-        What torch does not count on this kind of device is absent; CUDA, ROCm and XPU have all of them.
         CPU: `peak_resident_bytes` and `resident_bytes` of the process. Where there is no /proc (macOS),
         `resident_bytes` is absent.
 

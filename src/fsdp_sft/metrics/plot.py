@@ -50,7 +50,9 @@ def plot_run(jsonl: str | Path, out: str | Path) -> Path:
         >>> fs.plot_run("metrics.jsonl", "run.png").name
         'run.png'
     """
-    figure = new_figure(11, 7)
+    from matplotlib.figure import Figure  # without pyplot, which would choose a backend for the process
+
+    figure = Figure(figsize=(11, 7), layout="constrained", dpi=120)
     rows = _read(full_path(jsonl))
     logged = {name for row in rows.values() for name, value in row.items() if value is not None}
     for axes, (title, unit, names, beside, label) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
@@ -60,18 +62,6 @@ def plot_run(jsonl: str | Path, out: str | Path) -> Path:
             _draw_beside(axes, rows, other, label)
         if title in ("Throughput", "Peak memory"):
             axes.set_ylim(bottom=0)
-    return save_figure(figure, out)
-
-
-def new_figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches; without pyplot, which would choose a backend for the process."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained", dpi=120)
-
-
-def save_figure(figure: Any, out: str | Path) -> Path:
-    """Write a figure as PNG, or what the suffix names; parent folders are made."""
     path = full_path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

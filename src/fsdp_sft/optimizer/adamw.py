@@ -261,17 +261,8 @@ def _check_parameter(parameter: torch.Tensor) -> None:
 
 def _check(group: dict[str, Any]) -> None:
     """Raise for options of a group that are out of range or not offered."""
-    rate, betas = group["lr"], group["betas"]
-    if isinstance(rate, torch.Tensor) and rate.numel() != 1:
-        raise ValueError(
-            f"lr must be a number or a tensor of one element, got one of shape {tuple(rate.shape)}"
-        )
-    if not isinstance(rate, torch.Tensor):
-        _check_number("lr", rate)
-    for name in ("eps", "weight_decay"):
-        _check_number(name, group[name])
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is_decay(beta) for beta in betas):
-        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
+    numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    torch.optim.AdamW([torch.empty(0, requires_grad=True)], foreach=False, **numbers)  # refuses them
     if isinstance(group["seed"], bool) or not isinstance(group["seed"], int):
         raise ValueError(f"seed must be an integer, the same on all ranks, got {group['seed']!r}")
     if group["state_dtype"] not in (None, torch.bfloat16, torch.float32):
@@ -281,15 +272,3 @@ def _check(group: dict[str, Any]) -> None:
     asked = [name for name in _NOT_OFFERED if group.get(name)]
     if asked:
         raise ValueError(f"StochasticAdamW has no {', '.join(asked)}; leave it out, or use torch.optim.AdamW")
-
-
-def _check_number(name: str, value: Any) -> None:
-    """Raise unless an option is a finite number of at least 0."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= value < float("inf"):
-        raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
-
-
-def _is_decay(beta: Any) -> bool:
-    """Whether ``beta`` is a number in [0, 1)."""
-    return isinstance(beta, (int, float)) and not isinstance(beta, bool) and 0 <= beta < 1

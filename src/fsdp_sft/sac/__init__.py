@@ -9,7 +9,6 @@ from fsdp_sft.sac.apply import (
 from fsdp_sft.sac.attach import COMPILED as COMPILED, OFFLOADED as OFFLOADED
 from fsdp_sft.sac.decisions import decides as decides, is_decision as is_decision
 from fsdp_sft.sac.groups import check_now as check_now
-from fsdp_sft.sac.offload import host_bytes_for as host_bytes_for
 from fsdp_sft.sac.ratio import (
     Placement as Placement,
     Ratio as Ratio,

@@ -23,11 +23,6 @@ from fsdp_sft._process.streams import copy_stream, host_buffer
 _LEAST_BYTES = 1 << 10  # size from which a tensor is worth a copy
 
 
-def host_bytes_for(size: int) -> int:
-    """Bytes of host memory for ``size`` bytes of activations: torch pins powers of two."""
-    return 1 << (size - 1).bit_length() if size else 0
-
-
 class Offload:
     """What the blocks of one model have on the host: the inputs of the latest block, and their keys."""
 
