@@ -24,7 +24,6 @@ class Gpu:
         memory_bytes_per_second: Bandwidth of the GPU's own memory.
         node_bytes_per_second: Bandwidth per GPU within a node, one way.
         bytes_per_second: Bandwidth per GPU between nodes, for collectives over more GPUs than one node has.
-        host_bytes_per_second: Bandwidth per GPU to the memory of its host, one way.
         gpus_per_node: Number of GPUs that share the fast links.
         attention_output: Memory order of the attention's output. ``"query"``: that of the query.
             ``"tokens"``: (batch, sequence, heads, head_dim) under a mask, which the output projection reads
@@ -43,7 +42,6 @@ class Gpu:
     memory_bytes_per_second: float
     node_bytes_per_second: float
     bytes_per_second: float
-    host_bytes_per_second: float
     gpus_per_node: int = 8
     attention_output: AttentionOutput = "tokens"
     workspace_bytes: int = 8 * MIB
@@ -70,13 +68,13 @@ _BLACKWELL: dict[str, Any] = {**_HOPPER, "achievable": 0.776}
 _TABLE = (
     # https://resources.nvidia.com/en-us-blackwell-architecture/datasheet (a GB200 superchip has two);
     # four GPUs a tray, and links to the processor that two of them share
-    Gpu("gb200", "GB200", 189471 * MIB, 2500e12, 8.0e12, 900e9, 50e9, 225e9, 4, checked=True, **_BLACKWELL),
-    Gpu("gb300", "GB300", 284208 * MIB, 2500e12, 8.0e12, 900e9, 100e9, 225e9, 4, **_BLACKWELL),
+    Gpu("gb200", "GB200", 189471 * MIB, 2500e12, 8.0e12, 900e9, 50e9, 4, checked=True, **_BLACKWELL),
+    Gpu("gb300", "GB300", 284208 * MIB, 2500e12, 8.0e12, 900e9, 100e9, 4, **_BLACKWELL),
     # https://resources.nvidia.com/en-us-dgx-systems/dgx-b200-datasheet (and dgx-b300, eight GPUs a number)
-    Gpu("b200", "B200", 183359 * MIB, 2250e12, 8.0e12, 900e9, 50e9, 64e9, **_BLACKWELL),
-    Gpu("b300", "B300", 275040 * MIB, 2250e12, 8.0e12, 900e9, 100e9, 128e9, **_BLACKWELL),
+    Gpu("b200", "B200", 183359 * MIB, 2250e12, 8.0e12, 900e9, 50e9, **_BLACKWELL),
+    Gpu("b300", "B300", 275040 * MIB, 2250e12, 8.0e12, 900e9, 100e9, **_BLACKWELL),
     # https://resources.nvidia.com/en-us-hopper-architecture/hpc-datasheet-sc23 (H200 SXM and NVL)
-    Gpu("h200-nvl", "H200 NVL", 143771 * MIB, 835.5e12, 4.8e12, 450e9, 50e9, 64e9, 4, **_HOPPER),
+    Gpu("h200-nvl", "H200 NVL", 143771 * MIB, 835.5e12, 4.8e12, 450e9, 50e9, 4, **_HOPPER),
     Gpu(
         "h200",
         "H200",
@@ -85,16 +83,15 @@ _TABLE = (
         4.8e12,
         450e9,
         50e9,
-        64e9,
         achievable=0.837,
         checked=True,
         **_HOPPER,
     ),
     # https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip
-    Gpu("gh200", "GH200", 97871 * MIB, 989.4e12, 4.0e12, 450e9, 50e9, 450e9, 1, achievable=0.836, **_HOPPER),
+    Gpu("gh200", "GH200", 97871 * MIB, 989.4e12, 4.0e12, 450e9, 50e9, 1, achievable=0.836, **_HOPPER),
     # https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet (H100 SXM, NVL, PCIe)
-    Gpu("h100-pcie", "H[18]00 PCIe", 81559 * MIB, 756.5e12, 2.0e12, 64e9, 50e9, 64e9, **_HOPPER),
-    Gpu("h100-nvl", "H100 NVL", 95830 * MIB, 835.5e12, 3.9e12, 300e9, 50e9, 64e9, 2, **_HOPPER),
+    Gpu("h100-pcie", "H[18]00 PCIe", 81559 * MIB, 756.5e12, 2.0e12, 64e9, 50e9, **_HOPPER),
+    Gpu("h100-nvl", "H100 NVL", 95830 * MIB, 835.5e12, 3.9e12, 300e9, 50e9, 2, **_HOPPER),
     Gpu(
         "h100",
         "H[18]00",
@@ -103,7 +100,6 @@ _TABLE = (
         3.35e12,
         450e9,
         50e9,
-        64e9,
         achievable=0.803,
         other_sizes=(("96gb", 97871 * MIB),),
         checked=True,
@@ -118,39 +114,38 @@ _TABLE = (
         2.0e12,
         300e9,
         25e9,
-        32e9,
         achievable=0.869,
         other_sizes=(("40gb", 40960 * MIB),),
         checked=True,
     ),
     # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/products/a30-gpu/pdf/a30-datasheet.pdf
-    Gpu("a30", "A30", 24576 * MIB, 165e12, 0.933e12, 32e9, 12.5e9, 32e9, 4),
+    Gpu("a30", "A30", 24576 * MIB, 165e12, 0.933e12, 32e9, 12.5e9, 4),
     # https://images.nvidia.com/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf
-    Gpu("a40", "A40", 46068 * MIB, 149.7e12, 0.696e12, 32e9, 12.5e9, 32e9),
+    Gpu("a40", "A40", 46068 * MIB, 149.7e12, 0.696e12, 32e9, 12.5e9),
     # https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf
-    Gpu("a10g", "A10G", 23028 * MIB, 70e12, 0.6e12, 32e9, 12.5e9, 32e9),
+    Gpu("a10g", "A10G", 23028 * MIB, 70e12, 0.6e12, 32e9, 12.5e9),
     # https://images.nvidia.com/content/Solutions/data-center/a10/pdf/a10-datasheet.pdf
-    Gpu("a10", "A10", 23028 * MIB, 125e12, 0.6e12, 32e9, 12.5e9, 32e9),
+    Gpu("a10", "A10", 23028 * MIB, 125e12, 0.6e12, 32e9, 12.5e9),
     # https://www.nvidia.com/content/dam/en-zz/Solutions/design-visualization/quadro-product-literature/proviz-print-nvidia-rtx-a6000-datasheet-us-nvidia-1454980-r9-web%20(1).pdf
-    Gpu("a6000", "RTX A6000", 49140 * MIB, 154.8e12, 0.768e12, 32e9, 12.5e9, 32e9),
+    Gpu("a6000", "RTX A6000", 49140 * MIB, 154.8e12, 0.768e12, 32e9, 12.5e9),
     # https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413
-    Gpu("l40s", "L40S", 46068 * MIB, 362.05e12, 0.864e12, 32e9, 12.5e9, 32e9),
+    Gpu("l40s", "L40S", 46068 * MIB, 362.05e12, 0.864e12, 32e9, 12.5e9),
     # https://resources.nvidia.com/en-us-data-center-overview/l4-gpu-datasheet
-    Gpu("l4", "L4", 23034 * MIB, 121e12, 0.3e12, 32e9, 12.5e9, 32e9),
+    Gpu("l4", "L4", 23034 * MIB, 121e12, 0.3e12, 32e9, 12.5e9),
     # https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf
-    Gpu("5090", r"RTX 5090(?! (Laptop|D\b))", 32607 * MIB, 209.5e12, 1.792e12, 64e9, 12.5e9, 64e9),
+    Gpu("5090", r"RTX 5090(?! (Laptop|D\b))", 32607 * MIB, 209.5e12, 1.792e12, 64e9, 12.5e9),
     # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf (appendix A;
     # not the laptop and "D" variants)
-    Gpu("4090", r"RTX 4090(?! (Laptop|D\b))", 24564 * MIB, 165.2e12, 1.008e12, 32e9, 12.5e9, 32e9),
+    Gpu("4090", r"RTX 4090(?! (Laptop|D\b))", 24564 * MIB, 165.2e12, 1.008e12, 32e9, 12.5e9),
     # https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf (appendix A)
-    Gpu("3090", "RTX 3090(?! Ti)", 24576 * MIB, 71e12, 0.936e12, 32e9, 12.5e9, 32e9),
+    Gpu("3090", "RTX 3090(?! Ti)", 24576 * MIB, 71e12, 0.936e12, 32e9, 12.5e9),
     # https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html and mi325x.html
-    Gpu("mi325x", "MI325X", 262128 * MIB, 1307.4e12, 6.0e12, 448e9, 50e9, 64e9, achievable=0.6),
-    Gpu("mi300x", "MI300X", 196592 * MIB, 1307.4e12, 5.3e12, 448e9, 50e9, 64e9, achievable=0.6),
+    Gpu("mi325x", "MI325X", 262128 * MIB, 1307.4e12, 6.0e12, 448e9, 50e9, achievable=0.6),
+    Gpu("mi300x", "MI300X", 196592 * MIB, 1307.4e12, 5.3e12, 448e9, 50e9, achievable=0.6),
     # https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html (torch sees one of its two dies)
-    Gpu("mi250x", "MI250X", 65520 * MIB, 191.5e12, 1.6e12, 200e9, 12.5e9, 36e9, achievable=0.767),
+    Gpu("mi250x", "MI250X", 65520 * MIB, 191.5e12, 1.6e12, 200e9, 12.5e9, achievable=0.767),
     # No device: this machine, for tests.
-    Gpu("cpu", "(?!)", 64 * GB, 1e12, 0.1e12, 10e9, 10e9, 10e9, attention_output="query", workspace_bytes=0),
+    Gpu("cpu", "(?!)", 64 * GB, 1e12, 0.1e12, 10e9, 10e9, attention_output="query", workspace_bytes=0),
 )
 GPUS = {gpu.name: gpu for gpu in _TABLE}
 _EXTRA = ("link", "network", "per_node")
@@ -241,6 +236,5 @@ def _described(text: str) -> Gpu:
         bandwidth * 1e9,
         extra.get("link", 32.0) * 1e9,
         extra.get("network", 12.5) * 1e9,
-        32e9,
         int(extra.get("per_node", 8)),
     )

@@ -19,7 +19,7 @@ the rows first, and axis 0 then cuts each of the resulting chunks.
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -198,18 +198,3 @@ def shard_numel(shape: tuple[int, ...], num_shards: int, dim: int | None = None)
         return 1
     dim = shard_dim(shape, num_shards) if dim is None else dim
     return -(-shape[dim] // num_shards) * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-
-
-def total_imbalance(shapes: Iterable[tuple[int, ...]], num_shards: int) -> float:
-    """Elements of all parameters that each rank has memory for, divided by the mean of what ranks hold."""
-    most = total = 0
-    for shape in shapes:
-        most += shard_numel(shape, num_shards)
-        total += math.prod(shape)
-    return most * num_shards / total if total else 1.0
-
-
-def even_shards(shapes: Sequence[tuple[int, ...]], num_shards: int) -> int:
-    """The largest divisor of ``num_shards`` at which the parameters lie evenly on that many ranks."""
-    divisors = (n for n in range(num_shards, 1, -1) if num_shards % n == 0)
-    return next((n for n in divisors if total_imbalance(shapes, n) <= MOST_IMBALANCE), 1)

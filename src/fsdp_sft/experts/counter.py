@@ -194,7 +194,7 @@ def watch_experts(model: nn.Module) -> list[str]:
         ['model.layers.0.mlp.experts', 'model.layers.1.mlp.experts']
         >>> result = fs.train_step(mixture, window, torch.optim.AdamW(mixture.parameters()))
         >>> list(result.expert_load.summary())
-        ['expert_load_largest_over_mean', 'expert_load_entropy', 'dead_experts']
+        ['expert_load_largest_over_mean', 'dead_experts']
     """
     inner = unwrapped(model)
     present = counter_of(model)

@@ -11,7 +11,6 @@ whatever its time-out is.
 import faulthandler
 import json
 import os
-import socket
 import sys
 import sysconfig
 import threading
@@ -122,7 +121,7 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         self._rank, self._world_size = this_rank(), world_size()
-        self._name = f"rank {self._rank} (host {socket.gethostname()}, process {os.getpid()})"
+        self._name = f"rank {self._rank} (host {os.uname().nodename}, process {os.getpid()})"
         self._store: Any = dist.HashStore()
         if is_distributed():
             store = default_store().clone()  # calls of one client would wait for each other
@@ -289,7 +288,6 @@ class Watchdog:
         # Not by sys.stderr, whose lock the main thread may hold for ever.
         os.write(2, f"[watchdog, {self._name}] {self._verdict}\n{self._name} was here:\n".encode())
         faulthandler.dump_traceback(2)
-        os.write(2, f"[watchdog, {self._name}] exits with code {STALL_EXIT_CODE}\n".encode())
         threading.Thread(target=sys.stdout.flush, daemon=True).start()
         time.sleep(2 * self.interval + 1)  # the store may be in this process: the others fetch the verdict
         os._exit(STALL_EXIT_CODE)

@@ -55,9 +55,8 @@ def aggregate_metrics(
             result[name] = _reduced(known.values(), reduce)
             continue
         result |= {f"{name}_{one}": _reduced(known.values(), one) for one in ("min", "mean", "max")}
-        largest = result[f"{name}_max"]
-        of_it = [rank for rank, value in known.items() if value == largest or math.isnan(value)]
-        result[f"{name}_max_rank"] = of_it[0] if of_it else None
+        of_it = (rank for rank, value in known.items() if value == result[f"{name}_max"] or math.isnan(value))
+        result[f"{name}_max_rank"] = next(of_it, None)
     return result
 
 

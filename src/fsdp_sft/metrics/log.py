@@ -89,8 +89,12 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
             self._file.write(line + "\n")
             self._file.flush()
         if self._stdout:
+            from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+
             named = [f"{key} {_format_value(key, value):>9}" for key, value in row.items()]
-            _print_line(" | ".join([f"step {step:>6}", *named]))
+            # A plain print would cut through a bar.
+            tqdm.write(" | ".join([f"step {step:>6}", *named]), file=sys.stdout)
+            sys.stdout.flush()
         for sink in self._sinks:
             sink(row, step)
 
@@ -148,11 +152,3 @@ def _format_value(key: str, value: Scalar) -> str:
     if is_learning_rate or abs(value) >= 1e9 or 0 < abs(value) < 1e-3:
         return f"{value:.2e}"
     return f"{value:.1f}" if abs(value) >= 1000 else f"{value:.4f}"
-
-
-def _print_line(line: str) -> None:
-    # A plain print would cut through a bar of tqdm's. If there is a bar, tqdm has been imported already.
-    bar = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    write = bar.write if bar is not None else print
-    write(line, file=sys.stdout)
-    sys.stdout.flush()

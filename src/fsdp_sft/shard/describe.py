@@ -11,10 +11,9 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.mesh import EP
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.packed_shard import PackedShard, bits_of
-from fsdp_sft._tensors.sharding import MOST_IMBALANCE, even_shards, shard_numel
+from fsdp_sft._tensors.sharding import MOST_IMBALANCE, shard_numel
 from fsdp_sft.errors import abridged
 from fsdp_sft.shard.names import innermost, without_indices
-from fsdp_sft.shard.packing import packed_ids
 
 
 def describe_sharding(model: nn.Module) -> str:
@@ -105,30 +104,17 @@ def name_uneven(model: nn.Module, num_shards: int, replicas: int, cp: int) -> No
     found, excess = _fullest_over_mean(model, num_shards)
     if found <= MOST_IMBALANCE:
         return
-    parameters = dict(model.named_parameters())
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     kinds: dict[str, str] = {}
     for name in sorted(excess, key=excess.__getitem__, reverse=True):
-        kinds.setdefault(without_indices(name), str(shapes[name]))
+        kinds.setdefault(without_indices(name), str(tuple(model.get_parameter(name).shape)))
     worst = ", ".join(f"{kind} {shape}" for kind, shape in list(kinds.items())[:3])
-    ids = packed_ids(model)
-    packed = [shapes[name] for name in excess if id(parameters[name]) in ids]
-    fewer = even_shards(list(shapes.values()), num_shards)
-    if packed:
-        reason = f"packed weights are cut along their first dimension, such as {worst}"
-        divisors = (n for n in range(num_shards, 1, -1) if num_shards % n == 0)
-        fewer = next((n for n in divisors if all(shape[0] % n == 0 for shape in packed)), 1)
-    elif fewer == num_shards:
-        reason = f"with a number for reshard_after_forward {worst} is cut along its first dimension"
-    else:
-        reason = f"no dimension of {worst} divides by {num_shards}"
-    more = f"dp_replicate={replicas * num_shards // fewer}" + (f", cp={cp}" if cp > 1 else "")
-    advice = f"build_mesh({more}) shards over {fewer}, evenly"
-    if fewer == num_shards:
-        advice = "reshard_after_forward=True takes others, evenly"
+    divisors = (n for n in range(num_shards - 1, 1, -1) if num_shards % n == 0)
+    fewer = next((n for n in divisors if _fullest_over_mean(model, n)[0] <= MOST_IMBALANCE), 1)
+    mesh = f"dp_replicate={replicas * num_shards // fewer}" + (f", cp={cp}" if cp > 1 else "")
+    even = f"build_mesh({mesh}) shards over {fewer}, evenly"
     warn_caller(
-        f"the fullest of {num_shards} shards has {found:.2f} times the mean, as {reason}: "
-        f"{advice if fewer > 1 else 'fewer ranks would share it more evenly'}"
+        f"the fullest of {num_shards} shards has {found:.2f} times the mean, as {worst} cannot be "
+        f"cut evenly by {num_shards}: {even if fewer > 1 else 'fewer ranks would share it more evenly'}"
     )
 
 

@@ -30,7 +30,6 @@ from fsdp_sft.shard.packing import (
 from fsdp_sft.weights.finish import (
     LoadReport,
     Source,
-    check_nothing_empty,
     check_shards_finite,
     initialise_rest,
     materialise,
@@ -109,7 +108,6 @@ def fill(
         if packed:
             adopt_shards(model)
         copy_saved_modules(model)
-        check_nothing_empty(model, sources)
     report = LoadReport(
         bytes_read=bytes_read,
         job_bytes_read=int(all_reduce_sum([bytes_read])[0]),

@@ -153,6 +153,12 @@ def check_shards_finite(model: nn.Module, plan: LoadPlan) -> None:
 # Memory that is allocated and never written holds whatever was there before, so a tensor without a source of
 # its values is an error.
 
+_PUT_IN = (
+    "Put adapters in with fsdp_sft.add_adapters(model, peft_config) in place of peft.get_peft_model: it "
+    "gives them their values, the same on every rank"
+)
+_ADD_LATER = "Add modules of your own to a model after loading it, or give them memory and values before"
+
 Source = Literal["checkpoint", "tie", "initialised", "computed", "copy", "kept"]
 
 
@@ -195,31 +201,9 @@ def account(model: nn.Module, plan: LoadPlan) -> dict[str, Source]:
         raise CheckpointMismatchError(
             f"nothing says what {abridged(left)} should hold: these tensors are on the meta device, and "
             "neither the checkpoint nor the model's own initialisation has values for them. "
-            f"{_advice(left)}{inner_model(model)}"
+            f"{_PUT_IN if any('lora_' in name for name in left) else _ADD_LATER}{inner_model(model)}"
         )
     return sources
-
-
-def check_nothing_empty(model: nn.Module, sources: Collection[str]) -> None:
-    """Check that a load has left nothing on the meta device, and that every tensor is among ``sources``.
-
-    Raises:
-        CheckpointMismatchError: If there are such tensors; the message names them.
-    """
-    tensors = named_tensors(model)
-    left = [name for name, tensor in tensors.items() if tensor.is_meta or name not in sources]
-    if left:
-        raise CheckpointMismatchError(f"the load has left {abridged(left)} without a value")
-
-
-def _advice(left: list[str]) -> str:
-    """Advice, for the error, on tensors that nothing fills."""
-    if any("lora_" in name for name in left):
-        return (
-            "Put adapters in with fsdp_sft.add_adapters(model, peft_config) in place of peft.get_peft_model: "
-            "it gives them their values, the same on every rank"
-        )
-    return "Add modules of your own to a model after loading it, or give them memory and values before"
 
 
 # The report on a load, and its progress bar.

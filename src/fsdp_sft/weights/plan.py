@@ -258,11 +258,6 @@ def _check_fits(
     before: tuple[int, ...] | None,
 ) -> None:
     """Refuse a stored tensor that is quantised, or of another shape than the model's."""
-    if read.dtype.is_complex and not tensor.is_complex():
-        raise CheckpointFormatError(
-            f"{name!r} is {tensor.dtype} in the model and {read.dtype} in the checkpoint (from "
-            f"{abridged(keys)}): its imaginary part would be lost"
-        )
     if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and is_scaled(read.dtype):
         raise CheckpointFormatError(
             f"{name!r} is stored as {read.dtype} (from {abridged(keys)}): it is quantised, and its "
