@@ -107,7 +107,10 @@ def _check_files(folder: Path) -> None:
     before = {name: full(p).clone() for name, p in model.named_parameters()}
     for suffix in (".safetensors", ".pt"):
         path = folder / f"full{suffix}"
-        fs.save_full_state_dict(model, path)
+        if suffix == ".safetensors":
+            fs.save_full_state_dict(model, path)
+        elif dist.get_rank() == 0:
+            torch.save(before, path)
         if dist.get_rank() == 0:
             data = path.read_bytes()
             path.write_bytes(data[: len(data) * 2 // 3])
