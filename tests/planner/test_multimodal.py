@@ -16,8 +16,9 @@ def test_every_family_is_planned(family: str) -> None:
     model, config = tiny(family), CONFIGS[family]()
     skeleton = build_skeleton(config, RUN)
     towers = {p for name in towers_of(model) for p in model.get_submodule(name).parameters()}
-    assert sum(group.elements() for group in skeleton.towers) == sum(p.numel() for p in towers)
-    assert sum(group.elements(trained=True) for group in skeleton.towers) == 0
+    planned = [one for group in skeleton.towers for one in group.parameters]
+    assert sum(one.elements for one in planned) == sum(p.numel() for p in towers)
+    assert not any(one.trained for one in planned)
     assert skeleton.parameters == sum(p.numel() for p in model.parameters())
     assert len(skeleton.blocks) == config.get_text_config().num_hidden_layers
     assert fs.estimate_memory(config, RUN).peak_bytes > 0
@@ -27,7 +28,7 @@ def test_it_is_the_text_model_and_shards_of_the_tower() -> None:
     whole = fs.estimate_memory(CONFIGS["llava"](), RUN)
     text = fs.estimate_memory(tf.LlamaConfig(**TEXT), RUN)
     skeleton = build_skeleton(CONFIGS["llava"](), RUN)
-    towers = sum(group.elements() for group in skeleton.towers)
+    towers = sum(one.elements for group in skeleton.towers for one in group.parameters)
     more = {name: size - text.breakdown.get(name, 0) for name, size in whole.breakdown.items()}
     held = more.pop("parameters (shards)")
     assert held == pytest.approx(towers * 2 / RUN.num_gpus, rel=0.05)

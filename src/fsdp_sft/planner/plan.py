@@ -19,7 +19,7 @@ _CHOSEN = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunPlan:
     """A way to train that fits into memory.
 
@@ -56,8 +56,12 @@ class RunPlan:
     @property
     def tokens_per_second(self) -> float:
         """Predicted tokens per second of one GPU."""
-        run = self.run
-        return run.grad_accum_steps * run.micro_batch_size * run.seq_length / run.cp / self.time.total
+        return (
+            self.run.grad_accum_steps
+            * self.run.micro_batch_size
+            * self.run.seq_length
+            / (self.run.cp * self.time.total)
+        )
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -74,6 +78,15 @@ class RunPlan:
             "of a micro-step": time.exchange,
         }
         return bound, *(sentence for sentence, seconds in others.items() if seconds)
+
+    def __repr__(self) -> str:
+        run = self.run
+        return (
+            f"<RunPlan: {run.num_gpus} x {run.device.name}, micro batch {run.micro_batch_size} x "
+            f"{run.grad_accum_steps}, {run.sac_ratio or 'none'} checkpointed, "
+            f"{self.peak_bytes / 2**30:.1f} GiB ({self.left_bytes / 2**30:.1f} left), "
+            f"{self.time.total:.3g} s a step>"
+        )
 
     def code(self, model: str = "MODEL") -> str:
         """The calls of this library with this plan's arguments, to paste into a training script."""
@@ -126,11 +139,15 @@ def _code(run: Run, model: str) -> Iterator[str]:
     if run.loss_impl == "logits":
         yield "fs.prepare_loss(model, impl='logits')"
     yield f"optimizer = {_OPTIMIZERS[run.optimizer]}"
-    sampler = "sampler=fs.ResumableSampler(rows)"
-    yield f"loader = DataLoader(rows, {run.micro_batch_size}, {sampler}, collate_fn=...)"
+    yield (
+        f"loader = DataLoader(rows, {run.micro_batch_size}, sampler=fs.ResumableSampler(rows), "
+        "collate_fn=...)"
+    )
     yield f"for window in fs.windows(loader, grad_accum_steps={run.grad_accum_steps}):"
-    step = _arguments("model", "window", "optimizer", grad_sync=(repr(run.grad_sync), "'each'"))
-    yield f"    fs.train_step({step})"
+    yield (
+        "    fs.train_step("
+        f"{_arguments('model', 'window', 'optimizer', grad_sync=(repr(run.grad_sync), repr('each')))})"
+    )
 
 
 def _model(run: Run, name: str) -> Iterator[str]:

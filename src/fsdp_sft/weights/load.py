@@ -96,8 +96,19 @@ def load_weights(
         >>> report.missing, report.unexpected, report.strategy
         ([], [], 'slice')
     """
-    _check_arguments(strategy, missing, unexpected)
-    _check_model(model)
+    for name, value, allowed in (
+        ("strategy", strategy, ("auto", "slice", "exchange")),
+        ("missing", missing, ("error", "initialise")),
+        ("unexpected", unexpected, ("error", "ignore")),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+    if not is_transformers(base_of(model)):
+        raise TypeError(
+            f"load_weights loads a transformers model, got "
+            f"{type(base_of(model)).__name__.removeprefix('FSDP')}{inner_model(base_of(model))}; "
+            "load_full_state_dict reads a module of one's own"
+        )
     started = time.perf_counter()
     reshard(model)
     folder = resolve_folder(name_or_path, revision=revision, allow_pickle=allow_pickle)
@@ -144,27 +155,6 @@ def choose_strategy(model: nn.Module, plan: LoadPlan, strategy: Strategy) -> tup
         converted = plan.class_bytes["other"] / 1e6
         return "exchange", f"{converted:.1f} MB must be converted whole: one rank reads each group"
     return "slice", "no replicas and nothing to convert whole: each byte is read once"
-
-
-def _check_arguments(strategy: str, missing: str, unexpected: str) -> None:
-    """Refuse arguments that are out of range."""
-    for name, value, allowed in (
-        ("strategy", strategy, ("auto", "slice", "exchange")),
-        ("missing", missing, ("error", "initialise")),
-        ("unexpected", unexpected, ("error", "ignore")),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-
-
-def _check_model(model: nn.Module) -> None:
-    """Refuse models that are not of transformers."""
-    base = base_of(model)
-    if not is_transformers(base):
-        raise TypeError(
-            f"load_weights loads a transformers model, got {type(base).__name__.removeprefix('FSDP')}"
-            f"{inner_model(base)}; load_full_state_dict reads a module of one's own"
-        )
 
 
 def _agree_on_plan(digest: str, folder: str, told: dict[str, Any]) -> int:
