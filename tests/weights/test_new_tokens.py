@@ -180,7 +180,7 @@ def _spare(folder: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_checkpoint_with_other_rows_says_how_to_load_the_model(tied: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_with_other_rows_names_both(tied: bool, tmp_path: Path) -> None:
     save_tiny(tmp_path / "base", tie_word_embeddings=tied)
     save_tiny(tmp_path / "wide", tie_word_embeddings=tied, intermediate_size=96)
     run_distributed(_other_rows, 1, str(tmp_path))
@@ -191,14 +191,13 @@ def _other_rows(folder: str) -> None:
     grown = fs.load_pretrained(f"{folder}/base", mesh=mesh, new_vocab_size=NEW)
     fs.save_checkpoint(f"{folder}/steps", 1, model=grown)
     plain = fs.load_pretrained(f"{folder}/base", mesh=mesh)
-    with pytest.raises(fs.CheckpointMismatchError, match=f"; load the model with new_vocab_size={NEW}"):
+    with pytest.raises(fs.CheckpointMismatchError, match=rf"another model: .*embed_tokens.*\b{NEW}\b"):
         fs.load_checkpoint(f"{folder}/steps", model=plain)
     again = fs.load_pretrained(f"{folder}/base", mesh=mesh, new_vocab_size=NEW)
     assert fs.load_checkpoint(f"{folder}/steps", model=again).step == 1
     wide = fs.load_pretrained(f"{folder}/wide", mesh=mesh)
-    with pytest.raises(fs.CheckpointMismatchError) as caught:
+    with pytest.raises(fs.CheckpointMismatchError, match="another model: "):
         fs.load_checkpoint(f"{folder}/steps", model=wide)
-    assert "new_vocab_size" not in str(caught.value)
 
 
 def test_what_cannot_be_resized_says_so(tmp_path: Path) -> None:
