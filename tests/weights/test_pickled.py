@@ -215,7 +215,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (_short_record, "outside of the archive"),
     (_expanded, "of its own"),
     (_sparse, "of its own|of meta tensor"),  # torch 2.15 refuses to load it without data
-    (_complex, "complex128 in the checkpoint"),
+    (_complex, "stored as torch.complex128"),
     (_negated, "of its own"),
     (_nested, "'state_dict' is OrderedDict, not a tensor"),
     (_a_list, "list, not a dictionary"),
