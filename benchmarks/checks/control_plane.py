@@ -105,8 +105,7 @@ def _rank(rank: int, world_size: int, port: int, folder: str) -> None:
         "async save",
         lambda: fs.save_checkpoint(folder, 2, model=model, optimizer=optimizer, async_=True).wait(),
     )
-    with fs.Watchdog(timeout=5) as watchdog:
-        watchdog.step(0)
+    with fs.Watchdog(timeout=5) as watchdog, watchdog.phase("idle", timeout=math.inf):
         time.sleep(1.5)  # everybody has been heard of
         note("watchdog, 20 looks", lambda: time.sleep(10))
     note("load", lambda: fs.load_checkpoint(folder, model=model, optimizer=optimizer))
