@@ -251,21 +251,34 @@ def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | N
         return done.result() if done.done() else None
 
 
+class Decision:
+    """What an ``agreed`` block tells rank 0, set inside; and after it, what rank 0 has made of it."""
+
+    told: Any = None
+    result: Any = None
+
+
 @contextmanager
-def agreed(phase: str) -> Iterator[None]:
+def agreed(phase: str, decide: Callable[[list[Any]], Any] = lambda everyone: None) -> Iterator[Decision]:
     """Run a block that may fail on some ranks, and raise on all ranks if it failed on any.
 
     Every rank raises the error that happened first, as the same type, with a note that names the rank and the
     phase. The block must not contain collectives: a rank that fails before one would leave others waiting.
 
+    Args:
+        phase: Name of the phase, for the error's note.
+        decide: What rank 0 makes of that which each rank's block has set as ``told``, in rank order: the
+            ``result`` on all ranks, after the block.
+
     Collective: all ranks.
     """
     error: Exception | None = None
+    decision = Decision()
     try:
-        yield
+        yield decision
     except Exception as caught:
         error = caught
-    raise_first(error, phase)
+    decision.result = _decided("verdict", phase, error, decision.told, decide)
 
 
 def raise_first(error: Exception | None, phase: str) -> None:

@@ -20,7 +20,7 @@ from fsdp_sft._model.sharded import mesh_of, reshard
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.codec import dumps, encode
 from fsdp_sft._process.streams import host_buffer
-from fsdp_sft._ranks.agree import agreed, difference, tell, through_rank_0, world_size
+from fsdp_sft._ranks.agree import agreed, difference, tell, world_size
 from fsdp_sft._tensors.disk import read_bytes, sweep_all, write_bytes
 from fsdp_sft.dcp_io.background import wait_for_last
 from fsdp_sft.dcp_io.folder import new_folder_beside, tensors_digest, verify_folder, write_folder
@@ -195,7 +195,7 @@ def prepare_save(
     Collective: all ranks, which raise the same error; so is what is returned.
     """
     target, started = step_folder(root, step), time.perf_counter()
-    with agreed(f"preparing to save {target}"):
+    with agreed(f"preparing to save {target}", _agree_on) as decision:
         wait_for_last()
         refuse_merged(model, "saving a checkpoint")
         reshard(model)
@@ -204,12 +204,17 @@ def prepare_save(
         info, states = optimizer_content(given, parameter_names(model))
         small = {} if train_state is None else {TRAIN_STATE_NAME: _as_json(train_state)}
         own = rank_parts(rank_state)
-    apart = [name for name, tensor in states.items() if is_wrapper_subclass(tensor)]
-    told = {"target": str(target), "metric": metric}, apart
-    apart = through_rank_0(f"preparing to save {target}", lambda: told, _agree_on)
+        in_subclasses = [name for name, tensor in states.items() if is_wrapper_subclass(tensor)]
+        decision.told = {"target": str(target), "metric": metric}, in_subclasses
+    apart: list[str] = decision.result
     inside, inner = parts_inside(info, states, apart) if apart else ({}, [])
     packed_digest(model)
-    with agreed(f"copying for {target}"):
+
+    def make_folder(digests: list[str]) -> Path:
+        prepare_root(root, step)
+        return new_folder_beside(target, manifest, digests)
+
+    with agreed(f"making a folder for {target}", make_folder) as decision:
         content, settings = stored_model(model, with_base=include_base)
         stored, parts = parts_of("model", content.tensors)
         plain = {name: state for name, state in states.items() if name not in apart}
@@ -229,13 +234,8 @@ def prepare_save(
         parts = [*parts, *state_parts, *inner, *own]
         if in_background:
             parts = _snapshot.take(parts)
-        digest = tensors_digest(manifest)
-
-    def make_folder(digests: list[str]) -> Path:
-        prepare_root(root, step)
-        return new_folder_beside(target, manifest, digests)
-
-    temporary = through_rank_0(f"making a folder for {target}", lambda: digest, make_folder)
+        decision.told = tensors_digest(manifest)
+    temporary: Path = decision.result
 
     def write() -> None:
         then = partial(prune, root, keep_last=keep_last, keep_best=keep_best, just_saved=step)
