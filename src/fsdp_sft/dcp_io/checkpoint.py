@@ -342,8 +342,6 @@ def load_checkpoint(
         try:
             loaded = _load_step(folder, manifest, model, optimizer)
             note_loaded(folder, loaded.step)
-            if manifest.optimizer is not None:
-                _tell_of_other_ranks(folder, loaded.world_size, world_size())
             message = "resumed in %.2f s from step %d, saved on %d ranks: %s"
             seconds = time.perf_counter() - started
             tell(_logger, message, seconds, loaded.step, loaded.world_size, folder)
@@ -373,6 +371,8 @@ def _load_step(
         train_state = read_small(folder, manifest, TRAIN_STATE_NAME)
         if manifest.world_size == world_size():
             rng, rank_state = read_rank_content(folder, this_rank())
+        elif manifest.optimizer is not None and this_rank() == 0:
+            _warn_of_other_ranks(manifest.world_size, world_size())
     with agreed(f"reading {folder} (the model is loaded in part)"):
         files = StoredFolder(folder)
         read_tensors(files, sources, content.tensors)
@@ -387,15 +387,10 @@ def _load_step(
     return LoadedCheckpoint(manifest.step, folder, train_state, rank_state, manifest.world_size)
 
 
-def _tell_of_other_ranks(folder: Path, before: int, now: int) -> None:
-    """Warn, on rank 0, of what another number of ranks changes in a training.
-
-    Collective: all ranks.
-    """
-    with agreed(f"comparing this job with that of {folder}"):
-        if this_rank() == 0 and before != now:
-            warn_caller(
-                f"the step was saved by {before} ranks and is loaded by {now}: with the same loader and "
-                f"grad_accum_steps a step of the optimizer has {now / before:.3g} times as many rows. What "
-                "was rank_state of each rank is in LoadedCheckpoint.rank_states"
-            )
+def _warn_of_other_ranks(before: int, now: int) -> None:
+    """Warn of what another number of ranks changes in a training."""
+    warn_caller(
+        f"the step was saved by {before} ranks and is loaded by {now}: with the same loader and "
+        f"grad_accum_steps a step of the optimizer has {now / before:.3g} times as many rows. What "
+        "was rank_state of each rank is in LoadedCheckpoint.rank_states"
+    )
