@@ -245,6 +245,9 @@ def _rejected_saves(root: str, model: Any) -> None:
         with pytest.raises(kind, match=message):
             fs.save_checkpoint(root, model=model, **arguments)
     assert [info.step for info in fs.find_checkpoints(root)] == [1]
+    other = f"{root}-of-rank-{this_rank()}"
+    with pytest.raises(fs.CheckpointError, match=r"told to load different things: .*of-rank-0.*of-rank-1"):
+        fs.load_checkpoint(other, model=model)
 
 
 def _failing_write(root: str, model: Any, optimizer: Any) -> None:

@@ -62,7 +62,7 @@ def _check_first_error() -> None:
         if rank == 2:
             raise _Picky(1, 2)
     assert agree.all_reduce_sum([1, rank]) == [3.0, 3.0]
-    assert agree.all_reduce_min(5 - rank) == 3
+    assert agree.all_reduce_max(5 - rank) == 5
     assert agree.all_gather_objects({"rank": rank}) == [{"rank": r} for r in range(3)]
     assert agree.control_group() is agree.control_group()
     assert agree.control_group() is not dist.group.WORLD
@@ -122,7 +122,7 @@ def test_without_a_group_there_is_nothing_to_exchange() -> None:
     with pytest.raises(KeyError), agree.agreed("alone"):
         raise KeyError("x")
     assert agree.all_reduce_sum([2]) == [2]
-    assert agree.all_reduce_min(2) == 2
+    assert agree.all_reduce_max(2) == 2
     assert agree.all_gather_objects("a") == ["a"]
     with pytest.raises(RuntimeError, match="init_distributed"):
         agree.control_group()

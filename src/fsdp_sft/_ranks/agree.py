@@ -198,14 +198,6 @@ def all_reduce_sum(values: list[float]) -> list[float]:
     return _decided(f"sum of {len(own)}", "adding", None, own, added)
 
 
-def all_reduce_min(value: int) -> int:
-    """The smallest of all ranks' values.
-
-    Collective: all ranks.
-    """
-    return _decided("least", "comparing", None, value, lambda everyone: int(min(everyone)))
-
-
 def all_reduce_max(value: int) -> int:
     """The largest of all ranks' values.
 
@@ -305,13 +297,10 @@ def through_rank_0(phase: str, own: Callable[[], A], decide: Callable[[list[A]],
     Collective: all ranks.
     Memory: Rank 0 holds what all ranks returned, the others what they pass on.
     """
-    error: Exception | None = None
-    value: Any = None
-    try:
-        value = own()
-    except Exception as caught:
-        error = caught
-    return _decided("decision", phase, error, value, decide)
+    with agreed(phase, decide) as decision:
+        decision.told = own()
+    result: T = decision.result
+    return result
 
 
 def _decided(

@@ -22,6 +22,7 @@ from fsdp_sft._ranks.agree import (
     agreed,
     all_reduce_max,
     background_group,
+    difference,
     is_distributed,
     tell,
     this_rank,
@@ -74,7 +75,7 @@ def choose_step(path: Path, *, hashes: bool, fallback: bool) -> tuple[Path, Mani
 
     Collective: all ranks; all return the same.
     """
-    found = through_rank_0(f"looking for checkpoints at {path}", lambda: None, lambda _: _candidates(path))
+    found = through_rank_0(f"looking for checkpoints at {path}", lambda: path, _candidates)
     candidates = found if fallback else found[:1]
     for folder in candidates:
         manifest, problems = open_folder(folder, hashes=hashes)
@@ -100,8 +101,16 @@ def deleted_meanwhile(path: Path, folder: Path) -> bool:
     return folder != path and all_reduce_max(not folder.exists()) > 0
 
 
-def _candidates(path: Path) -> list[Path]:
-    """Folders of the steps to try, newest first, as rank 0 sees them."""
+def _candidates(paths: list[Path]) -> list[Path]:
+    """Folders of the steps to try, newest first, as rank 0 sees them.
+
+    Args:
+        paths: What each rank was told to load, in rank order.
+    """
+    apart = difference([(rank, {"path": str(path)}) for rank, path in enumerate(paths)])
+    if apart:
+        raise CheckpointError(f"ranks were told to load different things: {apart}")
+    path = paths[0]
     if is_step_folder(path) or (path / MANIFEST_NAME).exists():
         if not path.is_dir():
             raise CheckpointNotFoundError(f"there is no checkpoint at {path}")
@@ -313,6 +322,7 @@ def load_checkpoint(
     Raises:
         UnsupportedModelError: If adapters are merged into the model.
         CheckpointNotFoundError: If there is no checkpoint.
+        CheckpointError: If ranks give different paths.
         CheckpointCorruptError: If the step is damaged, or with ``fallback`` every step.
         CheckpointMismatchError: If it is of another model or optimizer; the message lists the differences. Or
             if a module or an optimizer has not taken everything that it was given, which is checked at the

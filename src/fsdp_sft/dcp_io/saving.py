@@ -202,7 +202,10 @@ def prepare_save(
         _check_numbers(step, keep_last)
         given = as_list(optimizer) if optimizer is not None else []
         info, states = optimizer_content(given, parameter_names(model))
-        small = {} if train_state is None else {TRAIN_STATE_NAME: _as_json(train_state)}
+        small = {}
+        if train_state is not None:
+            as_json = dumps(encode(train_state, "train_state"), canonical=False)
+            small[TRAIN_STATE_NAME] = checked_size(as_json, "train_state")
         own = rank_parts(rank_state)
         in_subclasses = [name for name, tensor in states.items() if is_wrapper_subclass(tensor)]
         decision.told = {"target": str(target), "metric": metric}, in_subclasses
@@ -261,14 +264,6 @@ def _check_numbers(step: int, keep_last: int | None) -> None:
         raise ValueError(f"step must be an integer, 0 or more, got {step!r}")
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last must be at least 1, or None to keep every step, got {keep_last!r}")
-
-
-def _as_json(train_state: Any) -> bytes:
-    """The bytes of ``train_state.json``."""
-    try:
-        return checked_size(dumps(encode(train_state, "train_state"), canonical=False), "train_state")
-    except RecursionError:
-        raise TypeError("train_state is nested too deeply to be stored") from None
 
 
 def _agree_on(everyone: list[tuple[dict[str, Any], list[str]]]) -> list[str]:

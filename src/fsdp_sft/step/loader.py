@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from fsdp_sft._model.vocabulary import Vocabulary
 from fsdp_sft._process.trace_spans import part
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import all_reduce_min, all_reduce_sum, raise_first, world_size
+from fsdp_sft._ranks.agree import agreed, all_reduce_sum, world_size
 from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, host_group, mesh_of_job
 from fsdp_sft.errors import BatchError
 from fsdp_sft.loss import num_targets
@@ -168,11 +168,11 @@ def _windows(
                     _num_consumed(loader, sampler, taken)
         except Exception as caught:
             error = caught
-        own_length = len(window) if reads else grad_accum_steps
-        with waiting_for("ranks"), part("wait_for_ranks"):
-            length = all_reduce_min(own_length if error is None else -1)
-        if length == -1:
-            raise_first(error, "reading the next window")
+        with waiting_for("ranks"), part("wait_for_ranks"), agreed("reading the next window", min) as decision:
+            if error is not None:
+                raise error
+            decision.told = len(window) if reads else grad_accum_steps
+        length: int = decision.result
         if length == 0:
             break
         window = window[:length]
