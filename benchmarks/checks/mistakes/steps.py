@@ -394,8 +394,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the wait for other ranks' data is nobody's",
         "step/loader.py",
-        'with waiting_for("ranks"), part("wait_for_ranks"):',
-        'with part("wait_for_ranks"):',
+        'with waiting_for("ranks"), part("wait_for_ranks"), ',
+        'with part("wait_for_ranks"), ',
         ("tests/metrics/test_watching.py::test_waiting_for_another_ranks_data_is_seen",),
     ),
 ]
