@@ -14,6 +14,7 @@ from tests.harness.hf_folders import difference, plain
 # By field name, wherever it occurs in a config: sizes that divide each other.
 SMALL: dict[str, Any] = {
     "vocab_size": 101,
+    "unpadded_vocab_size": 97,
     "hidden_size": 32,
     "hidden_size_global": 64,
     "backbone_hidden_size": 32,
