@@ -31,7 +31,7 @@ def _fetch_share(checkpoint: Checkpoint) -> tuple[int, int]:
     box = Box((ROWS // RANKS, 0), (ROWS // RANKS, COLUMNS))
     for key, stored in checkpoint.sources.items():
         dest = torch.empty(box.shape)
-        reads += stored.reads(key, stored.piece(key), box, dest, check_finite=True)
+        reads += stored.reads(stored.piece(key), box, dest)
     before = fetched()
     asked = read.do_reads(reads)
     return fetched() - before, asked

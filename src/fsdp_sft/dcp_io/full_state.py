@@ -158,7 +158,7 @@ def _open(path: Path) -> dict[str, InFile]:
 
 def _reads(files: Mapping[str, InFile], name: str, box: Box, out: torch.Tensor) -> Iterator[Read]:
     """Reads that fill ``out`` with the box ``box`` of a tensor."""
-    return files[name].reads(name, files[name].piece(name), box, out)
+    return files[name].reads(files[name].piece(name), box, out)
 
 
 def _is_castable(stored: torch.dtype, live: torch.dtype) -> bool:
