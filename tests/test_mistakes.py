@@ -384,5 +384,5 @@ def test_a_model_that_the_hub_does_not_give(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(Exception, match="") as error:
-        resolve_folder("no-such/model", revision=None, trust_remote_code=False, allow_pickle=False)
+        resolve_folder("no-such/model", revision=None, trust_remote_code=False)
     assert "while fetching 'no-such/model' from the Hub" in error.value.__notes__[0]

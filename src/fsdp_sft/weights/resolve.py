@@ -104,19 +104,22 @@ def resolved_inside(folder: Path, name: str) -> Path:
         CheckpointFormatError: If it is missing, or lies elsewhere.
     """
     path = folder / name
-    try:
-        real = path.resolve(strict=True)
-    except (OSError, RuntimeError, ValueError) as error:  # a name with a NUL byte is a ValueError
-        blame_no_file(error, path)
-        raise CheckpointFormatError(
-            f"{path!s:.500} cannot be opened: {error}; is the checkpoint complete?"
-        ) from None
     # The Hub's cache keeps <repo>/snapshots/<commit>/<name> as links to <repo>/blobs/<hash>.
     roots = [folder.resolve()]
     roots += [
         (parent.parent / "blobs").resolve() for parent in roots[0].parents if parent.name == "snapshots"
     ]
-    if not any(real.is_relative_to(root) for root in roots):
+    try:
+        real = path.resolve()
+        is_inside = any(real.is_relative_to(root) for root in roots)
+        if is_inside:
+            real.stat()
+    except (OSError, RuntimeError, ValueError) as error:  # a name with a NUL byte is a ValueError
+        blame_no_file(error, path)
+        raise CheckpointFormatError(
+            f"{path!s:.500} cannot be opened: {error}; is the checkpoint complete?"
+        ) from None
+    if not is_inside:
         raise CheckpointFormatError(f"{path!s:.500} leads out of its folder, to {real}")
     return real
 
