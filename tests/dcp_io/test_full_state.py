@@ -111,7 +111,6 @@ def _write_bad_files(folder: Path) -> dict[str, tuple[str, type[Exception], str]
     made[str(folder / "evil.pt")] = ("evil", fs.CheckpointCorruptError, "more than tensors, and was not run")
     made[str(folder / "empty.safetensors")] = ("empty", fs.CheckpointCorruptError, "at least 8 bytes")
     made[str(folder / "absent.pt")] = ("absent", fs.CheckpointNotFoundError, "no file")
-    made[str(folder / "model.ckpt")] = ("suffix", ValueError, "suffix")
     return made
 
 

@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: read by position; nothing in them is ever run."""
+"""Files of ``torch.save``: mapped into memory; nothing in them is ever run."""
 
 import os
 import pickle
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_sft._tensors.torch_file import read_pickled
+from fsdp_sft._tensors.torch_file import load_pickled
 from fsdp_sft.errors import CheckpointFormatError
 
 
@@ -62,10 +62,10 @@ def test_a_pickle_that_wants_to_run_code(
     # What torch takes from the environment must not open the door again.
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     with pytest.raises(CheckpointFormatError, match="more than tensors, and was not run"):
-        read_pickled(path)
+        load_pickled(path)
     path.write_bytes(pickle.dumps(contents[place]))  # as formats before the archive: code from the first byte
     with pytest.raises(CheckpointFormatError, match="not a zip archive"):
-        read_pickled(path)
+        load_pickled(path)
     assert not mark.exists()
 
 
@@ -100,29 +100,9 @@ def _compressed(path: Path) -> None:
     _rezipped(path, compression=zipfile.ZIP_DEFLATED)
 
 
-def _big_endian(path: Path) -> None:
-    _rezipped(path, byteorder=b"big")
-
-
-def _short_record(path: Path) -> None:
-    _rezipped(path, **{"data/3": b"too little"})
-
-
-def _expanded(path: Path) -> None:
-    state = torch.load(path, weights_only=True)
-    state["norm.weight"] = torch.ones(1).expand(32)
-    torch.save(state, path)
-
-
 def _sparse(path: Path) -> None:
     state = torch.load(path, weights_only=True)
     state["a.weight"] = state["a.weight"].float().to_sparse()
-    torch.save(state, path)
-
-
-def _negated(path: Path) -> None:
-    state = torch.load(path, weights_only=True)
-    state["norm.weight"] = torch.ones(32, dtype=torch.complex64).conj().imag
     torch.save(state, path)
 
 
@@ -140,39 +120,28 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (_empty, "not a zip archive"),
     (_legacy, "before torch 1.6"),
     (_compressed, "compressed"),
-    (_big_endian, "big-endian"),
-    (_short_record, "outside of the archive"),
-    (_expanded, "of its own"),
-    (_sparse, "of its own|of meta tensor"),  # torch 2.15 refuses to load it without data
-    (_negated, "of its own"),
+    (_sparse, "plain numbers"),
     (_nested, "'state_dict' is OrderedDict, not a tensor"),
     (_a_list, "list, not a dictionary"),
 ]
 
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=lambda value: getattr(value, "__name__", "")[1:])
-def test_what_cannot_be_read_by_position(tmp_path: Path, damage: Callable[[Path], None], words: str) -> None:
+def test_what_cannot_be_used(tmp_path: Path, damage: Callable[[Path], None], words: str) -> None:
     path = _pickled(tmp_path / "model.pt")
     damage(path)
     with pytest.raises(CheckpointFormatError, match=words):
-        read_pickled(path)
+        load_pickled(path)
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, by their places in it."""
-    stored, found = path.read_bytes(), {}
-    for name, entry in read_pickled(path).entries.items():
-        raw = bytearray(stored[entry.start : entry.end])
-        flat = torch.frombuffer(raw, dtype=entry.dtype) if raw else torch.empty(0, dtype=entry.dtype)
-        strides = entry.stride or torch.empty(entry.shape).stride()
-        found[name] = flat.as_strided(entry.shape, strides) if raw else flat.view(entry.shape)
-    return found
-
-
-def test_a_tensor_that_is_stored_transposed(tmp_path: Path) -> None:
-    state = {"w": torch.randn(3, 5).t(), "v": torch.randn(2)}
+def test_tensors_that_are_stored_otherwise(tmp_path: Path) -> None:
+    state = {
+        "w": torch.randn(3, 5).t(),
+        "expanded": torch.ones(1).expand(32),
+        "negated": torch.ones(32, dtype=torch.complex64).conj().imag,
+    }
     torch.save(state, tmp_path / "model.pt")
-    found = _read(tmp_path / "model.pt")
+    found = load_pickled(tmp_path / "model.pt")
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
 
@@ -181,7 +150,7 @@ def test_an_archive_that_others_wrote(tmp_path: Path) -> None:
     path = _pickled(tmp_path / "model.pt")
     expected = torch.load(path, weights_only=True)
     _rezipped(path)
-    found = _read(path)
+    found = load_pickled(path)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
@@ -199,7 +168,7 @@ def test_views_of_one_storage_scalars_and_nothing_at_all(tmp_path: Path) -> None
         "half": torch.randn(3).half(),
     }
     torch.save(state, tmp_path / "file.bin")
-    found = _read(tmp_path / "file.bin")
+    found = load_pickled(tmp_path / "file.bin")
     assert found.keys() == state.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor, state[name]), name
