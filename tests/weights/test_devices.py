@@ -98,10 +98,10 @@ def test_each_rank_loads_onto_its_own_device(checkpoint: Path) -> None:
 def _memory_while_loading(folder: Path, **options: Any) -> tuple[int, int, int]:
     """(peak beside the shards, the shards, the largest one), in bytes of the device."""
     from fsdp_sft._tensors import stored
-    from fsdp_sft.weights import vocabulary
+    from fsdp_sft.weights import finish
 
     stored._DEVICE_BYTES = PIECE
-    vocabulary._PIECE_ELEMENTS = PIECE // 8
+    finish._PIECE_ELEMENTS = PIECE // 8
     fs.init_distributed()
     mesh = fs.build_mesh()
     before = torch.sim.memory_allocated()

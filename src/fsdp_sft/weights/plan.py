@@ -184,7 +184,7 @@ def _targets_of(
         converted = _converted(plan, stored, first, converter, sources)
     # One result that cannot be read by boxes makes the conversion run on whole tensors, for all its results.
     whole: int | None = None
-    if converter is not None and not all(_is_direct(tensor, stored) for tensor in converted.values()):
+    if not all(_is_direct(tensor, stored) for tensor in converted.values()):
         whole = len(plan.groups)
         plan.groups.append(ConvertedGroup(first, converter, sources, tensors[first].dtype))
     targets = []
