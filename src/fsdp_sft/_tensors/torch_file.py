@@ -51,7 +51,9 @@ def load_pickled(path: Path, damaged: type[Exception] = CheckpointFormatError) -
             if not isinstance(name, str):
                 raise ValueError(f"a key of it is {type(name).__name__}, and not the name of a tensor")
             if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-                raise ValueError(f"{name!r} is {type(tensor).__name__}, not a tensor of plain numbers")
+                raise ValueError(
+                    f"{name!r} is {type(tensor).__name__}, not a tensor of plain numbers: save a state dict"
+                )
         return {name: tensor.detach() for name, tensor in state.items()}
     except pickle.UnpicklingError as error:
         why = str(error.__context__ or error).splitlines()[0]
