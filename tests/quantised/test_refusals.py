@@ -64,7 +64,7 @@ def test_two_parts_of_a_config_say_two_things(tmp_path: Path) -> None:
 def test_without_a_word_in_the_config(write: Any, tmp_path: Path) -> None:
     write(tmp_path)
     configure(tmp_path, quantization_config=None)
-    with pytest.raises(fs.CheckpointFormatError, match="config does not say how|no values for .*_blocks"):
+    with pytest.raises(fs.CheckpointFormatError, match=r"config does not say how|no values for"):
         fs.load_weights(fs.build_meta_model(tmp_path), tmp_path)
 
 
