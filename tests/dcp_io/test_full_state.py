@@ -109,7 +109,7 @@ def _write_bad_files(folder: Path) -> dict[str, tuple[str, type[Exception], str]
         "not a tensor of plain numbers: save a state dict",
     )
     made[str(folder / "evil.pt")] = ("evil", fs.CheckpointCorruptError, "more than tensors, and was not run")
-    made[str(folder / "empty.safetensors")] = ("empty", fs.CheckpointCorruptError, "at least 8 bytes")
+    made[str(folder / "empty.safetensors")] = ("empty", fs.CheckpointCorruptError, "too early")
     made[str(folder / "absent.pt")] = ("absent", fs.CheckpointNotFoundError, "no file")
     return made
 

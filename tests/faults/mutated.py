@@ -89,8 +89,7 @@ def _save_index(folder: Path) -> None:
 
 
 def _read_index(folder: Path) -> Any:
-    sources = open_checkpoint(folder)
-    return {name: (one.entry, one.file.name) for name, one in sources.items()}  # type: ignore[attr-defined]
+    return {name: (one.entry, one.all_runs()[0].file.name) for name, one in open_checkpoint(folder).items()}
 
 
 def _save_torch(folder: Path) -> None:
