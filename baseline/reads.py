@@ -12,7 +12,7 @@ from tests.harness.architectures import class_names, quiet, tiny_architecture
 
 
 def now(arguments: Any, frozen: Any) -> dict[str, Any]:
-    """By class: the bytes that are converted whole, and the number of tensors that were loaded; or an error."""
+    """By class: the bytes that are converted whole, and how many tensors were loaded; or an error."""
     found: dict[str, Any] = {}
     with quiet(), tempfile.TemporaryDirectory() as folder:
         for name in class_names():

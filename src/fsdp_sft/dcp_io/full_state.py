@@ -64,8 +64,11 @@ def save_full_state_dict(
     try:
         with agreed(f"preparing to save {target}"):
             refuse_merged(model, "saving the full state")
-            if target.suffix != ".safetensors":
-                raise ValueError(f"expected the suffix .safetensors, got {target.name!r}")
+            if target.suffix != ".safetensors" or not (dtype is None or dtype.is_floating_point):
+                raise ValueError(
+                    "expected the suffix .safetensors, and a floating-point dtype or None; got "
+                    f"{target.name!r} and {dtype!r}"
+                )
             tensors = model_tensors(model).tensors
             dtypes = {n: dtype if dtype and t.is_floating_point() else t.dtype for n, t in tensors.items()}
             if this_rank() == 0:
