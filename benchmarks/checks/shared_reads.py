@@ -54,7 +54,7 @@ def _rank(
     if read_ahead:  # as it was without the advice
         import fsdp_sft._tensors.reader as read
 
-        read.expect = read.expect_parts = lambda *_: None
+        read.advise = lambda *_: None
     torch.set_num_threads(1)
     fs.init_distributed(device_type="cpu")
     folder = folders[rank // PER_NODE]

@@ -157,7 +157,7 @@ def load(folder: Path, mesh: Any) -> tuple[float, int]:
     gc.collect()
     dist.barrier()
     started = time.perf_counter()
-    report = fs.load_weights(model, folder, check_finite=False)
+    report = fs.load_weights(model, folder)
     seconds = torch.tensor(time.perf_counter() - started)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return seconds.item(), report.job_bytes_read
@@ -169,7 +169,7 @@ def _beyond(folder: Path) -> int:
     model = fs.build_meta_model(folder)
     gc.collect()
     with PeakMemory() as peak:
-        fs.load_weights(model, folder, check_finite=False)
+        fs.load_weights(model, folder)
     return peak.grown - sum(p.numel() * 4 for p in model.parameters())
 
 

@@ -106,12 +106,11 @@ def _write_bad_files(folder: Path) -> dict[str, tuple[str, type[Exception], str]
     made[str(folder / "nested.pt")] = (
         "nested",
         fs.CheckpointCorruptError,
-        "not a tensor: the file must be a state dict",
+        "not a tensor of plain numbers: save a state dict",
     )
     made[str(folder / "evil.pt")] = ("evil", fs.CheckpointCorruptError, "more than tensors, and was not run")
-    made[str(folder / "empty.safetensors")] = ("empty", fs.CheckpointCorruptError, "at least 8 bytes")
+    made[str(folder / "empty.safetensors")] = ("empty", fs.CheckpointCorruptError, "too early")
     made[str(folder / "absent.pt")] = ("absent", fs.CheckpointNotFoundError, "no file")
-    made[str(folder / "model.ckpt")] = ("suffix", ValueError, "suffix")
     return made
 
 

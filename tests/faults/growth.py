@@ -14,7 +14,7 @@ from typing import Any
 import fsdp_sft as fs
 from fsdp_sft._process.bounds import parse_json
 from fsdp_sft._tensors.stored import file_header
-from fsdp_sft._tensors.torch_file import read_pickled
+from fsdp_sft._tensors.torch_file import load_pickled
 from fsdp_sft.dcp_io.manifest import read_manifest
 from fsdp_sft.weights.resolve import read_index
 from tests.faults.hostile import other_index, sign
@@ -52,7 +52,8 @@ def _pickle(folder: Path, data: bytes) -> Callable[[], object]:
     path = folder / "file.pt"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", data)
-    return lambda: read_pickled(path)
+        archive.writestr("archive/version", b"3\n")
+    return lambda: load_pickled(path)
 
 
 def _manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> Callable[[], object]:

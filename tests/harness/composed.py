@@ -7,9 +7,9 @@ import torch
 
 import fsdp_sft as fs
 
-_BUILD = ("revision", "attn_implementation", "trust_remote_code", "allow_pickle", "new_vocab_size")
+_BUILD = ("revision", "attn_implementation", "trust_remote_code", "new_vocab_size")
 _SHARD = ("mp_policy", "reshard_after_forward", "offload_policy", "prefetch", "ep_size")
-_LOAD = ("strategy", "missing", "unexpected", "allow_pickle", "check_finite")
+_LOAD = ("missing", "unexpected")
 
 
 def composed(

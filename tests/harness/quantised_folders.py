@@ -189,5 +189,5 @@ def read(source: Stored, box: Box, at_once: int = 1 << 20) -> tuple[torch.Tensor
     """The values in a box, of which so many are computed at once, and the bytes that it took."""
     out = torch.full(box.shape, torch.nan)
     with mock.patch.object(packed, "_AT_ONCE", at_once):
-        count = do_reads(source.reads("m", source.piece("m"), box, out))
+        count = do_reads(source.reads(source.piece("m"), box, out))
     return out, count

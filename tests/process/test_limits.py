@@ -150,7 +150,7 @@ def test_few_files_of_a_checkpoint_are_open_at_a_time(
         opened.append(len(self._descriptors))
         return fd
 
-    monkeypatch.setattr(reader, "_BATCHES_AHEAD", 1)
+    monkeypatch.setattr(reader, "_AHEAD", 1)
     monkeypatch.setattr(reader, "MAX_WORKERS", 1)
     monkeypatch.setattr(reader._Reader, "_descriptor", counted)
     model: Any = make_model(1, None, wrap=False)

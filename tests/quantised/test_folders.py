@@ -39,24 +39,24 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _load(root: Path, mesh_shape: dict[str, int], strategy: str) -> None:
+def _load(root: Path, mesh_shape: dict[str, int]) -> None:
     mesh = mesh_here(**mesh_shape)
     for name in FORMATS:
-        model: Any = composed(root / name / "stored", mesh=mesh, strategy=strategy)
+        model: Any = composed(root / name / "stored", mesh=mesh)
         assert difference(model, plain(root / name / "published")) == [], name
-        assert model.load_report.class_bytes["other"] == 0, name
+        assert model.load_report.converted_bytes == 0, name
         assert not hasattr(model.config, "quantization_config")
         assert {"bf16", *model.load_report.formats} == set(model.load_report.formats)
         assert len(model.load_report.formats) == 2, name
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mesh_shape", "strategy"),
-    [(2, {}, "slice"), (3, {}, "auto"), (4, HYBRID, "auto")],
+    ("ranks", "mesh_shape"),
+    [(2, {}), (3, {}), (4, HYBRID)],
     ids=["2", "3", "hybrid"],
 )
-def test_every_format(folders: Path, ranks: int, mesh_shape: dict[str, int], strategy: str) -> None:
-    run_distributed(_load, ranks, folders, mesh_shape, strategy)
+def test_every_format(folders: Path, ranks: int, mesh_shape: dict[str, int]) -> None:
+    run_distributed(_load, ranks, folders, mesh_shape)
 
 
 # Whose rows have no bytes of their own: transposed, or with zero points, orders or blocks over several rows.
@@ -109,8 +109,7 @@ def _experts(root: Path, columns: bool) -> None:
             fs.shard_model(model, mesh=mesh_here())
         report = fs.load_weights(model, root / name / "stored")
         assert difference(model, plain(root / name / "published")) == []
-        assert report.class_bytes["other"] == 0
-        assert report.class_bytes["separable"] > 0
+        assert report.converted_bytes == 0
 
 
 @pytest.mark.parametrize("columns", [False, True], ids=["by rows", "by columns"])

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 import fsdp_sft as fs
 from fsdp_sft._tensors.safetensors import open_file, read_header
-from fsdp_sft._tensors.torch_file import read_pickled
+from fsdp_sft._tensors.torch_file import load_pickled
 from fsdp_sft.weights.resolve import open_checkpoint
 from tests.harness.hf_folders import save_tiny
 from tests.tensors.odd_headers import ODD
@@ -85,6 +85,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 def _archive(path: Path, pickled: bytes) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/version", b"3\n")
     return path
 
 
@@ -96,20 +97,11 @@ def test_pickles_that_cost_more_than_they_are(name: str, tmp_path: Path) -> None
     started = time.perf_counter()
     try:
         with pytest.raises(fs.CheckpointFormatError, match=words):
-            read_pickled(path)
+            load_pickled(path)
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
     assert time.perf_counter() - started < 5
-
-
-@pytest.mark.parametrize(("size", "stride"), [((1000, 1000), (0, 1)), ((1000, 1000), (1, 1))])
-def test_a_tensor_whose_parts_overlap_is_refused(
-    size: tuple[int, ...], stride: tuple[int, ...], tmp_path: Path
-) -> None:
-    torch.save({"w": torch.zeros(2000).as_strided(size, stride)}, tmp_path / "file.pt")
-    with pytest.raises(fs.CheckpointFormatError, match="not stored as plain numbers of its own"):
-        read_pickled(tmp_path / "file.pt")
 
 
 def test_what_torch_saves(tmp_path: Path) -> None:
@@ -124,15 +116,10 @@ def test_what_torch_saves(tmp_path: Path) -> None:
         "empty": torch.empty(0, 3),
     }
     torch.save(value, tmp_path / "file.pt")
-    data = (tmp_path / "file.pt").read_bytes()
-    found = read_pickled(tmp_path / "file.pt").entries
+    found = load_pickled(tmp_path / "file.pt")
     for name, tensor in value.items():
-        entry = found[name]
-        assert (entry.shape, entry.dtype) == (tuple(tensor.shape), tensor.dtype)
-        assert (entry.stride is None) == tensor.is_contiguous()
-        flat = torch.frombuffer(bytearray(data[entry.start : entry.end] or b"\0" * 8), dtype=entry.dtype)
-        again = flat.as_strided(entry.shape, entry.stride or torch.empty(entry.shape).stride())
-        assert again.float().tolist() == tensor.float().tolist(), name
+        assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
+        assert found[name].float().tolist() == tensor.float().tolist(), name
 
 
 def test_a_compressed_entry_is_not_unpacked(tmp_path: Path) -> None:
@@ -142,7 +129,7 @@ def test_a_compressed_entry_is_not_unpacked(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(fs.CheckpointFormatError, match="compressed"):
-            read_pickled(path)
+            load_pickled(path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

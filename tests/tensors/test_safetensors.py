@@ -87,29 +87,30 @@ ENTRY: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
 @pytest.mark.parametrize(
-    ("header", "size", "message"),
+    ("header", "size"),
     [
-        ({"a": ENTRY}, 7, "the file at"),
-        ({"a": ENTRY}, 9, "the file at"),
-        ({"a": {**ENTRY, "shape": [3]}}, 8, "not valid"),
-        ({"a": {**ENTRY, "shape": [-2]}}, 8, "not valid"),
-        ({"a": {**ENTRY, "shape": [True, 2]}}, 8, "not valid"),
-        ({"a": {**ENTRY, "shape": "ab"}}, 8, "not valid"),
-        ({"a": {**ENTRY, "dtype": "F4"}}, 8, "not valid"),
-        ({"a": {**ENTRY, "dtype": ["F32"]}}, 8, "not valid"),
-        ({"a": {**ENTRY, "data_offsets": [8, 0]}}, 8, "not valid"),
-        ({"a": {"dtype": "F32"}}, 8, "not valid"),
-        ({"a": 1}, 8, "not valid"),
-        ({"a": ENTRY, "b": ENTRY}, 8, "begins at"),
-        ({"a": {**ENTRY, "data_offsets": [8, 16]}}, 16, "begins at"),
-        ({"__metadata__": {"x": 1}}, 0, "metadata"),
-        ([1], 0, "not a JSON object"),
+        ({"a": ENTRY}, 7),
+        ({"a": ENTRY}, 9),
+        ({"a": {**ENTRY, "shape": [3]}}, 8),
+        ({"a": {**ENTRY, "shape": [-2]}}, 8),
+        ({"a": {**ENTRY, "shape": [True, 2]}}, 8),
+        ({"a": {**ENTRY, "shape": "ab"}}, 8),
+        ({"a": {**ENTRY, "dtype": "F4", "shape": [16]}}, 8),
+        ({"a": {**ENTRY, "dtype": ["F32"]}}, 8),
+        ({"a": {**ENTRY, "data_offsets": [8, 0]}}, 8),
+        ({"a": {"dtype": "F32"}}, 8),
+        ({"a": 1}, 8),
+        ({"a": ENTRY, "b": ENTRY}, 8),
+        ({"a": {**ENTRY, "data_offsets": [8, 16]}}, 16),
+        ({"__metadata__": {"x": 1}}, 0),
+        ([1], 0),
     ],
 )
-def test_a_header_that_lies_is_refused(header: Any, size: int, message: str) -> None:
+def test_a_header_that_lies_is_refused(header: Any, size: int, tmp_path: Path) -> None:
     text = json.dumps(header).encode()
-    with pytest.raises(st.CheckpointFormatError, match=message):
-        st.parse_header(text, len(text) + 8 + size)
+    (tmp_path / "a").write_bytes(struct.pack("<Q", len(text)) + text + bytes(size))
+    with pytest.raises(st.CheckpointFormatError, match="no safetensors file"):
+        _header_of(tmp_path / "a")
 
 
 @pytest.mark.parametrize(

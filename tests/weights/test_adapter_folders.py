@@ -38,20 +38,24 @@ def _merged_as_advised(error: pytest.ExceptionInfo[Exception], **names: Any) -> 
     return model.eval()
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_an_adapter_is_not_left_out(beside: bool, tmp_path: Path) -> None:
+def test_an_adapter_beside_weights_is_not_left_out(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     base, own, out = tmp_path / "base", tmp_path / "own", tmp_path / "out"
     adapted = _adapted(base)
-    adapted.save_pretrained(base if beside else own)
+    adapted.save_pretrained(base)
     with pytest.raises(fs.CheckpointFormatError, match="adapter") as error:
-        fs.load_weights(fs.build_meta_model(base), base) if beside else fs.build_meta_model(own)
-    if beside:
-        own.mkdir()
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
-            (base / name).rename(own / name)
         fs.load_weights(fs.build_meta_model(base), base)
-    else:
-        assert f"of {base}," in str(error.value)
-    merged = _merged_as_advised(error, that_folder=own, out=out)
+    own.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (base / name).rename(own / name)
+    fs.load_weights(fs.build_meta_model(base), base)
+    merged = _merged_as_advised(error, base=AutoModelForCausalLM.from_pretrained(base), folder=own, out=out)
     ids = torch.arange(3, 21).view(2, 9)
     assert torch.allclose(merged(input_ids=ids).logits, adapted(input_ids=ids).logits, atol=1e-5)
+
+
+def test_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
+    _adapted(tmp_path / "base").save_pretrained(tmp_path / "own")
+    with pytest.raises(fs.CheckpointFormatError, match=r"config\.json"):
+        fs.build_meta_model(tmp_path / "own")

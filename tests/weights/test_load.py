@@ -43,7 +43,7 @@ def _check_families(folder: Path, families: list[str], mesh_shape: dict[str, int
             batch = ragged_batches(2)[0]
             inputs = {name: batch[name].to(device_here()) for name in ("input_ids", "attention_mask")}
             assert torch.equal(model(**inputs).logits, oracle.to(device_here())(**inputs).logits), family
-        assert report.class_bytes["other"] == 0, (family, report.class_bytes)
+        assert report.converted_bytes == 0, family
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_bitwise_what_from_pretrained_loads(
     run_distributed(_check_families, world_size, tmp_path, FAMILIES, mesh_shape)
 
 
-# --- bytes, strategies, memory ---------------------------------------------------------------------------
+# --- bytes and memory ---------------------------------------------------------------------------
 
 
 def _counted_load(model: Any, folder: Path, **options: Any) -> tuple[Any, int]:
@@ -76,22 +76,19 @@ def _counted_load(model: Any, folder: Path, **options: Any) -> tuple[Any, int]:
     return report, counted[0]
 
 
-def _check_bytes(folder: Path, mesh_shape: dict[str, int], strategy: str) -> list[int]:
+def _check_bytes(folder: Path, mesh_shape: dict[str, int]) -> list[int]:
     model = build_meta_model(folder)
     fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
-    report, counted = _counted_load(model, folder, strategy=strategy)
+    report, counted = _counted_load(model, folder)
     assert report.bytes_read == counted
     assert difference(model, plain(folder)) == []
     total = report.checkpoint_bytes
-    if strategy == "exchange" or not mesh_shape:
-        assert report.job_bytes_read <= 1.05 * total
-    else:
-        assert report.job_bytes_read == mesh_shape["dp_replicate"] * total
+    assert report.job_bytes_read <= 1.05 * total
     if not mesh_shape:
         # A dimension that the ranks do not divide gives the first ones more rows: 101 tokens on 4 ranks, 26.
         assert counted <= 1.05 * total / dist.get_world_size() * 26 / 25.25
     assert str(report).count("\n") == 0
-    assert all(word in str(report) for word in ("GB/s", report.strategy, " s "))
+    assert all(word in str(report) for word in ("GB/s", " s "))
     return [counted, total]
 
 
@@ -99,13 +96,8 @@ def _check_bytes(folder: Path, mesh_shape: dict[str, int], strategy: str) -> lis
 def test_every_byte_is_read_once(tmp_path: Path, family: str) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 1001}
     save_tiny(tmp_path, family, max_shard_size="1MB", **sizes)
-    for mesh_shape, strategy in [({}, "slice"), ({}, "exchange"), ({"dp_replicate": 2}, "exchange")]:
-        run_distributed(_check_bytes, 4, tmp_path, mesh_shape, strategy)
-
-
-def test_replicas_that_all_read(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "mixtral")
-    run_distributed(_check_bytes, 4, tmp_path, {"dp_replicate": 2}, "slice")
+    for mesh_shape in ({}, {"dp_replicate": 2}):
+        run_distributed(_check_bytes, 4, tmp_path, mesh_shape)
 
 
 def _check_stored(folder: Path) -> None:
@@ -133,8 +125,7 @@ def _check_told(folder: Path) -> None:
     fs.shard_model(model, mesh=_mesh(dp_replicate=2), mp_policy=FLOAT32)
     told: dict[str, Any]
     for name, values in {
-        "check_finite": (True, False),
-        "strategy": ("slice", "exchange"),
+        "missing": ("error", "initialise"),
         "seed": (0, 1),
     }.items():
         told = {name: values[dist.get_rank() % 2]}
@@ -175,7 +166,7 @@ def _check_experts(folder: Path, experts: int, reshard_after_forward: bool | int
     model = build_meta_model(folder)
     fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32, reshard_after_forward=reshard_after_forward)
     report = load_weights(model, folder)
-    assert report.class_shares["separable"] > 0.3
+    assert report.converted_bytes == 0
     assert difference(model, plain(folder)) == []
     gate_up = dict(model.named_parameters())["model.layers.0.mlp.experts.gate_up_proj"]
     if reshard_after_forward is True:
@@ -212,7 +203,7 @@ LAYOUTS = [
 
 
 def _check_layout(folder: Path, layout: str, mesh_shape: dict[str, int]) -> str | None:
-    """Load a layout with every strategy; why plain transformers could not write it, if it could not."""
+    """Load a layout; why plain transformers could not write it, if it could not."""
     register_layout(layout)
     refusal: list[str | None] = [None]
     if dist.get_rank() == 0:
@@ -224,17 +215,12 @@ def _check_layout(folder: Path, layout: str, mesh_shape: dict[str, int]) -> str 
     if refusal[0] is not None:
         return refusal[0]
     oracle = plain(folder)
-    for strategy in ("slice", "exchange", "auto"):
-        model = build_meta_model(folder)
-        fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
-        report = load_weights(model, folder, strategy=strategy)
-        assert difference(model, oracle) == [], (layout, strategy)
-        assert (report.class_bytes["other"] > 0) == (layout == "computed")
-        if layout == "computed" and strategy == "auto":
-            assert report.strategy == "exchange"
-        if layout == "computed" and strategy == "exchange" and not mesh_shape:
-            assert report.job_bytes_read == report.checkpoint_bytes
-        assert [str(c) for c in model._weight_conversions] == [str(c) for c in oracle._weight_conversions]
+    model = build_meta_model(folder)
+    fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
+    report = load_weights(model, folder)
+    assert difference(model, oracle) == [], layout
+    assert (report.converted_bytes > 0) == (layout == "computed")
+    assert [str(c) for c in model._weight_conversions] == [str(c) for c in oracle._weight_conversions]
     return None
 
 
@@ -417,7 +403,7 @@ def test_a_model_changed_after_building_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     model = build_meta_model(tmp_path)
     model.lm_head = torch.nn.Linear(32, 7, bias=False, device="meta")
-    with pytest.raises(ValueError, match="lm_head"):
+    with pytest.raises(fs.CheckpointFormatError, match="lm_head"):
         load_weights(model, tmp_path)
 
 
@@ -442,7 +428,6 @@ def _check_pretrained(folder: Path) -> None:
     assert difference(model, parts) == []
     assert model.load_report.sources == parts.load_report.sources
     assert fs.train_step(parts, ragged_batches(3), torch.optim.AdamW(parts.parameters(), lr=1e-3)).loss > 0
-    assert model.load_report.strategy == "slice"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     assert fs.loss_sum(model, ragged_batches(2)[0])[0].isfinite()
     assert fs.train_step(model, ragged_batches(3), optimizer).skipped is False
@@ -473,7 +458,7 @@ def test_planning_for_ranks_that_are_not_there(tmp_path: Path) -> None:
         "boxes = [(t, box) for t, p in tensors for _, box in sharding_of(p).parts(p.shape)]\n"
         "parts = [intersect(piece, box) for target, box in boxes for piece in target.pieces]\n"
         "read = sum(2 * part.numel for part in parts if part is not None)\n"
-        "assert read == checkpoint.total_bytes, read\n"
+        "assert read == sum(tensor.entry.num_bytes for tensor in checkpoint.values()), read\n"
     )
     script = tmp_path / "plan.py"
     script.write_text(code)

@@ -109,16 +109,16 @@ def _model(folder: Path) -> Any:
     return fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
 
 
-def _beyond_shards(folder: Path, strategy: str, whole_bytes: int) -> int:
+def _beyond_shards(folder: Path, whole_bytes: int) -> int:
     register_layout("computed")
-    load_weights(_model(folder / "small"), folder / "small", strategy=strategy)  # imports, gloo's buffers
+    load_weights(_model(folder / "small"), folder / "small")  # imports, gloo's buffers
     model = _model(folder / "large")
     with _watched() as growth:
         if whole_bytes:
             with _reading_whole_tensors(whole_bytes):
-                load_weights(model, folder / "large", strategy=strategy)
+                load_weights(model, folder / "large")
         else:
-            load_weights(model, folder / "large", strategy=strategy)
+            load_weights(model, folder / "large")
     shards = 0
     for parameter in model.parameters():
         local = parameter.to_local()
@@ -127,7 +127,7 @@ def _beyond_shards(folder: Path, strategy: str, whole_bytes: int) -> int:
     return growth[0] - shards
 
 
-def _measure(folder: Path, scale: int, strategy: str, *, whole: bool = False) -> int:
+def _measure(folder: Path, scale: int, *, whole: bool = False) -> int:
     """Most bytes beyond the shards on any rank."""
     folder.mkdir()
     _save_sparse(folder / "small", layers=1, vocab=128)
@@ -135,20 +135,19 @@ def _measure(folder: Path, scale: int, strategy: str, *, whole: bool = False) ->
     largest = _save_sparse(folder / "large", layers=layers, vocab=131072 * scale)
     assert largest // RANKS > BUFFER_BYTES + GROUP_BYTES, "reading a rank's part of it in one go has to show"
     assert layers * GROUP_BYTES > BUFFER_BYTES + 2 * GROUP_BYTES, "keeping all groups has to show"
-    return max(run_distributed(_beyond_shards, RANKS, folder, strategy, largest // RANKS if whole else 0))
+    return max(run_distributed(_beyond_shards, RANKS, folder, largest // RANKS if whole else 0))
 
 
-@pytest.mark.parametrize("strategy", ["slice", "exchange"])
-def test_beyond_the_shards_there_is_the_budget_and_one_group(tmp_path: Path, strategy: str) -> None:
+def test_beyond_the_shards_there_is_the_budget_and_one_group(tmp_path: Path) -> None:
     # One bound for both sizes: how much of the budget is in use at once is a matter of the threads' timing.
     for scale in (1, 2):
-        beyond = _measure(tmp_path / str(scale), scale, strategy)
+        beyond = _measure(tmp_path / str(scale), scale)
         if beyond > BUFFER_BYTES + GROUP_BYTES:  # what else a rank happens to allocate only adds
-            beyond = min(beyond, _measure(tmp_path / f"{scale} again", scale, strategy))
-        print(f"{strategy}, size {scale}: {beyond / MIB:.1f} MiB beyond the shards")
+            beyond = min(beyond, _measure(tmp_path / f"{scale} again", scale))
+        print(f"size {scale}: {beyond / MIB:.1f} MiB beyond the shards")
         assert beyond <= BUFFER_BYTES + GROUP_BYTES
 
 
 def test_the_measurement_sees_a_tensor_that_is_read_whole(tmp_path: Path) -> None:
-    beyond = _measure(tmp_path / "whole", 1, "slice", whole=True)
+    beyond = _measure(tmp_path / "whole", 1, whole=True)
     assert beyond > BUFFER_BYTES + GROUP_BYTES

@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 
 from fsdp_sft._tensors import reader as read
 from fsdp_sft._tensors.boxes import Box
-from fsdp_sft.weights.resolve import Checkpoint, open_checkpoint
+from fsdp_sft.weights.resolve import open_checkpoint
 
 TENSORS, ROWS, COLUMNS, RANKS = 8, 2048, 2048, 4
 
@@ -21,17 +22,17 @@ def fetched() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
-def _fetch_share(checkpoint: Checkpoint) -> tuple[int, int]:
+def _fetch_share(checkpoint: Any) -> tuple[int, int]:
     """(bytes fetched, bytes asked for) to read one rank's rows of each tensor, nothing in the page cache."""
-    fd = os.open(next(iter(checkpoint.file_bytes)), os.O_RDONLY)
+    fd = os.open(next(iter(checkpoint.values())).file, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
     reads = []
     box = Box((ROWS // RANKS, 0), (ROWS // RANKS, COLUMNS))
-    for key, stored in checkpoint.sources.items():
+    for key, stored in checkpoint.items():
         dest = torch.empty(box.shape)
-        reads += stored.reads(key, stored.piece(key), box, dest, check_finite=True)
+        reads += stored.reads(stored.piece(key), box, dest)
     before = fetched()
     asked = read.do_reads(reads)
     return fetched() - before, asked
@@ -45,8 +46,7 @@ def test_what_lies_beside_a_part_is_not_fetched(tmp_path: Path, monkeypatch: pyt
     with_advice, asked = _fetch_share(checkpoint)
     assert asked == TENSORS * ROWS * COLUMNS * 2 // RANKS
     with monkeypatch.context() as without:
-        without.setattr(read, "expect", lambda *_: None)
-        without.setattr(read, "expect_parts", lambda _: None)
+        without.setattr(read, "advise", lambda *_: None)
         plainly, _ = _fetch_share(checkpoint)
     if plainly < 1.2 * asked:
         pytest.skip(f"this file system fetches {plainly} bytes for {asked} without being told")

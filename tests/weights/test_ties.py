@@ -17,7 +17,6 @@ from tests.harness.ranks import run_distributed
 FLOAT32 = MixedPrecisionPolicy()
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 REPLICAS = [(2, {"dp_replicate": 2, "dp_shard": 1}), (4, {"dp_replicate": 2})]
-STRATEGIES = ("auto", "slice", "exchange")
 
 
 def _stored_twice(folder: Path, change: float = 0.0) -> Path:
@@ -29,18 +28,17 @@ def _stored_twice(folder: Path, change: float = 0.0) -> Path:
     return folder
 
 
-def _load(folder: Path, mesh_shape: dict[str, int], strategy: Any) -> Any:
+def _load(folder: Path, mesh_shape: dict[str, int]) -> Any:
     model = fs.build_meta_model(folder)
     fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
-    fs.load_weights(model, folder, strategy=strategy)
+    fs.load_weights(model, folder)
     return model
 
 
 def _check_equal(folder: Path, mesh_shape: dict[str, int]) -> None:
-    for strategy in STRATEGIES:
-        model = _load(folder, mesh_shape, strategy)
-        assert model.lm_head.weight is model.model.embed_tokens.weight
-        assert difference(model, plain(folder)) == [], strategy
+    model = _load(folder, mesh_shape)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert difference(model, plain(folder)) == []
 
 
 @pytest.mark.parametrize(("ranks", "mesh_shape"), REPLICAS)
@@ -49,10 +47,9 @@ def test_the_same_values_under_both_names(tmp_path: Path, ranks: int, mesh_shape
 
 
 def _check_different(folder: Path, mesh_shape: dict[str, int]) -> None:
-    meta._SMALL_BYTES, meta._PROBES = 0, 1  # the first row only is seen
-    for strategy in STRATEGIES:
-        with pytest.raises(fs.CheckpointFormatError, match=r"lm_head.*tie_word_embeddings=False"):
-            _load(folder, mesh_shape, strategy)
+    meta._PROBES = 1  # the first row only is seen
+    with pytest.raises(fs.CheckpointFormatError, match=r"lm_head.*tie_word_embeddings=False"):
+        _load(folder, mesh_shape)
 
 
 def test_values_that_differ_where_no_sample_looks(tmp_path: Path) -> None:
@@ -99,14 +96,13 @@ def _check_converted(folder: Path, mesh_shape: dict[str, int], equal: bool) -> N
 
     converter = WeightConverter("head_twice.weight", "lm_head.weight", [Halve()])
     conversion_mapping.register_checkpoint_conversion_mapping("Qwen2ForCausalLM", [converter], overwrite=True)
-    for strategy in STRATEGIES:
-        if equal:
-            model = _load(folder, mesh_shape, strategy)
-            expected = tensors_of(folder)[EMBEDDING].float()
-            assert torch.equal(full(model.lm_head.weight), expected)
-        else:
-            with pytest.raises(fs.CheckpointFormatError, match="lm_head"):
-                _load(folder, mesh_shape, strategy)
+    if equal:
+        model = _load(folder, mesh_shape)
+        expected = tensors_of(folder)[EMBEDDING].float()
+        assert torch.equal(full(model.lm_head.weight), expected)
+    else:
+        with pytest.raises(fs.CheckpointFormatError, match="lm_head"):
+            _load(folder, mesh_shape)
 
 
 @pytest.mark.parametrize("equal", [True, False])

@@ -67,8 +67,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a buffer read into while it still travels",
         "_tensors/reader.py",
-        "        if event is not None:\n            event.synchronize()\n        return bytes_of",
-        "        return bytes_of",
+        "raws.append(self._fetch(run, read.key, memory).to(read.place.device))",
+        "raws.append(self._fetch(run, read.key, memory).to(read.place.device, non_blocking=True))",
         LOAD,
     ),
     Mistake(
@@ -112,13 +112,6 @@ MISTAKES: list[Mistake] = [
         "return CheckedBatch(moved, facts_of(targets_of(self.seen).reshape(-1), device))",
         "return moved",
         SYNCS,
-    ),
-    Mistake(
-        "a search for NaN that makes a mask of the whole shard",
-        "_tensors/reader.py",
-        "torch.stack(torch.aminmax(values)).isfinite() for values",
-        "values.isfinite().all().expand(2) for values",
-        LOAD,
     ),
     Mistake(
         "memory of device 0, whichever is meant",

@@ -96,7 +96,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "rows of experts that are joined go to the first place",
-        "weights/rows.py",
+        "weights/fill.py",
         "place = (begin + index) * layout.rows_each + common.start[other]",
         "place = (begin + index) * layout.rows_each",
         ("tests/shard/test_packed.py",),

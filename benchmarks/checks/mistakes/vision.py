@@ -6,8 +6,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "names of tied tensors are looked up as they are in the model",
         "weights/meta.py",
-        "    if names <= checkpoint.sources.keys():\n",
-        "    if names:\n",
+        "    keys = {name: next(iter(s.values()))[0] for name, (c, s) in matched.items() if c is None}\n",
+        "    keys = {name: name for name in stored}\n",
         ("tests/weights/test_ties.py",),
     ),
     Mistake(

@@ -1,7 +1,6 @@
 """The launcher that started this process, and what it says: torchrun, Slurm, or none."""
 
 import os
-from collections.abc import Iterable, Sequence
 
 from fsdp_sft._ranks.slurm import (
     Launch,
@@ -115,16 +114,3 @@ def _restart_hint() -> str:
         "a restart over several nodes would meet the addresses of the workers before it: start torchrun "
         "with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node"
     )
-
-
-def own_share(cpus: Iterable[int], neighbours: Sequence[int]) -> int:
-    """A rank's share of the processors, rounded down: one that k ranks may use counts 1/k.
-
-    Slurm and numactl bind ranks to separate processors. Without them all ranks of a node share all of its
-    processors.
-
-    Args:
-        cpus: Numbers of the processors that the rank may run on.
-        neighbours: Processors of each rank on the node, this rank included: bit i stands for processor i.
-    """
-    return int(sum(1 / sum(mask >> cpu & 1 for mask in neighbours) for cpu in cpus) + 1e-6)

@@ -18,7 +18,7 @@ import torch
 
 from fsdp_sft._tensors.packed_shard import Decode, RowFormat
 from fsdp_sft._tensors.safetensors import TensorEntry
-from fsdp_sft._tensors.stored import ByteRange, InFile, Ints, Mode, Piece, Read, Stored
+from fsdp_sft._tensors.stored import ByteRange, InFile, Ints, Piece, Read, Stored
 
 # Values that a thread computes at once: with what they are computed from, and what comes in between, they
 # take up to 48 bytes each.
@@ -162,12 +162,11 @@ class Packed(Stored):
         kept.sort(key=lambda part: -part[1].itemsize)
         return RowFormat(self.format, self.width, tuple(kept), self.by_rows)
 
-    def row_reads(self, name: str, key: str, first: int, place: torch.Tensor) -> Iterator[Read]:
+    def row_reads(self, key: str, first: int, place: torch.Tensor) -> Iterator[Read]:
         """Reads of the bytes of rows as they are.
 
         Args:
-            name: Name of the parameter, for messages.
-            key: Name of this tensor.
+            key: Name of this tensor, for messages.
             first: The first row, counted over all matrices.
             place: Where the bytes go, ``(rows, row_bytes)`` of ``row_format``.
         """
@@ -180,15 +179,13 @@ class Packed(Stored):
             rows = range(at, at + len(part))
             reads = {own: self.parts[own].read(rows, every, self.height) for own, *_ in form.parts}
             runs = tuple(run for read in reads.values() for run in read.runs)
-            yield Read(name, key, runs, partial(_joined, form, reads, len(part)), part)
+            yield Read(key, runs, partial(_joined, form, reads, len(part)), part)
 
     def all_runs(self) -> tuple[ByteRange, ...]:
         """The bytes of all parts."""
         return tuple(run for part in self.parts.values() for run in part.stored.all_runs())
 
-    def _read(
-        self, name: str, part: Piece, place: torch.Tensor, check_finite: bool, mode: Mode
-    ) -> Iterator[Read]:
+    def _read(self, part: Piece, place: torch.Tensor, compare: bool) -> Iterator[Read]:
         unit = math.lcm(*(p.each[1] for p in self.parts.values() if p.each is not None and p.each[1]))
         for cut, view in _cuts(part, place, self.width, max(_AT_ONCE, 2 * unit)):
             block = _block(cut, self.width)
@@ -197,7 +194,7 @@ class Packed(Stored):
             reads = {own: p.read(block.rows, block.columns, self.height) for own, p in self.parts.items()}
             runs = tuple(run for read in reads.values() for run in read.runs)
             compute = partial(self._values, block, reads, cut.size)
-            yield Read(name, cut.key, runs, compute, view, check_finite, mode)
+            yield Read(cut.key, runs, compute, view, compare)
 
     def _values(
         self, block: _Block, reads: Mapping[str, _PartRead], size: Ints, raws: list[torch.Tensor]

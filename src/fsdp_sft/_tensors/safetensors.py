@@ -1,8 +1,7 @@
 """The safetensors format at the level of bytes: headers, positional reads and writes.
 
 A file is an 8-byte little-endian length, a header of that many bytes of JSON, and then the tensors' bytes
-without gaps. Headers come from disk and are not trusted: sizes are bounded, and offsets must be contiguous
-and inside the file.
+without gaps. Headers come from disk and are not trusted: safetensors itself reads and checks them.
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -12,21 +11,21 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from fsdp_sft._process.bounds import MAX_HEADER_BYTES, check_sizes, parse_json
+from fsdp_sft._process.bounds import MAX_HEADER_BYTES, check_sizes
 from fsdp_sft.errors import CheckpointFormatError
 
 _MAX_IO_BYTES = 1 << 30  # Linux reads or writes at most 2 GiB per call
 _ALIGNMENT = 8  # of the tensors' first byte
 _METADATA = "__metadata__"
-_OF_AN_ENTRY = {"dtype", "shape", "data_offsets"}
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -183,63 +182,38 @@ def open_file(path: Path) -> int:
 
 
 def read_header(fd: int) -> Header:
-    """Read and check a file's header.
+    """Read a file's header by safetensors' own reader, which checks it against the size of the file.
 
     Raises:
         CheckpointFormatError: If the file is cut short, if the header is too large or not as the format
             requires, or if tensors overlap, leave a gap or lie outside the file.
     """
-    file_bytes = os.fstat(fd).st_size
-    if file_bytes < 8:
-        raise CheckpointFormatError(f"a safetensors file has at least 8 bytes, this one {file_bytes}")
     prefix = bytearray(8)
     read_at(fd, 0, memoryview(prefix))
     (length,) = struct.unpack("<Q", prefix)
-    if length > MAX_HEADER_BYTES or length + 8 > file_bytes:
-        raise CheckpointFormatError(f"the header claims {length} bytes; the file has {file_bytes}")
-    text = bytearray(length)
-    read_at(fd, 8, memoryview(text))
-    return parse_header(bytes(text), file_bytes)
-
-
-def parse_header(text: bytes, file_bytes: int) -> Header:
-    """Check the JSON of a header against the size of its file; see ``read_header``."""
-    signs = {"parse_int": _size} if b"-" in text else {}
+    entries: dict[str, TensorEntry] = {}
+    end = length + 8
     try:
-        described = parse_json(
-            text, "the header", finite=True, object_pairs_hook=_without_duplicates, **signs
-        )
-    except ValueError as error:
-        raise CheckpointFormatError(str(error)) from None
-    if not isinstance(described, dict):
-        raise CheckpointFormatError("the header is not a JSON object")
-    metadata = described.pop(_METADATA, None)
-    metadata = {} if metadata is None else metadata
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointFormatError("the header's metadata is not an object of strings")
-    first = len(text) + 8
-    entries = {name: _parse_entry(name, value, first) for name, value in described.items()}
-    entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)))
-    _check_contiguous(entries, first, file_bytes)
-    return Header(entries, metadata, file_bytes)
+        with safe_open(f"/dev/fd/{fd}", "np") as file:
+            for name in file.offset_keys():
+                tensor = file.get_slice(name)
+                dtype, shape = tensor.get_dtype(), check_sizes(tensor.get_shape(), f"the shape of {name!r}")
+                if dtype not in DTYPES:
+                    raise ValueError(f"{name!r} is stored as {dtype}, none of {', '.join(DTYPES)}")
+                start, end = end, end + num_bytes(DTYPES[dtype], shape)
+                entries[name] = TensorEntry(DTYPES[dtype], shape, start, end)
+            return Header(entries, file.metadata() or {}, end)
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointFormatError(f"it is no safetensors file: {error}") from None
 
 
-def expect_parts(fd: int) -> None:
-    """Tell the system that only parts of a file will be read, so that it does not read ahead.
+def advise(fd: int, offset: int, num_bytes: int, advice: str) -> None:
+    """Give the system advice about a file. Errors are ignored: a file system need not support advice.
 
-    Without this Linux also fetches what follows each part, up to several MiB. When four machines shared the
-    rows of a checkpoint, each fetched 0.7 of it instead of its quarter.
+    ``"POSIX_FADV_RANDOM"``: only parts of the file will be read. Without this Linux also fetches what follows
+    each part, up to several MiB. When four machines shared the rows of a checkpoint, each fetched 0.7 of it
+    instead of its quarter. ``"POSIX_FADV_WILLNEED"``: the range will be read soon.
     """
-    _advise(fd, 0, 0, "POSIX_FADV_RANDOM")
-
-
-def expect(fd: int, offset: int, num_bytes: int) -> None:
-    """Ask the system to fetch a range of the file that will be read soon."""
-    _advise(fd, offset, num_bytes, "POSIX_FADV_WILLNEED")
-
-
-def _advise(fd: int, offset: int, num_bytes: int, advice: str) -> None:
-    """Give the system advice about a file. Errors are ignored: a file system need not support advice."""
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(fd, offset, num_bytes, getattr(os, advice))
@@ -303,64 +277,3 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
-
-
-def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict; refuses names that occur twice, of which ``json`` would keep the last."""
-    seen: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in seen:
-            raise CheckpointFormatError(f"the header names {name!r} twice")
-        seen[name] = value
-    return seen
-
-
-def _size(digits: str) -> int:
-    """A number of a header; -0 is a floating-point number for others, and no size."""
-    return int(digits) if digits != "-0" else -1
-
-
-def _parse_entry(name: str, value: Any, first: int) -> TensorEntry:
-    """One tensor of a header, checked; ``first`` is the file's first byte after the header."""
-    try:
-        dtype = value["dtype"]
-        shape = check_sizes(value["shape"], "its shape")
-        start, end = check_sizes(value["data_offsets"], "its place")
-        if dtype not in DTYPES:
-            raise ValueError(f"stored as {dtype}, none of {', '.join(DTYPES)}")
-        if _checked_bytes(DTYPES[dtype], shape) != end - start:
-            raise ValueError("its shape and its place differ in size")
-        if any(isinstance(value[key], (dict, list)) for key in value.keys() - _OF_AN_ENTRY):
-            raise ValueError("it has parts that no tensor has")
-    except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointFormatError(
-            f"the header's entry of {name!r} is not valid: {str(value)[:200]} ({error})"
-        ) from None
-    return TensorEntry(DTYPES[dtype], shape, start + first, end + first)
-
-
-def _checked_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Bytes of a tensor whose sizes can be multiplied in the order in which they are written.
-
-    Raises:
-        ValueError: If a product on the way is more than 64 bits hold, also where a later size is 0.
-    """
-    total = 1
-    for size in shape:
-        total *= size
-        if total * 8 * dtype.itemsize >= 1 << 64:
-            raise ValueError("it has more bytes than a file can hold")
-    return total * dtype.itemsize
-
-
-def _check_contiguous(entries: Mapping[str, TensorEntry], first: int, file_bytes: int) -> None:
-    """Check that tensors, in the order of their bytes, fill the file without overlaps or gaps."""
-    end = first
-    for name, entry in entries.items():
-        if entry.start != end:
-            raise CheckpointFormatError(
-                f"{name!r} begins at byte {entry.start}, the tensors before end at {end}"
-            )
-        end = entry.end
-    if end != file_bytes:
-        raise CheckpointFormatError(f"the tensors end at byte {end}, the file at {file_bytes}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -86,9 +86,6 @@ def intersect(piece: Piece, box: Box) -> Piece | None:
     return Piece(common.offset, common.shape, piece.key, piece.offset + skipped, piece.stride)
 
 
-Mode = Literal["copy", "compare"]
-
-
 @dataclass(frozen=True)
 class ByteRange:
     """A run of bytes of a file."""
@@ -103,24 +100,20 @@ class Read:
     """What is read for a part of a parameter or buffer, small enough to be held at once.
 
     Attributes:
-        name: Name of the parameter or buffer, for messages.
-        key: Name of the stored tensor.
+        key: Name of the stored tensor, for messages.
         runs: The bytes.
         make: Function from the bytes of each run, uint8 and on the device of ``place``, to the values: a view
             of them, or what is decoded from packed values and scales.
         place: View of the shard, of the values' size, to whose dtype they are cast.
-        check_finite: Whether NaN and infinity are errors.
-        mode: ``"copy"`` fills ``place``; ``"compare"`` requires that it has the same values already.
+        compare: Whether ``place`` must have these values already, instead of being filled.
         is_direct: Whether the bytes can be read straight into ``place``.
     """
 
-    name: str
     key: str
     runs: tuple[ByteRange, ...]
     make: Callable[[list[torch.Tensor]], torch.Tensor]
     place: torch.Tensor
-    check_finite: bool = False
-    mode: Mode = "copy"
+    compare: bool = False
     is_direct: bool = False
 
     @property
@@ -145,9 +138,7 @@ class Stored(ABC):
         """Byte ranges of the whole tensor."""
 
     @abstractmethod
-    def _read(
-        self, name: str, part: Piece, place: torch.Tensor, check_finite: bool, mode: Mode
-    ) -> Iterator[Read]:
+    def _read(self, part: Piece, place: torch.Tensor, compare: bool) -> Iterator[Read]:
         """Reads that fill ``place`` with ``part``; see ``reads``."""
 
     def piece(self, key: str, start: Ints | None = None) -> Piece:
@@ -157,30 +148,19 @@ class Stored(ABC):
             start or (0,) * len(shape), shape, key, 0, self.entry.stride or contiguous_strides(shape)
         )
 
-    def reads(
-        self,
-        name: str,
-        piece: Piece,
-        box: Box,
-        local: torch.Tensor,
-        *,
-        check_finite: bool = False,
-        mode: Mode = "copy",
-    ) -> Iterator[Read]:
+    def reads(self, piece: Piece, box: Box, local: torch.Tensor, *, compare: bool = False) -> Iterator[Read]:
         """Reads for the part of ``piece`` inside a rank's box; none if there is no such part.
 
         Args:
-            name: Name of the parameter or buffer, for messages.
             piece: A box of the full tensor, as a strided view of what lies here.
             box: This rank's box of the full tensor.
             local: This rank's shard, the memory of ``box``.
-            check_finite: See ``Read``.
-            mode: See ``Read``.
+            compare: See ``Read``.
         """
         part = intersect(piece, box)
         if part is not None:
             place = local[Box(part.start, part.size).relative_to(box).slices]
-            yield from self._read(name, part, place, check_finite, mode)
+            yield from self._read(part, place, compare)
 
 
 @dataclass(frozen=True)
@@ -204,13 +184,10 @@ class InFile(Stored):
         """The bytes of all of it."""
         return (ByteRange(self.file, self.entry.start, self.entry.num_bytes),)
 
-    def _read(
-        self, name: str, part: Piece, place: torch.Tensor, check_finite: bool, mode: Mode
-    ) -> Iterator[Read]:
+    def _read(self, part: Piece, place: torch.Tensor, compare: bool) -> Iterator[Read]:
         dtype = self.entry.dtype
         is_direct = (
-            mode == "copy"
-            and not check_finite
+            not compare
             and place.is_cpu
             and place.dtype == dtype
             and place.is_contiguous()
@@ -221,7 +198,7 @@ class InFile(Stored):
             run = ByteRange(self.file, self.entry.start + cut.at * dtype.itemsize, cut.span * dtype.itemsize)
             view = place.as_strided(cut.size, cut.place_stride, cut.place_offset)
             make = partial(_strided, dtype, cut.size, cut.stride)
-            yield Read(name, part.key, (run,), make, view, check_finite, mode, is_direct)
+            yield Read(part.key, (run,), make, view, compare, is_direct)
 
 
 def _strided(dtype: torch.dtype, size: Ints, stride: Ints, raws: list[torch.Tensor]) -> torch.Tensor:
@@ -349,4 +326,4 @@ class StoredFolder:
         for file, part in parts:
             if part.numel:
                 stored = InFile(self.folder / file, self.header(file).entries[key])
-                yield from stored.reads(key, stored.piece(key, part.offset), box, out)
+                yield from stored.reads(stored.piece(key, part.offset), box, out)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,13 +13,13 @@ from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors, match_tensors, model_tensors
 from fsdp_sft._ranks.agree import agreed, this_rank
-from fsdp_sft._tensors.boxes import Box, box_of, local_of
+from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of
 from fsdp_sft._tensors.disk import full_path, sync_folder, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft._tensors.reader import do_reads, threads_that_read
 from fsdp_sft._tensors.safetensors import Header, bytes_of, create, force_to_disk, write_at
 from fsdp_sft._tensors.stored import InFile, Read, file_header
-from fsdp_sft._tensors.torch_file import read_pickled
+from fsdp_sft._tensors.torch_file import load_pickled
 from fsdp_sft.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -26,8 +27,6 @@ from fsdp_sft.errors import (
     abridged,
 )
 from fsdp_sft.shard.packing import packed_weights
-
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 
 def save_full_state_dict(
@@ -65,10 +64,11 @@ def save_full_state_dict(
     try:
         with agreed(f"preparing to save {target}"):
             refuse_merged(model, "saving the full state")
-            if target.suffix != ".safetensors":
-                raise ValueError(f"expected the suffix .safetensors, got {target.name!r}")
-            if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+            if target.suffix != ".safetensors" or not (dtype is None or dtype.is_floating_point):
+                raise ValueError(
+                    "expected the suffix .safetensors, and a floating-point dtype or None; got "
+                    f"{target.name!r} and {dtype!r}"
+                )
             tensors = model_tensors(model).tensors
             dtypes = {n: dtype if dtype and t.is_floating_point() else t.dtype for n, t in tensors.items()}
             if this_rank() == 0:
@@ -105,18 +105,18 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
 
     Args:
         model: The model, sharded or not; with memory, so not on the meta device.
-        path: File that ``save_full_state_dict`` or ``torch.save(model.state_dict(), ...)`` wrote, which all
-            ranks see. The suffix says the format: ``.safetensors``, ``.pt``, ``.pth`` or ``.bin``.
+        path: File that all ranks see: ``.safetensors``, as ``save_full_state_dict`` writes it, or what
+            ``torch.save(model.state_dict(), ...)`` wrote, with any other suffix.
 
     Raises:
-        ValueError: If the suffix is another one, or the model is on the meta device.
+        ValueError: If the model is on the meta device.
         CheckpointNotFoundError: If a rank does not see the file.
         CheckpointCorruptError: If it is cut short, or holds anything but tensors. No code in it is run.
         CheckpointMismatchError: If it is of another model; the message lists the differences.
 
     Collective: all ranks; all raise the same error.
-    Memory: A buffer of 1 MiB (for an accelerator two of 8 MiB) for each of at most 4 threads; the tensors of
-        a tied pair.
+    Memory: A buffer of a quarter of a MiB (for an accelerator 8 MiB) for each of at most 4 threads; the
+        tensors of a tied pair.
 
     Example:
         >>> fs.save_full_state_dict(model, "model.safetensors")
@@ -133,11 +133,12 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
             )
         content = model_tensors(model)
         files = _open(source_path)
-        described = {name: (file.entry.dtype, file.entry.shape) for name, file in files.items()}
+        entries = {name: getattr(file, "entry", file) for name, file in files.items()}
+        described = {name: (entry.dtype, tuple(entry.shape)) for name, entry in entries.items()}
         found, problems = match_tensors(content, described, _is_castable)
         if problems:
             raise CheckpointMismatchError("the file is of another model: " + abridged(problems, "; "))
-        _check_ties(content, found, files)
+        _check_ties(content, found, described, files)
     with agreed(f"reading {source_path} (the model is loaded in part)"):
         reads: list[Read] = []
         for first, tensor in content.tensors.items():
@@ -145,33 +146,40 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
         do_reads(reads, workers=threads_that_read(), damaged=CheckpointCorruptError)
 
 
-def _open(path: Path) -> dict[str, InFile]:
-    """Where each tensor of a file lies; the suffix says the format."""
-    if path.suffix not in _SUFFIXES:
-        raise ValueError(f"the suffix says the format: expected one of {_SUFFIXES}, got {path.name!r}")
+def _open(path: Path) -> Mapping[str, Any]:
+    """Where each tensor of a file lies (``InFile``); of another one than safetensors the tensor, mapped."""
     if not path.is_file():
         raise CheckpointNotFoundError(f"there is no file {path} (as rank {this_rank()} sees it)")
     path = path.resolve()
-    read = file_header if path.suffix == ".safetensors" else read_pickled
-    return {name: InFile(path, entry) for name, entry in read(path, CheckpointCorruptError).entries.items()}
+    if path.suffix != ".safetensors":
+        return load_pickled(path, CheckpointCorruptError)
+    return {name: InFile(path, e) for name, e in file_header(path, CheckpointCorruptError).entries.items()}
 
 
-def _reads(files: Mapping[str, InFile], name: str, box: Box, out: torch.Tensor) -> Iterator[Read]:
-    """Reads that fill ``out`` with the box ``box`` of a tensor."""
-    return files[name].reads(name, files[name].piece(name), box, out)
+def _reads(files: Mapping[str, Any], name: str, box: Box, out: torch.Tensor) -> Iterator[Read]:
+    """Reads that fill ``out`` with the box ``box`` of a tensor; of one that is mapped it is filled here."""
+    if isinstance(files[name], torch.Tensor):
+        out.copy_(part_of(files[name], box))
+    else:
+        yield from files[name].reads(files[name].piece(name), box, out)
 
 
 def _is_castable(stored: torch.dtype, live: torch.dtype) -> bool:
     return stored == live or (stored.is_floating_point and live.is_floating_point)
 
 
-def _check_ties(content: ModelTensors, found: Mapping[str, list[str]], files: Mapping[str, InFile]) -> None:
+def _check_ties(
+    content: ModelTensors,
+    found: Mapping[str, list[str]],
+    described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    files: Mapping[str, Any],
+) -> None:
     """Refuse a file with different values, in this rank's part, under the names of a tied tensor."""
     for first, names in found.items():
         box = box_of(content.tensors[first])
         if len(names) < 2:
             continue
-        parts = {name: torch.empty(box.shape, dtype=files[name].entry.dtype) for name in names}
+        parts = {name: torch.empty(box.shape, dtype=described[name][0]) for name in names}
         reads = [read for name, part in parts.items() for read in _reads(files, name, box, part)]
         do_reads(reads, damaged=CheckpointCorruptError)
         if len({bytes_of(part).tobytes() for part in parts.values()}) > 1:  # NaN is equal to itself here

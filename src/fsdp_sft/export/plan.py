@@ -28,7 +28,6 @@ from fsdp_sft._tensors.stored import InFile
 from fsdp_sft.errors import CheckpointFormatError, UnsupportedModelError, abridged
 from fsdp_sft.export.settings import export_config
 from fsdp_sft.weights.plan import make_plan
-from fsdp_sft.weights.resolve import Checkpoint
 
 Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -51,7 +50,7 @@ def refuse_unreadable(model: Any, config: Any, written: Described, buffers: set[
         name: TensorEntry(dtype, shape, 0, num_bytes(dtype, shape))
         for name, (dtype, shape) in written.items()
     }
-    stored = Checkpoint({}, {name: InFile(Path(), entry) for name, entry in entries.items()})
+    stored = {name: InFile(Path(), entry) for name, entry in entries.items()}
     try:
         plan = make_plan(tied_meta_twin(model, config), stored, unexpected="ignore")
     except CheckpointFormatError as error:

@@ -10,13 +10,12 @@ from fsdp_sft.errors import (
     CheckpointFormatError as CheckpointFormatError,
 )
 from fsdp_sft.weights.finish import LoadReport as LoadReport
-from fsdp_sft.weights.load import choose_strategy as choose_strategy, load_weights as load_weights
+from fsdp_sft.weights.load import load_weights as load_weights
 from fsdp_sft.weights.meta import build_meta_model as build_meta_model
 
 __all__ = [
     "CheckpointFormatError",
     "LoadReport",
     "build_meta_model",
-    "choose_strategy",
     "load_weights",
 ]

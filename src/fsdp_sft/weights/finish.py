@@ -1,7 +1,6 @@
 """The parts of a load before and after the reads: memory, buffers, missing keys, ties, account and report."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,43 +9,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.fsdp import keeps_shards_on_host
-from fsdp_sft._compat.models import initialise_computed, tie_by_names, tied_names
+from fsdp_sft._compat.models import initialise_computed
 from fsdp_sft._compat.modules import apply_to_tensors
 from fsdp_sft._model.adapters import saved_copies, without_adapters
 from fsdp_sft._model.named import named_tensors, slot
 from fsdp_sft._model.sharded import compute_device
-from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._model.wrappers import inner_model
 from fsdp_sft._process.generators import unmoved
-from fsdp_sft._ranks.agree import this_rank
-from fsdp_sft._tensors.boxes import box_of, local_of, part_of
-from fsdp_sft._tensors.packed_shard import PackedShard
-from fsdp_sft._tensors.reader import check_all_finite
+from fsdp_sft._ranks.agree import all_reduce_sum
+from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of
+from fsdp_sft._tensors.sharding import own_part
 from fsdp_sft.errors import CheckpointMismatchError, abridged
 from fsdp_sft.weights.plan import LoadPlan
 
-
-def make_ties(model: nn.Module) -> None:
-    """Tie the weights that the model's config ties, where they are not tied yet.
-
-    Raises:
-        ValueError: If the model is sharded and its tied weights are two parameters, which cannot be joined.
-    """
-    tensors = dict(model.named_parameters(remove_duplicate=False))
-    apart = [
-        (target, source)
-        for target, source in tied_names(model).items()
-        if tensors.get(target) is not tensors.get(source)
-    ]
-    if not apart:
-        return
-    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-        target, source = apart[0]
-        raise ValueError(
-            f"the config ties {target!r} to {source!r}, but they were sharded as two parameters; call "
-            "model.tie_weights() before shard_model, or set config.tie_word_embeddings = False"
-        )
-    tie_by_names(model)
+_PIECE_ELEMENTS = 1 << 20  # widened to float64 at once
 
 
 def materialise(model: nn.Module, packed: Collection[int] = ()) -> torch.device:
@@ -93,7 +69,6 @@ def initialise_rest(model: nn.Module, plan: LoadPlan, *, seed: int) -> None:
     """
     with unmoved(seed=seed):
         values = initialise_computed(plan.twin, set(plan.initialised))
-        values.update(_computed_in_16_bits(model, plan, values))
     persistent = plan.twin.state_dict().keys()
     tensors = named_tensors(model)
     for name, value in values.items():
@@ -106,46 +81,30 @@ def initialise_rest(model: nn.Module, plan: LoadPlan, *, seed: int) -> None:
         local_of(tensor).copy_(part_of(value, box_of(tensor)))
 
 
-def _computed_in_16_bits(
-    model: nn.Module, plan: LoadPlan, values: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Computed buffers that ``shard_model`` has made 16-bit, with the values of a plain model of that dtype.
+@torch.no_grad()
+def fill_new_rows(base: nn.Module, plan: LoadPlan) -> None:
+    """Set the rows of new tokens to the mean of the old ones, taken in float64 and the same on all ranks.
 
-    Casting the float32 values could round differently.
+    Collective: all ranks.
     """
-    tensors = named_tensors(model)
-    persistent = plan.twin.state_dict().keys()
-    lower: dict[str, torch.Tensor] = {}
-    wanted = {
-        name: tensors[name].dtype
-        for name, value in values.items()
-        if name in tensors and name not in persistent and value.is_floating_point()
-    }
-    for dtype in {torch.bfloat16, torch.float16} & set(wanted.values()):
-        if all(values[name].dtype == dtype for name in wanted if wanted[name] == dtype):
-            continue
-        computed = initialise_computed(meta_twin(plan.twin, dtype), set())
-        lower.update({name: computed[name] for name in wanted if wanted[name] == dtype and name in computed})
-    return lower
-
-
-def check_shards_finite(model: nn.Module, plan: LoadPlan) -> None:
-    """Refuse NaN and infinity in shards on an accelerator.
-
-    Shards on the host, and those that are packed, were checked as they were read.
-
-    Raises:
-        CheckpointFormatError: If a parameter has such values; the message names it.
-    """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
-    for name, target in plan.targets.items():
-        if target.is_parameter and parameters[name].is_floating_point():
-            local = local_of(parameters[name])
-            if local.device.type != "cpu" and not isinstance(local, PackedShard):
-                by_device.setdefault(local.device, {})[name] = local
-    for tensors in by_device.values():
-        check_all_finite(tensors)
+    tensors = named_tensors(base)
+    short = {name: t.shape for name, t in plan.targets.items() if t.shape != tensors[name].shape}
+    for name, shape in short.items():
+        tensor = tensors[name]
+        old, box, local = shape[0], box_of(tensor), local_of(tensor)
+        sums = torch.zeros(shape[1:], dtype=torch.float64)
+        # This rank's share of the old rows. Of replicas only the owner adds it, so that no row counts twice.
+        held = Box((0, *box.offset[1:]), (old, *box.shape[1:])).intersect(box)
+        if held is not None and own_part(tensor) is not None:
+            rows = part_of(local, held.relative_to(box))
+            # In pieces, since torch widens everything that it sums at once.
+            pieces = rows.split(max(1, _PIECE_ELEMENTS // max(1, rows[:1].numel())))
+            sums[held.slices[1:]] = sum(piece.sum(0, dtype=torch.float64) for piece in pieces).cpu()
+        mean = torch.tensor(all_reduce_sum(sums.reshape(-1).tolist()), dtype=torch.float64) / old
+        added = Box((old, *box.offset[1:]), (tensor.shape[0] - old, *box.shape[1:])).intersect(box)
+        if added is not None:
+            own = mean.reshape(shape[1:])[added.slices[1:]].to(tensor.dtype)
+            part_of(local, added.relative_to(box)).copy_(own.to(local.device).expand(added.shape))
 
 
 # The source of each tensor's values.
@@ -206,9 +165,7 @@ def account(model: nn.Module, plan: LoadPlan) -> dict[str, Source]:
     return sources
 
 
-# The report on a load, and its progress bar.
-
-_PROGRESS_AFTER_SECONDS = 3
+# The report on a load.
 
 
 @dataclass(frozen=True, repr=False)
@@ -219,17 +176,14 @@ class LoadReport:
         bytes_read: Tensor bytes that this rank has read.
         job_bytes_read: Tensor bytes that all ranks together have read.
         checkpoint_bytes: Bytes of all tensors in the checkpoint.
+        converted_bytes: Those of tensors that every rank had to read whole, since a conversion computes with
+            them; none of transformers' own does.
         seconds: Duration of the whole call, on this rank.
         loaded: Names of the parameters and buffers that were filled from the checkpoint.
         missing: Names that the checkpoint has no values for, though the model's class expects them.
         unexpected: Names in the checkpoint that the model has no place for.
         initialised: Names that the model's own initialisation filled: the missing ones, and those that its
             class allows to be missing.
-        strategy: Strategy that was used: ``"slice"`` or ``"exchange"``.
-        reason: Reason for that strategy, in words.
-        class_bytes: Bytes of the checkpoint by how they become parameters: ``"identity"`` (a stored tensor as
-            it is), ``"separable"`` (whole tensors side by side), ``"region"`` (parts of tensors) and
-            ``"other"`` (converted as a whole).
         formats: Number of the checkpoint's tensors by the format in which they are stored, such as
             ``"bf16"``, ``"fp8 128x128"`` or ``"mxfp4"``.
         sources: Source of the values of every parameter and buffer, by name: ``"checkpoint"``, ``"tie"``
@@ -240,64 +194,34 @@ class LoadReport:
         >>> report = model.load_report
         >>> report.bytes_read == report.checkpoint_bytes  # one rank reads all of it, once
         True
-        >>> report.class_shares
-        {'identity': 1.0, 'separable': 0.0, 'region': 0.0, 'other': 0.0}
         >>> print(report)
-        loaded ... tensors: ... strategy slice: one process reads everything [identity 100.0%]
+        loaded ... tensors: ... read by all ranks, ... by this one, in ... s (... GB/s)
     """
 
     bytes_read: int
     job_bytes_read: int
     checkpoint_bytes: int
+    converted_bytes: int
     seconds: float
     loaded: list[str]
     missing: list[str]
     unexpected: list[str]
     initialised: list[str]
-    strategy: str
-    reason: str
-    class_bytes: dict[str, int]
     formats: dict[str, int]
     sources: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def class_shares(self) -> dict[str, float]:
-        """``class_bytes`` as fractions of their sum."""
-        total = sum(self.class_bytes.values())
-        return {kind: count / total if total else 0.0 for kind, count in self.class_bytes.items()}
 
     def __repr__(self) -> str:  # names of thousands of tensors are in the attributes
         return f"<{type(self).__name__}: {self}>"
 
     def __str__(self) -> str:
         speed = self.job_bytes_read / self.seconds / 1e9 if self.seconds > 0 else 0.0
-        shares = ", ".join(f"{kind} {share:.1%}" for kind, share in self.class_shares.items() if share)
         return (
             f"loaded {len(self.loaded)} tensors: {_readable(self.job_bytes_read)} of "
             f"{' and '.join(self.formats)} read by all ranks, "
-            f"{_readable(self.bytes_read)} by this one, in {self.seconds:.2f} s ({speed:.2f} GB/s), "
-            f"strategy {self.strategy}: {self.reason} [{shares}]"
+            f"{_readable(self.bytes_read)} by this one, in {self.seconds:.2f} s ({speed:.2f} GB/s)"
         )
 
 
 def _readable(num_bytes: int) -> str:
     """A number of bytes in words."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
-
-
-@contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on rank 0 that appears only if reading takes longer than a few seconds."""
-    if this_rank() != 0:
-        yield lambda _: None
-        return
-    from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
-
-    with tqdm(
-        total=total,
-        unit="B",
-        unit_scale=True,
-        desc="loading weights (rank 0)",
-        delay=_PROGRESS_AFTER_SECONDS,
-    ) as bar:
-        yield bar.update

@@ -3,7 +3,8 @@
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,27 +24,23 @@ from fsdp_sft._model.configs import auto_config, check_settings, read_by_transfo
 from fsdp_sft._model.record import record_of
 from fsdp_sft._model.twin import keep_config, meta_twin
 from fsdp_sft._process.dtypes import check_dtypes
-from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._process.words import answered
 from fsdp_sft._quantised.find import check
 from fsdp_sft._quantised.settings import Quantised, settings_for, without_settings
 from fsdp_sft._ranks.agree import tell
-from fsdp_sft._tensors.boxes import Box, whole
+from fsdp_sft._tensors.boxes import Box
 from fsdp_sft._tensors.reader import do_reads
 from fsdp_sft._tensors.safetensors import bytes_of
-from fsdp_sft.errors import CheckpointFormatError, FsdpSftError
-from fsdp_sft.weights.resolve import open_checkpoint, told_of_adapter
-from fsdp_sft.weights.vocabulary import build_with_vocabulary, check_vocab_size
+from fsdp_sft._tensors.stored import Stored
+from fsdp_sft.errors import CheckpointFormatError, UnsupportedModelError
+from fsdp_sft.weights.resolve import open_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from fsdp_sft.weights.resolve import Checkpoint
-
 _logger = logging.getLogger(__name__)
-# Tied weights are compared before loading: small ones whole, larger ones in _PROBES rows.
-_SMALL_BYTES = 1 << 20
-_PROBES = 64
+_PROBES = 64  # rows in which tied weights are compared before loading
+OLD_ROWS = "_fsdp_sft_old_rows"  # attribute: rows of the checkpoint's vocabulary, if the model has more, or 0
 
 
 @answered
@@ -54,7 +51,6 @@ def build_meta_model(
     dtype: torch.dtype = torch.float32,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
-    allow_pickle: bool = False,
     new_vocab_size: int | None = None,
     **config_overrides: Any,
 ) -> "PreTrainedModel":
@@ -73,12 +69,11 @@ def build_meta_model(
         attn_implementation: Attention implementation, such as ``"sdpa"`` or ``"flash_attention_2"``; None is
             transformers' choice.
         trust_remote_code: Whether a class that the checkpoint brings along may be imported and run.
-        allow_pickle: Whether a ``pytorch_model.bin`` may be opened to find out whether tied weights differ;
-            see ``load_weights``.
         new_vocab_size: Number of tokens for which the embedding and the head are to have rows. Rows are added
             and never taken away: None, and a number for which the checkpoint has rows already, keep the
             checkpoint's, spare rows included. ``load_weights`` sets each new row to the mean of the old ones,
-            taken in float64 and the same on all ranks.
+            taken in float64 and the same on all ranks; a class in which more than rows depends on the number
+            of tokens is refused there.
         **config_overrides: Fields of the config to replace. With ``model_type="deepseek_v3"`` a config of a
             type that transformers does not know is read as one of that type.
 
@@ -90,7 +85,7 @@ def build_meta_model(
         CheckpointFormatError: If the config names no class that can be built, or a way to quantise weights
             that is not read.
         TypeError: If the config does not have a field of ``config_overrides``.
-        UnsupportedModelError: If rows cannot be added for ``new_vocab_size`` tokens.
+        UnsupportedModelError: If the config has no size of the vocabulary, for ``new_vocab_size`` tokens.
         ValueError: If ``new_vocab_size`` is not a positive integer.
 
     Example:
@@ -100,54 +95,48 @@ def build_meta_model(
         >>> shards = fs.shard_model(model, mesh=mesh)
         >>> report = fs.load_weights(model, path)  # only now do the shards have memory
     """
-    return meta_model(
-        name_or_path,
-        revision=revision,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-        new_vocab_size=new_vocab_size,
-        config_overrides=config_overrides,
-    )
-
-
-def meta_model(
-    name_or_path: str | os.PathLike[str],
-    *,
-    called: str | os.PathLike[str] | None = None,
-    revision: str | None = None,
-    dtype: torch.dtype,
-    attn_implementation: str | None = None,
-    trust_remote_code: bool,
-    allow_pickle: bool = False,
-    new_vocab_size: int | None = None,
-    config_overrides: dict[str, Any] | None = None,
-) -> "PreTrainedModel":
-    """``build_meta_model`` with the fields of the config in a mapping, so that they can have any name.
-
-    The model's ``name_or_path`` becomes ``called``, or the argument if that is None.
-    """
     check_dtypes(dtype=dtype)
     name = os.path.expanduser(name_or_path)
-    called = name if called is None else os.path.expanduser(called)
     cls, config, quantised = _class_and_config(
-        name, revision, attn_implementation, trust_remote_code, config_overrides or {}
+        name, revision, attn_implementation, trust_remote_code, config_overrides
     )
-    config.name_or_path = called
-    with read_by_transformers(called, "config"):
-        if new_vocab_size is None:
-            model = build_like_from_pretrained(cls, config, dtype)
-        else:
-            model = build_with_vocabulary(cls, config, dtype, check_vocab_size(new_vocab_size))
+    config.name_or_path = name
+    old_rows = 0 if new_vocab_size is None else _add_tokens(config, new_vocab_size)
+    with read_by_transformers(name, "config"):
+        model = build_like_from_pretrained(cls, config, dtype)
+        setattr(model, OLD_ROWS, old_rows)
         _set_requires_grad(model)
-        _take_generation_config(model, Path(name))
-    _tie(model, Path(name), allow_pickle)
-    model.name_or_path = called
+        if Path(name, "generation_config.json").is_file() and hasattr(model, "generation_config"):
+            from transformers import GenerationConfig
+
+            model.generation_config = GenerationConfig.from_pretrained(name)
+    _tie(model, Path(name))
+    model.name_or_path = name
     if quantised is not None:
         record_of(model).keep(quantised)
     keep_config(model)
     return model.train()  # type: ignore[no-any-return]
+
+
+def _add_tokens(config: Any, new: Any) -> int:
+    """Write a larger vocabulary size into a config; return the old one, or 0 if it is large enough.
+
+    Rows are never taken away: many checkpoints have spare ones.
+    """
+    if isinstance(new, bool) or not isinstance(new, int) or new < 1:
+        raise ValueError(f"new_vocab_size must be a positive integer or None, got {new!r}")
+    text = config.get_text_config()
+    old = getattr(text, "vocab_size", None)
+    if not isinstance(old, int):
+        raise UnsupportedModelError(
+            f"new_vocab_size needs a config with a vocab_size, {type(text).__name__} has none"
+        )
+    if new <= old:
+        return 0
+    for part in (text, config):
+        if getattr(part, "vocab_size", None) == old:
+            part.vocab_size = new
+    return old
 
 
 def _set_requires_grad(model: nn.Module) -> None:
@@ -176,7 +165,9 @@ def _class_and_config(
     import transformers
 
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": remote}
-    config = _auto_config(name, {"kind": overrides.get("model_type"), **options})
+    check_settings(Path(name))
+    with read_by_transformers(name, "config") if Path(name).is_dir() else nullcontext():
+        config = auto_config(name, kind=overrides.get("model_type"), **options)
     quantised = settings_for(name, config)
     if quantised is not None:
         check(quantised)
@@ -259,36 +250,6 @@ def _model_types(config: Any) -> Iterator[str]:
         yield from _model_types(getattr(config, name, None))
 
 
-def _auto_config(name: str, options: dict[str, Any]) -> Any:
-    """The config that the folder names, with a clear error where it needs ``trust_remote_code``."""
-    import transformers
-
-    check_settings(Path(name))
-    try:
-        return auto_config(name, **options)
-    except (FsdpSftError, ImportError):
-        raise
-    except Exception as error:
-        blame_no_file(error, Path(name))
-        if Path(name, "MANIFEST.json").is_file() or any(Path(name).glob("*/MANIFEST.json")):
-            raise CheckpointFormatError(
-                f"{name} is what save_checkpoint writes, and no Hugging Face folder: build the model from "
-                "its base, and read this by load_checkpoint"
-            ) from None
-        settings = transformers.utils.find_adapter_config_file(name, revision=options["revision"])
-        if settings is not None:
-            raise CheckpointFormatError(told_of_adapter(name, Path(settings))) from None
-        if options["trust_remote_code"] or "trust_remote_code" not in str(error):
-            if not Path(name).is_dir():
-                raise
-            with read_by_transformers(name, "config"):
-                raise
-        raise CheckpointFormatError(
-            f"{name} brings code of its own, which has not been run; read it, and if you trust it pass "
-            "trust_remote_code=True"
-        ) from None
-
-
 def _remote_class(config: Any, architecture: str, name: str, revision: str | None) -> Any:
     """The class of that name from the checkpoint's own code; None if the checkpoint brings none."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -299,72 +260,42 @@ def _remote_class(config: Any, architecture: str, name: str, revision: str | Non
     return None
 
 
-def _take_generation_config(model: Any, folder: Path) -> None:
-    """Read ``generation_config.json`` into the model, if there is one."""
-    if (folder / "generation_config.json").is_file() and getattr(
-        model, "generation_config", None
-    ) is not None:
-        from transformers import GenerationConfig
-
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-
-
-def _tie(model: nn.Module, folder: Path, allow_pickle: bool) -> None:
+def _tie(model: nn.Module, folder: Path) -> None:
     """Tie weights as the config says, except where the folder's checkpoint has two different tensors."""
     ties = tied_names(model)
-    if ties and folder.is_dir():
-        try:
-            checkpoint = open_checkpoint(folder, allow_pickle=allow_pickle)
-        except CheckpointFormatError:
-            checkpoint = None  # loading will say what is wrong; the architecture can be built without weights
-        if checkpoint is not None:
-            keys = _keys_of(model, checkpoint, {*ties, *ties.values()})
-            for target, source in ties.items():
-                if target in keys and source in keys and _differ(checkpoint, keys[target], keys[source]):
-                    drop_tie(model, target)
-    if ties:
-        tie_by_names(model)
+    if not ties:
+        return
+    stored: dict[str, Stored] = {}
+    # If it cannot be opened, loading will say why: the architecture can be built without weights.
+    with suppress(CheckpointFormatError):
+        stored = open_checkpoint(folder)
+    matched, _ = match_checkpoint_keys(model, list(stored), weight_conversions(model))
+    keys = {name: next(iter(s.values()))[0] for name, (c, s) in matched.items() if c is None}
+    for target, source in ties.items():
+        if target in keys and source in keys and _differ(stored, keys[target], keys[source]):
+            drop_tie(model, target)
+    tie_by_names(model)
 
 
-def _keys_of(model: nn.Module, checkpoint: "Checkpoint", names: set[str]) -> dict[str, str]:
-    """The keys under which a checkpoint has tensors of the model, by their names in the model.
-
-    A tensor that a conversion makes of others has none.
-    """
-    if names <= checkpoint.sources.keys():
-        return {name: name for name in names}
-    matched, _ = match_checkpoint_keys(model, list(checkpoint.sources), weight_conversions(model))
-    return {
-        name: next(iter(sources.values()))[0]
-        for name, (converter, sources) in matched.items()
-        if name in names and converter is None
-    }
-
-
-def _differ(checkpoint: "Checkpoint", target: str, source: str) -> bool:
-    """Whether two tensors of a checkpoint differ; of large ones, rows spread over both are compared.
+def _differ(stored: Mapping[str, Stored], *names: str) -> bool:
+    """Whether two tensors of a checkpoint differ, by some rows spread over both.
 
     Loading the weights compares every element.
     """
-    first, second = (checkpoint.sources[name] for name in (target, source))
+    first, second = (stored[name] for name in names)
     if (first.entry.dtype, first.entry.shape) != (second.entry.dtype, second.entry.shape):
         return True
     shape = first.entry.shape
-    boxes = [whole(shape)]
-    if first.entry.num_bytes > _SMALL_BYTES:
-        rows = sorted({(shape[0] - 1) * probe // max(_PROBES - 1, 1) for probe in range(_PROBES)})
-        boxes = [Box((row, *(0 for _ in shape[1:])), (1, *shape[1:])) for row in rows]
-    found = [
-        [torch.empty(box.shape, dtype=stored.entry.dtype) for box in boxes] for stored in (first, second)
-    ]
-    reads = [
-        one
-        for name, stored, parts in zip((target, source), (first, second), found, strict=True)
-        for box, part in zip(boxes, parts, strict=True)
-        for one in stored.reads(name, stored.piece(name), box, part)
-    ]
-    do_reads(reads)
-    return any(bytes_of(a) != bytes_of(b) for a, b in zip(*found, strict=True))
+    rows = sorted({(shape[0] - 1) * probe // max(_PROBES - 1, 1) for probe in range(_PROBES)})
+    boxes = [Box((row, *(0 for _ in shape[1:])), (1, *shape[1:])) for row in rows]
+    found = [torch.empty(len(rows), *shape[1:], dtype=first.entry.dtype) for _ in names]
+    do_reads(
+        read
+        for name, values in zip(names, found, strict=True)
+        for index, box in enumerate(boxes)
+        for read in stored[name].reads(stored[name].piece(name), box, values[index : index + 1])
+    )
+    return bytes_of(found[0]) != bytes_of(found[1])
 
 
 def matches_any(name: str, patterns: list[str]) -> bool:
