@@ -10,6 +10,7 @@ _CHECK_EXAMPLES = """examples:
   srun fsdp-sft check --root /shared/run --json check.json
 
 exit code: 0 if all is well, 1 if something is wrong, 2 if the checks cannot run"""
+_CHECKS = ("environment", "products", "reductions", "network", "folder", "parity")
 _ENV = "Versions, devices, launcher and variables, on all ranks, differences marked: what a bug report needs."
 
 
@@ -21,11 +22,7 @@ def add_check(parser: argparse.ArgumentParser) -> None:
     add("--model", help="folder with a config.json, or a Hub id; no weights are read; default: a Llama")
     add("--root", type=Path, help="folder of the run, which all nodes see; default: none, or a temporary one")
     add("--json", type=Path, default=Path("check.json"), metavar="FILE", help="default: check.json")
-    add(
-        "--only",
-        metavar="CHECK,...",
-        help="of environment, products, reductions, network, folder, parity, these alone",
-    )
+    add("--only", nargs="+", metavar="CHECK", choices=_CHECKS, help=f"of {', '.join(_CHECKS)}, these alone")
     add = parser.add_argument_group("the training, for parity").add_argument
     add("--replicas", type=int, default=1, help="replicas of the sharded model (HSDP)")
     add("--cp", type=int, default=1, help="ranks that share each row")
@@ -41,5 +38,5 @@ def add_check(parser: argparse.ArgumentParser) -> None:
 def add_env(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``env``."""
     parser.description = _ENV
-    parser.set_defaults(run="check.environment:env")
+    parser.set_defaults(run="check:env")
     parser.add_argument("--json", action="store_true", help="print it as JSON, and nothing else")
