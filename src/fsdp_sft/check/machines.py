@@ -34,7 +34,7 @@ def axes_of(job: CheckedJob) -> dict[str, dist.ProcessGroup]:
 # Rows, outputs, inputs. Entries are -1, 0 and 1, so sums stay below 256, which bfloat16 has exactly: with
 # 2,048 terms of a mean square of 4/9 that is eight and a half standard deviations.
 _SHAPE, _SHAPE_ON_CPU = (4096, 14336, 2048), (128, 1024, 1024)
-_TRIALS, _PRODUCTS, _PRODUCTS_ON_CPU = 3, 200, 10  # products of a run: some tenths of a second
+_TRIALS, _PRODUCTS, _PRODUCTS_ON_CPU = 3, 200, 1  # products of a run: some tenths of a second
 # Healthy devices keep their rate within 5 %:
 # https://github.com/stas00/ml-engineering/tree/master/compute/accelerator.
 _RATE_WARNS, _RATE_FAILS = 0.95, 0.85

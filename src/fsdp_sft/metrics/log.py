@@ -188,8 +188,10 @@ def aggregate_metrics(
             result[name] = _reduced(known.values(), reduce)
             continue
         result |= {f"{name}_{one}": _reduced(known.values(), one) for one in ("min", "mean", "max")}
-        of_it = (rank for rank, value in known.items() if value == result[f"{name}_max"] or math.isnan(value))
-        result[f"{name}_max_rank"] = next(of_it, None)
+        result[f"{name}_max_rank"] = next(
+            (rank for rank, value in known.items() if value == result[f"{name}_max"] or math.isnan(value)),
+            None,
+        )
     return result
 
 
