@@ -172,7 +172,7 @@ class Watchdog:
             self._phases.pop()
 
     def _watch(self) -> None:
-        """The thread: look at the ranks once per interval, until the loop ends, or by a verdict the process."""
+        """Look at the ranks once per interval, until the loop ends, or by a verdict the process."""
         leaving = False
         while not (leaving or self._verdict):
             asleep = time.monotonic()
