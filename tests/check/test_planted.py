@@ -252,6 +252,20 @@ def test_parity_sees_gradients_that_are_not_reduced(tmp_path: Path) -> None:
     assert any("gradient norm" in text and "in one process (float32)" in text for text in texts), texts
 
 
+def _moved(root: Path) -> bool:
+    job = _job(root)
+    of_layers._write(job.config, root / "model")
+    ids, labels, own = of_layers._batches(job)
+    _, before, after = of_layers._trained(
+        job, root / "model", {"input_ids": ids[own], "labels": labels[own]}, torch.float32
+    )
+    return any(not torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def test_weights_of_one_rank_are_held_against_what_they_were(tmp_path: Path) -> None:
+    assert run_distributed(_moved, 1, tmp_path) == [True]
+
+
 FEATURES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "cp": ("llama", {"cp": 2}),
     "nf4": (None, {"frozen_dtype": "nf4"}),

@@ -68,6 +68,13 @@ MISTAKES = [
         ("tests/check/test_parity.py",),
     ),
     Mistake(
+        "on one rank weights are compared with themselves",
+        "check/parity.py",
+        "{name: whole.clone() for name, whole in wholes.items()",
+        "{name: whole for name, whole in wholes.items()",
+        _PLANTED,
+    ),
+    Mistake(
         "rounding may be any in bfloat16",
         "check/parity.py",
         "<= max(_TIMES * off, least[place]):\n",
