@@ -91,7 +91,7 @@ MISTAKES = [
     Mistake(
         "what was seen before a rank died is not told",
         "check/command.py",
-        "        suppress(LostRankError, RemoteRankError),\n",
+        "        suppress(_RankLostError),\n",
         "        suppress(ZeroDivisionError),\n",
         ("tests/check/test_lost.py",),
     ),

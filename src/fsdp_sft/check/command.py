@@ -41,14 +41,14 @@ _WIDTH = 110
 class Done:
     """What a check has found, and its seconds.
 
-    ``said`` begins with "not seen" if it could see nothing; ``lost`` is set if it ended with a lost rank.
+    ``said`` begins with "not seen" if it could see nothing; ``lost`` says that a rank was lost in it.
     """
 
     name: str
     said: str
     problems: list[Problem]
     seconds: float
-    lost: LostRankError | RemoteRankError | None = None
+    lost: bool = False
 
     @property
     def verdict(self) -> str:
@@ -57,6 +57,10 @@ class Done:
         if levels:
             return "FAIL" if "fail" in levels else "warn"
         return "-" if self.said.startswith("not seen") else "ok"
+
+
+class _RankLostError(Exception):
+    """A rank was lost in a check, which ends the checks: what it says is in the last ``Done``."""
 
 
 def check(args: argparse.Namespace) -> int:
@@ -69,9 +73,10 @@ def check(args: argparse.Namespace) -> int:
     """
     context = init_distributed(timeout=_TIMEOUT)
     with agreed("reading the options of fsdp-sft check"):
-        config = None if args.model is None else config_of(args.model)
         config = truncated_config(
-            config, width=4096 if context.device.type in ACCELERATORS else 256, ep_size=args.ep
+            None if args.model is None else config_of(args.model),
+            width=4096 if context.device.type in ACCELERATORS else 256,
+            ep_size=args.ep,
         )
         if context.is_main:
             args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -86,9 +91,9 @@ def check(args: argparse.Namespace) -> int:
         frozen_dtype=args.frozen,
     )
     done: list[Done] = []
-    # A lost rank ends the checks; the watchdog is told of it, for it may know which.
+    # The watchdog is told of a lost rank too, for it may know which.
     with (
-        suppress(LostRankError, RemoteRankError),
+        suppress(_RankLostError),
         Watchdog(timeout=_SILENCE) as watchdog,
         _folder_below(job, args.root),
     ):
@@ -99,7 +104,7 @@ def check(args: argparse.Namespace) -> int:
             if context.is_main:  # what is known if the job ends here
                 print(f"{done[-1].verdict:<4}  {name}", file=sys.stderr, flush=True)
             if done[-1].lost:
-                raise done[-1].lost
+                raise _RankLostError(done[-1].problems[0].text)
     problems = ordered([problem for one in done for problem in one.problems])
     if context.is_main:
         print(text_of(job, done, problems), flush=True)
@@ -131,7 +136,7 @@ def run_check(job: CheckedJob, name: str) -> Done:
 
     Collective: all ranks.
     """
-    start, lost = time.perf_counter(), None
+    start, lost = time.perf_counter(), False
     said, problems = "", list[Problem]()
     own: Exception | None = None
     try:
@@ -144,11 +149,10 @@ def run_check(job: CheckedJob, name: str) -> Done:
             own = error
         raise_first(own, f"checking {name}")
     except Exception as error:
-        notes = " ".join(getattr(error, "__notes__", []))
         text = f"raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        named = re.search(r"rank (\d+) failed first", notes)
+        named = re.search(r"rank (\d+) failed first", " ".join(getattr(error, "__notes__", [])))
         problems = [Problem("fail", (int(named[1]),) if named else (), text)]
-        lost = error if isinstance(error, (LostRankError, RemoteRankError)) else None
+        lost = isinstance(error, (LostRankError, RemoteRankError))
     return Done(name, said, problems, time.perf_counter() - start, lost)
 
 
