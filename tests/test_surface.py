@@ -200,7 +200,7 @@ def test_one_word_for_one_thing() -> None:
 
 
 def test_every_error_is_below_one_root_and_exported() -> None:
-    # These never leave their rooms: a tensor is converted whole, a loss computed otherwise, a file refused, and
+    # These never leave their rooms: a tensor is converted whole, a loss computed otherwise, a file refused,
     # the checks of a job end.
     internal = {"TemplateRunError", "UntraceableError", "ProbeError", "_RankLostError"}
     for path in SOURCE.rglob("*.py"):
