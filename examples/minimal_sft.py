@@ -210,7 +210,6 @@ def train(args: argparse.Namespace, guard: fs.PreemptionGuard) -> None:
                 break
     evaluation = fs.evaluate(model, test_loader)
     logger.log({"eval_loss": evaluation.loss, "perplexity": evaluation.perplexity}, step)
-    logger.close()
     bar.close()
     export = fs.export_hf(model, export_to, tokenizer=tokenizer)
     if context.is_main:

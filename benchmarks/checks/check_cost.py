@@ -28,7 +28,7 @@ from benchmarks.tables import publish, table
 def as_rank(words: list[str]) -> int:
     """Run the checks as one of torchrun's ranks; rank 0 writes what all have sent."""
     from fsdp_sft.check.command import check
-    from fsdp_sft.commands.check import add_check
+    from fsdp_sft.commands.options import add_check
 
     parser = argparse.ArgumentParser()
     add_check(parser)
@@ -48,12 +48,12 @@ def as_rank(words: list[str]) -> int:
     return 0
 
 
-def run(ranks: int, folder: Path, only: str | None) -> dict[str, object]:
+def run(ranks: int, folder: Path, only: list[str] | None) -> dict[str, object]:
     """One run of the command on as many ranks."""
     out = folder / "cost.json"
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     words += ["-m", "benchmarks.checks.check_cost", "--as-rank", "--json", str(folder / "check.json")]
-    words += ["--root", str(folder / "root"), *(["--only", only] if only else [])]
+    words += ["--root", str(folder / "root"), *(["--only", *only] if only else [])]
     environment = {**os.environ, "CHECK_COST": str(out), "OMP_NUM_THREADS": "1"}
     subprocess.run(words, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     found: dict[str, object] = json.loads(out.read_text())
@@ -83,7 +83,7 @@ def main() -> None:
     )
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4, 8, 24])
     parser.add_argument("--times", type=int, default=1, help="runs of each size but the largest")
-    parser.add_argument("--only", help="of the checks, these alone")
+    parser.add_argument("--only", nargs="+", help="of the checks, these alone")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rows = []

@@ -81,15 +81,13 @@ from fsdp_sft.loss import (
     scale_for_backward as scale_for_backward,
     token_losses as token_losses,
 )
-from fsdp_sft.metrics import (
-    MetricLogger as MetricLogger,
+from fsdp_sft.metrics.log import MetricLogger as MetricLogger, aggregate_metrics as aggregate_metrics
+from fsdp_sft.metrics.memory import memory_stats as memory_stats, reset_peak_memory as reset_peak_memory
+from fsdp_sft.metrics.plot import plot_run as plot_run
+from fsdp_sft.metrics.throughput import (
     ThroughputMeter as ThroughputMeter,
-    aggregate_metrics as aggregate_metrics,
-    memory_stats as memory_stats,
     model_flops_per_token as model_flops_per_token,
     peak_flops_per_second as peak_flops_per_second,
-    plot_run as plot_run,
-    reset_peak_memory as reset_peak_memory,
 )
 from fsdp_sft.optimizer import (
     StochasticAdamW as StochasticAdamW,

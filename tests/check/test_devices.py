@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_sft.check import environment
-from fsdp_sft.check.environment import GIB, memory_of_device
+from fsdp_sft import check
+from fsdp_sft.check import GIB, memory_of_device
 
 
 def _rank(free: float = 79.5, **other: Any) -> dict[str, Any]:
@@ -24,14 +24,14 @@ def _rank(free: float = 79.5, **other: Any) -> dict[str, Any]:
     ],
 )
 def test_the_device_that_is_not_well_is_named(odd: dict[str, Any], level: str, says: str) -> None:
-    _, (problem,) = environment._compare([_rank(), _rank(**odd), _rank()])
+    _, (problem,) = check._compare([_rank(), _rank(**odd), _rank()])
     assert (problem.level, problem.ranks, problem.exclude) == (level, (1,), True)
     assert says in problem.text
 
 
 def test_healthy_devices_and_what_cannot_be_read() -> None:
-    assert environment._compare([_rank(), _rank()])[1] == []
-    said, problems = environment._compare([_rank(memory=None)])
+    assert check._compare([_rank(), _rank()])[1] == []
+    said, problems = check._compare([_rank(memory=None)])
     assert problems == []
     assert "GiB" not in said
     assert memory_of_device(torch.device("cpu")) is None
@@ -48,7 +48,7 @@ def test_healthy_devices_and_what_cannot_be_read() -> None:
 def test_the_driver_is_read(
     text: str | None, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(check, "_DRIVER", tmp_path / "version")
     if text is not None:
         (tmp_path / "version").write_text(f"{text}\nGCC version:  gcc 12.2.0\n")
-    assert environment.versions(torch.device("cpu"))["driver"] == says
+    assert check.versions(torch.device("cpu"))["driver"] == says

@@ -18,11 +18,10 @@ import torch.distributed as dist
 import transformers as tf
 
 import fsdp_sft as fs
+from fsdp_sft import check
 from fsdp_sft._ranks.agree import all_gather_objects
-from fsdp_sft.check import machines, parity as of_layers
+from fsdp_sft.check import CheckedJob, Problem, host_name, machines, parity as of_layers
 from fsdp_sft.check.command import CHECKS, Done, ordered, run_check, text_of, to_json
-from fsdp_sft.check.environment import host_name
-from fsdp_sft.check.machines import CheckedJob, Problem
 from tests.harness import multimodal
 from tests.harness.models import LATENT, TINY, tiny_config
 from tests.harness.ranks import run_distributed
@@ -80,9 +79,9 @@ def _zeros(function: Callable[..., Any]) -> Callable[..., Any]:
 def _accelerated(seconds: float) -> Iterator[None]:
     """Context in which each rank has a device of its own, whose products take so long."""
     with (
-        mock.patch.object(machines, "ACCELERATORS", ("cpu",)),
+        mock.patch.object(check, "ACCELERATORS", ("cpu",)),
         mock.patch.object(machines, "_SHAPE", machines._SHAPE_ON_CPU),
-        mock.patch.object(machines, "_seconds_of", return_value=seconds),
+        mock.patch.object(machines, "_fastest", return_value=seconds),
     ):
         yield
 
@@ -112,7 +111,7 @@ FAULTS = {
     "a slow device": Fault(
         "products",
         "products run at 0.50 of the others' rate",
-        lambda _: mock.patch.object(machines, "_seconds_of", return_value=2.0),
+        lambda _: mock.patch.object(machines, "_fastest", return_value=2.0),
         lambda _: _accelerated(1.0),
     ),
     "a wrong product": Fault(
@@ -137,7 +136,7 @@ FAULTS = {
     ),
     "a blind rank": Fault(
         "folder",
-        "does not see the new name where rank 0",
+        "does not see what rank 0 has renamed",
         lambda _: mock.patch.object(os, "listdir", return_value=["old"]),
     ),
     "a full disk": Fault(
@@ -157,7 +156,7 @@ def _job(root: Path, *, replicas: int = 1, cp: int = 1, **training: Any) -> Chec
     mesh = fs.build_mesh(dp_replicate=replicas, cp=cp, device_type=context.device.type)
     job = CheckedJob(context, all_gather_objects(host_name()), mesh=mesh, **training)
     job.folder = root / "own"
-    if job.rank == 0:
+    if job.context.rank == 0:
         job.folder.mkdir(exist_ok=True)
     dist.barrier()
     return job
@@ -173,7 +172,7 @@ def _found(names: list[str], path: Path) -> dict[str, list[Problem]]:
         dist.barrier()
         with fault.everywhere(dist.get_rank()), mock.patch.object(machines, "_SEEN_WITHIN", 1.0):
             job = _job(own)
-            with fault.plant(own) if job.rank == VICTIM else mock.patch.dict(os.environ):
+            with fault.plant(own) if job.context.rank == VICTIM else mock.patch.dict(os.environ):
                 found[name] = run_check(job, fault.check).problems
     return found
 
@@ -211,8 +210,8 @@ def test_healthy_ranks_are_accused_of_nothing(ranks: int, tmp_path: Path) -> Non
 def _little_memory(root: Path) -> tuple[str, list[Problem]]:
     job = _job(root)
     has_little = mock.patch.object(torch.accelerator, "get_memory_info", return_value=(10 << 30, 80 << 30))
-    with has_little if job.rank == VICTIM else mock.patch.dict(os.environ):
-        return job.device.type, run_check(job, "environment").problems
+    with has_little if job.context.rank == VICTIM else mock.patch.dict(os.environ):
+        return job.context.device.type, run_check(job, "environment").problems
 
 
 @pytest.mark.accelerator
@@ -240,7 +239,10 @@ def _parity(root: Path, family: str | None, training: dict[str, Any], *, planted
     job = _job(root, config=config, **training)
     # Workers that compile would stay, and cost the rank its place in the pool.
     alone = torch._inductor.config.patch(compile_threads=1)
-    with alone, _reductions(_zeros) if planted and job.rank == VICTIM else mock.patch.dict(os.environ):
+    with (
+        alone,
+        _reductions(_zeros) if planted and job.context.rank == VICTIM else mock.patch.dict(os.environ),
+    ):
         return run_check(job, "parity")
 
 
@@ -248,6 +250,20 @@ def test_parity_sees_gradients_that_are_not_reduced(tmp_path: Path) -> None:
     done = run_distributed(_parity, 2, tmp_path, None, {}, planted=True)[0]
     texts = [one.text for one in done.problems]
     assert any("gradient norm" in text and "in one process (float32)" in text for text in texts), texts
+
+
+def _moved(root: Path) -> bool:
+    job = _job(root)
+    of_layers._write(job.config, root / "model")
+    ids, labels, own = of_layers._batches(job)
+    _, before, after = of_layers._trained(
+        job, root / "model", {"input_ids": ids[own], "labels": labels[own]}, torch.float32
+    )
+    return any(not torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def test_weights_of_one_rank_are_held_against_what_they_were(tmp_path: Path) -> None:
+    assert run_distributed(_moved, 1, tmp_path) == [True]
 
 
 FEATURES: dict[str, tuple[str | None, dict[str, Any]]] = {

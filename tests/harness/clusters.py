@@ -3,7 +3,7 @@
 import torch
 
 from fsdp_sft._ranks.init import DistributedContext
-from fsdp_sft.check.machines import CheckedJob
+from fsdp_sft.check import CheckedJob
 
 
 def job_of(*hosts: str) -> CheckedJob:

@@ -90,8 +90,8 @@ MISTAKES = [
     Mistake(
         "generation does not stop where an answer was taught to end",
         "export/settings.py",
-        "return known if stop in ids else [stop, *ids]",
-        "return known",
+        "generation.eos_token_id = known if stop in ids else [stop, *ids]",
+        "generation.eos_token_id = known",
         ("tests/export/test_chat.py",),
     ),
     Mistake(

@@ -14,8 +14,8 @@ MISTAKES = [
     Mistake(
         "links between nodes are not looked at",
         "check/machines.py",
-        'kinds = {"": of_host.values(), " to other nodes": of_place.values()}',
-        'kinds = {"": of_host.values()}',
+        'kinds = {"": _rings(job.hosts), " to other nodes": _rings(places)}',
+        'kinds = {"": _rings(job.hosts)}',
         _PLANTED,
     ),
     Mistake(
@@ -26,13 +26,6 @@ MISTAKES = [
         ("tests/check/test_command.py",),
     ),
     Mistake(
-        "a folder of a check that runs is swept",
-        "check/command.py",
-        "> _LEFT_BEHIND:",
-        "> 0:",
-        ("tests/check/test_command.py::test_what_a_killed_check_has_left_is_swept",),
-    ),
-    Mistake(
         "the panels of a picture have no room",
         "metrics/plot.py",
         "    if bad:  #",
@@ -41,7 +34,7 @@ MISTAKES = [
     ),
     Mistake(
         "a password in an address is shown",
-        "check/environment.py",
+        "check/__init__.py",
         "_BEFORE_HOST.sub(lambda found: f\"{found[1] or ''}***@\", value)",
         "value",
         ("tests/check/test_command.py",),
@@ -56,8 +49,8 @@ MISTAKES = [
     Mistake(
         "a rename need not be seen",
         "check/machines.py",
-        "    while (unseen := _unseen(job, new)) and",
-        '    while (unseen := "") and',
+        "for rank in range(job.context.world_size)}, False",
+        "for rank in range(job.context.world_size)}, True",
         _PLANTED,
     ),
     Mistake(
@@ -73,6 +66,13 @@ MISTAKES = [
         "_FEWEST if len(first) == len(kinds) else max(_FEWEST, max(first) + 1)",
         "_FEWEST",
         ("tests/check/test_parity.py",),
+    ),
+    Mistake(
+        "on one rank weights are compared with themselves",
+        "check/parity.py",
+        "{name: whole.clone() for name, whole in wholes.items()",
+        "{name: whole for name, whole in wholes.items()",
+        _PLANTED,
     ),
     Mistake(
         "rounding may be any in bfloat16",
@@ -91,8 +91,8 @@ MISTAKES = [
     Mistake(
         "what was seen before a rank died is not told",
         "check/command.py",
-        "    except (LostRankError, RemoteRankError) as error:\n        notes",
-        "    except ZeroDivisionError as error:\n        notes",
+        "        suppress(_RankLostError),\n",
+        "        suppress(ZeroDivisionError),\n",
         ("tests/check/test_lost.py",),
     ),
     Mistake(
@@ -104,7 +104,7 @@ MISTAKES = [
     ),
     Mistake(
         "the value of a token is shown",
-        "check/environment.py",
+        "check/__init__.py",
         "if _SECRET.search(name):",
         "if False:",
         ("tests/check/test_command.py",),

@@ -3,13 +3,13 @@
 import argparse
 import json
 import re
-import shutil
 import sys
 import tempfile
 import textwrap
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,8 @@ from fsdp_sft._ranks.init import init_distributed
 from fsdp_sft._ranks.mesh import build_mesh
 from fsdp_sft._ranks.words import said_ranks
 from fsdp_sft._tensors.disk import full_path
-from fsdp_sft.check.environment import environment, host_name
-from fsdp_sft.check.machines import (
-    ACCELERATORS,
-    CheckedJob,
-    Found,
-    Problem,
-    folder,
-    network,
-    products,
-    reductions,
-)
+from fsdp_sft.check import ACCELERATORS, CheckedJob, Found, Problem, environment, host_name
+from fsdp_sft.check.machines import folder, network, products, reductions
 from fsdp_sft.check.parity import parity, truncated_config
 from fsdp_sft.errors import LostRankError, RemoteRankError, abridged, printable
 from fsdp_sft.jobs.watchdog import Watchdog
@@ -43,18 +34,21 @@ CHECKS: dict[str, Callable[[CheckedJob], Found]] = {
 _TIMEOUT = 1200  # seconds that a collective may take
 # Seconds after which the watchdog names a rank; compiling takes long.
 _SILENCE, _SILENCE_IN_PARITY = 120.0, 900.0
-_LEFT_BEHIND = 3600.0  # seconds, in which no check lets its folder be
 _WIDTH = 110
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a check has found, and its seconds; ``said`` begins with "not seen" if it could see nothing."""
+    """What a check has found, and its seconds.
+
+    ``said`` begins with "not seen" if it could see nothing; ``lost`` says that a rank was lost in it.
+    """
 
     name: str
     said: str
     problems: list[Problem]
     seconds: float
+    lost: bool = False
 
     @property
     def verdict(self) -> str:
@@ -65,6 +59,10 @@ class Done:
         return "-" if self.said.startswith("not seen") else "ok"
 
 
+class _RankLostError(Exception):
+    """A rank was lost in a check, which ends the checks: what it says is in the last ``Done``."""
+
+
 def check(args: argparse.Namespace) -> int:
     """Run the checks, and print their table on rank 0.
 
@@ -73,15 +71,13 @@ def check(args: argparse.Namespace) -> int:
 
     Collective: all ranks.
     """
-    names = list(CHECKS) if args.only is None else [name.strip() for name in args.only.split(",")]
-    unknown = [name for name in names if name not in CHECKS]
-    if unknown:
-        raise ValueError(f"--only takes names of checks, and {unknown[0]!r} is none of {', '.join(CHECKS)}")
     context = init_distributed(timeout=_TIMEOUT)
     with agreed("reading the options of fsdp-sft check"):
-        config = None if args.model is None else config_of(args.model)
-        width = 4096 if context.device.type in ACCELERATORS else 256
-        config = truncated_config(config, width=width, ep_size=args.ep)
+        config = truncated_config(
+            None if args.model is None else config_of(args.model),
+            width=4096 if context.device.type in ACCELERATORS else 256,
+            ep_size=args.ep,
+        )
         if context.is_main:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text("")  # nobody takes an earlier job's for this one's
@@ -95,92 +91,75 @@ def check(args: argparse.Namespace) -> int:
         frozen_dtype=args.frozen,
     )
     done: list[Done] = []
-    stopped = ""
-    try:
-        with Watchdog(timeout=_SILENCE) as watchdog, folder_below(job, args.root):
-            for number, name in enumerate(names):
-                watchdog.step(number)
-                with watchdog.phase(name, timeout=_SILENCE_IN_PARITY if name == "parity" else _SILENCE):
-                    done.append(run_check(job, name))
-                if context.is_main:  # what is known if the job ends here
-                    print(f"{done[-1].verdict:<4}  {name}", file=sys.stderr, flush=True)
-    except (LostRankError, RemoteRankError) as error:
-        notes = getattr(error, "__notes__", [])
-        stopped = f"in the check {names[len(done)]}: {' '.join([*notes, str(error)])}"
-        print(f"rank {job.rank}: {stopped}", file=sys.stderr, flush=True)
-    problems = ordered([problem for one in done for problem in one.problems], stopped)
+    # The watchdog is told of a lost rank too, for it may know which.
+    with (
+        suppress(_RankLostError),
+        Watchdog(timeout=_SILENCE) as watchdog,
+        _folder_below(job, args.root),
+    ):
+        for number, name in enumerate(args.only or CHECKS):
+            watchdog.step(number)
+            with watchdog.phase(name, timeout=_SILENCE_IN_PARITY if name == "parity" else _SILENCE):
+                done.append(run_check(job, name))
+            if context.is_main:  # what is known if the job ends here
+                print(f"{done[-1].verdict:<4}  {name}", file=sys.stderr, flush=True)
+            if done[-1].lost:
+                raise _RankLostError(done[-1].problems[0].text)
+    problems = ordered([problem for one in done for problem in one.problems])
     if context.is_main:
-        print(text_of(job, done, problems, stopped), flush=True)
-        args.json.write_text(json.dumps(to_json(job, done, problems, stopped), indent=1) + "\n")
+        print(text_of(job, done, problems), flush=True)
+        args.json.write_text(json.dumps(to_json(job, done, problems), indent=1) + "\n")
         print(f"Measured: {args.json}", flush=True)
     return 1 if any(one.level == "fail" for one in problems) else 0
 
 
-@contextmanager
-def folder_below(job: CheckedJob, root: Path | None) -> Iterator[None]:
+def _folder_below(job: CheckedJob, root: Path | None) -> AbstractContextManager[Any]:
     """Context with a folder for the checks' files below the run's; a temporary one on a single host.
 
     Collective: all ranks.
     """
-    made = None
+    made: AbstractContextManager[Any] = nullcontext()
     with agreed("making a folder for the checks"):
-        if job.rank == 0 and (root is not None or len(set(job.hosts)) == 1):
+        if job.context.is_main and (root is not None or len(set(job.hosts)) == 1):
             if root is not None:
                 root.mkdir(parents=True, exist_ok=True)
-                _sweep(root)
-            made = Path(tempfile.mkdtemp(prefix=".check-", dir=None if root is None else full_path(root)))
-    job.folder = share(made)
-    try:
-        yield
-    finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
-
-
-def _sweep(root: Path) -> None:
-    """Remove what checks that were killed have left."""
-    for left in root.glob(".check-*"):
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > _LEFT_BEHIND:
-                shutil.rmtree(left)
+            made = tempfile.TemporaryDirectory(
+                prefix=".check-", dir=root and full_path(root), ignore_cleanup_errors=True
+            )
+            job.folder = Path(made.name)
+    job.folder = share(job.folder)
+    return made
 
 
 def run_check(job: CheckedJob, name: str) -> Done:
     """What one check says; an error that it raises becomes a problem of the rank that raised it first.
 
-    Raises:
-        LostRankError: If a rank has died.
-        RemoteRankError: If a rank has left a check that the others are in.
-
     Collective: all ranks.
     """
-    start = time.perf_counter()
-    error: Exception | None = None
+    start, lost = time.perf_counter(), False
     said, problems = "", list[Problem]()
+    own: Exception | None = None
     try:
-        said, problems = CHECKS[name](job)
-    except (LostRankError, RemoteRankError):
-        raise
-    except Exception as caught:
-        error = caught
-        text = f"rank {job.rank} on {job.hosts[job.rank]} raised {type(error).__name__}: {error}"
-        print(text, file=sys.stderr, flush=True)  # others may wait where they do not hear of it
-    try:
-        raise_first(error, f"checking {name}")
-    except (LostRankError, RemoteRankError):
-        raise
-    except Exception as first:
-        named = re.search(r"rank (\d+) failed first", " ".join(getattr(first, "__notes__", [])))
-        ranks = (int(named[1]),) if named else ()
-        text = f"raised {type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
-        problems = [Problem("fail", ranks, text)]
-    return Done(name, said, problems, time.perf_counter() - start)
+        try:
+            said, problems = CHECKS[name](job)
+        except (LostRankError, RemoteRankError):
+            raise
+        except Exception as error:
+            traceback.print_exc()  # others may wait where they do not hear of it
+            own = error
+        raise_first(own, f"checking {name}")
+    except Exception as error:
+        text = f"raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        named = re.search(r"rank (\d+) failed first", " ".join(getattr(error, "__notes__", [])))
+        problems = [Problem("fail", (int(named[1]),) if named else (), text)]
+        lost = isinstance(error, (LostRankError, RemoteRankError))
+    return Done(name, said, problems, time.perf_counter() - start, lost)
 
 
-def ordered(problems: Sequence[Problem], stopped: str = "") -> list[Problem]:
+def ordered(problems: Sequence[Problem]) -> list[Problem]:
     """Failures before warnings, in the order in which they were found; the same one of several ranks once."""
     merged: dict[tuple[Any, str, bool], set[int]] = {}
-    for one in [*([Problem("fail", (), stopped)] if stopped else []), *problems]:
+    for one in problems:
         merged.setdefault((one.level, one.text, one.exclude), set()).update(one.ranks)
     found = [
         Problem(level, tuple(sorted(ranks)), text, exclude)
@@ -196,60 +175,50 @@ def excluded_hosts(job: CheckedJob, problems: Sequence[Problem]) -> list[str]:
     return hosts if len(hosts) < len(set(job.hosts)) else []
 
 
-def text_of(job: CheckedJob, done: Sequence[Done], problems: Sequence[Problem], stopped: str = "") -> str:
+def text_of(job: CheckedJob, done: Sequence[Done], problems: Sequence[Problem]) -> str:
     """The table: what is wrong first, each with its ranks and nodes, then a line for each check."""
-    return printable("\n".join(_lines(job, done, problems, stopped)))
+    return printable("\n".join(_lines(job, done, problems)))
 
 
-def _lines(job: CheckedJob, done: Sequence[Done], problems: Sequence[Problem], stopped: str) -> Iterator[str]:
-    nodes, context = len(set(job.hosts)), job.context
-    where = f"{nodes} nodes" if nodes > 1 else job.hosts[0]
-    ranks = f"{context.world_size} rank{'s' * (context.world_size > 1)}"
-    yield f"fsdp-sft check: {ranks} on {where}, {context.device.type}, {context.backend}"
+def _lines(job: CheckedJob, done: Sequence[Done], problems: Sequence[Problem]) -> Iterator[str]:
+    ranks, hosts = job.context.world_size, abridged(sorted(set(job.hosts)))
+    yield f"fsdp-sft check: world size {ranks} on {hosts}, {job.context.device.type}, {job.context.backend}"
     yield ""
     for one in problems:
         whose = (
             f"{said_ranks(one.ranks)} on {abridged(job.hosts_of(one.ranks))}" if one.ranks else "all ranks"
         )
-        yield from _wrapped(f"{'FAIL' if one.level == 'fail' else 'warn'}  ", f"{whose}: {one.text}", 6)
+        yield from _wrapped(f"{'FAIL' if one.level == 'fail' else 'warn'}  ", f"{whose}: {one.text}")
     yield from [""] if problems else []
     for row in done:
-        head = f"{row.verdict:<4}  {row.name:<11}  {row.seconds:5.1f} s  "
-        yield from _wrapped(head, row.said or "see above", len(head))
+        yield from _wrapped(
+            f"{row.verdict:<4}  {row.name:<11}  {row.seconds:5.1f} s  ", row.said or "see above"
+        )
     yield ""
-    failed = [row.name for row in done if row.verdict == "FAIL"]
-    unseen = [row.name for row in done if row.verdict == "-"]
-    if stopped:
-        yield "Something is wrong, and the checks did not come to their end."
-    elif failed:
-        yield f"Something is wrong: {', '.join(failed)}."
-    else:
-        warned = f", {len(problems)} warning{'s' * (len(problems) > 1)}" if problems else ""
-        yield f"Healthy{warned}{'; not seen here: ' + ', '.join(unseen) if unseen else ''}."
+    failed = ", ".join(row.name for row in done if row.verdict == "FAIL")
+    yield f"Something is wrong: {failed}." if failed else "Healthy."
     excluded = excluded_hosts(job, problems)
     if excluded:
         yield f"To leave the node{'s' * (len(excluded) > 1)} out: --exclude={','.join(excluded)}"
 
 
-def _wrapped(head: str, text: str, indent: int) -> list[str]:
+def _wrapped(head: str, text: str) -> list[str]:
     return textwrap.wrap(
-        text, _WIDTH, initial_indent=head, subsequent_indent=" " * indent, break_long_words=False
+        text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False
     )
 
 
-def to_json(
-    job: CheckedJob, done: Sequence[Done], problems: Sequence[Problem], stopped: str = ""
-) -> dict[str, Any]:
+def to_json(job: CheckedJob, done: Sequence[Done], problems: Sequence[Problem]) -> dict[str, Any]:
     """The results in JSON types."""
     return {
         "format": "fsdp-sft check 2",
         "healthy": not any(one.level == "fail" for one in problems),
         "world_size": job.context.world_size,
         "hosts": job.hosts,
-        "device": device_name(job.device) or job.device.type,
+        "device": device_name(job.context.device) or job.context.device.type,
         "backend": job.context.backend,
         "launcher": job.context.launcher,
-        "stopped": stopped or None,
+        "stopped": next((one.name for one in done if one.lost), None),
         "exclude": excluded_hosts(job, problems),
         "problems": [
             {

@@ -1,95 +1,23 @@
-"""The job that is checked: what its devices compute, what collectives give and how fast, and its folder."""
+"""What a job's devices compute, what collectives give and how fast, and the job's folder."""
 
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import product
-from pathlib import Path
-from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils.benchmark import Timer
 
 from fsdp_sft._process.devices import synchronize
 from fsdp_sft._ranks.agree import agreed, all_gather_objects
-from fsdp_sft._ranks.init import DistributedContext
 from fsdp_sft._ranks.mesh import CP, parameter_mesh
 from fsdp_sft._tensors.disk import sync_file
+from fsdp_sft.check import CheckedJob, Found, Problem
 
 _MIB = 1 << 20
-# Accelerators that compute beside the host, at a rate that does not depend on how busy it is.
-ACCELERATORS = ("cuda", "xpu", "hpu", "npu", "mtia")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Something that is wrong.
-
-    Attributes:
-        level: ``"fail"``: the job would fail, or train wrongly or slowly. ``"warn"``: worth a look.
-        ranks: The ranks that have it; () if it is not of single ranks.
-        text: What is wrong and what to do.
-        exclude: Whether the job would be well without the nodes of these ranks.
-    """
-
-    level: Literal["fail", "warn"]
-    ranks: tuple[int, ...]
-    text: str
-    exclude: bool = False
-
-
-Found = tuple[str, list[Problem]]
-"""What a check returns, the same on all ranks: what was seen, in a few words, and what is wrong."""
-
-
-@dataclass
-class CheckedJob:
-    """The ranks of a job, and the training that is checked.
-
-    Attributes:
-        context: This rank's place.
-        hosts: The host of each rank.
-        config: A transformers config of few layers.
-        mesh: The mesh of the training, a ``DeviceMesh``.
-        ep_size: As ``shard_model(ep_size=)``.
-        compile: Whether the blocks are compiled.
-        frozen_dtype: As ``shard_model(frozen_dtype=)``, below adapters; None trains all parameters.
-        folder: A new folder for files, which all ranks see; None without.
-        measured: Rates and sizes, for ``check.json``.
-    """
-
-    context: DistributedContext
-    hosts: list[str]
-    config: Any = None
-    mesh: Any = None
-    ep_size: int = 1
-    compile: bool = False
-    frozen_dtype: str | None = None
-    folder: Path | None = None
-    measured: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-        return self.context.device
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.context.rank
-
-    @property
-    def is_accelerated(self) -> bool:
-        """Whether each rank has a device of its own, whose rate says something of the device."""
-        return self.device.type in ACCELERATORS
-
-    def hosts_of(self, ranks: tuple[int, ...]) -> list[str]:
-        """The hosts of some ranks, each once."""
-        return sorted({self.hosts[rank] for rank in ranks})
 
 
 def axes_of(job: CheckedJob) -> dict[str, dist.ProcessGroup]:
@@ -106,7 +34,7 @@ def axes_of(job: CheckedJob) -> dict[str, dist.ProcessGroup]:
 # Rows, outputs, inputs. Entries are -1, 0 and 1, so sums stay below 256, which bfloat16 has exactly: with
 # 2,048 terms of a mean square of 4/9 that is eight and a half standard deviations.
 _SHAPE, _SHAPE_ON_CPU = (4096, 14336, 2048), (128, 1024, 1024)
-_TRIALS, _TRIAL_SECONDS = 3, 0.25
+_TRIALS, _PRODUCTS, _PRODUCTS_ON_CPU = 3, 200, 1  # products of a run: some tenths of a second
 # Healthy devices keep their rate within 5 %:
 # https://github.com/stas00/ml-engineering/tree/master/compute/accelerator.
 _RATE_WARNS, _RATE_FAILS = 0.95, 0.85
@@ -119,14 +47,14 @@ def products(job: CheckedJob) -> Found:
         result = torch.nn.functional.linear(a, b)
         # The rows that are wrong (Freivalds' algorithm), by the host.
         found = torch.cat([rows.double().cpu() @ weights for rows in result.split(1024)])
-    everyone: list[bool] = all_gather_objects(torch.equal(found, expected))
+    everyone = all_gather_objects(torch.equal(found, expected))
     text = "products are wrong: the device or its memory is damaged; leave the node out and have it tested"
     bad = [rank for rank, is_right in enumerate(everyone) if not is_right]
     problems = [Problem("fail", (rank,), text, exclude=True) for rank in bad]
-    rates = _rates(lambda: torch.nn.functional.linear(a, b), 2.0 * a.shape[0] * b.numel())
+    rates = _rates(job, a, b)
     job.measured["flops_per_second"] = min(rates)
-    said = f"{'not ' if bad else ''}exact in {str(a.dtype).removeprefix('torch.')}, "
-    said += f"{min(rates) / 1e12:.3g} to {max(rates) / 1e12:.3g} TFLOP/s a rank"
+    exact = f"{'not ' if bad else ''}exact in {str(a.dtype).removeprefix('torch.')}"
+    said = f"{exact}, {min(rates) / 1e12:.3g} to {max(rates) / 1e12:.3g} TFLOP/s a rank"
     if job.is_accelerated:
         return said, [*problems, *_slow_devices(rates)]
     return f"{said}; not seen: slow devices (ranks share processors)", problems
@@ -144,32 +72,29 @@ def exact_product(job: CheckedJob) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     weights = (torch.randint(8, (outputs,), generator=generator) * 2 - 7).double()  # odd, so that none is 0
     expected = a.double() @ (b.double().T @ weights)
     dtype = torch.bfloat16 if job.is_accelerated else torch.float32
-    return a.to(job.device, dtype), b.to(job.device, dtype), weights, expected
+    return a.to(job.context.device, dtype), b.to(job.context.device, dtype), weights, expected
 
 
-def _rates(work: Callable[[], object], amount: float) -> list[float]:
-    """What each rank does per second; all measure again while one is in doubt, and the median counts."""
-    own, rates = [], []
+def _rates(job: CheckedJob, a: torch.Tensor, b: torch.Tensor) -> list[float]:
+    """FLOP/s of each rank; all measure again while one is in doubt, and the median counts."""
+    repeats = _PRODUCTS if job.is_accelerated else _PRODUCTS_ON_CPU
+    amount, own, rates = repeats * 2.0 * a.shape[0] * b.numel(), [], []
     for _ in range(_TRIALS):
         with agreed("timing"):
-            own.append(amount / _seconds_of(work))
+            multiply = partial(torch.nn.functional.linear, a, b)
+            own.append(amount / _fastest(multiply, job.context.device, repeats))
         rates = all_gather_objects(statistics.median(own))
         if min(rates) >= _RATE_WARNS * statistics.median_high(rates):
             break
     return rates
 
 
-def _seconds_of(work: Callable[[], object]) -> float:
-    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
-    return float(timer.blocked_autorange(min_run_time=_TRIAL_SECONDS).median)
-
-
 def _slow_devices(rates: list[float]) -> Iterator[Problem]:
     usual = statistics.median_high(rates)  # of two ranks the slower is held against the faster
     for rank, rate in enumerate(rates):
         if rate < _RATE_WARNS * usual:
-            text = f"products run at {rate / usual:.2f} of the others' rate: look at clocks, heat, power and "
-            text += "what else runs there, or leave the node out"
+            advice = "look at clocks, heat, power and what else runs there, or leave the node out"
+            text = f"products run at {rate / usual:.2f} of the others' rate: {advice}"
             yield Problem("fail" if rate < _RATE_FAILS * usual else "warn", (rank,), text, exclude=True)
 
 
@@ -198,12 +123,7 @@ def reductions(job: CheckedJob) -> Found:
         for rank, names in enumerate(all_gather_objects(wrong))
         if names
     ]
-    what = "gathers, sums and means" if _has_means(job) else "gathers and sums"
-    return f"{'not all' if problems else 'all'} {what} are exact", problems
-
-
-def _has_means(job: CheckedJob) -> bool:
-    return "nccl" in job.context.backend  # FSDP2 takes sums where a backend has no means, such as gloo
+    return f"{'not all' if problems else 'all'} gathers and reductions are exact", problems
 
 
 def _wrong(job: CheckedJob, group: dist.ProcessGroup, dtype: torch.dtype) -> Iterator[str]:
@@ -213,13 +133,14 @@ def _wrong(job: CheckedJob, group: dist.ProcessGroup, dtype: torch.dtype) -> Ite
     place, whose = torch.arange(each * ranks), torch.arange(ranks)[:, None]
     # None is below 0, so that no sum is 0, which is what a reduction that does nothing may leave.
     numbers = (place * 7 + whose * 13 + place // 5 * whose) % (_LARGEST[dtype] + 1)
-    own, total = numbers[rank].to(job.device, dtype), numbers.sum(0).double()
+    own, total = numbers[rank].to(job.context.device, dtype), numbers.sum(0).double()
     gathered = own.new_full((numbers.numel(),), -77)
     dist.all_gather_single(gathered, own, group=group)
     if not torch.equal(gathered.cpu().long(), numbers.flatten()):
         yield "all_gather"
     ways = {"sum": (dist.ReduceOp.SUM, total), "mean": (dist.ReduceOp.AVG, total / ranks)}
-    for how in ways if _has_means(job) else ("sum",):
+    # FSDP2 takes sums where a backend has no means, such as gloo.
+    for how in ways if "nccl" in job.context.backend else ("sum",):
         op, expected = ways[how]
         part, reduced = own.new_full((each,), -77), own.clone()
         dist.reduce_scatter_single(part, own, op=op, group=group)
@@ -247,81 +168,72 @@ def network(job: CheckedJob) -> Found:
     rates = {axis: _gather_rate(job, group) for axis, group in axes_of(job).items()}
     job.measured["bytes_per_second"] = rates
     said = [f"{axis} {rate / 1e9:.3g} GB/s a rank" for axis, rate in rates.items()]
-    return ", ".join(said), [one for where, rings in _rings(job).items() for one in _slow(job, rings, where)]
+    # Links are compared with their own kind: a node's first device may reach its neighbour, and its adapter
+    # nobody. So the ranks of a host are a ring, and those of one place on each host.
+    places = [job.hosts[:rank].count(host) for rank, host in enumerate(job.hosts)]
+    kinds = {"": _rings(job.hosts), " to other nodes": _rings(places)}
+    return ", ".join(said), [one for where, rings in kinds.items() for one in _slow(job, rings, where)]
 
 
 def _gather_rate(job: CheckedJob, group: dist.ProcessGroup) -> float:
     """Bytes per second that a rank receives in a gather; of the slowest group of the axis."""
     each = (_GATHERED if job.is_accelerated else _GATHERED_ON_CPU) // group.size()
-    whole = torch.zeros(each * group.size(), dtype=torch.uint8, device=job.device)
+    whole = torch.zeros(each * group.size(), dtype=torch.uint8, device=job.context.device)
     part = whole[:each].clone()
-    seconds = _fastest(lambda: dist.all_gather_single(whole, part, group=group), job.device)
+    seconds = _fastest(lambda: dist.all_gather_single(whole, part, group=group), job.context.device)
     return float(each * (group.size() - 1) / max(all_gather_objects(seconds)))
 
 
-def _fastest(exchange: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of some exchanges, after the one that connects ranks."""
+def _fastest(work: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
+    """Seconds of the fastest of some runs, after the one that connects ranks or chooses kernels."""
     times = []
     for _ in range(1 + _RUNS):
         synchronize(device)
         start = time.perf_counter()
-        exchange()
+        for _ in range(repeats):
+            work()
         synchronize(device)
         times.append(time.perf_counter() - start)
     return min(times[1:])
 
 
-def _rings(job: CheckedJob) -> dict[str, list[list[int]]]:
-    """Rings of ranks whose links are measured: those of a host, and those of one place on each host.
-
-    The two are compared with their own kind: a node's first device may reach its neighbour, and its adapter
-    nobody.
-    """
-    of_host: dict[str, list[int]] = {}
-    of_place: dict[int, list[int]] = {}
-    for rank, host in enumerate(job.hosts):
-        own = of_host.setdefault(host, [])
-        of_place.setdefault(len(own), []).append(rank)
-        own.append(rank)
-    kinds = {"": of_host.values(), " to other nodes": of_place.values()}
-    found = {where: [ring for ring in rings if len(ring) > 1] for where, rings in kinds.items()}
-    return {where: rings for where, rings in found.items() if rings}
+def _rings(places: Sequence[str | int]) -> list[list[int]]:
+    """The ranks that are at the same place, where there are several."""
+    rings = [[rank for rank, own in enumerate(places) if own == place] for place in dict.fromkeys(places)]
+    return [ring for ring in rings if len(ring) > 1]
 
 
 def _slow(job: CheckedJob, rings: list[list[int]], where: str) -> Iterator[Problem]:
     """Ranks all of whose links are slow: a link has two ends, and a slow rank has two slow links."""
     limit = _SLOW if job.is_accelerated else _SLOW_ON_CPU
-    best: dict[int, float] = {}
-    slow: set[int] = set()
-    usual = 0.0
+    best = {rank: 0.0 for ring in rings for rank in ring}
+    slow, usual = sorted(best), 0.0
     for _ in range(_TRIALS):
-        rates = _link_rates(job, rings)
-        best = {rank: max(rate, best.get(rank, 0.0)) for rank, rate in rates.items()}
-        usual = statistics.median(best.values())
-        slow = {rank for rank, rate in best.items() if rate < limit * usual}
-        if not slow:
-            return
-    for rank in sorted(slow):  # of two ranks that have one link both
+        if slow:
+            rates = _link_rates(job, rings)
+            best = {rank: max(rates[rank], known) for rank, known in best.items()}
+            usual = statistics.median(best.values())
+            slow = [rank for rank in slow if best[rank] < limit * usual]
+    for rank in slow:  # of two ranks that have one link both
         rate = f"{best[rank] / usual:.2f} of the others' ({best[rank] / 1e9:.3g} GB/s)"
         text = f"its links{where} run at {rate}: look at adapters and cables"
         yield Problem("fail", (rank,), text, exclude=True)
 
 
-def _link_rates(job: CheckedJob, rings: list[list[int]]) -> dict[int, float]:
+def _link_rates(job: CheckedJob, rings: list[list[int]]) -> list[float]:
     """For each rank the rate of the faster of its links to those beside it in a ring, in bytes per second."""
     size = _SENT if job.is_accelerated else _SENT_ON_CPU
-    out = torch.zeros(size, dtype=torch.uint8, device=job.device)
+    out = torch.zeros(size, dtype=torch.uint8, device=job.context.device)
     into, mine = torch.empty_like(out), 0.0
-    own: list[int] = next((ring for ring in rings if job.rank in ring), [])
+    own: list[int] = next((ring for ring in rings if job.context.rank in ring), [])
     for step in range(max(map(len, rings))):  # one link of a ring after the other
         ends = {own[(step + more) % len(own)] for more in (0, 1)} if step < len(own) else set()
-        if job.rank in ends:
-            (peer,) = ends - {job.rank}
-            exchange = partial(_exchange, out, into, peer, first=job.rank < peer)
-            mine = max(mine, 2 * size / _fastest(exchange, job.device))
+        if job.context.rank in ends:
+            (peer,) = ends - {job.context.rank}
+            exchange = partial(_exchange, out, into, peer, first=job.context.rank < peer)
+            mine = max(mine, 2 * size / _fastest(exchange, job.context.device))
         all_gather_objects(None)
-    rates: list[float] = all_gather_objects(mine)
-    return {one: rates[one] for ring in rings for one in ring}
+    return all_gather_objects(mine)
 
 
 def _exchange(out: torch.Tensor, into: torch.Tensor, peer: int, *, first: bool) -> None:
@@ -329,17 +241,14 @@ def _exchange(out: torch.Tensor, into: torch.Tensor, peer: int, *, first: bool) 
 
     One after the other, and not as a batch: backends that take operations in order would wait for each other.
     """
-    if first:
-        dist.send(out, peer)
-    dist.recv(into, peer)
-    if not first:
-        dist.send(out, peer)
+    turns = [(dist.send, out), (dist.recv, into)]
+    for turn, tensor in turns if first else reversed(turns):
+        turn(tensor, peer)
 
 
 # --- folder -----------------------------------------------------------------------------------------------
 
 _SEEN_WITHIN, _LOOK = 5.0, 0.1  # seconds after which every rank has to see a rename, and between two looks
-_ADVICE = "checkpoints appear by a rename; mount the folder without caching (noac), or take another"
 
 
 def folder(job: CheckedJob) -> Found:
@@ -349,8 +258,8 @@ def folder(job: CheckedJob) -> Found:
     why, old, new = "", job.folder / "old", job.folder / "new"
     try:
         old.mkdir(exist_ok=True)
-        (old / f"file {job.rank}").write_bytes(bytes(1 << 20))
-        sync_file(old / f"file {job.rank}")
+        (old / f"file {job.context.rank}").write_bytes(bytes(1 << 20))
+        sync_file(old / f"file {job.context.rank}")
         os.listdir(job.folder)  # a client that remembers a listing remembers this one
     except OSError as error:
         why = f"{error.strerror or error}"
@@ -360,22 +269,19 @@ def folder(job: CheckedJob) -> Found:
         job.folder = None  # nothing after this can use it
         return "", [Problem("fail", (rank,), text.format(one)) for rank, one in enumerate(told) if one]
     with agreed("renaming a folder"):
-        if job.rank == 0:
+        if job.context.rank == 0:
             os.rename(old, new)
+    files, sees = {f"file {rank}" for rank in range(job.context.world_size)}, False
     deadline = time.monotonic() + _SEEN_WITHIN
-    while (unseen := _unseen(job, new)) and time.monotonic() < deadline:
-        time.sleep(_LOOK)
-    text = f"does not see {{}} where rank 0 has renamed a folder, within {_SEEN_WITHIN:.0f} s: {_ADVICE}"
-    everyone = enumerate(all_gather_objects(unseen))
-    problems = [Problem("fail", (rank,), text.format(one)) for rank, one in everyone if one]
-    return "" if problems else "files are written and renamed, and all ranks see it", problems
-
-
-def _unseen(job: CheckedJob, new: Path) -> str:
-    """What this rank does not see; "" if it sees all."""
-    names = os.listdir(new.parent)
-    if "old" in names or new.name not in names:
-        return "the new name"
-    return ", ".join(
-        sorted({f"file {rank}" for rank in range(job.context.world_size)} - set(os.listdir(new)))
+    while not sees and time.monotonic() < deadline:
+        with suppress(FileNotFoundError):
+            names = {old.name, new.name} & set(os.listdir(job.folder))
+            sees = names == {new.name} and files == set(os.listdir(new))
+        time.sleep(0.0 if sees else _LOOK)
+    text = (
+        f"does not see what rank 0 has renamed, within {_SEEN_WITHIN:.0f} s: checkpoints appear by a rename; "
+        "mount the folder without caching (noac), or take another"
     )
+    blind = [rank for rank, one in enumerate(all_gather_objects(sees)) if not one]
+    problems = [Problem("fail", (rank,), text) for rank in blind]
+    return "" if blind else "files are written and renamed, and all ranks see it", problems

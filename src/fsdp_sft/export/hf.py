@@ -26,10 +26,10 @@ from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, num_bytes, write_at
 from fsdp_sft._tensors.sharding import own_part, sharding_of
-from fsdp_sft.export.plan import Described, ExportPlan, unsharded_twin
+from fsdp_sft.export.plan import Described, ExportPlan, plan_export, unsharded_twin
 from fsdp_sft.export.settings import write_settings
 from fsdp_sft.export.target import check_target, export_target, make_room, put_in_place, staged
-from fsdp_sft.export.tensors import exported, planned
+from fsdp_sft.export.tensors import exported
 
 _logger = logging.getLogger(__name__)
 _PIECE_ELEMENTS = 4 << 20  # of rows, written at once
@@ -105,7 +105,7 @@ def export_hf(
     base: Any
     with without_adapters(model, trained=True) as base, staged(target) as temporary:
         with agreed(f"preparing to export to {target}"):
-            content, plan, config = planned(base, merges, dtype, caching)
+            content, plan, config = plan_export(base, merges, dtype, caching)
             if plan is not None:
                 make_room(temporary, target, plan.num_bytes)
                 write_settings(base, config, temporary, target.name, dtype, tokenizer, chat_template)
@@ -305,7 +305,7 @@ def check_export(
     merges = {} if model is None else adapted_layers(model)
     taken = nullcontext() if model is None else without_adapters(model, trained=True)
     with taken as base, agreed(f"checking that {target} can be exported to"):
-        plan = planned(base, merges, torch.bfloat16)[1] if base is not None else None
+        plan = plan_export(base, merges, torch.bfloat16)[1] if base is not None else None
         if this_rank() == 0:
             check_target(target, overwrite=overwrite, need=plan.num_bytes if plan is not None else 0)
     found: Path = share(target)

@@ -17,12 +17,14 @@ from fsdp_sft._compat.conversions import (
     revert_weight_conversion,
 )
 from fsdp_sft._compat.models import keep_in_float32_patterns, original_class
+from fsdp_sft._model.adapters import merged_weights
 from fsdp_sft._model.quantised import refuse_quantised_model
 from fsdp_sft._model.state import ModelTensors, model_tensors
 from fsdp_sft._model.twin import keep_config, tied_meta_twin
 from fsdp_sft._model.wrappers import inner_model
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.dtypes import check_dtypes
+from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.safetensors import TensorEntry, num_bytes
 from fsdp_sft._tensors.stored import InFile
 from fsdp_sft.errors import CheckpointFormatError, UnsupportedModelError, abridged
@@ -102,12 +104,24 @@ class ExportPlan:
         return sum(num_bytes(*described) for described in self.written.values())
 
 
-def exportable(model: nn.Module, dtype: torch.dtype | None) -> ModelTensors:
-    """The model's tensors, if they can be exported in that dtype.
+def plan_export(
+    model: nn.Module, merges: Mapping[str, Any], dtype: torch.dtype | None, caching: Sequence[Any] = ()
+) -> tuple[ModelTensors, Any, Any]:
+    """Plan an export by running the conversions on tensors without memory, after all checks.
+
+    Args:
+        model: A transformers model, without adapters around it.
+        merges: Its layers with adapters, by name.
+        dtype: Dtype of floating-point tensors in the files; None keeps the dtypes that they have.
+        caching: Configs of the model whose ``use_cache`` is off only while blocks are checkpointed.
+
+    Returns:
+        The model's tensors, and on rank 0 the ``ExportPlan`` and the config to export.
 
     Raises:
         TypeError: If the model is no transformers model.
-        UnsupportedModelError: If transformers holds the weights quantised.
+        ValueError, UnsupportedModelError: If adapters cannot be merged, or the export would not be read back
+            as it is in the model.
     """
     import transformers
 
@@ -119,26 +133,10 @@ def exportable(model: nn.Module, dtype: torch.dtype | None) -> ModelTensors:
     check_dtypes(dtype=dtype)
     refuse_quantised_model(model)
     keep_config(model)
-    return model_tensors(model)
-
-
-def plan_export(
-    model: nn.Module,
-    content: ModelTensors,
-    dtype: torch.dtype | None,
-    caching: Sequence[Any] = (),
-) -> tuple[ExportPlan, Any]:
-    """Plan an export by running the conversions on tensors without memory; (the plan, the config to export).
-
-    Args:
-        model: A transformers model, without adapters around it.
-        content: Its tensors, from ``exportable``.
-        dtype: Dtype of floating-point tensors in the files; None keeps the dtypes that they have.
-        caching: Configs of the model whose ``use_cache`` is off only while blocks are checkpointed.
-
-    Raises:
-        UnsupportedModelError: If the export would not be read back as it is in the model.
-    """
+    content = model_tensors(model)
+    refuse_unmergeable(content, merges)
+    if this_rank() != 0:
+        return content, None, None
     twin = unsharded_twin(model)
     sources = _sources(model, twin, content)
     dtypes = _dtypes(model, content, sources, dtype)
@@ -159,7 +157,46 @@ def plan_export(
     tensors = {name: content.tensors[sources[name]] for name in unchanged}
     buffers = {unchanged[name] for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
     refuse_unreadable(model, config, written, buffers)
-    return plan, config
+    return content, plan, config
+
+
+def refuse_unmergeable(content: ModelTensors, merges: Mapping[str, Any]) -> None:
+    """Refuse adapters that cannot be merged: one layer of each kind is merged, with zeros, by rank 0.
+
+    Args:
+        content: The model's tensors.
+        merges: Layers with adapters, by name.
+
+    Raises:
+        ValueError: If a weight with adapters is tied to another one.
+        UnsupportedModelError: If peft does not merge them.
+    """
+    tied, kinds = {*content.ties, *content.ties.values()}, set()
+    for fqn, layer in merges.items():
+        if f"{fqn}.weight" in tied:
+            raise ValueError(
+                f"{fqn} has adapters and its weight is tied to another: merged, both would change. Write the "
+                "adapters alone with export_adapter"
+            )
+        own = layer.state_dict(keep_vars=True)
+        kind = (type(layer), *((key, tensor.shape) for key, tensor in own.items()))
+        if kind in kinds or this_rank():
+            continue
+        kinds.add(kind)
+        try:
+            merged_weights(
+                layer, {key: torch.zeros(t.shape, dtype=merging_dtype(t)) for key, t in own.items()}
+            )
+        except Exception as error:  # whatever peft raises
+            raise UnsupportedModelError(
+                f"peft does not merge the adapters of {fqn} into its weights ({type(error).__name__}: "
+                f"{error}). Write the adapters alone with export_adapter"
+            ) from error
+
+
+def merging_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype in which adapters are merged."""
+    return torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
 
 
 def unsharded_twin(model: nn.Module) -> nn.Module:

@@ -94,17 +94,6 @@ def end_of_turn(tokenizer: Any, template: str | None) -> int | None:
     return int(own.convert_tokens_to_ids(facts.end_of_turn))
 
 
-def with_stop(known: Any, stop: int) -> Any:
-    """The ids on which generation stops, with one more in front unless it is among them.
-
-    Args:
-        known: Ids so far: one id, a list of ids, or None.
-        stop: Id to add.
-    """
-    ids = [] if known is None else list(known) if isinstance(known, (list, tuple)) else [known]
-    return known if stop in ids else [stop, *ids]
-
-
 def _text(tokenizer: Any, chat_template: str | None) -> str | None:
     """Text of a template given as text, by name, or as None (the default), as in transformers."""
     named = tokenizer.chat_template or getattr(tokenizer_of(tokenizer), "chat_template", None)
@@ -358,7 +347,9 @@ def write_generation_config(folder: Path, model: Any, config: Any, stop: int | N
             from transformers import GenerationConfig
 
             generation = GenerationConfig.from_model_config(config)
-        generation.eos_token_id = with_stop(generation.eos_token_id, stop)
+        known = generation.eos_token_id  # one id, a list of ids, or None
+        ids = [] if known is None else list(known) if isinstance(known, (list, tuple)) else [known]
+        generation.eos_token_id = known if stop in ids else [stop, *ids]
     if generation is None:
         return
     try:

@@ -15,45 +15,10 @@ from fsdp_sft._model.named import clean_name
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.wrappers import unwrapped
-from fsdp_sft._ranks.agree import agreed, share, this_rank
+from fsdp_sft._ranks.agree import agreed, share
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft._tensors.packed_shard import bits_of, values_of
-from fsdp_sft.errors import UnsupportedModelError
-from fsdp_sft.export.plan import ExportPlan, exportable, plan_export, unsharded_twin
-
-# The full tensors of a model under the names that it is saved under, with adapters merged into them.
-
-
-def refuse_unmergeable(content: ModelTensors, merges: Mapping[str, Any]) -> None:
-    """Refuse adapters that cannot be merged: one layer of each kind is merged, with zeros, by rank 0.
-
-    Args:
-        content: The model's tensors.
-        merges: Layers with adapters, by name.
-
-    Raises:
-        ValueError: If a weight with adapters is tied to another one.
-        UnsupportedModelError: If peft does not merge them.
-    """
-    tied, kinds = {*content.ties, *content.ties.values()}, set()
-    for fqn, layer in merges.items():
-        if f"{fqn}.weight" in tied:
-            raise ValueError(
-                f"{fqn} has adapters and its weight is tied to another: merged, both would change. Write the "
-                "adapters alone with export_adapter"
-            )
-        own = layer.state_dict(keep_vars=True)
-        kind = (type(layer), *((key, tensor.shape) for key, tensor in own.items()))
-        if kind in kinds or this_rank():
-            continue
-        kinds.add(kind)
-        try:
-            merged_weights(layer, {key: torch.zeros(t.shape, dtype=_wide(t)) for key, t in own.items()})
-        except Exception as error:  # whatever peft raises
-            raise UnsupportedModelError(
-                f"peft does not merge the adapters of {fqn} into its weights ({type(error).__name__}: "
-                f"{error}). Write the adapters alone with export_adapter"
-            ) from error
+from fsdp_sft.export.plan import ExportPlan, merging_dtype, plan_export, unsharded_twin
 
 
 @torch.no_grad()
@@ -106,7 +71,7 @@ def _gathered(
         return gathers.gather(content.tensors[source], dtype)
     full = {}
     for key, tensor in merges[fqn].state_dict(keep_vars=True).items():
-        part = gathers.gather(tensor, _wide(tensor))
+        part = gathers.gather(tensor, merging_dtype(tensor))
         if part is not None:
             # An unsharded tensor on the host is the model's own memory, into which peft would merge.
             is_own = part.untyped_storage().data_ptr() == bits_of(tensor).untyped_storage().data_ptr()
@@ -116,11 +81,6 @@ def _gathered(
     merged: dict[str, torch.Tensor] = {}
     gathers.attempt(lambda: merged.update(merged_weights(merges[fqn], full)))
     return merged[leaf].to(dtype) if merged else None
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype in which adapters are merged."""
-    return torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
 
 
 class _OnAllRanks(Gatherer):
@@ -177,25 +137,7 @@ def iter_hf_tensors(
     merges = adapted_layers(model)
     with without_adapters(model, trained=True) as base:
         with agreed("preparing to hand over the tensors"):
-            content, plan, _ = planned(base, merges, dtype)
+            content, plan, _ = plan_export(base, merges, dtype)
             twin: Any = unsharded_twin(base)
         plan = share(plan)
     return exported(content, plan, merges, twin if plan.converts else None, _OnAllRanks(), plan.groups)
-
-
-def planned(
-    base: nn.Module, merges: Mapping[str, Any], dtype: torch.dtype | None, caching: Sequence[Any] = ()
-) -> tuple[ModelTensors, Any, Any]:
-    """(the model's tensors, and on rank 0 the plan of the export and its config), after all checks.
-
-    Args:
-        base: A transformers model, without adapters around it.
-        merges: Layers with adapters, by name.
-        dtype: Dtype of floating-point tensors in the files; None keeps the dtypes that they have.
-        caching: See ``plan_export``.
-    """
-    content = exportable(base, dtype)
-    refuse_unmergeable(content, merges)
-    if this_rank() != 0:
-        return content, None, None
-    return content, *plan_export(base, content, dtype, caching)

@@ -172,7 +172,7 @@ class Watchdog:
             self._phases.pop()
 
     def _watch(self) -> None:
-        """The thread: look at the ranks once per interval, until the loop has ended or there is a verdict."""
+        """Look at the ranks once per interval, until the loop ends, or by a verdict the process."""
         leaving = False
         while not (leaving or self._verdict):
             asleep = time.monotonic()
@@ -182,7 +182,7 @@ class Watchdog:
                 self._moved += late
                 self._heard = {rank: heard + late for rank, heard in self._heard.items()}
             # No call of a store ends while its host is stopped, so a thread of its own makes them.
-            looking = threading.Thread(target=self._try_to_look, daemon=True)
+            looking = threading.Thread(target=self._look, daemon=True)
             looking.start()
             looking.join(max(self.timeout / 3, 1.0))
             if looking.is_alive():
@@ -191,32 +191,34 @@ class Watchdog:
                 self._store = dist.HashStore()
                 self._look()
         if self._verdict:
-            self._end_process()
-
-    def _try_to_look(self) -> None:
-        """Look, and note if the store cannot be reached."""
-        try:
-            self._look()
-        except RuntimeError as error:  # what the stores of torch raise
-            self._lost = f"; the store does not answer: {error!r:.200}"
+            # Not by sys.stderr, whose lock the main thread may hold for ever.
+            os.write(2, f"[watchdog, {self._name}] {self._verdict}\n{self._name} was here:\n".encode())
+            faulthandler.dump_traceback(2)
+            threading.Thread(target=sys.stdout.flush, daemon=True).start()
+            # The store may be in this process: the others fetch the verdict.
+            time.sleep(2 * self.interval + 1)
+            os._exit(STALL_EXIT_CODE)
 
     def _look(self) -> None:
         """Post this rank's beat, fetch those of others, and set the verdict if something is wrong."""
-        own = self._beat()
-        self._store.set(str(self._rank), json.dumps(own))
-        if own.doing.startswith("failed"):
-            self._fetch(range(self._world_size))  # whose processes they are
-            time.sleep(min(self.interval, 1.0))  # until a process that has ended shows
+        own, everyone = self._beat(), set(range(self._world_size))
+        has_failed = own.doing.startswith("failed")
         # Four ranks look at all others, and so do those that make no progress.
         watched = {self._rank, (self._rank + 1) % self._world_size}
-        if self._rank < 4 or own.slack < 0 or own.doing.startswith("failed"):
-            watched = set(range(self._world_size))
-        if self._store.check(["verdict"]):
-            self._verdict = self._store.get("verdict").decode()
-        elif finding := self._finding(self._fetch(watched), watched):
-            self._fetch(range(self._world_size))
-            # All ranks show the report of the first to have one.
-            self._verdict = self._store.compare_set("verdict", "", self._report(finding)).decode()
+        watched |= everyone if self._rank < 4 or own.slack < 0 or has_failed else set()
+        try:
+            self._store.set(str(self._rank), json.dumps(own))
+            if has_failed:
+                self._fetch(everyone)  # whose processes they are
+                time.sleep(min(self.interval, 1.0))  # until a process that has ended shows
+            if self._store.check(["verdict"]):
+                self._verdict = self._store.get("verdict").decode()
+            elif finding := self._finding(self._fetch(watched), watched):
+                self._fetch(everyone)
+                # All ranks show the report of the first to have one.
+                self._verdict = self._store.compare_set("verdict", "", self._report(finding)).decode()
+        except RuntimeError as error:  # what the stores of torch raise
+            self._lost = f"; the store does not answer: {error!r:.200}"
 
     def _fetch(self, ranks: Iterable[int]) -> list[int]:
         """Fetch the beats of ranks that have posted one; returns the ranks that have died."""
@@ -256,8 +258,10 @@ class Watchdog:
                 )
             frame = frame.f_back
         now, (phase, limit) = time.monotonic(), self._phases[-1]
-        place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
-        doing = f"{self._end or state} in step {self._step}, phase {phase}, at {place}"
+        doing = (
+            f"{self._end or state} in step {self._step}, phase {phase}, at "
+            f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        )
         return _Beat(now, self._name, this_process(), self._moved + limit - now, bool(self._end), doing)
 
     def _report(self, finding: str) -> str:
@@ -265,12 +269,13 @@ class Watchdog:
         groups: dict[str, list[int]] = {}
         for rank in range(self._world_size):
             groups.setdefault(self._doing(rank), []).append(rank)
-        order = sorted(groups.items(), key=lambda group: (group[0].startswith("waiting"), len(group[1])))
-        report = finding + self._lost
-        for doing, ranks in order[:16]:
+        lines = [finding + self._lost]
+        for doing, ranks in sorted(
+            groups.items(), key=lambda one: (one[0].startswith("waiting"), len(one[1]))
+        )[:16]:
             alone = self._beats.get(ranks[0]) if len(ranks) == 1 else None
-            report += f"\n  {alone.name if alone else said_ranks(ranks)}: {doing}"
-        return report
+            lines.append(f"  {alone.name if alone else said_ranks(ranks)}: {doing}")
+        return "\n".join(lines)
 
     def _doing(self, rank: int) -> str:
         """What a rank does, as far as it is known."""
@@ -282,12 +287,3 @@ class Watchdog:
         if not beat.has_left and time.monotonic() - self._heard[rank] > self.timeout:
             return f"silent (dead, stopped, or its host cannot be reached), was {beat.doing}"
         return beat.doing
-
-    def _end_process(self) -> None:
-        """Write the verdict and the stacks of this process, and end it."""
-        # Not by sys.stderr, whose lock the main thread may hold for ever.
-        os.write(2, f"[watchdog, {self._name}] {self._verdict}\n{self._name} was here:\n".encode())
-        faulthandler.dump_traceback(2)
-        threading.Thread(target=sys.stdout.flush, daemon=True).start()
-        time.sleep(2 * self.interval + 1)  # the store may be in this process: the others fetch the verdict
-        os._exit(STALL_EXIT_CODE)

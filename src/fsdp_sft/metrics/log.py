@@ -1,4 +1,4 @@
-"""Metrics that are checked once and written to a JSONL file, to a stream and to any function, on one rank."""
+"""Metrics: reduced over ranks, and written to a JSONL file, to a stream and to any function, on one rank."""
 
 from __future__ import annotations
 
@@ -7,27 +7,33 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import IO, Literal, TypeAlias
 
 import torch
 
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import this_rank
+from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._tensors.disk import full_path
 
 Scalar: TypeAlias = float | int | str | bool | None
+_REDUCED: dict[str, Callable[[Collection[float | int]], float | int]] = {
+    "mean": lambda values: sum(values) / len(values),
+    "sum": sum,
+    "min": min,
+    "max": max,
+}
 
 
 class MetricLogger(AbstractContextManager["MetricLogger"]):
     """Writes metrics to standard output, a JSONL file and whatever functions are given, on rank 0 alone.
 
-    Every rank calls `log`; the main rank writes: rank 0 of the default process group at the first `log`, or
-    the only process if there is none. `log` is not a collective: values that differ between ranks go through
-    `aggregate_metrics` first. Arguments are checked on every rank; tensors are read (a device
-    synchronisation) on the main rank alone.
+    Every rank calls `log`; rank 0 of the default process group at the first `log` writes, or the only process
+    if there is none.
+    `log` is not a collective: values that differ between ranks go through `aggregate_metrics` first.
+    Arguments are checked on every rank; tensors are read (a device synchronisation) on rank 0 alone.
 
     A JSONL line is strict JSON, an object with `step`, `time` (Unix seconds) and the metrics in the order
     given; NaN and infinities are the strings "NaN", "Infinity", "-Infinity", which Python's `float` and
@@ -39,7 +45,6 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
         stdout: Print one readable line per `log`, above the bars of tqdm where that is in use.
         sinks: Functions that are called as `sink(metrics, step)`, with plain Python scalars; None is a value
             that is not known. The page "Watch a run" has those of wandb, TensorBoard and trackio.
-        is_main: Whether this rank writes; None decides at the first `log`, as above.
 
     Example:
         >>> with fs.MetricLogger(jsonl="metrics.jsonl") as logger:
@@ -56,10 +61,10 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
         jsonl: str | Path | None = None,
         stdout: bool = True,
         sinks: Iterable[Callable[[Mapping[str, Scalar], int], object]] = (),
-        is_main: bool | None = None,
     ) -> None:
         self._jsonl = None if jsonl is None else full_path(jsonl)
-        self._stdout, self._sinks, self._is_main = stdout, list(sinks), is_main
+        self._stdout, self._sinks = stdout, list(sinks)
+        self._is_main: bool | None = None
         self._file: IO[str] | None = None
 
     def log(self, metrics: Mapping[str, object], step: int) -> None:
@@ -74,7 +79,7 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
             ValueError: A key is "step" or "time".
         """
         _check(metrics)
-        if self._is_main is None:
+        if self._is_main is None:  # once: without its process group each process would take itself for rank 0
             self._is_main = this_rank() == 0
         if not self._is_main:
             return
@@ -86,8 +91,7 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
             self._file = self._file or _open_for_append(self._jsonl)
             values = {key: _json_value(value) for key, value in row.items()}
             line = json.dumps({"step": step, "time": time.time(), **values}, allow_nan=False)
-            self._file.write(line + "\n")
-            self._file.flush()
+            print(line, file=self._file, flush=True)
         if self._stdout:
             from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
@@ -98,15 +102,11 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
         for sink in self._sinks:
             sink(row, step)
 
-    def close(self) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Close the file; a later `log` opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Close the logger."""
-        self.close()
 
 
 def _check(metrics: Mapping[str, object]) -> None:
@@ -152,3 +152,53 @@ def _format_value(key: str, value: Scalar) -> str:
     if is_learning_rate or abs(value) >= 1e9 or 0 < abs(value) < 1e-3:
         return f"{value:.2e}"
     return f"{value:.1f}" if abs(value) >= 1000 else f"{value:.4f}"
+
+
+def aggregate_metrics(
+    metrics: Mapping[str, float | int | None],
+    *,
+    reduce: Literal["mean", "sum", "min", "max", "spread"] = "mean",
+) -> dict[str, float | int | None]:
+    """Reduce each metric over all ranks, in one exchange; every rank gets the same result.
+
+    What `train_step` returns is the same on all ranks already. Memory, allocator retries and the time spent
+    waiting for data are not, and one slow rank slows all of them down.
+
+    Args:
+        metrics: Numbers of this rank; one that is None, or that is not there, is known to other ranks alone.
+        reduce: `"mean"`, `"sum"`, `"min"` or `"max"` over the ranks that have a value. `"spread"` gives four
+            metrics for each: `<name>_min`, `<name>_mean`, `<name>_max` and `<name>_max_rank`, the lowest rank
+            that has the maximum.
+
+    Returns:
+        Metrics ready for `MetricLogger.log`. None where no rank has a value; NaN where any rank has NaN.
+
+    Collective: all ranks, over the control group.
+
+    Example:
+        >>> spread = fs.aggregate_metrics({"data_wait_share": 0.25}, reduce="spread")
+        >>> spread["data_wait_share_max_rank"]
+        0
+    """
+    by_rank = all_gather_objects(dict(metrics))
+    result: dict[str, float | int | None] = {}
+    for name in dict.fromkeys(name for row in by_rank for name in row):
+        known = {rank: row[name] for rank, row in enumerate(by_rank) if row.get(name) is not None}
+        if reduce != "spread":
+            result[name] = _reduced(known.values(), reduce)
+            continue
+        result |= {f"{name}_{one}": _reduced(known.values(), one) for one in ("min", "mean", "max")}
+        result[f"{name}_max_rank"] = next(
+            (rank for rank, value in known.items() if value == result[f"{name}_max"] or math.isnan(value)),
+            None,
+        )
+    return result
+
+
+def _reduced(values: Collection[float | int], reduce: str) -> float | int | None:
+    """The values reduced to one; None without values."""
+    if not values:
+        return None
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    return _REDUCED[reduce](values)

@@ -105,8 +105,15 @@ def _draw(axes: Any, rows: Rows, key: str, title: str, unit: str) -> None:
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="0.5")
         return
     smooth = len(steps) >= _SMOOTH_FROM
-    style = "o-" if len(steps) == 1 else "-"  # a line through one point shows nothing
-    axes.plot(steps, values, style, color=_LINE, linewidth=1.4, alpha=0.3 if smooth else 1.0)
+    # A line through one point shows nothing.
+    axes.plot(
+        steps,
+        values,
+        "o-" if len(steps) == 1 else "-",
+        color=_LINE,
+        linewidth=1.4,
+        alpha=0.3 if smooth else 1,
+    )
     if smooth:
         width = len(values) // 40 + 3
         medians = [median(values[max(0, i - width) : i + width + 1]) for i in range(len(values))]

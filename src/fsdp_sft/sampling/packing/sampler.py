@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from fsdp_sft._process.words import answered
-from fsdp_sft.metrics import model_flops_per_token
+from fsdp_sft.metrics.throughput import model_flops_per_token
 from fsdp_sft.sampling.mixing import Mixture
 from fsdp_sft.sampling.packing.bins import as_ints, check_lengths, deal, pack_lengths
 from fsdp_sft.sampling.sampler import Placed, source_of
