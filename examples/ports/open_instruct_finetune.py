@@ -121,7 +121,7 @@ def train(args: argparse.Namespace) -> list[fs.StepResult]:
     results: list[fs.StepResult] = []
     while sampler.epoch < args.num_train_epochs:
         count_fn = reduction.get("count_fn")
-        for window in fs.windows(loader, args.gradient_accumulation_steps, count_fn=count_fn):
+        for window in fs.windows(loader, args.gradient_accumulation_steps):
             result = fs.train_step(model, window, optimizer, scheduler=scheduler, **options)
             step += 1
             results.append(result)

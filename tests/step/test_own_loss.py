@@ -116,7 +116,7 @@ def _check_equals_one_process(kind: str, mesh_shape: dict[str, int], grad_sync: 
     torch.optim.SGD(plain.parameters(), lr=1.0).step()
     before = {name: full(p).clone() for name, p in model.named_parameters()}
     functions = {"loss_fn": loss_fn, "count_fn": count_fn}
-    (window,) = fs.windows(batches[rank::ranks], 4, count_fn=count_fn)
+    (window,) = fs.windows(batches[rank::ranks], 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     result = fs.train_step(model, window, optimizer, max_grad_norm=0.1, grad_sync=grad_sync, **functions)
     assert result.loss == pytest.approx(float(loss), rel=1e-6)
@@ -134,7 +134,7 @@ def _check_equals_one_process(kind: str, mesh_shape: dict[str, int], grad_sync: 
     result = fs.train_step(model, window, optimizer, loss_fn=loss_fn, count_fn=lambda batch: 0)
     assert result.skip_reason == "no targets"
     with pytest.raises(ValueError, match="no target on any rank"):
-        list(fs.windows(batches, 1, count_fn=lambda batch: 0))
+        list(fs.windows(batches, 1))
 
 
 @pytest.mark.parametrize(
