@@ -65,8 +65,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a tensor beside the model is stepped by each rank for itself",
         "step/checks.py",
-        "    if beside and mesh",
-        "    if False and mesh",
+        "    if beside:",
+        "    if False:",
         TRAINED,
     ),
     Mistake(
@@ -205,8 +205,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the keys of batches not compared between ranks",
         "step/window.py",
-        '"number": len(keys), "keys": keys}',
-        '"number": len(keys), "keys": ()}',
+        '{"options": options, "keys": keys}',
+        '{"options": options, "keys": ()}',
         ("tests/step/test_keys.py",),
     ),
     Mistake(
@@ -352,7 +352,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a rank clips its gradients as others do not",
         "step/window.py",
-        "        refuse_different_options(options)\n",
+        '        refuse_different("options", options)\n',
         "        pass\n",
         ("tests/step/test_keys.py::test_ranks_with_different_options_are_refused",),
     ),

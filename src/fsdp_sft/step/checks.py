@@ -32,6 +32,9 @@ from fsdp_sft._tensors.safetensors import bytes_of
 from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.errors import BatchError, OptimizerError, UnsupportedModelError, abridged
 from fsdp_sft.loss import LABEL_KEYS, is_shifted
+from fsdp_sft.sampling.packing import verify_at_first_use
+from fsdp_sft.sampling.padding import verify_left_padding
+from fsdp_sft.step.objective import Objective
 from fsdp_sft.step.optimizers import stepped_by
 from fsdp_sft.step.window import MicroBatch, tensors_in
 from fsdp_sft.targets import IGNORE_INDEX
@@ -80,7 +83,7 @@ def refuse_untrainable(
         mesh: Ranks that share the window.
 
     Raises:
-        OptimizerError: If nothing is trained.
+        OptimizerError: If nothing is trained, or a tensor that is no parameter of the model.
         RuntimeError: If gradients are off.
         UnsupportedModelError: If adapters are merged into it, or gradients of what is trained would not be
             reduced over the ranks, or not as they have to be.
@@ -112,18 +115,8 @@ def refuse_untrainable(
             "ranks reaches them, and each rank would train its own. Add them before shard_model (adapters by "
             "add_adapters, or load_pretrained(peft_config=)), or freeze them with requires_grad_(False)"
         )
-
-
-def refuse_beside(
-    names: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer], mesh: "DeviceMesh | None"
-) -> None:
-    """Refuse to step tensors that have got a gradient and are no parameters of the model.
-
-    Raises:
-        OptimizerError: If an optimizer holds one.
-    """
-    beside = [p for p in stepped_by(*optimizers) if p.grad is not None and p not in names]
-    if beside and mesh is not None and mesh.size() > 1 and copies_of_rows(mesh) == 1:
+    beside = [parameter for parameter in stepped if parameter not in names]
+    if beside:
         raise OptimizerError(
             f"the optimizer steps {len(beside)} tensors (the first of shape {tuple(beside[0].shape)}) that "
             "are none of the model's parameters: no reduction over the ranks reaches them, and each rank "
@@ -316,6 +309,29 @@ def compare_rows(micro_batches: list[MicroBatch], mesh: "DeviceMesh | None") -> 
                 if CP not in names and has_made_cp()
                 else "Give the loader a sampler that shares rows out, such as ResumableSampler",
             )
+
+
+def verify_at_first_use_of(
+    model: nn.Module,
+    micro_batches: list[MicroBatch],
+    padded_left: bool,
+    objective: Objective,
+    mesh: "DeviceMesh | None",
+) -> None:
+    """Verify, once for a model, that it takes packs and rows that are padded on the left.
+
+    Args:
+        model: Model that gets the batches.
+        micro_batches: Batches of this rank.
+        padded_left: Whether any rank has a row that is padded on the left.
+        objective: Definition of the loss; the caller's own reads padding as it likes.
+        mesh: Ranks that share the batches.
+
+    Collective: all ranks of the mesh.
+    """
+    verify_at_first_use(model, [one.seen for one in micro_batches], mesh, own_loss=objective.is_own)
+    if padded_left and not objective.is_own:
+        verify_left_padding(model, mesh, with_positions="position_ids" in micro_batches[0].keys)
 
 
 def _digest_of_rows(micro_batches: list[MicroBatch]) -> bytes:
