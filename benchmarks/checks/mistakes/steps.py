@@ -8,7 +8,7 @@ CHANGES = ("tests/test_changes.py",)
 MISTAKES: list[Mistake] = [
     Mistake(
         "parameters that stay gathered after a backward have no norm",
-        "step/gradients.py",
+        "step/update.py",
         "    reshard(model)  # parameters that stay gathered",
         "    pass  # parameters that stay gathered",
         ("tests/step/test_fsdp2_methods.py",),
@@ -197,7 +197,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a failed step leaves FSDP2 in the middle of it",
-        "step/gradients.py",
+        "step/update.py",
         "        forget_failed_iteration(model)",
         "        pass",
         ("tests/step/test_failed.py",),

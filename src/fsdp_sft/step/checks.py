@@ -35,7 +35,7 @@ from fsdp_sft.loss import LABEL_KEYS, is_shifted
 from fsdp_sft.sampling.packing import verify_at_first_use
 from fsdp_sft.sampling.padding import verify_left_padding
 from fsdp_sft.step.objective import Objective
-from fsdp_sft.step.optimizers import stepped_by
+from fsdp_sft.step.update import stepped_by
 from fsdp_sft.step.window import MicroBatch, tensors_in
 from fsdp_sft.targets import IGNORE_INDEX
 
@@ -151,11 +151,6 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
     for batch in batches:
         ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if isinstance(ids, torch.Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
-            raise BatchError(
-                f"input_ids are {ids.dtype}, and ids are integers: make them torch.long (vectors go into "
-                "inputs_embeds)"
-            )
         for name in ("attention_mask", "position_ids") if isinstance(ids, torch.Tensor) else ():
             other: Any = batch.get(name)  # transformers takes a mask that is too short
             flat = isinstance(other, torch.Tensor) and not other.is_nested and other.ndim == ids.ndim == 2

@@ -33,12 +33,15 @@ from fsdp_sft.step.checks import (
     refuse_untrainable,
     verify_at_first_use_of,
 )
-from fsdp_sft.step.gradients import SyncMode, checked_norm, clip_gradients, gradient_sync
 from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums
-from fsdp_sft.step.optimizers import (
+from fsdp_sft.step.update import (
     Optimizers,
+    SyncMode,
+    checked_norm,
     checked_optimizers,
     checked_schedulers,
+    clip_gradients,
+    gradient_sync,
     options_of,
     prepare_scaler,
     step_all,
