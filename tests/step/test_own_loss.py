@@ -172,7 +172,7 @@ def _check_refusals() -> None:
             "a scalar, or .*got \\(2,",
         ),
         ({"loss_fn": lambda m, b: 0.0, "count_fn": strange_count}, TypeError, "a scalar, or .*got 0.0"),
-        ({"loss_fn": "mean"}, TypeError, "not callable"),
+        ({"loss_fn": "mean", "count_fn": strange_count}, TypeError, "not callable"),
     ):
         with pytest.raises(error, match=message):
             fs.train_step(model, window, optimizer, **options)

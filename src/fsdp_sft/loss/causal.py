@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.adapters import forward_parameters
 from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.sharded import refuse_changed_gradients, reshard, training_mesh_of
 from fsdp_sft._process.words import answered
@@ -36,7 +37,13 @@ from fsdp_sft.loss.head import Compute, LossChoice, loss_at_head, wide
 from fsdp_sft.loss.linear import chunked_loss, linear_token_losses
 from fsdp_sft.loss.part import OF_WHOLE_ROWS, BatchPart, own_part, whole_rows, within
 from fsdp_sft.loss.plain import PLAIN, Terms, num_correct, plain_token_losses, summed_loss
-from fsdp_sft.loss.prepare import LossImpl, additions_to, choice_for, refuse_encoder_decoder
+from fsdp_sft.loss.prepare import (
+    ROUTER_FLAG,
+    LossImpl,
+    additions_to,
+    choice_for,
+    refuse_encoder_decoder,
+)
 from fsdp_sft.loss.router import (
     BALANCE,
     Balance,
@@ -239,6 +246,8 @@ def token_losses(
         return linear_token_losses(labels=targets, known=known, entropy=entropy, **operands), None
 
     inputs = {**without_labels(part), **no_cache(model)}
+    if ROUTER_FLAG in forward_parameters(model):
+        inputs[ROUTER_FLAG] = False  # the router's loss is no part of these
     values, *_ = _run(impl)(model, inputs, targets, impl, _forward_of(model, part), at_head, of_logits)
     if group is not None:
         values = whole_rows(values, group)[..., : batch["input_ids"].shape[1]]
