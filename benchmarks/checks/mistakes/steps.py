@@ -238,6 +238,13 @@ MISTAKES: list[Mistake] = [
         ("tests/loss/test_own.py",),
     ),
     Mistake(
+        "losses of tokens ask a mixture for its router's loss, of a mask that is not theirs",
+        "loss/causal.py",
+        "        inputs[ROUTER_FLAG] = False",
+        "        pass",
+        ("tests/loss/test_balance.py",),
+    ),
+    Mistake(
         "a head gets the dtype that its shards have",
         "shard/units.py",
         "casts = replace(inner, cast_forward_inputs=policy.cast_forward_inputs)",
