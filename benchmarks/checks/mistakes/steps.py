@@ -65,8 +65,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a tensor beside the model is stepped by each rank for itself",
         "step/checks.py",
-        "    if beside:",
-        "    if False:",
+        "    if beside and mesh",
+        "    if False and mesh",
         TRAINED,
     ),
     Mistake(

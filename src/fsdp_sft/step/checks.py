@@ -83,7 +83,7 @@ def refuse_untrainable(
         mesh: Ranks that share the window.
 
     Raises:
-        OptimizerError: If nothing is trained, or a tensor that is no parameter of the model.
+        OptimizerError: If nothing is trained.
         RuntimeError: If gradients are off.
         UnsupportedModelError: If adapters are merged into it, or gradients of what is trained would not be
             reduced over the ranks, or not as they have to be.
@@ -115,8 +115,18 @@ def refuse_untrainable(
             "ranks reaches them, and each rank would train its own. Add them before shard_model (adapters by "
             "add_adapters, or load_pretrained(peft_config=)), or freeze them with requires_grad_(False)"
         )
-    beside = [parameter for parameter in stepped if parameter not in names]
-    if beside:
+
+
+def refuse_beside(
+    names: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer], mesh: "DeviceMesh | None"
+) -> None:
+    """Refuse to step tensors that have got a gradient and are no parameters of the model.
+
+    Raises:
+        OptimizerError: If an optimizer holds one.
+    """
+    beside = [p for p in stepped_by(*optimizers) if p.grad is not None and p not in names]
+    if beside and mesh is not None and mesh.size() > 1 and copies_of_rows(mesh) == 1:
         raise OptimizerError(
             f"the optimizer steps {len(beside)} tensors (the first of shape {tuple(beside[0].shape)}) that "
             "are none of the model's parameters: no reduction over the ranks reaches them, and each rank "

@@ -30,6 +30,7 @@ from fsdp_sft.step.checks import (
     done_with,
     first_time,
     look_at_labels,
+    refuse_beside,
     refuse_untrainable,
     verify_at_first_use_of,
 )
@@ -230,6 +231,8 @@ def train_step(
             counter.start()
         forget_held_back(model)
         _forward_and_backward(model, window, objective, sums, mesh, scaler, _UNTIL_THE_LAST[grad_sync])
+        if check:
+            refuse_beside(names, optimizers, mesh)
         with part("clip_gradients"):
             infs = unscale(optimizers, scaler)
             norm = clip_gradients(model, max_grad_norm)
