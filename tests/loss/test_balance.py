@@ -206,12 +206,13 @@ def test_sums_of_ranks_add_up() -> None:
 
 def _check_losses_of_tokens() -> None:
     batch = _batch(0, 0, PADDED)
-    expected = fs.token_losses(_mixture(), batch).detach()
+    plain, model = (tiny_model("mixtral", output_router_logits=True) for _ in range(2))
+    expected = fs.token_losses(plain, batch).detach()
     mesh = mesh_here(cp=2)
-    model = fs.shard_model(_mixture(), mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     fs.use_context_parallel(model, mesh=mesh)
     found = fs.token_losses(model, {name: value.to(device_here()) for name, value in batch.items()})
-    assert torch.allclose(found.detach().cpu(), expected.cpu(), rtol=1e-6, atol=1e-6)
+    assert torch.allclose(found.detach().cpu(), expected.cpu(), rtol=1e-5, atol=1e-6)
 
 
 def test_losses_of_tokens_need_no_routers_loss() -> None:
