@@ -69,21 +69,6 @@ def test_float16_without_a_scaler() -> None:
         fs.train_step(model, batches, optimizer)
 
 
-@pytest.mark.parametrize("call", ["train_step", "evaluate"])
-def test_ids_that_are_no_integers(call: str) -> None:
-    model, batches = tiny_model("llama"), ragged_batches(1)
-    batches[0]["input_ids"] = batches[0]["input_ids"].float()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    calls = {
-        "train_step": lambda: fs.train_step(model, batches, optimizer),
-        "evaluate": lambda: fs.evaluate(model, batches),
-    }
-    with pytest.raises(
-        fs.BatchError, match=r"input_ids are torch.float32, and ids are integers: make them torch.long"
-    ):
-        calls[call]()
-
-
 def test_dtypes_by_their_names(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path)

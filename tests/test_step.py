@@ -194,7 +194,7 @@ def _check_bad_windows() -> None:
     bad_labels = {**good, "labels": good["labels"][:, :-1]} if rank == 1 else good
     no_labels = {"input_ids": good["input_ids"]} if rank == 1 else good
     for window, message in (
-        ([good] * (1 + rank), "different numbers of micro-batches"),
+        ([good] * (1 + rank), "micro_batches=1 and 2, on ranks 0 and 1"),
         ([bad_labels], "aligned with input_ids"),
         ([no_labels], "needs 'labels'"),
         ([] if rank else [good], "empty window"),

@@ -116,7 +116,7 @@ def train(
     results: list[fs.StepResult] = []
     weighing = WEIGHING[args.weigh]
     for _ in range(args.epochs):
-        for window in fs.windows(loader, args.grad_acc, count_fn=weighing.get("count_fn")):
+        for window in fs.windows(loader, args.grad_acc):
             result = fs.train_step(model, window, optimizer, scheduler=scheduler, **weighing)
             results.append(result)
             meter.update(num_tokens=result.num_tokens)

@@ -120,7 +120,7 @@ def train(args: argparse.Namespace) -> list[fs.StepResult]:
     logger = fs.MetricLogger(jsonl=args.out / "log.jsonl")
     results = []
     while sampler.epoch < args.epochs:
-        for window in fs.windows(loader, grad_accum_steps, count_fn=options.get("count_fn")):
+        for window in fs.windows(loader, grad_accum_steps):
             result = fs.train_step(model, window, optimizer, scheduler=scheduler, **options)
             step += 1
             results.append(result)

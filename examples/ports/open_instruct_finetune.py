@@ -120,8 +120,7 @@ def train(args: argparse.Namespace) -> list[fs.StepResult]:
     logger = fs.MetricLogger(jsonl=args.output / "log.jsonl")
     results: list[fs.StepResult] = []
     while sampler.epoch < args.num_train_epochs:
-        count_fn = reduction.get("count_fn")
-        for window in fs.windows(loader, args.gradient_accumulation_steps, count_fn=count_fn):
+        for window in fs.windows(loader, args.gradient_accumulation_steps):
             result = fs.train_step(model, window, optimizer, scheduler=scheduler, **options)
             step += 1
             results.append(result)

@@ -180,7 +180,7 @@ def train(args: argparse.Namespace) -> list[fs.StepResult]:
     logger = fs.MetricLogger(jsonl=args.output / "log.jsonl")
     results = []
     while sampler.epoch < args.max_epochs:
-        for window in fs.windows(loader, accumulated_gradient, count_fn=task.count):
+        for window in fs.windows(loader, accumulated_gradient):
             options = {"max_grad_norm": args.max_norm, "scheduler": scheduler, **loss}
             result = fs.train_step(model, window, optimizer, **options)
             step += 1

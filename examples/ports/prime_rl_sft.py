@@ -125,7 +125,7 @@ def train(args: argparse.Namespace) -> list[fs.StepResult]:
     logger = fs.MetricLogger(jsonl=args.output / "log.jsonl")
     results = []
     while step < args.max_steps:
-        for window in fs.windows(loader, grad_accum_steps, count_fn=num_trained):
+        for window in fs.windows(loader, grad_accum_steps):
             options = {"max_grad_norm": args.max_norm, "scheduler": scheduler, **LOSS}
             result = fs.train_step(model, window, optimizer, **options)
             step += 1

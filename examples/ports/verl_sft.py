@@ -127,7 +127,7 @@ def train(args: argparse.Namespace) -> list[fs.StepResult]:
     logger = fs.MetricLogger(jsonl=args.output / "log.jsonl")
     results = []
     while sampler.epoch < args.total_epochs:
-        for window in fs.windows(loader, grad_accum_steps, count_fn=objective.count):
+        for window in fs.windows(loader, grad_accum_steps):
             options = {"max_grad_norm": args.clip_grad, "scheduler": scheduler, **loss}
             result = fs.train_step(model, window, optimizer, **options)
             step += 1

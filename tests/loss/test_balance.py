@@ -16,7 +16,7 @@ from fsdp_sft._compat.models import intercept_balance_loss
 from fsdp_sft.loss import num_tokens
 from fsdp_sft.loss.router import _intercepted
 from tests.harness.architectures import class_names
-from tests.harness.device import mesh_here
+from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of
 from tests.harness.models import VOCAB, full, largest_error, tiny_model
@@ -202,6 +202,22 @@ def _check_sums() -> None:
 
 def test_sums_of_ranks_add_up() -> None:
     run_distributed(_check_sums, 2)
+
+
+def _check_losses_of_tokens() -> None:
+    batch = _batch(0, 0, PADDED)
+    plain, model = (tiny_model("mixtral", output_router_logits=True) for _ in range(2))
+    expected = fs.token_losses(plain, batch).detach()
+    mesh = mesh_here(cp=2)
+    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    fs.use_context_parallel(model, mesh=mesh)
+    found = fs.token_losses(model, {name: value.to(device_here()) for name, value in batch.items()})
+    assert torch.allclose(found.detach().cpu(), expected.cpu(), rtol=1e-5, atol=1e-6)
+
+
+def test_losses_of_tokens_need_no_routers_loss() -> None:
+    """A mixture's config asks for it, and the mask is that of rows of which a rank has a part."""
+    run_distributed(_check_losses_of_tokens, 2)
 
 
 def test_what_fills_a_pack_up_is_no_token() -> None:

@@ -68,7 +68,7 @@ class SlowLoader:
 
 
 def watched(meter, loader):
-    return fs.windows(loader, 1, count_fn=lambda batch: 1, meter=meter)
+    return fs.windows(loader, 1, meter=meter)
 
 
 class TestWaitingForData:

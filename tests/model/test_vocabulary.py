@@ -40,9 +40,6 @@ def _refused_on_all_ranks(kind: str) -> None:
             fs.train_step(model, [ragged_batches(1)[0], batch], optimizer)
         with pytest.raises(fs.BatchError, match=f"{key} has {value}"):
             fs.evaluate(model, [batch])
-        if key == "input_ids":
-            with pytest.raises(fs.BatchError, match=f"{key} has {value}"):
-                list(fs.windows([batch], 1, vocab_size=VOCAB))
     for old, new in zip(before, model.parameters(), strict=True):
         same = old == new
         assert bool((same.full_tensor() if hasattr(same, "full_tensor") else same).all())
@@ -120,13 +117,3 @@ def test_the_collator_refuses_earlier() -> None:
     for size in (0, True, 1.5):
         with pytest.raises(ValueError, match="vocab_size"):
             fs.SFTCollator(_tokenizer(), max_length=8, vocab_size=size)  # type: ignore[arg-type]
-
-
-def test_windows_take_the_collators_number() -> None:
-    class Loader(list[Any]):
-        collate_fn = fs.SFTCollator(_tokenizer(), max_length=8, vocab_size=VOCAB)
-
-    with pytest.raises(fs.BatchError, match="input_ids has 101"):
-        list(fs.windows(Loader([_batch()]), 1))
-    with pytest.raises(ValueError, match="vocab_size must be"):
-        fs.windows([], 1, vocab_size=0)

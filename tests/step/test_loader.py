@@ -20,9 +20,8 @@ def _check_windows() -> None:
     lengths = [len(window) for window in fs.windows(batches[: 5 + 2 * rank], 3)]
     assert lengths == [3, 2], "the rank with fewest batches ends the pass for all"
     assert [len(window) for window in fs.windows(batches[:6], 3)] == [3, 3]
-    with pytest.raises(ValueError, match="no target on any rank"):
-        list(fs.windows(batches[-1:] * 2, 1))
-    list(fs.windows(batches[-1:] if rank else batches[:1], 1))
+    with pytest.raises(ValueError, match="the epoch has no window"):
+        list(fs.windows(batches[:rank], 1))
 
     def failing() -> Any:
         yield from batches[:2]
@@ -88,8 +87,6 @@ def _check_mapped() -> None:
     with pytest.raises(KeyError, match="tokens") as caught:
         list(fs.windows(batches if dist.get_rank() else theirs, 2, map_fn=renamed))
     assert "rank 1 failed first while reading the next window" in caught.value.__notes__[0]
-    with pytest.raises(ValueError, match="must be a function of a batch"):
-        fs.windows(theirs, 1, map_fn=3)  # type: ignore[arg-type]
 
 
 def test_batches_are_mapped_where_they_are_read() -> None:

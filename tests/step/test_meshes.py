@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import fsdp_sft as fs
-from fsdp_sft.step.gradients import clip_gradients
+from fsdp_sft.step.update import clip_gradients
 from tests.harness.device import device_here, device_type
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
 from tests.harness.native import needs_native_sharding

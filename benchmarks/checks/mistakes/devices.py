@@ -136,7 +136,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "the scale of gradients on the host is on the device",
-        "step/optimizers.py",
+        "step/update.py",
         "        keep_scale_on_host(scaler)",
         "        pass",
         ("tests/step/test_scaler.py",),

@@ -77,7 +77,7 @@ MISTAKES = [
     ),
     Mistake(
         "two optimizers step the same parameters",
-        "step/optimizers.py",
+        "step/update.py",
         "    if len(stepped) < len(all_stepped):",
         "    if False:",
         ("tests/step/test_optimizers.py",),

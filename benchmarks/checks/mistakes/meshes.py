@@ -58,14 +58,14 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "norms of several meshes added instead of squared",
-        "step/gradients.py",
+        "step/update.py",
         "norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)",
         "norm = torch.stack(norms).sum()",
         ("tests/step/test_meshes.py",),
     ),
     Mistake(
         "millions of squares are added up one by one",
-        "step/gradients.py",
+        "step/update.py",
         "return gradient.reshape(-1).split(_PIECE)",
         "return (gradient,)",
         ("tests/step/test_meshes.py",),

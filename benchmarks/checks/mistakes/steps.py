@@ -8,7 +8,7 @@ CHANGES = ("tests/test_changes.py",)
 MISTAKES: list[Mistake] = [
     Mistake(
         "parameters that stay gathered after a backward have no norm",
-        "step/gradients.py",
+        "step/update.py",
         "    reshard(model)  # parameters that stay gathered",
         "    pass  # parameters that stay gathered",
         ("tests/step/test_fsdp2_methods.py",),
@@ -197,7 +197,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a failed step leaves FSDP2 in the middle of it",
-        "step/gradients.py",
+        "step/update.py",
         "        forget_failed_iteration(model)",
         "        pass",
         ("tests/step/test_failed.py",),
@@ -205,8 +205,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the keys of batches not compared between ranks",
         "step/window.py",
-        '"number": len(keys), "keys": keys}',
-        '"number": len(keys), "keys": ()}',
+        '{"options": options, "keys": keys}',
+        '{"options": options, "keys": ()}',
         ("tests/step/test_keys.py",),
     ),
     Mistake(
@@ -236,6 +236,13 @@ MISTAKES: list[Mistake] = [
         "return coefficient_of(model)[1] * aux",
         "return None",
         ("tests/loss/test_own.py",),
+    ),
+    Mistake(
+        "losses of tokens ask a mixture for its router's loss, of a mask that is not theirs",
+        "loss/causal.py",
+        "        inputs[ROUTER_FLAG] = False",
+        "        pass",
+        ("tests/loss/test_balance.py",),
     ),
     Mistake(
         "a head gets the dtype that its shards have",
@@ -352,7 +359,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a rank clips its gradients as others do not",
         "step/window.py",
-        "        refuse_different_options(options)\n",
+        '        refuse_different("options", options)\n',
         "        pass\n",
         ("tests/step/test_keys.py::test_ranks_with_different_options_are_refused",),
     ),

@@ -103,7 +103,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a group that no forward has gathered ends a backward without a reduction",
-        "step/gradients.py",
+        "step/update.py",
         "        allow_unused_groups(model)\n",
         "        pass\n",
         ("tests/model/test_towers.py",),

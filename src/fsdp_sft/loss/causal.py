@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.adapters import forward_parameters
 from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.sharded import refuse_changed_gradients, reshard, training_mesh_of
 from fsdp_sft._process.words import answered
@@ -36,7 +37,13 @@ from fsdp_sft.loss.head import Compute, LossChoice, loss_at_head, wide
 from fsdp_sft.loss.linear import chunked_loss, linear_token_losses
 from fsdp_sft.loss.part import OF_WHOLE_ROWS, BatchPart, own_part, whole_rows, within
 from fsdp_sft.loss.plain import PLAIN, Terms, num_correct, plain_token_losses, summed_loss
-from fsdp_sft.loss.prepare import LossImpl, additions_to, choice_for, refuse_encoder_decoder
+from fsdp_sft.loss.prepare import (
+    ROUTER_FLAG,
+    LossImpl,
+    additions_to,
+    choice_for,
+    refuse_encoder_decoder,
+)
 from fsdp_sft.loss.router import (
     BALANCE,
     Balance,
@@ -48,9 +55,6 @@ from fsdp_sft.loss.router import (
 )
 from fsdp_sft.sampling.packing import verify_at_first_use
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
-
-if TYPE_CHECKING:
-    pass
 
 
 def loss_sum(
@@ -184,22 +188,9 @@ def causal_lm_loss(
     return scaled_for_averaging(summed, weight)
 
 
-# Without ``entropy`` the losses, with it (losses, entropies).
-@overload
-def token_losses(
-    model: nn.Module, batch: Batch, *, impl: LossImpl = "auto", entropy: Literal[False] = False
-) -> torch.Tensor: ...
-
-
-@overload
-def token_losses(
-    model: nn.Module, batch: Batch, *, impl: LossImpl = "auto", entropy: Literal[True]
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
 def token_losses(
     model: nn.Module, batch: Batch, *, impl: LossImpl = "auto", entropy: bool = False
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Negative log-likelihood of each label, for a loss of your own (DPO, weights, clipped ratios).
 
     ``-token_losses(model, batch)`` are the log-probabilities of the labels. Each may get any weight, of
@@ -215,9 +206,9 @@ def token_losses(
     Returns:
         Losses, float32 ``(B, S)`` (float64 for float64 logits), aligned with the labels: entry ``[b, s]`` is
         that of ``labels[b, s]``, which position ``s - 1`` predicts, and 0 where that is -100 or ``s`` is 0.
-        With ``shift_labels``, entry ``[b, s]`` is that of ``shift_labels[b, s]``. With ``entropy``, (losses,
-        entropies in nats), alike in shape and alignment. All are connected to the parameters even if the
-        batch has no target. A router's loss is not part of them.
+        With ``shift_labels``, entry ``[b, s]`` is that of ``shift_labels[b, s]``. With ``entropy``, ``(2, B,
+        S)``: the losses and the entropies in nats, aligned alike. All are connected to the parameters even if
+        the batch has no target. A router's loss is not part of them.
 
         Under context parallelism each rank of a group gives the whole rows and gets the values of all their
         tokens. The backward sums what the group's ranks have made of them, so a loss that each of them
@@ -255,12 +246,14 @@ def token_losses(
         return linear_token_losses(labels=targets, known=known, entropy=entropy, **operands), None
 
     inputs = {**without_labels(part), **no_cache(model)}
+    if ROUTER_FLAG in forward_parameters(model):
+        inputs[ROUTER_FLAG] = False  # the router's loss is no part of these
     values, *_ = _run(impl)(model, inputs, targets, impl, _forward_of(model, part), at_head, of_logits)
     if group is not None:
         values = whole_rows(values, group)[..., : batch["input_ids"].shape[1]]
     if not is_shifted(batch):
         values = F.pad(values[..., :-1], (1, 0))
-    return (values[0], values[1]) if entropy else values[0]
+    return values if entropy else values[0]
 
 
 class LossParts(NamedTuple):

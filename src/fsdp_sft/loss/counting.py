@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 
 from fsdp_sft._process.streams import travelling
@@ -80,20 +79,14 @@ def facts_of(flat: torch.Tensor, device: torch.device) -> Targets:
     return Targets(travelling(positions, device), low, high)
 
 
-def count_targets(
-    micro_batches: Iterable[Batch],
-    *,
-    mesh: "DeviceMesh | None" = None,
-    group: dist.ProcessGroup | None = None,
-) -> TargetCount:
+def count_targets(micro_batches: Iterable[Batch], *, mesh: "DeviceMesh | None" = None) -> TargetCount:
     """Number of targets in a window: in all its micro-batches on all ranks, counting each row once.
 
     Args:
         micro_batches: Batches with ``labels``, int64 ``(B, S)``, aligned with ``input_ids``, or with
             ``shift_labels``, which hold the target of each position and need no shift.
-        mesh: Mesh from ``build_mesh``, which says which ranks share rows; None takes the only one there is.
-        group: Process group to sum over instead of a mesh; its backend must take CPU tensors. Without mesh
-            and group the sum is over all ranks.
+        mesh: Mesh from ``build_mesh``, which says which ranks share rows; None takes the only one there is,
+            or all ranks if there is none.
 
     Returns:
         Number of labels that are not -100 after the shift. It is an ``int`` with two attributes:
@@ -101,10 +94,10 @@ def count_targets(
         divides if batches have ``loss_weights``.
 
     Raises:
-        ValueError: If a batch has no proper labels, if mesh and group are both given, or if neither is given
-            although this process has made several meshes with different ``cp``.
+        ValueError: If a batch has no proper labels, or if ``mesh`` is left out although this process has made
+            several with different ``cp``.
 
-    Collective: all ranks of ``mesh`` or ``group``.
+    Collective: all ranks of ``mesh``.
 
     Example:
         >>> ids, labels = torch.tensor([[3, 4, 5, 6]]), torch.tensor([[-100, -100, 5, 6]])
@@ -112,10 +105,7 @@ def count_targets(
         >>> count, count.num_tokens
         (2, 4)
     """
-    if mesh is not None and group is not None:
-        raise ValueError("give mesh or group, not both: a mesh says which ranks share the window")
-    if group is None:
-        mesh = mesh_of_job(mesh)
+    mesh = mesh_of_job(mesh)
     batches = list(micro_batches)
     own = [
         float(sum(num_targets(batch) for batch in batches)),
@@ -126,12 +116,8 @@ def count_targets(
         sharing = sequence_group_in(mesh)
         once = own if sharing is None or sharing.rank == 0 else [0.0] * len(own)
         targets, tokens, weight = sum_over_mesh(once, mesh)
-    elif group is None:
-        targets, tokens, weight = all_reduce_sum(own)
     else:
-        total = torch.tensor(own, dtype=torch.float64)
-        dist.all_reduce(total, group=group)
-        targets, tokens, weight = total.tolist()
+        targets, tokens, weight = all_reduce_sum(own)
     return TargetCount(int(targets), int(tokens), weight)
 
 

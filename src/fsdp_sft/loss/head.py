@@ -266,15 +266,11 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 class Forward:
     """One forward of a model that returns its loss, computed where the model calls its head: the result.
 
-    An exception that left a forward here would leave FSDP2's state in the middle of it, so the first one is
-    kept in ``error`` until the forward has ended.
-
     Attributes:
         loss: The loss, or the losses of tokens.
         correct: Number of targets whose logit is the largest; None for losses of tokens.
         added: What the model adds to its loss; None for nothing.
         calls: Number of calls of the head.
-        error: The first error of what runs inside.
     """
 
     def __init__(
@@ -285,20 +281,16 @@ class Forward:
         self.correct: torch.Tensor | None = None
         self.added: torch.Tensor | None = None
         self.calls = self._num_logits = 0
-        self.error: Exception | None = None
 
     def of_head(self, head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """The loss, in place of the head's product."""
         self.calls += 1
-        try:
-            # FSDP2 replaces the head's parameters when it gathers them, so they are looked up at each call.
-            weight, bias = head_operands(head)
-            self._num_logits = weight.shape[0]
-            self.loss, self.correct = self._compute(
-                hidden=hidden, weight=weight, bias=bias, transform=self._transform
-            )
-        except Exception as error:
-            self.error, self.loss = self.error or error, hidden.new_zeros(())
+        # FSDP2 replaces the head's parameters when it gathers them, so they are looked up at each call.
+        weight, bias = head_operands(head)
+        self._num_logits = weight.shape[0]
+        self.loss, self.correct = self._compute(
+            hidden=hidden, weight=weight, bias=bias, transform=self._transform
+        )
         return self.loss
 
     def few_logits(
@@ -314,12 +306,7 @@ class Forward:
     def of_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The loss, and what the model adds to it, in place of the model's output."""
         output = forward(*args, **kwargs)
-        try:
-            self.added = self._added_in(output)
-        except Exception as error:
-            self.error = self.error or error
-        if not self.calls:
-            return output
+        self.added = self._added_in(output)
         return self.loss if self.added is None else (self.loss, self.added)
 
 
@@ -353,8 +340,6 @@ def loss_at_head(
         replaced_forward(inner, partial(forward.of_model, inner.forward)),
     ):
         returned = model(**inputs)
-    if forward.error is not None:
-        raise forward.error
     if forward.calls != 1:
         raise RuntimeError(
             f"{type(model).__name__} called its head {forward.calls} times in one forward; call "

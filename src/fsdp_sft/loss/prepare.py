@@ -44,7 +44,7 @@ LossImpl = Literal["auto", "chunked", "logits"]
 
 _IMPLS = get_args(LossImpl)
 _ROUTER_LOSSES = (None, *get_args(RouterLoss))
-_FLAG = "output_router_logits"
+ROUTER_FLAG = "output_router_logits"
 # Largest relative difference of equal losses. Losses of narrower dtypes have been rounded.
 _TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-5}
 _logger = logging.getLogger("fsdp_sft.loss")
@@ -209,13 +209,14 @@ def additions_to(model: nn.Module, router_loss: RouterLoss | None) -> Additions:
     _check("router_loss", router_loss, _ROUTER_LOSSES)
     prepared = record_of(model).kept_or_new(Prepared)
     router_loss = router_loss or prepared.router_loss
-    takes_flag = _FLAG in forward_parameters(model)
+    takes_flag = ROUTER_FLAG in forward_parameters(model)
     configs = [getattr(unwrapped(model), "config", None), text_config(model)]
-    configured = any(getattr(each, _FLAG, None) is True for each in configs)
+    configured = any(getattr(each, ROUTER_FLAG, None) is True for each in configs)
     wanted = configured if router_loss is None else router_loss != "off"
     if wanted and router_loss is not None and not (takes_flag and prepared.compare):
         why = (
-            f"the forward of {name_of(model)} takes no {_FLAG}: it has no router's loss to add. {WAY_OUT}"
+            f"the forward of {name_of(model)} takes no {ROUTER_FLAG}: it has no router's loss to add. "
+            f"{WAY_OUT}"
             if not takes_flag
             else "prepare_loss(compare=False) took the cross entropy alone for the loss of this model"
         )
@@ -234,7 +235,7 @@ def additions_to(model: nn.Module, router_loss: RouterLoss | None) -> Additions:
     # The argument is passed only if it differs from the config: dense models of a family that also has
     # experts take it too.
     flag = wanted if takes_flag and wanted != configured else None
-    inputs = {} if flag is None else {_FLAG: flag}
+    inputs = {} if flag is None else {ROUTER_FLAG: flag}
     if not prepared.compare:
         return Additions(False, inputs)
     if flag not in prepared.additions:

@@ -175,25 +175,17 @@ def _intercepted(original: Callable[..., Any]) -> Callable[..., Any]:
     """A replacement of transformers' function that calls ``Balance`` where the context asks for it."""
 
     @functools.wraps(original)
-    def balance_loss(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a compiled graph cannot read context variables
-            return original(*args, **kwargs)
-        balance, given = BALANCE.get(), _read(*args, **kwargs)
-        if balance is None or given is None:
-            return original(*args, **kwargs)
-        computed = balance.of(*given)
-        return computed if balance.replaces else original(*args, **kwargs)
+    def balance_loss(
+        gate_logits: Any = None, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None
+    ) -> Any:
+        # A compiled graph cannot read context variables.
+        balance = None if torch.compiler.is_compiling() else BALANCE.get()
+        if balance is None or not isinstance(gate_logits, tuple) or not gate_logits:
+            return original(gate_logits, num_experts, top_k, attention_mask)
+        computed = balance.of(gate_logits, num_experts, top_k)
+        return computed if balance.replaces else original(gate_logits, num_experts, top_k, attention_mask)
 
     return balance_loss
-
-
-def _read(
-    gate_logits: Any = None, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None
-) -> tuple[tuple[torch.Tensor, ...], int, int] | None:
-    """The arguments of ``Balance.of``, read from those of transformers' function; None without routers."""
-    if not isinstance(gate_logits, tuple) or not gate_logits or not isinstance(num_experts, int):
-        return None
-    return gate_logits, num_experts, top_k
 
 
 def counted_of(batch: Batch) -> torch.Tensor | None:

@@ -32,7 +32,10 @@ from fsdp_sft._tensors.safetensors import bytes_of
 from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.errors import BatchError, OptimizerError, UnsupportedModelError, abridged
 from fsdp_sft.loss import LABEL_KEYS, is_shifted
-from fsdp_sft.step.optimizers import stepped_by
+from fsdp_sft.sampling.packing import verify_at_first_use
+from fsdp_sft.sampling.padding import verify_left_padding
+from fsdp_sft.step.objective import Objective
+from fsdp_sft.step.update import stepped_by
 from fsdp_sft.step.window import MicroBatch, tensors_in
 from fsdp_sft.targets import IGNORE_INDEX
 
@@ -158,11 +161,6 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
     for batch in batches:
         ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if isinstance(ids, torch.Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
-            raise BatchError(
-                f"input_ids are {ids.dtype}, and ids are integers: make them torch.long (vectors go into "
-                "inputs_embeds)"
-            )
         for name in ("attention_mask", "position_ids") if isinstance(ids, torch.Tensor) else ():
             other: Any = batch.get(name)  # transformers takes a mask that is too short
             flat = isinstance(other, torch.Tensor) and not other.is_nested and other.ndim == ids.ndim == 2
@@ -316,6 +314,29 @@ def compare_rows(micro_batches: list[MicroBatch], mesh: "DeviceMesh | None") -> 
                 if CP not in names and has_made_cp()
                 else "Give the loader a sampler that shares rows out, such as ResumableSampler",
             )
+
+
+def verify_at_first_use_of(
+    model: nn.Module,
+    micro_batches: list[MicroBatch],
+    padded_left: bool,
+    objective: Objective,
+    mesh: "DeviceMesh | None",
+) -> None:
+    """Verify, once for a model, that it takes packs and rows that are padded on the left.
+
+    Args:
+        model: Model that gets the batches.
+        micro_batches: Batches of this rank.
+        padded_left: Whether any rank has a row that is padded on the left.
+        objective: Definition of the loss; the caller's own reads padding as it likes.
+        mesh: Ranks that share the batches.
+
+    Collective: all ranks of the mesh.
+    """
+    verify_at_first_use(model, [one.seen for one in micro_batches], mesh, own_loss=objective.is_own)
+    if padded_left and not objective.is_own:
+        verify_left_padding(model, mesh, with_positions="position_ids" in micro_batches[0].keys)
 
 
 def _digest_of_rows(micro_batches: list[MicroBatch]) -> bytes:

@@ -16,12 +16,16 @@ from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup, sequence_group_of
 from fsdp_sft.errors import BatchError
-from fsdp_sft.sampling.packing import verify_at_first_use
-from fsdp_sft.sampling.padding import verify_left_padding
-from fsdp_sft.step.agreement import agree, refuse_different_keys, refuse_different_options
-from fsdp_sft.step.checks import check_batches
-from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums, means_over_mesh
-from fsdp_sft.step.window import MicroBatch, begun_late, measured
+from fsdp_sft.step.checks import check_batches, verify_at_first_use_of
+from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums
+from fsdp_sft.step.window import (
+    MicroBatch,
+    agree,
+    begun_late,
+    means_over_mesh,
+    measured,
+    refuse_different,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,13 +80,13 @@ def in_step(
             {"keys": keys if counts else None, "keys of all": keys, "options": options},
         )
         if "options" in different:
-            refuse_different_options(options)
+            refuse_different("options", options)
         if total["failed"]:
             raise_on_mesh(error, "reading a batch to evaluate", mesh)
         if not total["have"]:
             return
         if "keys" in different:
-            refuse_different_keys([keys] if counts else [])
+            refuse_different("keys", {"micro-batch 0": keys} if counts else {})
         if "keys of all" in different:  # not all that have run out can stand in: one batch is sent to all
             sender = all_gather_objects(counts).index(True)
             sent = all_gather_objects(one.given if one is not None and this_rank() == sender else None)
@@ -168,9 +172,7 @@ def evaluate(
         with torch.inference_mode(mode=False), torch.no_grad():
             for batch, counts, left in in_step(batches, mesh, objective, look, group, options):
                 if check:
-                    verify_at_first_use(model, [batch.seen], mesh, own_loss=objective.is_own)
-                if check and left and not objective.is_own:
-                    verify_left_padding(model, mesh, with_positions="position_ids" in batch.keys)
+                    verify_at_first_use_of(model, [batch], left, objective, mesh)
                 moved = batch.on_device(device, own_loss=objective.is_own)
                 found = objective.of(model, moved, is_counted=counts)
                 if counts:

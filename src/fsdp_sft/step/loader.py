@@ -10,15 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from fsdp_sft._model.vocabulary import Vocabulary
 from fsdp_sft._process.trace_spans import part
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, world_size
 from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, host_group, mesh_of_job
 from fsdp_sft.errors import BatchError
-from fsdp_sft.loss import num_targets
-from fsdp_sft.step.objective import CountFn, counted
-from fsdp_sft.step.window import begun_late, num_rows, on_host, to_device
+from fsdp_sft.step.window import begun_late, num_rows, to_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,8 +30,6 @@ def windows(
     *,
     global_batch: int | None = None,
     mesh: "DeviceMesh | None" = None,
-    count_fn: CountFn | None = None,
-    vocab_size: int | None = None,
     map_fn: Callable[[Any], Any] | None = None,
     meter: "ThroughputMeter | None" = None,
 ) -> Iterator[list[Any]]:
@@ -56,10 +51,6 @@ def windows(
             ``grad_accum_steps``: ``global_batch / (the loader's batch size * ranks with rows of their own)``
             micro-batches make the same steps on any number of ranks.
         mesh: Mesh from ``build_mesh``, which says which ranks share rows; None takes the only one there is.
-        count_fn: The ``count_fn`` that ``train_step`` gets. None counts labels. Batches whose labels are not
-            of the kind that ``loss_sum`` takes are then assumed to have targets.
-        vocab_size: Number of ids that the model has rows for. None takes that of the loader's collator, if
-            it has one; if not, ids are checked by ``train_step`` and ``evaluate``, which know the model.
         map_fn: Function from what the loader yields to the batch that a window has, such as one that renames
             keys. It is called where the loader is read, and may not call other ranks.
         meter: Meter that counts the time in which this rank waits for its loader, and for other ranks.
@@ -71,8 +62,7 @@ def windows(
         ValueError: If ``grad_accum_steps`` is not positive, ``global_batch`` no multiple of what the ranks
             take at once, or both or neither are given; if ``mesh`` is left out although this process has
             made several with different ``cp``; or if ``loader`` is None on a rank that has to read.
-        BatchError: On all ranks, if a batch has an id beyond ``vocab_size``, if no rank had a target in a
-            whole epoch, or if a sampler is moved in a pass.
+        BatchError: On all ranks, if a whole epoch has no batch, or if a sampler is moved in a pass.
 
     Collective: all ranks; each must ask for the same windows.
 
@@ -85,18 +75,11 @@ def windows(
     for name, value in {"grad_accum_steps": grad_accum_steps, "global_batch": global_batch}.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    if vocab_size is None:
-        vocab_size = getattr(getattr(loader, "collate_fn", None), "vocab_size", None)
-    elif isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < 1:
-        raise ValueError(f"vocab_size must be a positive integer or None, got {vocab_size!r}")
-    if map_fn is not None and not callable(map_fn):
-        raise ValueError(f"map_fn must be a function of a batch or None, got {map_fn!r}")
     mesh = mesh_of_job(mesh)
     if loader is None and cp_rank(mesh) == 0:
         raise ValueError("this rank reads for itself, or for its cp group, and needs a loader; got None")
-    vocabulary = Vocabulary("the model", vocab_size)
     accumulated = grad_accum_steps or _accumulated(loader, global_batch or 0, mesh)
-    return _windows(loader, accumulated, count_fn, vocabulary, mesh, map_fn, meter)
+    return _windows(loader, accumulated, mesh, map_fn, meter)
 
 
 def _accumulated(loader: Any, global_batch: int, mesh: "DeviceMesh | None") -> int:
@@ -120,8 +103,6 @@ def _accumulated(loader: Any, global_batch: int, mesh: "DeviceMesh | None") -> i
 def _windows(
     loader: Iterable[Any] | None,
     grad_accum_steps: int,
-    count_fn: CountFn | None,
-    vocabulary: Vocabulary,
     mesh: "DeviceMesh | None",
     map_fn: Callable[[Any], Any] | None,
     meter: "ThroughputMeter | None",
@@ -133,11 +114,9 @@ def _windows(
     mark_consumed = getattr(sampler, "mark_consumed", None)
     end_epoch = getattr(sampler, "end_epoch", None)
     waiting_for = nullcontext if meter is None else meter.waiting_for
-    # A pass that resumes in the middle of an epoch may have no batch left, because a loader can drop the
-    # epoch's tail. That is no reason to say that the data set has no target.
+    # A pass that resumes in the middle of an epoch may have no batch left, as a loader can drop the tail.
     in_mid_epoch = bool(getattr(sampler, "position", 0) or getattr(sampler, "is_passed_over", False))
     batches = begun_late(loader if loader is not None and reads else ())
-    targets_seen = False
     stands: Any = None
     while True:
         window: list[Any] = []
@@ -157,11 +136,6 @@ def _windows(
                     "windows() marks what is consumed; load a state or set an epoch before the pass, or "
                     "leave the loop and call windows(...) again"
                 )
-            looked_at = on_host(window)
-            for batch in looked_at:
-                vocabulary.check_ids(batch)
-            counted_ones = window if count_fn is not None else looked_at
-            targets_seen = targets_seen or any(_may_have_targets(batch, count_fn) for batch in counted_ones)
             if group is not None:  # both may fail, and from here an error still reaches all ranks
                 to_send = [pickle.dumps(to_device(batch, torch.device("cpu"))) for batch in window]
                 if mark_consumed is not None and window:
@@ -192,21 +166,8 @@ def _windows(
             break
     if end_epoch is not None and (stands is None or _stands(sampler) == stands):
         end_epoch()  # unless the caller has moved it, after the last window
-    if all_reduce_sum([targets_seen or in_mid_epoch])[0] == 0:
-        raise BatchError(
-            "the data set has no target on any rank: every label, after the shift, is -100, or there is no "
-            "batch. Look at a row with render_labels, and at the counts that filter_rows returns"
-        )
-
-
-def _may_have_targets(batch: Any, count_fn: CountFn | None) -> bool:
-    """Whether a batch has targets, or has labels that only a ``loss_fn`` could count."""
-    if count_fn is not None:
-        return counted(batch, count_fn) > 0
-    try:
-        return num_targets(batch) > 0
-    except BatchError:
-        return True  # a loss_fn may know what to do with it; if there is none, train_step refuses it
+    if stands is None and all_reduce_sum([in_mid_epoch])[0] == 0:
+        raise BatchError("the epoch has no window: the loader of at least one rank has no batch")
 
 
 def _resumable(loader: Any) -> Any:

@@ -5,14 +5,12 @@ import numbers
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_sft._model.blocks import without_caches
-from fsdp_sft._ranks.agree import all_gather_objects
-from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss import (
@@ -22,10 +20,6 @@ from fsdp_sft.loss import (
     num_targets,
     within,
 )
-from fsdp_sft.step.agreement import agree
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]]
 CountFn = Callable[[Any], float]
@@ -42,11 +36,6 @@ class Objective:
 
     loss_fn: LossFn | None = None
     count_fn: CountFn | None = None
-
-    def __post_init__(self) -> None:
-        for name, function in vars(self).items():
-            if function is not None and not callable(function):
-                raise TypeError(f"{name} must be a function, got {type(function).__name__}")
 
     @property
     def knows_accuracy(self) -> bool:
@@ -93,18 +82,13 @@ def counted(batch: Any, count_fn: CountFn | None) -> float:
 
 
 def _checked(result: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Result of a ``loss_fn``: a scalar, with gradients where they are enabled, and float64 metrics."""
+    """Result of a ``loss_fn``: a scalar, and float64 metrics."""
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not isinstance(metrics, Mapping):
         got = [tuple(one.shape) if isinstance(one, torch.Tensor) else one for one in (loss, metrics)]
         raise TypeError(
             "loss_fn must return the loss summed over the batch's targets, a scalar, or (loss, {name: summed "
             f"value}}), got {got[0]!r} and {got[1]!r}"
-        )
-    if torch.is_grad_enabled() and not loss.requires_grad:
-        raise ValueError(
-            "loss_fn returned a loss that depends on no parameter that is trained; a batch without targets "
-            "needs one too, such as (logits * 0).sum(), because other ranks wait in its backward"
         )
     sums = {
         name: value.detach().to(torch.float64).reshape(())
@@ -140,18 +124,3 @@ class Sums:
     def tensors(self) -> list[torch.Tensor]:
         """[loss, router, correct, each metric]: what is copied to the host."""
         return [self.loss, self.router, self.correct, *self.metrics.values()]
-
-
-def means_over_mesh(own: dict[str, float], mesh: "DeviceMesh | None", divisor: float) -> dict[str, float]:
-    """The sums of metrics over all ranks, over ``divisor``; a name counts as 0 where a rank lacks it.
-
-    Collective: all ranks of the mesh.
-    """
-    names = sorted(own)
-    _, different = agree(mesh, {}, {"names": names})
-    if different:
-        names = sorted(set().union(*all_gather_objects(names)))
-    if not names:
-        return {}
-    sums = sum_over_mesh([own.get(name, 0.0) for name in names], mesh)
-    return {name: total / divisor for name, total in zip(names, sums, strict=True)}

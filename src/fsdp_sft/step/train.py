@@ -22,8 +22,6 @@ from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.errors import NonFiniteGradientError, abridged
 from fsdp_sft.experts import ExpertLoad, counter_of
 from fsdp_sft.loss import scaled_for_averaging
-from fsdp_sft.sampling.packing import verify_at_first_use
-from fsdp_sft.sampling.padding import verify_left_padding
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
 from fsdp_sft.step.checks import (
     FIRST_WINDOW,
@@ -34,20 +32,24 @@ from fsdp_sft.step.checks import (
     look_at_labels,
     refuse_beside,
     refuse_untrainable,
+    verify_at_first_use_of,
 )
-from fsdp_sft.step.gradients import SyncMode, checked_norm, clip_gradients, gradient_sync
-from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums, means_over_mesh
-from fsdp_sft.step.optimizers import (
+from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums
+from fsdp_sft.step.update import (
     Optimizers,
+    SyncMode,
+    checked_norm,
     checked_optimizers,
     checked_schedulers,
+    clip_gradients,
+    gradient_sync,
     options_of,
     prepare_scaler,
     step_all,
     unscale,
 )
 from fsdp_sft.step.warnings import warn_of_likely_mistakes
-from fsdp_sft.step.window import Window, agree_on_window
+from fsdp_sft.step.window import Window, agree_on_window, means_over_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -221,11 +223,7 @@ def train_step(
     if window.weight == 0:
         return _without_step(model, window)
     if check:
-        seen = [one.seen for one in window.micro_batches]
-        verify_at_first_use(model, seen, mesh, own_loss=objective.is_own)
-    if check and window.padded_left and not objective.is_own:
-        with_positions = "position_ids" in window.micro_batches[0].keys
-        verify_left_padding(model, mesh, with_positions=with_positions)
+        verify_at_first_use_of(model, window.micro_batches, window.padded_left, objective, mesh)
 
     sums, load = Sums(compute_device(model)), None
     try:

@@ -15,7 +15,7 @@ from fsdp_sft.dcp_io.model_state import loaded_step
 from fsdp_sft.errors import abridged
 from fsdp_sft.sac import draws_random_numbers
 from fsdp_sft.step.checks import done_with, first_time
-from fsdp_sft.step.optimizers import stepped_by
+from fsdp_sft.step.update import stepped_by
 
 _AT_A_RATE = "was trained at a learning rate above 0"
 

@@ -1,19 +1,27 @@
-"""A window's micro-batches, measured on the host, and what the ranks agree on before the first forward."""
+"""A window's micro-batches, measured on the host, and what the ranks agree on before the first forward.
+
+The keys of a batch are compared, because a forward runs the modules that its arguments need. If one rank's
+batch has an image and another's has none, the first gathers the parameters of the vision tower and the second
+never does, so the job hangs, or gloo aborts it.
+"""
 
 import copy
+import hashlib
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from fsdp_sft._process.streams import host_copies, travelling
-from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh
+from fsdp_sft._ranks.agree import all_gather_objects, difference
+from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup
 from fsdp_sft.errors import BatchError
 from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.loss import (
+    LABEL_KEYS,
     LOSS_KEYS,
     WEIGHTS_KEY,
     BatchPart,
@@ -26,12 +34,15 @@ from fsdp_sft.loss import (
     weight_of,
 )
 from fsdp_sft.sampling.padding import is_padded_on_left
-from fsdp_sft.step.agreement import Keys, agree, keys_of, refuse_different_keys, refuse_different_options
 from fsdp_sft.step.objective import Objective, counted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+Keys = tuple[str, ...]
+# Squares of 20-bit words summed over 8,192 ranks stay below 2**53, up to which float64 is exact.
+_WORD_BITS = 20
+_WORDS = 3
 _LOOKED_AT = (*LOSS_KEYS, "input_ids", "attention_mask", "position_ids")
 
 
@@ -149,31 +160,113 @@ def agree_on_window(
         check([one.seen for one in batches])
     except Exception as caught:
         error = caught
-    keys = [one.keys for one in batches]
+    keys = {f"micro-batch {index}": one.keys for index, one in enumerate(batches)}
+    options = {**options, "micro_batches": len(batches)}
     own = {
         "weight": sum(one.weight for one in batches),
         "targets": sum(one.targets for one in batches),
         "tokens": sum(one.tokens for one in batches),
         "padded_left": any(one.padded_left for one in batches),
-        "micro_batches": len(batches),
         "failed": error is not None,
     }
-    total, different = agree(mesh, own, {"options": options, "number": len(keys), "keys": keys})
+    total, different = agree(mesh, own, {"options": options, "keys": keys})
     if total["failed"]:
         raise_on_mesh(error, "checking the window and the model", mesh)
     if "options" in different:
-        refuse_different_options(options)
-    if mesh is not None and "number" in different:
-        raise BatchError(
-            f"ranks have different numbers of micro-batches (this one {len(keys)}, "
-            f"{total['micro_batches'] / mesh.size():.2f} on average); iterate with windows(), which ends all "
-            "ranks together"
-        )
+        refuse_different("options", options)
     if "keys" in different:
-        refuse_different_keys(keys)
+        refuse_different("keys", keys)
     copies = copies_of_rows(mesh)
     targets, tokens = round(total["targets"] / copies), int(total["tokens"]) // copies
     return Window(targets, tokens, total["weight"] / copies, total["padded_left"] > 0, batches)
+
+
+def agree(
+    mesh: "DeviceMesh | None", sums: dict[str, float], same: dict[str, Any]
+) -> tuple[dict[str, float], set[str]]:
+    """Sum numbers over the ranks and compare values between them, in one small all-reduce.
+
+    Args:
+        mesh: Mesh of the model; None is this rank alone.
+        sums: Numbers of this rank by name.
+        same: Values of this rank by name, compared by their ``repr``; None for one that it does not have.
+
+    Returns:
+        (the sums over all ranks, names of the values in which ranks that have one differ).
+
+    Collective: all ranks, if there is a mesh, with the same names.
+    """
+    own = list(sums.values())
+    for value in same.values():
+        words = [0] * _WORDS if value is None else _digest(value)
+        own += [value is not None, *words, *(word * word for word in words)]
+    totals = sum_over_mesh(own, mesh)
+    different = set()
+    for index, name in enumerate(same):
+        start = len(sums) + index * (1 + 2 * _WORDS)
+        have, *words = map(int, totals[start : start + 1 + 2 * _WORDS])
+        # The variance of equal numbers is 0.
+        if any(have * squares != total**2 for total, squares in zip(words, words[_WORDS:], strict=False)):
+            different.add(name)
+    return dict(zip(sums, totals, strict=False)), different
+
+
+def _digest(value: Any) -> list[int]:
+    """Three numbers below 2**20, equal for equal values and (nearly always) different for others."""
+    bits = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big")
+    return [bits >> shift & ((1 << _WORD_BITS) - 1) for shift in range(0, _WORDS * _WORD_BITS, _WORD_BITS)]
+
+
+def keys_of(batch: Any) -> Keys:
+    """The sorted keys of a batch, without those whose value is None.
+
+    ``shift_labels`` count as ``labels``, because the loss handles both. ``loss_weights`` do not count: some
+    ranks may have them and others not. A batch that is not a mapping (for a ``loss_fn``) has one key, which
+    names its type.
+    """
+    if isinstance(batch, Mapping):
+        named = (
+            "labels" if key in LABEL_KEYS else str(key)
+            for key, value in batch.items()
+            if value is not None and key != WEIGHTS_KEY
+        )
+        return tuple(sorted(set(named)))
+    size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+    return (f"a {type(batch).__name__}{size}",)
+
+
+def means_over_mesh(own: dict[str, float], mesh: "DeviceMesh | None", divisor: float) -> dict[str, float]:
+    """The sums of metrics over all ranks, over ``divisor``; a name counts as 0 where a rank lacks it.
+
+    Collective: all ranks of the mesh.
+    """
+    names = sorted(own)
+    _, different = agree(mesh, {}, {"names": names})
+    if different:
+        names = sorted(set().union(*all_gather_objects(names)))
+    if not names:
+        return {}
+    sums = sum_over_mesh([own.get(name, 0.0) for name in names], mesh)
+    return {name: total / divisor for name, total in zip(names, sums, strict=True)}
+
+
+def refuse_different(what: str, own: dict[str, Any]) -> NoReturn:
+    """Raise the error that says in which options of a call, or keys of its batches, ranks differ.
+
+    Args:
+        what: ``"options"`` or ``"keys"``.
+        own: Those of this rank by name; empty if it has none to compare.
+
+    Collective: all ranks; all must know that theirs differ.
+    """
+    apart = difference([(rank, one) for rank, one in enumerate(all_gather_objects(own)) if one])
+    advice = (
+        "windows() ends all ranks together"
+        if what == "options"
+        else "a forward that is given other keys may run other modules, and ranks then wait for each other. "
+        "A row without an image gets a blank one, or a sampler hands rows of one kind to all ranks at a time"
+    )
+    raise BatchError(f"ranks have different {what} ({apart}); give all of them the same: {advice}")
 
 
 def begun_late(batches: Iterable[Any]) -> Iterator[Any]:

@@ -1,0 +1,265 @@
+"""What gradients go through: the collectives that reduce them, their norm, and the optimizers that step."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_sft._compat.fsdp import allow_unused_groups, forget_failed_iteration
+from fsdp_sft._compat.optim import found_infs, keep_scale_on_host
+from fsdp_sft._model.named import parameter_names
+from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.wrappers import replicated_by, unwrapped
+from fsdp_sft._tensors.boxes import local_of
+from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list
+from fsdp_sft.errors import OptimizerError, abridged
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
+SyncMode = Literal["all", "reduce_scatter", "none"]
+_PIECE = 1 << 16  # elements whose squares have a sum in float32 that is right to some 1e-7
+
+
+@contextmanager
+def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
+    """Context manager that chooses the gradient collectives of the backwards inside it.
+
+    Args:
+        model: Sharded model, or one inside DistributedDataParallel; nothing changes for any other model.
+        mode: ``"all"`` reduce-scatters and, under HSDP, all-reduces. ``"reduce_scatter"`` leaves out the
+            all-reduce between replicas. ``"none"`` runs no collective: each rank keeps unsharded gradients,
+            to which later backwards add, until the first backward under ``"all"`` reduces them.
+            DistributedDataParallel has one all-reduce only. It runs under ``"all"``, and for a static graph
+            in every mode; the forward must be inside the context too.
+
+    Raises:
+        ValueError: If ``mode`` is none of these.
+
+    Example:
+        >>> targets = fs.count_targets(window)
+        >>> for index, batch in enumerate(window):
+        ...     with fs.gradient_sync(model, "all" if index == len(window) - 1 else "none"):
+        ...         fs.causal_lm_loss(model, batch, num_targets=targets).backward()
+    """
+    if mode not in ("all", "reduce_scatter", "none"):
+        raise ValueError(f"mode must be 'all', 'reduce_scatter' or 'none', got {mode!r}")
+    replicated = replicated_by(model)
+    if replicated is not None:
+        # DistributedDataParallel(static_graph=True) fails an assertion in torch if the first backward runs
+        # under no_sync.
+        defers = mode != "all" and not replicated.static_graph
+        with replicated.no_sync() if defers else nullcontext():
+            yield
+        return
+    model = unwrapped(model)
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    by_hand = getattr(model, "set_manual_backward_finalization", None)  # torch 2.15
+    if by_hand is not None:
+        by_hand(False)  # the last backward of a window finalizes it
+    model.set_requires_gradient_sync(mode != "none")
+    if mode == "none":
+        allow_unused_groups(model)
+    model.set_requires_all_reduce(mode == "all")
+    model.set_is_last_backward(mode == "all")
+    try:
+        yield
+    except BaseException:
+        forget_failed_iteration(model)  # what was held back would go into the next window
+        raise
+    finally:
+        model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(True)
+        model.set_is_last_backward(True)
+
+
+def checked_norm(given: Any) -> float | None:
+    """``max_grad_norm`` as a number that ranks can compare; None clips nothing.
+
+    Raises:
+        ValueError: If it is not above 0.
+    """
+    if given is None:
+        return None
+    if not float(given) > 0:
+        raise ValueError(f"max_grad_norm must be above 0, or None to clip nothing, got {given!r}")
+    return float(given)
+
+
+def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tensor:
+    """Clip the gradients in place; return their 2-norm over all ranks, a 0-dim tensor on their device.
+
+    Under tensor and expert parallelism gradients lie on several meshes, and some on none. Each kind has its
+    norm, and the norm of these norms is that of the whole gradient.
+    """
+    reshard(model)  # parameters that stay gathered after a backward, as FSDP2 can be told, have no gradients
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is not None:
+            sharded = isinstance(gradient, DTensor)
+            kind = (gradient.device_mesh, gradient.placements) if sharded else None  # type: ignore[attr-defined]
+            kinds.setdefault(kind, []).append(parameter)
+    norms = [_norm(parameters) for parameters in kinds.values()]
+    norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+    for parameters in kinds.values() if max_grad_norm is not None else ():
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)  # type: ignore[arg-type]
+    return norm
+
+
+def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """Norm of gradients with the same mesh and placements."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    first = gradients[0]
+    placements = first.placements if isinstance(first, DTensor) else ()
+    cuts = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(cuts) < 2 and first.device.type != "cpu":
+        norm = torch.nn.utils.get_total_norm(gradients)
+        # The norm of shards is a partial result until it is reduced.
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # full_tensor() would compute the same, and warn that it reduces along one axis after the other.
+    pieces = [piece for gradient in gradients for piece in _pieces(local_of(gradient))]
+    norm = torch.nn.utils.get_total_norm(pieces)
+    if not cuts:
+        return norm
+    squared = norm.square()
+    for axis in cuts:
+        dist.all_reduce(squared, group=first.device_mesh.get_group(axis))  # type: ignore[attr-defined]
+    return squared.sqrt()
+
+
+def _pieces(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A gradient in pieces on the CPU, where torch adds squares up one by one: 50 million are 0.4 % off."""
+    return gradient.reshape(-1).split(_PIECE) if gradient.device.type == "cpu" else (gradient,)
+
+
+def checked_optimizers(
+    model: nn.Module, optimizer: Optimizers
+) -> tuple[list[torch.optim.Optimizer], dict[nn.Parameter, str], list[str]]:
+    """Check the optimizers of a model, which is resharded.
+
+    An optimizer made before the model was sharded holds none of the model's parameters, and would train
+    nothing. One made while some were gathered lacks those; a forward without a backward leaves the root's
+    parameters gathered.
+
+    Returns:
+        (optimizers, the model's parameters with their names, names of those that require gradients and are
+        in no optimizer).
+
+    Raises:
+        TypeError: If one of them is not an optimizer.
+        ValueError: If the list is empty.
+        OptimizerError: If they hold tensors that sharding has replaced, or two hold the same.
+    """
+    optimizers = as_list(optimizer)
+    reshard(model)  # a gathered parameter is another tensor than its shard
+    names = parameter_names(model)
+    all_stepped = stepped_by(*optimizers)
+    stepped = set(all_stepped)
+    if len(stepped) < len(all_stepped):  # within one group torch only warns
+        raise OptimizerError(
+            f"{len(all_stepped) - len(stepped)} parameters are held more than once, by one optimizer or by "
+            "two, and would be stepped as often: give each to one, once"
+        )
+    left_out = [name for p, name in names.items() if p.requires_grad and p not in stepped]
+    foreign = stepped - names.keys()
+    if foreign and left_out:
+        raise OptimizerError(
+            f"the optimizer has {len(foreign)} tensors that are none of the model's parameters, and lacks "
+            f"{len(left_out)} that require gradients ({abridged(left_out)}): sharding has "
+            "replaced what it was made over, or that was gathered. Make it after shard_model or "
+            "load_pretrained, before any forward"
+        )
+    return optimizers, names, left_out
+
+
+def checked_schedulers(scheduler: Any, optimizers: list[torch.optim.Optimizer]) -> "list[LRScheduler]":
+    """The schedulers as a list, which may be empty.
+
+    Raises:
+        OptimizerError: If one belongs to another optimizer, as to one that was made before sharding.
+    """
+    schedulers: list[Any] = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
+    schedulers = [one for one in schedulers if one is not None]
+    for one in schedulers:
+        groups = getattr(getattr(one, "optimizer", None), "param_groups", None)
+        if groups is not None and not any(groups is each.param_groups for each in optimizers):
+            raise OptimizerError(
+                f"the {type(one).__name__} schedules an optimizer that train_step was not given; its rates "
+                "would change nothing here"
+            )
+    return schedulers
+
+
+def prepare_scaler(
+    optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
+) -> torch.amp.GradScaler | None:
+    """The scaler, ready for these optimizers' gradients; None if it is not enabled."""
+    if scaler is None or not scaler.is_enabled():
+        return None  # a disabled scaler skips no step, so gradients that are not finite have to raise
+    parameters = (p for o in optimizers for group in o.param_groups for p in group["params"])
+    if any(parameter.device.type == "cpu" for parameter in parameters):
+        keep_scale_on_host(scaler)
+    return scaler
+
+
+def options_of(optimizers: list[torch.optim.Optimizer]) -> tuple[str, ...]:
+    """Options of the optimizers' groups, which must be the same on every rank, as text.
+
+    A rate that is a tensor on a device is left out: the host would have to wait for it.
+    """
+    return tuple(
+        f"{name}={_plain(value)} of group {number} of {type(optimizer).__name__}"
+        for optimizer in optimizers
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name not in ("params", "initial_lr") and _plain(value) is not None
+    )
+
+
+def _plain(value: Any) -> Any:
+    """An option that can be compared; None for any other."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def unscale(
+    optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
+) -> list[torch.Tensor]:
+    """Divide the gradients by the scale; return 0-dim tensors that are not 0 where there was an inf.
+
+    If any of them is not 0, all optimizers must skip the step. The scaler alone would skip only the optimizer
+    whose gradients have the inf.
+    """
+    if scaler is None:
+        return []
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    return found_infs(scaler, optimizers)
+
+
+def step_all(
+    optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None, *, skipped: bool
+) -> None:
+    """Step the optimizers, unless the step is ``skipped``, and update the scaler."""
+    for optimizer in () if skipped else optimizers:
+        if scaler is not None and not any(p.grad is not None for p in stepped_by(optimizer)):
+            continue  # all that it holds is frozen: the scaler would raise for lack of a gradient
+        optimizer.step() if scaler is None else scaler.step(optimizer)
+    if scaler is not None:
+        scaler.update()
+
+
+def stepped_by(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All tensors of the optimizers' groups."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
