@@ -265,8 +265,8 @@ def _checked(batch: Batch, name: str) -> torch.Tensor:
         raise BatchError(f"a batch needs 'labels' aligned with 'input_ids', got {_seen(batch)}; {_OWN_LOSS}")
     ids = batch.get("input_ids")
     is_usual = isinstance(labels, torch.Tensor) and not labels.is_nested and labels.dtype == torch.int64
-    shape = labels.shape if not isinstance(ids, torch.Tensor) or ids.is_nested else ids.shape
-    if not is_usual or labels.ndim != 2 or labels.shape != shape:
+    beside = ids if isinstance(ids, torch.Tensor) and not ids.is_nested else labels
+    if not is_usual or labels.ndim != 2 or labels.shape != beside.shape:
         raise BatchError(
             f"{name} of {_said(labels)} must be aligned with input_ids of {_said(ids)}, as int64 (B, S); "
             "the loss shifts labels itself. Nested rows are to be padded "
