@@ -197,6 +197,7 @@ def _check_bad_windows() -> None:
         ([good] * (1 + rank), "micro_batches=1 and 2, on ranks 0 and 1"),
         ([bad_labels], "aligned with input_ids"),
         ([no_labels], "needs 'labels'"),
+        ([{"labels": [[1, 2]]} if rank else good], "labels of list"),
         ([] if rank else [good], "empty window"),
         (good if rank else [good], r"wrap a single batch as \[batch\]"),
     ):
