@@ -29,7 +29,6 @@ PRIVATE = {
     "torch.distributed.distributed_c10d:ProcessGroupGloo": "_Options",
     "torch.distributed.distributed_c10d:ProcessGroupGloo._Options": "_devices _threads _timeout",
     "torch:_C": "_TorchDispatchModeKey _get_dispatch_mode",
-    "torch:UntypedStorage": "_checkpoint_offset",
     "torch:Tensor": "_backward_hooks _make_wrapper_subclass _post_accumulate_grad_hooks",
     "torch._ops:OpOverload": "_schema",
     "torch._dynamo:OptimizedModule": "_orig_mod",
