@@ -69,6 +69,36 @@ def test_float16_without_a_scaler() -> None:
         fs.train_step(model, batches, optimizer)
 
 
+@pytest.mark.parametrize("call", ["train_step", "evaluate"])
+def test_ids_that_are_no_integers(call: str) -> None:
+    model, batches = tiny_model("llama"), ragged_batches(1)
+    batches[0]["input_ids"] = batches[0]["input_ids"].float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pytest.raises(fs.BatchError, match=r"input_ids are torch.float32, .*make them torch.long"):
+        fs.evaluate(model, batches) if call == "evaluate" else fs.train_step(model, batches, optimizer)
+
+
+def test_a_schedule_that_is_stepped_twice() -> None:
+    model, batches = tiny_model("llama"), ragged_batches(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    silent = [{**batches[0], "labels": torch.full_like(batches[0]["labels"], -100)}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fs.train_step(model, batches, optimizer, scheduler=schedule)
+        saved = schedule.state_dict()
+        fs.train_step(model, batches, optimizer, scheduler=schedule)
+        schedule.load_state_dict(saved)  # a step of the past
+        fs.train_step(model, batches, optimizer, scheduler=schedule)
+        warnings.filterwarnings("ignore", message="a window has no targets")
+        assert fs.train_step(model, silent, optimizer, scheduler=schedule).skipped
+        schedule.step()  # which train_step has not done
+        fs.train_step(model, batches, optimizer, scheduler=schedule)
+    schedule.step()
+    with pytest.warns(UserWarning, match=r"LambdaLR was stepped once since .* leave out scheduler\.step\(\)"):
+        fs.train_step(model, batches, optimizer, scheduler=schedule)
+
+
 def test_dtypes_by_their_names(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path)

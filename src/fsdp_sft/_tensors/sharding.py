@@ -23,7 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from fsdp_sft._ranks.agree import this_rank, world_size
 from fsdp_sft._tensors.boxes import Box, box_at, check_ranks_ascend, chunk_of, cuts_of, whole
@@ -147,14 +148,20 @@ def sharding_of(tensor: torch.Tensor) -> Sharding:
     if not isinstance(tensor, DTensor):
         return Sharding((world_size(),), None, ())
     mesh = tensor.device_mesh
-    splits = cuts_of(tensor.placements, tuple(mesh.shape), tensor.ndim)
-    check_ranks_ascend(mesh, tensor.placements)
     if mesh.size() != world_size():
         raise ValueError(
             f"a tensor lies on {mesh} and not on all {world_size()} ranks (tensor parallelism leaves such "
             "tensors whole beside FSDP2), so which rank has which part is not known; load the model with "
             "tp_size=1"
         )
+    return _sharding_on(mesh, tuple(tensor.placements), tensor.ndim)
+
+
+@functools.lru_cache(maxsize=64)  # a model has thousands of tensors on a mesh, whose ranks torch lists anew
+def _sharding_on(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int) -> Sharding:
+    """The sharding of any tensor with these placements."""
+    splits = cuts_of(placements, tuple(mesh.shape), ndim)
+    check_ranks_ascend(mesh, placements)
     ranks = mesh.mesh.flatten()
     in_order = torch.equal(ranks, torch.arange(len(ranks), dtype=ranks.dtype, device=ranks.device))
     return Sharding(tuple(mesh.shape), None if in_order else tuple(ranks.tolist()), splits)

@@ -161,6 +161,11 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
     for batch in batches:
         ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if isinstance(ids, torch.Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
+            raise BatchError(  # the embedding's error would be of this rank alone
+                f"input_ids are {ids.dtype}, and ids are integers: make them torch.long (vectors go into "
+                "inputs_embeds)"
+            )
         for name in ("attention_mask", "position_ids") if isinstance(ids, torch.Tensor) else ():
             other: Any = batch.get(name)  # transformers takes a mask that is too short
             flat = isinstance(other, torch.Tensor) and not other.is_nested and other.ndim == ids.ndim == 2

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ from fsdp_sft.step.checks import done_with, first_time
 from fsdp_sft.step.update import stepped_by
 
 _AT_A_RATE = "was trained at a learning rate above 0"
+stepped_at: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
+"""Where ``train_step`` has left each schedule that it stepped; looked up, and forgotten, in the next step."""
 
 
 def warn_of_likely_mistakes(
@@ -80,7 +83,14 @@ def warn_of_likely_mistakes(
 
 
 def _warn_of_schedules(model: nn.Module, schedulers: Sequence[Any]) -> None:
-    """Warn of schedules that were made anew beside an optimizer that was loaded."""
+    """Warn of schedules that are stepped twice, or were made anew beside an optimizer that was loaded."""
+    twice = [one for one in schedulers if stepped_at.pop(one, None) == getattr(one, "last_epoch", 0) - 1]
+    if twice and first_time(model, "stepped twice"):
+        warn_caller(
+            f"the {type(twice[0]).__name__} was stepped once since the last train_step, which had stepped it "
+            "too, so that the learning rate runs through its schedule twice as fast: leave out "
+            "scheduler.step(), or scheduler= of train_step"
+        )
     apart = [one for one in schedulers if getattr(one, "last_epoch", 0) and _sets_other_rates(one)]
     if apart and first_time(model, "other rates"):
         warn_caller(

@@ -47,8 +47,8 @@ def read_index(folder: Path) -> dict[str, str]:
         raise CheckpointFormatError(
             f"{folder} has neither {SINGLE} nor {INDEX}; it has {abridged(present)}. Pickled weights "
             "(pytorch_model.bin) are converted once, on a machine with memory for the model: "
-            "transformers.AutoModelForCausalLM.from_pretrained(folder, dtype='auto').save_pretrained(out), and "
-            f"the same for its AutoTokenizer{told_of_format(folder)}"
+            "AutoModelForCausalLM.from_pretrained(folder, dtype='auto').save_pretrained(out) of transformers "
+            f"and the same for AutoTokenizer{told_of_format(folder)}"
         )
     try:
         text = read_bytes(path.resolve(), MAX_INDEX_BYTES)  # in the Hub's cache it is a link
