@@ -19,7 +19,7 @@ def _printed(capsys: pytest.CaptureFixture[str], *given: str, code: int = 0) -> 
 
 def test_fewest_gpus_are_those_for_which_there_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """The search may fuse AdamW, and so do the advice and the fewest that it names."""
-    job = ["--model", str(QWEN), "--seq", "1k", "--global-batch", "64", "--gpu", "h100-40gib"]
+    job = ["--model", str(QWEN), "--seq", "1024", "--global-batch", "64", "--gpu", "h100-40gib"]
     text = _printed(capsys, *job, "--gpus", "1", code=1)
     enough = re.search(r"(\d+) such GPUs", text)
     assert enough is not None
