@@ -59,9 +59,8 @@ def test_every_format(folders: Path, ranks: int, mesh_shape: dict[str, int]) -> 
     run_distributed(_load, ranks, folders, mesh_shape)
 
 
-# Whose rows have no bytes of their own: transposed, or with zero points, orders or blocks over several rows.
+# Whose rows have no bytes of their own, but blocks that go on in the next row.
 NO_ROWS = {name for name in FORMATS if name.startswith("nf4")}
-NO_ROWS |= {"int4 asymmetric", "int4 ordered"}
 
 
 def _frozen(folder: Path, mesh: Any, frozen_dtype: str) -> Any:

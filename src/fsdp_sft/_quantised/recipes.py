@@ -7,6 +7,7 @@ bfloat16, of which two levels of quantisation would save 0.12 bits a value. FP8:
 maps the largest magnitude of a block of 128 values to 448.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -31,12 +32,13 @@ class Recipe:
 
     Attributes:
         name: Name of the format.
-        form: Function from the number of values in a row to how it is packed.
+        form: Function from the number of values in a row, and the bits of each with its share of the scales,
+            to how it is packed.
         pack: Function from values ``(rows, width)``, float32, to the parts of their rows.
     """
 
     name: str
-    form: Callable[[int], RowFormat]
+    form: Callable[..., RowFormat]
     pack: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 
 
@@ -59,8 +61,9 @@ def _nf4(parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torc
     return scale(of_nibbles(parts["codes"], NF4), parts["scale"].to(torch.float32), 64)
 
 
-def _form_nf4(width: int) -> RowFormat:
-    parts = (("scale", torch.bfloat16, -(-width // 64)), ("codes", torch.uint8, width // 2))
+def _form_nf4(width: int, bits: float = 4 + 16 / 64) -> RowFormat:
+    scales = max(1, math.ceil(width * (bits - 4) / 16))
+    parts = (("scale", torch.bfloat16, scales), ("codes", torch.uint8, width // 2))
     return RowFormat("nf4", width, parts, _nf4)
 
 
@@ -75,8 +78,9 @@ def _fp8(parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torc
     return scale(of_floats(parts["weight"]), parts["scale"], 128)
 
 
-def _form_fp8(width: int) -> RowFormat:
-    parts = (("scale", torch.float32, -(-width // 128)), ("weight", torch.float8_e4m3fn, width))
+def _form_fp8(width: int, bits: float = 8 + 32 / 128) -> RowFormat:
+    scales = max(1, math.ceil(width * (bits - 8) / 32))
+    parts = (("scale", torch.float32, scales), ("weight", torch.float8_e4m3fn, width))
     return RowFormat("fp8", width, parts, _fp8)
 
 
