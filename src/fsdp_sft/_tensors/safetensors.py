@@ -8,6 +8,7 @@ Source: https://github.com/huggingface/safetensors#format
 
 import errno
 import json
+import math
 import os
 import stat
 import struct
@@ -103,10 +104,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     """Number of bytes of a contiguous tensor."""
-    total = dtype.itemsize
-    for size in shape:
-        total *= size
-    return total
+    return dtype.itemsize * math.prod(shape)
 
 
 def encode_header(
