@@ -105,7 +105,7 @@ def bits(settings: Settings, dims: int) -> float:
 
 
 def _is_integer(scheme: Mapping[str, Any]) -> bool:
-    return scheme.get("type", "int") == "int"
+    return bool(scheme.get("type", "int") == "int")
 
 
 def _schemes(settings: Settings) -> list[Mapping[str, Any]]:

@@ -97,8 +97,10 @@ def layout_by_config(settings: Settings, shape: Ints) -> PackedLayout | None:
     bits = method.bits(settings, len(shape)) if method.bits is not None else 0
     if not bits:
         return None
-    form = RECIPES["nf4" if bits < 8 else "fp8"].form(shape[-2 if method.transposed else -1], bits)
-    return PackedLayout(form, shape, method.transposed)
+    width = shape[-2 if method.transposed else -1]
+    recipe, codes, scales = ("nf4", 4, 16) if bits < 8 else ("fp8", 8, 32)
+    block = int(scales / (bits - codes)) if bits > codes else width
+    return PackedLayout(RECIPES[recipe].form(width, block), shape, method.transposed)
 
 
 def is_left_out(settings: Settings, module: str) -> bool:

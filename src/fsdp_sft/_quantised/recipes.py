@@ -7,7 +7,7 @@ bfloat16, of which two levels of quantisation would save 0.12 bits a value. FP8:
 maps the largest magnitude of a block of 128 values to 448.
 """
 
-import math
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -32,8 +32,8 @@ class Recipe:
 
     Attributes:
         name: Name of the format.
-        form: Function from the number of values in a row, and the bits of each with its share of the scales,
-            to how it is packed.
+        form: Function from the number of values in a row, and of those that share a scale, to how it is
+            packed.
         pack: Function from values ``(rows, width)``, float32, to the parts of their rows.
     """
 
@@ -57,14 +57,14 @@ def _pack_nf4(values: torch.Tensor) -> Mapping[str, torch.Tensor]:
     return {"scale": largest, "codes": codes[:, ::2] | codes[:, 1::2] << 4}
 
 
-def _nf4(parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:
-    return scale(of_nibbles(parts["codes"], NF4), parts["scale"].to(torch.float32), 64)
+def _nf4(block: int, parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:
+    return scale(of_nibbles(parts["codes"], NF4), parts["scale"].to(torch.float32), block)
 
 
-def _form_nf4(width: int, bits: float = 4 + 16 / 64) -> RowFormat:
-    scales = max(1, math.ceil(width * (bits - 4) / 16))
-    parts = (("scale", torch.bfloat16, scales), ("codes", torch.uint8, width // 2))
-    return RowFormat("nf4", width, parts, _nf4)
+@functools.cache  # so that formats of rows that are alike compare equal
+def _form_nf4(width: int, block: int = 64) -> RowFormat:
+    parts = (("scale", torch.bfloat16, -(-width // block)), ("codes", torch.uint8, width // 2))
+    return RowFormat("nf4", width, parts, functools.partial(_nf4, block))
 
 
 def _pack_fp8(values: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -74,14 +74,14 @@ def _pack_fp8(values: torch.Tensor) -> Mapping[str, torch.Tensor]:
     return {"scale": scales, "weight": weight.to(torch.float8_e4m3fn)}
 
 
-def _fp8(parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:
-    return scale(of_floats(parts["weight"]), parts["scale"], 128)
+def _fp8(block: int, parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:
+    return scale(of_floats(parts["weight"]), parts["scale"], block)
 
 
-def _form_fp8(width: int, bits: float = 8 + 32 / 128) -> RowFormat:
-    scales = max(1, math.ceil(width * (bits - 8) / 32))
-    parts = (("scale", torch.float32, scales), ("weight", torch.float8_e4m3fn, width))
-    return RowFormat("fp8", width, parts, _fp8)
+@functools.cache
+def _form_fp8(width: int, block: int = 128) -> RowFormat:
+    parts = (("scale", torch.float32, -(-width // block)), ("weight", torch.float8_e4m3fn, width))
+    return RowFormat("fp8", width, parts, functools.partial(_fp8, block))
 
 
 RECIPES = {

@@ -1,6 +1,7 @@
 """Gathering the full tensors of a sharded model on rank 0, one at a time, by point-to-point sends."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,7 @@ class Gatherer:
         raise_first(self.error, phase)
 
 
-def _exchange(operation: Callable[..., dist.Work], values: torch.Tensor, rank: int) -> None:
+def _exchange(operation: Callable[..., Any], values: torch.Tensor, rank: int) -> None:
     """Send a contiguous CPU tensor, or fill it with what arrives, as bytes: gloo knows few dtypes."""
     for piece in values.reshape(-1).view(torch.uint8).split(_MOST_BYTES):
         with answered():

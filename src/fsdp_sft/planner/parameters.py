@@ -225,10 +225,7 @@ def layouts_of(
         if own is not None and is_left_out(own, name.removesuffix(".weight").removesuffix(".base")):
             continue
         shape = tuple(parameter.shape)
-        if own is None:
-            layout = PackedLayout(RECIPES[kind].form(shape[-1]), shape)
-        else:
-            layout = layout_by_config(own, shape)
+        layout = layout_by_config(own, shape) if own else PackedLayout(RECIPES[kind].form(shape[-1]), shape)
         if layout is not None:
             found[id(parameter)] = layout
     if not found:
