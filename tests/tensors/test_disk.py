@@ -1,5 +1,6 @@
 """Files and folders: read in parts, published whole, and nothing left behind."""
 
+import glob
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_a_folder_appears_whole_and_takes_the_place_of_an_empty_one(tmp_path: Pa
     for folder in (left, other):
         folder.mkdir()
         (folder / "file").write_text("of a job that was killed")
-    sweep(target)
+    sweep(tmp_path, glob.escape(target.name))
     assert not left.exists()
     assert other.exists(), "of another target"
     made = temporary_beside(target)

@@ -7,7 +7,6 @@ killed one has left.
 
 import contextlib
 import errno
-import glob
 import hashlib
 import os
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 import torch
 
 from fsdp_sft._process.limits import blame_no_file
-from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, open_file, write_at
+from fsdp_sft._tensors.safetensors import advise, bytes_of, create, force_to_disk, open_file, write_at
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError
 
 _BUFFER_BYTES = 16 << 20  # written or read at once
@@ -67,10 +66,9 @@ def write_early(fd: int, offset: int, view: memoryview) -> None:
     for first in range(0, len(view), _BUFFER_BYTES):
         piece = view[first : first + _BUFFER_BYTES]
         write_at(fd, offset + first, piece)
-        if hasattr(os, "posix_fadvise"):
-            # On Linux this starts writing dirty pages to the disk. It also drops clean pages, but there are
-            # none yet in what has just been written.
-            os.posix_fadvise(fd, offset + first, len(piece), os.POSIX_FADV_DONTNEED)
+        # On Linux this starts writing dirty pages to the disk. It also drops clean pages, but there are none
+        # yet in what has just been written.
+        advise(fd, offset + first, len(piece), "POSIX_FADV_DONTNEED")
 
 
 @contextlib.contextmanager
@@ -196,7 +194,7 @@ def file_problem(folder: Path, name: str, record: FileRecord, *, hashes: bool) -
 
 def temporary_beside(target: Path) -> Path:
     """A new name beside ``target`` for what will be renamed to it when complete."""
-    return target.with_name(f"{_prefix(target)}{uuid.uuid4().hex}")
+    return target.with_name(f"{_TEMPORARY}{target.name}-{uuid.uuid4().hex}")
 
 
 def unsound_beside(target: Path) -> Path:
@@ -204,16 +202,15 @@ def unsound_beside(target: Path) -> Path:
     return target.with_name(f".unsound-{target.name}-{uuid.uuid4().hex}")
 
 
-def sweep(target: Path) -> None:
-    """Delete unfinished folders for ``target`` that killed jobs have left."""
+def sweep(root: Path, target: str = "*") -> None:
+    """Delete the unfinished folders below ``root`` that killed jobs have left; files of such names stay.
+
+    Args:
+        root: The folder in which they are.
+        target: Pattern of the names that they were to get.
+    """
     # The digits exclude the unfinished folders for "<target>-2".
-    for stale in target.parent.glob(f"{glob.escape(_prefix(target))}{'[0-9a-f]' * 32}"):
-        shutil.rmtree(stale, ignore_errors=True)
-
-
-def sweep_all(root: Path) -> None:
-    """Delete the unfinished folders of all targets below ``root``; other files with such names stay."""
-    for stale in root.glob(f"{_TEMPORARY}*-{'[0-9a-f]' * 32}"):
+    for stale in root.glob(f"{_TEMPORARY}{target}-{'[0-9a-f]' * 32}"):
         if stale.is_dir() and not stale.is_symlink():
             shutil.rmtree(stale, ignore_errors=True)
 
@@ -236,8 +233,3 @@ def publish(temporary: Path, target: Path, *, aside: Path | None = None) -> None
         os.rename(target, aside)
     os.rename(temporary, target)
     sync_folder(target.parent)
-
-
-def _prefix(target: Path) -> str:
-    """Prefix of a target's temporary names; 32 hexadecimal digits follow."""
-    return f"{_TEMPORARY}{target.name}-"

@@ -21,19 +21,17 @@ class Gatherer:
     leave rank 0 waiting for its parts: it sends zeros from then on and raises its error in ``finish``.
 
     Attributes:
-        rank: This rank.
         error: First error of this rank; None if there is none.
 
     Collective: all ranks make one, call ``gather`` for the same tensors in the same order, then ``finish``.
     """
 
     def __init__(self) -> None:
-        self.rank = this_rank()
         self.error: Exception | None = None
 
     def gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """On rank 0 the full tensor, in CPU memory and as ``dtype``; None on the other ranks."""
-        if self.rank != 0:
+        if this_rank() != 0:
             if (own := own_part(tensor)) is not None:
                 values = torch.zeros(own.shape, dtype=dtype)
                 self.attempt(lambda: values.copy_(values_of(tensor, dtype)))

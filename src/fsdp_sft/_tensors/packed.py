@@ -101,10 +101,6 @@ class _Block(NamedTuple):
     column_steps: Ints
     column: int  # of the piece's first value
 
-    @property
-    def numel(self) -> int:
-        return len(self.rows) * len(self.columns)
-
     def view(self, values: torch.Tensor, size: Ints) -> torch.Tensor:
         step = values.stride(0)
         strides = [r * step + c for r, c in zip(self.row_steps, self.column_steps, strict=True)]
@@ -226,7 +222,8 @@ def _cuts(part: Piece, place: torch.Tensor, width: int, at_once: int) -> Iterato
 
     It is cut along its dimension of the largest stride, so that each part lies within the fewest rows.
     """
-    if part.numel == 1 or _block(part, width).numel <= at_once:
+    block = _block(part, width)
+    if part.numel == 1 or len(block.rows) * len(block.columns) <= at_once:
         yield part, place
         return
     outer = max(range(len(part.size)), key=lambda d: (part.size[d] > 1, part.stride[d]))
