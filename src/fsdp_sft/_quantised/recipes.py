@@ -31,13 +31,11 @@ class Recipe:
     """A way to pack.
 
     Attributes:
-        name: Name of the format.
         form: Function from the number of values in a row, and of those that share a scale, to how it is
             packed.
         pack: Function from values ``(rows, width)``, float32, to the parts of their rows.
     """
 
-    name: str
     form: Callable[..., RowFormat]
     pack: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 
@@ -85,6 +83,6 @@ def _form_fp8(width: int, block: int = 128) -> RowFormat:
 
 
 RECIPES = {
-    "nf4": Recipe("nf4", _form_nf4, _pack_nf4),
-    "fp8": Recipe("fp8", _form_fp8, _pack_fp8),
+    "nf4": Recipe(_form_nf4, _pack_nf4),
+    "fp8": Recipe(_form_fp8, _pack_fp8),
 }
