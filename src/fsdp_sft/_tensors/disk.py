@@ -7,6 +7,7 @@ killed one has left.
 
 import contextlib
 import errno
+import glob
 import hashlib
 import os
 import shutil
@@ -202,15 +203,16 @@ def unsound_beside(target: Path) -> Path:
     return target.with_name(f".unsound-{target.name}-{uuid.uuid4().hex}")
 
 
-def sweep(root: Path, target: str = "*") -> None:
+def sweep(root: Path, target: str = "") -> None:
     """Delete the unfinished folders below ``root`` that killed jobs have left; files of such names stay.
 
     Args:
         root: The folder in which they are.
-        target: Pattern of the names that they were to get.
+        target: Name that they were to get; any if it is empty.
     """
     # The digits exclude the unfinished folders for "<target>-2".
-    for stale in root.glob(f"{_TEMPORARY}{target}-{'[0-9a-f]' * 32}"):
+    name = glob.escape(target) or "*"
+    for stale in root.glob(f"{_TEMPORARY}{name}-{'[0-9a-f]' * 32}"):
         if stale.is_dir() and not stale.is_symlink():
             shutil.rmtree(stale, ignore_errors=True)
 

@@ -4,7 +4,6 @@ A trained model must not be lost because of the name of a folder.
 """
 
 import errno
-import glob
 import itertools
 import os
 import re
@@ -68,7 +67,7 @@ def make_room(temporary: Path, target: Path, need: int) -> None:
         OSError: If that is not possible, or the file system has less room.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    sweep(target.parent, glob.escape(target.name))
+    sweep(target.parent, target.name)
     check_room(target.parent, need, f"the export to {target}")
     temporary.mkdir()
 
