@@ -165,11 +165,6 @@ def own_part(tensor: torch.Tensor, copy: int = 0) -> Box | None:
     return sharding_of(tensor).part_of_rank(tensor.shape, copy, this_rank())
 
 
-def one_rank(rank: int) -> Sharding:
-    """The sharding of a tensor that a single rank has."""
-    return Sharding((1,), (rank,), ())
-
-
 # The dimension along which FSDP2 shards each parameter, and how evenly the shards fall on the ranks.
 #
 # FSDP2 shards the first dimension by default, and pads every rank's shard to the size of the largest. With
