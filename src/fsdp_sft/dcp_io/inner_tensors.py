@@ -145,9 +145,7 @@ def assemble_state(
         like = torch.empty(box.shape, device="meta")
         kind, context = _imported()[part["class"]], decode(part["context"])
         local = kind.__tensor_unflatten__(inner, context, like.shape, like.stride())
-    return (  # type: ignore[no-any-return]
-        sharded_as(parameter, local, parameter.shape) if isinstance(parameter, DTensor) else local
-    )
+    return sharded_as(parameter, local, parameter.shape) if isinstance(parameter, DTensor) else local
 
 
 def _box_in(part: Mapping[str, Any]) -> Box:
