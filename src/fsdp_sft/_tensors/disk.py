@@ -93,9 +93,10 @@ def _hashed(digest: "hashlib._Hash", view: memoryview) -> Iterator[None]:
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:
     """Write a small file and force it to the disk (fsync)."""
-    with open(path, "xb", buffering=0) as file:
-        write_at(file.fileno(), 0, memoryview(data))
-        force_to_disk(file.fileno())
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    with os.fdopen(fd, "wb", buffering=0):
+        write_at(fd, 0, memoryview(data))
+        force_to_disk(fd)
     return FileRecord(len(data), hashlib.sha256(data).hexdigest())
 
 
