@@ -236,84 +236,32 @@ def nvfp4(rows: int, columns: int, tool: str = "compressed-tensors") -> Written:
     return Written(tensors, values, settings)
 
 
-def _words(numbers: list[list[int]], bits: int) -> torch.Tensor:
-    """Rows of numbers packed in words of 32 bits, the lowest first, the last word filled with zeros."""
+def _words(numbers: list[list[int]]) -> torch.Tensor:
+    """Rows of numbers of 4 bits packed in words of 32, the lowest first."""
     packed = []
     for row in numbers:
-        big = sum(number << bits * place for place, number in enumerate(row))
-        count = math.ceil(len(row) * bits / 32)
-        packed.append([(big >> 32 * word) & 0xFFFFFFFF for word in range(count)])
+        big = sum(number << 4 * place for place, number in enumerate(row))
+        packed.append([(big >> 32 * word) & 0xFFFFFFFF for word in range(len(row) // 8)])
     signed = [[word - (1 << 32) if word >> 31 else word for word in row] for row in packed]
     return torch.tensor(signed, dtype=torch.int32)
 
 
-def _transposed(rows: list[list[Any]]) -> list[list[Any]]:
-    return [list(column) for column in zip(*rows, strict=True)]
-
-
-def _random(rows: int, columns: int, bits: int) -> list[list[int]]:
-    return torch.randint(0, 1 << bits, (rows, columns)).tolist()  # type: ignore[no-any-return]
-
-
-def integers(
-    rows: int,
-    columns: int,
-    bits: int = 4,
-    group: int | None = 32,
-    *,
-    symmetric: bool = True,
-    ordered: bool = False,
-) -> Written:
-    """compressed-tensors' packs (pack_quantized/helpers.py): q and z have 2^(bits-1) added."""
+def int4(rows: int, columns: int, group: int | None = 32) -> Written:
+    """compressed-tensors' packs (pack_quantized/helpers.py): q has 8 added."""
     width = group or columns
-    groups, half = math.ceil(columns / width), 1 << (bits - 1)
-    q, z = _random(rows, columns, bits), _random(rows, groups, bits)
-    scale = _scales(rows, groups).bfloat16()
+    q = torch.randint(0, 16, (rows, columns)).tolist()
+    scale = _scales(rows, math.ceil(columns / width)).bfloat16()
     s = scale.float().tolist()
-    of = [j // width for j in range(columns)]
-    if ordered:
-        of = [of[j] for j in torch.randperm(columns).tolist()]
-    zero = (lambda i, j: z[i][of[j]] - half) if not symmetric else (lambda i, j: 0)
-    values = _loop(rows, columns, lambda i, j: f32((q[i][j] - half - zero(i, j)) * s[i][of[j]]))
+    values = _loop(rows, columns, lambda i, j: f32((q[i][j] - 8) * s[i][j // width]))
     tensors = {
-        ".weight_packed": _words(q, bits),
+        ".weight_packed": _words(q),
         ".weight_scale": scale,
         ".weight_shape": torch.tensor([rows, columns]),
     }
-    if not symmetric:
-        tensors[".weight_zero_point"] = _words(_transposed(z), bits).t().contiguous()
-    if ordered:
-        tensors[".weight_g_idx"] = torch.tensor(of, dtype=torch.int32)
-    scheme = (
-        {"strategy": "group", "group_size": group} if group else {"strategy": "channel", "group_size": None}
-    )
-    scheme["actorder"] = "group" if ordered else None
+    scheme = {"strategy": "group" if group else "channel", "group_size": group, "actorder": None}
     return Written(
-        tensors,
-        values,
-        _compressed("pack-quantized", num_bits=bits, type="int", symmetric=symmetric, **scheme),
+        tensors, values, _compressed("pack-quantized", num_bits=4, type="int", symmetric=True, **scheme)
     )
-
-
-def int8_channel(rows: int, columns: int) -> Written:
-    """compressed-tensors, int-quantized: one int8 for each value."""
-    q = [[number - 128 for number in row] for row in _random(rows, columns, 8)]
-    scale = _scales(rows, 1)
-    s = scale.tolist()
-    values = _loop(rows, columns, lambda i, j: f32(q[i][j] * s[i][0]))
-    settings = _compressed("int-quantized", num_bits=8, type="int", symmetric=True, strategy="channel")
-    return Written({".weight": torch.tensor(q, dtype=torch.int8), ".weight_scale": scale}, values, settings)
-
-
-def int4_in_bytes(rows: int, columns: int, group: int = 32) -> Written:
-    """compressed-tensors' W4A8 and W4AFP8: int-quantized, a byte for each value of 4 bits."""
-    q = [[number - 8 for number in row] for row in _random(rows, columns, 4)]
-    scale = _scales(rows, math.ceil(columns / group)).bfloat16()
-    s = scale.float().tolist()
-    values = _loop(rows, columns, lambda i, j: f32(q[i][j] * s[i][j // group]))
-    scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
-    tensors = {".weight": torch.tensor(q, dtype=torch.int8), ".weight_scale": scale}
-    return Written(tensors, values, _compressed("int-quantized", **scheme))
 
 
 def nf4(rows: int, columns: int, *, nested: bool = True, block: int = 64) -> Written:
@@ -376,13 +324,8 @@ FORMATS: dict[str, Callable[[int, int], Written]] = {
     "mxfp4": mxfp4_compressed,
     "nvfp4": nvfp4,
     "nvfp4 of modelopt": lambda r, c: nvfp4(r, c, "modelopt"),
-    "int4": integers,
-    "int8": lambda r, c: integers(r, c, 8, 32),
-    "int4 per channel": lambda r, c: integers(r, c, 4, None),
-    "int4 asymmetric": lambda r, c: integers(r, c, symmetric=False),
-    "int4 ordered": lambda r, c: integers(r, c, symmetric=False, ordered=True),
-    "int8 unpacked": int8_channel,
-    "int4 unpacked": int4_in_bytes,
+    "int4": int4,
+    "int4 per channel": lambda r, c: int4(r, c, None),
     "nf4": lambda r, c: nf4(r, c, nested=False),
     "nf4 nested": nf4,
     "nf4 as bfloat16": nf4_as_bfloat16,

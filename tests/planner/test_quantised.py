@@ -24,24 +24,6 @@ def test_memory_is_that_of_the_dequantised_model(write: Any, tmp_path: Path) -> 
     assert not any("quantised" in note for note in plain.notes)
 
 
-@pytest.mark.parametrize(
-    ("settings", "bits"),
-    [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}, 4.25),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.126953125),
-    ],
-)
-def test_bits_of_a_packed_value(settings: dict[str, Any], bits: float) -> None:
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1, hidden_size=64, intermediate_size=64, vocab_size=64
-    )
-    config.quantization_config = settings
-    (note, *_) = fs.estimate_memory(config, RUN).notes
-    assert f"({settings['quant_method']}, {bits:.3g} bits a packed value)" in note
-
-
 def test_a_way_that_is_not_read_is_not_planned() -> None:
     config = transformers.LlamaConfig()
     config.quantization_config = {"quant_method": "torchao"}

@@ -68,14 +68,6 @@ def compressed_tensors() -> None:
     _compressed(
         "int4", "pack-quantized", weight, group, num_bits=4, strategy="group", group_size=32, **integer
     )
-    zeros = torch.randint(-8, 8, (ROWS, COLUMNS // 32), dtype=torch.int8)
-    _compressed(
-        "int4-asymmetric", "pack-quantized", weight, group | {"weight_zero_point": zeros},
-        num_bits=4, strategy="group", group_size=32, type="int", symmetric=False,
-    )  # fmt: skip
-    channel = {"weight_scale": (top(COLUMNS) / 127).bfloat16()}
-    _compressed("int8", "pack-quantized", weight, channel, num_bits=8, strategy="channel", **integer)
-    _compressed("int8-unpacked", "int-quantized", weight, channel, num_bits=8, strategy="channel", **integer)
     floats: dict[str, Any] = {"type": "float", "symmetric": True}
     rows = {"weight_scale": (top(COLUMNS) / 448).float()}
     _compressed(

@@ -15,7 +15,7 @@ from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, state_of, tensors_of
 from tests.harness.quantised_folders import configure, quantised
-from tests.harness.quantised_weights import FORMATS, fp8_block, integers
+from tests.harness.quantised_weights import FORMATS, fp8_block, int4
 from tests.harness.ranks import run_distributed
 
 # Rows and columns that neither blocks of 128 nor 3 ranks divide.
@@ -59,9 +59,8 @@ def test_every_format(folders: Path, ranks: int, mesh_shape: dict[str, int]) -> 
     run_distributed(_load, ranks, folders, mesh_shape)
 
 
-# Whose rows have no bytes of their own: transposed, or with zero points, orders or blocks over several rows.
+# Whose rows have no bytes of their own, but blocks that go on in the next row.
 NO_ROWS = {name for name in FORMATS if name.startswith("nf4")}
-NO_ROWS |= {"int4 asymmetric", "int4 ordered"}
 
 
 def _frozen(folder: Path, mesh: Any, frozen_dtype: str) -> Any:
@@ -116,7 +115,7 @@ def _experts(root: Path, columns: bool) -> None:
 def test_experts_that_are_stored_one_by_one(tmp_path: Path, columns: bool) -> None:
     sizes = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 1}
     quantised(tmp_path / "fp8", fp8_block, "mixtral", marked=".w", **sizes)
-    quantised(tmp_path / "int4", integers, "mixtral", marked=".w", **sizes)
+    quantised(tmp_path / "int4", int4, "mixtral", marked=".w", **sizes)
     run_distributed(_experts, 2, tmp_path, columns)
 
 

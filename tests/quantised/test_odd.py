@@ -11,7 +11,7 @@ import fsdp_sft as fs
 from fsdp_sft._tensors.boxes import whole
 from tests.harness.hf_folders import difference, plain, rewrite, tensors_of
 from tests.harness.quantised_folders import configure, opened, quantised, read
-from tests.harness.quantised_weights import FORMATS, Written, fp8_block, fp8_tensor, integers, nf4
+from tests.harness.quantised_weights import FORMATS, Written, fp8_block, fp8_tensor, int4, nf4
 
 
 def _values(folder: Path, made: Written, name: str = "m") -> torch.Tensor:
@@ -19,20 +19,17 @@ def _values(folder: Path, made: Written, name: str = "m") -> torch.Tensor:
     return read(source, whole(tuple(source.entry.shape)))[0]
 
 
-def test_orders_that_are_none(tmp_path: Path) -> None:
-    made = integers(24, 64, symmetric=False)
-    made.tensors[".weight_g_idx"] = torch.full((64,), -1, dtype=torch.int32)
-    assert torch.equal(_values(tmp_path, made), made.values)
-
-
-def test_zero_points_that_are_not_packed(tmp_path: Path) -> None:
-    made = integers(24, 64)
-    zeros = torch.randint(-8, 8, (24, 2), dtype=torch.int8)
-    made.tensors[".weight_zero_point"] = zeros
-    shift = zeros.float().repeat_interleave(32, 1) * made.tensors[".weight_scale"].float().repeat_interleave(
-        32, 1
-    )
-    assert torch.equal(_values(tmp_path, made), made.values - shift)
+@pytest.mark.parametrize(
+    ("end", "tensor"),
+    [(".weight_zero_point", torch.zeros(3, 2, dtype=torch.int32)), (".weight_g_idx", torch.arange(64))],
+)
+def test_integers_that_are_shifted_or_in_another_order(
+    end: str, tensor: torch.Tensor, tmp_path: Path
+) -> None:
+    made = int4(24, 64)
+    made.tensors[end] = tensor
+    with pytest.raises(fs.CheckpointFormatError, match=f"m{end} belong to no weight"):
+        _values(tmp_path, made)
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1, 1)])
@@ -91,6 +88,10 @@ def test_weights_that_are_no_matrices(name: str, shape: tuple[int, ...], tmp_pat
         ("int4", {"config_groups": {}}),
         ("int4", {"config_groups": {"a": {"weights": {"num_bits": -4}}}}),
         ("int4", {"config_groups": [1]}),
+        ("int4", {"config_groups": {"a": {"weights": {"num_bits": 8}}}}),
+        ("int4", {"config_groups": {"a": {"weights": {"num_bits": 4, "symmetric": False}}}}),
+        ("int4", {"config_groups": {"a": {"weights": {"num_bits": 4, "actorder": "group"}}}}),
+        ("int4", {"format": "int-quantized"}),
         ("int4", {"transform_config": ["r1"]}),
         ("fp8 block", {"weight_block_size": [128, True]}),
     ],

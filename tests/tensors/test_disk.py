@@ -42,7 +42,7 @@ def test_a_folder_appears_whole_and_takes_the_place_of_an_empty_one(tmp_path: Pa
     for folder in (left, other):
         folder.mkdir()
         (folder / "file").write_text("of a job that was killed")
-    sweep(target)
+    sweep(tmp_path, target.name)
     assert not left.exists()
     assert other.exists(), "of another target"
     made = temporary_beside(target)

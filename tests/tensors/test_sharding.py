@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_sft._tensors.boxes import Box
-from fsdp_sft._tensors.sharding import Sharding, one_rank
+from fsdp_sft._tensors.sharding import Sharding
 from fsdp_sft.dcp_io.manifest import encode_sharding, parse_sharding
 from fsdp_sft.dcp_io.parts import StoredTensor
 
@@ -92,7 +92,7 @@ def test_whole_tensors_and_those_of_one_rank() -> None:
     assert everywhere.copies == 4
     assert list(everywhere.parts((), 3)) == [(3, Box((), ()))]
     assert list(everywhere.parts((0, 4), 1)) == []
-    stored = StoredTensor((2, 3), torch.int8, "model.x", one_rank(5))
+    stored = StoredTensor((2, 3), torch.int8, "model.x", Sharding((1,), (5,), ()))
     assert list(stored.parts()) == [("shards/00005.safetensors", Box((0, 0), (2, 3)))]
     assert stored.part_of_rank(4) is None
 

@@ -111,6 +111,5 @@ METHOD = Method(
     check,
     find,
     r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB)$|\.quant_state\.",
-    lambda settings: 4 + 8 / 64 + 32 / (64 * 256),
     skips=("llm_int8_skip_modules",),
 )

@@ -5,20 +5,17 @@ scale must belong to a weight, and every packed weight must have its scales, or 
 """
 
 import fnmatch
-import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 
 from fsdp_sft._quantised import bitsandbytes, compressed, finegrained, gpt_oss, modelopt
+from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import IN_16_BITS, Settings
 from fsdp_sft._quantised.tensors import Tensors
-from fsdp_sft._tensors.packed import Packed
-from fsdp_sft._tensors.packed_shard import RowFormat
-from fsdp_sft._tensors.safetensors import TensorEntry
+from fsdp_sft._tensors.packed_shard import PackedLayout
 from fsdp_sft._tensors.stored import InFile, Ints, Stored
 from fsdp_sft.errors import abridged
 
@@ -84,28 +81,26 @@ def published(stored: Mapping[str, InFile], settings: Settings) -> dict[str, Sto
     return {**{key: stored[key] for key in left}, **tensors.packed}
 
 
-def row_by_config(settings: Settings, shape: Ints) -> tuple[RowFormat, bool] | None:
-    """How rows of a weight are stored, by the config alone, for where there are no files.
+def layout_by_config(settings: Settings, shape: Ints) -> PackedLayout | None:
+    """How a weight lies in rows, by the config alone, for where there are no files.
+
+    Rows are those of the recipe with as many bits, of other blocks: as many bytes, and the same work.
 
     Args:
         settings: How the checkpoint is quantised.
         shape: Shape of the weight in the model.
 
     Returns:
-        Its rows' format, and whether its columns are the next to last dimension; None if such a weight is not
-        packed, or its rows have no bytes of their own.
+        None if such a weight is not packed, or its rows have no bytes of their own.
     """
     method = METHODS[settings.method]
-    entries = method.stored_as(settings, shape) if method.stored_as is not None else None
-    if not entries:
+    bits = method.bits(settings, len(shape)) if method.bits is not None else 0
+    if not bits:
         return None
-    row = {
-        name: InFile(Path(), TensorEntry(dtype, size, 0, math.prod(size) * dtype.itemsize))
-        for name, (dtype, size) in entries.items()
-    }
-    (packed,) = published(row, settings).values()
-    form = packed.row_format() if isinstance(packed, Packed) else None
-    return None if form is None else (form, packed.entry.stride is not None)
+    width = shape[-2 if method.transposed else -1]
+    recipe, codes, scales = ("nf4", 4, 16) if bits < 8 else ("fp8", 8, 32)
+    block = int(scales / (bits - codes)) if bits > codes else width
+    return PackedLayout(RECIPES[recipe].form(width, block), shape, method.transposed)
 
 
 def is_left_out(settings: Settings, module: str) -> bool:

@@ -9,39 +9,31 @@ import torch
 
 from fsdp_sft._quantised import elements
 from fsdp_sft._quantised.settings import Settings
-from fsdp_sft._quantised.tensors import Entries, Method, Tensors
+from fsdp_sft._quantised.tensors import Method, Tensors
 from fsdp_sft._tensors.stored import Ints
 
 _WHOLE: list[Ints | None] = [None, (0, 0), (1, 0)]
 
 
-def check(settings: Settings) -> None:
-    """Refuse what no reader reads, by the config alone."""
-    _blocks(settings)
-
-
 def find(tensors: Tensors, keys: Iterable[str]) -> None:
     """Add all weights in FP8, and those of 4 bits that DeepSeek-V4 keeps in int8."""
-    blocks = _blocks(tensors.settings)
+    blocks = check(tensors.settings)
     for key in keys:
-        if not tensors.is_free(key):
+        if not tensors.is_of(key, torch.int8, *elements.FLOATS):
             continue
         names = [f"{key}_scale_inv", f"{key}_scale"]
         if key.endswith(".weight"):
             names.append(f"{key.removesuffix('.weight')}.scale")
-        dtype = tensors.entry(key).dtype
-        if dtype not in (*elements.FLOATS, torch.int8):
-            continue
         scales = tensors.first(names)
         if scales is None:
             continue
-        if dtype == torch.int8:
+        if tensors.entry(key).dtype == torch.int8:
             elements.find_mx(tensors, key, key, scales)
         else:
             elements.find(tensors, key, scales, blocks)
 
 
-def _blocks(settings: Settings) -> list[Ints | None]:
+def check(settings: Settings) -> list[Ints | None]:
     """Layouts that scales may have: blocks of the config, or one for the tensor, a matrix or a channel."""
     size = settings.fields.get("weight_block_size")
     if size is None:
@@ -52,20 +44,13 @@ def _blocks(settings: Settings) -> list[Ints | None]:
     return [(down, across)]
 
 
-def bits(settings: Settings) -> float:
-    """Bits of a packed value with its share of the scales: of an expert's, where these have fewer."""
-    return 4.25 if settings.fields.get("expert_dtype") == "fp4" else 8
-
-
-def stored_as(settings: Settings, shape: Ints) -> Entries | None:
-    """One row; scales are float32, or exponents where experts are in MXFP4 (DeepSeek-V4)."""
-    width, (block,) = shape[-1], _blocks(settings)[:1]
+def bits(settings: Settings, dims: int) -> float:
+    """Bits of a value in a row: scales are float32, or exponents where experts are in MXFP4 (DeepSeek-V4)."""
     is_v4 = settings.fields.get("expert_dtype") == "fp4"
-    if is_v4 and len(shape) == 3:
-        return elements.mx_row(width, "w.weight", "w.scale", torch.int8)
-    of_scales = torch.float8_e8m0fnu if is_v4 else torch.float32
-    grid = () if block is None else (1, -(-width // block[1]))
-    return {"w.weight": (torch.float8_e4m3fn, (1, width)), "w.weight_scale_inv": (of_scales, grid)}
+    if is_v4 and dims == 3:
+        return 4.25
+    block = check(settings)[0]
+    return 8 + (8 if is_v4 else 32) / block[1] if block else 8
 
 
 METHOD = Method(
@@ -74,5 +59,4 @@ METHOD = Method(
     r"weight_scale(_inv)?$|_scale_inv$",
     bits,
     skips=("modules_to_not_convert", "ignored_layers"),
-    stored_as=stored_as,
 )

@@ -9,8 +9,7 @@ import torch
 
 from fsdp_sft._quantised import elements
 from fsdp_sft._quantised.settings import Settings
-from fsdp_sft._quantised.tensors import Entries, Method, Tensors
-from fsdp_sft._tensors.stored import Ints
+from fsdp_sft._quantised.tensors import Method, Tensors
 
 _ALGORITHMS = ("fp8", "fp8_per_channel_per_token", "mixed_precision", "mxfp8", "nvfp4", "w4a16_nvfp4")
 _BLOCKS = [None, (1, 0), (1, 32)]
@@ -33,20 +32,10 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
             elements.find(tensors, key, f"{key}_scale", list(_BLOCKS))
 
 
-def bits(settings: Settings) -> float:
-    """Bits of a packed value with its share of the scales."""
-    return 4.5 if "nvfp4" in str(settings.fields.get("quant_algo")).lower() else 8
-
-
-def stored_as(settings: Settings, shape: Ints) -> Entries | None:
-    """One row, of the only algorithm that the config names."""
-    width, algorithm = shape[-1], str(settings.fields.get("quant_algo")).lower()
-    if "nvfp4" in algorithm:
-        return elements.nv_row(width, "w.weight", "w.weight_scale", "w.weight_scale_2")
-    weight = {"w.weight": (torch.float8_e4m3fn, (1, width))}
-    if algorithm == "mxfp8":
-        return None if width % 32 else {**weight, "w.weight_scale": (torch.uint8, (1, width // 32))}
-    return {**weight, "w.weight_scale": (torch.float32, () if algorithm == "fp8" else (1, 1))}
+def bits(settings: Settings, dims: int) -> float:
+    """Bits of a value in a row, of the only algorithm that the config names."""
+    algorithm = str(settings.fields.get("quant_algo")).lower()
+    return 4.5 if "nvfp4" in algorithm else 8.25 if algorithm == "mxfp8" else 8
 
 
 METHOD = Method(
@@ -55,5 +44,4 @@ METHOD = Method(
     r"weight_scale(_2)?$|\.pre_quant_scale$|svdquant_",
     bits,
     skips=("ignore", "exclude_modules"),
-    stored_as=stored_as,
 )

@@ -7,6 +7,7 @@ bfloat16, of which two levels of quantisation would save 0.12 bits a value. FP8:
 maps the largest magnitude of a block of 128 values to 448.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -30,13 +31,12 @@ class Recipe:
     """A way to pack.
 
     Attributes:
-        name: Name of the format.
-        form: Function from the number of values in a row to how it is packed.
+        form: Function from the number of values in a row, and of those that share a scale, to how it is
+            packed.
         pack: Function from values ``(rows, width)``, float32, to the parts of their rows.
     """
 
-    name: str
-    form: Callable[[int], RowFormat]
+    form: Callable[..., RowFormat]
     pack: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 
 
@@ -55,13 +55,14 @@ def _pack_nf4(values: torch.Tensor) -> Mapping[str, torch.Tensor]:
     return {"scale": largest, "codes": codes[:, ::2] | codes[:, 1::2] << 4}
 
 
-def _nf4(parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:
-    return scale(of_nibbles(parts["codes"], NF4), parts["scale"].to(torch.float32), 64)
+def _nf4(block: int, parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:
+    return scale(of_nibbles(parts["codes"], NF4), parts["scale"].to(torch.float32), block)
 
 
-def _form_nf4(width: int) -> RowFormat:
-    parts = (("scale", torch.bfloat16, -(-width // 64)), ("codes", torch.uint8, width // 2))
-    return RowFormat("nf4", width, parts, _nf4)
+@functools.cache  # so that formats of rows that are alike compare equal
+def _form_nf4(width: int, block: int = 64) -> RowFormat:
+    parts = (("scale", torch.bfloat16, -(-width // block)), ("codes", torch.uint8, width // 2))
+    return RowFormat("nf4", width, parts, functools.partial(_nf4, block))
 
 
 def _pack_fp8(values: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -71,16 +72,17 @@ def _pack_fp8(values: torch.Tensor) -> Mapping[str, torch.Tensor]:
     return {"scale": scales, "weight": weight.to(torch.float8_e4m3fn)}
 
 
-def _fp8(parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:
-    return scale(of_floats(parts["weight"]), parts["scale"], 128)
+def _fp8(block: int, parts: Mapping[str, torch.Tensor], rows: range, columns: range) -> torch.Tensor:
+    return scale(of_floats(parts["weight"]), parts["scale"], block)
 
 
-def _form_fp8(width: int) -> RowFormat:
-    parts = (("scale", torch.float32, -(-width // 128)), ("weight", torch.float8_e4m3fn, width))
-    return RowFormat("fp8", width, parts, _fp8)
+@functools.cache
+def _form_fp8(width: int, block: int = 128) -> RowFormat:
+    parts = (("scale", torch.float32, -(-width // block)), ("weight", torch.float8_e4m3fn, width))
+    return RowFormat("fp8", width, parts, functools.partial(_fp8, block))
 
 
 RECIPES = {
-    "nf4": Recipe("nf4", _form_nf4, _pack_nf4),
-    "fp8": Recipe("fp8", _form_fp8, _pack_fp8),
+    "nf4": Recipe(_form_nf4, _pack_nf4),
+    "fp8": Recipe(_form_fp8, _pack_fp8),
 }

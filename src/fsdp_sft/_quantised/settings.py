@@ -21,7 +21,7 @@ _MAX_BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """How a checkpoint is quantised, according to its folder.
+    """How a checkpoint is quantised, according to its folder; what is remembered of a model built from it.
 
     Attributes:
         folder: The folder, for messages.
@@ -65,17 +65,6 @@ class Settings:
         return value
 
 
-@dataclass(frozen=True)
-class Quantised:
-    """What is remembered of a model whose checkpoint is published in a quantised format.
-
-    Attributes:
-        method: ``quant_method`` of the checkpoint's config.
-    """
-
-    method: str
-
-
 def settings_of(folder: Path) -> Settings | None:
     """How the checkpoint in a folder is quantised; None if nothing there says that it is.
 
@@ -106,8 +95,7 @@ def settings_for(name: str, config: Any) -> Settings | None:
 def settings_in(config: Any) -> Iterator[dict[str, Any]]:
     """The quantisation settings of a config and of the configs within it, as mappings."""
     own = config if isinstance(config, dict) else getattr(config, "__dict__", {})
-    for key in settings_keys(own):
-        value = own[key]
+    for value in (own[key] for key in _KEYS if own.get(key) is not None):
         yield value if isinstance(value, dict) else value.to_dict() if hasattr(value, "to_dict") else {}
     for name, value in own.items():
         if is_config(name, value):
@@ -122,11 +110,6 @@ def without_settings(config: Any) -> None:
     for name, value in own.items():
         if is_config(name, value):
             without_settings(value)
-
-
-def settings_keys(fields: Mapping[str, Any]) -> list[str]:
-    """Names of a config's fields that say how a checkpoint is quantised."""
-    return [key for key in _KEYS if fields.get(key) is not None]
 
 
 def is_config(name: Any, value: Any) -> bool:

@@ -3,15 +3,14 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
-from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._quantised.settings import Settings
-from fsdp_sft._tensors.disk import closing
+from fsdp_sft._tensors.boxes import whole
 from fsdp_sft._tensors.packed import Decode, Packed, StoredPart
-from fsdp_sft._tensors.safetensors import TensorEntry, bytes_of, open_file, read_at
+from fsdp_sft._tensors.reader import do_reads
+from fsdp_sft._tensors.safetensors import TensorEntry
 from fsdp_sft._tensors.stored import InFile, Ints
 from fsdp_sft.errors import CheckpointFormatError, abridged
 
@@ -205,19 +204,11 @@ class Tensors:
         if stored.entry.num_bytes > _MAX_READ_BYTES:
             raise self.settings.refused(f"{key!r} has {stored.entry.num_bytes} bytes: it cannot be a setting")
         tensor = torch.empty(stored.entry.shape, dtype=stored.entry.dtype)
-        try:
-            fd = open_file(stored.file)
-            with closing(fd):
-                read_at(fd, stored.entry.start, bytes_of(tensor))
-        except (OSError, CheckpointFormatError) as error:
-            blame_no_file(error, stored.file)
-            raise CheckpointFormatError(f"{stored.file} cannot be read ({key!r}): {error}") from None
+        do_reads(stored.reads(stored.piece(key), whole(stored.entry.shape), tensor))
         return tensor
 
 
 # What a way to quantise is made of; each is a file, which ``find.METHODS`` lists by the name in configs.
-
-Entries: TypeAlias = Mapping[str, tuple[torch.dtype, Ints]]  # dtype and shape of tensors, by name
 
 
 @dataclass(frozen=True)
@@ -228,16 +219,16 @@ class Method:
         check: Refuses what is not read, by the config alone.
         find: Adds the weights among some stored tensors.
         parts: Pattern of the names that tensors of packed weights have, and no others.
-        bits: Bits that a packed value takes with its share of the scales, by the config.
+        bits: Bits that a value in a row takes with its share of the scales, by the config and the number of
+            dimensions of the weight; 0 if such a weight is not packed. It serves the planner, which sees no
+            files. None if rows have no bytes of their own.
         skips: Fields of the config that list modules in 16 bits. It serves the planner.
-        stored_as: Function from the config and a weight's shape in the model to the tensors of one of its
-            rows, as a weight ``w``; it returns None if such a weight is not packed. It serves the planner,
-            which sees no files. None if rows have no bytes of their own.
+        transposed: Whether the columns of packed weights are the next to last dimension in the model.
     """
 
-    check: Callable[[Settings], None]
+    check: Callable[[Settings], object]
     find: Callable[[Tensors, Iterable[str]], None]
     parts: str
-    bits: Callable[[Settings], float]
+    bits: Callable[[Settings, int], float] | None = None
     skips: tuple[str, ...] = ()
-    stored_as: Callable[[Settings, Ints], Entries | None] | None = None
+    transposed: bool = False

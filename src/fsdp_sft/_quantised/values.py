@@ -59,20 +59,8 @@ def scale(values: torch.Tensor, scales: torch.Tensor, across: int) -> torch.Tens
     """
     if scales.numel() == 1 or scales.shape[-1] == 1:
         return values.mul_(scales)
-    return _by_blocks(values, scales, across, "mul_")
-
-
-def shift(values: torch.Tensor, zeros: torch.Tensor, across: int) -> torch.Tensor:
-    """Subtract from values in place the zero point of their block, and return them; see ``scale``."""
-    if zeros.numel() == 1 or zeros.shape[-1] == 1:
-        return values.sub_(zeros)
-    return _by_blocks(values, zeros, across, "sub_")
-
-
-def _by_blocks(values: torch.Tensor, each: torch.Tensor, across: int, operation: str) -> torch.Tensor:
     full = values.shape[-1] // across
-    whole = values[:, : full * across].unflatten(-1, (full, across))
-    getattr(whole, operation)(each[:, :full, None])
+    values[:, : full * across].unflatten(-1, (full, across)).mul_(scales[:, :full, None])
     if full * across < values.shape[-1]:
-        getattr(values[:, full * across :], operation)(each[:, full : full + 1])
+        values[:, full * across :].mul_(scales[:, full : full + 1])
     return values

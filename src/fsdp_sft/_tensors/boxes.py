@@ -23,7 +23,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp_sft._compat.fsdp import sharded_as, split_factor_of
+from fsdp_sft._compat.fsdp import split_factor_of
 from fsdp_sft._ranks.agree import this_rank
 
 
@@ -199,12 +199,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of ``tensor``, which shares its memory."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
-
-
-def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """A tensor that is sharded like ``tensor``, with ``local`` as this rank's shard. No communication."""
-    made: DTensor = sharded_as(tensor, local, tensor.shape)
-    return made
 
 
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:

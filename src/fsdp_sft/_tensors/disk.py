@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from fsdp_sft._process.limits import blame_no_file
-from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, open_file, read_at, write_at
+from fsdp_sft._tensors.safetensors import advise, bytes_of, create, force_to_disk, open_file, write_at
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError
 
 _BUFFER_BYTES = 16 << 20  # written or read at once
@@ -52,7 +52,7 @@ def write_tensors(
     described = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
     fd, header, head = create(path, described, metadata)
     digest = hashlib.sha256(head)
-    with closing(fd):
+    with os.fdopen(fd, "r+b", buffering=0):
         for name, entry in header.entries.items():
             staged = tensors[name].detach().to("cpu").contiguous()
             view = bytes_of(staged)
@@ -67,10 +67,9 @@ def write_early(fd: int, offset: int, view: memoryview) -> None:
     for first in range(0, len(view), _BUFFER_BYTES):
         piece = view[first : first + _BUFFER_BYTES]
         write_at(fd, offset + first, piece)
-        if hasattr(os, "posix_fadvise"):
-            # On Linux this starts writing dirty pages to the disk. It also drops clean pages, but there are
-            # none yet in what has just been written.
-            os.posix_fadvise(fd, offset + first, len(piece), os.POSIX_FADV_DONTNEED)
+        # On Linux this starts writing dirty pages to the disk. It also drops clean pages, but there are none
+        # yet in what has just been written.
+        advise(fd, offset + first, len(piece), "POSIX_FADV_DONTNEED")
 
 
 @contextlib.contextmanager
@@ -95,7 +94,7 @@ def _hashed(digest: "hashlib._Hash", view: memoryview) -> Iterator[None]:
 def write_bytes(path: Path, data: bytes) -> FileRecord:
     """Write a small file and force it to the disk (fsync)."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    with closing(fd):
+    with os.fdopen(fd, "wb", buffering=0):
         write_at(fd, 0, memoryview(data))
         force_to_disk(fd)
     return FileRecord(len(data), hashlib.sha256(data).hexdigest())
@@ -128,9 +127,8 @@ def full_path(path: str | os.PathLike[str]) -> Path:
 
 def sync_file(path: Path) -> None:
     """Force a file that has been written to the disk (fsync)."""
-    fd = os.open(path, os.O_RDONLY)
-    with closing(fd):
-        force_to_disk(fd)
+    with open(path, "rb") as file:
+        force_to_disk(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
@@ -139,14 +137,15 @@ def sync_folder(path: Path) -> None:
     Without it a file's contents may survive a loss of power while its name does not.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    with closing(fd):
-        try:
-            force_to_disk(fd)
-        except OSError as error:
-            # Mounts of object stores and some network file systems cannot sync folders, and say so. All of
-            # them can sync files, so for files every error counts.
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-                raise
+    try:
+        force_to_disk(fd)
+    except OSError as error:
+        # Mounts of object stores and some network file systems cannot sync folders, and say so. All of
+        # them can sync files, so for files every error counts.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(fd)
 
 
 def read_bytes(path: Path, most: int) -> bytes:
@@ -157,17 +156,14 @@ def read_bytes(path: Path, most: int) -> bytes:
         OSError: If this process may open no more files, or may not open this one.
     """
     try:
-        fd = open_file(path)
-        with closing(fd):
-            size = os.fstat(fd).st_size
+        with os.fdopen(open_file(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
             if size > most:
                 raise CheckpointFormatError(f"it has {size} bytes, more than {most}")
-            data = bytearray(size)
-            read_at(fd, 0, memoryview(data))
+            return file.read(size)
     except (OSError, CheckpointFormatError) as error:
         blame_no_file(error, path)
         raise CheckpointCorruptError(f"{path} cannot be read: {error}") from error
-    return bytes(data)
 
 
 def file_problem(folder: Path, name: str, record: FileRecord, *, hashes: bool) -> str | None:
@@ -187,8 +183,7 @@ def file_problem(folder: Path, name: str, record: FileRecord, *, hashes: bool) -
         if status.st_size != record.size:
             return f"has {status.st_size} bytes instead of {record.size}"
         if hashes:
-            fd = open_file(path)
-            with closing(fd), os.fdopen(fd, "rb", closefd=False) as file:
+            with os.fdopen(open_file(path), "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
                     return "has other contents than were written (SHA-256 differs)"
     except FileNotFoundError:
@@ -201,7 +196,7 @@ def file_problem(folder: Path, name: str, record: FileRecord, *, hashes: bool) -
 
 def temporary_beside(target: Path) -> Path:
     """A new name beside ``target`` for what will be renamed to it when complete."""
-    return target.with_name(f"{_prefix(target)}{uuid.uuid4().hex}")
+    return target.with_name(f"{_TEMPORARY}{target.name}-{uuid.uuid4().hex}")
 
 
 def unsound_beside(target: Path) -> Path:
@@ -209,16 +204,16 @@ def unsound_beside(target: Path) -> Path:
     return target.with_name(f".unsound-{target.name}-{uuid.uuid4().hex}")
 
 
-def sweep(target: Path) -> None:
-    """Delete unfinished folders for ``target`` that killed jobs have left."""
+def sweep(root: Path, target: str = "") -> None:
+    """Delete the unfinished folders below ``root`` that killed jobs have left; files of such names stay.
+
+    Args:
+        root: The folder in which they are.
+        target: Name that they were to get; any if it is empty.
+    """
     # The digits exclude the unfinished folders for "<target>-2".
-    for stale in target.parent.glob(f"{glob.escape(_prefix(target))}{'[0-9a-f]' * 32}"):
-        shutil.rmtree(stale, ignore_errors=True)
-
-
-def sweep_all(root: Path) -> None:
-    """Delete the unfinished folders of all targets below ``root``; other files with such names stay."""
-    for stale in root.glob(f"{_TEMPORARY}*-{'[0-9a-f]' * 32}"):
+    name = glob.escape(target) or "*"
+    for stale in root.glob(f"{_TEMPORARY}{name}-{'[0-9a-f]' * 32}"):
         if stale.is_dir() and not stale.is_symlink():
             shutil.rmtree(stale, ignore_errors=True)
 
@@ -241,18 +236,3 @@ def publish(temporary: Path, target: Path, *, aside: Path | None = None) -> None
         os.rename(target, aside)
     os.rename(temporary, target)
     sync_folder(target.parent)
-
-
-def _prefix(target: Path) -> str:
-    """Prefix of a target's temporary names; 32 hexadecimal digits follow."""
-    return f"{_TEMPORARY}{target.name}-"
-
-
-class closing(contextlib.AbstractContextManager[None]):
-    """Close a file descriptor at the end of a block."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def __exit__(self, *exc_info: object) -> None:
-        os.close(self._fd)

@@ -1,14 +1,17 @@
 """Gathering the full tensors of a sharded model on rank 0, one at a time, by point-to-point sends."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp_sft._ranks.agree import answered, control_group, raise_first, this_rank
-from fsdp_sft._tensors.boxes import Box, part_of, whole
+from fsdp_sft._tensors.boxes import part_of
 from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft._tensors.sharding import own_part, sharding_of
+
+_MOST_BYTES = 1 << 28  # that gloo sends at once
 
 
 class Gatherer:
@@ -18,36 +21,33 @@ class Gatherer:
     leave rank 0 waiting for its parts: it sends zeros from then on and raises its error in ``finish``.
 
     Attributes:
-        rank: This rank.
         error: First error of this rank; None if there is none.
 
     Collective: all ranks make one, call ``gather`` for the same tensors in the same order, then ``finish``.
     """
 
     def __init__(self) -> None:
-        self.rank = this_rank()
         self.error: Exception | None = None
 
     def gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """On rank 0 the full tensor, in CPU memory and as ``dtype``; None on the other ranks."""
-        if self.rank != 0:
-            own = own_part(tensor)
-            if own is not None:
-                self._send(tensor, dtype, own)
+        if this_rank() != 0:
+            if (own := own_part(tensor)) is not None:
+                values = torch.zeros(own.shape, dtype=dtype)
+                self.attempt(lambda: values.copy_(values_of(tensor, dtype)))
+                _exchange(dist.isend, values, 0)
             return None
-        parts = list(sharding_of(tensor).parts(tensor.shape))
-        if parts == [(0, whole(tensor.shape))]:
-            return values_of(tensor, dtype).to("cpu", dtype).contiguous()
         full = torch.empty(tensor.shape, dtype=dtype)
-        for owner, box in parts:
-            part = part_of(full, box)
+        for owner, box in sharding_of(tensor).parts(tensor.shape):
             if owner == 0:
-                part.copy_(values_of(tensor, dtype))
+                part_of(full, box).copy_(values_of(tensor, dtype))
             else:
-                receive_into(part, owner)
+                values = torch.empty(box.shape, dtype=dtype)
+                _exchange(dist.irecv, values, owner)
+                part_of(full, box).copy_(values)
         return full
 
-    def attempt(self, action: Callable[[], None]) -> None:
+    def attempt(self, action: Callable[[], object]) -> None:
         """Run ``action`` unless this rank has failed before; ``finish`` raises its error."""
         if self.error is None:
             try:
@@ -59,35 +59,9 @@ class Gatherer:
         """Raise the first error of any rank on every rank."""
         raise_first(self.error, phase)
 
-    def _send(self, tensor: torch.Tensor, dtype: torch.dtype, box: Box) -> None:
-        """Send this rank's part, the box ``box``, to rank 0; zeros if this rank has failed."""
-        payload = None
 
-        def prepare() -> None:
-            nonlocal payload
-            payload = values_of(tensor, dtype).to("cpu", dtype).contiguous()
-
-        self.attempt(prepare)
-        send(payload if payload is not None else torch.zeros(box.shape, dtype=dtype), 0)
-
-
-def send(tensor: torch.Tensor, rank: int) -> None:
-    """Send a contiguous CPU tensor's bytes over the control group."""
-    for piece in _byte_pieces(tensor):
+def _exchange(operation: Callable[..., Any], values: torch.Tensor, rank: int) -> None:
+    """Send a contiguous CPU tensor, or fill it with what arrives, as bytes: gloo knows few dtypes."""
+    for piece in values.reshape(-1).view(torch.uint8).split(_MOST_BYTES):
         with answered():
-            dist.send(piece, dst=rank, group=control_group())
-
-
-def receive_into(tensor: torch.Tensor, rank: int) -> None:
-    """Fill a CPU tensor with the bytes that ``rank`` sends."""
-    target = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
-    for piece in _byte_pieces(target):
-        with answered():
-            dist.recv(piece, src=rank, group=control_group())
-    if target is not tensor:
-        tensor.copy_(target)
-
-
-def _byte_pieces(tensor: torch.Tensor, most: int = 1 << 28) -> Iterator[torch.Tensor]:
-    """A contiguous tensor's bytes in pieces that gloo can send, which limits dtypes and lengths."""
-    yield from tensor.reshape(-1).view(torch.uint8).split(most)
+            operation(piece, rank, group=control_group()).wait()

@@ -9,10 +9,10 @@ are called, how many values share each of their elements, and how values are mad
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -23,6 +23,7 @@ from fsdp_sft._tensors.stored import ByteRange, InFile, Ints, Piece, Read, Store
 # Values that a thread computes at once: with what they are computed from, and what comes in between, they
 # take up to 48 bytes each.
 _AT_ONCE = 1 << 19
+_PartRead: TypeAlias = tuple[tuple[ByteRange, ...], Callable[[list[torch.Tensor]], torch.Tensor]]
 _MIN_RUN_BYTES = 512  # reading shorter runs one by one costs more than reading the rows that they lie in
 
 
@@ -42,7 +43,7 @@ class StoredPart:
     columns: int = 1
 
     def read(self, rows: range, columns: range, height: int) -> "_PartRead":
-        """What to read of it for a box of values.
+        """What to read of it for a box of values: runs, and the function that makes a tensor of their bytes.
 
         Args:
             rows: The box's rows, counted over all matrices.
@@ -51,7 +52,7 @@ class StoredPart:
         """
         entry = self.stored.entry
         if self.each is None:
-            return _PartRead(self.stored.all_runs(), entry.dtype, entry.shape, None, None)
+            return self.stored.all_runs(), partial(_whole, entry.dtype, entry.shape)
         down, across = self.each
         first, last, place = 0, math.prod(entry.shape) // self.columns - 1, None
         if down:
@@ -64,11 +65,10 @@ class StoredPart:
         start = entry.start + first * row_bytes
         if wanted == row_bytes or wanted < _MIN_RUN_BYTES or 2 * wanted >= row_bytes:
             whole = ByteRange(self.stored.file, start, count * row_bytes)
-            cut = None if wanted == row_bytes else slice(left, right)
-            return _PartRead((whole,), entry.dtype, (count, self.columns), cut, place)
+            return (whole,), partial(_rows, entry.dtype, count, slice(left, right), place)
         starts = range(start + left * size, start + left * size + count * row_bytes, row_bytes)
         runs = tuple(ByteRange(self.stored.file, at, wanted) for at in starts)
-        return _PartRead(runs, entry.dtype, (count, right - left), None, place)
+        return runs, partial(_rows, entry.dtype, count, slice(None), place)
 
 
 def _rows_of(rows: range, height: int, down: int) -> torch.Tensor:
@@ -77,28 +77,19 @@ def _rows_of(rows: range, height: int, down: int) -> torch.Tensor:
     return numbers // height * -(-height // down) + numbers % height // down
 
 
-class _PartRead(NamedTuple):
-    """Runs of a part, and how a tensor is made of their bytes."""
-
-    runs: tuple[ByteRange, ...]
-    dtype: torch.dtype
-    shape: Ints
-    cut: slice | None  # columns to keep
-    place: torch.Tensor | None  # for each row of values, the row that belongs to it; None: one for each
-
-    def tensor(self, raws: list[torch.Tensor]) -> torch.Tensor:
-        raw = raws[0] if len(raws) == 1 else torch.cat(raws)
-        tensor = raw.view(self.dtype).view(self.shape)
-        if self.cut is not None:
-            tensor = tensor[:, self.cut]
-        return tensor if self.place is None else _taken(tensor, self.place.to(tensor.device))
+def _whole(dtype: torch.dtype, shape: Ints, raws: list[torch.Tensor]) -> torch.Tensor:
+    """A part of which all is read."""
+    return raws[0].view(dtype).view(shape)
 
 
-def _taken(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    # Not every dtype of one byte can be indexed on every device.
-    if tensor.dtype.itemsize == 1:
-        return tensor.view(torch.uint8)[rows].view(tensor.dtype)
-    return tensor[rows]
+def _rows(
+    dtype: torch.dtype, count: int, cut: slice, place: torch.Tensor | None, raws: list[torch.Tensor]
+) -> torch.Tensor:
+    """Rows of a part, of which those columns are kept; ``place`` has the row of each row of values."""
+    rows = (raws[0] if len(raws) == 1 else torch.cat(raws)).view(count, -1)
+    if place is not None:
+        rows = rows[place.to(rows.device)]  # bytes: not every dtype can be indexed on every device
+    return rows.view(dtype)[:, cut]
 
 
 class _Block(NamedTuple):
@@ -109,10 +100,6 @@ class _Block(NamedTuple):
     row_steps: Ints  # by how many rows neighbours of the piece are apart, per dimension
     column_steps: Ints
     column: int  # of the piece's first value
-
-    @property
-    def numel(self) -> int:
-        return len(self.rows) * len(self.columns)
 
     def view(self, values: torch.Tensor, size: Ints) -> torch.Tensor:
         step = values.stride(0)
@@ -178,8 +165,7 @@ class Packed(Stored):
         ):
             rows = range(at, at + len(part))
             reads = {own: self.parts[own].read(rows, every, self.height) for own, *_ in form.parts}
-            runs = tuple(run for read in reads.values() for run in read.runs)
-            yield Read(key, runs, partial(_joined, form, reads, len(part)), part)
+            yield Read(key, _runs_of(reads), partial(_joined, form, reads, len(part)), part)
 
     def all_runs(self) -> tuple[ByteRange, ...]:
         """The bytes of all parts."""
@@ -192,9 +178,8 @@ class Packed(Stored):
             begin, end = block.columns.start // unit * unit, -(-block.columns.stop // unit) * unit
             block = block._replace(columns=range(begin, min(end, self.width)))
             reads = {own: p.read(block.rows, block.columns, self.height) for own, p in self.parts.items()}
-            runs = tuple(run for read in reads.values() for run in read.runs)
             compute = partial(self._values, block, reads, cut.size)
-            yield Read(cut.key, runs, compute, view, compare)
+            yield Read(cut.key, _runs_of(reads), compute, view, compare)
 
     def _values(
         self, block: _Block, reads: Mapping[str, _PartRead], size: Ints, raws: list[torch.Tensor]
@@ -210,13 +195,14 @@ def _joined(
     return form.joined(_parts_of(reads, raws), count)
 
 
+def _runs_of(reads: Mapping[str, _PartRead]) -> tuple[ByteRange, ...]:
+    return tuple(run for runs, _ in reads.values() for run in runs)
+
+
 def _parts_of(reads: Mapping[str, _PartRead], raws: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The parts, from the bytes of all their runs."""
-    found, taken = {}, 0
-    for name, read in reads.items():
-        found[name] = read.tensor(raws[taken : taken + len(read.runs)])
-        taken += len(read.runs)
-    return found
+    left = iter(raws)
+    return {name: make([next(left) for _ in runs]) for name, (runs, make) in reads.items()}
 
 
 def _in_order(values: torch.Tensor) -> torch.Tensor:
@@ -236,7 +222,8 @@ def _cuts(part: Piece, place: torch.Tensor, width: int, at_once: int) -> Iterato
 
     It is cut along its dimension of the largest stride, so that each part lies within the fewest rows.
     """
-    if part.numel == 1 or _block(part, width).numel <= at_once:
+    block = _block(part, width)
+    if part.numel == 1 or len(block.rows) * len(block.columns) <= at_once:
         yield part, place
         return
     outer = max(range(len(part.size)), key=lambda d: (part.size[d] > 1, part.stride[d]))

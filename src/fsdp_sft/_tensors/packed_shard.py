@@ -102,14 +102,6 @@ class PackedLayout:
         """Number of rows that each rank has memory for: those of the fullest one."""
         return -(-self.shape[0] // num_shards) * self.rows_each
 
-    def view(self, values: torch.Tensor) -> torch.Tensor:
-        """Values ``(rows, width)`` in the shape of the parameter, of as many indices as they are for."""
-        if len(self.shape) == 2:
-            return values
-        across = self.shape[1] if not self.transposed else self.shape[2]
-        stacked = values.view(-1, across, self.form.width)
-        return stacked.transpose(1, 2) if self.transposed else stacked
-
     def fill(self, rows: torch.Tensor, place: torch.Tensor) -> None:
         """Compute a parameter's values, from the bytes of its rows, in its own shape."""
         if not self.transposed:

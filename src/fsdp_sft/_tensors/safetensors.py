@@ -8,6 +8,7 @@ Source: https://github.com/huggingface/safetensors#format
 
 import errno
 import json
+import math
 import os
 import stat
 import struct
@@ -103,26 +104,29 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     """Number of bytes of a contiguous tensor."""
-    total = dtype.itemsize
-    for size in shape:
-        total *= size
-    return total
+    return dtype.itemsize * math.prod(shape)
 
 
-def encode_header(
-    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, Header]:
-    """Lay out a file: tensors of the widest dtypes first, then by name, which keeps all of them aligned.
+def create(
+    path: Path,
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[int, Header, bytes]:
+    """Make a file of its final size and write its header. Tensors can then be written in any order.
+
+    Those of the widest dtypes come first, then by name, which keeps all of them aligned.
 
     Args:
+        path: The file.
         tensors: Dtype and shape of each tensor, by name.
         metadata: Free text by name.
 
     Returns:
-        (bytes of the header and of its length, with which the file begins; the layout).
+        (open file descriptor, layout, bytes of the header as written).
 
     Raises:
         CheckpointFormatError: If a dtype or a name cannot be stored, or the header would be too large.
+        FileExistsError: If something of that name exists.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
     described: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
@@ -144,23 +148,7 @@ def encode_header(
         name: TensorEntry(tensors[name][0], tuple(tensors[name][1]), start + first, stop + first)
         for name, (start, stop) in offsets.items()
     }
-    return struct.pack("<Q", len(text)) + text, Header(entries, dict(metadata or {}), first + end)
-
-
-def create(
-    path: Path,
-    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-    metadata: Mapping[str, str] | None = None,
-) -> tuple[int, Header, bytes]:
-    """Make a file of its final size and write its header. Tensors can then be written in any order.
-
-    Returns:
-        (open file descriptor, layout, bytes of the header as written).
-
-    Raises:
-        FileExistsError: If something of that name exists.
-    """
-    head, header = encode_header(tensors, metadata)
+    head, header = struct.pack("<Q", len(text)) + text, Header(entries, dict(metadata or {}), first + end)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     try:
         os.ftruncate(fd, header.file_bytes)

@@ -172,11 +172,6 @@ def own_part(tensor: torch.Tensor, copy: int = 0) -> Box | None:
     return sharding_of(tensor).part_of_rank(tensor.shape, copy, this_rank())
 
 
-def one_rank(rank: int) -> Sharding:
-    """The sharding of a tensor that a single rank has."""
-    return Sharding((1,), (rank,), ())
-
-
 # The dimension along which FSDP2 shards each parameter, and how evenly the shards fall on the ranks.
 #
 # FSDP2 shards the first dimension by default, and pads every rank's shard to the size of the largest. With
@@ -189,14 +184,12 @@ MOST_IMBALANCE = 1.05  # largest shard divided by the mean shard; above it anoth
 @functools.lru_cache(maxsize=65536)
 def shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
     """Dimension to shard: the first, unless that is uneven and ``num_shards`` divides a later one."""
-    if not shape or not math.prod(shape) or imbalance(shape[0], num_shards) <= MOST_IMBALANCE:
+    if not shape or not math.prod(shape):
+        return 0
+    imbalance = -(-shape[0] // num_shards) * num_shards / shape[0]  # of the first dimension
+    if imbalance <= MOST_IMBALANCE:
         return 0
     return next((dim for dim, size in enumerate(shape) if dim and size % num_shards == 0), 0)
-
-
-def imbalance(size: int, num_shards: int) -> float:
-    """The largest shard of a dimension of ``size``, divided by the mean shard."""
-    return -(-size // num_shards) * num_shards / size
 
 
 def shard_numel(shape: tuple[int, ...], num_shards: int, dim: int | None = None) -> int:

@@ -1,18 +1,18 @@
 """Tensors in files, and the reads that fill a rank's box of one."""
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._tensors.boxes import Box
-from fsdp_sft._tensors.disk import closing
 from fsdp_sft._tensors.safetensors import DTYPE_NAMES, Header, TensorEntry, open_file, read_header
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError
 
@@ -194,10 +194,12 @@ class InFile(Stored):
             and is_row_major(part.size, part.stride)
         )
         limit = _DIRECT_BYTES if is_direct else copied_bytes(place.device)
-        for cut in _cuts(part, place, dtype.itemsize, limit):
-            run = ByteRange(self.file, self.entry.start + cut.at * dtype.itemsize, cut.span * dtype.itemsize)
-            view = place.as_strided(cut.size, cut.place_stride, cut.place_offset)
-            make = partial(_strided, dtype, cut.size, cut.stride)
+        for at, place_at, dims in _cuts(part, place, dtype.itemsize, limit):
+            size, stride, place_stride = zip(*dims, strict=True)
+            span = 1 + sum((n - 1) * step for n, step, _ in dims)  # from the first element to the last
+            run = ByteRange(self.file, self.entry.start + at * dtype.itemsize, span * dtype.itemsize)
+            view = place.as_strided(size, place_stride, place_at)
+            make = partial(_strided, dtype, size, stride)
             yield Read(part.key, (run,), make, view, compare, is_direct)
 
 
@@ -219,15 +221,9 @@ def copied_bytes(device: torch.device) -> int:
     return _COPIED_BYTES if device.type == "cpu" else _DEVICE_BYTES
 
 
-class _Cut(NamedTuple):
-    """A part of a box: where its elements lie in the stored tensor, and in the storage of the shard."""
-
-    at: int  # first element in the stored tensor
-    span: int  # number of elements from the first to the last
-    size: Ints
-    stride: Ints
-    place_offset: int
-    place_stride: Ints
+# The first element of a part of a box in the stored tensor, and in the storage of the shard; for each of its
+# dimensions the size, and the distance of neighbours in these two.
+_Cut: TypeAlias = tuple[int, int, Sequence[tuple[int, int, int]]]
 
 
 def _cuts(part: Piece, place: torch.Tensor, itemsize: int, limit: int) -> Iterator[_Cut]:
@@ -263,9 +259,7 @@ def _cut(
     for row in range(0, size, rows):
         begin, place_begin = at + row * step, place_at + row * place_step
         if fits:
-            count = min(rows, size - row)
-            counts, steps, place_steps = zip((count, step, place_step), *inner, strict=True)
-            yield _Cut(begin, (count - 1) * step + inner_span, counts, steps, place_begin, place_steps)
+            yield begin, place_begin, [(min(rows, size - row), step, place_step), *inner]
         else:
             yield from _cut(begin, place_begin, inner, itemsize, limit)
 
@@ -283,9 +277,8 @@ def file_header(path: Path, damaged: type[Exception], advice: str = "") -> Heade
         OSError: If this process may open no more files, or may not open this one.
     """
     try:
-        fd = open_file(path)
-        with closing(fd):
-            return read_header(fd)
+        with os.fdopen(open_file(path), "rb") as file:
+            return read_header(file.fileno())
     except (OSError, CheckpointFormatError) as error:
         blame_no_file(error, path)
         raise damaged(f"{path} cannot be read: {error}{advice}") from error

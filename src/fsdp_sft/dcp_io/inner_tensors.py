@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_sft._compat.fsdp import sharded_as
 from fsdp_sft._compat.modules import is_wrapper_subclass, local_tensor
 from fsdp_sft._process.codec import decode, encode
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, this_rank
-from fsdp_sft._tensors.boxes import Box, box_of, whole, with_local
+from fsdp_sft._tensors.boxes import Box, box_of, whole
 from fsdp_sft._tensors.safetensors import DTYPES, dtype_name
-from fsdp_sft._tensors.sharding import one_rank, own_part
+from fsdp_sft._tensors.sharding import Sharding, own_part
 from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.folder import read_tensors
 from fsdp_sft.dcp_io.parts import Part, StoredTensor, file_key
@@ -60,7 +61,9 @@ def inner_parts(
             for leaf, (dtype, shape) in part["inner"].items():
                 key = f"{name}/{len(parts[name])}/{leaf}"
                 file = file_key("optimizer", key)
-                stored[key] = StoredTensor(tuple(shape), DTYPES[dtype], file, one_rank(owner))
+                stored[key] = StoredTensor(
+                    tuple(shape), DTYPES[dtype], file, Sharding((1,), (owner,), splits=())
+                )
                 if owner == this_rank() and 0 not in shape:
                     written.append(Part(file, whole(shape), inner[name][leaf].detach(), tuple(shape)))
             parts[name].append(part)
@@ -136,13 +139,13 @@ def assemble_state(
     sources = {leaf: stored[f"{name}/{index}/{leaf}"] for leaf in part["inner"]}
     inner = {n: torch.empty(t.shape, dtype=t.dtype, device=device) for n, t in sources.items()}
     read_tensors(folder, sources, inner)
-    local = inner.get(_PLAIN)
-    if part["class"] is not None:
-        stride = torch.empty(box.shape, device="meta").stride()
+    if part["class"] is None:
+        local = inner[_PLAIN]
+    else:
+        like = torch.empty(box.shape, device="meta")
         kind, context = _imported()[part["class"]], decode(part["context"])
-        local = kind.__tensor_unflatten__(inner, context, torch.Size(box.shape), stride)
-    assert local is not None
-    return with_local(parameter, local) if isinstance(parameter, DTensor) else local
+        local = kind.__tensor_unflatten__(inner, context, like.shape, like.stride())
+    return sharded_as(parameter, local, parameter.shape) if isinstance(parameter, DTensor) else local
 
 
 def _box_in(part: Mapping[str, Any]) -> Box:

@@ -21,7 +21,7 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.codec import dumps, encode
 from fsdp_sft._process.streams import host_buffer
 from fsdp_sft._ranks.agree import agreed, difference, tell, world_size
-from fsdp_sft._tensors.disk import read_bytes, sweep_all, write_bytes
+from fsdp_sft._tensors.disk import read_bytes, sweep, write_bytes
 from fsdp_sft.dcp_io.background import wait_for_last
 from fsdp_sft.dcp_io.folder import new_folder_beside, tensors_digest, verify_folder, write_folder
 from fsdp_sft.dcp_io.manifest import (
@@ -143,7 +143,7 @@ def prepare_root(root: Path, step: int) -> None:
     target = step_folder(root, step)
     root.mkdir(parents=True, exist_ok=True)
     reserve(root)
-    sweep_all(root)
+    sweep(root)
     if os.path.lexists(target) and not verify_folder(target, hashes=True):
         raise CheckpointExistsError(
             f"{target} is there and sound; a committed step is never overwritten. To go on from an earlier "

@@ -18,7 +18,7 @@ from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.twin import tied_meta_twin
 from fsdp_sft._model.wrappers import tokenizer_of
 from fsdp_sft._process.callers import warn_caller
-from fsdp_sft._quantised.settings import Quantised
+from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._tensors.disk import write_bytes
 from fsdp_sft.collate.template import ChatTemplate, templates_used
 from fsdp_sft.errors import ChatTemplateError, CheckpointFormatError
@@ -195,7 +195,7 @@ def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> 
     metadata = ["library_name: transformers"]
     metadata += [f"base_model: {base}"] if base else []
     origin = f", fine-tuned from [{base}](https://huggingface.co/{base})" if base else ", fine-tuned"
-    quantised = kept_of(model, Quantised)
+    quantised = kept_of(model, Settings)
     if quantised is not None:
         origin += f", of which the checkpoint is published quantised ({quantised.method}),"
     lines = [

@@ -67,7 +67,7 @@ def make_room(temporary: Path, target: Path, need: int) -> None:
         OSError: If that is not possible, or the file system has less room.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    sweep(target)
+    sweep(target.parent, target.name)
     check_room(target.parent, need, f"the export to {target}")
     temporary.mkdir()
 

@@ -96,7 +96,7 @@ class _OnAllRanks(Gatherer):
         whole: torch.Tensor = sharded_as(tensor, own.contiguous(), tensor.shape).full_tensor()
         return whole
 
-    def attempt(self, action: Callable[[], None]) -> None:
+    def attempt(self, action: Callable[[], object]) -> None:
         action()
 
 

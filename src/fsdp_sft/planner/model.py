@@ -16,7 +16,7 @@ from fsdp_sft._compat.experts import experts_to_place
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._model.configs import config_of
 from fsdp_sft._model.towers import towers_of
-from fsdp_sft._quantised.find import METHODS, check
+from fsdp_sft._quantised.find import check
 from fsdp_sft._quantised.settings import Settings, settings_for, without_settings
 from fsdp_sft._tensors.packed_shard import PackedLayout
 from fsdp_sft.planner.parameters import Group, Parameter, layouts_of
@@ -196,14 +196,12 @@ def _group(
 
 def _published(settings: Settings, packed: str | None) -> str:
     """A remark on a quantised checkpoint."""
-    bits = METHODS[settings.method].bits(settings)
     becomes = {
         None: "loading dequantises it, so memory is that of any other",
         STORED: "what of it stays packed is assumed from the config alone",
     }
-    return (
-        f"the checkpoint is published quantised ({settings.method}, {bits:.3g} bits a packed value): "
-        + becomes.get(packed, f"loading dequantises it, and packs frozen matrices anew ({packed})")
+    return f"the checkpoint is published quantised ({settings.method}): " + becomes.get(
+        packed, f"loading dequantises it, and packs frozen matrices anew ({packed})"
     )
 
 

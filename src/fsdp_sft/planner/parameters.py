@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._quantised.find import is_left_out, row_by_config
+from fsdp_sft._quantised.find import is_left_out, layout_by_config
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import Settings
-from fsdp_sft._tensors.packed_shard import VALUES_AT_ONCE, PackedLayout, RowFormat
+from fsdp_sft._tensors.packed_shard import VALUES_AT_ONCE, PackedLayout
 from fsdp_sft._tensors.sharding import shard_dim, shard_numel
 from fsdp_sft.planner.ledger import Ledger, Workload, work_of
 from fsdp_sft.planner.run import Run
@@ -220,20 +220,14 @@ def layouts_of(
             f"no quantization_config: take a dtype, or {' or '.join(map(repr, RECIPES))}"
         )
     own = settings if kind == STORED else None
-
-    @functools.cache
-    def rows_of(shape: tuple[int, ...]) -> tuple[RowFormat, bool] | None:
-        # Each format is made once, so that blocks that are alike compare equal.
-        return (RECIPES[kind].form(shape[-1]), False) if own is None else row_by_config(own, shape)
-
     found = {}
     for name, parameter in matrices.items():
         if own is not None and is_left_out(own, name.removesuffix(".weight").removesuffix(".base")):
             continue
         shape = tuple(parameter.shape)
-        rows = rows_of((1, *shape[1:]) if len(shape) == 3 else shape[1:])
-        if rows is not None:
-            found[id(parameter)] = PackedLayout(rows[0], shape, rows[1])
+        layout = layout_by_config(own, shape) if own else PackedLayout(RECIPES[kind].form(shape[-1]), shape)
+        if layout is not None:
+            found[id(parameter)] = layout
     if not found:
         raise ValueError(
             f"frozen_dtype={kind!r}: the config ({settings and settings.method}) does not say of any weight "

@@ -21,7 +21,7 @@ from fsdp_sft._model.towers import frozen_towers, pattern_of
 from fsdp_sft._model.wrappers import base_of
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._quantised.recipes import RECIPES
-from fsdp_sft._quantised.settings import Quantised
+from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._ranks.agree import all_reduce_sum
 from fsdp_sft._ranks.mesh import EP
 from fsdp_sft._tensors.boxes import box_of, local_of
@@ -148,7 +148,7 @@ def choose_packed(
         ValueError: If nothing is frozen, or nothing says how the checkpoint is quantised.
     """
     base = base_of(model)
-    if kind == STORED and kept_of(base, Quantised) is None:
+    if kind == STORED and kept_of(base, Settings) is None:
         raise ValueError(
             "frozen_dtype='stored' keeps weights as a quantised checkpoint has them, and this model was not "
             f"built from one by build_meta_model: take a dtype, or {' or '.join(map(repr, RECIPES))}"

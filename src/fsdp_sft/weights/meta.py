@@ -26,7 +26,7 @@ from fsdp_sft._model.twin import keep_config, meta_twin
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._process.words import answered
 from fsdp_sft._quantised.find import check
-from fsdp_sft._quantised.settings import Quantised, settings_for, without_settings
+from fsdp_sft._quantised.settings import Settings, settings_for, without_settings
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft._tensors.boxes import Box
 from fsdp_sft._tensors.reader import do_reads
@@ -160,7 +160,7 @@ def _set_requires_grad(model: nn.Module) -> None:
 
 def _class_and_config(
     name: str, revision: str | None, attention: str | None, remote: bool, overrides: dict[str, Any]
-) -> tuple[Any, Any, Quantised | None]:
+) -> tuple[Any, Any, Settings | None]:
     """Class and config of the model, with the overrides applied, and how its checkpoint is quantised."""
     import transformers
 
@@ -196,7 +196,7 @@ def _class_and_config(
     elif not remote:
         refuse_kernels(name, config)
     without_settings(config)  # the model's weights will not be quantised
-    return cls, config, Quantised(quantised.method) if quantised is not None else None
+    return cls, config, quantised
 
 
 def _architecture(name: str, config: Any, overrides: dict[str, Any]) -> str:
