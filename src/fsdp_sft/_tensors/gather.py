@@ -1,6 +1,7 @@
 """Gathering the full tensors of a sharded model on rank 0, one at a time, by point-to-point sends."""
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,8 @@ from fsdp_sft._ranks.agree import answered, control_group, raise_first, this_ran
 from fsdp_sft._tensors.boxes import Box, part_of, whole
 from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft._tensors.sharding import own_part, sharding_of
+
+T = TypeVar("T")
 
 
 class Gatherer:
@@ -47,13 +50,14 @@ class Gatherer:
                 receive_into(part, owner)
         return full
 
-    def attempt(self, action: Callable[[], None]) -> None:
-        """Run ``action`` unless this rank has failed before; ``finish`` raises its error."""
+    def attempt(self, action: Callable[[], T]) -> T | None:
+        """What ``action`` returns; None if it or one before it fails, whose error ``finish`` raises."""
         if self.error is None:
             try:
-                action()
+                return action()
             except Exception as error:
                 self.error = error
+        return None
 
     def finish(self, phase: str) -> None:
         """Raise the first error of any rank on every rank."""
@@ -61,13 +65,7 @@ class Gatherer:
 
     def _send(self, tensor: torch.Tensor, dtype: torch.dtype, box: Box) -> None:
         """Send this rank's part, the box ``box``, to rank 0; zeros if this rank has failed."""
-        payload = None
-
-        def prepare() -> None:
-            nonlocal payload
-            payload = values_of(tensor, dtype).to("cpu", dtype).contiguous()
-
-        self.attempt(prepare)
+        payload = self.attempt(lambda: values_of(tensor, dtype).to("cpu", dtype).contiguous())
         send(payload if payload is not None else torch.zeros(box.shape, dtype=dtype), 0)
 
 
