@@ -283,11 +283,11 @@ def parse(body: Mapping[str, Any], files: dict[str, FileRecord]) -> Manifest:
 
 
 def per_optimizer(
-    info: Mapping[str, Any], tensors: Mapping[str, Any]
+    info: dict[str, Any], tensors: dict[str, Any]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Information and state of each optimizer, the state by ``<fqn>/<state name>`` without its number."""
     if "optimizers" not in info:
-        return [(dict(info), dict(tensors))]
+        return [(info, tensors)]
     parts: list[dict[str, Any]] = [{} for _ in info["optimizers"]]
     for key, tensor in tensors.items():
         number, _, name = key.partition("/")
