@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_sft._compat.modules import is_wrapper_subclass
 from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.named import parameter_names
-from fsdp_sft._model.sharded import mesh_of, reshard
+from fsdp_sft._model.sharded import reshard
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.codec import dumps, encode
 from fsdp_sft._process.streams import host_buffer
@@ -30,7 +30,6 @@ from fsdp_sft.dcp_io.manifest import (
     checked_size,
     step_folder,
     step_folders,
-    versions,
 )
 from fsdp_sft.dcp_io.model_state import stored_model
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list, optimizer_content, parts_inside
@@ -77,12 +76,6 @@ def reserve(root: Path) -> None:
     job = f", Slurm job {number}" if number else ""
     (root / OWNER).unlink(missing_ok=True)
     write_bytes(root / OWNER, f"process {os.getpid()} on {socket.gethostname()}{job}".encode())
-
-
-def release_all() -> None:
-    """Release all roots of this process."""
-    while _held:
-        _held.popitem()[1][0].release(force=True)
 
 
 def _in_use(root: Path) -> CheckpointInUseError:
@@ -197,9 +190,12 @@ def prepare_save(
     target, started = step_folder(root, step), time.perf_counter()
     with agreed(f"preparing to save {target}", _agree_on) as decision:
         wait_for_last()
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step must be an integer, 0 or more, got {step!r}")
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, or None to keep every step, got {keep_last!r}")
         refuse_merged(model, "saving a checkpoint")
         reshard(model)
-        _check_numbers(step, keep_last)
         given = as_list(optimizer) if optimizer is not None else []
         info, states = optimizer_content(given, parameter_names(model))
         small = {}
@@ -225,14 +221,11 @@ def prepare_save(
         manifest = Manifest(
             step=step,
             world_size=world_size(),
-            mesh=_describe_mesh(model),
             model=stored,
             ties=content.ties,
-            frozen=content.frozen,
             optimizer=None if optimizer is None else {**stored_states, **inside},
             optimizer_info=info,
             metric=metric,
-            versions=versions(),
         )
         parts = [*parts, *state_parts, *inner, *own]
         if in_background:
@@ -247,23 +240,6 @@ def prepare_save(
         tell(_logger, "saved step %d on %d ranks in %.2f s: %s", step, world_size(), seconds, target)
 
     return write
-
-
-def _describe_mesh(model: nn.Module) -> list[list[Any]] | None:
-    """Name and size of each axis of a model's mesh."""
-    mesh = mesh_of(model)
-    if mesh is None:
-        return None
-    names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
-    return [[name, size] for name, size in zip(names, mesh.shape, strict=True)]
-
-
-def _check_numbers(step: int, keep_last: int | None) -> None:
-    """Refuse a number that no step is found by, and one with which every other step would be deleted."""
-    if type(step) is not int or step < 0:
-        raise ValueError(f"step must be an integer, 0 or more, got {step!r}")
-    if keep_last is not None and keep_last < 1:
-        raise ValueError(f"keep_last must be at least 1, or None to keep every step, got {keep_last!r}")
 
 
 def _agree_on(everyone: list[tuple[dict[str, Any], list[str]]]) -> list[str]:
