@@ -352,9 +352,11 @@ def load_checkpoint(
         try:
             loaded = _load_step(folder, manifest, model, optimizer)
             note_loaded(folder, loaded.step)
-            message = "resumed in %.2f s from step %d, saved on %d ranks: %s"
-            seconds = time.perf_counter() - started
-            tell(_logger, message, seconds, loaded.step, loaded.world_size, folder)
+            tell(
+                _logger,
+                "resumed in %.2f s from step %d, saved on %d ranks: %s",
+                *(time.perf_counter() - started, loaded.step, loaded.world_size, folder),
+            )
             return loaded
         except CheckpointCorruptError:
             if not deleted_meanwhile(path, folder):

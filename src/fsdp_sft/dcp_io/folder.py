@@ -11,7 +11,6 @@ A process that is killed leaves a temporary folder, which the next save deletes,
 the rename, what was at the target before is unchanged.
 """
 
-import hashlib
 import shutil
 import stat
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_sft._process.codec import MALFORMED, dumps, loads
+from fsdp_sft._process.codec import MALFORMED, loads
 from fsdp_sft._ranks.agree import agreed, this_rank, world_size
 from fsdp_sft._tensors.boxes import box_of, local_of
 from fsdp_sft._tensors.disk import (
@@ -44,7 +43,6 @@ from fsdp_sft.dcp_io.manifest import (
     describe,
     encode_index,
     encode_manifest,
-    encode_tensors,
     parse,
     read_manifest,
 )
@@ -55,18 +53,13 @@ from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointF
 _VISIBLE_SECONDS = 5.0  # a network file system may show a new folder to other machines late
 
 
-def tensors_digest(manifest: Manifest) -> str:
-    """SHA-256 of all names, shapes, dtypes and shardings, in which ranks must not differ."""
-    return hashlib.sha256(dumps(encode_tensors(manifest))).hexdigest()
-
-
 def new_folder_beside(target: Path, manifest: Manifest, digests: list[str]) -> Path:
     """Make a temporary folder beside ``target`` for what ``manifest`` describes. Only rank 0 calls this.
 
     Args:
         target: Name that the folder will have when it is complete.
         manifest: What is to be written.
-        digests: ``tensors_digest`` of each rank, in rank order.
+        digests: Digest of names, shapes, dtypes and shardings of each rank, in rank order.
 
     Raises:
         CheckpointError: If a rank has other tensors than rank 0, or the manifest could not be read again.

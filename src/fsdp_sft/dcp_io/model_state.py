@@ -96,26 +96,21 @@ def check_adapters(folder: Path, manifest: Manifest, model: nn.Module) -> None:
 
 
 def _adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Settings that determine each adapter's product, by adapter, as JSON values."""
-    configs: Any = getattr(unwrapped(model), "peft_config", None)
-    if not isinstance(configs, dict):
-        return {}
-    return {str(name): _of_the_product(config) for name, config in configs.items()}
-
-
-def _of_the_product(config: Any) -> dict[str, Any]:
-    """Numbers, strings, flags and patterns of one adapter's config that its product may depend on."""
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    left_out = _OF_ADALORA if kind == "ADALORA" else ()
-    told = {
-        key: value
-        for key, value in vars(config).items()
-        if isinstance(value, (str, int, float, dict))
-        and value not in ({}, False)
-        and key not in left_out
-        and not _NOT_OF_THE_PRODUCT.fullmatch(key)
-    }
-    return {**told, "peft_type": kind}
+    """What each adapter's product may depend on: numbers, strings, flags and patterns, as JSON values."""
+    configs, found = getattr(unwrapped(model), "peft_config", None), {}
+    for name, config in configs.items() if isinstance(configs, dict) else ():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        left_out = _OF_ADALORA if kind == "ADALORA" else ()
+        told = {
+            key: value
+            for key, value in vars(config).items()
+            if isinstance(value, (str, int, float, dict))
+            and value not in ({}, False)
+            and key not in left_out
+            and not _NOT_OF_THE_PRODUCT.fullmatch(key)
+        }
+        found[str(name)] = {**told, "peft_type": kind}
+    return found
 
 
 # Packed weights in a step: they do not change, so it names what they were packed of, or has their bytes.

@@ -195,10 +195,7 @@ def _new_state(
 def _apply_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Set the saved options of a group; an option that is a tensor is filled in place."""
     for key, encoded in options.items():
-        if key in _IMPLEMENTATION_OPTIONS and key in group:
-            continue
-        value = decode(encoded)
         if isinstance(group.get(key), torch.Tensor):
-            group[key].fill_(value)
-        else:
-            group[key] = value
+            group[key].fill_(decode(encoded))
+        elif key not in _IMPLEMENTATION_OPTIONS or key not in group:
+            group[key] = decode(encoded)

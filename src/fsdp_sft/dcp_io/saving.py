@@ -1,10 +1,12 @@
 """One save of a step, in phases that all ranks run together."""
 
+import hashlib
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,12 @@ from fsdp_sft._process.streams import host_buffer
 from fsdp_sft._ranks.agree import agreed, difference, tell, world_size
 from fsdp_sft._tensors.disk import read_bytes, sweep_all, write_bytes
 from fsdp_sft.dcp_io.background import wait_for_last
-from fsdp_sft.dcp_io.folder import new_folder_beside, tensors_digest, verify_folder, write_folder
+from fsdp_sft.dcp_io.folder import new_folder_beside, verify_folder, write_folder
 from fsdp_sft.dcp_io.manifest import (
     TRAIN_STATE_NAME,
     Manifest,
     checked_size,
+    encode_tensors,
     step_folder,
     step_folders,
 )
@@ -70,24 +73,18 @@ def reserve(root: Path) -> None:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        raise _in_use(root) from None
+        owner = "another job"
+        with suppress(CheckpointCorruptError):
+            owner = read_bytes(root / OWNER, 1000).decode(errors="replace")
+        raise CheckpointInUseError(
+            f"{root} is in use by {owner}: one job at a time may save below a root. Give this job another "
+            "folder, or end the other one"
+        ) from None
     _held[root] = lock, (os.getpid(), file.stat().st_ino)
     number = os.environ.get("SLURM_JOB_ID")
     job = f", Slurm job {number}" if number else ""
     (root / OWNER).unlink(missing_ok=True)
     write_bytes(root / OWNER, f"process {os.getpid()} on {socket.gethostname()}{job}".encode())
-
-
-def _in_use(root: Path) -> CheckpointInUseError:
-    """The error that names the job which saves below a root."""
-    try:
-        owner = read_bytes(root / OWNER, 1000).decode(errors="replace")
-    except CheckpointCorruptError:
-        owner = "another job"
-    return CheckpointInUseError(
-        f"{root} is in use by {owner}: one job at a time may save below a root. Give this job another "
-        "folder, or end the other one"
-    )
 
 
 # A copy of what this rank writes: taken while training waits, and written while it continues.
@@ -230,14 +227,14 @@ def prepare_save(
         parts = [*parts, *state_parts, *inner, *own]
         if in_background:
             parts = _snapshot.take(parts)
-        decision.told = tensors_digest(manifest)
+        decision.told = hashlib.sha256(dumps(encode_tensors(manifest))).hexdigest()
     temporary: Path = decision.result
 
     def write() -> None:
         then = partial(prune, root, keep_last=keep_last, keep_best=keep_best, just_saved=step)
         write_folder(temporary, target, manifest, parts, {**small, **settings}, then)
-        seconds = time.perf_counter() - started
-        tell(_logger, "saved step %d on %d ranks in %.2f s: %s", step, world_size(), seconds, target)
+        message, ranks = "saved step %d on %d ranks in %.2f s: %s", world_size()
+        tell(_logger, message, step, ranks, time.perf_counter() - started, target)
 
     return write
 
