@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import nn
 
 import fsdp_sft as fs
+from fsdp_sft._tensors import gather
 from fsdp_sft.export import hf, plan, target
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, tiny_model
@@ -88,30 +89,6 @@ def _export_like_save_pretrained(folder: str, mesh_shape: dict[str, int] | None,
                     assert type(tf.AutoModelForCausalLM.from_pretrained(out)) is type(plain)
 
 
-def _export_with_and_without_a_common_folder(folder: str) -> None:
-    rank, written = torch.distributed.get_rank(), []
-    write, see = hf.HfFiles.write_rows, os.open
-    hf.HfFiles.write_rows = lambda self, *args: (written.append(args[0]), write(self, *args))[1]  # type: ignore[assignment,method-assign,func-returns-value]
-    for name, is_common in (("common", True), ("apart", False)):
-        if rank == 1 and not is_common:
-            os.open = lambda *args, **_: see("/nowhere", os.O_RDONLY)  # type: ignore[assignment]
-        model = fs.shard_model(tiny_model("llama", seed=3), mesh=mesh_here())
-        try:
-            fs.export_hf(model, f"{folder}/{name}", dtype=None)
-        finally:
-            os.open = see
-        assert len(written) == len(list(model.parameters())), "by both ranks, or by none"
-    if rank == 0:
-        common, apart = Path(folder, "common"), Path(folder, "apart")
-        assert sorted(os.listdir(common)) == sorted(os.listdir(apart))
-        for path in common.glob("*.safetensors"):
-            assert path.read_bytes() == (apart / path.name).read_bytes()
-
-
-def test_ranks_write_their_own_rows_where_all_see_the_folder(tmp_path: Path) -> None:
-    run_distributed(_export_with_and_without_a_common_folder, 2, str(tmp_path))
-
-
 def test_the_folder_is_what_save_pretrained_writes(tmp_path: Path) -> None:
     run_distributed(_export_like_save_pretrained, 2, str(tmp_path), {}, FAMILIES)
 
@@ -175,7 +152,7 @@ def _refusals(folder: str) -> None:
         raise OSError(28, "No space left on device")
 
     places: list[tuple[int, Any, str]] = [
-        (1, hf, "write_early"),
+        (1, gather, "values_of"),
         (0, hf, "write_early"),
         (0, target, "publish"),
         (0, hf, "create"),

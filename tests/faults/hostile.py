@@ -60,7 +60,7 @@ def run_attacks(folder: str, *, large: bool = True) -> list[tuple[str, str, floa
     fs.save_checkpoint(
         root / "good", 1, model=model, optimizer=optimizer, rank_state={"rows": torch.arange(3)}
     )
-    saving.release_all()
+    saving._held.clear()
     results = []
     for name, attack in attacks(root / "good" / "step-1", root / "ran"):
         if " MB " in name and not large:

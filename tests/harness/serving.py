@@ -119,7 +119,7 @@ class _Served:
             forget_meshes()
             mesh._made.clear()
             leftovers.forget_remote_code()
-            saving.release_all()  # as at the end of a process
+            saving._held.clear()  # as at the end of a process
         except BaseException:
             (folder / f"error-{rank}").write_text(f"{time.time()}\n{traceback.format_exc()}")
             os._exit(1)

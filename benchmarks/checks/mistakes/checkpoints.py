@@ -27,8 +27,8 @@ MISTAKES = [
     Mistake(
         "an export is not held against what its class reads",
         "export/plan.py",
-        "    if unread:\n",
-        "    if False:\n",
+        ' if unread else ""',
+        ' if False else ""',
         ("tests/export/test_readback.py",),
     ),
     Mistake(

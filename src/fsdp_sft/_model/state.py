@@ -23,12 +23,10 @@ class ModelTensors:
     Attributes:
         tensors: Parameters and persistent buffers by FQN; tied ones under their first name only.
         names: Each name to the first name of its tensor, in the order of the model's state dict.
-        frozen: FQNs of parameters that require no gradient.
     """
 
     tensors: dict[str, torch.Tensor]
     names: dict[str, str]
-    frozen: list[str]
 
     @property
     def ties(self) -> dict[str, str]:
@@ -113,10 +111,9 @@ def model_tensors(model: nn.Module, *, values: bool = True) -> ModelTensors:
             "give them memory with model.to_empty(device=...) and compute the non-persistent buffers "
             "again, or load the base model with load_weights, which does both"
         )
-    frozen = [n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad]
     if values:
         _refuse_other_forms(model, tensors)
-    return ModelTensors(tensors, names, frozen)
+    return ModelTensors(tensors, names)
 
 
 def _refuse_other_forms(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:

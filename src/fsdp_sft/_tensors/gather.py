@@ -1,7 +1,7 @@
 """Gathering the full tensors of a sharded model on rank 0, one at a time, by point-to-point sends."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft._tensors.sharding import own_part, sharding_of
 
 _MOST_BYTES = 1 << 28  # that gloo sends at once
+T = TypeVar("T")
 
 
 class Gatherer:
@@ -47,13 +48,14 @@ class Gatherer:
                 part_of(full, box).copy_(values)
         return full
 
-    def attempt(self, action: Callable[[], object]) -> None:
-        """Run ``action`` unless this rank has failed before; ``finish`` raises its error."""
+    def attempt(self, action: Callable[[], T]) -> T | None:
+        """What ``action`` returns; None if it or one before it fails, whose error ``finish`` raises."""
         if self.error is None:
             try:
-                action()
+                return action()
             except Exception as error:
                 self.error = error
+        return None
 
     def finish(self, phase: str) -> None:
         """Raise the first error of any rank on every rank."""

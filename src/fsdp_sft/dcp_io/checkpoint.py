@@ -37,10 +37,10 @@ from fsdp_sft.dcp_io.manifest import (
     MANIFEST_NAME,
     TRAIN_STATE_NAME,
     Manifest,
-    is_step_folder,
     read_small,
     step_folder,
     step_folders,
+    step_number,
 )
 from fsdp_sft.dcp_io.model_state import (
     LoadedStep,
@@ -111,11 +111,11 @@ def _candidates(paths: list[Path]) -> list[Path]:
     if apart:
         raise CheckpointError(f"ranks were told to load different things: {apart}")
     path = paths[0]
-    if is_step_folder(path) or (path / MANIFEST_NAME).exists():
+    found = [folder for _, folder in step_folders(path)]
+    if (step_number(path) is not None and not found) or (path / MANIFEST_NAME).exists():
         if not path.is_dir():
             raise CheckpointNotFoundError(f"there is no checkpoint at {path}")
         return [path]
-    found = [folder for _, folder in step_folders(path)]
     if not found:
         raise CheckpointNotFoundError(
             f"there is no checkpoint in {path}; expected folders named step-<number>, or such a folder itself"
@@ -352,9 +352,11 @@ def load_checkpoint(
         try:
             loaded = _load_step(folder, manifest, model, optimizer)
             note_loaded(folder, loaded.step)
-            message = "resumed in %.2f s from step %d, saved on %d ranks: %s"
-            seconds = time.perf_counter() - started
-            tell(_logger, message, seconds, loaded.step, loaded.world_size, folder)
+            tell(
+                _logger,
+                "resumed in %.2f s from step %d, saved on %d ranks: %s",
+                *(time.perf_counter() - started, loaded.step, loaded.world_size, folder),
+            )
             return loaded
         except CheckpointCorruptError:
             if not deleted_meanwhile(path, folder):
@@ -382,7 +384,12 @@ def _load_step(
         if manifest.world_size == world_size():
             rng, rank_state = read_rank_content(folder, this_rank())
         elif manifest.optimizer is not None and this_rank() == 0:
-            _warn_of_other_ranks(manifest.world_size, world_size())
+            before, now = manifest.world_size, world_size()
+            warn_caller(
+                f"the step was saved by {before} ranks and is loaded by {now}: with the same loader and "
+                f"grad_accum_steps a step of the optimizer has {now / before:.3g} times as many rows. What "
+                "was rank_state of each rank is in LoadedCheckpoint.rank_states"
+            )
     with agreed(f"reading {folder} (the model is loaded in part)"):
         files = StoredFolder(folder)
         read_tensors(files, sources, content.tensors)
@@ -395,12 +402,3 @@ def _load_step(
         if rng is not None:
             set_generator_states(rng)
     return LoadedCheckpoint(manifest.step, folder, train_state, rank_state, manifest.world_size)
-
-
-def _warn_of_other_ranks(before: int, now: int) -> None:
-    """Warn of what another number of ranks changes in a training."""
-    warn_caller(
-        f"the step was saved by {before} ranks and is loaded by {now}: with the same loader and "
-        f"grad_accum_steps a step of the optimizer has {now / before:.3g} times as many rows. What "
-        "was rank_state of each rank is in LoadedCheckpoint.rank_states"
-    )

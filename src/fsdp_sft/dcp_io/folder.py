@@ -11,7 +11,6 @@ A process that is killed leaves a temporary folder, which the next save deletes,
 the rename, what was at the target before is unchanged.
 """
 
-import hashlib
 import shutil
 import stat
 import time
@@ -20,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from fsdp_sft._process.codec import MALFORMED, dumps, loads
-from fsdp_sft._ranks.agree import this_rank, through_rank_0, world_size
+from fsdp_sft._process.codec import MALFORMED, loads
+from fsdp_sft._ranks.agree import agreed, this_rank, world_size
 from fsdp_sft._tensors.boxes import box_of, local_of
 from fsdp_sft._tensors.disk import (
     FileRecord,
@@ -44,7 +43,6 @@ from fsdp_sft.dcp_io.manifest import (
     describe,
     encode_index,
     encode_manifest,
-    encode_tensors,
     parse,
     read_manifest,
 )
@@ -55,18 +53,13 @@ from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointF
 _VISIBLE_SECONDS = 5.0  # a network file system may show a new folder to other machines late
 
 
-def tensors_digest(manifest: Manifest) -> str:
-    """SHA-256 of all names, shapes, dtypes and shardings, in which ranks must not differ."""
-    return hashlib.sha256(dumps(encode_tensors(manifest))).hexdigest()
-
-
 def new_folder_beside(target: Path, manifest: Manifest, digests: list[str]) -> Path:
     """Make a temporary folder beside ``target`` for what ``manifest`` describes. Only rank 0 calls this.
 
     Args:
         target: Name that the folder will have when it is complete.
         manifest: What is to be written.
-        digests: ``tensors_digest`` of each rank, in rank order.
+        digests: Digest of names, shapes, dtypes and shardings of each rank, in rank order.
 
     Raises:
         CheckpointError: If a rank has other tensors than rank 0, or the manifest could not be read again.
@@ -117,16 +110,14 @@ def write_folder(
     Collective: all ranks; all raise the same error.
     """
 
-    def write() -> dict[str, FileRecord]:
-        _wait_until_visible(temporary)
-        return _write_own(temporary, manifest, parts, small)
-
     def commit(everything: list[dict[str, FileRecord]]) -> None:
         _commit(temporary, target, manifest, everything)
         then()
 
     try:
-        through_rank_0(f"writing {target.name}", write, commit)
+        with agreed(f"writing {target.name}", commit) as decision:
+            _wait_until_visible(temporary)
+            decision.told = _write_own(temporary, manifest, parts, small)
     except BaseException:
         if this_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -145,18 +136,6 @@ def open_folder(folder: Path, *, hashes: bool) -> tuple[Manifest | None, list[st
 
     Collective: all ranks.
     """
-    manifest: Manifest | None = None
-
-    def look() -> tuple[list[str], str | None]:
-        nonlocal manifest
-        try:
-            manifest = read_manifest(folder)
-        except CheckpointCorruptError as error:
-            return [str(error)], None
-        # Largest first, round-robin, so that ranks have about the same number of bytes to read.
-        by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-        own = by_size[this_rank() :: world_size()]
-        return file_problems(folder, manifest, own, hashes=hashes), manifest.digest
 
     def merge(found: list[tuple[list[str], str | None]]) -> list[str]:
         merged = list(dict.fromkeys(problem for own, _ in found for problem in own))
@@ -164,8 +143,17 @@ def open_folder(folder: Path, *, hashes: bool) -> tuple[Manifest | None, list[st
             merged = [f"ranks see different files at {folder}; all of them must share its file system"]
         return merged
 
-    problems = through_rank_0(f"checking {folder}", look, merge)
-    return (None if problems else manifest), problems
+    manifest: Manifest | None = None
+    with agreed(f"checking {folder}", merge) as decision:
+        try:
+            manifest = read_manifest(folder)
+            # Largest first, round-robin, so that ranks have about the same number of bytes to read.
+            by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+            own = by_size[this_rank() :: world_size()]
+            decision.told = file_problems(folder, manifest, own, hashes=hashes), manifest.digest
+        except CheckpointCorruptError as error:
+            decision.told = [str(error)], None
+    return (None if decision.result else manifest), decision.result
 
 
 def read_tensors(

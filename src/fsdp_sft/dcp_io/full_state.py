@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of
 from fsdp_sft._tensors.disk import full_path, sync_folder, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft._tensors.reader import do_reads, threads_that_read
-from fsdp_sft._tensors.safetensors import Header, bytes_of, create, force_to_disk, write_at
+from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, write_at
 from fsdp_sft._tensors.stored import InFile, Read, file_header
 from fsdp_sft._tensors.torch_file import load_pickled
 from fsdp_sft.errors import (
@@ -59,9 +60,8 @@ def save_full_state_dict(
     """
     target = full_path(path)
     reshard(model)
-    temporary = temporary_beside(target)
-    gatherer, opened = Gatherer(), list[tuple[int, Header]]()
-    try:
+    temporary, gatherer = temporary_beside(target), Gatherer()
+    with ExitStack() as opened:
         with agreed(f"preparing to save {target}"):
             refuse_merged(model, "saving the full state")
             if target.suffix != ".safetensors" or not (dtype is None or dtype.is_floating_point):
@@ -74,20 +74,16 @@ def save_full_state_dict(
             if this_rank() == 0:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 described = {name: (dtypes[name], tuple(tensor.shape)) for name, tensor in tensors.items()}
-                opened.append(create(temporary, described, {"format": "pt"})[:2])
+                opened.callback(temporary.unlink, missing_ok=True)
+                fd, header, _ = create(temporary, described, {"format": "pt"})
+                opened.callback(os.close, fd)
         for name, tensor in tensors.items():
             full = gatherer.gather(tensor, dtypes[name])
             if full is not None:
-                (fd, header) = opened[0]
                 gatherer.attempt(partial(write_at, fd, header.entries[name].start, bytes_of(full)))
-        if opened:
-            gatherer.attempt(partial(_publish, opened[0][0], temporary, target))
-        gatherer.finish(f"writing {target}")
-    finally:
-        for fd, _ in opened:
-            os.close(fd)
         if this_rank() == 0:
-            temporary.unlink(missing_ok=True)
+            gatherer.attempt(partial(_publish, fd, temporary, target))
+        gatherer.finish(f"writing {target}")
 
 
 def _publish(fd: int, temporary: Path, target: Path) -> None:

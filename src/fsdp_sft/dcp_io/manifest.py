@@ -49,11 +49,6 @@ def step_folders(root: Path) -> list[tuple[int, Path]]:
     return sorted((step, path) for step, path in found if step is not None)
 
 
-def is_step_folder(path: Path) -> bool:
-    """Whether a path is that of one step rather than a root of several."""
-    return step_number(path) is not None and not step_folders(path)
-
-
 MANIFEST_NAME = "MANIFEST.json"
 INDEX_NAME = "INDEX.json"
 TRAIN_STATE_NAME = "train_state.json"
@@ -70,30 +65,24 @@ class Manifest:
     Attributes:
         step: Number of the step.
         world_size: Number of ranks that wrote it.
-        mesh: [name, size] of each axis of their mesh, in order; None for an ordinary model.
         model: Tensors of the model by FQN.
         ties: Name of the stored tensor of each further name of a tied tensor.
-        frozen: FQNs of parameters that were frozen.
         optimizer: Tensors of the optimizer's state by ``<fqn>/<state name>``; None if there is no optimizer
             in the folder. With several optimizers, each name begins with the optimizer's number and a slash.
         optimizer_info: Class, parameters, groups and state other than tensors of the optimizer; with several
             optimizers, a list of these under ``optimizers``.
         metric: Metric passed to ``save_checkpoint``, lower being better; None if not finite or not given.
-        versions: Versions of the libraries that wrote it, by name.
         files: Record of each file, by its name below the folder, in a manifest that was read from a file.
         digest: SHA-256 of everything else, in a manifest that was read from a file.
     """
 
     step: int
     world_size: int
-    mesh: list[list[Any]] | None
     model: dict[str, StoredTensor]
     ties: dict[str, str]
-    frozen: list[str]
     optimizer: dict[str, StoredTensor] | None
     optimizer_info: dict[str, Any]
     metric: float | None
-    versions: dict[str, str]
     files: dict[str, FileRecord] = field(default_factory=dict)
     digest: str = ""
 
@@ -121,13 +110,10 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         "step": manifest.step,
         "metric": manifest.metric,
         "world_size": manifest.world_size,
-        "mesh": manifest.mesh,
         **encode_tensors(manifest),
         "ties": manifest.ties,
-        "frozen": manifest.frozen,
         "optimizer_info": manifest.optimizer_info,
-        "rank_states": True,
-        "versions": manifest.versions,
+        "versions": versions(),
     }
 
 
@@ -269,25 +255,22 @@ def parse(body: Mapping[str, Any], files: dict[str, FileRecord]) -> Manifest:
     return Manifest(
         step=int(body["step"]),
         world_size=world_size,
-        mesh=body["mesh"],
         model=_parse_tensors(body["model"], "model", shardings),
         ties=dict(body["ties"]),
-        frozen=list(body["frozen"]),
         optimizer=optimizer,
         optimizer_info=dict(body["optimizer_info"]),
         metric=None if body["metric"] is None else float(body["metric"]),
-        versions=dict(body["versions"]),
         files=files,
         digest=str(body.get("digest", "")),
     )
 
 
 def per_optimizer(
-    info: Mapping[str, Any], tensors: Mapping[str, Any]
+    info: dict[str, Any], tensors: dict[str, Any]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Information and state of each optimizer, the state by ``<fqn>/<state name>`` without its number."""
     if "optimizers" not in info:
-        return [(dict(info), dict(tensors))]
+        return [(info, tensors)]
     parts: list[dict[str, Any]] = [{} for _ in info["optimizers"]]
     for key, tensor in tensors.items():
         number, _, name = key.partition("/")
@@ -306,8 +289,6 @@ def _check_optimizer_info(info: Any, tensors: dict[str, StoredTensor]) -> None:
     for name in tensors.keys() - inside:
         if tensors[name].shape not in ((), tuple(parameters[name.rpartition("/")[0]][1])):
             raise ValueError(f"{name} has the shape {tensors[name].shape}, which its parameter has not")
-    if not isinstance(info["class"], str):
-        raise ValueError("its optimizer's class is no name")
     entries = [entry for own in parts.values() for entry in own]
     for entry in entries:
         check_sizes([*entry["offset"], *entry["shape"]], "a part of its optimizer's state")
@@ -330,11 +311,15 @@ def _parse_tensors(raw: Any, section: str, shardings: list[Sharding]) -> dict[st
     tensors: dict[str, StoredTensor] = {}
     for name, (dtype, shape, number, *more) in raw.items():
         (copy,) = more or (0,)
-        if type(number) is not int or type(copy) is not int or not 0 <= number < len(shardings):
+        shape = check_sizes(shape, f"the shape of {name}")
+        if (
+            any(type(n) is not int for n in (number, copy))
+            or not 0 <= number < len(shardings)
+            or not 0 <= copy < shardings[number].copies
+            or any(dim >= len(shape) for _, dim in shardings[number].splits)
+        ):
             raise ValueError(f"the place of {name} is not valid")
-        sharding, shape = shardings[number], check_sizes(shape, f"the shape of {name}")
-        if any(dim >= len(shape) for _, dim in sharding.splits) or not 0 <= copy < sharding.copies:
-            raise ValueError(f"the place of {name} is not valid")
+        sharding = shardings[number]
         tensors[name] = StoredTensor(shape, DTYPES[dtype], file_key(section, name), sharding, copy)
     if len({tensor.key for tensor in tensors.values()}) != len(tensors):
         raise ValueError(f"two tensors of the {section} have one name in the files")
@@ -343,11 +328,8 @@ def _parse_tensors(raw: Any, section: str, shardings: list[Sharding]) -> dict[st
 
 def encode_sharding(sharding: Sharding) -> dict[str, Any]:
     """A sharding as JSON."""
-    splits = [list(split) for split in sharding.splits]
-    encoded: dict[str, Any] = {"mesh": list(sharding.mesh_shape), "splits": splits}
-    if sharding.ranks is not None:
-        encoded["ranks"] = list(sharding.ranks)
-    return encoded
+    encoded = {"mesh": list(sharding.mesh_shape), "splits": [list(split) for split in sharding.splits]}
+    return encoded if sharding.ranks is None else {**encoded, "ranks": list(sharding.ranks)}
 
 
 def parse_sharding(raw: Any, world_size: int) -> Sharding:
@@ -361,14 +343,18 @@ def parse_sharding(raw: Any, world_size: int) -> Sharding:
         raise ValueError(f"a sharding has {unknown}, unknown here: load it with the release that wrote it")
     ranks = None if raw.get("ranks") is None else tuple(raw["ranks"])
     sharding = Sharding(tuple(raw["mesh"]), ranks, tuple((axis, dim) for axis, dim in raw["splits"]))
-    numbers = [*sharding.mesh_shape, *(ranks or ()), *(n for split in sharding.splits for n in split)]
-    if any(type(n) is not int or n < 0 for n in numbers) or not 0 < len(sharding.mesh_shape) <= _MOST_AXES:
-        raise ValueError("a sharding is not valid")
-    size = math.prod(sharding.mesh_shape)
-    axes = [axis for axis, _ in sharding.splits]
-    valid = 0 < size <= world_size
-    if ranks is not None:
-        valid = valid and len(ranks) == size == len(set(ranks)) and max(ranks) < world_size
-    if not valid or len(set(axes)) != len(axes) or max(axes, default=0) >= len(sharding.mesh_shape):
+    mesh, axes = sharding.mesh_shape, [axis for axis, _ in sharding.splits]
+    numbers = [*mesh, *(ranks or ()), *axes, *(dim for _, dim in sharding.splits)]
+    if (
+        any(type(n) is not int or n < 0 for n in numbers)
+        or not 0 < len(mesh) <= _MOST_AXES
+        or not 0 < math.prod(mesh) <= world_size
+        or len(set(axes)) != len(axes)
+        or max(axes, default=0) >= len(mesh)
+        or (
+            ranks is not None
+            and not (len(ranks) == math.prod(mesh) == len({*ranks}) and max(ranks) < world_size)
+        )
+    ):
         raise ValueError("a sharding is not valid")
     return sharding

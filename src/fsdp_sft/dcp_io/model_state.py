@@ -22,7 +22,7 @@ from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.packed_shard import PackedShard
 from fsdp_sft.dcp_io.manifest import Manifest, read_small
 from fsdp_sft.dcp_io.parts import StoredTensor
-from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError, abridged
+from fsdp_sft.errors import CheckpointMismatchError, abridged
 from fsdp_sft.shard.packing import (
     PackedDigest,
     PackedWeights,
@@ -79,7 +79,7 @@ def check_adapters(folder: Path, manifest: Manifest, model: nn.Module) -> None:
         CheckpointMismatchError: If a setting of an adapter differs.
         CheckpointCorruptError: If the file is not what was written.
     """
-    saved, own = _settings(folder, manifest, ADAPTERS_NAME), _adapters(model)
+    saved, own = read_small(folder, manifest, ADAPTERS_NAME) or {}, _adapters(model)
     apart = [
         f"{key}={saved[name].get(key)!r} in the step and {own[name].get(key)!r} in the model, "
         f"of adapter {name!r}"
@@ -95,33 +95,22 @@ def check_adapters(folder: Path, manifest: Manifest, model: nn.Module) -> None:
         )
 
 
-def _settings(folder: Path, manifest: Manifest, name: str) -> dict[str, Any]:
-    """A small file that holds an object; none if the step has no such file."""
-    found = read_small(folder, manifest, name) or {}
-    if not isinstance(found, dict):
-        raise CheckpointCorruptError(f"{folder / name} holds {type(found).__name__}, not settings by name")
-    return found
-
-
 def _adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Settings that determine each adapter's product, by adapter, as JSON values."""
-    configs: Any = getattr(unwrapped(model), "peft_config", None)
-    if not isinstance(configs, dict):
-        return {}
-    return {str(name): _of_the_product(config) for name, config in configs.items()}
-
-
-def _of_the_product(config: Any) -> dict[str, Any]:
-    """Numbers, strings, flags and patterns of one adapter's config that its product may depend on."""
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    plain = {
-        key: value
-        for key, value in vars(config).items()
-        if isinstance(value, (str, int, float, dict)) and not _NOT_OF_THE_PRODUCT.fullmatch(key)
-    }
-    left_out = _OF_ADALORA if kind == "ADALORA" else ()
-    told = {key: value for key, value in plain.items() if value not in ({}, False) and key not in left_out}
-    return {**told, "peft_type": kind}
+    """What each adapter's product may depend on: numbers, strings, flags and patterns, as JSON values."""
+    configs, found = getattr(unwrapped(model), "peft_config", None), {}
+    for name, config in configs.items() if isinstance(configs, dict) else ():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        left_out = _OF_ADALORA if kind == "ADALORA" else ()
+        told = {
+            key: value
+            for key, value in vars(config).items()
+            if isinstance(value, (str, int, float, dict))
+            and value not in ({}, False)
+            and key not in left_out
+            and not _NOT_OF_THE_PRODUCT.fullmatch(key)
+        }
+        found[str(name)] = {**told, "peft_type": kind}
+    return found
 
 
 # Packed weights in a step: they do not change, so it names what they were packed of, or has their bytes.
@@ -158,7 +147,6 @@ def stored_model(model: nn.Module, *, with_base: bool = False) -> tuple[ModelTen
         content,
         names={name: first for name, first in content.names.items() if first not in packed},
         tensors={name: tensor for name, tensor in content.tensors.items() if name not in packed},
-        frozen=[name for name in content.frozen if name not in packed],
     )
     return plain, small
 
@@ -203,7 +191,7 @@ def check_packed(folder: Path, manifest: Manifest, model: nn.Module) -> bool:
                 f"for frozen_dtype, and not {source.kind!r}"
             )
         return False
-    saved = _settings(folder, manifest, PACKED_NAME)
+    saved = read_small(folder, manifest, PACKED_NAME)
     kind, forms = str(saved.get("kind")), saved.get("forms")
     if isinstance(forms, dict):
         if weights is None or weights.kind != kind:

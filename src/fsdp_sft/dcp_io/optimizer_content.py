@@ -10,9 +10,12 @@ from torch.optim import Optimizer
 
 from fsdp_sft._compat.modules import is_wrapper_subclass, local_tensor
 from fsdp_sft._process.codec import encode
-from fsdp_sft._tensors.safetensors import dtype_name
-from fsdp_sft.dcp_io.inner_tensors import inner_parts, take_apart
-from fsdp_sft.dcp_io.parts import Part, StoredTensor
+from fsdp_sft._ranks.agree import agreed, all_gather_objects, this_rank
+from fsdp_sft._tensors.boxes import box_of, whole
+from fsdp_sft._tensors.safetensors import DTYPES, dtype_name
+from fsdp_sft._tensors.sharding import Sharding, own_part
+from fsdp_sft.dcp_io.manifest import per_optimizer
+from fsdp_sft.dcp_io.parts import Part, StoredTensor, file_key
 from fsdp_sft.errors import UnstorableStateError, abridged
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
@@ -60,26 +63,85 @@ def optimizer_content(optimizers: Sequence[Optimizer], names: Mapping[nn.Paramet
     return {"optimizers": [info for info, _ in each]}, tensors
 
 
+# State in tensor subclasses, such as 8-bit moments, is stored as the tensors inside them.
+#
+# torch's protocol for such classes takes them apart (``__tensor_flatten__``) and rebuilds them
+# (``__tensor_unflatten__``). Each rank's part is stored as it is, so the same shards are restored bitwise and
+# no others: a class quantises elements in blocks of its own.
+
+PLAIN = "values"  # name of the one inner tensor of a part that is a plain tensor
+
+
 def parts_inside(
     info: dict[str, Any], states: Mapping[str, torch.Tensor], names: Sequence[str]
 ) -> tuple[dict[str, StoredTensor], list[Part]]:
-    """What is stored of states in tensor subclasses, and what this rank writes of it.
+    """Take apart every state that is in a subclass on some rank.
 
     Args:
-        info: What ``optimizer_content`` returned; it gets the parts of these states.
-        states: The live tensors.
+        info: What ``optimizer_content`` returned; it gets the parts of these states, for the manifest.
+        states: The live tensors, with the same names on all ranks.
         names: Names of the states that are in a subclass on some rank, the same on all ranks.
+
+    Returns:
+        (the tensors inside, by name; what this rank writes of them).
+
+    Raises:
+        UnstorableStateError: If a subclass does not say what is inside it; raised on all ranks.
 
     Collective: all ranks.
     """
-    stored, written, parts = inner_parts(states, names)
-    for one in info.get("optimizers", [info]):
-        one["parts"] = {}
-    for key, entries in parts.items():
-        number, _, name = key.partition("/")
-        own, name = (info["optimizers"][int(number)], name) if "optimizers" in info else (info, key)
-        own["parts"][name] = entries
+    own: dict[str, dict[str, Any]] = {}
+    inner: dict[str, dict[str, torch.Tensor]] = {}
+    with agreed("taking the optimizer's state apart"):
+        for index, name in enumerate(names):
+            kind, context, inner[name] = _take_apart(name, states[name])
+            if own_part(states[name], index) is not None:  # else another replica writes it
+                box = box_of(states[name])
+                described = {n: [dtype_name(t.dtype), list(t.shape)] for n, t in inner[name].items()}
+                place = {"offset": list(box.offset), "shape": list(box.shape)}
+                own[name] = {**place, "class": kind, "context": context, "inner": described}
+    stored: dict[str, StoredTensor] = {}
+    written: list[Part] = []
+    parts: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for owner, theirs in enumerate(all_gather_objects(own)):
+        for name, part in theirs.items():
+            for leaf, (dtype, shape) in part["inner"].items():
+                key = f"{name}/{len(parts[name])}/{leaf}"
+                file = file_key("optimizer", key)
+                stored[key] = StoredTensor(
+                    tuple(shape), DTYPES[dtype], file, Sharding((1,), (owner,), splits=())
+                )
+                if owner == this_rank() and 0 not in shape:
+                    written.append(Part(file, whole(shape), inner[name][leaf].detach(), tuple(shape)))
+            parts[name].append(part)
+    for one, entries in per_optimizer(info, parts):
+        one["parts"] = entries
     return stored, written
+
+
+def _take_apart(name: str, tensor: torch.Tensor) -> tuple[str | None, Any, dict[str, torch.Tensor]]:
+    """Class, context and inner tensors of this rank's part of a state; no class for a plain tensor.
+
+    Raises:
+        UnstorableStateError: If it is of a subclass that does not say what is inside it, or whose inner
+            tensors or context cannot be stored.
+    """
+    local: Any = local_tensor(tensor)
+    if not is_wrapper_subclass(local):
+        return None, None, {PLAIN: local.detach()}
+    kind = type(local)
+    if not hasattr(local, "__tensor_flatten__"):
+        raise UnstorableStateError(
+            f"{name} is a {kind.__name__}, which does not say what is inside it (__tensor_flatten__), so no "
+            "checkpoint could hold it: use an optimizer with other state"
+        )
+    names, context = local.__tensor_flatten__()
+    inner = {str(n): getattr(local, n) for n in names}
+    nested = [n for n, t in inner.items() if type(t) not in (torch.Tensor, torch.nn.Parameter)]
+    if nested:
+        raise UnstorableStateError(f"{name} is a {kind.__name__} with subclasses inside it ({nested})")
+    encoded = _encode(context, f"what {kind.__name__} says of {name}")
+    return f"{kind.__module__}.{kind.__qualname__}", encoded, inner
 
 
 def content_of_one(
@@ -116,12 +178,13 @@ def content_of_one(
                     tensors[f"{fqn}/{name}"] = value
                 else:
                     values.setdefault(fqn, {})[name] = _encode(value, f"optimizer state {name!r} of {fqn}")
-        options = {
-            # A tensor, such as a learning rate, is exact as a number: a float64 holds every float32.
-            key: _encode(_number(value), f"param_groups[{index}][{key!r}]")
+        # A tensor, such as a learning rate, is exact as a number: a float64 holds every float32.
+        numbers = {
+            key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
             for key, value in group.items()
             if key != "params"
         }
+        options = {key: _encode(value, f"param_groups[{index}][{key!r}]") for key, value in numbers.items()}
         groups.append({"params": [names[parameter] for parameter in group["params"]], "options": options})
     info = {"class": type(optimizer).__name__, "parameters": parameters, "groups": groups, "values": values}
     return info, tensors
@@ -158,7 +221,7 @@ def _check_state(value: torch.Tensor, parameter: nn.Parameter, name: str) -> Non
     """Refuse what cannot be stored and sharded again: 0-dim, or shaped and sharded as its parameter, can."""
     kind = type(local_tensor(value))
     if is_wrapper_subclass(value):
-        take_apart(name, value)  # raises for a subclass that does not say what is inside it
+        _take_apart(name, value)  # raises for a subclass that does not say what is inside it
     elif kind not in (torch.Tensor, nn.Parameter):
         raise UnstorableStateError(
             f"{name} is a {kind.__name__}: only plain tensors can be stored and sharded again"
@@ -171,10 +234,6 @@ def _check_state(value: torch.Tensor, parameter: nn.Parameter, name: str) -> Non
             f"{type(parameter).__name__} {tuple(parameter.shape)}: only 0-dim tensors and tensors like the "
             "parameter can be sharded again"
         )
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _encode(value: Any, where: str) -> Any:

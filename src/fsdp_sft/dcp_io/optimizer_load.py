@@ -5,16 +5,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp_sft._compat.fsdp import sharded_as
 from fsdp_sft._compat.modules import is_wrapper_subclass
 from fsdp_sft._model.named import parameter_names
 from fsdp_sft._process.codec import decode
+from fsdp_sft._tensors.boxes import Box, box_of
 from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.folder import read_tensors
-from fsdp_sft.dcp_io.inner_tensors import assemble_state, parts_problem
 from fsdp_sft.dcp_io.manifest import Manifest, inner_names, per_optimizer
-from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list, content_of_one
+from fsdp_sft.dcp_io.optimizer_content import PLAIN, Optimizers, as_list, content_of_one
 from fsdp_sft.dcp_io.parts import StoredTensor
 from fsdp_sft.errors import CheckpointMismatchError, abridged
 
@@ -27,26 +29,17 @@ class Match(NamedTuple):
 
     Attributes:
         live: The optimizer.
-        names: The model's name of each of its parameters.
+        parameters: Its parameters by the model's names.
         info: What was saved of it as JSON; see ``Manifest``.
         stored: Stored tensors of its state, by ``<fqn>/<state name>``.
+        plain: Those that are states as they are, and not what is inside a tensor subclass.
     """
 
     live: Optimizer
-    names: dict[nn.Parameter, str]
+    parameters: dict[str, nn.Parameter]
     info: dict[str, Any]
     stored: dict[str, StoredTensor]
-
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The live parameters by name."""
-        return {name: parameter for parameter, name in self.names.items()}
-
-    @property
-    def plain(self) -> dict[str, StoredTensor]:
-        """Stored tensors that are states as they are, and not what is inside a tensor subclass."""
-        inside = inner_names(self.info.get("parts", {}))
-        return {name: tensor for name, tensor in self.stored.items() if name not in inside}
+    plain: dict[str, StoredTensor]
 
 
 def match_optimizers(manifest: Manifest, model: nn.Module, optimizer: Optimizers) -> list[Match]:
@@ -69,14 +62,17 @@ def match_optimizers(manifest: Manifest, model: nn.Module, optimizer: Optimizers
         )
     matches, problems = [], []
     for one in optimizers:
-        info, tensors = content_of_one(one, names, optimizers)
+        live, tensors = content_of_one(one, names, optimizers)
         # Without one of the same parameters the first that is left, so that the comparison can say how.
-        own = info["parameters"].keys()
-        found = next((entry for entry in saved if entry[0]["parameters"].keys() == own), saved[0])
-        saved = [entry for entry in saved if entry is not found]
-        match = Match(one, {p: names[p] for g in one.param_groups for p in g["params"]}, *found)
+        own = live["parameters"].keys()
+        info, stored = next((entry for entry in saved if entry[0]["parameters"].keys() == own), saved[0])
+        saved = [entry for entry in saved if entry[0] is not info]
+        inside = inner_names(info.get("parts", {}))
+        plain = {name: tensor for name, tensor in stored.items() if name not in inside}
+        parameters = {names[p]: p for g in one.param_groups for p in g["params"]}
+        match = Match(one, parameters, info, stored, plain)
         matches.append(match)
-        problems += _problems(match, info, tensors)
+        problems += _problems(match, live, tensors)
     if problems:
         raise CheckpointMismatchError("the saved optimizer state does not fit: " + abridged(problems, "; "))
     return matches
@@ -106,22 +102,27 @@ def _problems(match: Match, live: Mapping[str, Any], tensors: Mapping[str, torch
         if own is not None and not is_wrapper_subclass(own) and described != (own.dtype, tuple(own.shape)):
             problems.append(f"{name} was {tensor.dtype} {tensor.shape} and is {own.dtype} {tuple(own.shape)}")
     for name, parts in saved.get("parts", {}).items():
-        fqn = name.rpartition("/")[0]
-        problem = parts_problem(name, parameters[fqn], parts) if fqn in parameters else None
-        problems += [problem] if problem is not None else []
+        parameter = parameters.get(name.rpartition("/")[0])
+        if parameter is not None and box_of(parameter).numel and box_of(parameter) not in map(_box_in, parts):
+            problems.append(
+                f"{name} is quantised in the shards of the ranks that saved it, and this rank has another "
+                "shard: load it on as many ranks with the same mesh, or begin with a fresh optimizer "
+                "(optimizer=None)"
+            )
     return problems
 
 
 def apply_optimizer(match: Match, folder: StoredFolder) -> None:
     """Read one saved optimizer into a live one, whose existing state tensors are filled in place."""
-    optimizer, names, info, parameters = match.live, match.names, match.info, match.parameters
+    optimizer, parameters, info, _, _ = match
+    names = {parameter: name for name, parameter in parameters.items()}
     saved_groups = {frozenset(group["params"]): group["options"] for group in info["groups"]}
     states: dict[str, dict[str, Any]] = {
         fqn: {name: decode(value) for name, value in own.items()} for fqn, own in info["values"].items()
     }
     for key, parts in info.get("parts", {}).items():
         fqn, _, name = key.rpartition("/")
-        states.setdefault(fqn, {})[name] = assemble_state(key, parameters[fqn], parts, match.stored, folder)
+        states.setdefault(fqn, {})[name] = _assembled(key, parameters[fqn], parts, match.stored, folder)
     groups = {names[p]: group for group in optimizer.param_groups for p in group["params"]}
     tensors: dict[str, torch.Tensor] = {}
     for key, tensor in match.plain.items():
@@ -139,6 +140,47 @@ def apply_optimizer(match: Match, folder: StoredFolder) -> None:
                 optimizer.state[parameter] = states[names[parameter]]
 
 
+def _assembled(
+    name: str,
+    parameter: torch.Tensor,
+    parts: list[dict[str, Any]],
+    stored: Mapping[str, StoredTensor],
+    folder: StoredFolder,
+) -> torch.Tensor:
+    """Read a state whose parts are in a tensor subclass, for this rank's shard of a parameter."""
+    box = box_of(parameter)
+    if not box.numel:
+        return torch.empty_like(parameter.detach())
+    index = [_box_in(part) for part in parts].index(box)
+    part, device = parts[index], parameter.device
+    sources = {leaf: stored[f"{name}/{index}/{leaf}"] for leaf in part["inner"]}
+    inner = {n: torch.empty(t.shape, dtype=t.dtype, device=device) for n, t in sources.items()}
+    read_tensors(folder, sources, inner)
+    if part["class"] is None:
+        local = inner[PLAIN]
+    else:
+        like = torch.empty(box.shape, device="meta")
+        kind, context = _imported()[part["class"]], decode(part["context"])
+        local = kind.__tensor_unflatten__(inner, context, like.shape, like.stride())
+    return sharded_as(parameter, local, parameter.shape) if isinstance(parameter, DTensor) else local
+
+
+def _box_in(part: Mapping[str, Any]) -> Box:
+    """The box of the full state that a part is."""
+    return Box(tuple(part["offset"]), tuple(part["shape"]))
+
+
+def _imported() -> dict[str, Any]:
+    """The imported subclasses of tensors by name: a name in a file must not import anything."""
+    found: dict[str, Any] = {}
+    left: list[Any] = [torch.Tensor]
+    while left:
+        kind = left.pop()
+        found.setdefault(f"{kind.__module__}.{kind.__qualname__}", kind)
+        left += kind.__subclasses__()
+    return found
+
+
 def _new_state(
     parameter: nn.Parameter, name: str, stored: StoredTensor, options: Mapping[str, Any]
 ) -> torch.Tensor:
@@ -154,10 +196,7 @@ def _new_state(
 def _apply_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Set the saved options of a group; an option that is a tensor is filled in place."""
     for key, encoded in options.items():
-        if key in _IMPLEMENTATION_OPTIONS and key in group:
-            continue
-        value = decode(encoded)
         if isinstance(group.get(key), torch.Tensor):
-            group[key].fill_(value)
-        else:
-            group[key] = value
+            group[key].fill_(decode(encoded))
+        elif key not in _IMPLEMENTATION_OPTIONS or key not in group:
+            group[key] = decode(encoded)

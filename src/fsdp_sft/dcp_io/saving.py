@@ -1,10 +1,12 @@
 """One save of a step, in phases that all ranks run together."""
 
+import hashlib
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,21 +18,21 @@ from torch import nn
 from fsdp_sft._compat.modules import is_wrapper_subclass
 from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.named import parameter_names
-from fsdp_sft._model.sharded import mesh_of, reshard
+from fsdp_sft._model.sharded import reshard
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.codec import dumps, encode
 from fsdp_sft._process.streams import host_buffer
 from fsdp_sft._ranks.agree import agreed, difference, tell, world_size
 from fsdp_sft._tensors.disk import read_bytes, sweep, write_bytes
 from fsdp_sft.dcp_io.background import wait_for_last
-from fsdp_sft.dcp_io.folder import new_folder_beside, tensors_digest, verify_folder, write_folder
+from fsdp_sft.dcp_io.folder import new_folder_beside, verify_folder, write_folder
 from fsdp_sft.dcp_io.manifest import (
     TRAIN_STATE_NAME,
     Manifest,
     checked_size,
+    encode_tensors,
     step_folder,
     step_folders,
-    versions,
 )
 from fsdp_sft.dcp_io.model_state import stored_model
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list, optimizer_content, parts_inside
@@ -71,30 +73,18 @@ def reserve(root: Path) -> None:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        raise _in_use(root) from None
+        owner = "another job"
+        with suppress(CheckpointCorruptError):
+            owner = read_bytes(root / OWNER, 1000).decode(errors="replace")
+        raise CheckpointInUseError(
+            f"{root} is in use by {owner}: one job at a time may save below a root. Give this job another "
+            "folder, or end the other one"
+        ) from None
     _held[root] = lock, (os.getpid(), file.stat().st_ino)
     number = os.environ.get("SLURM_JOB_ID")
     job = f", Slurm job {number}" if number else ""
     (root / OWNER).unlink(missing_ok=True)
     write_bytes(root / OWNER, f"process {os.getpid()} on {socket.gethostname()}{job}".encode())
-
-
-def release_all() -> None:
-    """Release all roots of this process."""
-    while _held:
-        _held.popitem()[1][0].release(force=True)
-
-
-def _in_use(root: Path) -> CheckpointInUseError:
-    """The error that names the job which saves below a root."""
-    try:
-        owner = read_bytes(root / OWNER, 1000).decode(errors="replace")
-    except CheckpointCorruptError:
-        owner = "another job"
-    return CheckpointInUseError(
-        f"{root} is in use by {owner}: one job at a time may save below a root. Give this job another "
-        "folder, or end the other one"
-    )
 
 
 # A copy of what this rank writes: taken while training waits, and written while it continues.
@@ -197,9 +187,12 @@ def prepare_save(
     target, started = step_folder(root, step), time.perf_counter()
     with agreed(f"preparing to save {target}", _agree_on) as decision:
         wait_for_last()
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step must be an integer, 0 or more, got {step!r}")
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last must be at least 1, or None to keep every step, got {keep_last!r}")
         refuse_merged(model, "saving a checkpoint")
         reshard(model)
-        _check_numbers(step, keep_last)
         given = as_list(optimizer) if optimizer is not None else []
         info, states = optimizer_content(given, parameter_names(model))
         small = {}
@@ -225,45 +218,25 @@ def prepare_save(
         manifest = Manifest(
             step=step,
             world_size=world_size(),
-            mesh=_describe_mesh(model),
             model=stored,
             ties=content.ties,
-            frozen=content.frozen,
             optimizer=None if optimizer is None else {**stored_states, **inside},
             optimizer_info=info,
             metric=metric,
-            versions=versions(),
         )
         parts = [*parts, *state_parts, *inner, *own]
         if in_background:
             parts = _snapshot.take(parts)
-        decision.told = tensors_digest(manifest)
+        decision.told = hashlib.sha256(dumps(encode_tensors(manifest))).hexdigest()
     temporary: Path = decision.result
 
     def write() -> None:
         then = partial(prune, root, keep_last=keep_last, keep_best=keep_best, just_saved=step)
         write_folder(temporary, target, manifest, parts, {**small, **settings}, then)
-        seconds = time.perf_counter() - started
-        tell(_logger, "saved step %d on %d ranks in %.2f s: %s", step, world_size(), seconds, target)
+        message, ranks = "saved step %d on %d ranks in %.2f s: %s", world_size()
+        tell(_logger, message, step, ranks, time.perf_counter() - started, target)
 
     return write
-
-
-def _describe_mesh(model: nn.Module) -> list[list[Any]] | None:
-    """Name and size of each axis of a model's mesh."""
-    mesh = mesh_of(model)
-    if mesh is None:
-        return None
-    names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
-    return [[name, size] for name, size in zip(names, mesh.shape, strict=True)]
-
-
-def _check_numbers(step: int, keep_last: int | None) -> None:
-    """Refuse a number that no step is found by, and one with which every other step would be deleted."""
-    if type(step) is not int or step < 0:
-        raise ValueError(f"step must be an integer, 0 or more, got {step!r}")
-    if keep_last is not None and keep_last < 1:
-        raise ValueError(f"keep_last must be at least 1, or None to keep every step, got {keep_last!r}")
 
 
 def _agree_on(everyone: list[tuple[dict[str, Any], list[str]]]) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 
 from fsdp_sft._model.adapters import with_tensors
 from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.state import ModelTensors, model_tensors
+from fsdp_sft._model.state import model_tensors
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, this_rank
@@ -70,14 +70,12 @@ def export_adapter(
     target = export_target(out_dir)
     with staged(target) as temporary:
         with agreed(f"preparing to export to {target}"):
-            content, name = _checked(model)
-            wanted = _names(model, content, name)
+            name, wanted = _saved_by_peft(model)
             if this_rank() == 0:
                 make_room(temporary, target, 0)
         gatherer = Gatherer()
         full: dict[str, torch.Tensor] = {}
-        for key in wanted:
-            tensor = content.tensors[content.names[key]]
+        for key, tensor in wanted.items():
             whole = gatherer.gather(tensor, dtype or tensor.dtype)
             if whole is not None:
                 full[key] = whole
@@ -86,21 +84,16 @@ def export_adapter(
             if this_rank() == 0:
                 _save(model, temporary, full, name)
                 if tokenizer is not None or chat_template is not None:
-                    _save_chat(model, temporary, tokenizer, chat_template)
+                    stop = end_of_turn(tokenizer, write_tokenizer(temporary, tokenizer, chat_template))
+                    base: Any = model.get_base_model()
+                    if getattr(base, "can_generate", bool)():
+                        write_generation_config(temporary, base, base.config, stop)
         return put_in_place(temporary, target, overwrite=overwrite)
 
 
-def _save_chat(model: Any, folder: Path, tokenizer: Any, chat_template: str | None) -> None:
-    """Save the tokenizer, and the generation config with the token that ends an answer."""
-    template = write_tokenizer(folder, tokenizer, chat_template)
-    base = model.get_base_model()
-    if getattr(base, "can_generate", bool)():
-        write_generation_config(folder, base, base.config, end_of_turn(tokenizer, template))
-
-
-def _checked(model: "PeftModel") -> tuple[ModelTensors, str]:
-    """The model's tensors and the name of its one active adapter."""
-    from peft import PeftModel
+def _saved_by_peft(model: "PeftModel") -> tuple[str, dict[str, torch.Tensor]]:
+    """The one active adapter, and the tensors that peft would save of it, by name in the model's order."""
+    from peft import PeftModel, get_peft_model_state_dict
 
     if not isinstance(model, PeftModel):
         raise TypeError(
@@ -110,20 +103,14 @@ def _checked(model: "PeftModel") -> tuple[ModelTensors, str]:
     active = model.active_adapters
     if len(active) != 1:
         raise ValueError(f"one adapter is exported at a time, and {active} are active; call set_adapter")
-    return model_tensors(model), active[0]
-
-
-def _names(model: "PeftModel", content: ModelTensors, name: str) -> list[str]:
-    """Names in the model of the tensors that peft would save, in the model's order."""
-    from peft import get_peft_model_state_dict
-
+    (name,), content = active, model_tensors(model)
+    own = {key: content.tensors[first] for key, first in content.names.items()}
     if model.peft_config[name].is_prompt_learning:  # peft saves what its encoder computes
         own_parts = (f"prompt_encoder.{name}.", f".modules_to_save.{name}.")
-        return [key for key in content.names if any(part in key for part in own_parts)]
-    own = {key: content.tensors[first] for key, first in content.names.items()}
+        return name, {key: own[key] for key in own if any(part in key for part in own_parts)}
     saved = get_peft_model_state_dict(model, own, adapter_name=name, save_embedding_layers=False)
     kept = {id(tensor) for tensor in saved.values()}
-    return [key for key, tensor in own.items() if id(tensor) in kept]
+    return name, {key: tensor for key, tensor in own.items() if id(tensor) in kept}
 
 
 def _save(model: "PeftModel", folder: Path, full: dict[str, torch.Tensor], name: str) -> None:

@@ -2,11 +2,9 @@
 
 import json
 import logging
-import math
 import os
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,22 +15,18 @@ from torch import nn
 from fsdp_sft._model.adapters import adapted_layers, without_adapters
 from fsdp_sft._model.blocks import configs_without_caches
 from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, tell, this_rank
+from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
 from fsdp_sft._tensors.disk import write_bytes, write_early
 from fsdp_sft._tensors.gather import Gatherer
-from fsdp_sft._tensors.packed_shard import values_of
-from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, num_bytes, write_at
-from fsdp_sft._tensors.sharding import own_part, sharding_of
-from fsdp_sft.export.plan import Described, ExportPlan, plan_export, unsharded_twin
+from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, num_bytes
+from fsdp_sft.export.plan import Described, plan_export, unsharded_twin
 from fsdp_sft.export.settings import write_settings
 from fsdp_sft.export.target import check_target, export_target, make_room, put_in_place, staged
 from fsdp_sft.export.tensors import exported
 
 _logger = logging.getLogger(__name__)
-_PIECE_ELEMENTS = 4 << 20  # of rows, written at once
 
 
 @answered
@@ -61,8 +55,7 @@ def export_hf(
         out_dir: Folder to make; it may exist if it is empty. ``check_export`` says before training whether it
             can be made. If it is no longer empty at the time of the export, the export is written beside it,
             with ``-2`` or the next free number at the end of the name, and a warning says so: a trained model
-            is not lost because of a folder's name. Every rank writes its rows if all of them see rank 0's
-            folder; if not, rank 0 writes everything.
+            is not lost because of a folder's name. Rank 0 writes.
         dtype: Dtype of floating-point tensors in the files, except those of modules that transformers always
             keeps in float32; None keeps the dtypes that they have. It goes into the configuration too.
         max_shard_size: Largest size of one file, in bytes or as text such as ``"5GB"``.
@@ -86,10 +79,9 @@ def export_hf(
             behind.
 
     Collective: all ranks.
-    Memory: 4 Mi elements of a tensor on each rank. For tensors that are converted, or that are not sharded by
-        rows, also: on rank 0 twice one full tensor or one group that is converted together, and on other
-        ranks their own part of one tensor. All of it is CPU memory. A weight with adapters is at least
-        float32 while they are merged.
+    Memory: On rank 0 one full tensor, or twice one group that is converted together, and on other ranks their
+        own part of one tensor. All of it is CPU memory. A weight with adapters is at least float32 while they
+        are merged.
 
     Example:
         >>> folder = fs.export_hf(model, "out", tokenizer=tokenizer)
@@ -103,122 +95,67 @@ def export_hf(
     target = export_target(out_dir)
     merges, caching = adapted_layers(model), configs_without_caches(model)
     base: Any
-    with without_adapters(model, trained=True) as base, staged(target) as temporary:
+    with without_adapters(model, trained=True) as base, staged(target) as temporary, ExitStack() as opened:
+        files: WeightFiles | None = None
         with agreed(f"preparing to export to {target}"):
             content, plan, config = plan_export(base, merges, dtype, caching)
             if plan is not None:
                 make_room(temporary, target, plan.num_bytes)
                 write_settings(base, config, temporary, target.name, dtype, tokenizer, chat_template)
-        plan = share(plan)
-        files, gatherer = HfFiles(temporary, plan.written), Gatherer()
-        try:
-            if this_rank() == 0:
-                gatherer.attempt(lambda: files.start(max_shard_size, base.num_parameters()))
-            by_rows = _written_by_rows(content, plan, merges) if files.open_on_all() else set()
-            for name in sorted(by_rows):
-                tensor = content.tensors[plan.sources[name]]
-                gatherer.attempt(partial(files.write_rows, plan.unchanged[name], tensor, plan.dtypes[name]))
-            twin = unsharded_twin(base) if plan.converts and this_rank() == 0 else None
-            others = [group for group in plan.groups if group[0] not in by_rows]
-            for name, tensor in exported(content, plan, merges, twin, gatherer, others):
+                parameters = base.num_parameters()
+                files = WeightFiles(temporary, plan.written, max_shard_size, parameters, opened)
+        plan, gatherer = share(plan), Gatherer()
+        twin = unsharded_twin(base) if plan.converts and files is not None else None
+        for name, tensor in exported(content, plan, merges, twin, gatherer):
+            if files is not None:
                 gatherer.attempt(partial(files.write, name, tensor))
+        if files is not None:
             gatherer.attempt(files.finish)
-        finally:
-            files.close()
         gatherer.finish(f"exporting to {target}")
         folder = put_in_place(temporary, target, overwrite=overwrite)
     tell(_logger, "exported in %.2f s: %s", time.perf_counter() - started, folder)
     return folder
 
 
-def _written_by_rows(content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any]) -> set[str]:
-    """Sources of which each rank writes its own rows: not converted, without adapters, sharded by rows."""
-    return {
-        name
-        for name in plan.unchanged
-        if plan.sources[name].rpartition(".")[0] not in merges
-        and _has_whole_rows(content.tensors[plan.sources[name]])
-    }
-
-
-def _has_whole_rows(tensor: torch.Tensor) -> bool:
-    """Whether each rank has whole rows of ``tensor``, which are contiguous; the same on all ranks."""
-    parts = sharding_of(tensor).parts(tensor.shape)
-    return all(box.shape[1:] == tuple(tensor.shape[1:]) for _, box in parts)
-
-
-# The weight files and their index, which have their final size from the start.
-
-
-class HfFiles:
-    """Files that rank 0 makes, and into which the other ranks write their rows if they see them.
-
-    Tensors can be written in any order.
+class WeightFiles:
+    """The weight files and their index, which rank 0 makes at their final size and fills in any order.
 
     Args:
-        folder: Folder of the export, the same on all ranks.
+        folder: Folder of the export.
         written: Dtype and shape of every tensor, by name and in order.
-
-    Memory: One piece of 4 Mi elements in CPU memory for rows.
+        max_shard_size: Largest size of one file, in bytes or as text such as ``"5GB"``.
+        num_parameters: Number of the model's parameters, which goes into the index.
+        opened: Closes the files at its end.
     """
 
-    def __init__(self, folder: Path, written: Described) -> None:
-        self._folder, self._left = folder, dict(written)
-        self._files: dict[str, int] = {}
-        self._places: dict[str, tuple[str, int]] = {}  # file of each tensor, and the byte at which it begins
-
-    def start(self, max_shard_size: int | str, num_parameters: int) -> None:
-        """Make the files, and an index if there are several. Only rank 0 calls this.
-
-        Args:
-            max_shard_size: Largest size of one file, in bytes or as text such as ``"5GB"``.
-            num_parameters: Number of the model's parameters, which goes into the index.
-        """
+    def __init__(
+        self,
+        folder: Path,
+        written: Described,
+        max_shard_size: int | str,
+        num_parameters: int,
+        opened: ExitStack,
+    ) -> None:
         from huggingface_hub import split_state_dict_into_shards_factory
 
+        self._left = dict(written)
+        self._places: dict[str, tuple[int, int]] = {}  # file of each tensor, and the byte at which it begins
         split = split_state_dict_into_shards_factory(
-            self._left,
+            written,
             get_storage_size=lambda described: num_bytes(*described),
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_shard_size,
         )
         for file, names in split.filename_to_tensors.items():
-            described = {name: self._left[name] for name in names}
-            self._files[file], header, _ = create(self._folder / file, described, {"format": "pt"})
-            self._places.update({name: (file, header.entries[name].start) for name in names})
+            described = {name: written[name] for name in names}
+            fd, header, _ = create(folder / file, described, {"format": "pt"})
+            opened.callback(os.close, fd)
+            self._places.update({name: (fd, header.entries[name].start) for name in names})
         if split.is_sharded:
             metadata = {"total_parameters": num_parameters, **split.metadata}
             index = {"metadata": metadata, "weight_map": dict(split.tensor_to_filename)}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            write_bytes(self._folder / "model.safetensors.index.json", text.encode())
-
-    def open_on_all(self) -> bool:
-        """Open the files on the other ranks too; False if a rank does not see rank 0's folder.
-
-        Collective: all ranks.
-        """
-        self._places = share(self._places)
-        seen = bool(self._places)
-        try:
-            for file in sorted({file for file, _ in self._places.values()} - self._files.keys()):
-                self._files[file] = os.open(self._folder / file, os.O_WRONLY | os.O_NOFOLLOW)
-        except OSError:  # for instance a folder that only rank 0's machine has
-            seen = False
-        return all(all_gather_objects(seen))
-
-    def write_rows(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """Write this rank's rows of a tensor as ``dtype``, unless a replica writes them."""
-        self._left.pop(name)
-        box = own_part(tensor)
-        if box is None:
-            return
-        file, start = self._places[name]
-        if tensor.dim():
-            start += box.offset[0] * math.prod(tensor.shape[1:]) * dtype.itemsize
-        rows = values_of(tensor, dtype).reshape(-1)
-        for first in range(0, box.numel, _PIECE_ELEMENTS):
-            piece = rows[first : first + _PIECE_ELEMENTS].to("cpu", dtype).contiguous()
-            write_early(self._files[file], start + first * dtype.itemsize, bytes_of(piece))
+            write_bytes(folder / "model.safetensors.index.json", text.encode())
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write a full tensor.
@@ -231,27 +168,22 @@ class HfFiles:
                 f"{name} came out as {tensor.dtype} {tuple(tensor.shape)} when converted apart from the "
                 "rest of the model; please report the architecture"
             )
-        file, start = self._places[name]
+        fd, start = self._places[name]
         contiguous = tensor.contiguous()
-        write_at(self._files[file], start, bytes_of(contiguous))
+        write_early(fd, start, bytes_of(contiguous))
 
     def finish(self) -> None:
         """Force what was written to the disk.
 
         Raises:
-            RuntimeError: If rank 0 has not written a tensor.
+            RuntimeError: If a tensor was not written.
         """
-        if self._left and this_rank() == 0:
+        if self._left:
             raise RuntimeError(
                 f"no tensor was converted to {sorted(self._left)[:4]}; please report the architecture"
             )
-        for fd in self._files.values():
+        for fd in {fd for fd, _ in self._places.values()}:
             force_to_disk(fd)
-
-    def close(self) -> None:
-        """Close the files."""
-        while self._files:
-            os.close(self._files.popitem()[1])
 
 
 # A check before training that the export after it can be written and read.
@@ -308,5 +240,4 @@ def check_export(
         plan = plan_export(base, merges, torch.bfloat16)[1] if base is not None else None
         if this_rank() == 0:
             check_target(target, overwrite=overwrite, need=plan.num_bytes if plan is not None else 0)
-    found: Path = share(target)
-    return found
+    return target

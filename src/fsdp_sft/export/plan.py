@@ -48,32 +48,25 @@ def refuse_unreadable(model: Any, config: Any, written: Described, buffers: set[
     Raises:
         UnsupportedModelError: If a parameter would not be read, or a tensor would be drawn at random.
     """
-    entries = {
-        name: TensorEntry(dtype, shape, 0, num_bytes(dtype, shape))
+    stored = {
+        name: InFile(Path(), TensorEntry(dtype, shape, 0, num_bytes(dtype, shape)))
         for name, (dtype, shape) in written.items()
     }
-    stored = {name: InFile(Path(), entry) for name, entry in entries.items()}
+    own, unexpected = original_class(model).__name__, list[str]()
     try:
-        plan = make_plan(tied_meta_twin(model, config), stored, unexpected="ignore")
+        unexpected = make_plan(tied_meta_twin(model, config), stored, unexpected="ignore").unexpected
+        unread = [name for name in unexpected if name not in buffers]
+        what = f"its class has no place for {abridged(unread)}" if unread else ""
     except CheckpointFormatError as error:
-        raise _unreadable(model, str(error).partition(";")[0]) from error
-    unread = [name for name in plan.unexpected if name not in buffers]
-    if unread:
-        raise _unreadable(model, f"its class has no place for {abridged(unread)}")
-    if plan.unexpected:
-        name = original_class(model).__name__
-        warn_caller(
-            f"buffers of the model are exported that {name} does not read: {abridged(plan.unexpected)}"
+        what = str(error).partition(";")[0]
+    if what:
+        raise UnsupportedModelError(
+            f"an export of this {own} would not be read as it was trained: {what}. Merge what was put into "
+            "the model, or take it out, before the export (adapters of peft are merged by it); "
+            "save_full_state_dict writes any model"
         )
-
-
-def _unreadable(model: Any, what: str) -> UnsupportedModelError:
-    name = original_class(model).__name__
-    return UnsupportedModelError(
-        f"an export of this {name} would not be read as it was trained: {what}. Merge what was put into the "
-        "model, or take it out, before the export (adapters of peft are merged by it); save_full_state_dict "
-        "writes any model"
-    )
+    if unexpected:
+        warn_caller(f"buffers of the model are exported that {own} does not read: {abridged(unexpected)}")
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,6 @@ class ExportPlan:
         dtypes: Dtype in the files, by source.
         groups: Sources that have to be converted together.
         written: Dtype and shape of each tensor in the files, by name and in order.
-        unchanged: Name in the files of each source that no conversion touches.
         converts: Whether the architecture has conversions.
     """
 
@@ -95,7 +87,6 @@ class ExportPlan:
     dtypes: dict[str, torch.dtype]
     groups: list[list[str]]
     written: Described
-    unchanged: dict[str, str]
     converts: bool
 
     @property
@@ -152,7 +143,7 @@ def plan_export(
     for name in meta:
         block = re.match(r"\D*\d*", name)
         groups.setdefault(name if name in unchanged else f"block {block and block[0]}", []).append(name)
-    plan = ExportPlan(sources, dtypes, [*groups.values()], written, unchanged, final is not meta)
+    plan = ExportPlan(sources, dtypes, [*groups.values()], written, final is not meta)
     config = export_config(model, content, caching, dtype)
     tensors = {name: content.tensors[sources[name]] for name in unchanged}
     buffers = {unchanged[name] for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}

@@ -3,14 +3,11 @@
 import copy
 import json
 import re
-import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 
 from fsdp_sft._compat.models import original_class, tied_names
 from fsdp_sft._model.record import kept_of
@@ -21,8 +18,7 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._tensors.disk import write_bytes
 from fsdp_sft.collate.template import ChatTemplate, templates_used
-from fsdp_sft.errors import ChatTemplateError, CheckpointFormatError
-from fsdp_sft.weights.resolve import PROCESSOR_FILES, resolved_inside
+from fsdp_sft.errors import ChatTemplateError
 
 # What an exported model needs in order to chat as it was trained: chat template and end of an answer.
 
@@ -39,38 +35,34 @@ def write_tokenizer(folder: Path, tokenizer: Any, chat_template: str | None) -> 
     Returns:
         The template that the folder has afterwards; None if it has none.
     """
-    if not hasattr(tokenizer, "chat_template"):  # None, or a tokenizer without templates
-        if tokenizer is not None:
-            _save(tokenizer, folder)
-        if chat_template is not None:
-            (folder / "chat_template.jinja").unlink(missing_ok=True)
-            write_bytes(folder / "chat_template.jinja", chat_template.encode())
-        return chat_template
-    exported, template = tokenizer, _text(tokenizer, chat_template)
+    own = getattr(tokenizer, "chat_template", None)
+    named = own or getattr(tokenizer_of(tokenizer), "chat_template", None)
+    template: str | None = chat_template or named
+    if isinstance(named, dict):
+        template = named.get(chat_template or "default", chat_template)
+    if tokenizer is None:
+        if template is not None:
+            write_bytes(folder / "chat_template.jinja", template.encode())
+        return template
     if chat_template is not None:
-        exported = copy.copy(tokenizer)
-        named = tokenizer.chat_template
-        exported.chat_template = {**named, "default": template} if isinstance(named, dict) else template
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = {**own, "default": template} if isinstance(own, dict) else template
     elif (used := templates_used(tokenizer_of(tokenizer))) and template not in used:
         warn_caller(
             "rows were encoded with another chat template than the tokenizer has, and the export gets the "
             "tokenizer's: pass chat_template= as the collator got it, so that the export is asked as it was "
             "trained"
         )
-    _save(exported, folder)
-    return template
-
-
-def _save(tokenizer: Any, folder: Path) -> None:
-    """Save a tokenizer by names that transformers 4 and mlx-lm know too: both refuse a TokenizersBackend."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) if path.exists() else {}
+    # A name that transformers 4 and mlx-lm know too: both refuse a TokenizersBackend.
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         if isinstance(settings.get("extra_special_tokens"), list):
             settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
         path.write_text(json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    return template
 
 
 def end_of_turn(tokenizer: Any, template: str | None) -> int | None:
@@ -83,26 +75,12 @@ def end_of_turn(tokenizer: Any, template: str | None) -> int | None:
     except (ChatTemplateError, ValueError) as error:
         warn_caller(f"the end of an answer was not added to generation_config.eos_token_id: {error}")
         return None
-    if facts.end_of_turn is None:
-        return None
-    if not facts.stop_is_token:
-        warn_caller(
-            f"answers end with {facts.end_of_turn!r}, which is no token of the tokenizer, so generation "
-            "cannot stop on it by an id: give generate() stop_strings=, or train with the token added"
-        )
+    if facts.end_of_turn is None or not facts.stop_is_token:  # the collator warns of a text
         return None
     return int(own.convert_tokens_to_ids(facts.end_of_turn))
 
 
-def _text(tokenizer: Any, chat_template: str | None) -> str | None:
-    """Text of a template given as text, by name, or as None (the default), as in transformers."""
-    named = tokenizer.chat_template or getattr(tokenizer_of(tokenizer), "chat_template", None)
-    if isinstance(named, dict):
-        return named.get(chat_template or "default", chat_template)
-    return chat_template or named
-
-
-# What an export copies from its base checkpoint: processor files and custom code.
+# What an export copies from its base checkpoint: custom code.
 
 _OF_A_CHECKPOINT = "transformers_modules"  # the package in which transformers imports code of checkpoints
 
@@ -117,13 +95,11 @@ def carry_code(model: Any, config: Any, folder: Path) -> None:
         config: Config of the export, which is changed.
         folder: Folder of the export.
     """
-    from transformers.dynamic_module_utils import get_relative_import_files
+    from transformers.dynamic_module_utils import custom_object_save
 
     for cls in (original_class(model), type(config)):
         if cls.__module__.split(".")[0] == _OF_A_CHECKPOINT:
-            code = str(sys.modules[cls.__module__].__file__)
-            for file in (code, *get_relative_import_files(code)):
-                shutil.copyfile(file, folder / Path(file).name)
+            custom_object_save(cls, folder)
     if getattr(config, "auto_map", None):
         entries = {name: _reference(entry, folder) for name, entry in config.auto_map.items()}
         config.auto_map = {name: entry for name, entry in entries.items() if entry is not None}
@@ -140,43 +116,6 @@ def _reference(entry: Any, folder: Path) -> Any:
     return entry if repository else None  # in a repository on the Hub
 
 
-def carry_processor(config: Any, folder: Path) -> None:
-    """Copy the model's processor files, unless the export has them already.
-
-    Args:
-        config: Config of the model.
-        folder: Folder of the export.
-    """
-    name = str(getattr(config, "name_or_path", "") or "")
-    own = _cached(name, "config.json")
-    # A text model taken out of a multimodal checkpoint needs no processor.
-    if own is None or json.loads(own.read_text()).get("model_type") != config.model_type:
-        return
-    for file in PROCESSOR_FILES:
-        source = _cached(name, file)
-        if source is not None and not (folder / file).exists():
-            shutil.copyfile(source, folder / file)
-
-
-def _cached(name: str, file: str) -> Path | None:
-    """A file of a folder, or of a Hub repository's cache; None if there is none. Nothing is downloaded."""
-    if not name:
-        return None
-    if Path(name).is_dir():
-        if not (Path(name) / file).is_file():
-            return None
-        try:
-            return resolved_inside(Path(name), file)
-        except CheckpointFormatError as error:  # no reason to end a training without its export
-            warn_caller(f"{error}; it is not copied into the export")
-            return None
-    try:
-        cached = try_to_load_from_cache(name, file)
-    except ValueError:  # no name of a repository
-        return None
-    return Path(cached) if isinstance(cached, str) else None
-
-
 # The model card of an export, which the Hub shows: where the model comes from.
 
 
@@ -191,7 +130,9 @@ def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> 
     """
     from fsdp_sft import __version__
 
-    base = _hub_id(model.name_or_path)
+    name_or_path = model.name_or_path or ""
+    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name_or_path) and not Path(name_or_path).exists()
+    base = name_or_path if is_id else None  # a Hub id
     metadata = ["library_name: transformers"]
     metadata += [f"base_model: {base}"] if base else []
     origin = f", fine-tuned from [{base}](https://huggingface.co/{base})" if base else ", fine-tuned"
@@ -214,12 +155,6 @@ def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> 
     return "\n".join(lines)
 
 
-def _hub_id(name_or_path: str) -> str | None:
-    """The name if it looks like a Hub id and is no existing path, else None."""
-    looks_like = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name_or_path or "")
-    return name_or_path if looks_like and not Path(name_or_path).exists() else None
-
-
 _MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _OF_MTP = re.compile(r"(^|[._])(mtp|nextn)([._]|$)")
 
@@ -240,7 +175,9 @@ def export_config(
     for changed in caching:
         if id(changed) in copies:
             copies[id(changed)].use_cache = True
-    if _has_come_apart(model, content):
+    names = content.names
+    ties = [(a, b) for a, b in tied_names(tied_meta_twin(model)).items() if a in names and b in names]
+    if any(names[a] != names[b] for a, b in ties):  # one was adapted, or they were loaded so
         for part in {id(c): c for c in (config, config.get_text_config())}.values():
             part.tie_word_embeddings = False
     _without_further_predictions(config, content)
@@ -263,13 +200,6 @@ def _without_further_predictions(config: Any, content: ModelTensors) -> None:
                 setattr(part, field, 0)
 
 
-def _has_come_apart(model: Any, content: ModelTensors) -> bool:
-    """Whether weights that the config ties are two tensors: one was adapted, or they were loaded so."""
-    names = content.names
-    pairs = [(a, b) for a, b in tied_names(tied_meta_twin(model)).items() if a in names and b in names]
-    return any(names[a] != names[b] for a, b in pairs)
-
-
 def write_settings(
     model: Any,
     config: Any,
@@ -279,7 +209,7 @@ def write_settings(
     tokenizer: Any,
     chat_template: str | None,
 ) -> None:
-    """Write configuration, code, generation config, tokenizer, processor and card into ``folder``.
+    """Write configuration, code, generation config, tokenizer and card into ``folder``.
 
     Args:
         model: A transformers model.
@@ -294,7 +224,6 @@ def write_settings(
     config.save_pretrained(folder)
     _say_to_others(config, folder / "config.json")
     template = write_tokenizer(folder, tokenizer, chat_template)
-    carry_processor(model.config, folder)
     if model.can_generate():
         write_generation_config(folder, model, config, end_of_turn(tokenizer, template))
     card = model_card(model, title, config.architectures[0], dtype or model.dtype)

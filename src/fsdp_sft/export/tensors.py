@@ -1,8 +1,8 @@
 """A model's tensors as an export has them, one at a time: for servers that take weights without files."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft._tensors.packed_shard import bits_of, values_of
 from fsdp_sft.export.plan import ExportPlan, merging_dtype, plan_export, unsharded_twin
 
+T = TypeVar("T")
+
 
 @torch.no_grad()
 def exported(
@@ -28,7 +30,6 @@ def exported(
     merges: Mapping[str, Any],
     twin: nn.Module | None,
     gathers: Gatherer,
-    groups: Sequence[Sequence[str]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The core of every export: full tensors under their published names, adapters merged, one at a time.
 
@@ -38,27 +39,20 @@ def exported(
         merges: Layers with adapters, by name.
         twin: A model by whose class tensors are converted; None if there are no conversions.
         gathers: What makes full tensors of sharded ones, on some ranks or all.
-        groups: Sources that are wanted, those that are converted together side by side.
 
     Collective: all ranks.
     """
-    for group in groups:
+    for group in plan.groups:
         full: dict[str, torch.Tensor] = {}
         for name in group:
             whole = _gathered(content, plan, merges, name, gathers)
             if whole is not None:
                 full[name] = whole
         if twin is not None and full:
-            converted: dict[str, torch.Tensor] = {}
-            gathers.attempt(partial(_convert, twin, full, converted))
-            full = converted
+            full = gathers.attempt(partial(revert_weight_conversion, twin, full)) or {}
         while full:
             name = next(iter(full))
             yield name, full.pop(name)
-
-
-def _convert(twin: nn.Module, full: dict[str, torch.Tensor], converted: dict[str, torch.Tensor]) -> None:
-    converted.update(revert_weight_conversion(twin, full))
 
 
 def _gathered(
@@ -78,9 +72,8 @@ def _gathered(
             full[clean_name(key)] = part.clone() if is_own else part
     if not full:
         return None
-    merged: dict[str, torch.Tensor] = {}
-    gathers.attempt(lambda: merged.update(merged_weights(merges[fqn], full)))
-    return merged[leaf].to(dtype) if merged else None
+    merged = gathers.attempt(partial(merged_weights, merges[fqn], full))
+    return None if merged is None else merged[leaf].to(dtype)
 
 
 class _OnAllRanks(Gatherer):
@@ -96,8 +89,8 @@ class _OnAllRanks(Gatherer):
         whole: torch.Tensor = sharded_as(tensor, own.contiguous(), tensor.shape).full_tensor()
         return whole
 
-    def attempt(self, action: Callable[[], object]) -> None:
-        action()
+    def attempt(self, action: Callable[[], T]) -> T:
+        return action()
 
 
 def iter_hf_tensors(
@@ -140,4 +133,4 @@ def iter_hf_tensors(
             content, plan, _ = plan_export(base, merges, dtype)
             twin: Any = unsharded_twin(base)
         plan = share(plan)
-    return exported(content, plan, merges, twin if plan.converts else None, _OnAllRanks(), plan.groups)
+    return exported(content, plan, merges, twin if plan.converts else None, _OnAllRanks())
