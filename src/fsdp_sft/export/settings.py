@@ -3,11 +3,13 @@
 import copy
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 
 from fsdp_sft._compat.models import original_class, tied_names
 from fsdp_sft._model.record import kept_of
@@ -18,7 +20,8 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._tensors.disk import write_bytes
 from fsdp_sft.collate.template import ChatTemplate, templates_used
-from fsdp_sft.errors import ChatTemplateError
+from fsdp_sft.errors import ChatTemplateError, CheckpointFormatError
+from fsdp_sft.weights.resolve import PROCESSOR_FILES, resolved_inside
 
 # What an exported model needs in order to chat as it was trained: chat template and end of an answer.
 
@@ -80,7 +83,7 @@ def end_of_turn(tokenizer: Any, template: str | None) -> int | None:
     return int(own.convert_tokens_to_ids(facts.end_of_turn))
 
 
-# What an export copies from its base checkpoint: custom code.
+# What an export copies from its base checkpoint: custom code and processor files.
 
 _OF_A_CHECKPOINT = "transformers_modules"  # the package in which transformers imports code of checkpoints
 
@@ -200,6 +203,43 @@ def _without_further_predictions(config: Any, content: ModelTensors) -> None:
                 setattr(part, field, 0)
 
 
+def carry_processor(config: Any, folder: Path) -> None:
+    """Copy the model's processor files, unless the export has them already.
+
+    Args:
+        config: Config of the model.
+        folder: Folder of the export.
+    """
+    name = str(getattr(config, "name_or_path", "") or "")
+    own = _cached(name, "config.json")
+    # A text model taken out of a multimodal checkpoint needs no processor.
+    if own is None or json.loads(own.read_text()).get("model_type") != config.model_type:
+        return
+    for file in PROCESSOR_FILES:
+        source = _cached(name, file)
+        if source is not None and not (folder / file).exists():
+            shutil.copyfile(source, folder / file)
+
+
+def _cached(name: str, file: str) -> Path | None:
+    """A file of a folder, or of a Hub repository's cache; None if there is none. Nothing is downloaded."""
+    if not name:
+        return None
+    if Path(name).is_dir():
+        if not (Path(name) / file).is_file():
+            return None
+        try:
+            return resolved_inside(Path(name), file)
+        except CheckpointFormatError as error:  # no reason to end a training without its export
+            warn_caller(f"{error}; it is not copied into the export")
+            return None
+    try:
+        cached = try_to_load_from_cache(name, file)
+    except ValueError:  # no name of a repository
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
 def write_settings(
     model: Any,
     config: Any,
@@ -209,7 +249,7 @@ def write_settings(
     tokenizer: Any,
     chat_template: str | None,
 ) -> None:
-    """Write configuration, code, generation config, tokenizer and card into ``folder``.
+    """Write configuration, code, generation config, tokenizer, processor and card into ``folder``.
 
     Args:
         model: A transformers model.
@@ -221,6 +261,7 @@ def write_settings(
         chat_template: See ``write_tokenizer``.
     """
     carry_code(model, config, folder)
+    carry_processor(model.config, folder)
     config.save_pretrained(folder)
     _say_to_others(config, folder / "config.json")
     template = write_tokenizer(folder, tokenizer, chat_template)
