@@ -112,3 +112,12 @@ def test_a_second_name_that_is_converted_is_compared_too(tmp_path: Path, equal: 
     tensors["head_twice.weight"] = tensors.pop(HEAD) * 2
     rewrite(folder, tensors)
     run_distributed(_check_converted, 4, folder, {"dp_replicate": 2}, equal)
+
+
+def test_ties_that_to_empty_has_broken_are_made_again(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen2-tied")
+    model: Any = fs.build_meta_model(tmp_path)
+    model.to_empty(device="cpu")
+    fs.load_weights(model, tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert difference(model, plain(tmp_path)) == []

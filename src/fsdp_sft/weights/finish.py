@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.fsdp import keeps_shards_on_host
-from fsdp_sft._compat.models import initialise_computed
+from fsdp_sft._compat.models import initialise_computed, tie_by_names, tied_names
 from fsdp_sft._compat.modules import apply_to_tensors
 from fsdp_sft._model.adapters import saved_copies, without_adapters
 from fsdp_sft._model.named import named_tensors, slot
@@ -23,6 +23,29 @@ from fsdp_sft.errors import CheckpointMismatchError, abridged
 from fsdp_sft.weights.plan import LoadPlan
 
 _PIECE_ELEMENTS = 1 << 20  # widened to float64 at once
+
+
+def make_ties(model: nn.Module) -> None:
+    """Tie the weights that the model's config ties, where they are not: ``to_empty`` unties them.
+
+    Raises:
+        ValueError: If the model is sharded and its tied weights are two parameters, which cannot be joined.
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    apart = [
+        (target, source)
+        for target, source in tied_names(model).items()
+        if tensors.get(target) is not tensors.get(source)
+    ]
+    if not apart:
+        return
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        target, source = apart[0]
+        raise ValueError(
+            f"the config ties {target!r} to {source!r}, but they were sharded as two parameters; call "
+            "model.tie_weights() before shard_model, or set config.tie_word_embeddings = False"
+        )
+    tie_by_names(model)
 
 
 def materialise(model: nn.Module, packed: Collection[int] = ()) -> torch.device:

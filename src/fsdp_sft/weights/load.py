@@ -21,7 +21,7 @@ from fsdp_sft.shard.apply import shard_model
 from fsdp_sft.shard.compile import compile_blocks
 from fsdp_sft.shard.packing import packed_or_dtype
 from fsdp_sft.weights.fill import fill
-from fsdp_sft.weights.finish import LoadReport, account
+from fsdp_sft.weights.finish import LoadReport, account, make_ties
 from fsdp_sft.weights.meta import build_meta_model
 from fsdp_sft.weights.plan import make_plan
 from fsdp_sft.weights.resolve import open_checkpoint, resolve_folder
@@ -100,6 +100,7 @@ def load_weights(
         refuse_initialised_from_base(model)
         stored = open_checkpoint(folder)
         with without_adapters(model) as base:
+            make_ties(base)
             plan = make_plan(base, stored, missing=missing, unexpected=unexpected)
         sources = account(model, plan)
         digest = plan.digest(stored)
