@@ -1,5 +1,7 @@
 """What gradients go through: the collectives that reduce them, their norm, and the optimizers that step."""
 
+import re
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 SyncMode = Literal["all", "reduce_scatter", "none"]
+# In the error, or in the files, of an operation that torch does not have for shards.
+_OF_DTENSOR = re.compile(r"DTensor|torch.distributed.tensor")
 _PIECE = 1 << 16  # elements whose squares have a sum in float32 that is right to some 1e-7
 
 
@@ -251,11 +255,25 @@ def unscale(
 def step_all(
     optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None, *, skipped: bool
 ) -> None:
-    """Step the optimizers, unless the step is ``skipped``, and update the scaler."""
+    """Step the optimizers, unless the step is ``skipped``, and update the scaler.
+
+    Raises:
+        OptimizerError: If one computes what torch cannot compute of shards, after it may have stepped some.
+    """
     for optimizer in () if skipped else optimizers:
         if scaler is not None and not any(p.grad is not None for p in stepped_by(optimizer)):
             continue  # all that it holds is frozen: the scaler would raise for lack of a gradient
-        optimizer.step() if scaler is None else scaler.step(optimizer)
+        try:
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        except (NotImplementedError, RuntimeError) as error:
+            files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+            if not any(_OF_DTENSOR.search(text) for text in (str(error), *files)):
+                raise
+            raise OptimizerError(
+                f"{type(optimizer).__name__} cannot step sharded parameters, and may have stepped some: "
+                f"torch lacks an operation for shards ({error!s:.200}). Take AdamW, SGD or another one, "
+                "without fused=True if that is the cause, and begin anew"
+            ) from error
     if scaler is not None:
         scaler.update()
 
