@@ -124,7 +124,7 @@ def read_by_transformers(name: str, what: str) -> Iterator[None]:
     except Exception as error:
         blame_no_file(error, name)
         raise CheckpointFormatError(
-            f"transformers does not read the {what} of {name}: {type(error).__name__}: {error!s:.500}"
+            f"transformers does not read the {what} of {name}: {type(error).__name__}: {error!s:.800}"
             f"{told_of_format(Path(name))}"
         ) from error
 
