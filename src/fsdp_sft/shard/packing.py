@@ -68,15 +68,6 @@ def packed_weights(model: nn.Module) -> PackedWeights | None:
     return kept_of(base_of(model), PackedWeights)
 
 
-def packed_ids(model: nn.Module) -> set[int]:
-    """The ids of the parameters that are packed, or will be."""
-    weights = packed_weights(model)
-    if weights is None:
-        return set()
-    with without_adapters(model) as base:
-        return {id(base.get_parameter(name)) for name in weights.names}
-
-
 def packed_or_dtype(frozen_dtype: torch.dtype | str | None) -> tuple[str | None, torch.dtype | None]:
     """(a way to keep frozen weights packed, the dtype of frozen shards); one of the two is None.
 
