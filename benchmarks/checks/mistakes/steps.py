@@ -405,4 +405,18 @@ MISTAKES: list[Mistake] = [
         'with part("wait_for_ranks"), ',
         ("tests/metrics/test_watching.py::test_waiting_for_another_ranks_data_is_seen",),
     ),
+    Mistake(
+        "a schedule that the caller steps too is nobody's",
+        "step/warnings.py",
+        'getattr(one, "last_epoch", 0) - 1]',
+        'getattr(one, "last_epoch", 0) - 9]',
+        ("tests/test_mistakes.py::test_a_schedule_that_is_stepped_twice",),
+    ),
+    Mistake(
+        "labels in a list are asked for their shape",
+        "loss/counting.py",
+        "    if not is_usual or labels.ndim != 2 or labels.shape != beside.shape:\n",
+        "    if labels.shape != beside.shape or not is_usual or labels.ndim != 2:\n",
+        ("tests/test_step.py::test_bad_windows_raise_on_all_ranks",),
+    ),
 ]
