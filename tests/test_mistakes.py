@@ -7,6 +7,7 @@ import shutil
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +95,10 @@ def test_a_schedule_that_is_stepped_twice() -> None:
         assert fs.train_step(model, silent, optimizer, scheduler=schedule).skipped
         schedule.step()  # which train_step has not done
         fs.train_step(model, batches, optimizer, scheduler=schedule)
+        own: Any = SimpleNamespace(optimizer=optimizer, step=lambda: None, last_epoch=None)  # without a hash
+        fs.train_step(model, batches, optimizer, scheduler=own)
+        fs.train_step(model, batches, optimizer, scheduler=own)
+    fs.train_step(model, batches, optimizer, scheduler=schedule)
     schedule.step()
     with pytest.warns(UserWarning, match=r"LambdaLR was stepped once since .* leave out scheduler\.step\(\)"):
         fs.train_step(model, batches, optimizer, scheduler=schedule)

@@ -126,6 +126,16 @@ def test_data_that_cannot_be_used(
     assert re.search(said, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("text", ["5", '{"messages": []}'])
+def test_json_that_is_no_list(
+    model: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    assert main(["inspect-data", str(path), "--tokenizer", str(model)]) == 2
+    assert "rows.json must hold a list of rows, got" in capsys.readouterr().err
+
+
 def test_bad_input(model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect-data", str(tmp_path / "none.jsonl"), "--tokenizer", str(model)]) == 2
     assert main(["inspect-data", str(rows), "--tokenizer", str(model), "--max-length", "0"]) == 2

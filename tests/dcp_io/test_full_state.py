@@ -106,7 +106,7 @@ def _write_bad_files(folder: Path) -> dict[str, tuple[str, type[Exception], str]
     made[str(folder / "nested.pt")] = (
         "nested",
         fs.CheckpointCorruptError,
-        "not a tensor of plain numbers: save a state dict",
+        "not a tensor of plain numbers: save a full state dict",
     )
     made[str(folder / "evil.pt")] = ("evil", fs.CheckpointCorruptError, "more than tensors, and was not run")
     made[str(folder / "empty.safetensors")] = ("empty", fs.CheckpointCorruptError, "too early")
@@ -132,6 +132,11 @@ def _refused_loads(cases: dict[str, tuple[str, type[Exception], str]]) -> None:
         _assert_same(_full(model), before)
     with torch.device("meta"), pytest.raises(ValueError, match="to_empty"):
         fs.load_full_state_dict(nn.Linear(2, 2), next(iter(cases)))
+    of_ranks = Path(next(iter(cases))).with_name(f"shard-{torch.distributed.get_rank()}.pt")
+    torch.save(model.state_dict(), of_ranks)
+    with pytest.raises(fs.CheckpointCorruptError, match=r"is DTensor, not a tensor.*save a full state dict"):
+        fs.load_full_state_dict(model, of_ranks)
+    _assert_same(_full(model), before)
 
 
 def _refused_saves(folder: str) -> None:

@@ -114,10 +114,21 @@ def _refused_elsewhere(root: str, shapes: Any, mesh: Any) -> None:
     assert all(torch.equal(a, own_of(b)) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def _refused_without_its_class(root: str, shapes: Any, mesh: Any) -> None:
+    model, optimizer = _make(shapes, mesh)
+    before = [own_of(p).clone() for p in model.parameters()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp_sft.dcp_io.optimizer_load._imported", dict)
+        with pytest.raises(fs.CheckpointMismatchError, match=r"its class \S+Quantised is not imported"):
+            fs.load_checkpoint(f"{root}/step-2", model=model, optimizer=optimizer)
+    assert all(torch.equal(a, own_of(b)) for a, b in zip(before, model.parameters(), strict=True))
+
+
 def test_eight_bit_state_on_the_same_shards_and_no_others(tmp_path: Path) -> None:
     run_distributed(_save, 2, str(tmp_path), FITTING, {})
     run_distributed(_load_elsewhere, 4, str(tmp_path), FITTING, {"dp_replicate": 2})
     run_distributed(_refused_elsewhere, 1, str(tmp_path), FITTING, None)
+    run_distributed(_refused_without_its_class, 2, str(tmp_path), FITTING, {})
     run_distributed(_save, 2, str(tmp_path / "mixed"), MIXED, {})
     run_distributed(_refused_elsewhere, 4, str(tmp_path / "mixed"), MIXED, {})
 

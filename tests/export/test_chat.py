@@ -110,6 +110,17 @@ def test_a_template_that_was_forgotten_is_warned_about(tmp_path: Path) -> None:
         fs.export_hf(_model(), tmp_path / "out", tokenizer=tokenizer)
 
 
+class _WithoutTemplates:
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tekken.json").write_text("{}")
+
+
+def test_a_template_beside_a_tokenizer_that_saves_none(tmp_path: Path) -> None:
+    fs.export_hf(_model(), tmp_path / "out", tokenizer=_WithoutTemplates(), chat_template=CHATML)
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == CHATML
+    assert (tmp_path / "out" / "tekken.json").exists()
+
+
 def test_a_template_without_a_tokenizer(tmp_path: Path) -> None:
     fs.export_hf(_model(), tmp_path / "out", chat_template=CHATML)
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == CHATML

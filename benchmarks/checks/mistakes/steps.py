@@ -408,8 +408,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a schedule that the caller steps too is nobody's",
         "step/warnings.py",
-        'getattr(one, "last_epoch", 0) - 1]',
-        'getattr(one, "last_epoch", 0) - 9]',
+        "_stepped_at.pop(one, None) == one.last_epoch - 1]",
+        "_stepped_at.pop(one, None) == one.last_epoch - 9]",
         ("tests/test_mistakes.py::test_a_schedule_that_is_stepped_twice",),
     ),
     Mistake(

@@ -50,9 +50,11 @@ def load_pickled(path: Path, damaged: type[Exception] = CheckpointFormatError) -
         for name, tensor in state.items():
             if not isinstance(name, str):
                 raise ValueError(f"a key of it is {type(name).__name__}, and not the name of a tensor")
-            if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            # A DTensor is the shard of one rank: torch.save of a sharded model's state dict on each of them.
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
                 raise ValueError(
-                    f"{name!r} is {type(tensor).__name__}, not a tensor of plain numbers: save a state dict"
+                    f"{name!r} is {type(tensor).__name__}, not a tensor of plain numbers: save a full state "
+                    "dict"
                 )
         return {name: tensor.detach() for name, tensor in state.items()}
     except pickle.UnpicklingError as error:

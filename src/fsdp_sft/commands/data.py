@@ -44,13 +44,15 @@ def _read(path: Path) -> Iterator[Any]:
     """The rows of a file.
 
     Raises:
-        ValueError: For a line that is not JSON, with its number.
+        ValueError: For a line that is not JSON, with its number, or a file of JSON that is no list.
     """
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
-        yield from json.loads(text)
-        return
-    for number, line in enumerate(text.split("\n"), start=1):
+        rows = json.loads(text)
+        if not isinstance(rows, list):  # the keys of an object would be read as rows
+            raise ValueError(f"{path} must hold a list of rows, got {type(rows).__name__}")
+        yield from rows
+    for number, line in enumerate(text.split("\n") if path.suffix != ".json" else [], start=1):
         if line.strip():
             try:
                 yield json.loads(line)

@@ -22,7 +22,7 @@ from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.packed_shard import PackedShard
 from fsdp_sft.dcp_io.manifest import Manifest, read_small
 from fsdp_sft.dcp_io.parts import StoredTensor
-from fsdp_sft.errors import CheckpointMismatchError, abridged
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError, abridged
 from fsdp_sft.shard.packing import (
     PackedDigest,
     PackedWeights,
@@ -79,7 +79,7 @@ def check_adapters(folder: Path, manifest: Manifest, model: nn.Module) -> None:
         CheckpointMismatchError: If a setting of an adapter differs.
         CheckpointCorruptError: If the file is not what was written.
     """
-    saved, own = read_small(folder, manifest, ADAPTERS_NAME) or {}, _adapters(model)
+    saved, own = _settings(folder, manifest, ADAPTERS_NAME), _adapters(model)
     apart = [
         f"{key}={saved[name].get(key)!r} in the step and {own[name].get(key)!r} in the model, "
         f"of adapter {name!r}"
@@ -93,6 +93,14 @@ def check_adapters(folder: Path, manifest: Manifest, model: nn.Module) -> None:
             f"{folder} holds other adapters than the model has: {'; '.join(apart)}. Put them in with the "
             "config of the run that saved it"
         )
+
+
+def _settings(folder: Path, manifest: Manifest, name: str) -> dict[str, Any]:
+    """A small file that holds an object; none if the step has no such file."""
+    found = read_small(folder, manifest, name) or {}
+    if not isinstance(found, dict):
+        raise CheckpointCorruptError(f"{folder / name} holds {type(found).__name__}, not settings by name")
+    return found
 
 
 def _adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -191,7 +199,7 @@ def check_packed(folder: Path, manifest: Manifest, model: nn.Module) -> bool:
                 f"for frozen_dtype, and not {source.kind!r}"
             )
         return False
-    saved = read_small(folder, manifest, PACKED_NAME)
+    saved = _settings(folder, manifest, PACKED_NAME)
     kind, forms = str(saved.get("kind")), saved.get("forms")
     if isinstance(forms, dict):
         if weights is None or weights.kind != kind:

@@ -109,6 +109,12 @@ def _problems(match: Match, live: Mapping[str, Any], tensors: Mapping[str, torch
                 "shard: load it on as many ranks with the same mesh, or begin with a fresh optimizer "
                 "(optimizer=None)"
             )
+        unknown = {part["class"] for part in parts} - {None, *_imported()}
+        if unknown:
+            problems.append(
+                f"{name} cannot be put together: its class {unknown.pop()} is not imported; make the "
+                "optimizer as it was when it was saved"
+            )
     return problems
 
 

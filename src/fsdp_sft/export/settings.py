@@ -43,8 +43,11 @@ def write_tokenizer(folder: Path, tokenizer: Any, chat_template: str | None) -> 
     template: str | None = chat_template or named
     if isinstance(named, dict):
         template = named.get(chat_template or "default", chat_template)
-    if tokenizer is None:
+    if not hasattr(tokenizer, "chat_template"):  # None, or a tokenizer that saves no template
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         if template is not None:
+            (folder / "chat_template.jinja").unlink(missing_ok=True)
             write_bytes(folder / "chat_template.jinja", template.encode())
         return template
     if chat_template is not None:

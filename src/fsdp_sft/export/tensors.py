@@ -67,7 +67,7 @@ def _gathered(
     for key, tensor in merges[fqn].state_dict(keep_vars=True).items():
         part = gathers.gather(tensor, merging_dtype(tensor))
         if part is not None:
-            # An unsharded tensor on the host is the model's own memory, into which peft would merge.
+            # On all ranks an unsharded tensor is the model's own memory, into which peft would merge.
             is_own = part.untyped_storage().data_ptr() == bits_of(tensor).untyped_storage().data_ptr()
             full[clean_name(key)] = part.clone() if is_own else part
     if not full:

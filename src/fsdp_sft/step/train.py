@@ -48,7 +48,7 @@ from fsdp_sft.step.update import (
     step_all,
     unscale,
 )
-from fsdp_sft.step.warnings import stepped_at, warn_of_likely_mistakes
+from fsdp_sft.step.warnings import note_stepped, warn_of_likely_mistakes
 from fsdp_sft.step.window import Window, agree_on_window, means_over_mesh
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def train_step(
         raise _non_finite(total_norm, loss / divisor, read[0], names, mesh)
     for each in schedulers if not has_infs else ():
         each.step()
-        stepped_at[each] = getattr(each, "last_epoch", None)
+        note_stepped(each)
     return StepResult(
         loss / divisor,
         total_norm,

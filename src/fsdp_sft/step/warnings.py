@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_sft._compat.fsdp import compute_dtypes
 from fsdp_sft._model.twin import keep_config, text_config
@@ -19,8 +20,8 @@ from fsdp_sft.step.checks import done_with, first_time
 from fsdp_sft.step.update import stepped_by
 
 _AT_A_RATE = "was trained at a learning rate above 0"
-stepped_at: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
-"""Where ``train_step`` has left each schedule that it stepped; looked up, and forgotten, in the next step."""
+# Where train_step has left each of torch's schedules; looked up, and forgotten, in the next step.
+_stepped_at: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
 
 
 def warn_of_likely_mistakes(
@@ -82,9 +83,16 @@ def warn_of_likely_mistakes(
     _warn_of_rates_of_0(model, optimizers, schedulers, scaler)
 
 
+def note_stepped(scheduler: Any) -> None:
+    """Remember that ``train_step`` has stepped a schedule; of another kind than torch's nothing is known."""
+    if isinstance(scheduler, LRScheduler):
+        _stepped_at[scheduler] = scheduler.last_epoch
+
+
 def _warn_of_schedules(model: nn.Module, schedulers: Sequence[Any]) -> None:
     """Warn of schedules that are stepped twice, or were made anew beside an optimizer that was loaded."""
-    twice = [one for one in schedulers if stepped_at.pop(one, None) == getattr(one, "last_epoch", 0) - 1]
+    of_torch = [one for one in schedulers if isinstance(one, LRScheduler)]
+    twice = [one for one in of_torch if _stepped_at.pop(one, None) == one.last_epoch - 1]
     if twice and first_time(model, "stepped twice"):
         warn_caller(
             f"the {type(twice[0]).__name__} was stepped once since the last train_step, which had stepped it "
