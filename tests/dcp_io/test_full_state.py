@@ -166,6 +166,8 @@ def _refused_saves(folder: str) -> None:
             patch.setattr("fsdp_sft._tensors.gather.values_of", full_disk)
         with pytest.raises(OSError, match="No space left"):
             fs.save_full_state_dict(model, path)
+    torch.distributed.barrier()
+    assert path.read_bytes() == before, "not the zeros that such a rank sends"
     with pytest.raises(ValueError, match="suffix"):
         fs.save_full_state_dict(model, f"{folder}/model.pt")
     with pytest.raises(ValueError, match="dtype"):

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests.harness.architectures import tiny_architecture
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
 from tests.harness.models import VOCAB, full, ragged_batches, tiny_config
@@ -205,6 +206,11 @@ def test_what_cannot_be_resized_says_so(tmp_path: Path) -> None:
     for size in (0, True):
         with pytest.raises(ValueError, match="positive"):
             fs.build_meta_model(tmp_path, new_vocab_size=size)
+    tiny_architecture("MarianForCausalLM").save_pretrained(tmp_path / "marian")
+    with pytest.raises(
+        fs.UnsupportedModelError, match=r"Marian\w+: its input embeddings keep \d+ rows"
+    ):
+        fs.build_meta_model(tmp_path / "marian", new_vocab_size=500)
     model = fs.build_meta_model(_bart(tmp_path / "bart"), new_vocab_size=NEW)
     with pytest.raises(fs.CheckpointFormatError, match=r"final_logits_bias"):
         fs.load_weights(model, tmp_path / "bart")

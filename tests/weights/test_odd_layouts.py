@@ -9,10 +9,11 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
-from tests.harness.hf_folders import plain, rewrite, save_tiny, tensors_of
+from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
 from tests.harness.models import TINY
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import assert_same, everything
@@ -100,3 +101,40 @@ def test_a_tower_whose_package_is_missing(tmp_path: Path) -> None:
     build = {"architectures": ["Gemma3nForCausalLM"]}
     assert "load_weights(unexpected='ignore')" in run_distributed(_refused, 1, folder, build)[0]
     assert_same(run_distributed(_load, 1, folder, build, {"unexpected": "ignore"})[0], everything(model))
+
+
+def _check_transposed(folder: Path) -> None:
+    model = fs.load_pretrained(folder, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+    assert model.load_report.converted_bytes == 0, "each rank reads its own experts alone"
+    apart = [problem for problem in difference(model, plain(folder)) if ".visual." not in problem]
+    assert apart == [], "but for the tower, which is frozen"
+
+
+def test_large_experts_that_are_stored_transposed(tmp_path: Path) -> None:
+    """As published: each expert (in, out), in tensors that are too large to be read by every rank."""
+    text = {
+        "hidden_size": 512,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 384,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "vocab_size": 101,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 512,
+        "deepstack_visual_indexes": [0],
+    }
+    config = tf.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    tf.Qwen3VLMoeForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    stored = tensors_of(tmp_path)
+    rewrite(tmp_path, {n: t.mT.contiguous() if ".experts." in n else t for n, t in stored.items()})
+    run_distributed(_check_transposed, 2, tmp_path)

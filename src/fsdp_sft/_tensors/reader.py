@@ -106,7 +106,8 @@ class _Reader:
                     self._do(read, buffer)
                     self._done(read)
         except BaseException:
-            self._taken = len(self._reads)
+            with self._lock:
+                self._taken = len(self._reads)
             raise
 
     def _next(self) -> Read | None:

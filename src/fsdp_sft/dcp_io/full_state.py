@@ -81,16 +81,12 @@ def save_full_state_dict(
             full = gatherer.gather(tensor, dtypes[name])
             if full is not None:
                 gatherer.attempt(partial(write_at, fd, header.entries[name].start, bytes_of(full)))
-        if this_rank() == 0:
-            gatherer.attempt(partial(_publish, fd, temporary, target))
-        gatherer.finish(f"writing {target}")
-
-
-def _publish(fd: int, temporary: Path, target: Path) -> None:
-    """Force a file to the disk, rename it, and force its name to the disk too."""
-    force_to_disk(fd)
-    os.replace(temporary, target)
-    sync_folder(target.parent)
+        gatherer.finish(f"writing {target}")  # a rank that has failed sent zeros, which must not be published
+        with agreed(f"publishing {target}"):
+            if this_rank() == 0:
+                force_to_disk(fd)
+                os.replace(temporary, target)
+                sync_folder(target.parent)
 
 
 def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None:

@@ -58,9 +58,9 @@ def build_meta_model(
 
     The class is ``config.architectures[0]``. Another class of the same kind of model can be asked for with
     ``architectures=["LlamaForSequenceClassification"]``. Weights are tied as the config says, unless the
-    folder's checkpoint holds two different tensors under the two names: then they stay apart, as
-    ``from_pretrained`` leaves them. Parameters that the class always keeps in float32 are float32 even if
-    ``dtype`` is a 16-bit one.
+    folder's checkpoint holds two tensors under the two names that differ in one of 64 rows: then they stay
+    apart, as ``from_pretrained`` leaves them. Parameters that the class always keeps in float32 are float32
+    even if ``dtype`` is a 16-bit one.
 
     Args:
         name_or_path: A folder with a ``config.json``, or a Hub id.
@@ -73,7 +73,7 @@ def build_meta_model(
             and never taken away: None, and a number for which the checkpoint has rows already, keep the
             checkpoint's, spare rows included. ``load_weights`` sets each new row to the mean of the old ones,
             taken in float64 and the same on all ranks; a class in which more than rows depends on the number
-            of tokens is refused there.
+            of tokens is refused there, and one whose embedding or head keeps its rows at once.
         **config_overrides: Fields of the config to replace. With ``model_type="deepseek_v3"`` a config of a
             type that transformers does not know is read as one of that type.
 
@@ -85,7 +85,8 @@ def build_meta_model(
         CheckpointFormatError: If the config names no class that can be built, or a way to quantise weights
             that is not read.
         TypeError: If the config does not have a field of ``config_overrides``.
-        UnsupportedModelError: If the config has no size of the vocabulary, for ``new_vocab_size`` tokens.
+        UnsupportedModelError: If the config has no size of the vocabulary, or embedding and head do not
+            follow it, for ``new_vocab_size`` tokens.
         ValueError: If ``new_vocab_size`` is not a positive integer.
 
     Example:
@@ -110,6 +111,13 @@ def build_meta_model(
             from transformers import GenerationConfig
 
             model.generation_config = GenerationConfig.from_pretrained(name)
+    for what in ("input", "output") if old_rows else ():
+        weight = getattr(getattr(model, f"get_{what}_embeddings")(), "weight", None)
+        if weight is not None and weight.shape[0] != new_vocab_size:
+            raise UnsupportedModelError(
+                f"new_vocab_size cannot add tokens to {cls.__name__}: its {what} embeddings keep "
+                f"{weight.shape[0]} rows; resize it with transformers, save it, and load that"
+            )
     _tie(model, Path(name))
     model.name_or_path = name
     if quantised is not None:

@@ -148,9 +148,28 @@ def make_plan(
     # Tied names are one tensor, which is initialised once, under the first of them.
     first_names = {id(tensors[name]): name for name in reversed(absent)}
     plan.initialised = [name for name in absent if first_names[id(tensors[name])] == name]
+    built = twin.state_dict()
+    changed = [name for name in plan.initialised if tensors[name].shape != built[name].shape]
+    if changed:
+        raise ValueError(
+            f"the model has other shapes than its config describes ({abridged(changed)}), which cannot be "
+            "initialised: was it changed after it was built? Load first, then change it, or change the config"
+        )
     may_miss, may_be_left = ignored_on_load(twin)
     plan.missing = [name for name in absent if not matches_any(name, may_miss)]
     plan.unexpected = sorted(name for name in left_over if not matches_any(name, may_be_left))
+    within = tuple(f"{name.rpartition('.')[0]}." for name in plan.missing if "." in name)
+    beside = {name: stored.get(key) for name, key in left_over.items() if name.startswith(within)}
+    packed = [
+        name
+        for name, one in beside.items()
+        if one is not None and (isinstance(one, Packed) or one.entry.dtype in _PACKED)
+    ]
+    if packed:
+        raise CheckpointFormatError(
+            f"the checkpoint has no values for {abridged(plan.missing)}, but packed ones "
+            f"({abridged(sorted(packed))}): it is quantised, and its config does not say how: {IN_16_BITS}"
+        )
     if plan.missing and missing == "error":
         other = f"it has {abridged(sorted(left_over))}, which the model lacks; " if left_over else ""
         raise CheckpointFormatError(
@@ -165,6 +184,10 @@ def make_plan(
             unexpected=plan.unexpected,
         )
     return plan
+
+
+# Values of formats that quantise: initialised weights beside them would be random without a word.
+_PACKED = (torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _targets_of(
@@ -267,10 +290,11 @@ def _is_readable(piece: Piece, stored: Mapping[str, Stored]) -> bool:
     if piece.span * itemsize <= _SMALL_BYTES:
         return True
     dims = [(size, step) for size, step in zip(piece.size, piece.stride, strict=True) if size > 1]
-    if [step for _, step in dims] != sorted((step for _, step in dims), reverse=True):
+    in_file = sorted(dims, key=lambda dim: dim[1])
+    if dims[0][1] != in_file[-1][1]:
         return False  # transposed: each row of the shard takes elements from all over the source
-    run = 1  # contiguous elements, counted from the innermost dimension outwards
-    for size, step in reversed(dims):
+    run = 1  # contiguous elements, counted from the innermost dimension outwards; experts may be transposed
+    for size, step in in_file:
         if step != run:
             break
         run *= size
