@@ -207,9 +207,7 @@ def test_what_cannot_be_resized_says_so(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="positive"):
             fs.build_meta_model(tmp_path, new_vocab_size=size)
     tiny_architecture("MarianForCausalLM").save_pretrained(tmp_path / "marian")
-    with pytest.raises(
-        fs.UnsupportedModelError, match=r"Marian\w+: its input embeddings keep \d+ rows"
-    ):
+    with pytest.raises(fs.UnsupportedModelError, match=r"Marian\w+: its input embeddings keep \d+ rows"):
         fs.build_meta_model(tmp_path / "marian", new_vocab_size=500)
     model = fs.build_meta_model(_bart(tmp_path / "bart"), new_vocab_size=NEW)
     with pytest.raises(fs.CheckpointFormatError, match=r"final_logits_bias"):
