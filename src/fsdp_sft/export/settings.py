@@ -281,8 +281,8 @@ def _say_to_others(config: Any, path: Path) -> None:
     both take a base of 10000 without a word. A field of which this transformers would make another config is
     left out.
     """
-    written = json.loads(path.read_text())
-    same = type(config).from_dict(copy.deepcopy(written)).to_dict()
+    # Read from the file: infinities stand there as {"__float__": ...}, which from_dict does not read.
+    written, same = json.loads(path.read_text()), type(config).from_json_file(path).to_dict()
     for part in (written, written.get("text_config") or {}):
         by_kind = part.get("rope_parameters") or {}
         rope = by_kind.get("full_attention", by_kind)
@@ -300,13 +300,18 @@ def _say_to_others(config: Any, path: Path) -> None:
             fields["num_experts"] = part["num_local_experts"]
         for name in [name for name in fields if name not in part]:
             part[name] = fields[name]
+            _write_json(path, written)
             try:
-                is_same = type(config).from_dict(copy.deepcopy(written)).to_dict() == same
+                is_same = type(config).from_json_file(path).to_dict() == same
             except (KeyError, TypeError, ValueError):  # its own check of rotary embeddings
                 is_same = False
             if not is_same:
                 del part[name]
-    path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+    _write_json(path, written)
+
+
+def _write_json(path: Path, fields: dict[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
 def write_generation_config(folder: Path, model: Any, config: Any, stop: int | None) -> None:
