@@ -80,8 +80,8 @@ class ExportPlan:
         dtypes: Dtype in the files, by source.
         groups: Sources that have to be converted together.
         written: Dtype and shape of each tensor in the files, by name and in order.
-        unchanged: Name in the files of each source that is no more than renamed, which is not found anew: some
-            names are renamed only where another is there too.
+        unchanged: Name in the files of each source that is no more than renamed. Some names are renamed only
+            where another is there too.
     """
 
     sources: dict[str, str]
