@@ -153,7 +153,7 @@ def try_one(name: str, root: Path, mesh: Any) -> dict[str, str]:
     if name in NOT_TRIED:
         return {"not": NOT_TRIED[name]}
     cls = getattr(transformers, name)
-    if cls.config_class().is_encoder_decoder:
+    if not name.endswith("ForCausalLM") and cls.config_class().is_encoder_decoder:
         with torch.device("meta"):
             model: Any = cls(cls.config_class())
         try:

@@ -188,7 +188,7 @@ def export_config(
             part.tie_word_embeddings = False
     _without_further_predictions(config, content)
     vars(config).pop("quantization_config", None)  # of a model that transformers read from a GGUF
-    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    config.dtype = dtype or model.dtype
     config.architectures = [original_class(model).__name__]
     return config
 
