@@ -207,9 +207,16 @@ def test_the_config_is_that_of_the_weights(tmp_path: Path) -> None:
     run_distributed(_what_training_changed, 2, str(tmp_path))
 
 
-# A dtype that its modules ask for; a config with an infinity; names renamed only where another is there too.
+# A dtype that its modules ask for; layers without positions; a config with an infinity; names that are renamed
+# only where another is there too.
 @pytest.mark.parametrize(
-    "name", ["ApertusForCausalLM", "Mamba2ForCausalLM", "Kimi_K25ForConditionalGeneration"]
+    "name",
+    [
+        "ApertusForCausalLM",
+        "BeamForCausalLM",
+        "Mamba2ForCausalLM",
+        "Kimi_K25ForConditionalGeneration",
+    ],
 )
 def test_a_class_of_its_own_kind(name: str, tmp_path: Path) -> None:
     tiny_architecture(name).to(torch.bfloat16).save_pretrained(tmp_path / name)

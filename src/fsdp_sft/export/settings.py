@@ -285,12 +285,12 @@ def _say_to_others(config: Any, path: Path) -> None:
     written, same = json.loads(path.read_text()), type(config).from_json_file(path).to_dict()
     for part in (written, written.get("text_config") or {}):
         by_kind = part.get("rope_parameters") or {}
-        rope = by_kind.get("full_attention", by_kind)
+        rope = by_kind.get("full_attention", by_kind) or {}  # None where those layers have no positions
         fields = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
         if rope.get("rope_type", "default") != "default":
             fields["rope_scaling"] = {name: value for name, value in rope.items() if name not in fields}
         if "sliding_attention" in by_kind:
-            fields["rope_local_base_freq"] = by_kind["sliding_attention"].get("rope_theta")
+            fields["rope_local_base_freq"] = (by_kind["sliding_attention"] or {}).get("rope_theta")
         if part.get("model_type") == "gpt_neox":
             fields = {
                 "rotary_emb_base": rope.get("rope_theta"),
