@@ -207,7 +207,7 @@ def test_the_config_is_that_of_the_weights(tmp_path: Path) -> None:
     run_distributed(_what_training_changed, 2, str(tmp_path))
 
 
-# A dtype that its modules ask for; layers without positions; a config with an infinity; names that are renamed
+# A dtype that its modules ask for; layers without positions; an infinity in the config; names renamed
 # only where another is there too.
 @pytest.mark.parametrize(
     "name",
