@@ -13,7 +13,9 @@ from torch import nn
 import fsdp_sft as fs
 from fsdp_sft._tensors import gather
 from fsdp_sft.export import hf, plan, target
+from tests.harness.architectures import tiny_architecture
 from tests.harness.device import device_here, mesh_here
+from tests.harness.hf_folders import difference, plain
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -203,6 +205,27 @@ def _what_training_changed(folder: str) -> None:
 
 def test_the_config_is_that_of_the_weights(tmp_path: Path) -> None:
     run_distributed(_what_training_changed, 2, str(tmp_path))
+
+
+# A dtype that its modules ask for; layers without positions; an infinity in the config; names renamed
+# only where another is there too.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ApertusForCausalLM",
+        "BeamForCausalLM",
+        "Mamba2ForCausalLM",
+        "Kimi_K25ForConditionalGeneration",
+    ],
+)
+def test_a_class_of_its_own_kind(name: str, tmp_path: Path) -> None:
+    tiny_architecture(name).to(torch.bfloat16).save_pretrained(tmp_path / name)
+    model = plain(tmp_path / name, dtype=torch.bfloat16)
+    fs.export_hf(model, tmp_path / "out")
+    got, wanted = _read(tmp_path / "out"), _read(tmp_path / name)
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[key][1], wanted[key][1]) for key in wanted)
+    assert difference(model, plain(tmp_path / "out", dtype=torch.bfloat16)) == []
 
 
 def test_a_link_to_an_empty_folder_is_followed(tmp_path: Path) -> None:

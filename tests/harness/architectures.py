@@ -1,7 +1,9 @@
 """A tiny model of every ``*ForCausalLM`` class that the installed transformers has."""
 
 import contextlib
+import functools
 import logging
+import operator
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.harness.hf_folders import difference, plain
+from tests.harness.vision import DERIVED, VISION
 
 # By field name, wherever it occurs in a config: sizes that divide each other.
 SMALL: dict[str, Any] = {
@@ -116,8 +119,6 @@ SMALL: dict[str, Any] = {
     "summary_first_dropout": 0.0,
 }
 
-DERIVED = object()  # for a field that the config works out by itself
-
 # What the rules above get wrong, by class.
 SPECIAL: dict[str, dict[str, Any]] = {
     "CohereCompassForCausalLM": {
@@ -186,6 +187,7 @@ NEEDED: dict[str, dict[str, Any]] = {
             "vocab_size_per_layer_input": 0,
         }
     },
+    "Gemma4ForConditionalGeneration": {"vision_config": {"model_type": "gemma4_vision"}},
 }
 
 OFF_AT_ZERO = {"hidden_size_per_layer_input", "vocab_size_per_layer_input"}
@@ -239,9 +241,10 @@ def tiny_architecture(name: str) -> Any:
     if "qk_rope_head_dim" in fields:  # multi-head latent attention derives what others are told
         fields.pop("head_dim", None)
         fields["num_key_value_heads"] = fields["num_attention_heads"]
-    for path, value in SPECIAL.get(name, {}).items():
-        outer, _, field = path.rpartition(".")
-        (fields[outer] if outer else fields)[field] = value
+    for path, value in {**SPECIAL.get(name, {}), **VISION.get(name, {})}.items():
+        *outer, field = path.split(".")
+        inner = functools.reduce(operator.getitem, outer, fields)
+        inner[field] = value
     fields = {field: value for field, value in fields.items() if value is not DERIVED}
     fields.pop("architectures", None)
     fields.pop("transformers_version", None)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoProcessor
@@ -32,9 +33,25 @@ from tests.harness.architectures import class_names, quiet_for_good, tiny_archit
 from tests.harness.chat_templates import byte_tokenizer
 from tests.harness.hf_folders import difference, plain, tensors_of
 from tests.harness.models import full
+from tests.harness.vision import beside_text
 
 SECONDS = 40  # for what is done plainly
 RATE = 0.05
+CELLS = {
+    "class": "class",
+    "towers": "frozen",
+    "bitwise": "bitwise",
+    "loss": "own loss",
+    "step": "a step beside one process",
+    "export": "export",
+    "processor": "processor",
+    "packs": "packs",
+    "refused": "refused",
+}
+NOT_TRIED = {
+    "DiffusionGemmaForBlockDiffusion": "it denoises blocks, and predicts no next token",
+    "PI0ForConditionalGeneration": "it predicts a robot's actions",
+}
 # What an export may say otherwise than a folder that save_pretrained has written.
 OF_NO_MATTER = {"transformers_version", "use_cache", "dtype", "torch_dtype", "_name_or_path"}
 
@@ -62,13 +79,14 @@ def within(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def batch(config: Any) -> dict[str, torch.Tensor]:
-    """Four rows of ids, none of which stands for an image or the like."""
+def batch(name: str, config: Any) -> dict[str, torch.Tensor]:
+    """Four rows of ids, none of which stands for an image or the like, and what a class wants beside them."""
     taken = {
         value for key, value in flat(config.to_dict()).items() if "token" in key and isinstance(value, int)
     }
     ids = torch.tensor([number for number in range(3, 101) if number not in taken][:32]).view(4, 8)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    return beside_text(name, rows)
 
 
 def plainly(name: str, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
@@ -76,11 +94,12 @@ def plainly(name: str, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
     with within(SECONDS):
         tiny_architecture(name).to(torch.bfloat16).save_pretrained(folder)
         model = plain(folder)
-        rows = batch(model.config)
-        logits = model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), rows["labels"][:, 1:].flatten()
-        )
+        rows = batch(name, model.config)
+        labels = rows.pop("labels")
+        for config in (model.config, model.config.get_text_config()):
+            config.use_cache = False  # the few layers may have no attention, which caches count by
+        logits = model(**rows).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -94,10 +113,9 @@ SPECIAL_TOKENS = ("image", "boi", "eoi", "audio", "boa", "eoa", "start_image", "
 
 def save_processor(name: str, folder: Path) -> bool:
     """Write the processor of a class with its defaults; False if it has none, or needs torchvision."""
-    import transformers as tf
     from transformers.models.auto import feature_extraction_auto, image_processing_auto, processing_auto
 
-    kind = getattr(tf, name).config_class.model_type
+    kind = getattr(transformers, name).config_class.model_type
     tokenizer = byte_tokenizer()
     tokens = {f"{token}_token": f"<{token}>" for token in SPECIAL_TOKENS}
     tokenizer.add_special_tokens({"additional_special_tokens": list(tokens.values())})
@@ -106,17 +124,17 @@ def save_processor(name: str, folder: Path) -> bool:
         setattr(tokenizer, f"{key}_id", tokenizer.convert_tokens_to_ids(token))
     tokenizer.init_kwargs |= tokens
     try:
-        cls = getattr(tf, processing_auto.PROCESSOR_MAPPING_NAMES[kind])
+        cls = getattr(transformers, processing_auto.PROCESSOR_MAPPING_NAMES[kind])
         parts: dict[str, Any] = {}
         for attribute in cls.get_attributes():
             if attribute == "tokenizer":
                 parts[attribute] = tokenizer
             elif attribute == "image_processor":
                 named = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES[kind]
-                parts[attribute] = getattr(tf, named["pil"] if isinstance(named, dict) else named)()
+                parts[attribute] = getattr(transformers, named["pil"] if isinstance(named, dict) else named)()
             elif attribute == "feature_extractor":
                 parts[attribute] = getattr(
-                    tf, feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING_NAMES[kind]
+                    transformers, feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING_NAMES[kind]
                 )()
         cls(**parts).save_pretrained(folder)
         AutoProcessor.from_pretrained(folder)
@@ -132,8 +150,19 @@ def processor_comes_back(folder: Path, out: Path) -> str:
     return "same" if is_same else "OTHER"
 
 
-def try_one(name: str, root: Path, mesh: Any) -> dict[str, str] | None:
-    """The row of a class; None if it is not tried, with the reason on rank 0."""
+def try_one(name: str, root: Path, mesh: Any) -> dict[str, str]:
+    """The row of a class, or under "not" the reason why it is not tried."""
+    if name in NOT_TRIED:
+        return {"not": NOT_TRIED[name]}
+    cls = getattr(transformers, name)
+    if not name.endswith("ForCausalLM") and cls.config_class().is_encoder_decoder:
+        with torch.device("meta"):
+            model: Any = cls(cls.config_class())
+        try:
+            fs.prepare_loss(model)
+        except fs.ModelLossError as error:
+            return {"class": name, "refused": str(error).partition(":")[0]}
+        return {"class": name, "refused": "NOT REFUSED"}
     folder, out, rank = root / name, root / f"{name}-out", dist.get_rank()
     begun: list[Any] = [None]
     if rank == 0:
@@ -149,7 +178,7 @@ def try_one(name: str, root: Path, mesh: Any) -> dict[str, str] | None:
     has = [rank == 0 and save_processor(name, folder)]
     dist.broadcast_object_list(has)
     try:
-        model: Any = fs.build_meta_model(folder)
+        model = fs.build_meta_model(folder)
         towers = fs.freeze_towers(model)
         policy = MixedPrecisionPolicy()
         fs.shard_model(model, mesh=mesh, mp_policy=policy)
@@ -161,17 +190,24 @@ def try_one(name: str, root: Path, mesh: Any) -> dict[str, str] | None:
             oracle.get_submodule(tower).requires_grad_(False)
         row["bitwise"] = "yes" if difference(model, oracle) == [] else "NO"
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
-        rows = {key: value.chunk(dist.get_world_size())[rank] for key, value in batch(model.config).items()}
+        rows = {
+            key: value.chunk(dist.get_world_size())[rank] for key, value in batch(name, model.config).items()
+        }
+        try:
+            fs.prepare_loss(model)
+        except fs.ModelLossError:  # a forward that wants more than tokens
+            fs.prepare_loss(model, compare=False)
+            row["loss"] = "compare=False"
         result = fs.train_step(model, [rows], optimizer, max_grad_norm=None)
         worst = 0.0
-        for key, parameter in model.named_parameters():
+        for key, parameter in ((k, p) for k, p in model.named_parameters() if p.requires_grad):
             change = (full(parameter) - expected[key]).abs().max() / expected[key].abs().max().clamp_min(1e-6)
             worst = max(worst, change.item())
         row["step"] = f"loss {abs(result.loss - loss) / abs(loss):.0e}, parameters {worst:.0e}"
         processor = AutoProcessor.from_pretrained(folder) if has[0] else None
         fs.export_hf(model, out, dtype=torch.bfloat16, tokenizer=processor)
         trained = {key: full(parameter).detach().clone() for key, parameter in model.named_parameters()}
-        row["packs"] = packs(model)
+        row["packs"] = "-" if "loss" in row else packs(model)
         if rank == 0:  # no exchange follows
             row["export"] = exported(folder, out, trained)
             row["processor"] = processor_comes_back(folder, out) if has[0] else "-"
@@ -217,14 +253,17 @@ def _is_as_written(read: torch.Tensor, trained: torch.Tensor) -> bool:
 
 
 def exported(folder: Path, out: Path, trained: dict[str, torch.Tensor]) -> str:
-    """How an export differs from the folder, in its keys, its config and what is read back from it."""
+    """How an export differs from the folder, in its keys, its config and what is read back from it.
+
+    Fields that an export has beside the folder's are those of transformers 4.
+    """
     notes = []
     before, after = tensors_of(folder), tensors_of(out)
     if before.keys() != after.keys():
         only = sorted(before.keys() ^ after.keys())
         notes.append(f"{len(only)} keys, such as {only[0]}")
     old, new = (flat(json.loads((path / "config.json").read_text())) for path in (folder, out))
-    notes += [f"config {key}" for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    notes += [f"config {key}" for key in sorted(old) if old[key] != new.get(key)]
     again = dict(plain(out, dtype=torch.bfloat16).named_parameters())
     wrong = [key for key, value in trained.items() if key in again and not _is_as_written(again[key], value)]
     notes += [f"{len(wrong)} tensors read back otherwise, such as {wrong[0]}"] if wrong else []
@@ -249,22 +288,32 @@ def main() -> None:
     texts = class_names()
     kinds = {
         "Vision-language": vision_names(),
-        "Text": texts[:: max(1, len(texts) // options.text)][: options.text],
+        "Text": texts[:: max(1, len(texts) // max(1, options.text))][: options.text],
     }
     for kind, names in kinds.items():
         rows, left = [], []
         for name in (n for n in names if options.only in n):
             row = try_one(name, Path(str(share[0])), mesh)
-            if row is not None and "not" in row:
+            if "not" in row:
                 left.append(f"{name} ({row['not']})")
-            elif row is not None:
-                cells = ("class", "towers", "bitwise", "step", "export", "processor", "packs", "refused")
+            else:
+                cells = (
+                    "class",
+                    "towers",
+                    "bitwise",
+                    "loss",
+                    "step",
+                    "export",
+                    "processor",
+                    "packs",
+                    "refused",
+                )
                 rows.append([row.get(cell, "") for cell in cells])
                 if dist.get_rank() == 0:
                     print(rows[-1], flush=True)
         whole = sum(row[2] == "yes" and not row[-1] for row in rows)
-        apart = sum(row[6] == "yes" for row in rows)
-        processors = sum(row[5] == "same" for row in rows)
+        apart = sum(row[7] == "yes" for row in rows)
+        processors = sum(row[6] == "same" for row in rows)
         lines += [
             f"## {kind}",
             "",
@@ -272,8 +321,8 @@ def main() -> None:
             f"{processors} with a processor that could be built here (not without torchvision); {apart} keep "
             "the rows of a pack apart.",
             "",
-            "| class | frozen | bitwise | a step beside one process | export | processor | packs | refused |",
-            "|---|---|---|---|---|---|---|---|",
+            f"| {' | '.join(CELLS.values())} |",
+            f"|{'---|' * len(CELLS)}",
             *("| " + " | ".join(row) + " |" for row in rows),
             "",
             f"Not tried, {len(left)}: {'; '.join(left) or 'none'}.",

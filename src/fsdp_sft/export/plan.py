@@ -80,14 +80,20 @@ class ExportPlan:
         dtypes: Dtype in the files, by source.
         groups: Sources that have to be converted together.
         written: Dtype and shape of each tensor in the files, by name and in order.
-        converts: Whether the architecture has conversions.
+        unchanged: Name in the files of each source that is no more than renamed. Some names are renamed only
+            where another is there too.
     """
 
     sources: dict[str, str]
     dtypes: dict[str, torch.dtype]
     groups: list[list[str]]
     written: Described
-    converts: bool
+    unchanged: dict[str, str]
+
+    @property
+    def converts(self) -> bool:
+        """Whether any tensor is more than renamed."""
+        return len(self.unchanged) < len(self.sources)
 
     @property
     def num_bytes(self) -> int:
@@ -143,7 +149,7 @@ def plan_export(
     for name in meta:
         block = re.match(r"\D*\d*", name)
         groups.setdefault(name if name in unchanged else f"block {block and block[0]}", []).append(name)
-    plan = ExportPlan(sources, dtypes, [*groups.values()], written, final is not meta)
+    plan = ExportPlan(sources, dtypes, [*groups.values()], written, unchanged)
     config = export_config(model, content, caching, dtype)
     tensors = {name: content.tensors[sources[name]] for name in unchanged}
     buffers = {unchanged[name] for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}

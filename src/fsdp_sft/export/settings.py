@@ -188,7 +188,7 @@ def export_config(
             part.tie_word_embeddings = False
     _without_further_predictions(config, content)
     vars(config).pop("quantization_config", None)  # of a model that transformers read from a GGUF
-    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    config.dtype = dtype or model.dtype
     config.architectures = [original_class(model).__name__]
     return config
 
@@ -281,16 +281,16 @@ def _say_to_others(config: Any, path: Path) -> None:
     both take a base of 10000 without a word. A field of which this transformers would make another config is
     left out.
     """
-    written = json.loads(path.read_text())
-    same = type(config).from_dict(copy.deepcopy(written)).to_dict()
+    # Read from the file: infinities stand there as {"__float__": ...}, which from_dict does not read.
+    written, same = json.loads(path.read_text()), type(config).from_json_file(path).to_dict()
     for part in (written, written.get("text_config") or {}):
         by_kind = part.get("rope_parameters") or {}
-        rope = by_kind.get("full_attention", by_kind)
+        rope = by_kind.get("full_attention", by_kind) or {}  # None where those layers have no positions
         fields = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
         if rope.get("rope_type", "default") != "default":
             fields["rope_scaling"] = {name: value for name, value in rope.items() if name not in fields}
         if "sliding_attention" in by_kind:
-            fields["rope_local_base_freq"] = by_kind["sliding_attention"].get("rope_theta")
+            fields["rope_local_base_freq"] = (by_kind["sliding_attention"] or {}).get("rope_theta")
         if part.get("model_type") == "gpt_neox":
             fields = {
                 "rotary_emb_base": rope.get("rope_theta"),
@@ -300,13 +300,18 @@ def _say_to_others(config: Any, path: Path) -> None:
             fields["num_experts"] = part["num_local_experts"]
         for name in [name for name in fields if name not in part]:
             part[name] = fields[name]
+            _write_json(path, written)
             try:
-                is_same = type(config).from_dict(copy.deepcopy(written)).to_dict() == same
+                is_same = type(config).from_json_file(path).to_dict() == same
             except (KeyError, TypeError, ValueError):  # its own check of rotary embeddings
                 is_same = False
             if not is_same:
                 del part[name]
-    path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+    _write_json(path, written)
+
+
+def _write_json(path: Path, fields: dict[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
 def write_generation_config(folder: Path, model: Any, config: Any, stop: int | None) -> None:

@@ -37,7 +37,7 @@ def exported(
         content: The model's tensors.
         plan: Plan of the export.
         merges: Layers with adapters, by name.
-        twin: A model by whose class tensors are converted; None if there are no conversions.
+        twin: A model by whose class tensors are converted; None if none are, or on a rank that gathers none.
         gathers: What makes full tensors of sharded ones, on some ranks or all.
 
     Collective: all ranks.
@@ -48,7 +48,9 @@ def exported(
             whole = _gathered(content, plan, merges, name, gathers)
             if whole is not None:
                 full[name] = whole
-        if twin is not None and full:
+        if group[0] in plan.unchanged:
+            full = {plan.unchanged[name]: tensor for name, tensor in full.items()}
+        elif full and twin is not None:
             full = gathers.attempt(partial(revert_weight_conversion, twin, full)) or {}
         while full:
             name = next(iter(full))
