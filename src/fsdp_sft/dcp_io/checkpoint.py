@@ -31,13 +31,11 @@ from fsdp_sft._ranks.agree import (
 )
 from fsdp_sft._tensors.disk import full_path
 from fsdp_sft._tensors.stored import StoredFolder
-from fsdp_sft.dcp_io.background import BackgroundSave, join_last
 from fsdp_sft.dcp_io.folder import open_folder, read_tensors
 from fsdp_sft.dcp_io.manifest import (
     MANIFEST_NAME,
-    TRAIN_STATE_NAME,
     Manifest,
-    read_small,
+    decode_json,
     step_folder,
     step_folders,
     step_number,
@@ -54,7 +52,7 @@ from fsdp_sft.dcp_io.optimizer_content import Optimizers
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, match_optimizers
 from fsdp_sft.dcp_io.rank_files import read_rank_content
 from fsdp_sft.dcp_io.retention import note_loaded
-from fsdp_sft.dcp_io.saving import prepare_save
+from fsdp_sft.dcp_io.saving import BackgroundSave, join_last, prepare_save
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from fsdp_sft.shard.packing import packed_digest
 
@@ -372,15 +370,15 @@ def _load_step(
     Collective: all ranks.
     """
     rng = rank_state = train_state = None
-    packed_digest(model)
+    digest = packed_digest(model)
     with agreed(f"checking the model against {folder}"):
         refuse_merged(model, "loading a checkpoint")
         check_adapters(folder, manifest, model)
-        has_base = check_packed(folder, manifest, model)
-        content, _ = stored_model(model, with_base=has_base)
+        has_base = check_packed(folder, manifest, model, digest)
+        content, _ = stored_model(model, digest, with_base=has_base)
         sources = check_model(manifest, content)
         optimizers = match_optimizers(manifest, model, optimizer) if optimizer is not None else []
-        train_state = read_small(folder, manifest, TRAIN_STATE_NAME)
+        train_state = decode_json(manifest.train_state)
         if manifest.world_size == world_size():
             rng, rank_state = read_rank_content(folder, this_rank())
         elif manifest.optimizer is not None and this_rank() == 0:
