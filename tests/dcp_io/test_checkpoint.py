@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
 from fsdp_sft._process.codec import decode, dumps, encode, loads
-from fsdp_sft.dcp_io import manifest as manifest_module, retention
+from fsdp_sft.dcp_io import retention
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full
 from tests.harness.ranks import run_distributed
