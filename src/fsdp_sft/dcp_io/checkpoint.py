@@ -50,7 +50,7 @@ from fsdp_sft.dcp_io.model_state import (
 )
 from fsdp_sft.dcp_io.optimizer_content import Optimizers
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, match_optimizers
-from fsdp_sft.dcp_io.rank_files import read_rank_content
+from fsdp_sft.dcp_io.parts import read_rank_content
 from fsdp_sft.dcp_io.retention import note_loaded
 from fsdp_sft.dcp_io.saving import BackgroundSave, join_last, prepare_save
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
@@ -225,8 +225,7 @@ def save_checkpoint(
         async_: Whether to copy everything to host memory and write it in a thread while training continues.
             Only one such save runs at a time: the next one waits for it. An error of the thread is raised on
             all ranks by the next save or by ``wait``; a program that ends without either prints it and exits
-            with code 1. ``destroy_process_group`` does
-            not interrupt the save.
+            with code 1. ``destroy_process_group`` does not interrupt the save.
         keep_last: Number of the newest sound steps to keep, this one included. Older ones are deleted, and a
             line of the log names them. Steps that this run has neither saved nor gone on from, and later
             ones than this, do not count and stay. None deletes nothing.
@@ -350,11 +349,11 @@ def load_checkpoint(
         try:
             loaded = _load_step(folder, manifest, model, optimizer)
             note_loaded(folder, loaded.step)
-            tell(
-                _logger,
+            message, took = (
                 "resumed in %.2f s from step %d, saved on %d ranks: %s",
-                *(time.perf_counter() - started, loaded.step, loaded.world_size, folder),
+                time.perf_counter() - started,
             )
+            tell(_logger, message, took, loaded.step, loaded.world_size, folder)
             return loaded
         except CheckpointCorruptError:
             if not deleted_meanwhile(path, folder):

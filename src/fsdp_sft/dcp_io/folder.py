@@ -38,8 +38,7 @@ from fsdp_sft._tensors.reader import do_reads, threads_that_read
 from fsdp_sft._tensors.safetensors import num_bytes
 from fsdp_sft._tensors.stored import Read, StoredFolder, file_header
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest, encode_manifest, parse, read_manifest
-from fsdp_sft.dcp_io.parts import SHARDS, Part, StoredTensor, header_metadata, placed_in, shard_file
-from fsdp_sft.dcp_io.rank_files import is_of_a_rank
+from fsdp_sft.dcp_io.parts import RANK, SHARDS, Part, StoredTensor, header_metadata, placed_in, shard_file
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, abridged
 
 _VISIBLE_SECONDS = 5.0  # a network file system may show a new folder to other machines late
@@ -248,7 +247,7 @@ def _header_problem(folder: Path, name: str, manifest: Manifest) -> str | None:
         found = {
             key: (entry.dtype, entry.shape, *placed[key])
             for key, entry in header.entries.items()
-            if not is_of_a_rank(key)
+            if not key.startswith(RANK)
         }
     except CheckpointCorruptError as error:
         return f"is not sound: {error}"

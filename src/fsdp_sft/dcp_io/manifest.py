@@ -19,7 +19,7 @@ from fsdp_sft._process.codec import MALFORMED, decode, dumps, loads
 from fsdp_sft._tensors.disk import FileRecord, read_bytes
 from fsdp_sft._tensors.safetensors import DTYPES, dtype_name
 from fsdp_sft._tensors.sharding import Sharding
-from fsdp_sft.dcp_io.parts import StoredTensor, file_key, shard_file
+from fsdp_sft.dcp_io.parts import StoredTensor, checked_size, file_key, shard_file
 from fsdp_sft.errors import CheckpointCorruptError
 
 # The names of the folders of steps below a root.
@@ -134,20 +134,6 @@ def encode_tensors(manifest: Manifest) -> dict[str, Any]:
             copy = [tensor.copy] if tensor.copy else []
             rows[name] = [dtype_name(tensor.dtype), list(tensor.shape), number, *copy]
     return {**encoded, "shardings": [encode_sharding(sharding) for sharding in shardings]}
-
-
-def checked_size(text: bytes, what: str) -> bytes:
-    """``text``, unless it is too long to be read again.
-
-    Raises:
-        ValueError: If it is longer than ``MAX_JSON_BYTES``.
-    """
-    if len(text) > MAX_JSON_BYTES:
-        raise ValueError(
-            f"{what} takes {len(text)} bytes as JSON, more than the {MAX_JSON_BYTES} that are read again; "
-            "large state belongs in tensors: in rank_state, or in buffers of the model"
-        )
-    return text
 
 
 def read_manifest(folder: Path) -> Manifest:

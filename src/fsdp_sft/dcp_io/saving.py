@@ -32,15 +32,13 @@ from fsdp_sft._tensors.disk import read_bytes, sweep, write_bytes
 from fsdp_sft.dcp_io.folder import examine, new_folder_beside, write_folder
 from fsdp_sft.dcp_io.manifest import (
     Manifest,
-    checked_size,
     encode_tensors,
     step_folder,
     step_folders,
 )
 from fsdp_sft.dcp_io.model_state import stored_model
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list, optimizer_content, parts_inside
-from fsdp_sft.dcp_io.parts import Part, parts_of
-from fsdp_sft.dcp_io.rank_files import rank_parts
+from fsdp_sft.dcp_io.parts import Part, checked_size, parts_of, rank_parts
 from fsdp_sft.dcp_io.retention import prune
 from fsdp_sft.errors import (
     CheckpointCorruptError,
