@@ -18,8 +18,8 @@ from tests.harness.quantised_folders import configure, quantise
 from tests.harness.ranks import run_distributed
 
 LATENT = {
-    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "q_lora_rank": 16,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 8, "n_routed_experts": 4, "n_group": 2, "topk_group": 2, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "first_k_dense_replace": 1, "max_position_embeddings": 128,
 }  # fmt: skip

@@ -90,8 +90,8 @@ MISTAKES = [
     Mistake(
         "an export merges adapters into the model's own weights",
         "export/hf.py",
-        "part.clone() if is_own else part",
-        "part",
+        "] = part.clone()",
+        "] = part",
         ("tests/model/test_adapters.py",),
     ),
     Mistake(

@@ -56,8 +56,6 @@ from fsdp_sft.dcp_io.saving import BackgroundSave, join_last, prepare_save
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from fsdp_sft.shard.packing import packed_digest
 
-# Choosing the step to load, the newest sound one, while another job may save and delete steps.
-
 
 def choose_step(path: Path, *, hashes: bool, fallback: bool) -> tuple[Path, Manifest] | None:
     """The folder of the step to load, and its manifest; None if it was deleted meanwhile: look again.

@@ -26,7 +26,7 @@ from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
 from fsdp_sft._tensors.boxes import whole
 from fsdp_sft._tensors.disk import write_bytes, write_early
 from fsdp_sft._tensors.gather import Gatherer
-from fsdp_sft._tensors.packed_shard import bits_of, values_of
+from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft._tensors.reader import do_reads
 from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, num_bytes
 from fsdp_sft._tensors.stored import Stored
@@ -172,9 +172,8 @@ def _gathered(
     for key, tensor in merges[fqn].state_dict(keep_vars=True).items():
         part = gathers.gather(tensor, merging_dtype(tensor))
         if part is not None:
-            # On all ranks an unsharded tensor is the model's own memory, into which peft would merge.
-            is_own = part.untyped_storage().data_ptr() == bits_of(tensor).untyped_storage().data_ptr()
-            full[clean_name(key)] = part.clone() if is_own else part
+            # It may be the model's own memory, into which peft would merge.
+            full[clean_name(key)] = part.clone()
     if not full:
         return None
     merged = gathers.attempt(partial(merged_weights, merges[fqn], full))
