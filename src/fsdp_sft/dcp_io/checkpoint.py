@@ -280,7 +280,6 @@ def save_checkpoint(
     background = None
     if async_:
         background = BackgroundSave(write, background_group() if is_distributed() else None)
-        background.start()
     else:
         write()
     return SavedCheckpoint(step_folder(folder, step), time.perf_counter() - started, background)
@@ -325,7 +324,7 @@ def load_checkpoint(
 
     Collective: all ranks; all raise the same error.
     Memory: The optimizer's state if it had none, and a buffer of 1 MiB (for an accelerator two of 8 MiB) for
-        each of at most 4 threads.
+        each of at most 4 threads; of quantised moments this rank's part once more, on the host.
 
     Example:
         >>> saved = fs.save_checkpoint("ckpt", 7, model=model, optimizer=optimizer)
@@ -374,10 +373,10 @@ def _load_step(
         has_base = check_packed(folder, manifest, model, digest)
         content, _ = stored_model(model, digest, with_base=has_base)
         sources = check_model(manifest, content)
-        optimizers = match_optimizers(manifest, model, optimizer) if optimizer is not None else []
+        optimizers = match_optimizers(folder, manifest, model, optimizer) if optimizer is not None else []
         train_state = decode_json(manifest.train_state)
         if manifest.world_size == world_size():
-            rng, rank_state = read_rank_content(folder, this_rank())
+            rng, rank_state, _ = read_rank_content(folder, this_rank())
         elif manifest.optimizer is not None and this_rank() == 0:
             before, now = manifest.world_size, world_size()
             warn_caller(

@@ -234,30 +234,15 @@ def per_optimizer(
 
 def _check_optimizer_info(info: Any, tensors: dict[str, StoredTensor]) -> None:
     """Refuse information about an optimizer that contradicts itself or the stored tensors."""
-    parameters, parts = info["parameters"], info.get("parts", {})
+    parameters = info["parameters"]
     in_groups = [name for group in info["groups"] for name in group["params"]]
-    inside = inner_names(parts)
-    in_state = [*(name.rpartition("/")[0] for name in {*tensors, *parts} - inside), *info["values"]]
-    if sorted(in_groups) != sorted(parameters) or not {*in_state} <= {*parameters} or inside - tensors.keys():
+    in_state = [name.rpartition("/")[0] for name in (*tensors, *info.get("apart", ()))]
+    if sorted(in_groups) != sorted(parameters) or not {*in_state, *info["values"]} <= {*parameters}:
         raise ValueError("its optimizer's groups and state are not of the same parameters")
-    for name in tensors.keys() - inside:
+    for name in tensors:
         if tensors[name].shape not in ((), tuple(parameters[name.rpartition("/")[0]][1])):
             raise ValueError(f"{name} has the shape {tensors[name].shape}, which its parameter has not")
-    entries = [entry for own in parts.values() for entry in own]
-    for entry in entries:
-        check_sizes([*entry["offset"], *entry["shape"]], "a part of its optimizer's state")
-    # Raises if that is not possible.
-    decode([[dict(g["options"]) for g in info["groups"]], info["values"], [e["context"] for e in entries]])
-
-
-def inner_names(parts: Mapping[str, list[dict[str, Any]]]) -> set[str]:
-    """Names of the stored tensors inside the optimizer's states that were taken apart."""
-    return {
-        f"{name}/{index}/{inner}"
-        for name, entries in parts.items()
-        for index, entry in enumerate(entries)
-        for inner in entry["inner"]
-    }
+    decode([[dict(g["options"]) for g in info["groups"]], info["values"]])  # raises if that is not possible
 
 
 def _parse_tensors(raw: Any, section: str, shardings: list[Sharding]) -> dict[str, StoredTensor]:

@@ -155,16 +155,21 @@ def placed_in(
     return (own["rank"], own["world_size"], own["step"]), placed
 
 
-# State of one rank: its random number generators, and its ``rank_state`` from the caller. It is stored in the
-# file of the rank's shards, under names that begin with ``rank.``.
+# State of one rank: its random number generators, its ``rank_state`` from the caller, and its parts of what
+# an optimizer keeps in tensor subclasses. It is stored in the file of the rank's shards, under names that
+# begin with ``rank.``.
 
 RANK = "rank."
 
 
-def rank_parts(rank_state: Any) -> list[Part]:
+def rank_parts(rank_state: Any, optimizer: Mapping[str, Any]) -> list[Part]:
     """This rank's state to write: JSON as a tensor of bytes, and the tensors to which it refers.
 
     ``rank.<number>`` is the JSON; the tensors to which it refers add their key paths.
+
+    Args:
+        rank_state: State from the caller.
+        optimizer: See ``parts_inside``.
 
     Raises:
         TypeError: If ``rank_state`` has a value that cannot be stored in either way; the message names its
@@ -174,6 +179,7 @@ def rank_parts(rank_state: Any) -> list[Part]:
     content = {
         "rng": encode(generator_states(), "rng", tensors),
         "rank_state": encode(rank_state, "rank_state", tensors),
+        "optimizer": encode(optimizer, "optimizer", tensors),
     }
     text = checked_size(dumps(content, canonical=False), "rank_state")
     own = f"{RANK}{this_rank()}"
@@ -182,8 +188,8 @@ def rank_parts(rank_state: Any) -> list[Part]:
     return [Part(name, whole(value.shape), value, tuple(value.shape)) for name, value in every.items()]
 
 
-def read_rank_content(folder: Path, rank: int) -> tuple[dict[str, Any], Any]:
-    """The states of a rank's random number generators, and its ``rank_state``. No generator is set.
+def read_rank_content(folder: Path, rank: int) -> tuple[dict[str, Any], Any, dict[str, list[Any]]]:
+    """The states of a rank's random number generators, its ``rank_state``, and what ``parts_inside`` made.
 
     Raises:
         CheckpointCorruptError: If the file does not hold what was written.
@@ -201,10 +207,12 @@ def read_rank_content(folder: Path, rank: int) -> tuple[dict[str, Any], Any]:
     try:
         raw = loads(text, name)
         rng, rank_state = decode(raw["rng"], tensors), decode(raw["rank_state"], tensors)
+        own = decode(raw["optimizer"], tensors).items()
+        apart = {name: [kind, context, {**inner}] for name, (kind, context, inner) in own}
         check_generator_states(rng)
     except (*MALFORMED, RuntimeError) as error:
         raise CheckpointCorruptError(f"{folder / name} is not what was written: {error!r}") from error
-    return rng, rank_state
+    return rng, rank_state, apart
 
 
 def checked_size(text: bytes, what: str) -> bytes:

@@ -61,7 +61,7 @@ def find_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     found = []
     for step, path in step_folders(full_path(root)):
         manifest, problems = examine(path, hashes=False, headers=False)
-        found.append(CheckpointInfo(step, path, not problems, manifest and manifest.metric))
+        found.append(CheckpointInfo(step, path, not problems, manifest.metric if manifest else None))
     return [info for info in found if info.sound or info.path.exists()]
 
 

@@ -33,6 +33,7 @@ from fsdp_sft.dcp_io.folder import examine, new_folder_beside, write_folder
 from fsdp_sft.dcp_io.manifest import (
     Manifest,
     encode_tensors,
+    per_optimizer,
     step_folder,
     step_folders,
 )
@@ -120,7 +121,7 @@ def snapshot(parts: list[Part]) -> list[Part]:
 
 
 class BackgroundSave(threading.Thread):
-    """A save that runs in a thread, for which a program that ends waits.
+    """A save in a thread, which begins at once and for which a program that ends waits.
 
     Args:
         work: Function that saves. Its collectives use ``group``.
@@ -136,6 +137,7 @@ class BackgroundSave(threading.Thread):
         self._work, self._agreed_over = work, group
         self.error: BaseException | None = None
         _last = self
+        self.start()
 
     def wait(self) -> None:
         """Return when the save is committed; raise its error if it has one, but only once."""
@@ -264,11 +266,11 @@ def prepare_save(
         given = as_list(optimizer) if optimizer is not None else []
         info, states = optimizer_content(given, parameter_names(model))
         as_json = checked_size(dumps(encode(train_state, "train_state"), canonical=False), "train_state")
-        own = rank_parts(rank_state)
         in_subclasses = [name for name, tensor in states.items() if is_wrapper_subclass(tensor)]
         decision.told = {"target": str(target), "metric": metric}, in_subclasses
     apart: list[str] = decision.result
-    inside, inner = parts_inside(info, states, apart) if apart else ({}, [])
+    for one, own in per_optimizer(info, dict.fromkeys(apart)):
+        one["apart"] = [*own]
 
     def make_folder(digests: list[str]) -> Path:
         prepare_root(root, step)
@@ -276,6 +278,7 @@ def prepare_save(
 
     with agreed(f"making a folder for {target}", make_folder) as decision:
         stored, parts = parts_of("model", content.tensors)
+        of_rank = rank_parts(rank_state, parts_inside(states, apart))
         plain = {name: state for name, state in states.items() if name not in apart}
         stored_states, state_parts = parts_of("optimizer", plain)
         manifest = Manifest(
@@ -283,14 +286,14 @@ def prepare_save(
             world_size=world_size(),
             model=stored,
             ties=content.ties,
-            optimizer=None if optimizer is None else {**stored_states, **inside},
+            optimizer=None if optimizer is None else stored_states,
             optimizer_info=info,
             metric=metric,
             train_state=as_json.decode(),
             settings=settings,
             files={},
         )
-        parts = [*parts, *state_parts, *inner, *own]
+        parts = [*parts, *state_parts, *of_rank]
         if in_background:
             parts = snapshot(parts)
         decision.told = hashlib.sha256(dumps(encode_tensors(manifest))).hexdigest()
