@@ -219,11 +219,12 @@ def further_predictions(config: Any, written: Collection[str]) -> dict[str, Stor
         return {}
     found, changed, why = dict[str, Stored](), list[str](), "the files of its base are not at hand"
     if base is not None:
-        with suppress(CheckpointFormatError):
+        said: dict[str, Any] = {}
+        with suppress(CheckpointFormatError, OSError):  # no reason to end a training without its export
+            said = read_settings(base / CONFIG)
+            said = said.get("text_config") or said
             found = {key: tensor for key, tensor in open_checkpoint(base).items() if is_one(key)}
             why = ""
-        said = read_settings(base / CONFIG)
-        said = said.get("text_config", said)
         fields = ["num_hidden_layers", "hidden_size"]
         if any(tensor.entry.shape[:1] == (said.get("vocab_size"),) for tensor in found.values()):
             fields.append("vocab_size")  # an embedding of their own
