@@ -36,7 +36,7 @@ def _advance(root: Path) -> None:
     [
         (checkpoint, "open_folder"),
         (checkpoint, "check_model"),
-        (checkpoint, "read_small"),
+        (checkpoint, "read_rank_content"),
         (checkpoint, "read_tensors"),
     ],
     ids=["before it is opened", "before the check", "before its state", "before the tensors"],

@@ -17,7 +17,7 @@ from fsdp_sft._tensors.stored import file_header
 from fsdp_sft._tensors.torch_file import load_pickled
 from fsdp_sft.dcp_io.manifest import read_manifest
 from fsdp_sft.weights.resolve import read_index
-from tests.faults.hostile import other_index, sign
+from tests.faults.hostile import sign
 from tests.faults.kills import make
 from tests.faults.tables import table
 from tests.harness.ranks import run_distributed
@@ -69,10 +69,7 @@ def _ranks(raw: dict[str, Any], n: int) -> None:
 
 
 def _files(folder: Path, n: int) -> Callable[[], object]:
-    record = [1, "0" * 64]
-    names = {f"shards/{i:05d}.safetensors": record for i in range(500 * n)}
-    other_index(folder / "root" / "step-1", json.dumps(names, sort_keys=True, separators=(",", ":")).encode())
-    return lambda: read_manifest(folder / "root" / "step-1")
+    return _manifest(folder, lambda raw: raw.update(files=[[1, "0" * 64]] * 500 * n))
 
 
 FIELDS: dict[str, Callable[[Path, int], Callable[[], object]]] = {

@@ -116,8 +116,9 @@ def attacks(good: Path, marker: Path) -> Iterator[tuple[str, Attack]]:
     for name in sorted(str(p.relative_to(good)) for p in good.rglob("*") if p.is_file()):
         for kind, payload in payloads.items():
             yield f"{kind} as {name}", lambda s, n=name, p=payload: _replace(s, n, p)
-    for name in ("/etc/passwd", "../x.safetensors", "shards/../../x.safetensors", f"{_FIRST}\0"):
-        yield f"a part in {name!r}", lambda s, n=name: _sign_index(s, lambda r: r.update({n: r.pop(_FIRST)}))
+    for name in ("/etc/passwd", "../x.safetensors", "ab"):
+        yield f"a part in {name!r}", lambda s, n=name: sign(s, lambda r: r.update(files={n: r["files"][0]}))
+    yield "a file without a rank", lambda s: sign(s, lambda r: r["files"].append(r["files"][0]))
     yield "a link out of the folder", _link
     for length in (2**63 - 1, 10**8 + 1):
         yield (
@@ -142,8 +143,9 @@ def attacks(good: Path, marker: Path) -> Iterator[tuple[str, Attack]]:
     yield "a mesh of 2^60 ranks", lambda s: sign(s, lambda r: _sharding(r, 2**60))
     yield "a mesh of 2^60 ranks, three times over", lambda s: sign(s, lambda r: _sharding(r, 2**60, 1, 1))
     yield "a list of a million ranks", lambda s: sign(s, _million_ranks)
-    yield "an index of lists", lambda s: other_index(s, b"[" + b"[]," * 1_000_000 + b"1]")
-    yield "an index 100,000 deep", lambda s: other_index(s, b"[" * 100_000)
+    yield "a million files", lambda s: sign(s, lambda r: r.update(files=[[1, ""]] * 1_000_000))
+    yield "a train_state 100,000 deep", lambda s: sign(s, lambda r: r.update(train_state="[" * 100_000))
+    yield "settings that are none", lambda s: sign(s, lambda r: r.update(settings={"adapters": [[1]]}))
     yield "a metric past any float", lambda s: sign(s, lambda r: r.update(metric=10**400))
     yield "state 800 deep", _deep_state
     yield "a generator's state of another length", _short_rng
@@ -166,10 +168,10 @@ def _replace(step: Path, name: str, content: bytes, size: int | None = None) -> 
     path.write_bytes(content)
     if size is not None:
         os.truncate(path, size)
-    if name not in ("MANIFEST.json", "INDEX.json"):
+    if name != "MANIFEST.json":
         with path.open("rb") as file:
             record = [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
-        _sign_index(step, lambda r: r.update({name: record}))
+        sign(step, lambda r: r["files"].__setitem__(int(path.stem), record))
 
 
 def _raw(step: Path, content: bytes) -> None:
@@ -180,19 +182,6 @@ def _torch_saved(marker: Path) -> bytes:
     buffer = io.BytesIO()
     torch.save(Marker(marker), buffer)
     return buffer.getvalue()
-
-
-def _sign_index(step: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the index, and let the manifest say that it is the right one."""
-    raw = json.loads((step / "INDEX.json").read_text())
-    change(raw)
-    other_index(step, json.dumps(raw, sort_keys=True, separators=(",", ":")).encode())
-
-
-def other_index(step: Path, text: bytes) -> None:
-    (step / "INDEX.json").write_bytes(text)
-    record = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-    sign(step, lambda r: r.update(index=record))
 
 
 def _link(step: Path) -> None:

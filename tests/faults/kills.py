@@ -417,7 +417,6 @@ POINTS: dict[str, tuple[int, Callable[[Trial, Path], None]]] = {
     "before data": (1, _strike(_FOLDER, "write_tensors", _anything, None)),
     "mid-data": (1, _strike(_FILES, "write_at", lambda fd, at, view: len(view) > 10_000, _half_write)),
     "after data": (1, _strike(_FOLDER, "write_tensors", _anything, None, after=True)),
-    "mid-index": (0, _strike(_FOLDER, "write_bytes", lambda path, _: path.name == "INDEX.json", _half_file)),
     "mid-manifest": (
         0,
         _strike(_FOLDER, "write_bytes", lambda path, _: path.name == "MANIFEST.json", _half_file),

@@ -163,7 +163,6 @@ READERS: dict[str, Reader] = {
     "file of torch.save": Reader(_save_torch, "model.pt", _read_torch),
     "pickle of torch.save": Reader(_save_torch, "model.pt", _read_torch, rebuild=_rebuild_torch),
     "manifest": Reader(_save_step, "root/step-1/MANIFEST.json", _read_step, rebuild=_rebuild_manifest),
-    "index of a step": Reader(_save_step, "root/step-1/INDEX.json", _read_step),
     "header of encoded rows": Reader(
         _save_rows, "encoded/00000-of-00001.safetensors", _read_rows, span=_header_span
     ),

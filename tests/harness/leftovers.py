@@ -34,7 +34,7 @@ _KEPT = {
     "transformers.conversion_mapping._checkpoint_conversion_mapping_cache",
     "fsdp_sft._ranks.agree._groups",
     "fsdp_sft._ranks.agree._timeout",
-    "fsdp_sft.dcp_io.saving._snapshot",
+    "fsdp_sft.dcp_io.saving._buffers",
     "fsdp_sft.dcp_io.retention._own_steps",
     "huggingface_hub.file_download._are_symlinks_supported_in_dir",
     "transformers.modeling_utils._CAN_RECORD_REGISTRY",

@@ -5,7 +5,7 @@ from benchmarks.checks.mistakes.mistake import Mistake
 MISTAKES = [
     Mistake(
         "tensors that are handed over lack their adapters",
-        "export/tensors.py",
+        "export/hf.py",
         "_gathered(content, plan, merges, name, gathers)",
         "_gathered(content, plan, {}, name, gathers)",
         ("tests/export/test_tensors.py",),
@@ -16,6 +16,20 @@ MISTAKES = [
         '    check_room(target.parent, need, f"saving {target}")\n',
         "",
         ("tests/test_mistakes.py",),
+    ),
+    Mistake(
+        "layers of a deeper base are taken for those that predict further tokens",
+        "export/settings.py",
+        "    if found and changed:\n",
+        "    if False:\n",
+        ("tests/export/test_further_predictions.py",),
+    ),
+    Mistake(
+        "the layers that predict further tokens are lost",
+        "export/hf.py",
+        "                gatherer.attempt(partial(files.copy, name, stored))",
+        "                gatherer.attempt(partial(files.write, name, torch.zeros(files._left[name][1])))",
+        ("tests/export/test_further_predictions.py",),
     ),
     Mistake(
         "an export points to code that is not there",
@@ -75,9 +89,9 @@ MISTAKES = [
     ),
     Mistake(
         "an export merges adapters into the model's own weights",
-        "export/tensors.py",
-        "part.clone() if is_own else part",
-        "part",
+        "export/hf.py",
+        "] = part.clone()",
+        "] = part",
         ("tests/model/test_adapters.py",),
     ),
     Mistake(
@@ -221,10 +235,10 @@ MISTAKES = [
         ("tests/dcp_io/test_refused_saves.py",),
     ),
     Mistake(
-        "a file that has parts and is not listed is not missed",
+        "a rank's file that is not listed is not missed",
         "dcp_io/manifest.py",
-        "        if missing:\n            raise ValueError",
-        "        if False:\n            raise ValueError",
+        "if len(manifest.files) != manifest.world_size:",
+        "if False:",
         ("tests/dcp_io/test_faults.py",),
     ),
     Mistake(

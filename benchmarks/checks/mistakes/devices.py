@@ -74,8 +74,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a snapshot written before it has arrived",
         "dcp_io/saving.py",
-        "                torch.accelerator.synchronize(device)",
-        "                pass",
+        "            torch.accelerator.synchronize(device)",
+        "            pass",
         ("tests/dcp_io/test_devices.py",),
     ),
     Mistake(

@@ -20,9 +20,9 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "an export speaks of layers of predictions that it has not",
         "export/settings.py",
-        "    _without_further_predictions(config, content)\n",
-        "",
-        ("tests/weights/test_odd_folders.py",),
+        "    for part, field in places if not found else ():\n",
+        "    for part, field in ():\n",
+        ("tests/export/test_further_predictions.py",),
     ),
     Mistake(
         "adapters are put into frozen towers",

@@ -31,13 +31,11 @@ from fsdp_sft._ranks.agree import (
 )
 from fsdp_sft._tensors.disk import full_path
 from fsdp_sft._tensors.stored import StoredFolder
-from fsdp_sft.dcp_io.background import BackgroundSave, join_last
 from fsdp_sft.dcp_io.folder import open_folder, read_tensors
 from fsdp_sft.dcp_io.manifest import (
     MANIFEST_NAME,
-    TRAIN_STATE_NAME,
     Manifest,
-    read_small,
+    decode_json,
     step_folder,
     step_folders,
     step_number,
@@ -52,13 +50,11 @@ from fsdp_sft.dcp_io.model_state import (
 )
 from fsdp_sft.dcp_io.optimizer_content import Optimizers
 from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, match_optimizers
-from fsdp_sft.dcp_io.rank_files import read_rank_content
+from fsdp_sft.dcp_io.parts import read_rank_content
 from fsdp_sft.dcp_io.retention import note_loaded
-from fsdp_sft.dcp_io.saving import prepare_save
+from fsdp_sft.dcp_io.saving import BackgroundSave, join_last, prepare_save
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from fsdp_sft.shard.packing import packed_digest
-
-# Choosing the step to load, the newest sound one, while another job may save and delete steps.
 
 
 def choose_step(path: Path, *, hashes: bool, fallback: bool) -> tuple[Path, Manifest] | None:
@@ -227,8 +223,7 @@ def save_checkpoint(
         async_: Whether to copy everything to host memory and write it in a thread while training continues.
             Only one such save runs at a time: the next one waits for it. An error of the thread is raised on
             all ranks by the next save or by ``wait``; a program that ends without either prints it and exits
-            with code 1. ``destroy_process_group`` does
-            not interrupt the save.
+            with code 1. ``destroy_process_group`` does not interrupt the save.
         keep_last: Number of the newest sound steps to keep, this one included. Older ones are deleted, and a
             line of the log names them. Steps that this run has neither saved nor gone on from, and later
             ones than this, do not count and stay. None deletes nothing.
@@ -285,7 +280,6 @@ def save_checkpoint(
     background = None
     if async_:
         background = BackgroundSave(write, background_group() if is_distributed() else None)
-        background.start()
     else:
         write()
     return SavedCheckpoint(step_folder(folder, step), time.perf_counter() - started, background)
@@ -330,7 +324,7 @@ def load_checkpoint(
 
     Collective: all ranks; all raise the same error.
     Memory: The optimizer's state if it had none, and a buffer of 1 MiB (for an accelerator two of 8 MiB) for
-        each of at most 4 threads.
+        each of at most 4 threads; of quantised moments this rank's part once more, on the host.
 
     Example:
         >>> saved = fs.save_checkpoint("ckpt", 7, model=model, optimizer=optimizer)
@@ -352,11 +346,11 @@ def load_checkpoint(
         try:
             loaded = _load_step(folder, manifest, model, optimizer)
             note_loaded(folder, loaded.step)
-            tell(
-                _logger,
+            message, took = (
                 "resumed in %.2f s from step %d, saved on %d ranks: %s",
-                *(time.perf_counter() - started, loaded.step, loaded.world_size, folder),
+                time.perf_counter() - started,
             )
+            tell(_logger, message, took, loaded.step, loaded.world_size, folder)
             return loaded
         except CheckpointCorruptError:
             if not deleted_meanwhile(path, folder):
@@ -372,17 +366,17 @@ def _load_step(
     Collective: all ranks.
     """
     rng = rank_state = train_state = None
-    packed_digest(model)
+    digest = packed_digest(model)
     with agreed(f"checking the model against {folder}"):
         refuse_merged(model, "loading a checkpoint")
         check_adapters(folder, manifest, model)
-        has_base = check_packed(folder, manifest, model)
-        content, _ = stored_model(model, with_base=has_base)
+        has_base = check_packed(folder, manifest, model, digest)
+        content, _ = stored_model(model, digest, with_base=has_base)
         sources = check_model(manifest, content)
-        optimizers = match_optimizers(manifest, model, optimizer) if optimizer is not None else []
-        train_state = read_small(folder, manifest, TRAIN_STATE_NAME)
+        optimizers = match_optimizers(folder, manifest, model, optimizer) if optimizer is not None else []
+        train_state = decode_json(manifest.train_state)
         if manifest.world_size == world_size():
-            rng, rank_state = read_rank_content(folder, this_rank())
+            rng, rank_state, _ = read_rank_content(folder, this_rank())
         elif manifest.optimizer is not None and this_rank() == 0:
             before, now = manifest.world_size, world_size()
             warn_caller(

@@ -4,8 +4,8 @@ A save takes three steps, and if one fails on any rank, all ranks raise and the 
 
 1. Rank 0 makes a temporary folder beside the target (``new_folder_beside``).
 2. Every rank writes its file into it, and forces it to the disk.
-3. Rank 0 compares the sizes of all files, writes the index and the manifest, and renames the folder
-   (``_commit``). The name appears last, so whatever has the name is complete.
+3. Rank 0 compares the sizes of all files, writes the manifest, and renames the folder (``_commit``). The name
+   appears last, so whatever has the name is complete.
 
 A process that is killed leaves a temporary folder, which the next save deletes, or the finished one. Until
 the rename, what was at the target before is unchanged.
@@ -15,6 +15,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -36,18 +37,8 @@ from fsdp_sft._tensors.disk import (
 from fsdp_sft._tensors.reader import do_reads, threads_that_read
 from fsdp_sft._tensors.safetensors import num_bytes
 from fsdp_sft._tensors.stored import Read, StoredFolder, file_header
-from fsdp_sft.dcp_io.manifest import (
-    INDEX_NAME,
-    MANIFEST_NAME,
-    Manifest,
-    describe,
-    encode_index,
-    encode_manifest,
-    parse,
-    read_manifest,
-)
-from fsdp_sft.dcp_io.parts import SHARDS, Part, StoredTensor, header_metadata, placed_in, shard_file
-from fsdp_sft.dcp_io.rank_files import is_of_a_rank
+from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest, encode_manifest, parse, read_manifest
+from fsdp_sft.dcp_io.parts import RANK, SHARDS, Part, StoredTensor, header_metadata, placed_in, shard_file
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, abridged
 
 _VISIBLE_SECONDS = 5.0  # a network file system may show a new folder to other machines late
@@ -72,9 +63,9 @@ def new_folder_beside(target: Path, manifest: Manifest, digests: list[str]) -> P
             f"{len(others)} ranks ({abridged(map(str, others))}) have tensors of other names, shapes, dtypes "
             "or placements than rank 0: all must save one model with one optimizer"
         )
-    encoded = encode_manifest(describe(manifest), b"")
+    encoded = encode_manifest(manifest)
     try:
-        parse(loads(encoded, "it"), {})  # as a load would do it
+        parse(loads(encoded, "it"))  # as a load would do it
     except MALFORMED as error:
         raise CheckpointError(f"what is to be saved could not be loaded again: {error}") from error
     need = sum(num_bytes(tensor.dtype, tensor.shape) for tensor in manifest.tensors)
@@ -89,7 +80,6 @@ def write_folder(
     target: Path,
     manifest: Manifest,
     parts: Sequence[Part],
-    small: Mapping[str, bytes],
     then: Callable[[], None],
 ) -> None:
     """Write a step into a temporary folder, and rename it when it is complete.
@@ -99,7 +89,6 @@ def write_folder(
         target: Name of the finished folder. What is there already is moved aside just before the rename.
         manifest: What is written; its tensors are the same on all ranks.
         parts: What this rank writes of the tensors, and its own state.
-        small: Bytes of small files by their names; rank 0's are written.
         then: Called on rank 0 after the rename, while the other ranks wait.
 
     Raises:
@@ -110,14 +99,14 @@ def write_folder(
     Collective: all ranks; all raise the same error.
     """
 
-    def commit(everything: list[dict[str, FileRecord]]) -> None:
-        _commit(temporary, target, manifest, everything)
+    def commit(records: list[FileRecord]) -> None:
+        _commit(temporary, target, manifest, records)
         then()
 
     try:
         with agreed(f"writing {target.name}", commit) as decision:
             _wait_until_visible(temporary)
-            decision.told = _write_own(temporary, manifest, parts, small)
+            decision.told = _write_own(temporary, manifest, parts)
     except BaseException:
         if this_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -145,14 +134,9 @@ def open_folder(folder: Path, *, hashes: bool) -> tuple[Manifest | None, list[st
 
     manifest: Manifest | None = None
     with agreed(f"checking {folder}", merge) as decision:
-        try:
-            manifest = read_manifest(folder)
-            # Largest first, round-robin, so that ranks have about the same number of bytes to read.
-            by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-            own = by_size[this_rank() :: world_size()]
-            decision.told = file_problems(folder, manifest, own, hashes=hashes), manifest.digest
-        except CheckpointCorruptError as error:
-            decision.told = [str(error)], None
+        share = slice(this_rank(), None, world_size())
+        manifest, problems = examine(folder, hashes=hashes, share=share)
+        decision.told = problems, manifest and manifest.digest
     return (None if decision.result else manifest), decision.result
 
 
@@ -180,40 +164,30 @@ def _wait_until_visible(folder: Path) -> None:
         time.sleep(0.05)
 
 
-def _write_own(
-    folder: Path, manifest: Manifest, parts: Sequence[Part], small: Mapping[str, bytes]
-) -> dict[str, FileRecord]:
-    """Write this rank's files; their records by name."""
+def _write_own(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> FileRecord:
+    """Write this rank's file; its record."""
     rank = this_rank()
-    written: dict[str, FileRecord] = {}
-    for name, data in small.items() if rank == 0 else ():
-        (folder / name).parent.mkdir(exist_ok=True)
-        written[name] = write_bytes(folder / name, data)
-    if parts or rank == 0:
-        metadata = header_metadata(manifest.step, manifest.world_size, rank, parts)
-        tensors = {part.name: part.local for part in parts}
-        try:
-            written[shard_file(rank)] = write_tensors(folder / shard_file(rank), tensors, metadata)
-        except CheckpointFormatError as error:
-            raise CheckpointError(
-                f"rank {rank} has {len(tensors)} tensors, whose names and shapes are more than a file can "
-                f"begin with: {error}; has rank_state very many tensors?"
-            ) from error
-    return written
+    metadata = header_metadata(manifest.step, manifest.world_size, rank, parts)
+    tensors = {part.name: part.local for part in parts}
+    try:
+        return write_tensors(folder / shard_file(rank), tensors, metadata)
+    except CheckpointFormatError as error:
+        raise CheckpointError(
+            f"rank {rank} has {len(tensors)} tensors, whose names and shapes are more than a file can "
+            f"begin with: {error}; has rank_state very many tensors?"
+        ) from error
 
 
-def _commit(
-    temporary: Path, target: Path, manifest: Manifest, everything: list[dict[str, FileRecord]]
-) -> None:
-    """Write index and manifest, and give the folder its final name. Only rank 0 calls this.
+def _commit(temporary: Path, target: Path, manifest: Manifest, records: list[FileRecord]) -> None:
+    """Write the manifest, and give the folder its final name. Only rank 0 calls this.
 
     Args:
         temporary: Folder into which all ranks have written.
         target: The final name.
         manifest: What was written.
-        everything: Records of the files of each rank, in rank order.
+        records: Record of the file of each rank, in rank order.
     """
-    files = {name: record for written in everything for name, record in written.items()}
+    files = {shard_file(rank): record for rank, record in enumerate(records)}
     # If rank 0 does not see a file at its full size, ranks do not share a file system, or it has lost what it
     # acknowledged.
     for name, record in files.items():
@@ -221,52 +195,47 @@ def _commit(
         if not stat.S_ISREG(status.st_mode) or status.st_size != record.size:
             raise CheckpointError(f"{name} has {status.st_size} bytes after writing {record.size}")
     # The order makes a step crash-safe. Ranks forced the contents of their files to the disk before they
-    # returned their records. Now follow the names of these files (fsync of the folders inside); the index and
-    # the manifest, which vouch for them (write_bytes ends with an fsync); and in `publish` the names of these
-    # two, the rename, and the name of the step. A loss of power in between leaves a folder without its final
-    # name, which the next save deletes. If the rename came earlier, the step could have its name while a file
-    # is still empty, since file systems may write names before contents.
-    index = encode_index(files)
-    for folder in temporary.iterdir():
-        if folder.is_dir():
-            sync_folder(folder)
-    write_bytes(temporary / INDEX_NAME, index)
-    write_bytes(temporary / MANIFEST_NAME, encode_manifest(describe(manifest), index))
+    # returned their records. Now follow the names of these files (fsync of the folder inside); the manifest,
+    # which vouches for them (write_bytes ends with an fsync); and in `publish` the manifest's name, the
+    # rename, and the name of the step. A loss of power in between leaves a folder without its final name,
+    # which the next save deletes. If the rename came earlier, the step could have its name while a file is
+    # still empty, since file systems may write names before contents.
+    sync_folder(temporary / SHARDS)
+    write_bytes(temporary / MANIFEST_NAME, encode_manifest(replace(manifest, files=files)))
     publish(temporary, target, aside=unsound_beside(target))
 
 
 # Comparison of a checkpoint's files with its manifest.
 
 
-def file_problems(
-    folder: Path, manifest: Manifest, names: Sequence[str], *, hashes: bool, headers: bool = True
-) -> list[str]:
-    """How some of a checkpoint's files differ from the manifest; empty if they do not.
+def examine(
+    folder: Path, *, hashes: bool, headers: bool = True, share: slice = slice(None)
+) -> tuple[Manifest | None, list[str]]:
+    """Read a folder's manifest, and compare its files with it, in this process alone.
 
     Args:
         folder: Folder of the checkpoint.
-        manifest: Manifest of the checkpoint.
-        names: Names of the files to compare.
         hashes: Whether to read the files and compare checksums.
         headers: Whether to compare the tensors that the headers name.
+        share: Which files to compare, of all by size.
+
+    Returns:
+        (manifest, or None if it is not sound; problems, each of which names its file).
     """
-    problems = []
-    for name in names:
-        problem = file_problem(folder, name, manifest.files[name], hashes=hashes)
-        if problem is None and headers and name.startswith(f"{SHARDS}/"):
-            problem = _header_problem(folder, name, manifest)
-        if problem is not None:
-            problems.append(f"{folder.name}/{name} {problem}")
-    return problems
-
-
-def verify_folder(folder: Path, *, hashes: bool) -> list[str]:
-    """All problems of a checkpoint's folder, found by this process alone."""
     try:
         manifest = read_manifest(folder)
     except CheckpointCorruptError as error:
-        return [str(error)]
-    return file_problems(folder, manifest, list(manifest.files), hashes=hashes)
+        return None, [str(error)]
+    # Largest first, so that ranks that take turns have about the same number of bytes to read.
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+    problems = []
+    for name in by_size[share]:
+        problem = file_problem(folder, name, manifest.files[name], hashes=hashes)
+        if problem is None and headers:
+            problem = _header_problem(folder, name, manifest)
+        if problem is not None:
+            problems.append(f"{folder.name}/{name} {problem}")
+    return manifest, problems
 
 
 def _header_problem(folder: Path, name: str, manifest: Manifest) -> str | None:
@@ -278,7 +247,7 @@ def _header_problem(folder: Path, name: str, manifest: Manifest) -> str | None:
         found = {
             key: (entry.dtype, entry.shape, *placed[key])
             for key, entry in header.entries.items()
-            if not is_of_a_rank(key)
+            if not key.startswith(RANK)
         }
     except CheckpointCorruptError as error:
         return f"is not sound: {error}"

@@ -1,9 +1,8 @@
 """The manifest: everything about a checkpoint except the values of its tensors, and a digest of that.
 
-It says once, for all tensors that are sharded alike, which rank has written which part. The
-checksums of the files are in an index beside the manifest. So neither grows with the number of tensors times
-the number of ranks: 70B parameters and AdamW on 1,024 ranks take 0.3 MB and 0.1 MB. Nothing in them is
-trusted before it has been checked.
+It says once, for all tensors that are sharded alike, which rank has written which part, and has a checksum
+of the one file of each rank. So it does not grow with the number of tensors times the number of ranks: 70B
+parameters and AdamW on 1,024 ranks take 0.4 MB. Nothing in it is trusted before it has been checked.
 """
 
 import hashlib
@@ -11,18 +10,16 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fsdp_sft._process.bounds import MAX_JSON_BYTES, MAX_RANKS, check_sizes
 from fsdp_sft._process.codec import MALFORMED, decode, dumps, loads
 from fsdp_sft._tensors.disk import FileRecord, read_bytes
 from fsdp_sft._tensors.safetensors import DTYPES, dtype_name
 from fsdp_sft._tensors.sharding import Sharding
-from fsdp_sft.dcp_io.parts import StoredTensor, file_key, shard_file
+from fsdp_sft.dcp_io.parts import StoredTensor, checked_size, file_key, shard_file
 from fsdp_sft.errors import CheckpointCorruptError
 
 # The names of the folders of steps below a root.
@@ -50,12 +47,9 @@ def step_folders(root: Path) -> list[tuple[int, Path]]:
 
 
 MANIFEST_NAME = "MANIFEST.json"
-INDEX_NAME = "INDEX.json"
-TRAIN_STATE_NAME = "train_state.json"
 FORMAT = "fsdp-sft-checkpoint"
-VERSION = 3
+VERSION = 4
 _MOST_AXES = 8  # of a mesh
-_FILE_NAMES = re.compile(r"shards/\d{5,}\.safetensors|train_state\.json|settings/\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,9 @@ class Manifest:
         optimizer_info: Class, parameters, groups and state other than tensors of the optimizer; with several
             optimizers, a list of these under ``optimizers``.
         metric: Metric passed to ``save_checkpoint``, lower being better; None if not finite or not given.
-        files: Record of each file, by its name below the folder, in a manifest that was read from a file.
+        train_state: The caller's state that all ranks share, as JSON.
+        settings: What a resume is compared with, by subject: which adapters, which packed base.
+        files: Record of the file of each rank, by its name, in a manifest that was read from a file.
         digest: SHA-256 of everything else, in a manifest that was read from a file.
     """
 
@@ -83,7 +79,9 @@ class Manifest:
     optimizer: dict[str, StoredTensor] | None
     optimizer_info: dict[str, Any]
     metric: float | None
-    files: dict[str, FileRecord] = field(default_factory=dict)
+    train_state: str
+    settings: dict[str, dict[str, Any]]
+    files: dict[str, FileRecord]
     digest: str = ""
 
     @property
@@ -92,19 +90,14 @@ class Manifest:
         return [*self.model.values(), *(self.optimizer or {}).values()]
 
 
-def versions() -> dict[str, str]:
-    """Versions of the libraries that write a checkpoint; of transformers only if it has been imported."""
-    from fsdp_sft import __version__
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of a manifest, with a digest of everything else in them.
 
-    found = {"fsdp_sft": __version__, "torch": str(torch.__version__), "python": sys.version.split()[0]}
-    if "transformers" in sys.modules:
-        found["transformers"] = str(sys.modules["transformers"].__version__)
-    return found
-
-
-def describe(manifest: Manifest) -> dict[str, Any]:
-    """The part of a manifest that is known before the first byte is written: all but the files and digest."""
-    return {
+    Raises:
+        ValueError: If they are too many to be read again.
+    """
+    libraries = [sys.modules[name] for name in ("fsdp_sft", "torch", "transformers") if name in sys.modules]
+    body = {
         "format": FORMAT,
         "version": VERSION,
         "step": manifest.step,
@@ -113,8 +106,15 @@ def describe(manifest: Manifest) -> dict[str, Any]:
         **encode_tensors(manifest),
         "ties": manifest.ties,
         "optimizer_info": manifest.optimizer_info,
-        "versions": versions(),
+        "train_state": manifest.train_state,
+        "settings": manifest.settings,
+        "files": [[record.size, record.sha256] for record in manifest.files.values()],
+        "versions": {
+            "python": sys.version.split()[0],
+            **{library.__name__: str(library.__version__) for library in libraries},
+        },
     }
+    return checked_size(dumps({**body, "digest": hashlib.sha256(dumps(body)).hexdigest()}), "the manifest")
 
 
 def encode_tensors(manifest: Manifest) -> dict[str, Any]:
@@ -136,68 +136,23 @@ def encode_tensors(manifest: Manifest) -> dict[str, Any]:
     return {**encoded, "shardings": [encode_sharding(sharding) for sharding in shardings]}
 
 
-def encode_index(files: Mapping[str, FileRecord]) -> bytes:
-    """The bytes of the index: size and SHA-256 of each file, by name."""
-    return checked_size(dumps({name: [r.size, r.sha256] for name, r in files.items()}), "the index of files")
-
-
-def encode_manifest(description: Mapping[str, Any], index: bytes) -> bytes:
-    """The bytes of the manifest, with the record of the index and a digest of everything else in them."""
-    record = {"size": len(index), "sha256": hashlib.sha256(index).hexdigest()}
-    body = {**description, "index": record}
-    return checked_size(dumps({**body, "digest": hashlib.sha256(dumps(body)).hexdigest()}), "the manifest")
-
-
-def checked_size(text: bytes, what: str) -> bytes:
-    """``text``, unless it is too long to be read again.
-
-    Raises:
-        ValueError: If it is longer than ``MAX_JSON_BYTES``.
-    """
-    if len(text) > MAX_JSON_BYTES:
-        raise ValueError(
-            f"{what} takes {len(text)} bytes as JSON, more than the {MAX_JSON_BYTES} that are read again; "
-            "large state belongs in tensors: in rank_state, or in buffers of the model"
-        )
-    return text
-
-
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a folder and its index, but not the files that they name.
+    """Read and check the manifest of a folder, but not the files that it is of.
 
     Raises:
-        CheckpointCorruptError: If one is missing, damaged or edited, of an unknown version, names a file
-            outside the folder, or lacks a file that has parts of tensors.
+        CheckpointCorruptError: If it is missing, damaged or edited, of an unknown version, or lacks a file.
     """
     data = read_bytes(folder / MANIFEST_NAME, MAX_JSON_BYTES)
     try:
-        body = checked_body(data)
-        if step_number(folder) not in (None, body["step"]):
-            raise ValueError(f"it is of step {body['step']}, in a folder of another name")
-        manifest = parse(body, _read_index(folder, body["index"]))
-        files = map(shard_file, range(manifest.world_size))  # each rank writes one, with its own state in it
-        missing = next((file for file in files if file not in manifest.files), None)
-        if missing:
-            raise ValueError(f"{missing} has parts of tensors and is not listed")
+        manifest = parse(checked_body(data))
+        if step_number(folder) not in (None, manifest.step):
+            raise ValueError(f"it is of step {manifest.step}, in a folder of another name")
+        if len(manifest.files) != manifest.world_size:  # each rank writes one, with its own state in it
+            raise ValueError(f"it lists {len(manifest.files)} files of {manifest.world_size} ranks")
         return manifest
     except MALFORMED as error:
         detail = f"{error}" if type(error) is ValueError else f"not what it should be ({error!r})"
         raise CheckpointCorruptError(f"{folder / MANIFEST_NAME} is not sound: {detail}") from None
-
-
-def read_small(folder: Path, manifest: Manifest, name: str) -> Any:
-    """The value in a small file of JSON; None if the step has no such file.
-
-    Raises:
-        CheckpointCorruptError: If it is not what was written.
-    """
-    if name not in manifest.files:
-        return None
-    data = read_bytes(folder / name, MAX_JSON_BYTES)
-    try:
-        return decode(loads(data, name))
-    except MALFORMED as error:
-        raise CheckpointCorruptError(f"{folder / name} is not what was written: {error}") from None
 
 
 def checked_body(data: bytes) -> dict[str, Any]:
@@ -223,21 +178,8 @@ def checked_body(data: bytes) -> dict[str, Any]:
     return raw
 
 
-def _read_index(folder: Path, record: Mapping[str, Any]) -> dict[str, FileRecord]:
-    """The index beside a manifest, whose size and checksum must be those in the manifest."""
-    data = read_bytes(folder / INDEX_NAME, MAX_JSON_BYTES)
-    if len(data) != record["size"] or hashlib.sha256(data).hexdigest() != record["sha256"]:
-        raise ValueError(f"{INDEX_NAME} is not the one it was written with")
-    files = {}
-    for name, (size, digest) in loads(data, INDEX_NAME).items():
-        if not _FILE_NAMES.fullmatch(name):
-            raise ValueError(f"it names a file {name!r}, which no checkpoint has")
-        files[name] = FileRecord(int(size), str(digest))
-    return files
-
-
-def parse(body: Mapping[str, Any], files: dict[str, FileRecord]) -> Manifest:
-    """A manifest from its JSON and the records of its files.
+def parse(body: Mapping[str, Any]) -> Manifest:
+    """A manifest from its JSON.
 
     Raises:
         ValueError: If something in it is not valid. Malformed JSON may also raise the other errors of
@@ -252,7 +194,7 @@ def parse(body: Mapping[str, Any], files: dict[str, FileRecord]) -> Manifest:
         optimizer = _parse_tensors(body["optimizer"], "optimizer", shardings)
         for info, own in per_optimizer(body["optimizer_info"], optimizer):
             _check_optimizer_info(info, own)
-    return Manifest(
+    manifest = Manifest(
         step=int(body["step"]),
         world_size=world_size,
         model=_parse_tensors(body["model"], "model", shardings),
@@ -260,9 +202,21 @@ def parse(body: Mapping[str, Any], files: dict[str, FileRecord]) -> Manifest:
         optimizer=optimizer,
         optimizer_info=dict(body["optimizer_info"]),
         metric=None if body["metric"] is None else float(body["metric"]),
-        files=files,
+        train_state=str(body["train_state"]),
+        settings={subject: dict(own) for subject, own in body["settings"].items()},
+        files={
+            shard_file(rank): FileRecord(int(size), str(digest))
+            for rank, (size, digest) in enumerate(body["files"])
+        },
         digest=str(body.get("digest", "")),
     )
+    decode_json(manifest.train_state)  # raises if that is not possible
+    return manifest
+
+
+def decode_json(text: str) -> Any:
+    """The value of ``Manifest.train_state``."""
+    return decode(loads(text.encode(), "train_state"))
 
 
 def per_optimizer(
@@ -280,30 +234,15 @@ def per_optimizer(
 
 def _check_optimizer_info(info: Any, tensors: dict[str, StoredTensor]) -> None:
     """Refuse information about an optimizer that contradicts itself or the stored tensors."""
-    parameters, parts = info["parameters"], info.get("parts", {})
+    parameters = info["parameters"]
     in_groups = [name for group in info["groups"] for name in group["params"]]
-    inside = inner_names(parts)
-    in_state = [*(name.rpartition("/")[0] for name in {*tensors, *parts} - inside), *info["values"]]
-    if sorted(in_groups) != sorted(parameters) or not {*in_state} <= {*parameters} or inside - tensors.keys():
+    in_state = [name.rpartition("/")[0] for name in (*tensors, *info.get("apart", ()))]
+    if sorted(in_groups) != sorted(parameters) or not {*in_state, *info["values"]} <= {*parameters}:
         raise ValueError("its optimizer's groups and state are not of the same parameters")
-    for name in tensors.keys() - inside:
+    for name in tensors:
         if tensors[name].shape not in ((), tuple(parameters[name.rpartition("/")[0]][1])):
             raise ValueError(f"{name} has the shape {tensors[name].shape}, which its parameter has not")
-    entries = [entry for own in parts.values() for entry in own]
-    for entry in entries:
-        check_sizes([*entry["offset"], *entry["shape"]], "a part of its optimizer's state")
-    # Raises if that is not possible.
-    decode([[dict(g["options"]) for g in info["groups"]], info["values"], [e["context"] for e in entries]])
-
-
-def inner_names(parts: Mapping[str, list[dict[str, Any]]]) -> set[str]:
-    """Names of the stored tensors inside the optimizer's states that were taken apart."""
-    return {
-        f"{name}/{index}/{inner}"
-        for name, entries in parts.items()
-        for index, entry in enumerate(entries)
-        for inner in entry["inner"]
-    }
+    decode([[dict(g["options"]) for g in info["groups"]], info["values"]])  # raises if that is not possible
 
 
 def _parse_tensors(raw: Any, section: str, shardings: list[Sharding]) -> dict[str, StoredTensor]:

@@ -15,14 +15,13 @@ from fsdp_sft._compat.fsdp import adopt_shards, sharded_as
 from fsdp_sft._model.adapters import without_adapters
 from fsdp_sft._model.record import kept_of
 from fsdp_sft._model.state import ModelTensors, match_tensors, model_tensors
-from fsdp_sft._model.wrappers import base_of, unwrapped
-from fsdp_sft._process.codec import dumps
+from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.packed_shard import PackedShard
-from fsdp_sft.dcp_io.manifest import Manifest, read_small
+from fsdp_sft.dcp_io.manifest import Manifest
 from fsdp_sft.dcp_io.parts import StoredTensor
-from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError, abridged
+from fsdp_sft.errors import CheckpointMismatchError, abridged
 from fsdp_sft.shard.packing import (
     PackedDigest,
     PackedWeights,
@@ -60,7 +59,7 @@ def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTenso
 
 # A step's record of its adapters, by which a resume with other adapters is refused.
 
-ADAPTERS_NAME = "settings/adapters.json"
+ADAPTERS = "adapters"
 # Fields of peft's config that do not change an adapter's product (what it contributes to a layer): names,
 # training, initialisation, and the layers, which tensor names show. AdaLora changes its ranks by itself.
 _NOT_OF_THE_PRODUCT = re.compile(
@@ -77,9 +76,8 @@ def check_adapters(folder: Path, manifest: Manifest, model: nn.Module) -> None:
 
     Raises:
         CheckpointMismatchError: If a setting of an adapter differs.
-        CheckpointCorruptError: If the file is not what was written.
     """
-    saved, own = _settings(folder, manifest, ADAPTERS_NAME), _adapters(model)
+    saved, own = manifest.settings.get(ADAPTERS, {}), _adapters(model)
     apart = [
         f"{key}={saved[name].get(key)!r} in the step and {own[name].get(key)!r} in the model, "
         f"of adapter {name!r}"
@@ -93,14 +91,6 @@ def check_adapters(folder: Path, manifest: Manifest, model: nn.Module) -> None:
             f"{folder} holds other adapters than the model has: {'; '.join(apart)}. Put them in with the "
             "config of the run that saved it"
         )
-
-
-def _settings(folder: Path, manifest: Manifest, name: str) -> dict[str, Any]:
-    """A small file that holds an object; none if the step has no such file."""
-    found = read_small(folder, manifest, name) or {}
-    if not isinstance(found, dict):
-        raise CheckpointCorruptError(f"{folder / name} holds {type(found).__name__}, not settings by name")
-    return found
 
 
 def _adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -123,40 +113,43 @@ def _adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 # Packed weights in a step: they do not change, so it names what they were packed of, or has their bytes.
 
-PACKED_NAME = "settings/packed.json"
+PACKED = "packed"
 
 
-def stored_model(model: nn.Module, *, with_base: bool = False) -> tuple[ModelTensors, dict[str, bytes]]:
-    """What a step has of a model; ``packed_digest`` must have been called.
+def stored_model(
+    model: nn.Module, digest: PackedDigest | None, *, with_base: bool = False
+) -> tuple[ModelTensors, dict[str, dict[str, Any]]]:
+    """What a step has of a model.
 
     Args:
         model: The model, resharded.
+        digest: What ``packed_digest`` returned.
         with_base: Whether the bytes of packed weights are wanted. They are tensors of uint8 in the shards'
             memory, with a row for each index of the first dimension.
 
     Returns:
-        (its tensors, without packed ones or with their bytes; the small files that say which adapters it has
-        and what is packed, by name).
+        (its tensors, without packed ones or with their bytes; the settings that say which adapters it has and
+        what is packed, see ``Manifest``).
     """
-    content, adapters, digest = model_tensors(model), _adapters(model), kept_of(base_of(model), PackedDigest)
+    content, adapters = model_tensors(model), _adapters(model)
     packed = _packed(content)
-    small = {ADAPTERS_NAME: dumps(adapters)} if adapters else {}
+    settings: dict[str, dict[str, Any]] = {ADAPTERS: adapters} if adapters else {}
     if digest is not None:
         about: dict[str, Any] = {"kind": digest.kind, "digest": digest.digest}
-        small[PACKED_NAME] = dumps({**about, "forms": _forms(packed)} if with_base else about)
+        settings[PACKED] = {**about, "forms": _forms(packed)} if with_base else about
     if with_base:
         rows: dict[str, torch.Tensor] = {}
         for name, (parameter, shard) in packed.items():
             width = shard.lies.rows_each * shard.lies.form.row_bytes
             own = shard.own_rows.view(shard.count, width)
             rows[name] = sharded_as(parameter, own, (parameter.shape[0], width))
-        return replace(content, tensors={**content.tensors, **rows}), small
+        return replace(content, tensors={**content.tensors, **rows}), settings
     plain = replace(
         content,
         names={name: first for name, first in content.names.items() if first not in packed},
         tensors={name: tensor for name, tensor in content.tensors.items() if name not in packed},
     )
-    return plain, small
+    return plain, settings
 
 
 def _packed(content: ModelTensors) -> dict[str, tuple[DTensor, PackedShard]]:
@@ -178,29 +171,32 @@ def _forms(packed: Mapping[str, tuple[DTensor, PackedShard]]) -> dict[str, list[
     return forms
 
 
-def check_packed(folder: Path, manifest: Manifest, model: nn.Module) -> bool:
+def check_packed(folder: Path, manifest: Manifest, model: nn.Module, source: PackedDigest | None) -> bool:
     """Refuse a model whose packed weights are not those with which a step was trained, and cannot become it.
 
-    ``packed_digest`` must have been called. Weights that are to be packed as the step has them, and have only
-    memory so far, become packed.
+    Weights that are to be packed as the step has them, and have only memory so far, become packed.
+
+    Args:
+        folder: Folder of the step, for messages.
+        manifest: Its manifest.
+        model: The model, resharded.
+        source: What ``packed_digest`` returned.
 
     Returns:
         Whether the step has the bytes of its base.
 
     Raises:
         CheckpointMismatchError: If they are not; the message says how they were packed.
-        CheckpointCorruptError: If the file is not what was written.
     """
-    source, weights = kept_of(base_of(model), PackedDigest), packed_weights(model)
-    if PACKED_NAME not in manifest.files:
+    if PACKED not in manifest.settings:
         if source is not None:
             raise CheckpointMismatchError(
                 f"{folder} has all weights of its model, none of them packed: build the model with a dtype "
                 f"for frozen_dtype, and not {source.kind!r}"
             )
         return False
-    saved = _settings(folder, manifest, PACKED_NAME)
-    kind, forms = str(saved.get("kind")), saved.get("forms")
+    saved = manifest.settings[PACKED]
+    kind, forms, weights = str(saved.get("kind")), saved.get("forms"), packed_weights(model)
     if isinstance(forms, dict):
         if weights is None or weights.kind != kind:
             raise CheckpointMismatchError(

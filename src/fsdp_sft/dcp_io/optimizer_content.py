@@ -10,12 +10,8 @@ from torch.optim import Optimizer
 
 from fsdp_sft._compat.modules import is_wrapper_subclass, local_tensor
 from fsdp_sft._process.codec import encode
-from fsdp_sft._ranks.agree import agreed, all_gather_objects, this_rank
-from fsdp_sft._tensors.boxes import box_of, whole
-from fsdp_sft._tensors.safetensors import DTYPES, dtype_name
-from fsdp_sft._tensors.sharding import Sharding, own_part
-from fsdp_sft.dcp_io.manifest import per_optimizer
-from fsdp_sft.dcp_io.parts import Part, StoredTensor, file_key
+from fsdp_sft._tensors.safetensors import dtype_name
+from fsdp_sft._tensors.sharding import own_part
 from fsdp_sft.errors import UnstorableStateError, abridged
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
@@ -66,57 +62,24 @@ def optimizer_content(optimizers: Sequence[Optimizer], names: Mapping[nn.Paramet
 # State in tensor subclasses, such as 8-bit moments, is stored as the tensors inside them.
 #
 # torch's protocol for such classes takes them apart (``__tensor_flatten__``) and rebuilds them
-# (``__tensor_unflatten__``). Each rank's part is stored as it is, so the same shards are restored bitwise and
-# no others: a class quantises elements in blocks of its own.
+# (``__tensor_unflatten__``). Each rank's part lies as it is beside the rank's own state, so the same shards
+# are restored bitwise and no others: a class quantises elements in blocks of its own.
 
 PLAIN = "values"  # name of the one inner tensor of a part that is a plain tensor
 
 
-def parts_inside(
-    info: dict[str, Any], states: Mapping[str, torch.Tensor], names: Sequence[str]
-) -> tuple[dict[str, StoredTensor], list[Part]]:
-    """Take apart every state that is in a subclass on some rank.
+def parts_inside(states: Mapping[str, torch.Tensor], names: Sequence[str]) -> dict[str, list[Any]]:
+    """Take apart this rank's parts of the states that are in a subclass on some rank; one replica has each.
 
     Args:
-        info: What ``optimizer_content`` returned; it gets the parts of these states, for the manifest.
-        states: The live tensors, with the same names on all ranks.
-        names: Names of the states that are in a subclass on some rank, the same on all ranks.
+        states: The live tensors, see ``optimizer_content``.
+        names: Names of these states, the same on all ranks.
 
     Returns:
-        (the tensors inside, by name; what this rank writes of them).
-
-    Raises:
-        UnstorableStateError: If a subclass does not say what is inside it; raised on all ranks.
-
-    Collective: all ranks.
+        [class, context, tensors inside] by ``<fqn>/<state name>``.
     """
-    own: dict[str, dict[str, Any]] = {}
-    inner: dict[str, dict[str, torch.Tensor]] = {}
-    with agreed("taking the optimizer's state apart"):
-        for index, name in enumerate(names):
-            kind, context, inner[name] = _take_apart(name, states[name])
-            if own_part(states[name], index) is not None:  # else another replica writes it
-                box = box_of(states[name])
-                described = {n: [dtype_name(t.dtype), list(t.shape)] for n, t in inner[name].items()}
-                place = {"offset": list(box.offset), "shape": list(box.shape)}
-                own[name] = {**place, "class": kind, "context": context, "inner": described}
-    stored: dict[str, StoredTensor] = {}
-    written: list[Part] = []
-    parts: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for owner, theirs in enumerate(all_gather_objects(own)):
-        for name, part in theirs.items():
-            for leaf, (dtype, shape) in part["inner"].items():
-                key = f"{name}/{len(parts[name])}/{leaf}"
-                file = file_key("optimizer", key)
-                stored[key] = StoredTensor(
-                    tuple(shape), DTYPES[dtype], file, Sharding((1,), (owner,), splits=())
-                )
-                if owner == this_rank() and 0 not in shape:
-                    written.append(Part(file, whole(shape), inner[name][leaf].detach(), tuple(shape)))
-            parts[name].append(part)
-    for one, entries in per_optimizer(info, parts):
-        one["parts"] = entries
-    return stored, written
+    owned = [name for name in names if own_part(states[name]) is not None]
+    return {"/".join(name.split("/")[-2:]): [*_take_apart(name, states[name])] for name in owned}
 
 
 def _take_apart(name: str, tensor: torch.Tensor) -> tuple[str | None, Any, dict[str, torch.Tensor]]:
@@ -140,8 +103,8 @@ def _take_apart(name: str, tensor: torch.Tensor) -> tuple[str | None, Any, dict[
     nested = [n for n, t in inner.items() if type(t) not in (torch.Tensor, torch.nn.Parameter)]
     if nested:
         raise UnstorableStateError(f"{name} is a {kind.__name__} with subclasses inside it ({nested})")
-    encoded = _encode(context, f"what {kind.__name__} says of {name}")
-    return f"{kind.__module__}.{kind.__qualname__}", encoded, inner
+    _encode(context, f"what {kind.__name__} says of {name}")  # raises if that is not possible
+    return f"{kind.__module__}.{kind.__qualname__}", context, inner
 
 
 def content_of_one(

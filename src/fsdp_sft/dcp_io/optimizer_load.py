@@ -1,6 +1,8 @@
 """The optimizers in a checkpoint: comparing them with live ones, and reading them."""
 
 from collections.abc import Mapping
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +14,12 @@ from fsdp_sft._compat.fsdp import sharded_as
 from fsdp_sft._compat.modules import is_wrapper_subclass
 from fsdp_sft._model.named import parameter_names
 from fsdp_sft._process.codec import decode
-from fsdp_sft._tensors.boxes import Box, box_of
+from fsdp_sft._tensors.boxes import box_of
 from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.folder import read_tensors
-from fsdp_sft.dcp_io.manifest import Manifest, inner_names, per_optimizer
+from fsdp_sft.dcp_io.manifest import Manifest, per_optimizer
 from fsdp_sft.dcp_io.optimizer_content import PLAIN, Optimizers, as_list, content_of_one
-from fsdp_sft.dcp_io.parts import StoredTensor
+from fsdp_sft.dcp_io.parts import StoredTensor, read_rank_content
 from fsdp_sft.errors import CheckpointMismatchError, abridged
 
 # Options that choose how a step is computed and not what it computes. The live optimizer's choice stays.
@@ -32,17 +34,20 @@ class Match(NamedTuple):
         parameters: Its parameters by the model's names.
         info: What was saved of it as JSON; see ``Manifest``.
         stored: Stored tensors of its state, by ``<fqn>/<state name>``.
-        plain: Those that are states as they are, and not what is inside a tensor subclass.
+        apart: States that were in a tensor subclass on some rank, as ``parts_inside`` made them, for this
+            rank's shards; None if no rank had the same shard.
     """
 
     live: Optimizer
     parameters: dict[str, nn.Parameter]
     info: dict[str, Any]
     stored: dict[str, StoredTensor]
-    plain: dict[str, StoredTensor]
+    apart: dict[str, list[Any] | None]
 
 
-def match_optimizers(manifest: Manifest, model: nn.Module, optimizer: Optimizers) -> list[Match]:
+def match_optimizers(
+    folder: Path, manifest: Manifest, model: nn.Module, optimizer: Optimizers
+) -> list[Match]:
     """Compare a saved state with one optimizer or several, in any order, changing nothing.
 
     Raises:
@@ -67,10 +72,8 @@ def match_optimizers(manifest: Manifest, model: nn.Module, optimizer: Optimizers
         own = live["parameters"].keys()
         info, stored = next((entry for entry in saved if entry[0]["parameters"].keys() == own), saved[0])
         saved = [entry for entry in saved if entry[0] is not info]
-        inside = inner_names(info.get("parts", {}))
-        plain = {name: tensor for name, tensor in stored.items() if name not in inside}
         parameters = {names[p]: p for g in one.param_groups for p in g["params"]}
-        match = Match(one, parameters, info, stored, plain)
+        match = Match(one, parameters, info, stored, _apart(folder, manifest, info, parameters))
         matches.append(match)
         problems += _problems(match, live, tensors)
     if problems:
@@ -78,9 +81,24 @@ def match_optimizers(manifest: Manifest, model: nn.Module, optimizer: Optimizers
     return matches
 
 
+def _apart(
+    folder: Path, manifest: Manifest, info: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, list[Any] | None]:
+    """Read ``Match.apart`` from the files of the ranks that had this rank's shards of the parameters."""
+    content, found = cache(partial(read_rank_content, folder)), {}
+    for name in info.get("apart", ()):
+        fqn = name.rpartition("/")[0]
+        stored = manifest.model.get(manifest.ties.get(fqn, fqn))
+        if stored is None or fqn not in parameters or not (box := box_of(parameters[fqn])).numel:
+            continue
+        owners = [rank for rank, part in stored.sharding.parts(stored.shape, wanted=box) if part == box]
+        found[name] = content(owners[0])[2].get(name) if owners else None
+    return found
+
+
 def _problems(match: Match, live: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """How a saved optimizer differs from a live one; empty if it does not."""
-    problems, saved, parameters = [], match.info, match.parameters
+    problems, saved = [], match.info
     if live["class"] != saved["class"]:
         problems.append(f"it is of {saved['class']}, the optimizer is {live['class']}")
     missing = sorted(saved["parameters"].keys() - live["parameters"].keys())
@@ -96,24 +114,22 @@ def _problems(match: Match, live: Mapping[str, Any], tensors: Mapping[str, torch
             f"it has groups of {[*map(len, saved_groups)]} parameters, the optimizer "
             f"{[*map(len, grouped)]}; group them as they were saved"
         )
-    for name, tensor in match.plain.items():
+    for name, tensor in match.stored.items():
         own = tensors.get(name)
         described = tensor.dtype, tensor.shape
         if own is not None and not is_wrapper_subclass(own) and described != (own.dtype, tuple(own.shape)):
             problems.append(f"{name} was {tensor.dtype} {tensor.shape} and is {own.dtype} {tuple(own.shape)}")
-    for name, parts in saved.get("parts", {}).items():
-        parameter = parameters.get(name.rpartition("/")[0])
-        if parameter is not None and box_of(parameter).numel and box_of(parameter) not in map(_box_in, parts):
+    for name, apart in match.apart.items():
+        if apart is None:
             problems.append(
                 f"{name} is quantised in the shards of the ranks that saved it, and this rank has another "
                 "shard: load it on as many ranks with the same mesh, or begin with a fresh optimizer "
                 "(optimizer=None)"
             )
-        unknown = {part["class"] for part in parts} - {None, *_imported()}
-        if unknown:
+        elif apart[0] not in (None, *_imported()):
             problems.append(
-                f"{name} cannot be put together: its class {unknown.pop()} is not imported; make the "
-                "optimizer as it was when it was saved"
+                f"{name} cannot be put together: its class {apart[0]} is not imported; make the optimizer as "
+                "it was when it was saved"
             )
     return problems
 
@@ -126,12 +142,15 @@ def apply_optimizer(match: Match, folder: StoredFolder) -> None:
     states: dict[str, dict[str, Any]] = {
         fqn: {name: decode(value) for name, value in own.items()} for fqn, own in info["values"].items()
     }
-    for key, parts in info.get("parts", {}).items():
+    for key in info.get("apart", ()):
         fqn, _, name = key.rpartition("/")
-        states.setdefault(fqn, {})[name] = _assembled(key, parameters[fqn], parts, match.stored, folder)
+        apart, parameter = match.apart.get(key), parameters[fqn]
+        states.setdefault(fqn, {})[name] = (
+            _assembled(parameter, apart) if apart else torch.empty_like(parameter.detach())
+        )
     groups = {names[p]: group for group in optimizer.param_groups for p in group["params"]}
     tensors: dict[str, torch.Tensor] = {}
-    for key, tensor in match.plain.items():
+    for key, tensor in match.stored.items():
         fqn, _, name = key.rpartition("/")
         live = optimizer.state.get(parameters[fqn], {}).get(name)
         if not isinstance(live, torch.Tensor) or is_wrapper_subclass(live):
@@ -146,34 +165,16 @@ def apply_optimizer(match: Match, folder: StoredFolder) -> None:
                 optimizer.state[parameter] = states[names[parameter]]
 
 
-def _assembled(
-    name: str,
-    parameter: torch.Tensor,
-    parts: list[dict[str, Any]],
-    stored: Mapping[str, StoredTensor],
-    folder: StoredFolder,
-) -> torch.Tensor:
-    """Read a state whose parts are in a tensor subclass, for this rank's shard of a parameter."""
-    box = box_of(parameter)
-    if not box.numel:
-        return torch.empty_like(parameter.detach())
-    index = [_box_in(part) for part in parts].index(box)
-    part, device = parts[index], parameter.device
-    sources = {leaf: stored[f"{name}/{index}/{leaf}"] for leaf in part["inner"]}
-    inner = {n: torch.empty(t.shape, dtype=t.dtype, device=device) for n, t in sources.items()}
-    read_tensors(folder, sources, inner)
-    if part["class"] is None:
-        local = inner[PLAIN]
+def _assembled(parameter: torch.Tensor, apart: list[Any]) -> torch.Tensor:
+    """Put a state together from what is inside a tensor subclass, for this rank's shard of a parameter."""
+    kind, context, inner = apart
+    inner = {name: tensor.to(parameter.device) for name, tensor in inner.items()}
+    if kind is None:
+        local: torch.Tensor = inner[PLAIN]
     else:
-        like = torch.empty(box.shape, device="meta")
-        kind, context = _imported()[part["class"]], decode(part["context"])
-        local = kind.__tensor_unflatten__(inner, context, like.shape, like.stride())
+        like = torch.empty(box_of(parameter).shape, device="meta")
+        local = _imported()[kind].__tensor_unflatten__(inner, context, like.shape, like.stride())
     return sharded_as(parameter, local, parameter.shape) if isinstance(parameter, DTensor) else local
-
-
-def _box_in(part: Mapping[str, Any]) -> Box:
-    """The box of the full state that a part is."""
-    return Box(tuple(part["offset"]), tuple(part["shape"]))
 
 
 def _imported() -> dict[str, Any]:

@@ -1,18 +1,23 @@
-"""The list of parts that a rank writes, and how a manifest and the headers of files describe it."""
+"""The list of parts that a rank writes, its own state among them, and how headers of files describe it."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_sft._process.codec import dumps
+from fsdp_sft._process.bounds import MAX_JSON_BYTES
+from fsdp_sft._process.codec import MALFORMED, decode, dumps, encode, loads
+from fsdp_sft._process.generators import check_generator_states, generator_states
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.boxes import Box, local_of, whole
+from fsdp_sft._tensors.reader import do_reads
 from fsdp_sft._tensors.safetensors import num_bytes
 from fsdp_sft._tensors.sharding import Sharding, sharding_of
-from fsdp_sft.errors import CheckpointError
+from fsdp_sft._tensors.stored import Read, StoredFolder
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointError
 
 SHARDS = "shards"
 _LARGE_BYTES = 1 << 20  # smaller tensors that all ranks have lie together, in rank 0's file
@@ -148,3 +153,77 @@ def placed_in(
         key: (tuple(own["shapes"][key]), tuple(entry["saved_offsets"])) for key, entry in offsets.items()
     }
     return (own["rank"], own["world_size"], own["step"]), placed
+
+
+# State of one rank: its random number generators, its ``rank_state`` from the caller, and its parts of what
+# an optimizer keeps in tensor subclasses. It is stored in the file of the rank's shards, under names that
+# begin with ``rank.``.
+
+RANK = "rank."
+
+
+def rank_parts(rank_state: Any, optimizer: Mapping[str, Any]) -> list[Part]:
+    """This rank's state to write: JSON as a tensor of bytes, and the tensors to which it refers.
+
+    ``rank.<number>`` is the JSON; the tensors to which it refers add their key paths.
+
+    Args:
+        rank_state: State from the caller.
+        optimizer: See ``parts_inside``.
+
+    Raises:
+        TypeError: If ``rank_state`` has a value that cannot be stored in either way; the message names its
+            key path.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    content = {
+        "rng": encode(generator_states(), "rng", tensors),
+        "rank_state": encode(rank_state, "rank_state", tensors),
+        "optimizer": encode(optimizer, "optimizer", tensors),
+    }
+    text = checked_size(dumps(content, canonical=False), "rank_state")
+    own = f"{RANK}{this_rank()}"
+    every = {own: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+    every |= {f"{own}.{path}": tensor.detach() for path, tensor in tensors.items()}
+    return [Part(name, whole(value.shape), value, tuple(value.shape)) for name, value in every.items()]
+
+
+def read_rank_content(folder: Path, rank: int) -> tuple[dict[str, Any], Any, dict[str, list[Any]]]:
+    """The states of a rank's random number generators, its ``rank_state``, and what ``parts_inside`` made.
+
+    Raises:
+        CheckpointCorruptError: If the file does not hold what was written.
+    """
+    files, name, prefix = StoredFolder(folder), shard_file(rank), f"{RANK}{rank}"
+    tensors: dict[str, torch.Tensor] = {}
+    reads: list[Read] = []
+    for key, entry in files.header(name).entries.items():
+        if key == prefix or key.startswith(f"{prefix}."):
+            values, box = torch.empty(entry.shape, dtype=entry.dtype), whole(entry.shape)
+            reads += files.reads(key, [(name, box)], box, values)
+            tensors[key.removeprefix(prefix).removeprefix(".")] = values
+    do_reads(reads, damaged=CheckpointCorruptError)
+    text = tensors.pop("", torch.empty(0, dtype=torch.uint8)).numpy().tobytes()
+    try:
+        raw = loads(text, name)
+        rng, rank_state = decode(raw["rng"], tensors), decode(raw["rank_state"], tensors)
+        own = decode(raw["optimizer"], tensors).items()
+        apart = {name: [kind, context, {**inner}] for name, (kind, context, inner) in own}
+        check_generator_states(rng)
+    except (*MALFORMED, RuntimeError) as error:
+        raise CheckpointCorruptError(f"{folder / name} is not what was written: {error!r}") from error
+    return rng, rank_state, apart
+
+
+def checked_size(text: bytes, what: str) -> bytes:
+    """``text``, unless it is too long to be read again.
+
+    Raises:
+        ValueError: If it is longer than ``MAX_JSON_BYTES``.
+    """
+    if len(text) > MAX_JSON_BYTES:
+        raise ValueError(
+            f"{what} takes {len(text)} bytes as JSON, more than the {MAX_JSON_BYTES} that are read again; "
+            "large state belongs in tensors: in rank_state, or in buffers of the model"
+        )
+    return text

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._tensors.disk import full_path, temporary_beside
-from fsdp_sft.dcp_io.folder import file_problems, verify_folder
-from fsdp_sft.dcp_io.manifest import read_manifest, step_folders
-from fsdp_sft.errors import CheckpointCorruptError
+from fsdp_sft.dcp_io.folder import examine
+from fsdp_sft.dcp_io.manifest import step_folders
 
 _logger = logging.getLogger("fsdp_sft.dcp_io")
 # By root: the steps of this run, which are those that it has saved, and those up to one that it has loaded.
@@ -59,18 +58,11 @@ def find_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
         >>> [(info.step, info.sound) for info in fs.find_checkpoints("ckpt")]
         [(1, True), (2, True)]
     """
-    found = [_info(step, path) for step, path in step_folders(full_path(root))]
+    found = []
+    for step, path in step_folders(full_path(root)):
+        manifest, problems = examine(path, hashes=False, headers=False)
+        found.append(CheckpointInfo(step, path, not problems, manifest.metric if manifest else None))
     return [info for info in found if info.sound or info.path.exists()]
-
-
-def _info(step: int, path: Path) -> CheckpointInfo:
-    """A step as it looks without the contents of its files."""
-    try:
-        manifest = read_manifest(path)
-    except CheckpointCorruptError:
-        return CheckpointInfo(step, path, sound=False)
-    problems = file_problems(path, manifest, list(manifest.files), hashes=False, headers=False)
-    return CheckpointInfo(step, path, not problems, manifest.metric)
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
@@ -90,7 +82,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
         >>> print(*fs.verify_checkpoint("ckpt/step-1"))
         step-1/shards/00000.safetensors is missing
     """
-    return verify_folder(full_path(path), hashes=True)
+    return examine(full_path(path), hashes=True)[1]
 
 
 def note_loaded(folder: Path, step: int) -> None:

@@ -1,10 +1,14 @@
 """One save of a step, in phases that all ranks run together."""
 
+import atexit
 import hashlib
 import logging
 import os
 import socket
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -12,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from filelock import FileLock, Timeout
 from torch import nn
 
@@ -22,22 +27,19 @@ from fsdp_sft._model.sharded import reshard
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.codec import dumps, encode
 from fsdp_sft._process.streams import host_buffer
-from fsdp_sft._ranks.agree import agreed, difference, tell, world_size
+from fsdp_sft._ranks.agree import agreed, agreeing_over, difference, tell, world_size
 from fsdp_sft._tensors.disk import read_bytes, sweep, write_bytes
-from fsdp_sft.dcp_io.background import wait_for_last
-from fsdp_sft.dcp_io.folder import new_folder_beside, verify_folder, write_folder
+from fsdp_sft.dcp_io.folder import examine, new_folder_beside, write_folder
 from fsdp_sft.dcp_io.manifest import (
-    TRAIN_STATE_NAME,
     Manifest,
-    checked_size,
     encode_tensors,
+    per_optimizer,
     step_folder,
     step_folders,
 )
 from fsdp_sft.dcp_io.model_state import stored_model
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list, optimizer_content, parts_inside
-from fsdp_sft.dcp_io.parts import Part, parts_of
-from fsdp_sft.dcp_io.rank_files import rank_parts
+from fsdp_sft.dcp_io.parts import Part, checked_size, parts_of, rank_parts
 from fsdp_sft.dcp_io.retention import prune
 from fsdp_sft.errors import (
     CheckpointCorruptError,
@@ -89,33 +91,101 @@ def reserve(root: Path) -> None:
 
 # A copy of what this rank writes: taken while training waits, and written while it continues.
 
+_buffers: dict[str, torch.Tensor] = {}  # host memory of the last copy, by name
 
-class Snapshot:
-    """Host memory for one copy, which all asynchronous saves reuse.
 
-    The first copy is slow, because its memory is new: 0.6 GiB/s were measured, and 12.5 GiB/s from the second
-    copy on. For an accelerator the memory is pinned.
+def snapshot(parts: list[Part]) -> list[Part]:
+    """A copy of ``parts`` that does not change with the live tensors; valid until the next call.
+
+    All copies use the same host memory, as only one save runs at a time. The first is slow, because its
+    memory is new: 0.6 GiB/s were measured, and 12.5 GiB/s from the second on. For an accelerator the memory
+    is pinned.
+
+    Memory: This rank's parts, once.
+    """
+    used: dict[str, torch.Tensor] = {}
+    for part in parts:
+        buffer = _buffers.get(part.name)
+        if buffer is None or buffer.shape != part.local.shape or buffer.dtype != part.local.dtype:
+            buffer = host_buffer(part.local.shape, part.local.dtype, part.local.device)
+        used[part.name] = buffer.copy_(part.local, non_blocking=True)
+    _buffers.clear()  # buffers of tensors that the model no longer has are freed
+    _buffers.update(used)
+    for device in {part.local.device for part in parts}:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+    return [part._replace(local=used[part.name]) for part in parts]
+
+
+# Saving in a thread, one save at a time. The next call that waits for the save raises its error.
+
+
+class BackgroundSave(threading.Thread):
+    """A save in a thread, which begins at once and for which a program that ends waits.
+
+    Args:
+        work: Function that saves. Its collectives use ``group``.
+        group: Process group that nothing else uses while the thread runs; None in a single process.
+
+    Attributes:
+        error: Error with which the save has ended, until it is raised; None if there is none.
     """
 
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
+    def __init__(self, work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+        global _last
+        super().__init__(name="fsdp_sft-save")
+        self._work, self._agreed_over = work, group
+        self.error: BaseException | None = None
+        _last = self
+        self.start()
 
-    def take(self, parts: list[Part]) -> list[Part]:
-        """A copy of ``parts`` that does not change with the live tensors; valid until the next call.
+    def wait(self) -> None:
+        """Return when the save is committed; raise its error if it has one, but only once."""
+        global _last
+        self.join()
+        if _last is self:
+            _last = None
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
 
-        Memory: This rank's parts, once.
-        """
-        used: dict[str, torch.Tensor] = {}
-        for part in parts:
-            buffer = self._buffers.get(part.name)
-            if buffer is None or buffer.shape != part.local.shape or buffer.dtype != part.local.dtype:
-                buffer = host_buffer(part.local.shape, part.local.dtype, part.local.device)
-            used[part.name] = buffer.copy_(part.local, non_blocking=True)
-        self._buffers = used  # buffers of tensors that the model no longer has are freed
-        for device in {part.local.device for part in parts}:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-        return [part._replace(local=used[part.name]) for part in parts]
+    def run(self) -> None:
+        """Save, and keep an error for whoever waits for the save."""
+        try:
+            with agreeing_over(self._agreed_over):
+                self._work()
+        except BaseException as error:
+            self.error = error
+        finally:
+            del self._work  # it refers to the model, which could then not be freed
+            # gloo's threads end with the group, for which the end of the program is too late.
+            self._agreed_over = None
+
+
+_last: BackgroundSave | None = None
+
+
+def wait_for_last() -> None:
+    """Return when no save is running; raise the error of the last one unless it has been raised already."""
+    if _last is not None:
+        _last.wait()
+
+
+def join_last() -> None:
+    """Return when no save is running; an error of the last one is kept for ``wait_for_last``."""
+    if _last is not None:
+        _last.join()
+
+
+@atexit.register
+def _say_so_at_exit() -> None:
+    """Print the error of a last save that failed, and end the program with exit code 1."""
+    if _last is not None and _last.error is not None:
+        print("fsdp_sft: the last asynchronous save failed; the step before it stands.", file=sys.stderr)
+        traceback.print_exception(_last.error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # the only way in which an exit handler can change the exit code
 
 
 # Preparing the root, the folder of all steps, for a new step.
@@ -134,7 +204,7 @@ def prepare_root(root: Path, step: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     reserve(root)
     sweep(root)
-    if os.path.lexists(target) and not verify_folder(target, hashes=True):
+    if os.path.lexists(target) and not examine(target, hashes=True)[1]:
         raise CheckpointExistsError(
             f"{target} is there and sound; a committed step is never overwritten. To go on from an earlier "
             "run, call load_checkpoint before the first step and count on from there; for a new run, choose "
@@ -149,8 +219,6 @@ def prepare_root(root: Path, step: int) -> None:
 
 
 _logger = logging.getLogger(__name__)
-# Memory that all asynchronous saves use, since only one runs at a time.
-_snapshot = Snapshot()
 
 
 def prepare_save(
@@ -185,6 +253,8 @@ def prepare_save(
     Collective: all ranks, which raise the same error; so is what is returned.
     """
     target, started = step_folder(root, step), time.perf_counter()
+    reshard(model)
+    digest = packed_digest(model)
     with agreed(f"preparing to save {target}", _agree_on) as decision:
         wait_for_last()
         if type(step) is not int or step < 0:
@@ -192,27 +262,23 @@ def prepare_save(
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, or None to keep every step, got {keep_last!r}")
         refuse_merged(model, "saving a checkpoint")
-        reshard(model)
+        content, settings = stored_model(model, digest, with_base=include_base)
         given = as_list(optimizer) if optimizer is not None else []
         info, states = optimizer_content(given, parameter_names(model))
-        small = {}
-        if train_state is not None:
-            as_json = dumps(encode(train_state, "train_state"), canonical=False)
-            small[TRAIN_STATE_NAME] = checked_size(as_json, "train_state")
-        own = rank_parts(rank_state)
+        as_json = checked_size(dumps(encode(train_state, "train_state"), canonical=False), "train_state")
         in_subclasses = [name for name, tensor in states.items() if is_wrapper_subclass(tensor)]
         decision.told = {"target": str(target), "metric": metric}, in_subclasses
     apart: list[str] = decision.result
-    inside, inner = parts_inside(info, states, apart) if apart else ({}, [])
-    packed_digest(model)
+    for one, own in per_optimizer(info, dict.fromkeys(apart)):
+        one["apart"] = [*own]
 
     def make_folder(digests: list[str]) -> Path:
         prepare_root(root, step)
         return new_folder_beside(target, manifest, digests)
 
     with agreed(f"making a folder for {target}", make_folder) as decision:
-        content, settings = stored_model(model, with_base=include_base)
         stored, parts = parts_of("model", content.tensors)
+        of_rank = rank_parts(rank_state, parts_inside(states, apart))
         plain = {name: state for name, state in states.items() if name not in apart}
         stored_states, state_parts = parts_of("optimizer", plain)
         manifest = Manifest(
@@ -220,19 +286,22 @@ def prepare_save(
             world_size=world_size(),
             model=stored,
             ties=content.ties,
-            optimizer=None if optimizer is None else {**stored_states, **inside},
+            optimizer=None if optimizer is None else stored_states,
             optimizer_info=info,
             metric=metric,
+            train_state=as_json.decode(),
+            settings=settings,
+            files={},
         )
-        parts = [*parts, *state_parts, *inner, *own]
+        parts = [*parts, *state_parts, *of_rank]
         if in_background:
-            parts = _snapshot.take(parts)
+            parts = snapshot(parts)
         decision.told = hashlib.sha256(dumps(encode_tensors(manifest))).hexdigest()
     temporary: Path = decision.result
 
     def write() -> None:
         then = partial(prune, root, keep_last=keep_last, keep_best=keep_best, just_saved=step)
-        write_folder(temporary, target, manifest, parts, {**small, **settings}, then)
+        write_folder(temporary, target, manifest, parts, then)
         message, ranks = "saved step %d on %d ranks in %.2f s: %s", world_size()
         tell(_logger, message, step, ranks, time.perf_counter() - started, target)
 

@@ -4,29 +4,38 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp_sft._model.adapters import adapted_layers, without_adapters
-from fsdp_sft._model.blocks import configs_without_caches
+from fsdp_sft._compat.conversions import revert_weight_conversion
+from fsdp_sft._compat.fsdp import sharded_as
+from fsdp_sft._model.adapters import adapted_layers, merged_weights, without_adapters
+from fsdp_sft._model.named import clean_name
 from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
+from fsdp_sft._tensors.boxes import whole
 from fsdp_sft._tensors.disk import write_bytes, write_early
 from fsdp_sft._tensors.gather import Gatherer
+from fsdp_sft._tensors.packed_shard import values_of
+from fsdp_sft._tensors.reader import do_reads
 from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, num_bytes
-from fsdp_sft.export.plan import Described, plan_export, unsharded_twin
+from fsdp_sft._tensors.stored import Stored
+from fsdp_sft.export.plan import Described, ExportPlan, merging_dtype, plan_export, unsharded_twin
 from fsdp_sft.export.settings import write_settings
 from fsdp_sft.export.target import check_target, export_target, make_room, put_in_place, staged
-from fsdp_sft.export.tensors import exported
 
 _logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @answered
@@ -93,12 +102,12 @@ def export_hf(
     model = unwrapped(model)
     reshard(model)
     target = export_target(out_dir)
-    merges, caching = adapted_layers(model), configs_without_caches(model)
+    merges = adapted_layers(model)
     base: Any
     with without_adapters(model, trained=True) as base, staged(target) as temporary, ExitStack() as opened:
         files: WeightFiles | None = None
         with agreed(f"preparing to export to {target}"):
-            content, plan, config = plan_export(base, merges, dtype, caching)
+            content, plan, config, copied = plan_export(base, merges, dtype)
             if plan is not None:
                 make_room(temporary, target, plan.num_bytes)
                 write_settings(base, config, temporary, target.name, dtype, tokenizer, chat_template)
@@ -110,11 +119,67 @@ def export_hf(
             if files is not None:
                 gatherer.attempt(partial(files.write, name, tensor))
         if files is not None:
+            for name, stored in copied.items():
+                gatherer.attempt(partial(files.copy, name, stored))
             gatherer.attempt(files.finish)
         gatherer.finish(f"exporting to {target}")
         folder = put_in_place(temporary, target, overwrite=overwrite)
     tell(_logger, "exported in %.2f s: %s", time.perf_counter() - started, folder)
     return folder
+
+
+@torch.no_grad()
+def exported(
+    content: ModelTensors,
+    plan: ExportPlan,
+    merges: Mapping[str, Any],
+    twin: nn.Module | None,
+    gathers: Gatherer,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The core of every export: full tensors under their published names, adapters merged, one at a time.
+
+    Args:
+        content: The model's tensors.
+        plan: Plan of the export.
+        merges: Layers with adapters, by name.
+        twin: A model by whose class tensors are converted; None if none are, or on a rank that gathers none.
+        gathers: What makes full tensors of sharded ones, on some ranks or all.
+
+    Collective: all ranks.
+    """
+    for group in plan.groups:
+        full: dict[str, torch.Tensor] = {}
+        for name in group:
+            whole = _gathered(content, plan, merges, name, gathers)
+            if whole is not None:
+                full[name] = whole
+        if group[0] in plan.unchanged:
+            full = {plan.unchanged[name]: tensor for name, tensor in full.items()}
+        elif full and twin is not None:
+            full = gathers.attempt(partial(revert_weight_conversion, twin, full)) or {}
+        while full:
+            name = next(iter(full))
+            yield name, full.pop(name)
+
+
+def _gathered(
+    content: ModelTensors, plan: ExportPlan, merges: Mapping[str, Any], name: str, gathers: Gatherer
+) -> torch.Tensor | None:
+    """A full tensor, with adapters merged into it if it has any; None where it is not gathered."""
+    source, dtype = plan.sources[name], plan.dtypes[name]
+    fqn, _, leaf = source.rpartition(".")
+    if fqn not in merges:
+        return gathers.gather(content.tensors[source], dtype)
+    full = {}
+    for key, tensor in merges[fqn].state_dict(keep_vars=True).items():
+        part = gathers.gather(tensor, merging_dtype(tensor))
+        if part is not None:
+            # It may be the model's own memory, into which peft would merge.
+            full[clean_name(key)] = part.clone()
+    if not full:
+        return None
+    merged = gathers.attempt(partial(merged_weights, merges[fqn], full))
+    return None if merged is None else merged[leaf].to(dtype)
 
 
 class WeightFiles:
@@ -172,6 +237,13 @@ class WeightFiles:
         contiguous = tensor.contiguous()
         write_early(fd, start, bytes_of(contiguous))
 
+    def copy(self, name: str, stored: Stored) -> None:
+        """Copy a tensor from the files of the base."""
+        dtype, shape = self._left[name]
+        values = torch.empty(shape, dtype=dtype)
+        do_reads(stored.reads(stored.piece(name), whole(shape), values))
+        self.write(name, values)
+
     def finish(self) -> None:
         """Force what was written to the disk.
 
@@ -184,6 +256,69 @@ class WeightFiles:
             )
         for fd in {fd for fd, _ in self._places.values()}:
             force_to_disk(fd)
+
+
+# The tensors of an export one at a time, for servers that take weights without files.
+
+
+class _OnAllRanks(Gatherer):
+    """Gathers full tensors on every rank, where the mesh's collectives run."""
+
+    def gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        own = values_of(tensor, dtype).to(dtype)
+        if not isinstance(tensor, DTensor):
+            return own
+        kind = tensor.device_mesh.device_type
+        if own.device.type != kind:  # a shard that is kept on the host
+            own = own.to(torch.device(kind, torch.accelerator.current_device_index()))
+        whole: torch.Tensor = sharded_as(tensor, own.contiguous(), tensor.shape).full_tensor()
+        return whole
+
+    def attempt(self, action: Callable[[], T]) -> T:
+        return action()
+
+
+def iter_hf_tensors(
+    model: nn.Module, *, dtype: torch.dtype | None = torch.bfloat16
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over the tensors that ``export_hf`` would write: published names, adapters merged.
+
+    For an inference server that takes new weights without a folder: ``vllm``'s ``load_weights`` takes such
+    pairs, and a program with a group of its own broadcasts them from one rank. The pairs and their order are
+    the same on all ranks.
+
+    Args:
+        model: A transformers model, sharded or not, or a peft model around one. It does not change.
+        dtype: Dtype of floating-point tensors; see ``export_hf``.
+
+    Returns:
+        An iterator of (name, full tensor) pairs, the tensor on the device of the mesh. It is the caller's,
+        except that a parameter of an unsharded model that has that dtype already shares its memory.
+
+    Raises:
+        TypeError: If the model is not a transformers model.
+        ValueError: If the model has adapters that cannot be merged.
+        UnsupportedModelError: If ``from_pretrained`` would not read the tensors as what was trained.
+
+    Collective: all ranks, at once and with each pair; all must take every pair. All raise the same error.
+    Memory: On each rank one full tensor at a time, or one group of tensors that are converted together, such
+        as the experts of a layer, twice.
+
+    Example:
+        >>> for name, tensor in fs.iter_hf_tensors(model):
+        ...     pass  # or send it
+        >>> name, tensor.dtype
+        ('model.norm.weight', torch.bfloat16)
+    """
+    model = unwrapped(model)
+    reshard(model)
+    merges = adapted_layers(model)
+    with without_adapters(model, trained=True) as base:
+        with agreed("preparing to hand over the tensors"):
+            content, plan, _, _ = plan_export(base, merges, dtype)
+            twin: Any = unsharded_twin(base)
+        plan = share(plan)
+    return exported(content, plan, merges, twin if plan.converts else None, _OnAllRanks())
 
 
 # A check before training that the export after it can be written and read.

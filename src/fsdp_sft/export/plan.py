@@ -1,7 +1,7 @@
 """The plan of an export, made without moving a tensor."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.safetensors import TensorEntry, num_bytes
-from fsdp_sft._tensors.stored import InFile
+from fsdp_sft._tensors.stored import InFile, Stored
 from fsdp_sft.errors import CheckpointFormatError, UnsupportedModelError, abridged
-from fsdp_sft.export.settings import export_config
+from fsdp_sft.export.settings import export_config, further_predictions
 from fsdp_sft.weights.plan import make_plan
 
 Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -102,18 +102,18 @@ class ExportPlan:
 
 
 def plan_export(
-    model: nn.Module, merges: Mapping[str, Any], dtype: torch.dtype | None, caching: Sequence[Any] = ()
-) -> tuple[ModelTensors, Any, Any]:
+    model: nn.Module, merges: Mapping[str, Any], dtype: torch.dtype | None
+) -> tuple[ModelTensors, Any, Any, dict[str, Stored]]:
     """Plan an export by running the conversions on tensors without memory, after all checks.
 
     Args:
         model: A transformers model, without adapters around it.
         merges: Its layers with adapters, by name.
         dtype: Dtype of floating-point tensors in the files; None keeps the dtypes that they have.
-        caching: Configs of the model whose ``use_cache`` is off only while blocks are checkpointed.
 
     Returns:
-        The model's tensors, and on rank 0 the ``ExportPlan`` and the config to export.
+        The model's tensors, and on rank 0 the ``ExportPlan``, the config to export, and the tensors that are
+        copied from the files of the base.
 
     Raises:
         TypeError: If the model is no transformers model.
@@ -133,7 +133,7 @@ def plan_export(
     content = model_tensors(model)
     refuse_unmergeable(content, merges)
     if this_rank() != 0:
-        return content, None, None
+        return content, None, None, {}
     twin = unsharded_twin(model)
     sources = _sources(model, twin, content)
     dtypes = _dtypes(model, content, sources, dtype)
@@ -149,12 +149,16 @@ def plan_export(
     for name in meta:
         block = re.match(r"\D*\d*", name)
         groups.setdefault(name if name in unchanged else f"block {block and block[0]}", []).append(name)
-    plan = ExportPlan(sources, dtypes, [*groups.values()], written, unchanged)
-    config = export_config(model, content, caching, dtype)
+    config = export_config(model, content, dtype)
     tensors = {name: content.tensors[sources[name]] for name in unchanged}
     buffers = {unchanged[name] for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
     refuse_unreadable(model, config, written, buffers)
-    return content, plan, config
+    copied = further_predictions(config, written)
+    for name, tensor in copied.items():  # bytes as they are, or the values of quantised ones
+        own = tensor.entry.dtype if isinstance(tensor, InFile) else dtype or model.dtype
+        written[name] = own, tensor.entry.shape
+    plan = ExportPlan(sources, dtypes, [*groups.values()], written, unchanged)
+    return content, plan, config, copied
 
 
 def refuse_unmergeable(content: ModelTensors, merges: Mapping[str, Any]) -> None:

@@ -4,7 +4,8 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,18 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from fsdp_sft._compat.models import original_class, tied_names
+from fsdp_sft._model.blocks import configs_without_caches
 from fsdp_sft._model.record import kept_of
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.twin import tied_meta_twin
 from fsdp_sft._model.wrappers import tokenizer_of
 from fsdp_sft._process.callers import warn_caller
-from fsdp_sft._quantised.settings import Settings
+from fsdp_sft._quantised.settings import CONFIG, Settings, read_settings
 from fsdp_sft._tensors.disk import write_bytes
+from fsdp_sft._tensors.stored import Stored
 from fsdp_sft.collate.template import ChatTemplate, templates_used
 from fsdp_sft.errors import ChatTemplateError, CheckpointFormatError
-from fsdp_sft.weights.resolve import PROCESSOR_FILES, resolved_inside
+from fsdp_sft.weights.resolve import PROCESSOR_FILES, open_checkpoint, resolved_inside
 
 # What an exported model needs in order to chat as it was trained: chat template and end of an answer.
 
@@ -161,24 +164,17 @@ def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> 
     return "\n".join(lines)
 
 
-_MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-_OF_MTP = re.compile(r"(^|[._])(mtp|nextn)([._]|$)")
-
-
-def export_config(
-    model: Any, content: ModelTensors, caching: Sequence[Any], dtype: torch.dtype | None
-) -> Any:
+def export_config(model: Any, content: ModelTensors, dtype: torch.dtype | None) -> Any:
     """The config to export: a copy of the model's, with ``use_cache`` restored, tied only if the weights are.
 
     Args:
         model: A transformers model.
         content: Its tensors.
-        caching: Configs of the model whose ``use_cache`` is off only while blocks are checkpointed.
         dtype: Dtype of the export; None is the model's.
     """
     copies: dict[int, Any] = {}
     config = copy.deepcopy(model.config, copies)
-    for changed in caching:
+    for changed in configs_without_caches(model):
         if id(changed) in copies:
             copies[id(changed)].use_cache = True
     names = content.names
@@ -186,24 +182,64 @@ def export_config(
     if any(names[a] != names[b] for a, b in ties):  # one was adapted, or they were loaded so
         for part in {id(c): c for c in (config, config.get_text_config())}.values():
             part.tie_word_embeddings = False
-    _without_further_predictions(config, content)
     vars(config).pop("quantization_config", None)  # of a model that transformers read from a GGUF
     config.dtype = dtype or model.dtype
     config.architectures = [original_class(model).__name__]
     return config
 
 
-def _without_further_predictions(config: Any, content: ModelTensors) -> None:
-    """Let a config say 0 layers for predicting several tokens (MTP) where the model has none.
+# Layers that predict further tokens (MTP), with which servers decode speculatively. Models are trained
+# without them, so an export takes them from its base.
 
-    transformers reads no such weights, and a server that finds the number in the config would look for them.
+_MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+_OF_MTP = re.compile(r"(^|[._])(mtp|nextn)([._]|$)")
+_LAYER = re.compile(r"(.*?\blayers\.)(\d+)\.")
+
+
+def further_predictions(config: Any, written: Collection[str]) -> dict[str, Stored]:
+    """The tensors in the base's files that predict further tokens; none if the model has its own.
+
+    They are named so (``mtp.``), or are of a layer behind the model's last one. If there are none, or they do
+    not fit the model, the config says 0 layers: a server that finds another number looks for them.
+
+    Args:
+        config: Config of the export, which is changed.
+        written: Names of the model's tensors in the files.
     """
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        layers = getattr(part, "num_hidden_layers", 0)
-        has_them = any(_OF_MTP.search(name) or f".layers.{layers}." in name for name in content.names)
-        for field in _MTP_LAYERS:
-            if isinstance(getattr(part, field, None), int) and not has_them:
-                setattr(part, field, 0)
+    text, base = config.get_text_config(), _base_of(config)
+    depth = getattr(text, "num_hidden_layers", 0)
+    lists = {layer[1] for layer in map(_LAYER.match, written) if layer and int(layer[2]) == depth - 1}
+
+    def is_one(key: str) -> bool:
+        layer = _LAYER.match(key)
+        is_behind = layer is not None and layer[1] in lists and int(layer[2]) >= depth
+        return is_behind or _OF_MTP.search(key) is not None
+
+    if any(map(is_one, written)):
+        return {}
+    found, changed, why = dict[str, Stored](), list[str](), "the files of its base are not at hand"
+    if base is not None:
+        said: dict[str, Any] = {}
+        with suppress(CheckpointFormatError, OSError):  # no reason to end a training without its export
+            said = read_settings(base / CONFIG)
+            said = said.get("text_config") or said
+            found = {key: tensor for key, tensor in open_checkpoint(base).items() if is_one(key)}
+            why = ""
+        fields = ["num_hidden_layers", "hidden_size"]
+        if any(tensor.entry.shape[:1] == (said.get("vocab_size"),) for tensor in found.values()):
+            fields.append("vocab_size")  # an embedding of their own
+        changed = [field for field in fields if field in said and said[field] != getattr(text, field, None)]
+    if found and changed:
+        found, why = {}, f"the model has another {' and '.join(changed)} than its base"
+    places = [(part, field) for part in (text, config) for field in _MTP_LAYERS if getattr(part, field, 0)]
+    if why and config.name_or_path and (places or changed):
+        warn_caller(f"the layers that predict further tokens (MTP) are left out of the export: {why}")
+    for part, field in places if not found else ():
+        setattr(part, field, 0)
+    return found
+
+
+# What else an export copies from its base.
 
 
 def carry_processor(config: Any, folder: Path) -> None:
@@ -213,34 +249,28 @@ def carry_processor(config: Any, folder: Path) -> None:
         config: Config of the model.
         folder: Folder of the export.
     """
-    name = str(getattr(config, "name_or_path", "") or "")
-    own = _cached(name, "config.json")
+    base = _base_of(config)
     # A text model taken out of a multimodal checkpoint needs no processor.
-    if own is None or json.loads(own.read_text()).get("model_type") != config.model_type:
+    if base is None or read_settings(base / CONFIG).get("model_type") != config.model_type:
         return
     for file in PROCESSOR_FILES:
-        source = _cached(name, file)
-        if source is not None and not (folder / file).exists():
-            shutil.copyfile(source, folder / file)
+        if (base / file).is_file() and not (folder / file).exists():
+            try:
+                shutil.copyfile(resolved_inside(base, file), folder / file)
+            except CheckpointFormatError as error:  # no reason to end a training without its export
+                warn_caller(f"{error}; it is not copied into the export")
 
 
-def _cached(name: str, file: str) -> Path | None:
-    """A file of a folder, or of a Hub repository's cache; None if there is none. Nothing is downloaded."""
-    if not name:
-        return None
-    if Path(name).is_dir():
-        if not (Path(name) / file).is_file():
-            return None
-        try:
-            return resolved_inside(Path(name), file)
-        except CheckpointFormatError as error:  # no reason to end a training without its export
-            warn_caller(f"{error}; it is not copied into the export")
-            return None
+def _base_of(config: Any) -> Path | None:
+    """The folder that a model was loaded from, or its snapshot in the Hub's cache; None if that is gone."""
+    name = str(getattr(config, "name_or_path", "") or "")
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
     try:
-        cached = try_to_load_from_cache(name, file)
+        cached = try_to_load_from_cache(name, CONFIG, revision=getattr(config, "_commit_hash", None))
     except ValueError:  # no name of a repository
         return None
-    return Path(cached) if isinstance(cached, str) else None
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def write_settings(

@@ -89,14 +89,14 @@ def packed_digest(model: nn.Module) -> PackedDigest | None:
 
     Collective: all ranks.
     """
-    weights, shards = packed_weights(model), {}
-    for name, parameter in base_of(model).named_parameters():
+    weights, shards, base = packed_weights(model), {}, base_of(model)
+    for name, parameter in base.named_parameters():
         if isinstance(local := local_of(parameter), PackedShard):
             shards[name] = (parameter, local)
     if weights is None or not shards:
         return None
     versions = tuple((local.rows.data_ptr(), local.rows._version) for _, local in shards.values())
-    known = kept_of(base_of(model), PackedDigest)
+    known = kept_of(base, PackedDigest)
     is_known = known is not None and known.versions == versions
     if not all_reduce_sum([not is_known])[0]:
         return known
@@ -105,7 +105,7 @@ def packed_digest(model: nn.Module) -> PackedDigest | None:
     forms = [local.lies.form.name for _, local in shards.values()]
     text = json.dumps([weights.kind, list(zip(shards, forms, sums, strict=True))])
     found = PackedDigest(weights.kind, hashlib.sha256(text.encode()).hexdigest(), versions)
-    record_of(base_of(model)).keep(found)
+    record_of(base).keep(found)
     return found
 
 
