@@ -199,8 +199,6 @@ class LoadReport:
         bytes_read: Tensor bytes that this rank has read.
         job_bytes_read: Tensor bytes that all ranks together have read.
         checkpoint_bytes: Bytes of all tensors in the checkpoint.
-        converted_bytes: Those of tensors that every rank had to read whole, since a conversion computes with
-            them; none of transformers' own does.
         seconds: Duration of the whole call, on this rank.
         loaded: Names of the parameters and buffers that were filled from the checkpoint.
         missing: Names that the checkpoint has no values for, though the model's class expects them.
@@ -224,7 +222,6 @@ class LoadReport:
     bytes_read: int
     job_bytes_read: int
     checkpoint_bytes: int
-    converted_bytes: int
     seconds: float
     loaded: list[str]
     missing: list[str]

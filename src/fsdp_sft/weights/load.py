@@ -41,9 +41,8 @@ def load_weights(
 
     Every parameter and buffer ends up bitwise as plain ``from_pretrained`` would have it: transformers' own
     renames and conversions are applied, computed buffers are recomputed, and ties are kept. A rank reads only
-    the bytes that its shards are made of; of replicas one reads each tensor, and the others receive it. What
-    transformers computes of stored tensors is computed on every rank. Parameters keep their dtype and
-    ``requires_grad``, and the model keeps its mode.
+    the bytes that its shards are made of; of replicas one reads each tensor, and the others receive it.
+    Parameters keep their dtype and ``requires_grad``, and the model keeps its mode.
 
     Args:
         model: Model from ``build_meta_model``, usually after ``shard_model``; on the meta device or not. With
@@ -60,7 +59,8 @@ def load_weights(
 
     Raises:
         CheckpointFormatError: If the checkpoint is damaged, unsafe or does not fit the model; it has the
-            names of what is missing or unexpected.
+            names of what is missing or unexpected. Also if a conversion computes, as none of transformers'
+            own does.
         CheckpointMismatchError: If the model has a tensor on the meta device that nothing has values for,
             such as adapters that ``peft.get_peft_model`` made there. Nothing has been read then.
         UnsupportedModelError: If the adapters were initialised from other base weights.
@@ -69,10 +69,8 @@ def load_weights(
 
     Collective: all ranks. An error on one is raised on all.
     Memory: The shards. On the host a read buffer of a quarter of a MiB for each of at most 4 threads, or for
-        an accelerator a pinned one of 8 MiB; of packed weights up to 24 MB for each thread; the largest
-        group of tensors that must be converted as a whole; and the keys that are initialised. On an
-        accelerator, beside the shards, at most two pieces of 8 MiB per thread, and for tied tensors that must
-        be converted as a whole a second shard.
+        an accelerator a pinned one of 8 MiB; of packed weights up to 24 MB for each thread; and the keys that
+        are initialised. On an accelerator, beside the shards, at most two pieces of 8 MiB per thread.
 
     Example:
         >>> model = fs.build_meta_model(path)
@@ -103,7 +101,7 @@ def load_weights(
             make_ties(base)
             plan = make_plan(base, stored, missing=missing, unexpected=unexpected)
         sources = account(model, plan)
-        digest = plan.digest(stored)
+        digest = plan.digest()
     arguments = {"missing": missing, "unexpected": unexpected, "seed": seed}
     seen = all_gather_objects((digest, arguments))
     if apart := difference([(rank, theirs) for rank, (_, theirs) in enumerate(seen)]):
@@ -114,7 +112,7 @@ def load_weights(
             f"ranks {different[:8]} see another checkpoint in {folder} than rank 0; is every node's copy the "
             "same?"
         )
-    return fill(model, plan, stored, sources, seed=seed, started=started)
+    return fill(model, plan, sources, seed=seed, started=started)
 
 
 # One call from a checkpoint to a sharded, loaded model in train() mode.
