@@ -43,7 +43,7 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
 def _add(tensors: Tensors, key: str) -> None:
     """Add one such weight: the tensor ``key`` of bytes, and those whose names begin with its name."""
     settings = tensors.settings
-    stated = tensors.first(f"{key}{_STATE}{kind}" for kind in ("nf4", "fp4"))
+    stated = next((name for kind in ("nf4", "fp4") if tensors.is_free(name := f"{key}{_STATE}{kind}")), None)
     if stated is None:
         raise settings.refused(f"{key!r} is packed, and {key + _STATE!r}nf4, which it needs, is not there")
     codes = tensors.take(key, key, _STORAGE)
@@ -72,7 +72,7 @@ def _add(tensors: Tensors, key: str) -> None:
         parts["outer"] = StoredPart(outer, (1, block * nested), -(-blocks // nested))
         parts["outer_table"] = StoredPart(tensors.shaped(f"{key}.nested_quant_map", (256,), key, _FLOAT))
     else:
-        if tensors.entry(f"{key}.absmax").dtype == torch.bfloat16:
+        if tensors.stored[f"{key}.absmax"].entry.dtype == torch.bfloat16:
             raise settings.refused(
                 f"the scales of {key!r} are bfloat16 and in another order: bitsandbytes 0.50 changes them in "
                 "the first forward on a CPU, and its own reader then gives other weights. Quantise the "

@@ -24,10 +24,10 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
         names = [f"{key}_scale_inv", f"{key}_scale"]
         if key.endswith(".weight"):
             names.append(f"{key.removesuffix('.weight')}.scale")
-        scales = tensors.first(names)
+        scales = next((name for name in names if tensors.is_free(name)), None)
         if scales is None:
             continue
-        if tensors.entry(key).dtype == torch.int8:
+        if tensors.stored[key].entry.dtype == torch.int8:
             elements.find_mx(tensors, key, key, scales)
         else:
             elements.find(tensors, key, scales, blocks)

@@ -25,7 +25,7 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
     for key in keys:
         if not (tensors.is_free(key) and tensors.is_free(f"{key}_scale")):
             continue
-        dtype = tensors.entry(key).dtype
+        dtype = tensors.stored[key].entry.dtype
         if dtype == torch.uint8:
             elements.find_nv(tensors, key, key, f"{key}_scale", f"{key}_scale_2", divide=False)
         elif dtype in elements.FLOATS:

@@ -112,10 +112,10 @@ class Packed(Stored):
     """A tensor whose values are computed from several stored ones.
 
     Its values lie in rows: those of a matrix, and of further matrices of the same size behind it. ``entry``
-    says how the published tensor lies in these, by its strides, so it may be transposed.
+    says what is published, and ``stride`` how it lies in these, so it may be transposed.
 
     Attributes:
-        entry: Shape and strides of the published tensor. The dtype holds all of its values: float32, or a
+        entry: Shape of the published tensor. The dtype holds all of its values: float32, or a
             narrower one if they are exact in it. Start and end say how many bytes its parts take.
         format: Name of the format.
         width: Number of values in each row.
@@ -127,6 +127,7 @@ class Packed(Stored):
             may follow those that were asked for.
         by_rows: The same from parts that all have a row for each row of values, whatever the numbers of the
             rows; None if a row has no bytes of its own. Parts of one element are repeated for each row.
+        stride: See ``Stored``.
     """
 
     entry: TensorEntry
@@ -136,6 +137,7 @@ class Packed(Stored):
     parts: Mapping[str, StoredPart]
     decode: Decode
     by_rows: Decode | None = None
+    stride: Ints | None = None
 
     def row_format(self) -> RowFormat | None:
         """How a row's values are computed from its own bytes; None if it has none of its own."""

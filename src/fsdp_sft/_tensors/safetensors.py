@@ -61,14 +61,12 @@ class TensorEntry:
         shape: Shape of the tensor.
         start: Position of its first byte in the file.
         end: Position one past its last byte.
-        stride: Distance between neighbours in the file, in elements, per dimension; None is row-major order.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     end: int
-    stride: tuple[int, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -125,7 +123,7 @@ def create(
         (open file descriptor, layout, bytes of the header as written).
 
     Raises:
-        CheckpointFormatError: If a dtype or a name cannot be stored, or the header would be too large.
+        CheckpointFormatError: If a dtype cannot be stored, or the header would be too large.
         FileExistsError: If something of that name exists.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
@@ -133,8 +131,6 @@ def create(
     offsets: dict[str, tuple[int, int]] = {}
     end = 0
     for name in order:
-        if name == _METADATA:
-            raise CheckpointFormatError(f"a tensor cannot be named {_METADATA!r}")
         dtype, shape = tensors[name]
         start, end = end, end + num_bytes(dtype, shape)
         offsets[name] = (start, end)

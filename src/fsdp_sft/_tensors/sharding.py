@@ -51,6 +51,11 @@ class Sharding:
         cut = {axis for axis, _ in self.splits}
         return math.prod(n for axis, n in enumerate(self.mesh_shape) if axis not in cut)
 
+    @property
+    def _order(self) -> Sequence[int]:
+        """The ranks of the mesh in row-major order."""
+        return range(math.prod(self.mesh_shape)) if self.ranks is None else self.ranks
+
     def parts(
         self, shape: Sequence[int], copy: int = 0, wanted: Box | None = None
     ) -> Iterator[tuple[int, Box]]:
@@ -119,19 +124,13 @@ class Sharding:
         index = 0
         for size, at in zip(self.mesh_shape, place, strict=True):
             index = index * size + at
-        return index if self.ranks is None else self.ranks[index]
+        return self._order[index]
 
     def _coordinate(self, rank: int) -> list[int] | None:
         """The coordinate of a rank in the mesh; None if it is not in the mesh."""
-        if self.ranks is None:
-            index = rank
-        elif rank in self.ranks:
-            index = self.ranks.index(rank)
-        else:
+        if rank not in self._order:
             return None
-        if not 0 <= index < math.prod(self.mesh_shape):
-            return None
-        place: list[int] = []
+        index, place = self._order.index(rank), []
         for size in reversed(self.mesh_shape):
             index, at = divmod(index, size)
             place.insert(0, at)

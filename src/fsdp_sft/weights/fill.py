@@ -57,10 +57,8 @@ def fill(
     weights = packed_weights(model)
     kind = STORED if weights is None else weights.kind
     with agreed("reading the checkpoint"):
-        with without_adapters(model) as base:
-            tensors = named_tensors(base)
-        layouts = layouts_of(weights, plan, tensors)
-        device = materialise(model, {id(tensors[name]) for name in layouts})
+        layouts = layouts_of(weights, plan)
+        device = materialise(model, {id(plan.tensors[name]) for name in layouts})
     with without_adapters(model) as base:
         tensors = named_tensors(base)
         readers = _readers(plan, tensors, layouts)
@@ -78,8 +76,8 @@ def fill(
             again = [_reads(plan, twice, tensors[twice.name], compare=True) for twice in plan.duplicates]
             bytes_read += do_reads(itertools.chain(*again), workers=threads_that_read())
         with agreed("finishing the load"):
-            initialise_rest(base, plan, seed=seed)
-        fill_new_rows(base, plan)
+            initialise_rest(base, plan, tensors, seed=seed)
+        fill_new_rows(plan, tensors)
         with agreed("finishing the load"):
             keep_used_conversions(base, plan.conversions)
     with agreed("finishing the load"):
@@ -181,9 +179,7 @@ def _packed_shard(
 # Frozen weights that stay packed: which rows of the checkpoint are theirs, and the reads that fill them.
 
 
-def layouts_of(
-    weights: PackedWeights | None, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, PackedLayout]:
+def layouts_of(weights: PackedWeights | None, plan: LoadPlan) -> dict[str, PackedLayout]:
     """How each weight that is kept packed lies in rows, by name.
 
     With ``"stored"`` those that the checkpoint has in 16 bits are left out: they stay so.
@@ -194,7 +190,7 @@ def layouts_of(
     found: dict[str, PackedLayout] = {}
     for name in sorted(weights.names) if weights is not None else ():
         assert weights is not None
-        tensor, target = tensors[name], plan.targets.get(name)
+        tensor, target = plan.tensors[name], plan.targets.get(name)
         if target is None or not isinstance(tensor, DTensor):
             raise CheckpointMismatchError(f"the checkpoint has no values for {name}, which is to be packed")
         if weights.kind != STORED:

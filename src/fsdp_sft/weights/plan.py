@@ -18,11 +18,10 @@ from fsdp_sft._compat.models import tied_names
 from fsdp_sft._model.named import named_tensors
 from fsdp_sft._model.twin import meta_twin
 from fsdp_sft._quantised.settings import IN_16_BITS
-from fsdp_sft._tensors.packed import Packed
 from fsdp_sft._tensors.stored import Piece, Stored
 from fsdp_sft.errors import CheckpointFormatError, abridged
 from fsdp_sft.weights.meta import OLD_ROWS, matches_any
-from fsdp_sft.weights.provenance import Traced, UntraceableError, source
+from fsdp_sft.weights.provenance import Traced, UntraceableError
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,7 @@ class LoadPlan:
 
     Attributes:
         stored: The checkpoint's tensors, by name.
+        tensors: The model's parameters and buffers, by each of their names.
         twin: Copy of the model on the meta device, neither sharded nor tied.
         targets: Parameters and buffers to fill from the checkpoint, by name.
         duplicates: Further names, in the checkpoint, of tensors that are tied to a target; what is stored
@@ -58,6 +58,7 @@ class LoadPlan:
     """
 
     stored: Mapping[str, Stored]
+    tensors: Mapping[str, torch.Tensor]
     twin: Any
     targets: dict[str, Target] = field(default_factory=dict)
     duplicates: list[Target] = field(default_factory=list)
@@ -105,43 +106,24 @@ def make_plan(
     """
     tensors = named_tensors(model)
     twin = meta_twin(model)
-    plan = LoadPlan(stored, twin, conversions=weight_conversions(twin))
+    plan = LoadPlan(stored, tensors, twin, conversions=weight_conversions(twin))
     matched, left_over = match_checkpoint_keys(twin, list(stored), plan.conversions)
     found: dict[str, Target] = {}
     old_rows = getattr(model, OLD_ROWS, 0)
     for first, (converter, sources) in matched.items():
-        for target in _targets_of(plan, tensors, first, converter, sources, old_rows):
+        for target in _targets_of(plan, first, converter, sources, old_rows):
             if target.name in tensors:
                 found[target.name] = target
             else:
                 left_over[target.name] = first
-    _resolve_ties(plan, model, tensors, found)
+    _resolve_ties(plan, model, found)
     absent = [name for name in twin.state_dict() if name not in found and name in tensors]
     # Tied names are one tensor, which is initialised once, under the first of them.
     first_names = {id(tensors[name]): name for name in reversed(absent)}
     plan.initialised = [name for name in absent if first_names[id(tensors[name])] == name]
-    built = twin.state_dict()
-    changed = [name for name in plan.initialised if tensors[name].shape != built[name].shape]
-    if changed:
-        raise ValueError(
-            f"the model has other shapes than its config describes ({abridged(changed)}), which cannot be "
-            "initialised: was it changed after it was built? Load first, then change it, or change the config"
-        )
     may_miss, may_be_left = ignored_on_load(twin)
     plan.missing = [name for name in absent if not matches_any(name, may_miss)]
     plan.unexpected = sorted(name for name in left_over if not matches_any(name, may_be_left))
-    within = tuple(f"{name.rpartition('.')[0]}." for name in plan.missing if "." in name)
-    beside = {name: stored.get(key) for name, key in left_over.items() if name.startswith(within)}
-    packed = [
-        name
-        for name, one in beside.items()
-        if one is not None and (isinstance(one, Packed) or one.entry.dtype in _PACKED)
-    ]
-    if packed:
-        raise CheckpointFormatError(
-            f"the checkpoint has no values for {abridged(plan.missing)}, but packed ones "
-            f"({abridged(sorted(packed))}): it is quantised, and its config does not say how: {IN_16_BITS}"
-        )
     if plan.missing and missing == "error":
         other = f"it has {abridged(sorted(left_over))}, which the model lacks; " if left_over else ""
         raise CheckpointFormatError(
@@ -162,24 +144,25 @@ _WRITE_ONCE = (
     "; a shard is read from the bytes that it is made of, so no conversion may compute: write the checkpoint "
     "once as the model has it, model.save_pretrained(out, save_original_format=False) of transformers"
 )
-# Values of formats that quantise: initialised weights beside them would be random without a word.
-_PACKED = (torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _targets_of(
     plan: LoadPlan,
-    tensors: Mapping[str, torch.Tensor],
     first: str,
     converter: Any,
     sources: dict[str, list[str]],
     old_rows: int,
 ) -> list[Target]:
     """The targets of one conversion, or of one tensor that is only renamed (``converter`` is None)."""
-    keys = [key for keys in sources.values() for key in keys]
+    keys = [key for own in sources.values() for key in own]
+    traced = {}
+    for key in keys:
+        entry = plan.stored[key].entry
+        traced[key] = Traced(entry.shape, entry.dtype, [plan.stored[key].piece(key)])
     if converter is None:
-        converted = {first: _traced(plan.stored, keys[0])}
+        converted = {first: traced[keys[0]]}
     else:
-        made = {pattern: [_traced(plan.stored, key) for key in keys] for pattern, keys in sources.items()}
+        made = {pattern: [traced[key] for key in own] for pattern, own in sources.items()}
         try:
             converted = run_conversion(plan.twin, first, converter, made)
             if not all(isinstance(tensor, Traced) for tensor in converted.values()):
@@ -191,16 +174,10 @@ def _targets_of(
             ) from None
     targets = []
     for name, tensor in converted.items():
-        if name in tensors:
-            _check_fits(name, tensors[name], tensor, keys, old_rows)
+        if name in plan.tensors:
+            _check_fits(name, plan.tensors[name], tensor, keys, old_rows)
         targets.append(Target(name, tuple(tensor.shape), tuple(tensor.pieces)))
     return targets
-
-
-def _traced(stored: Mapping[str, Stored], key: str) -> Traced:
-    """A stored tensor as a traced one."""
-    entry = stored[key].entry
-    return source(key, entry.shape, entry.dtype, entry.stride)
 
 
 def _check_fits(
@@ -225,13 +202,11 @@ def _check_fits(
         )
 
 
-def _resolve_ties(
-    plan: LoadPlan, model: nn.Module, tensors: Mapping[str, torch.Tensor], found: dict[str, Target]
-) -> None:
+def _resolve_ties(plan: LoadPlan, model: nn.Module, found: dict[str, Target]) -> None:
     """Fill each tensor from one of its names, and keep its further names for the comparison."""
     preferred = set(tied_names(model).values())
     aliases: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in plan.tensors.items():
         aliases.setdefault(id(tensor), []).append(name)
     for names in aliases.values():
         present = sorted((name for name in names if name in found), key=lambda name: name not in preferred)
