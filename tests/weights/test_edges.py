@@ -320,7 +320,7 @@ def test_an_index_that_is_not_text(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path)
     for data in (b"\xff\xfe", b"", b"null", b'{"weight_map": null}', b"[" * 100_000):
         (folder / "model.safetensors.index.json").write_bytes(data)
-        with pytest.raises(CheckpointFormatError, match="not an index"):
+        with pytest.raises(CheckpointFormatError, match=r"not an index|index\.json is not JSON"):
             open_checkpoint(folder)
 
 

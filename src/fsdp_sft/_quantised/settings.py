@@ -83,11 +83,11 @@ def settings_of(name: str | Path, config: Any = None) -> Settings | None:
         return None
     if any(other != found[0] for other in found[1:]):
         raise CheckpointFormatError(f"{name} is quantised in two ways, by the parts of its config")
-    method = found[0].get("quant_method")
-    method = getattr(method, "value", method)
-    if method is None and str(found[0].get("producer", "")).find("modelopt") >= 0:
-        method = "modelopt"
-    return Settings(str(name), str(method or "of a format without quant_method")[:80], found[0])
+    stated = found[0].get("quant_method")
+    stated = getattr(stated, "value", stated)
+    if stated is None and "modelopt" in str(found[0].get("producer", "")):
+        stated = "modelopt"
+    return Settings(str(name), str(stated or "of a format without quant_method")[:80], found[0])
 
 
 def settings_in(config: Any) -> Iterator[dict[str, Any]]:

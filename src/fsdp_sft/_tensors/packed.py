@@ -16,15 +16,15 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from fsdp_sft._tensors.boxes import Box, chunk_of
 from fsdp_sft._tensors.packed_shard import Decode, RowFormat
 from fsdp_sft._tensors.safetensors import TensorEntry
-from fsdp_sft._tensors.stored import ByteRange, InFile, Ints, Piece, Read, Stored
+from fsdp_sft._tensors.stored import MIN_RUN_BYTES, ByteRange, InFile, Ints, Piece, Read, Stored, intersect
 
 # Values that a thread computes at once: with what they are computed from, and what comes in between, they
 # take up to 48 bytes each.
 _AT_ONCE = 1 << 19
 _PartRead: TypeAlias = tuple[tuple[ByteRange, ...], Callable[[list[torch.Tensor]], torch.Tensor]]
-_MIN_RUN_BYTES = 512  # reading shorter runs one by one costs more than reading the rows that they lie in
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class StoredPart:
         count, size = last + 1 - first, entry.dtype.itemsize
         row_bytes, wanted = self.columns * size, (right - left) * size
         start = entry.start + first * row_bytes
-        if wanted == row_bytes or wanted < _MIN_RUN_BYTES or 2 * wanted >= row_bytes:
+        if wanted == row_bytes or wanted < MIN_RUN_BYTES or 2 * wanted >= row_bytes:
             whole = ByteRange(self.stored.file, start, count * row_bytes)
             return (whole,), partial(_rows, entry.dtype, count, slice(left, right), place)
         starts = range(start + left * size, start + left * size + count * row_bytes, row_bytes)
@@ -230,9 +230,11 @@ def _cuts(part: Piece, place: torch.Tensor, width: int, at_once: int) -> Iterato
         return
     outer = max(range(len(part.size)), key=lambda d: (part.size[d] > 1, part.stride[d]))
     size = part.size[outer]
-    count = max(1, min(at_once // max(1, part.stride[outer]), -(-size // 2)))
-    for at, view in zip(range(0, size, count), place.split(count, outer), strict=True):
-        yield from _cuts(part.narrowed(outer, at, min(count, size - at)), view, width, at_once)
+    chunks = -(-size // max(1, min(at_once // max(1, part.stride[outer]), -(-size // 2))))
+    for index, view in enumerate(place.chunk(chunks, outer)):
+        own = intersect(part, chunk_of(Box(part.start, part.size), outer, chunks, index))
+        assert own is not None
+        yield from _cuts(own, view, width, at_once)
 
 
 def _block(part: Piece, width: int) -> _Block:

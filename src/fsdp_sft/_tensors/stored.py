@@ -49,14 +49,6 @@ class Piece:
         """Number of the source's elements from the first to the last of the box."""
         return 1 + sum((size - 1) * step for size, step in zip(self.size, self.stride, strict=True))
 
-    def narrowed(self, dim: int, at: int, size: int) -> "Piece":
-        """The piece narrowed to the indices ``at`` to ``at + size`` of the box along a dimension."""
-        starts, sizes = list(self.start), list(self.size)
-        starts[dim] += at
-        sizes[dim] = size
-        offset = self.offset + at * self.stride[dim]
-        return Piece(tuple(starts), tuple(sizes), self.key, offset, self.stride)
-
 
 def contiguous_strides(shape: Sequence[int]) -> Ints:
     """Strides of a row-major tensor, in elements."""
@@ -204,7 +196,7 @@ def _strided(dtype: torch.dtype, size: Ints, stride: Ints, raws: list[torch.Tens
 _DIRECT_BYTES = 16 << 20  # read at once straight to its place
 _DEVICE_BYTES = 8 << 20  # copies to an accelerator are faster in larger pieces
 _COPIED_BYTES = 1 << 18  # copied out at once on the host: they are still in the core's cache
-_MIN_RUN_BYTES = 512  # runs shorter than this are read together, with the gaps between them
+MIN_RUN_BYTES = 512  # runs shorter than this are read together, with the gaps between them
 
 
 def copied_bytes(device: torch.device) -> int:
@@ -244,8 +236,8 @@ def _cut(
     inner_bytes = inner_span * itemsize
     needed = math.prod(n for n, _, _ in inner)  # elements of one row that belong to the box
     # One read for several rows wastes little, although it includes the gaps between them.
-    dense = needed * 20 >= step * 19 or needed * itemsize < _MIN_RUN_BYTES
-    fits = (inner_bytes <= limit and needed * 20 >= inner_span * 19) or inner_bytes < _MIN_RUN_BYTES
+    dense = needed * 20 >= step * 19 or needed * itemsize < MIN_RUN_BYTES
+    fits = (inner_bytes <= limit and needed * 20 >= inner_span * 19) or inner_bytes < MIN_RUN_BYTES
     rows = max(1, (limit - inner_bytes) // (step * itemsize) + 1) if dense and fits else 1
     for row in range(0, size, rows):
         begin, place_begin = at + row * step, place_at + row * place_step

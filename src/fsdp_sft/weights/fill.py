@@ -63,10 +63,11 @@ def fill(
         tensors = named_tensors(base)
         readers = _readers(plan, tensors, layouts)
         with agreed("reading the checkpoint"):
-            shards = {
-                name: _packed_shard(base, name, tensors[name], layout, device)
-                for name, layout in layouts.items()
-            }
+            shards: dict[str, PackedShard] = {}
+            for name, layout in layouts.items():
+                parameter: Any = tensors[name]
+                shards[name] = empty_shard(parameter, layout, device)
+                put_packed(base, name, shards[name])
             bytes_read = _read_own(plan, tensors, readers, shards, kind)
         for name, (group, reader) in readers.items():
             local = local_of(tensors[name])
@@ -78,9 +79,8 @@ def fill(
         with agreed("finishing the load"):
             initialise_rest(base, plan, tensors, seed=seed)
         fill_new_rows(plan, tensors)
-        with agreed("finishing the load"):
-            keep_used_conversions(base, plan.conversions)
     with agreed("finishing the load"):
+        keep_used_conversions(base, plan.conversions)
         if layouts:
             adopt_shards(model)
         copy_saved_modules(model)
@@ -164,18 +164,6 @@ def _reads(plan: LoadPlan, target: Target, tensor: torch.Tensor, *, compare: boo
         yield from plan.stored[piece.key].reads(piece, box, local, compare=compare)
 
 
-def _packed_shard(
-    base: nn.Module, name: str, tensor: Any, layout: PackedLayout, device: torch.device
-) -> PackedShard:
-    """The shard of packed bytes that a weight has, or gets now."""
-    local = local_of(tensor)
-    if isinstance(local, PackedShard) and local.lies == layout:
-        return local
-    shard = empty_shard(tensor, layout, device)
-    put_packed(base, name, shard)
-    return shard
-
-
 # Frozen weights that stay packed: which rows of the checkpoint are theirs, and the reads that fill them.
 
 
@@ -252,19 +240,18 @@ def row_reads(target: Target, sources: Mapping[str, Stored], shard: PackedShard,
     """
     layout = shard.lies
     column = 1 if layout.transposed else len(layout.shape) - 1
-    other = next((d for d in (1, 2) if d < len(layout.shape) and d != column), None)
     for piece in target.pieces:
-        common = intersect(piece, box)
-        if common is None:
+        if (common := intersect(piece, box)) is None:
             continue
         stored: Any = sources[piece.key]
-        begin = common.start[0] - box.offset[0]
-        for index in range(common.size[0]) if other is not None else (0,):
-            row = (common.offset + index * common.stride[0]) // stored.width
-            place, count, step = begin, common.size[0], common.stride[0] // stored.width
-            if other is not None:
-                place = (begin + index) * layout.rows_each + common.start[other]
-                count, step = common.size[other], common.stride[other] // stored.width
-            for first in (0,) if step == 1 else range(count):
-                rows = shard.rows[place + first :][: count if step == 1 else 1]
-                yield from stored.row_reads(piece.key, row + first * step, rows)
+        # Number of each row where it is stored, and in the shard.
+        there, here = torch.tensor(common.offset // stored.width), torch.tensor(0)
+        for dim in (d for d in range(len(common.size)) if d != column):
+            index = torch.arange(common.size[dim])
+            there = there[..., None] + index * (common.stride[dim] // stored.width)
+            here = here[..., None] * box.shape[dim] + common.start[dim] - box.offset[dim] + index
+        there, here = there.flatten(), here.flatten()
+        ends = ((there.diff() != 1) | (here.diff() != 1)).nonzero().flatten() + 1
+        for first, place in zip(there.tensor_split(ends), here.tensor_split(ends), strict=True):
+            rows = shard.rows[int(place[0]) :][: len(place)]
+            yield from stored.row_reads(piece.key, int(first[0]), rows)

@@ -37,15 +37,13 @@ def make_ties(model: nn.Module) -> None:
         for target, source in tied_names(model).items()
         if tensors.get(target) is not tensors.get(source)
     ]
-    if not apart:
-        return
-    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-        target, source = apart[0]
+    if apart and any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         raise ValueError(
-            f"the config ties {target!r} to {source!r}, but they were sharded as two parameters; call "
-            "model.tie_weights() before shard_model, or set config.tie_word_embeddings = False"
+            f"the config ties {' to '.join(map(repr, apart[0]))}, but they were sharded as two parameters; "
+            "call model.tie_weights() before shard_model, or set config.tie_word_embeddings = False"
         )
-    tie_by_names(model)
+    if apart:
+        tie_by_names(model)
 
 
 def materialise(model: nn.Module, packed: Collection[int] = ()) -> torch.device:
@@ -161,7 +159,7 @@ def account(model: nn.Module, plan: LoadPlan) -> dict[str, Source]:
     """
     filled: dict[int, Source] = {}
     of_base: dict[Source, Iterable[str]] = {
-        "computed": plan.computed,
+        "computed": [name for name, _ in plan.twin.named_non_persistent_buffers()],
         "initialised": plan.initialised,
         "checkpoint": plan.targets,
     }

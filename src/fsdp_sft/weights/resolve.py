@@ -4,6 +4,7 @@ import glob
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 from fsdp_sft._model.configs import told_of_format
 from fsdp_sft._process.bounds import MAX_INDEX_BYTES
@@ -48,7 +49,7 @@ def read_index(folder: Path) -> dict[str, str]:
             "AutoModelForCausalLM.from_pretrained(folder, dtype='auto').save_pretrained(out) of transformers "
             f"and the same for AutoTokenizer{told_of_format(folder)}"
         )
-    weight_map = read_settings(path, MAX_INDEX_BYTES).get("weight_map")
+    weight_map: Any = read_settings(path, MAX_INDEX_BYTES).get("weight_map")
     names = weight_map.values() if isinstance(weight_map, dict) else []
     if not names or not all(isinstance(name, str) for name in names):
         raise CheckpointFormatError(f"{path} is not an index of weight files: it names none in weight_map")
