@@ -162,7 +162,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "what lies beside a part is fetched with it",
         "_tensors/reader.py",
-        '            advise(self._descriptors[file], 0, 0, "POSIX_FADV_RANDOM")\n',
+        '            advise(self.descriptors[file], 0, 0, "POSIX_FADV_RANDOM")\n',
         "",
         ("tests/weights/test_shared_reads.py",),
     ),

@@ -9,8 +9,6 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 
-import torch
-
 from fsdp_sft._quantised import bitsandbytes, compressed, finegrained, gpt_oss, modelopt
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import IN_16_BITS, Settings
@@ -36,7 +34,6 @@ _OF_ACTIVATIONS = re.compile(
 )
 # What some tool leaves beside a weight, whatever the method.
 _OF_ANY = r"weight_(scale|scale_inv|scale_2|packed)$|\.(qweight|weight\.absmax)$"
-_ONE_BYTE = (torch.uint8, torch.int8, torch.int32)
 
 
 def check(settings: Settings) -> None:
@@ -73,11 +70,6 @@ def published(stored: Mapping[str, InFile], settings: Settings) -> dict[str, Sto
     scales = [key for key in left if parts.search(key)]
     if scales:
         raise settings.refused(f"{abridged(scales)} belong to no weight that is packed: {IN_16_BITS}")
-    for key in left:
-        dtype = stored[key].entry.dtype
-        small = dtype.is_floating_point and dtype.itemsize == 1
-        if small or (dtype in _ONE_BYTE and key.endswith(".weight")):
-            raise settings.refused(f"{key!r} is stored as {dtype}, and there are no scales for it")
     return {**{key: stored[key] for key in left}, **tensors.packed}
 
 

@@ -225,7 +225,7 @@ def _cuts(part: Piece, place: torch.Tensor, width: int, at_once: int) -> Iterato
     It is cut along its dimension of the largest stride, so that each part lies within the fewest rows.
     """
     block = _block(part, width)
-    if part.numel == 1 or len(block.rows) * len(block.columns) <= at_once:
+    if len(block.rows) * len(block.columns) <= at_once:
         yield part, place
         return
     outer = max(range(len(part.size)), key=lambda d: (part.size[d] > 1, part.stride[d]))
@@ -245,7 +245,9 @@ def _block(part: Piece, width: int) -> _Block:
         (n - 1) * step for n, step, down in zip(part.size, part.stride, downwards, strict=True) if not down
     )
     if column + span > width:  # it goes on in the next row: all columns, side by side
-        last = (part.offset + part.span - 1) // width
+        last = (
+            part.offset + sum((n - 1) * step for n, step in zip(part.size, part.stride, strict=True))
+        ) // width
         return _Block(range(row, last + 1), range(width), tuple(0 for _ in part.size), part.stride, column)
     row_steps = tuple(step // width if down else 0 for step, down in zip(part.stride, downwards, strict=True))
     column_steps = tuple(0 if down else step for step, down in zip(part.stride, downwards, strict=True))

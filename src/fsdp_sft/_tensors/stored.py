@@ -44,11 +44,6 @@ class Piece:
         """Number of elements in the box."""
         return math.prod(self.size)
 
-    @property
-    def span(self) -> int:
-        """Number of the source's elements from the first to the last of the box."""
-        return 1 + sum((size - 1) * step for size, step in zip(self.size, self.stride, strict=True))
-
 
 def contiguous_strides(shape: Sequence[int]) -> Ints:
     """Strides of a row-major tensor, in elements."""

@@ -4,13 +4,13 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_sft._compat.conversions import keep_used_conversions
 from fsdp_sft._compat.fsdp import adopt_shards
@@ -18,7 +18,7 @@ from fsdp_sft._model.adapters import copy_saved_modules, without_adapters
 from fsdp_sft._model.named import named_tensors
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, tell, this_rank
-from fsdp_sft._tensors.boxes import Box, box_of, local_of, replicate_dims
+from fsdp_sft._tensors.boxes import Box, box_of, local_of
 from fsdp_sft._tensors.packed import Packed
 from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard, RowFormat
 from fsdp_sft._tensors.reader import do_reads, threads_that_read
@@ -26,7 +26,6 @@ from fsdp_sft._tensors.stored import Piece, Read, Stored, intersect
 from fsdp_sft.errors import CheckpointMismatchError
 from fsdp_sft.shard.packing import (
     STORED,
-    PackedWeights,
     empty_shard,
     fill_packed,
     layout_of,
@@ -55,9 +54,9 @@ def fill(
     Collective: all ranks.
     """
     weights = packed_weights(model)
-    kind = STORED if weights is None else weights.kind
+    names, kind = (weights.names, weights.kind) if weights is not None else ((), STORED)
     with agreed("reading the checkpoint"):
-        layouts = layouts_of(weights, plan)
+        layouts = layouts_of(names, kind, plan)
         device = materialise(model, {id(plan.tensors[name]) for name in layouts})
     with without_adapters(model) as base:
         tensors = named_tensors(base)
@@ -107,12 +106,15 @@ def _readers(
     readers: dict[str, tuple[dist.ProcessGroup, int]] = {}
     taken: Counter[int] = Counter()
     for name in plan.targets:
-        found = replicate_dims(tensors[name])
-        if found is not None and name not in layouts:
-            mesh, dims = found
-            reader = min(range(mesh.size(dims[0])), key=taken.__getitem__)
-            taken[reader] += tensors[name].numel()
-            readers[name] = mesh.get_group(dims[0]), reader
+        tensor = tensors[name]
+        if not isinstance(tensor, DTensor) or name in layouts:
+            continue
+        mesh = tensor.device_mesh
+        copied = [d for d, p in enumerate(tensor.placements) if isinstance(p, Replicate) and mesh.size(d) > 1]
+        if copied:
+            reader = min(range(mesh.size(copied[0])), key=taken.__getitem__)
+            taken[reader] += tensor.numel()
+            readers[name] = mesh.get_group(copied[0]), reader
     return readers
 
 
@@ -167,7 +169,7 @@ def _reads(plan: LoadPlan, target: Target, tensor: torch.Tensor, *, compare: boo
 # Frozen weights that stay packed: which rows of the checkpoint are theirs, and the reads that fill them.
 
 
-def layouts_of(weights: PackedWeights | None, plan: LoadPlan) -> dict[str, PackedLayout]:
+def layouts_of(names: Collection[str], kind: str, plan: LoadPlan) -> dict[str, PackedLayout]:
     """How each weight that is kept packed lies in rows, by name.
 
     With ``"stored"`` those that the checkpoint has in 16 bits are left out: they stay so.
@@ -176,13 +178,12 @@ def layouts_of(weights: PackedWeights | None, plan: LoadPlan) -> dict[str, Packe
         CheckpointMismatchError: If rows of a weight have no bytes of their own.
     """
     found: dict[str, PackedLayout] = {}
-    for name in sorted(weights.names) if weights is not None else ():
-        assert weights is not None
+    for name in sorted(names):
         tensor, target = plan.tensors[name], plan.targets.get(name)
         if target is None or not isinstance(tensor, DTensor):
             raise CheckpointMismatchError(f"the checkpoint has no values for {name}, which is to be packed")
-        if weights.kind != STORED:
-            form = RECIPES[weights.kind].form(target.shape[-1])
+        if kind != STORED:
+            form = RECIPES[kind].form(target.shape[-1])
             found[name] = layout_of(tensor, form, transposed=False)
         elif any(isinstance(plan.stored[piece.key], Packed) for piece in target.pieces):
             form, column = rows_of(target, plan.stored)

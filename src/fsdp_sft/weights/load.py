@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,14 +13,12 @@ from fsdp_sft._model.adapters import add_adapters, refuse_initialised_from_base,
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.towers import freeze_towers as freeze_towers_of
 from fsdp_sft._model.wrappers import base_of, inner_model, is_transformers
-from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, difference
 from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.sac import Ratio, apply_sac
 from fsdp_sft.shard.apply import shard_model
 from fsdp_sft.shard.compile import compile_blocks
-from fsdp_sft.shard.packing import packed_or_dtype
 from fsdp_sft.weights.fill import fill
 from fsdp_sft.weights.finish import LoadReport, account, make_ties
 from fsdp_sft.weights.meta import build_meta_model
@@ -91,9 +90,17 @@ def load_weights(
             f"{type(base_of(model)).__name__.removeprefix('FSDP')}{inner_model(base_of(model))}; "
             "load_full_state_dict reads a module of one's own"
         )
-    started = time.perf_counter()
     reshard(model)
     folder = resolve_folder(name_or_path, revision=revision)
+    return _load(model, folder, missing, unexpected, seed)
+
+
+def _load(model: nn.Module, folder: Path, missing: str, unexpected: str, seed: int) -> LoadReport:
+    """Plan what is read for each tensor, agree on it, and read.
+
+    Collective: all ranks.
+    """
+    started = time.perf_counter()
     with agreed("planning the load"):
         refuse_initialised_from_base(model)
         stored = open_checkpoint(folder)
@@ -188,8 +195,6 @@ def load_pretrained(
         >>> model.load_report.loaded[0]
         'model.embed_tokens.weight'
     """
-    check_dtypes(master_dtype=master_dtype)
-    packed_or_dtype(frozen_dtype)
     folder = resolve_folder(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     with agreed("building the model"):
         model: Any = build_meta_model(
@@ -216,7 +221,7 @@ def load_pretrained(
         mp_policy=mp_policy,
         reshard_after_forward=reshard_after_forward,
     )
-    model.load_report = load_weights(model, folder)
+    model.load_report = _load(model, folder, missing="error", unexpected="error", seed=0)
     return model.train()  # type: ignore[no-any-return]
 
 

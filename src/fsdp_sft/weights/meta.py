@@ -203,17 +203,13 @@ def _class_and_config(
 def _architecture(name: str, config: Any, overrides: dict[str, Any]) -> str:
     """Name of the class that the overrides ask for, else of the one that the checkpoint names."""
     wanted = overrides.get("architectures", config.architectures)
-    if isinstance(wanted, str):
-        wanted = [wanted]
-    wanted = list(wanted) if isinstance(wanted, (list, tuple)) else []
-    if not wanted:
+    wanted = [wanted] if isinstance(wanted, str) else wanted
+    if not wanted or not isinstance(wanted, (list, tuple)):
         raise CheckpointFormatError(
             f"the config of {name} names no architecture; pass architectures=['...ForCausalLM']"
         )
     if "architectures" in overrides:
-        if len(wanted) != 1 or not isinstance(wanted[0], str):
-            raise TypeError(f"architectures must be a list with the name of one class, got {wanted}")
-        overrides["architectures"] = wanted
+        overrides["architectures"] = list(wanted)
     return str(wanted[0])
 
 

@@ -79,8 +79,8 @@ class LoadPlan:
             )
             for key, tensor in sorted(self.stored.items())
         ]
-        named = [self.missing, self.initialised, self.unexpected]
-        described = repr([files, list(self.targets.values()), self.duplicates, named])
+        targets = [*self.targets.values(), *self.duplicates]
+        described = repr([files, targets, self.missing, self.initialised, self.unexpected])
         return hashlib.sha256(described.encode()).hexdigest()
 
 
