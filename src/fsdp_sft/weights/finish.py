@@ -196,7 +196,7 @@ class LoadReport:
         bytes_read: Tensor bytes that this rank has read.
         job_bytes_read: Tensor bytes that all ranks together have read.
         checkpoint_bytes: Bytes of all tensors in the checkpoint.
-        seconds: Duration of the whole call, on this rank.
+        seconds: Duration of planning and reading, on this rank; not of a download.
         loaded: Names of the parameters and buffers that were filled from the checkpoint.
         missing: Names that the checkpoint has no values for, though the model's class expects them.
         unexpected: Names in the checkpoint that the model has no place for.
