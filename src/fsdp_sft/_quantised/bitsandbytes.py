@@ -43,7 +43,7 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
 def _add(tensors: Tensors, key: str) -> None:
     """Add one such weight: the tensor ``key`` of bytes, and those whose names begin with its name."""
     settings = tensors.settings
-    stated = next((name for kind in ("nf4", "fp4") if tensors.is_free(name := f"{key}{_STATE}{kind}")), None)
+    stated = tensors.first(f"{key}{_STATE}{kind}" for kind in ("nf4", "fp4"))
     if stated is None:
         raise settings.refused(f"{key!r} is packed, and {key + _STATE!r}nf4, which it needs, is not there")
     codes = tensors.take(key, key, _STORAGE)

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 
+import torch
+
 from fsdp_sft._quantised import bitsandbytes, compressed, finegrained, gpt_oss, modelopt
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import IN_16_BITS, Settings
@@ -34,6 +36,7 @@ _OF_ACTIVATIONS = re.compile(
 )
 # What some tool leaves beside a weight, whatever the method.
 _OF_ANY = r"weight_(scale|scale_inv|scale_2|packed)$|\.(qweight|weight\.absmax)$"
+_SMALL = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
 def check(settings: Settings) -> None:
@@ -67,9 +70,11 @@ def published(stored: Mapping[str, InFile], settings: Settings) -> dict[str, Sto
     _drop_activations(tensors, stored)
     left = [key for key in stored if key not in tensors.used]
     parts = re.compile(f"{METHODS[settings.method].parts}|{_OF_ANY}")
-    scales = [key for key in left if parts.search(key)]
-    if scales:
-        raise settings.refused(f"{abridged(scales)} belong to no weight that is packed: {IN_16_BITS}")
+    alone = [key for key in left if parts.search(key) or stored[key].entry.dtype in _SMALL]
+    if alone:
+        raise settings.refused(
+            f"{abridged(alone)} belong to no weight that is packed, or have no scales: {IN_16_BITS}"
+        )
     return {**{key: stored[key] for key in left}, **tensors.packed}
 
 

@@ -22,7 +22,7 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
         names = [f"{key}_scale_inv", f"{key}_scale"]
         if key.endswith(".weight"):
             names.append(f"{key.removesuffix('.weight')}.scale")
-        scales = next((name for name in names if tensors.is_free(name)), None)
+        scales = tensors.first(names)
         if scales is None:
             continue
         if tensors.stored[key].entry.dtype == torch.int8:

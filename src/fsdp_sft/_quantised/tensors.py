@@ -41,6 +41,17 @@ class Tensors:
         """Whether there is such a tensor of one of these dtypes that nothing has used."""
         return self.is_free(key) and self.stored[key].entry.dtype in dtypes
 
+    def first(self, keys: Iterable[str]) -> str | None:
+        """The only one of these tensors that there is; None if there is none.
+
+        Raises:
+            CheckpointFormatError: If there are several.
+        """
+        there = [key for key in keys if self.is_free(key)]
+        if len(there) > 1:
+            raise self.settings.refused(f"{abridged(there)} are scales of one tensor, in two ways")
+        return there[0] if there else None
+
     def matrix(self, key: str) -> Ints:
         """The shape of a tensor, which must be a matrix or several.
 

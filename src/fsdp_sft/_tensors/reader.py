@@ -63,8 +63,7 @@ def do_reads(
         bytes and values of a read of several runs.
     """
     ordered = sorted(reads, key=lambda read: (read.runs[0].file, read.runs[0].start))
-    places = {read.place.device for read in ordered}
-    device = next((device for device in places if device.type != "cpu"), torch.device("cpu"))
+    device = next((read.place.device for read in ordered if not read.place.is_cpu), torch.device("cpu"))
     reader = _Reader(ordered, device, progress, damaged)
     try:
         if workers == 1:

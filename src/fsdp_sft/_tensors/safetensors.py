@@ -26,7 +26,6 @@ from fsdp_sft.errors import CheckpointFormatError
 
 _MAX_IO_BYTES = 1 << 30  # Linux reads or writes at most 2 GiB per call
 _ALIGNMENT = 8  # of the tensors' first byte
-_METADATA = "__metadata__"
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -127,7 +126,7 @@ def create(
         FileExistsError: If something of that name exists.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
-    described: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offsets: dict[str, tuple[int, int]] = {}
     end = 0
     for name in order:

@@ -109,12 +109,10 @@ def _load(model: nn.Module, folder: Path, missing: str, unexpected: str, seed: i
             plan = make_plan(base, stored, missing=missing, unexpected=unexpected)
         sources = account(model, plan)
         digest = plan.digest()
-    arguments = {"missing": missing, "unexpected": unexpected, "seed": seed}
-    seen = all_gather_objects((digest, arguments))
+    seen = all_gather_objects((digest, {"missing": missing, "unexpected": unexpected, "seed": seed}))
     if apart := difference([(rank, theirs) for rank, (_, theirs) in enumerate(seen)]):
         raise ValueError(f"ranks load with different arguments: {apart}")
-    different = [rank for rank, (other, _) in enumerate(seen) if other != seen[0][0]]
-    if different:
+    if different := [rank for rank, (other, _) in enumerate(seen) if other != seen[0][0]]:
         raise CheckpointFormatError(
             f"ranks {different[:8]} see another checkpoint in {folder} than rank 0; is every node's copy the "
             "same?"

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -293,8 +292,3 @@ def _differ(stored: Mapping[str, Stored], *names: str) -> bool:
         for read in stored[name].reads(stored[name].piece(name), box, values[index : index + 1])
     )
     return bytes_of(found[0]) != bytes_of(found[1])
-
-
-def matches_any(name: str, patterns: list[str]) -> bool:
-    """Whether one of the regular expressions is found in a name."""
-    return any(re.search(pattern, name) for pattern in patterns)

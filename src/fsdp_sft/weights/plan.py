@@ -1,6 +1,7 @@
 """The plan of a load, from the headers alone: what to read for each parameter and buffer."""
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from fsdp_sft._quantised.settings import IN_16_BITS
 from fsdp_sft._tensors.packed import Packed
 from fsdp_sft._tensors.stored import Piece, Stored
 from fsdp_sft.errors import CheckpointFormatError, abridged
-from fsdp_sft.weights.meta import OLD_ROWS, matches_any
+from fsdp_sft.weights.meta import OLD_ROWS
 from fsdp_sft.weights.provenance import Traced, UntraceableError
 
 
@@ -118,8 +119,8 @@ def make_plan(
     first_names = {id(tensors[name]): name for name in reversed(absent)}
     plan.initialised = [name for name in absent if first_names[id(tensors[name])] == name]
     may_miss, may_be_left = ignored_on_load(twin)
-    plan.missing = [name for name in absent if not matches_any(name, may_miss)]
-    plan.unexpected = sorted(name for name in left_over if not matches_any(name, may_be_left))
+    plan.missing = [name for name in absent if not any(re.search(p, name) for p in may_miss)]
+    plan.unexpected = sorted(name for name in left_over if not any(re.search(p, name) for p in may_be_left))
     within = tuple(f"{name.rpartition('.')[0]}." for name in plan.missing if "." in name)
     beside = {name: stored.get(key) for name, key in left_over.items() if name.startswith(within)}
     packed = [

@@ -73,10 +73,9 @@ def open_checkpoint(folder: Path) -> dict[str, Stored]:
     """
     weight_map = read_index(folder)
     files = {name: resolved_inside(folder, name) for name in sorted(set(weight_map.values())) or [SINGLE]}
-    advice = "; if it is damaged, download it again"
-    # Many names may be links to one file.
     headers = {
-        path: file_header(path, CheckpointFormatError, advice) for path in dict.fromkeys(files.values())
+        path: file_header(path, CheckpointFormatError, "; if it is damaged, download it again")
+        for path in dict.fromkeys(files.values())  # many names may be links to one file
     }
     stored = {key: InFile(path, e) for path in files.values() for key, e in headers[path].entries.items()}
     for key, name in weight_map.items():
