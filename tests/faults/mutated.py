@@ -68,7 +68,7 @@ def _save_safetensors(folder: Path) -> None:
 def _values(path: Path, entries: Any) -> dict[str, Any]:
     data = path.read_bytes()
     return {
-        name: (entry.shape, str(entry.dtype), entry.stride, data[entry.start : entry.end])
+        name: (entry.shape, str(entry.dtype), data[entry.start : entry.end])
         for name, entry in entries.items()
     }
 

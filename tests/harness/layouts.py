@@ -1,7 +1,5 @@
 """Layouts of older checkpoints, which loading has to convert."""
 
-from typing import Any
-
 
 def register_layout(layout: str) -> None:
     """Give Llama a conversion mapping, as transformers does for models whose checkpoints look otherwise."""
@@ -9,28 +7,12 @@ def register_layout(layout: str) -> None:
     from transformers.core_model_loading import (
         Chunk,
         Concatenate,
-        ConversionOps,
         Interleave,
         PermuteForRope,
         Transpose,
         WeightConverter,
         WeightRenaming,
     )
-
-    class Twice(ConversionOps):
-        """Computes, which no tracing of elements can follow."""
-
-        def __init__(self, factor: float = 2.0) -> None:
-            self.factor = factor
-
-        def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **_: Any) -> Any:
-            (tensors,) = input_dict.values()
-            tensor = tensors[0] if isinstance(tensors, list) else tensors
-            return {target_patterns[0]: tensor * self.factor}
-
-        @property
-        def reverse_op(self) -> ConversionOps:
-            return Twice(1 / self.factor)
 
     gate_up = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
     qk = ["self_attn.q_proj.weight", "self_attn.k_proj.weight"]
@@ -50,7 +32,6 @@ def register_layout(layout: str) -> None:
         ],
         "transpose": [WeightConverter("mlp.down.weight", "mlp.down_proj.weight", [Transpose(0, 1)])],
         "rope": [WeightConverter("self_attn.wq.weight", qk[0], [PermuteForRope()])],
-        "computed": [WeightConverter("mlp.down.weight", "mlp.down_proj.weight", [Twice()])],
         "renamed": [WeightRenaming(r"^transformer\.blocks\.", "model.layers.")],
     }
     conversion_mapping.register_checkpoint_conversion_mapping(

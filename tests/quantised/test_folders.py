@@ -44,7 +44,6 @@ def _load(root: Path, mesh_shape: dict[str, int]) -> None:
     for name in FORMATS:
         model: Any = composed(root / name / "stored", mesh=mesh)
         assert difference(model, plain(root / name / "published")) == [], name
-        assert model.load_report.converted_bytes == 0, name
         assert not hasattr(model.config, "quantization_config")
         assert {"bf16", *model.load_report.formats} == set(model.load_report.formats)
         assert len(model.load_report.formats) == 2, name
@@ -106,9 +105,8 @@ def _experts(root: Path, columns: bool) -> None:
             fully_shard(model, mesh=mesh_here(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
         else:
             fs.shard_model(model, mesh=mesh_here())
-        report = fs.load_weights(model, root / name / "stored")
+        fs.load_weights(model, root / name / "stored")
         assert difference(model, plain(root / name / "published")) == []
-        assert report.converted_bytes == 0
 
 
 @pytest.mark.parametrize("columns", [False, True], ids=["by rows", "by columns"])

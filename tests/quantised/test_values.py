@@ -113,9 +113,7 @@ def test_any_box_of_what_a_conversion_made(name: str, workers: int, tmp_path: Pa
     for key, one in made.items():
         (tmp_path / key).mkdir()
         (stored[key],) = opened(tmp_path / key, one).values()
-    moved = _moved(
-        *(provenance.source(k, s.entry.shape, s.entry.dtype, s.entry.stride) for k, s in stored.items())
-    )
+    moved = _moved(*(provenance.source(k, s.entry.shape, s.entry.dtype, s.stride) for k, s in stored.items()))
     expected = _moved(made["a"].values, made["b"].values)
     every = whole(expected.shape)
     boxes = [every, Box((1, 3, 2), (1, 5, 7)), Box((0, 11, 10), (2, 1, 1))]

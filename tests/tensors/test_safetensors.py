@@ -147,5 +147,3 @@ def test_links_and_special_files_are_not_opened(tmp_path: Path) -> None:
 def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
     with pytest.raises(st.CheckpointFormatError, match="complex128"):
         st.create(tmp_path / "new", {"a": (torch.complex128, [1])})
-    with pytest.raises(st.CheckpointFormatError, match="__metadata__"):
-        st.create(tmp_path / "new", {"__metadata__": (torch.float32, [1])})

@@ -62,10 +62,8 @@ def _check_one(folder: Path, mesh: Any) -> Outcome:
     oracle = plain(folder)
     model = build_meta_model(folder)
     fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    report = load_weights(model, folder)
+    load_weights(model, folder)
     problems = difference(model, oracle)
-    if report.converted_bytes:
-        problems.append("tensors are converted whole")
     fs.shard_model(build_meta_model(folder), mesh=mesh)  # whose default policy groups some modules otherwise
     try:
         expected = _forward(oracle)

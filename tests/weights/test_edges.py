@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from transformers import LlamaForCausalLM
 
 import fsdp_sft as fs
 from fsdp_sft._tensors.stored import file_header
@@ -319,7 +320,7 @@ def test_an_index_that_is_not_text(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path)
     for data in (b"\xff\xfe", b"", b"null", b'{"weight_map": null}', b"[" * 100_000):
         (folder / "model.safetensors.index.json").write_bytes(data)
-        with pytest.raises(CheckpointFormatError, match="not an index"):
+        with pytest.raises(CheckpointFormatError, match=r"not an index|index\.json is not JSON"):
             open_checkpoint(folder)
 
 
@@ -468,7 +469,7 @@ def test_corners_of_tracing(code: Callable[[Any], Any]) -> None:
 
 
 def _check_padded(folder: Path) -> None:
-    """A conversion that adds zeros of its own: converted whole, not refused."""
+    """A conversion that adds zeros of its own."""
     from transformers import conversion_mapping
     from transformers.core_model_loading import ConversionOps, WeightConverter
 
@@ -484,15 +485,23 @@ def _check_padded(folder: Path) -> None:
 
     converter = WeightConverter("mlp.short.weight", "mlp.up_proj.weight", [Pad()])
     conversion_mapping.register_checkpoint_conversion_mapping("LlamaForCausalLM", [converter], overwrite=True)
-    oracle = plain(folder)
     model = build_meta_model(folder)
     fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32)
-    report = load_weights(model, folder)
-    assert report.converted_bytes > 0
+    with pytest.raises(CheckpointFormatError, match=r"up_proj.*save_original_format=False"):
+        load_weights(model, folder)
+    # The way that the message shows.
+    model = LlamaForCausalLM.from_pretrained(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / "once", save_original_format=False)
+    dist.barrier()
+    oracle = plain(folder)
+    model = build_meta_model(folder / "once")
+    fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32)
+    load_weights(model, folder / "once")
     assert difference(model, oracle) == []
 
 
-def test_a_conversion_that_adds_numbers_of_its_own(tmp_path: Path) -> None:
+def test_a_conversion_that_adds_numbers_of_its_own_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     tensors = tensors_of(tmp_path)
     for name in [name for name in tensors if "up_proj" in name]:

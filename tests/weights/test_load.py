@@ -43,7 +43,7 @@ def _check_families(folder: Path, families: list[str], mesh_shape: dict[str, int
             batch = ragged_batches(2)[0]
             inputs = {name: batch[name].to(device_here()) for name in ("input_ids", "attention_mask")}
             assert torch.equal(model(**inputs).logits, oracle.to(device_here())(**inputs).logits), family
-        assert report.converted_bytes == 0, family
+        assert report.job_bytes_read <= 1.05 * report.checkpoint_bytes, family
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def _check_experts(folder: Path, experts: int, reshard_after_forward: bool | int
     model = build_meta_model(folder)
     fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32, reshard_after_forward=reshard_after_forward)
     report = load_weights(model, folder)
-    assert report.converted_bytes == 0
+    assert report.job_bytes_read <= 1.05 * report.checkpoint_bytes
     assert difference(model, plain(folder)) == []
     gate_up = dict(model.named_parameters())["model.layers.0.mlp.experts.gate_up_proj"]
     if reshard_after_forward is True:
@@ -197,7 +197,6 @@ LAYOUTS = [
     "concatenate-columns",
     "transpose",
     "rope",
-    "computed",
     "renamed",
 ]
 
@@ -219,7 +218,7 @@ def _check_layout(folder: Path, layout: str, mesh_shape: dict[str, int]) -> str 
     fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
     report = load_weights(model, folder)
     assert difference(model, oracle) == [], layout
-    assert (report.converted_bytes > 0) == (layout == "computed")
+    assert report.bytes_read < report.checkpoint_bytes, "each rank reads what its shards are made of"
     assert [str(c) for c in model._weight_conversions] == [str(c) for c in oracle._weight_conversions]
     return None
 
@@ -230,10 +229,6 @@ def test_layouts_of_older_checkpoints(tmp_path: Path, layout: str) -> None:
     if refusal is not None:
         assert layout == "rope", refusal
         pytest.skip(f"save_pretrained of this transformers cannot write the layout: {refusal}")
-
-
-def test_a_computed_layout_on_replicas(tmp_path: Path) -> None:
-    assert run_distributed(_check_layout, 4, tmp_path, "computed", {"dp_replicate": 2})[0] is None
 
 
 def test_tracing_finds_every_element(tmp_path: Path) -> None:

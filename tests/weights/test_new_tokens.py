@@ -203,9 +203,6 @@ def _other_rows(folder: str) -> None:
 
 def test_what_cannot_be_resized_says_so(tmp_path: Path) -> None:
     save_tiny(tmp_path)
-    for size in (0, True):
-        with pytest.raises(ValueError, match="positive"):
-            fs.build_meta_model(tmp_path, new_vocab_size=size)
     tiny_architecture("MarianForCausalLM").save_pretrained(tmp_path / "marian")
     with pytest.raises(fs.UnsupportedModelError, match=r"Marian\w+: its input embeddings keep \d+ rows"):
         fs.build_meta_model(tmp_path / "marian", new_vocab_size=500)

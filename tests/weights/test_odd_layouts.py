@@ -105,7 +105,8 @@ def test_a_tower_whose_package_is_missing(tmp_path: Path) -> None:
 
 def _check_transposed(folder: Path) -> None:
     model = fs.load_pretrained(folder, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
-    assert model.load_report.converted_bytes == 0, "each rank reads its own experts alone"
+    report = model.load_report
+    assert report.job_bytes_read <= 1.05 * report.checkpoint_bytes, "each rank reads its own experts alone"
     apart = [problem for problem in difference(model, plain(folder)) if ".visual." not in problem]
     assert apart == [], "but for the tower, which is frozen"
 

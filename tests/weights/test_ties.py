@@ -80,28 +80,18 @@ def test_names_that_the_checkpoint_has_otherwise(tmp_path: Path) -> None:
 
 
 def _check_converted(folder: Path, mesh_shape: dict[str, int], equal: bool) -> None:
-    """The head alone is computed from what is stored, by code that cannot be cut."""
+    """The head alone is stored in two parts."""
     from transformers import conversion_mapping
-    from transformers.core_model_loading import ConversionOps, WeightConverter
+    from transformers.core_model_loading import Concatenate, WeightConverter
 
-    class Halve(ConversionOps):
-        def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **_: Any) -> Any:
-            (tensors,) = input_dict.values()
-            tensor = tensors[0] if isinstance(tensors, list) else tensors
-            return {target_patterns[0]: tensor / 2}
-
-        @property
-        def reverse_op(self) -> ConversionOps:
-            return self
-
-    converter = WeightConverter("head_twice.weight", "lm_head.weight", [Halve()])
+    converter = WeightConverter(["head_a.weight", "head_b.weight"], "lm_head.weight", [Concatenate(0)])
     conversion_mapping.register_checkpoint_conversion_mapping("Qwen2ForCausalLM", [converter], overwrite=True)
     if equal:
         model = _load(folder, mesh_shape)
         expected = tensors_of(folder)[EMBEDDING].float()
         assert torch.equal(full(model.lm_head.weight), expected)
     else:
-        with pytest.raises(fs.CheckpointFormatError, match="lm_head"):
+        with pytest.raises(fs.CheckpointFormatError, match="head_b"):
             _load(folder, mesh_shape)
 
 
@@ -109,7 +99,8 @@ def _check_converted(folder: Path, mesh_shape: dict[str, int], equal: bool) -> N
 def test_a_second_name_that_is_converted_is_compared_too(tmp_path: Path, equal: bool) -> None:
     folder = _stored_twice(tmp_path, 0.0 if equal else 1.0)
     tensors = tensors_of(folder)
-    tensors["head_twice.weight"] = tensors.pop(HEAD) * 2
+    head = tensors.pop(HEAD)
+    tensors |= {"head_a.weight": head[:40].clone(), "head_b.weight": head[40:].clone()}
     rewrite(folder, tensors)
     run_distributed(_check_converted, 4, folder, {"dp_replicate": 2}, equal)
 

@@ -3,7 +3,7 @@
 from torch import nn
 
 from fsdp_sft._quantised.find import METHODS
-from fsdp_sft._quantised.settings import IN_16_BITS, settings_of_config
+from fsdp_sft._quantised.settings import IN_16_BITS, settings_of
 from fsdp_sft.errors import UnsupportedModelError
 
 
@@ -19,7 +19,7 @@ def refuse_quantised_model(model: nn.Module) -> None:
         if config is None or not getattr(module, "is_quantized", False):
             continue
         folder = str(getattr(config, "name_or_path", "") or "folder")
-        settings = settings_of_config(folder, config)
+        settings = settings_of(folder, config)
         method = settings.method if settings is not None else "of a format without quant_method"
         if method == "gguf" and all(p.is_floating_point() for p in module.parameters()):
             continue  # transformers says so of any model that it read from a GGUF, and dequantised

@@ -72,7 +72,7 @@ def _add(tensors: Tensors, key: str) -> None:
         parts["outer"] = StoredPart(outer, (1, block * nested), -(-blocks // nested))
         parts["outer_table"] = StoredPart(tensors.shaped(f"{key}.nested_quant_map", (256,), key, _FLOAT))
     else:
-        if tensors.entry(f"{key}.absmax").dtype == torch.bfloat16:
+        if tensors.stored[f"{key}.absmax"].entry.dtype == torch.bfloat16:
             raise settings.refused(
                 f"the scales of {key!r} are bfloat16 and in another order: bitsandbytes 0.50 changes them in "
                 "the first forward on a CPU, and its own reader then gives other weights. Quantise the "

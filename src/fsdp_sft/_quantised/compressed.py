@@ -63,7 +63,7 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
     for key in keys:
         if not tensors.is_free(key):
             continue
-        dtype, name = tensors.entry(key).dtype, key.removesuffix(_PACKED)
+        dtype, name = tensors.stored[key].entry.dtype, key.removesuffix(_PACKED)
         if name != key and dtype == torch.int32:
             _find_int4(tensors, name, blocks[True])
         elif name != key and dtype == torch.uint8:

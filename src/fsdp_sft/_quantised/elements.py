@@ -23,7 +23,6 @@ from fsdp_sft._tensors.stored import Ints
 
 FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
-_BYTES = (torch.uint8, torch.int8)
 OF_32, _OF_16 = 32, 16
 
 
@@ -66,7 +65,7 @@ def _nibbles(
 ) -> tuple[dict[str, StoredPart], Ints]:
     """The codes and scales of a weight in 4-bit floats, and the shape of its values."""
     *lead, half = tensors.matrix(codes)
-    stored = tensors.take(codes, codes, _BYTES)
+    stored = tensors.take(codes, codes, (torch.uint8, torch.int8))
     columns = -(-2 * half // across)
     scaled = tensors.shaped(scales, (*lead, columns), codes, of_scales)
     parts = {"codes": StoredPart(stored, (1, 2), half), "scale": StoredPart(scaled, (1, across), columns)}

@@ -36,7 +36,7 @@ _OF_ACTIVATIONS = re.compile(
 )
 # What some tool leaves beside a weight, whatever the method.
 _OF_ANY = r"weight_(scale|scale_inv|scale_2|packed)$|\.(qweight|weight\.absmax)$"
-_ONE_BYTE = (torch.uint8, torch.int8, torch.int32)
+_SMALL = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
 def check(settings: Settings) -> None:
@@ -70,14 +70,11 @@ def published(stored: Mapping[str, InFile], settings: Settings) -> dict[str, Sto
     _drop_activations(tensors, stored)
     left = [key for key in stored if key not in tensors.used]
     parts = re.compile(f"{METHODS[settings.method].parts}|{_OF_ANY}")
-    scales = [key for key in left if parts.search(key)]
-    if scales:
-        raise settings.refused(f"{abridged(scales)} belong to no weight that is packed: {IN_16_BITS}")
-    for key in left:
-        dtype = stored[key].entry.dtype
-        small = dtype.is_floating_point and dtype.itemsize == 1
-        if small or (dtype in _ONE_BYTE and key.endswith(".weight")):
-            raise settings.refused(f"{key!r} is stored as {dtype}, and there are no scales for it")
+    alone = [key for key in left if parts.search(key) or stored[key].entry.dtype in _SMALL]
+    if alone:
+        raise settings.refused(
+            f"{abridged(alone)} belong to no weight that is packed, or have no scales: {IN_16_BITS}"
+        )
     return {**{key: stored[key] for key in left}, **tensors.packed}
 
 

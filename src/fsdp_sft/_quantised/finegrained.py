@@ -12,8 +12,6 @@ from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._quantised.tensors import Method, Tensors
 from fsdp_sft._tensors.stored import Ints
 
-_WHOLE: list[Ints | None] = [None, (0, 0), (1, 0)]
-
 
 def find(tensors: Tensors, keys: Iterable[str]) -> None:
     """Add all weights in FP8, and those of 4 bits that DeepSeek-V4 keeps in int8."""
@@ -27,7 +25,7 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
         scales = tensors.first(names)
         if scales is None:
             continue
-        if tensors.entry(key).dtype == torch.int8:
+        if tensors.stored[key].entry.dtype == torch.int8:
             elements.find_mx(tensors, key, key, scales)
         else:
             elements.find(tensors, key, scales, blocks)
@@ -37,7 +35,7 @@ def check(settings: Settings) -> list[Ints | None]:
     """Layouts that scales may have: blocks of the config, or one for the tensor, a matrix or a channel."""
     size = settings.fields.get("weight_block_size")
     if size is None:
-        return _WHOLE
+        return [None, (0, 0), (1, 0)]
     if not isinstance(size, (list, tuple)) or len(size) != 2:
         raise settings.refused(f"weight_block_size={size!r:.80} is not two numbers, of rows and columns")
     down, across = (settings.block(each, "weight_block_size") for each in size)

@@ -12,7 +12,6 @@ from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._quantised.tensors import Method, Tensors
 
 _ALGORITHMS = ("fp8", "fp8_per_channel_per_token", "mixed_precision", "mxfp8", "nvfp4", "w4a16_nvfp4")
-_BLOCKS = [None, (1, 0), (1, 32)]
 
 
 def check(settings: Settings) -> None:
@@ -25,11 +24,11 @@ def find(tensors: Tensors, keys: Iterable[str]) -> None:
     for key in keys:
         if not (tensors.is_free(key) and tensors.is_free(f"{key}_scale")):
             continue
-        dtype = tensors.entry(key).dtype
+        dtype = tensors.stored[key].entry.dtype
         if dtype == torch.uint8:
             elements.find_nv(tensors, key, key, f"{key}_scale", f"{key}_scale_2", divide=False)
         elif dtype in elements.FLOATS:
-            elements.find(tensors, key, f"{key}_scale", list(_BLOCKS))
+            elements.find(tensors, key, f"{key}_scale", [None, (1, 0), (1, 32)])
 
 
 def bits(settings: Settings, dims: int) -> float:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_sft._process.bounds import MAX_SETTINGS_BYTES, parse_json
-from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._tensors.disk import read_bytes
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError, abridged
 
@@ -65,31 +64,30 @@ class Settings:
         return value
 
 
-def settings_of(folder: Path) -> Settings | None:
-    """How the checkpoint in a folder is quantised; None if nothing there says that it is.
+def settings_of(name: str | Path, config: Any = None) -> Settings | None:
+    """How a checkpoint is quantised; None if nothing says that it is.
+
+    Args:
+        name: Its folder; with a config also another name, for messages.
+        config: Its config as transformers has read it, or the fields; None reads them in the folder.
 
     Raises:
-        CheckpointFormatError: If two parts of its config say different things, or a file is not JSON.
+        CheckpointFormatError: If two parts of the config say different things, or a file is not JSON.
     """
-    config = read_settings(folder / CONFIG)
-    found = list(settings_in(config))
-    for name, method in OTHER_FILES.items():
-        if not found and (folder / name).is_file():
-            fields = read_settings(folder / name)
+    found = list(settings_in(read_settings(Path(name, CONFIG)) if config is None else config))
+    for file, method in OTHER_FILES.items():
+        if not found and name and (fields := read_settings(Path(name, file))):
             inner = fields.get("quantization", fields)
             found = [{"quant_method": method, **(inner if isinstance(inner, dict) else {})}]
-    return _one(str(folder), found)
-
-
-def settings_of_config(folder: str, config: Any) -> Settings | None:
-    """The same of a config that transformers has read, or of its fields."""
-    return _one(folder, list(settings_in(config)))
-
-
-def settings_for(name: str, config: Any) -> Settings | None:
-    """How a checkpoint is quantised, by its config, or a file beside it if ``name`` is a folder."""
-    found = settings_of_config(name, config)
-    return settings_of(Path(name)) if found is None and name and Path(name).is_dir() else found
+    if not found:
+        return None
+    if any(other != found[0] for other in found[1:]):
+        raise CheckpointFormatError(f"{name} is quantised in two ways, by the parts of its config")
+    stated = found[0].get("quant_method")
+    stated = getattr(stated, "value", stated)
+    if stated is None and "modelopt" in str(found[0].get("producer", "")):
+        stated = "modelopt"
+    return Settings(str(name), str(stated or "of a format without quant_method")[:80], found[0])
 
 
 def settings_in(config: Any) -> Iterator[dict[str, Any]]:
@@ -118,29 +116,16 @@ def is_config(name: Any, value: Any) -> bool:
     return str(name).endswith("_config") and name not in _KEYS and is_one
 
 
-def _one(folder: str, found: list[dict[str, Any]]) -> Settings | None:
-    if not found:
-        return None
-    if any(other != found[0] for other in found[1:]):
-        raise CheckpointFormatError(f"{folder} is quantised in two ways, by the parts of its config")
-    method = found[0].get("quant_method")
-    method = getattr(method, "value", method)
-    if method is None and str(found[0].get("producer", "")).find("modelopt") >= 0:
-        method = "modelopt"
-    return Settings(folder, str(method or "of a format without quant_method")[:80], found[0])
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """The fields of a small JSON file; none if there is no such file.
+def read_settings(path: Path, most: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
+    """The fields of a JSON file beside the weights; none if there is no such file.
 
     Raises:
-        CheckpointFormatError: If it is not JSON.
+        CheckpointFormatError: If it is not JSON, or has more than ``most`` bytes.
     """
     if not os.path.lexists(path):
         return {}
     try:
-        fields = parse_json(read_bytes(path.resolve(), MAX_SETTINGS_BYTES), path.name)
-    except (OSError, CheckpointCorruptError, ValueError) as error:
-        blame_no_file(error, path)
+        fields = parse_json(read_bytes(path.resolve(), most), path.name)  # in the Hub's cache it is a link
+    except (CheckpointCorruptError, ValueError) as error:
         raise CheckpointFormatError(f"{path} cannot be read: {error}") from None
     return fields if isinstance(fields, dict) else {}

@@ -22,28 +22,24 @@ class Tensors:
     """The tensors of one checkpoint by name, each of which one format may use.
 
     Attributes:
+        stored: The stored tensors, by name.
         settings: How the checkpoint is quantised, according to its config.
         packed: Tensors that were made of stored ones, by the names that they are published under.
         used: Names of the stored tensors that they were made of, and what each was used for.
     """
 
     def __init__(self, stored: Mapping[str, InFile], settings: Settings) -> None:
-        self.settings = settings
+        self.stored, self.settings = stored, settings
         self.packed: dict[str, Packed] = {}
         self.used: dict[str, str] = {}
-        self._stored = stored
 
     def is_free(self, key: str) -> bool:
         """Whether there is such a tensor that nothing has used."""
-        return key in self._stored and key not in self.used
+        return key in self.stored and key not in self.used
 
     def is_of(self, key: str, *dtypes: torch.dtype) -> bool:
         """Whether there is such a tensor of one of these dtypes that nothing has used."""
-        return self.is_free(key) and self._stored[key].entry.dtype in dtypes
-
-    def entry(self, key: str) -> TensorEntry:
-        """Dtype and shape of a tensor."""
-        return self._stored[key].entry
+        return self.is_free(key) and self.stored[key].entry.dtype in dtypes
 
     def first(self, keys: Iterable[str]) -> str | None:
         """The only one of these tensors that there is; None if there is none.
@@ -62,7 +58,7 @@ class Tensors:
         Raises:
             CheckpointFormatError: If it has fewer than two dimensions, or is empty.
         """
-        shape = self.entry(key).shape
+        shape = self.stored[key].entry.shape
         if len(shape) < 2 or 0 in shape:
             raise self.settings.refused(f"{key!r} of shape {shape} is packed, and no matrix")
         return shape
@@ -73,16 +69,14 @@ class Tensors:
         Raises:
             CheckpointFormatError: If there is none, another uses it, or it has none of these dtypes.
         """
-        if key not in self._stored:
+        if key not in self.stored:
             raise self.settings.refused(f"{owner!r} is packed, and {key!r}, which it needs, is not there")
         if key in self.used:
             raise self.settings.refused(f"{key!r} belongs to {self.used[key]!r} and to {owner!r}")
-        stored = self._stored[key]
+        stored = self.stored[key]
         if stored.entry.dtype not in dtypes:
             names = abridged(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise self.settings.refused(f"{key!r} is of {stored.entry.dtype}, where {names} is expected")
-        if stored.entry.stride is not None:
-            raise self.settings.refused(f"{key!r} is not stored in the order of its rows")
         self.used[key] = owner
         return stored
 
@@ -100,8 +94,8 @@ class Tensors:
     def mismatch(self, key: str, wanted: Ints | str, owner: str) -> CheckpointFormatError:
         """The error about a tensor whose shape does not go with that of its owner."""
         return self.settings.refused(
-            f"{key!r} has shape {tuple(self.entry(key).shape)}, where {owner!r} of shape "
-            f"{tuple(self.entry(owner).shape)} needs {wanted}"
+            f"{key!r} has shape {tuple(self.stored[key].entry.shape)}, where {owner!r} of shape "
+            f"{tuple(self.stored[owner].entry.shape)} needs {wanted}"
         )
 
     def one(self, key: str, owner: str) -> StoredPart:
@@ -191,8 +185,8 @@ class Tensors:
         if 0 in (height, width):
             raise self.settings.refused(f"{owner!r} is empty")
         size = sum(part.stored.entry.num_bytes for part in parts.values())
-        entry = TensorEntry(dtype, shape, 0, size, stride)
-        self.packed[name] = Packed(entry, form, width, height, parts, decode, by_rows)
+        entry = TensorEntry(dtype, shape, 0, size)
+        self.packed[name] = Packed(entry, form, width, height, parts, decode, by_rows, stride)
 
     def read(self, key: str) -> torch.Tensor:
         """The elements of a small tensor, which say how others are packed.
@@ -200,7 +194,7 @@ class Tensors:
         Raises:
             CheckpointFormatError: If it is not small, or cannot be read.
         """
-        stored = self._stored[key]
+        stored = self.stored[key]
         if stored.entry.num_bytes > _MAX_READ_BYTES:
             raise self.settings.refused(f"{key!r} has {stored.entry.num_bytes} bytes: it cannot be a setting")
         tensor = torch.empty(stored.entry.shape, dtype=stored.entry.dtype)

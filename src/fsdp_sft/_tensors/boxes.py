@@ -186,15 +186,6 @@ def check_ranks_ascend(mesh: DeviceMesh, placements: Sequence[Any]) -> None:
             )
 
 
-def replicate_dims(tensor: torch.Tensor) -> tuple[DeviceMesh, list[int]] | None:
-    """(mesh of a tensor, axes along which it is replicated); None if no two ranks hold the same."""
-    if not isinstance(tensor, DTensor):
-        return None
-    mesh = tensor.device_mesh
-    dims = [d for d, p in enumerate(tensor.placements) if isinstance(p, Replicate) and mesh.size(d) > 1]
-    return (mesh, dims) if dims else None
-
-
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of ``tensor``, which shares its memory."""
     detached = tensor.detach()

@@ -16,15 +16,15 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from fsdp_sft._tensors.boxes import Box, chunk_of
 from fsdp_sft._tensors.packed_shard import Decode, RowFormat
 from fsdp_sft._tensors.safetensors import TensorEntry
-from fsdp_sft._tensors.stored import ByteRange, InFile, Ints, Piece, Read, Stored
+from fsdp_sft._tensors.stored import MIN_RUN_BYTES, ByteRange, InFile, Ints, Piece, Read, Stored, intersect
 
 # Values that a thread computes at once: with what they are computed from, and what comes in between, they
 # take up to 48 bytes each.
 _AT_ONCE = 1 << 19
 _PartRead: TypeAlias = tuple[tuple[ByteRange, ...], Callable[[list[torch.Tensor]], torch.Tensor]]
-_MIN_RUN_BYTES = 512  # reading shorter runs one by one costs more than reading the rows that they lie in
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class StoredPart:
         count, size = last + 1 - first, entry.dtype.itemsize
         row_bytes, wanted = self.columns * size, (right - left) * size
         start = entry.start + first * row_bytes
-        if wanted == row_bytes or wanted < _MIN_RUN_BYTES or 2 * wanted >= row_bytes:
+        if wanted == row_bytes or wanted < MIN_RUN_BYTES or 2 * wanted >= row_bytes:
             whole = ByteRange(self.stored.file, start, count * row_bytes)
             return (whole,), partial(_rows, entry.dtype, count, slice(left, right), place)
         starts = range(start + left * size, start + left * size + count * row_bytes, row_bytes)
@@ -112,10 +112,10 @@ class Packed(Stored):
     """A tensor whose values are computed from several stored ones.
 
     Its values lie in rows: those of a matrix, and of further matrices of the same size behind it. ``entry``
-    says how the published tensor lies in these, by its strides, so it may be transposed.
+    says what is published, and ``stride`` how it lies in these, so it may be transposed.
 
     Attributes:
-        entry: Shape and strides of the published tensor. The dtype holds all of its values: float32, or a
+        entry: Shape of the published tensor. The dtype holds all of its values: float32, or a
             narrower one if they are exact in it. Start and end say how many bytes its parts take.
         format: Name of the format.
         width: Number of values in each row.
@@ -127,6 +127,7 @@ class Packed(Stored):
             may follow those that were asked for.
         by_rows: The same from parts that all have a row for each row of values, whatever the numbers of the
             rows; None if a row has no bytes of its own. Parts of one element are repeated for each row.
+        stride: See ``Stored``.
     """
 
     entry: TensorEntry
@@ -136,6 +137,7 @@ class Packed(Stored):
     parts: Mapping[str, StoredPart]
     decode: Decode
     by_rows: Decode | None = None
+    stride: Ints | None = None
 
     def row_format(self) -> RowFormat | None:
         """How a row's values are computed from its own bytes; None if it has none of its own."""
@@ -223,14 +225,16 @@ def _cuts(part: Piece, place: torch.Tensor, width: int, at_once: int) -> Iterato
     It is cut along its dimension of the largest stride, so that each part lies within the fewest rows.
     """
     block = _block(part, width)
-    if part.numel == 1 or len(block.rows) * len(block.columns) <= at_once:
+    if len(block.rows) * len(block.columns) <= at_once:
         yield part, place
         return
     outer = max(range(len(part.size)), key=lambda d: (part.size[d] > 1, part.stride[d]))
     size = part.size[outer]
-    count = max(1, min(at_once // max(1, part.stride[outer]), -(-size // 2)))
-    for at, view in zip(range(0, size, count), place.split(count, outer), strict=True):
-        yield from _cuts(part.narrowed(outer, at, min(count, size - at)), view, width, at_once)
+    chunks = -(-size // max(1, min(at_once // max(1, part.stride[outer]), -(-size // 2))))
+    for index, view in enumerate(place.chunk(chunks, outer)):
+        own = intersect(part, chunk_of(Box(part.start, part.size), outer, chunks, index))
+        assert own is not None
+        yield from _cuts(own, view, width, at_once)
 
 
 def _block(part: Piece, width: int) -> _Block:
@@ -241,7 +245,9 @@ def _block(part: Piece, width: int) -> _Block:
         (n - 1) * step for n, step, down in zip(part.size, part.stride, downwards, strict=True) if not down
     )
     if column + span > width:  # it goes on in the next row: all columns, side by side
-        last = (part.offset + part.span - 1) // width
+        last = (
+            part.offset + sum((n - 1) * step for n, step in zip(part.size, part.stride, strict=True))
+        ) // width
         return _Block(range(row, last + 1), range(width), tuple(0 for _ in part.size), part.stride, column)
     row_steps = tuple(step // width if down else 0 for step, down in zip(part.stride, downwards, strict=True))
     column_steps = tuple(0 if down else step for step, down in zip(part.stride, downwards, strict=True))

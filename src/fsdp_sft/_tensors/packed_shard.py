@@ -184,8 +184,8 @@ class PackedShard(torch.Tensor):
                 moved = shard.rows.to(device or shard.rows.device, non_blocking=not waits, copy=True)
                 return cls(moved, shard.lies, shard.count, shard.dtype)
         raise UnsupportedModelError(
-            f"{name} of a frozen weight whose shards are kept in {_form_of(args)}: only its gathered values "
-            "can be computed with; fsdp_sft exports and merges it"
+            f"{name} of a frozen weight whose shards are kept packed: only its gathered values can be "
+            "computed with; fsdp_sft exports and merges it"
         )
 
     def fsdp_pre_all_gather(
@@ -218,8 +218,3 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor as it is held: its values, or its packed bytes."""
     local = local_of(tensor)
     return local.rows if isinstance(local, PackedShard) else local
-
-
-def _form_of(args: Any) -> str:
-    found = next((arg for arg in args if isinstance(arg, PackedShard)), None)
-    return "packed bytes" if found is None else found.lies.form.name

@@ -63,8 +63,7 @@ def do_reads(
         bytes and values of a read of several runs.
     """
     ordered = sorted(reads, key=lambda read: (read.runs[0].file, read.runs[0].start))
-    places = {read.place.device for read in ordered}
-    device = next((device for device in places if device.type != "cpu"), torch.device("cpu"))
+    device = next((read.place.device for read in ordered if not read.place.is_cpu), torch.device("cpu"))
     reader = _Reader(ordered, device, progress, damaged)
     try:
         if workers == 1:
@@ -74,7 +73,8 @@ def do_reads(
                 for done in [pool.submit(reader.work) for _ in range(workers)]:
                     done.result()
     finally:
-        reader.close()
+        for fd in reader.descriptors.values():
+            os.close(fd)
     return sum(read.num_bytes for read in ordered)
 
 
@@ -94,7 +94,7 @@ class _Reader:
         self._damaged = damaged
         self._taken = 0
         self._left = Counter(run.file for read in reads for run in read.runs)  # runs of each file
-        self._descriptors: dict[Path, int] = {}
+        self.descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
 
     def work(self) -> None:
@@ -126,14 +126,14 @@ class _Reader:
 
     def _descriptor(self, file: Path) -> int:
         """Descriptor of a file, which is opened when it is first needed."""
-        if file not in self._descriptors:
+        if file not in self.descriptors:
             try:
-                self._descriptors[file] = open_file(file)
+                self.descriptors[file] = open_file(file)
             except (OSError, CheckpointFormatError) as error:
                 blame_no_file(error, file)
                 raise self._damaged(f"{file} cannot be opened: {error}") from None
-            advise(self._descriptors[file], 0, 0, "POSIX_FADV_RANDOM")
-        return self._descriptors[file]
+            advise(self.descriptors[file], 0, 0, "POSIX_FADV_RANDOM")
+        return self.descriptors[file]
 
     def _done(self, read: Read) -> None:
         """Close a file when all of it has been read: a step that 1,024 ranks saved has 1,024 files."""
@@ -141,12 +141,12 @@ class _Reader:
             for run in read.runs:
                 self._left[run.file] -= 1
                 if not self._left[run.file]:
-                    os.close(self._descriptors.pop(run.file))
+                    os.close(self.descriptors.pop(run.file))
 
     def _fetch(self, run: ByteRange, key: str, memory: torch.Tensor) -> torch.Tensor:
         """Fill host memory with a run's bytes."""
         try:
-            read_at(self._descriptors[run.file], run.start, bytes_of(memory))
+            read_at(self.descriptors[run.file], run.start, bytes_of(memory))
         except (OSError, CheckpointFormatError) as error:
             blame_no_file(error, run.file)
             raise self._damaged(
@@ -168,27 +168,11 @@ class _Reader:
             # The device casts. The host waits for the copy, and another thread reads meanwhile.
             raws.append(self._fetch(run, read.key, memory).to(read.place.device))
         values = read.make(raws)
-        if read.compare:
-            check_same(read.key, read.place, values.to(read.place.dtype))
-        else:
+        if not read.compare:
             read.place.copy_(values)
-
-    def close(self) -> None:
-        """Close every file."""
-        for fd in self._descriptors.values():
-            os.close(fd)
-        self._descriptors.clear()
-
-
-def check_same(name: str, values: torch.Tensor, stored: torch.Tensor) -> None:
-    """Refuse a checkpoint that holds different values for the two names of a tied tensor.
-
-    Raises:
-        CheckpointFormatError: If the values differ; the message names the tensor.
-    """
-    if not torch.equal(values, stored) and not torch.equal(values.nan_to_num(), stored.nan_to_num()):
-        raise CheckpointFormatError(
-            f"the checkpoint holds different values for {name!r} and for the tensor it is tied to; to keep "
-            "the two apart, build_meta_model(..., tie_word_embeddings=False); a module of your own must not "
-            "tie them"
-        )
+        elif not torch.equal(read.place.nan_to_num(), values.to(read.place.dtype).nan_to_num()):
+            raise CheckpointFormatError(
+                f"the checkpoint holds different values for {read.key!r} and for the tensor it is tied to; "
+                "to keep the two apart, build_meta_model(..., tie_word_embeddings=False); a module of your "
+                "own must not tie them"
+            )

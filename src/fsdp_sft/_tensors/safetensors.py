@@ -26,7 +26,6 @@ from fsdp_sft.errors import CheckpointFormatError
 
 _MAX_IO_BYTES = 1 << 30  # Linux reads or writes at most 2 GiB per call
 _ALIGNMENT = 8  # of the tensors' first byte
-_METADATA = "__metadata__"
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -61,14 +60,12 @@ class TensorEntry:
         shape: Shape of the tensor.
         start: Position of its first byte in the file.
         end: Position one past its last byte.
-        stride: Distance between neighbours in the file, in elements, per dimension; None is row-major order.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     end: int
-    stride: tuple[int, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -125,16 +122,14 @@ def create(
         (open file descriptor, layout, bytes of the header as written).
 
     Raises:
-        CheckpointFormatError: If a dtype or a name cannot be stored, or the header would be too large.
+        CheckpointFormatError: If a dtype cannot be stored, or the header would be too large.
         FileExistsError: If something of that name exists.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
-    described: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offsets: dict[str, tuple[int, int]] = {}
     end = 0
     for name in order:
-        if name == _METADATA:
-            raise CheckpointFormatError(f"a tensor cannot be named {_METADATA!r}")
         dtype, shape = tensors[name]
         start, end = end, end + num_bytes(dtype, shape)
         offsets[name] = (start, end)

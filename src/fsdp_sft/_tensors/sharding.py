@@ -48,8 +48,17 @@ class Sharding:
     @property
     def copies(self) -> int:
         """Number of ranks that have each part."""
-        cut = {axis for axis, _ in self.splits}
-        return math.prod(n for axis, n in enumerate(self.mesh_shape) if axis not in cut)
+        return math.prod(self.mesh_shape[axis] for axis in self._uncut)
+
+    @property
+    def _uncut(self) -> list[int]:
+        """The axes along which ranks have copies."""
+        return [axis for axis in range(len(self.mesh_shape)) if axis not in dict(self.splits)]
+
+    @property
+    def _order(self) -> Sequence[int]:
+        """The ranks of the mesh in row-major order."""
+        return range(math.prod(self.mesh_shape)) if self.ranks is None else self.ranks
 
     def parts(
         self, shape: Sequence[int], copy: int = 0, wanted: Box | None = None
@@ -74,12 +83,9 @@ class Sharding:
             rank: The rank.
         """
         place = self._coordinate(rank)
-        if place is None:
-            return None
-        cut = {axis for axis, _ in self.splits}
         own = self._place_of_copy(copy)
         # Along the axes that do not cut, the coordinates say which copy a rank has.
-        if any(place[axis] != own[axis] for axis in range(len(place)) if axis not in cut):
+        if place is None or any(place[axis] != own[axis] for axis in self._uncut):
             return None
         box = box_at(shape, self.splits, self.mesh_shape, place)
         return box if box.numel else None
@@ -107,11 +113,9 @@ class Sharding:
 
     def _place_of_copy(self, copy: int) -> list[int]:
         """The coordinate of a copy: digits of its number along the axes that do not cut, zeros elsewhere."""
-        cut = {axis for axis, _ in self.splits}
         place = [0] * len(self.mesh_shape)
-        for axis in reversed(range(len(self.mesh_shape))):
-            if axis not in cut:
-                copy, place[axis] = divmod(copy, self.mesh_shape[axis])
+        for axis in reversed(self._uncut):
+            copy, place[axis] = divmod(copy, self.mesh_shape[axis])
         return place
 
     def _rank_at(self, place: Sequence[int]) -> int:
@@ -119,18 +123,13 @@ class Sharding:
         index = 0
         for size, at in zip(self.mesh_shape, place, strict=True):
             index = index * size + at
-        return index if self.ranks is None else self.ranks[index]
+        return self._order[index]
 
     def _coordinate(self, rank: int) -> list[int] | None:
         """The coordinate of a rank in the mesh; None if it is not in the mesh."""
-        if self.ranks is None:
-            index = rank
-        elif rank in self.ranks:
-            index = self.ranks.index(rank)
-        else:
+        if rank not in self._order:
             return None
-        if not 0 <= index < math.prod(self.mesh_shape):
-            return None
+        index = self._order.index(rank)
         place: list[int] = []
         for size in reversed(self.mesh_shape):
             index, at = divmod(index, size)

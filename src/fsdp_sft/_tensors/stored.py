@@ -44,19 +44,6 @@ class Piece:
         """Number of elements in the box."""
         return math.prod(self.size)
 
-    @property
-    def span(self) -> int:
-        """Number of the source's elements from the first to the last of the box."""
-        return 1 + sum((size - 1) * step for size, step in zip(self.size, self.stride, strict=True))
-
-    def narrowed(self, dim: int, at: int, size: int) -> "Piece":
-        """The piece narrowed to the indices ``at`` to ``at + size`` of the box along a dimension."""
-        starts, sizes = list(self.start), list(self.size)
-        starts[dim] += at
-        sizes[dim] = size
-        offset = self.offset + at * self.stride[dim]
-        return Piece(tuple(starts), tuple(sizes), self.key, offset, self.stride)
-
 
 def contiguous_strides(shape: Sequence[int]) -> Ints:
     """Strides of a row-major tensor, in elements."""
@@ -65,12 +52,6 @@ def contiguous_strides(shape: Sequence[int]) -> Ints:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
-
-
-def is_row_major(size: Ints, stride: Ints) -> bool:
-    """Whether strides are row-major and leave no gaps."""
-    expected = contiguous_strides(size)
-    return all(a == b for a, b, n in zip(stride, expected, size, strict=True) if n > 1)
 
 
 def intersect(piece: Piece, box: Box) -> Piece | None:
@@ -128,10 +109,12 @@ class Stored(ABC):
     Attributes:
         entry: Dtype and shape in which it is published, and how many bytes it takes where it is stored.
         format: Name of the format in which its values are stored.
+        stride: Distance between neighbours where it is stored, in elements, per dimension; None is row-major.
     """
 
     entry: TensorEntry
     format: str
+    stride: Ints | None = None
 
     @abstractmethod
     def all_runs(self) -> tuple[ByteRange, ...]:
@@ -144,9 +127,7 @@ class Stored(ABC):
     def piece(self, key: str, start: Ints | None = None) -> Piece:
         """The tensor as a piece of the full one, in which it begins at ``start`` (None: at the origin)."""
         shape = self.entry.shape
-        return Piece(
-            start or (0,) * len(shape), shape, key, 0, self.entry.stride or contiguous_strides(shape)
-        )
+        return Piece(start or (0,) * len(shape), shape, key, 0, self.stride or contiguous_strides(shape))
 
     def reads(self, piece: Piece, box: Box, local: torch.Tensor, *, compare: bool = False) -> Iterator[Read]:
         """Reads for the part of ``piece`` inside a rank's box; none if there is no such part.
@@ -185,16 +166,13 @@ class InFile(Stored):
         return (ByteRange(self.file, self.entry.start, self.entry.num_bytes),)
 
     def _read(self, part: Piece, place: torch.Tensor, compare: bool) -> Iterator[Read]:
-        dtype = self.entry.dtype
-        is_direct = (
-            not compare
-            and place.is_cpu
-            and place.dtype == dtype
-            and place.is_contiguous()
-            and is_row_major(part.size, part.stride)
-        )
+        dtype, every = self.entry.dtype, _dims(part, place)
+        has_no_gaps = len(every) == 1 and every[0][1:] == (1, 1)
+        is_direct = has_no_gaps and not compare and place.is_cpu and place.dtype == dtype
         limit = _DIRECT_BYTES if is_direct else copied_bytes(place.device)
-        for at, place_at, dims in _cuts(part, place, dtype.itemsize, limit):
+        for at, place_at, dims in _cut(
+            part.offset, int(place.storage_offset()), every, dtype.itemsize, limit
+        ):
             size, stride, place_stride = zip(*dims, strict=True)
             span = 1 + sum((n - 1) * step for n, step, _ in dims)  # from the first element to the last
             run = ByteRange(self.file, self.entry.start + at * dtype.itemsize, span * dtype.itemsize)
@@ -213,7 +191,7 @@ def _strided(dtype: torch.dtype, size: Ints, stride: Ints, raws: list[torch.Tens
 _DIRECT_BYTES = 16 << 20  # read at once straight to its place
 _DEVICE_BYTES = 8 << 20  # copies to an accelerator are faster in larger pieces
 _COPIED_BYTES = 1 << 18  # copied out at once on the host: they are still in the core's cache
-_MIN_RUN_BYTES = 512  # runs shorter than this are read together, with the gaps between them
+MIN_RUN_BYTES = 512  # runs shorter than this are read together, with the gaps between them
 
 
 def copied_bytes(device: torch.device) -> int:
@@ -223,11 +201,11 @@ def copied_bytes(device: torch.device) -> int:
 
 # The first element of a part of a box in the stored tensor, and in the storage of the shard; for each of its
 # dimensions the size, and the distance of neighbours in these two.
-_Cut: TypeAlias = tuple[int, int, Sequence[tuple[int, int, int]]]
+_Cut: TypeAlias = tuple[int, int, list[tuple[int, int, int]]]
 
 
-def _cuts(part: Piece, place: torch.Tensor, itemsize: int, limit: int) -> Iterator[_Cut]:
-    """The parts of a piece, each of at most ``limit`` bytes."""
+def _dims(part: Piece, place: torch.Tensor) -> list[tuple[int, int, int]]:
+    """The dimensions of a piece, the outermost in the file first."""
     dims = [d for d in zip(part.size, part.stride, place.stride(), strict=True) if d[0] > 1]
     dims.sort(key=lambda d: -d[1])
     # Neighbouring dimensions become one where both the file and the shard go through them without a gap.
@@ -237,13 +215,13 @@ def _cuts(part: Piece, place: torch.Tensor, itemsize: int, limit: int) -> Iterat
             merged[-1] = (merged[-1][0] * size, step, place_step)
         else:
             merged.append((size, step, place_step))
-    return _cut(part.offset, int(place.storage_offset()), merged or [(1, 1, 1)], itemsize, limit)
+    return merged or [(1, 1, 1)]
 
 
 def _cut(
     at: int, place_at: int, dims: list[tuple[int, int, int]], itemsize: int, limit: int
 ) -> Iterator[_Cut]:
-    """Cut a box along its outermost dimension until one read fits the buffer and wastes little.
+    """Parts of a box, which is cut along its outermost dimension until a read fits and wastes little.
 
     "Wastes little" means that at least 95 % of the bytes read are needed, or that what is skipped or needed
     is too short to be worth a separate read.
@@ -253,8 +231,8 @@ def _cut(
     inner_bytes = inner_span * itemsize
     needed = math.prod(n for n, _, _ in inner)  # elements of one row that belong to the box
     # One read for several rows wastes little, although it includes the gaps between them.
-    dense = needed * 20 >= step * 19 or needed * itemsize < _MIN_RUN_BYTES
-    fits = (inner_bytes <= limit and needed * 20 >= inner_span * 19) or inner_bytes < _MIN_RUN_BYTES
+    dense = needed * 20 >= step * 19 or needed * itemsize < MIN_RUN_BYTES
+    fits = (inner_bytes <= limit and needed * 20 >= inner_span * 19) or inner_bytes < MIN_RUN_BYTES
     rows = max(1, (limit - inner_bytes) // (step * itemsize) + 1) if dense and fits else 1
     for row in range(0, size, rows):
         begin, place_begin = at + row * step, place_at + row * place_step

@@ -17,7 +17,7 @@ from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._model.configs import config_of
 from fsdp_sft._model.towers import towers_of
 from fsdp_sft._quantised.find import check
-from fsdp_sft._quantised.settings import Settings, settings_for, without_settings
+from fsdp_sft._quantised.settings import Settings, settings_of, without_settings
 from fsdp_sft._tensors.packed_shard import PackedLayout
 from fsdp_sft.planner.parameters import Group, Parameter, layouts_of
 from fsdp_sft.planner.run import Run
@@ -126,7 +126,7 @@ class _Keyed:
 def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str | None) -> Skeleton:
     """The skeleton for one config, compute dtype, adapters and way to keep what is frozen."""
     config = keyed.config
-    settings = settings_for(getattr(config, "name_or_path", "") or f"a {config.model_type} config", config)
+    settings = settings_of(getattr(config, "name_or_path", "") or f"a {config.model_type} config", config)
     if settings is not None:
         check(settings)
     model = build_model(config, dtype)

@@ -122,12 +122,6 @@ def _sum(parameter: nn.Parameter, shard: PackedShard) -> int:
     return total % _MODULUS
 
 
-def is_as_stored(model: nn.Module) -> bool:
-    """Whether a model's packed weights are those of a quantised checkpoint."""
-    weights = packed_weights(model)
-    return weights is not None and weights.kind == STORED
-
-
 def choose_packed(
     model: nn.Module, blocks: Mapping[str, nn.Module], kind: str, kept: Collection[int]
 ) -> set[int]:

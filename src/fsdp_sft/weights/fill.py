@@ -1,35 +1,33 @@
 """Filling the shards of a model by a plan, in phases that all ranks go through together."""
 
+import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_sft._compat.conversions import keep_used_conversions, run_conversion
+from fsdp_sft._compat.conversions import keep_used_conversions
 from fsdp_sft._compat.fsdp import adopt_shards
 from fsdp_sft._model.adapters import copy_saved_modules, without_adapters
 from fsdp_sft._model.named import named_tensors
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, tell, this_rank
-from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of, replicate_dims, whole
+from fsdp_sft._tensors.boxes import Box, box_of, local_of
 from fsdp_sft._tensors.packed import Packed
 from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard, RowFormat
-from fsdp_sft._tensors.reader import check_same, do_reads, threads_that_read
+from fsdp_sft._tensors.reader import do_reads, threads_that_read
 from fsdp_sft._tensors.stored import Piece, Read, Stored, intersect
 from fsdp_sft.errors import CheckpointMismatchError
 from fsdp_sft.shard.packing import (
     STORED,
-    PackedWeights,
     empty_shard,
     fill_packed,
-    is_as_stored,
     layout_of,
     packed_weights,
     put_packed,
@@ -42,217 +40,136 @@ _PROGRESS_AFTER_SECONDS = 3
 
 
 def fill(
-    model: nn.Module,
-    plan: LoadPlan,
-    stored: Mapping[str, Stored],
-    sources: Mapping[str, Source],
-    *,
-    seed: int,
-    started: float,
+    model: nn.Module, plan: LoadPlan, sources: Mapping[str, Source], *, seed: int, started: float
 ) -> LoadReport:
     """Allocate a model's tensors and fill them by a plan.
 
     Args:
         model: The model, with its adapters.
         plan: Plan for its base, with the same targets on all ranks.
-        stored: The checkpoint's tensors, by name.
         sources: What ``account`` returned.
         seed: Seed for initialising what the checkpoint lacks.
         started: When the load began, by ``time.perf_counter``.
 
     Collective: all ranks.
     """
+    weights = packed_weights(model)
+    names, kind = (weights.names, weights.kind) if weights is not None else ((), STORED)
     with agreed("reading the checkpoint"):
-        with without_adapters(model) as base:
-            tensors = named_tensors(base)
-            packed = layouts_of(packed_weights(model), plan, stored, tensors)
-        device = materialise(model, {id(tensors[name]) for name in packed})
+        layouts = layouts_of(names, kind, plan)
+        device = materialise(model, {id(plan.tensors[name]) for name in layouts})
     with without_adapters(model) as base:
-        load = _Load(base, plan, stored, packed, device, named_tensors(base), _readers(base, plan, packed))
+        tensors = named_tensors(base)
+        readers = _readers(plan, tensors, layouts)
         with agreed("reading the checkpoint"):
-            bytes_read = _read_own(load)
-        for name, (mesh, dim, reader) in load.readers.items():
-            local = local_of(load.tensors[name])
+            shards: dict[str, PackedShard] = {}
+            for name, layout in layouts.items():
+                parameter: Any = tensors[name]
+                shards[name] = empty_shard(parameter, layout, device)
+                put_packed(base, name, shards[name])
+            bytes_read = _read_own(plan, tensors, readers, shards, kind)
+        for name, (group, reader) in readers.items():
+            local = local_of(tensors[name])
             if local.numel():
-                dist.broadcast(local, group=mesh.get_group(dim), group_src=reader)
-        with agreed("converting what is computed, and comparing tied weights"):
-            bytes_read += _convert_and_compare(load)
+                dist.broadcast(local, group=group, group_src=reader)
+        with agreed("comparing tied weights"):
+            again = [_reads(plan, twice, tensors[twice.name], compare=True) for twice in plan.duplicates]
+            bytes_read += do_reads(itertools.chain(*again), workers=threads_that_read())
         with agreed("finishing the load"):
-            initialise_rest(base, plan, seed=seed)
-        fill_new_rows(base, plan)
-        with agreed("finishing the load"):
-            keep_used_conversions(base, plan.conversions)
+            initialise_rest(base, plan, tensors, seed=seed)
+        fill_new_rows(plan, tensors)
     with agreed("finishing the load"):
-        if packed:
+        keep_used_conversions(base, plan.conversions)
+        if layouts:
             adopt_shards(model)
         copy_saved_modules(model)
     report = LoadReport(
         bytes_read=bytes_read,
         job_bytes_read=int(all_reduce_sum([bytes_read])[0]),
-        checkpoint_bytes=sum(tensor.entry.num_bytes for tensor in stored.values()),
-        converted_bytes=sum(stored[key].entry.num_bytes for group in plan.groups for key in group.keys),
+        checkpoint_bytes=sum(tensor.entry.num_bytes for tensor in plan.stored.values()),
         seconds=time.perf_counter() - started,
         loaded=[*plan.targets, *(target.name for target in plan.duplicates)],
         missing=plan.missing,
         unexpected=plan.unexpected,
         initialised=plan.initialised,
-        formats=dict(Counter(tensor.format for tensor in stored.values()).most_common()),
+        formats=dict(Counter(tensor.format for tensor in plan.stored.values()).most_common()),
         sources=sources,
     )
     tell(_logger, "%s: %s", getattr(model, "name_or_path", "") or type(model).__name__, report)
     return report
 
 
-@dataclass(frozen=True)
-class _Load:
-    """What the phases of one load share.
-
-    Attributes:
-        model: The model that is loaded, without its adapters.
-        plan: What to read for each tensor.
-        stored: The checkpoint's tensors, by name.
-        packed: How weights that stay packed lie in rows, by name.
-        device: Where shards lie.
-        tensors: The model's parameters and buffers, by name.
-        readers: For tensors that replicas have, which of them reads: (mesh, its dimension, index along it).
-    """
-
-    model: nn.Module
-    plan: LoadPlan
-    stored: Mapping[str, Stored]
-    packed: Mapping[str, PackedLayout]
-    device: torch.device
-    tensors: Mapping[str, torch.Tensor]
-    readers: Mapping[str, tuple[Any, int, int]]
-
-
 def _readers(
-    base: nn.Module, plan: LoadPlan, packed: Mapping[str, PackedLayout]
-) -> dict[str, tuple[Any, int, int]]:
-    """The replica that reads each target: the one that has the fewest elements to read so far."""
-    readers: dict[str, tuple[Any, int, int]] = {}
+    plan: LoadPlan, tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, PackedLayout]
+) -> dict[str, tuple[dist.ProcessGroup, int]]:
+    """The group of replicas of each target that has any, and which reads: the one with the least so far."""
+    readers: dict[str, tuple[dist.ProcessGroup, int]] = {}
     taken: Counter[int] = Counter()
-    tensors = named_tensors(base)
-    for name, target in plan.targets.items():
-        found = replicate_dims(tensors[name])
-        if target.group is None and found is not None and name not in packed:
-            mesh, dims = found
-            reader = min(range(mesh.size(dims[0])), key=taken.__getitem__)
-            taken[reader] += tensors[name].numel()
-            readers[name] = (mesh, dims[0], reader)
+    for name in plan.targets:
+        tensor = tensors[name]
+        if not isinstance(tensor, DTensor) or name in layouts:
+            continue
+        mesh = tensor.device_mesh
+        copied = [d for d, p in enumerate(tensor.placements) if isinstance(p, Replicate) and mesh.size(d) > 1]
+        if copied:
+            reader = min(range(mesh.size(copied[0])), key=taken.__getitem__)
+            taken[reader] += tensor.numel()
+            readers[name] = mesh.get_group(copied[0]), reader
     return readers
 
 
-def _read_own(load: _Load) -> int:
-    """Read everything that this rank reads by itself into its shards; the number of bytes read."""
+def _read_own(
+    plan: LoadPlan,
+    tensors: Mapping[str, torch.Tensor],
+    readers: Mapping[str, tuple[dist.ProcessGroup, int]],
+    shards: Mapping[str, PackedShard],
+    kind: str,
+) -> int:
+    """Read everything that this rank reads by itself into its shards; the number of bytes read.
+
+    Memory: What is packed now is held in its own dtype, one part of a weight at a time.
+    """
     from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
-    targets = [target for target in load.plan.targets.values() if target.group is None]
-    plain = list(_reads_of(load, [target for target in targets if target.name not in load.packed]))
+    reads: list[Read] = []
+    for name, target in plan.targets.items():
+        group, reader = readers.get(name, (None, 0))
+        if name in shards:
+            torch.autograd.graph.increment_version(shards[name].rows)  # reads do not
+            if kind == STORED:
+                reads += row_reads(target, plan.stored, shards[name], box_of(tensors[name]))
+        elif group is None or dist.get_rank(group) == reader:
+            reads += _reads(plan, target, tensors[name])
     with tqdm(
-        total=sum(read.num_bytes for read in plain),
+        total=sum(read.num_bytes for read in reads),
         unit="B",
         unit_scale=True,
         desc="loading weights (rank 0)",
         delay=_PROGRESS_AFTER_SECONDS,
         disable=this_rank() != 0,
     ) as bar:
-        done = do_reads(plain, workers=threads_that_read(), progress=bar.update)
-    return done + sum(_read_packed(load, target) for target in targets if target.name in load.packed)
+        done = do_reads(reads, workers=threads_that_read(), progress=bar.update)
+    for name, shard in shards.items() if kind != STORED else ():
+        box = box_of(tensors[name])
+        values = torch.empty(box.shape, dtype=tensors[name].dtype, device=shard.device)
+        pieces = plan.targets[name].pieces
+        parts = [read for piece in pieces for read in plan.stored[piece.key].reads(piece, box, values)]
+        done += do_reads(parts, workers=threads_that_read())
+        fill_packed(shard, values)
+    return done
 
 
-def _reads_of(load: _Load, targets: Iterable[Target], *, compare: bool = False) -> Iterator[Read]:
-    """This rank's reads for ``targets``: each of their pieces, intersected with its shard."""
-    for target in targets:
-        tensor = load.tensors[target.name]
-        mesh, dim, reader = load.readers.get(target.name, (None, 0, 0))
-        if mesh is None or mesh.get_local_rank(dim) == reader:
-            box, local = box_of(tensor), local_of(tensor)
-            for piece in target.pieces:
-                yield from load.stored[piece.key].reads(piece, box, local, compare=compare)
-
-
-def _read_packed(load: _Load, target: Target) -> int:
-    """Read this rank's part of a weight that stays packed, or is packed now; the number of bytes read.
-
-    Memory: What is packed now is held in its own dtype, one part of a weight at a time.
-    """
-    tensor = load.tensors[target.name]
-    shard, box = _packed_shard(load, target.name), box_of(tensor)
-    torch.autograd.graph.increment_version(shard.rows)  # reads do not
-    if is_as_stored(load.model):
-        return do_reads(row_reads(target, load.stored, shard, box), workers=threads_that_read())
-    values = torch.empty(box.shape, dtype=tensor.dtype, device=load.device)
-    reads = [r for piece in target.pieces for r in load.stored[piece.key].reads(piece, box, values)]
-    count = do_reads(reads, workers=threads_that_read())
-    fill_packed(shard, values)
-    return count
-
-
-def _packed_shard(load: _Load, name: str) -> PackedShard:
-    """The shard of packed bytes that a weight has, or gets now."""
-    parameter: Any = load.tensors[name]
-    local = local_of(parameter)
-    if isinstance(local, PackedShard) and local.lies == load.packed[name]:
-        return local
-    shard = empty_shard(parameter, load.packed[name], load.device)
-    put_packed(load.model, name, shard)
-    return shard
-
-
-@torch.no_grad()
-def _convert_and_compare(load: _Load) -> int:
-    """Run the conversions that need whole tensors, and keep this rank's part; the bytes that it has read.
-
-    What the checkpoint has under further names of a tied tensor must be equal. It is compared at the end,
-    when all that was read or computed is there.
-    """
-    bytes_read, twice = 0, []
-    for number, group in enumerate(load.plan.groups):
-        sources = {key: torch.empty(load.stored[key].entry.shape, dtype=group.dtype) for key in group.keys}
-        reads = [
-            read
-            for key, values in sources.items()
-            for read in load.stored[key].reads(load.stored[key].piece(key), whole(values.shape), values)
-        ]
-        bytes_read += do_reads(reads, workers=threads_that_read())
-        # Nothing but `made` may refer to the sources, so that the conversion can free each one after its use.
-        reads.clear()
-        made = {pattern: [sources.pop(key) for key in keys] for pattern, keys in group.sources.items()}
-        converted = run_conversion(load.plan.twin, group.first_target, group.converter, made)
-        for target in load.plan.targets.values():
-            if target.group == number:
-                _take(load, target, converted[target.name])
-        for target in load.plan.duplicates:
-            if target.group == number:
-                own = part_of(converted[target.name], box_of(load.tensors[target.name]))
-                twice.append((target.name, own.clone()))
-    for name, values in twice:
-        local = local_of(load.tensors[name])
-        check_same(name, local, values.to(local.device, local.dtype))
-    direct = [target for target in load.plan.duplicates if target.group is None]
-    return bytes_read + do_reads(_reads_of(load, direct, compare=True), workers=threads_that_read())
-
-
-def _take(load: _Load, target: Target, values: torch.Tensor) -> None:
-    """Copy this rank's part of a converted tensor into its shard."""
-    box = box_of(load.tensors[target.name])
-    if target.name in load.packed:
-        fill_packed(_packed_shard(load, target.name), part_of(values, box))
-    elif (common := whole(target.shape).intersect(box)) is not None:
-        mine = part_of(local_of(load.tensors[target.name]), common.relative_to(box))
-        mine.copy_(part_of(values, common))
+def _reads(plan: LoadPlan, target: Target, tensor: torch.Tensor, *, compare: bool = False) -> Iterator[Read]:
+    """This rank's reads for a target: each of its pieces, intersected with its shard."""
+    box, local = box_of(tensor), local_of(tensor)
+    for piece in target.pieces:
+        yield from plan.stored[piece.key].reads(piece, box, local, compare=compare)
 
 
 # Frozen weights that stay packed: which rows of the checkpoint are theirs, and the reads that fill them.
 
 
-def layouts_of(
-    weights: PackedWeights | None,
-    plan: LoadPlan,
-    sources: Mapping[str, Stored],
-    tensors: Mapping[str, torch.Tensor],
-) -> dict[str, PackedLayout]:
+def layouts_of(names: Collection[str], kind: str, plan: LoadPlan) -> dict[str, PackedLayout]:
     """How each weight that is kept packed lies in rows, by name.
 
     With ``"stored"`` those that the checkpoint has in 16 bits are left out: they stay so.
@@ -261,21 +178,16 @@ def layouts_of(
         CheckpointMismatchError: If rows of a weight have no bytes of their own.
     """
     found: dict[str, PackedLayout] = {}
-    for name in sorted(weights.names) if weights is not None else ():
-        assert weights is not None
-        tensor, target = tensors[name], plan.targets.get(name)
+    for name in sorted(names):
+        tensor, target = plan.tensors[name], plan.targets.get(name)
         if target is None or not isinstance(tensor, DTensor):
             raise CheckpointMismatchError(f"the checkpoint has no values for {name}, which is to be packed")
-        if weights.kind != STORED:
-            form = RECIPES[weights.kind].form(target.shape[-1])
+        if kind != STORED:
+            form = RECIPES[kind].form(target.shape[-1])
             found[name] = layout_of(tensor, form, transposed=False)
-        elif any(isinstance(sources[piece.key], Packed) for piece in target.pieces):
-            form, column = rows_of(target, sources)
+        elif any(isinstance(plan.stored[piece.key], Packed) for piece in target.pieces):
+            form, column = rows_of(target, plan.stored)
             found[name] = layout_of(tensor, form, transposed=column != len(target.shape) - 1)
-        elif target.group is not None and any(
-            isinstance(sources[key], Packed) for key in plan.groups[target.group].keys
-        ):
-            raise _no_rows(name, "it is computed of several stored ones")
         elif isinstance(local_of(tensor), PackedShard):
             raise CheckpointMismatchError(
                 f"{name} is packed, and this checkpoint has it in 16 or 32 bits: build the model anew for it"
@@ -329,19 +241,18 @@ def row_reads(target: Target, sources: Mapping[str, Stored], shard: PackedShard,
     """
     layout = shard.lies
     column = 1 if layout.transposed else len(layout.shape) - 1
-    other = next((d for d in (1, 2) if d < len(layout.shape) and d != column), None)
     for piece in target.pieces:
-        common = intersect(piece, box)
-        if common is None:
+        if (common := intersect(piece, box)) is None:
             continue
         stored: Any = sources[piece.key]
-        begin = common.start[0] - box.offset[0]
-        for index in range(common.size[0]) if other is not None else (0,):
-            row = (common.offset + index * common.stride[0]) // stored.width
-            place, count, step = begin, common.size[0], common.stride[0] // stored.width
-            if other is not None:
-                place = (begin + index) * layout.rows_each + common.start[other]
-                count, step = common.size[other], common.stride[other] // stored.width
-            for first in (0,) if step == 1 else range(count):
-                rows = shard.rows[place + first :][: count if step == 1 else 1]
-                yield from stored.row_reads(piece.key, row + first * step, rows)
+        # Number of each row where it is stored, and in the shard.
+        there, here = torch.tensor(common.offset // stored.width), torch.tensor(0)
+        for dim in (d for d in range(len(common.size)) if d != column):
+            index = torch.arange(common.size[dim])
+            there = there[..., None] + index * (common.stride[dim] // stored.width)
+            here = here[..., None] * box.shape[dim] + common.start[dim] - box.offset[dim] + index
+        there, here = there.flatten(), here.flatten()
+        ends = ((there.diff() != 1) | (here.diff() != 1)).nonzero().flatten() + 1
+        for first, place in zip(there.tensor_split(ends), here.tensor_split(ends), strict=True):
+            rows = shard.rows[int(place[0]) :][: len(place)]
+            yield from stored.row_reads(piece.key, int(first[0]), rows)

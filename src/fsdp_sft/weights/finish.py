@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_sft._compat.fsdp import keeps_shards_on_host
 from fsdp_sft._compat.models import initialise_computed, tie_by_names, tied_names
 from fsdp_sft._compat.modules import apply_to_tensors
-from fsdp_sft._model.adapters import saved_copies, without_adapters
+from fsdp_sft._model.adapters import saved_copies
 from fsdp_sft._model.named import named_tensors, slot
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.wrappers import inner_model
@@ -37,15 +37,13 @@ def make_ties(model: nn.Module) -> None:
         for target, source in tied_names(model).items()
         if tensors.get(target) is not tensors.get(source)
     ]
-    if not apart:
-        return
-    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-        target, source = apart[0]
+    if apart and any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         raise ValueError(
-            f"the config ties {target!r} to {source!r}, but they were sharded as two parameters; call "
-            "model.tie_weights() before shard_model, or set config.tie_word_embeddings = False"
+            f"the config ties {' to '.join(map(repr, apart[0]))}, but they were sharded as two parameters; "
+            "call model.tie_weights() before shard_model, or set config.tie_word_embeddings = False"
         )
-    tie_by_names(model)
+    if apart:
+        tie_by_names(model)
 
 
 def materialise(model: nn.Module, packed: Collection[int] = ()) -> torch.device:
@@ -84,7 +82,9 @@ def materialise(model: nn.Module, packed: Collection[int] = ()) -> torch.device:
 
 
 @torch.no_grad()
-def initialise_rest(model: nn.Module, plan: LoadPlan, *, seed: int) -> None:
+def initialise_rest(
+    model: nn.Module, plan: LoadPlan, tensors: Mapping[str, torch.Tensor], *, seed: int
+) -> None:
     """Compute the buffers that no checkpoint holds, and initialise the keys that this one lacks.
 
     The model's own code does both. The values are the same on every rank, and equal to those of plain
@@ -93,7 +93,6 @@ def initialise_rest(model: nn.Module, plan: LoadPlan, *, seed: int) -> None:
     with unmoved(seed=seed):
         values = initialise_computed(plan.twin, set(plan.initialised))
     persistent = plan.twin.state_dict().keys()
-    tensors = named_tensors(model)
     for name, value in values.items():
         if name not in tensors:
             continue  # a module that the caller has taken out
@@ -105,15 +104,15 @@ def initialise_rest(model: nn.Module, plan: LoadPlan, *, seed: int) -> None:
 
 
 @torch.no_grad()
-def fill_new_rows(base: nn.Module, plan: LoadPlan) -> None:
+def fill_new_rows(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
     """Set the rows of new tokens to the mean of the old ones, taken in float64 and the same on all ranks.
 
     Collective: all ranks.
     """
-    tensors = named_tensors(base)
-    short = {name: t.shape for name, t in plan.targets.items() if t.shape != tensors[name].shape}
-    for name, shape in short.items():
-        tensor = tensors[name]
+    for name, target in plan.targets.items():
+        tensor, shape = tensors[name], target.shape
+        if shape == tensor.shape:
+            continue
         old, box, local = shape[0], box_of(tensor), local_of(tensor)
         sums = torch.zeros(shape[1:], dtype=torch.float64)
         # This rank's share of the old rows. Of replicas only the owner adds it, so that no row counts twice.
@@ -159,15 +158,13 @@ def account(model: nn.Module, plan: LoadPlan) -> dict[str, Source]:
         CheckpointMismatchError: If a tensor on the meta device would be given memory and no value.
     """
     filled: dict[int, Source] = {}
-    with without_adapters(model) as base:
-        tensors = named_tensors(base)
     of_base: dict[Source, Iterable[str]] = {
-        "computed": plan.computed,
+        "computed": [name for name, _ in plan.twin.named_non_persistent_buffers()],
         "initialised": plan.initialised,
         "checkpoint": plan.targets,
     }
     for source, names in of_base.items():
-        filled.update({id(tensors[name]): source for name in names if name in tensors})
+        filled.update({id(plan.tensors[name]): source for name in names if name in plan.tensors})
     for original, copied in saved_copies(model):
         if id(original) in filled or not original.is_meta:
             filled[id(copied)] = "copy"
@@ -199,9 +196,7 @@ class LoadReport:
         bytes_read: Tensor bytes that this rank has read.
         job_bytes_read: Tensor bytes that all ranks together have read.
         checkpoint_bytes: Bytes of all tensors in the checkpoint.
-        converted_bytes: Those of tensors that every rank had to read whole, since a conversion computes with
-            them; none of transformers' own does.
-        seconds: Duration of the whole call, on this rank.
+        seconds: Duration of planning and reading, on this rank; not of a download.
         loaded: Names of the parameters and buffers that were filled from the checkpoint.
         missing: Names that the checkpoint has no values for, though the model's class expects them.
         unexpected: Names in the checkpoint that the model has no place for.
@@ -224,7 +219,6 @@ class LoadReport:
     bytes_read: int
     job_bytes_read: int
     checkpoint_bytes: int
-    converted_bytes: int
     seconds: float
     loaded: list[str]
     missing: list[str]

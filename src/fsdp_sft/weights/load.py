@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,14 +13,12 @@ from fsdp_sft._model.adapters import add_adapters, refuse_initialised_from_base,
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.towers import freeze_towers as freeze_towers_of
 from fsdp_sft._model.wrappers import base_of, inner_model, is_transformers
-from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, difference
 from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.sac import Ratio, apply_sac
 from fsdp_sft.shard.apply import shard_model
 from fsdp_sft.shard.compile import compile_blocks
-from fsdp_sft.shard.packing import packed_or_dtype
 from fsdp_sft.weights.fill import fill
 from fsdp_sft.weights.finish import LoadReport, account, make_ties
 from fsdp_sft.weights.meta import build_meta_model
@@ -41,9 +40,8 @@ def load_weights(
 
     Every parameter and buffer ends up bitwise as plain ``from_pretrained`` would have it: transformers' own
     renames and conversions are applied, computed buffers are recomputed, and ties are kept. A rank reads only
-    the bytes that its shards are made of; of replicas one reads each tensor, and the others receive it. What
-    transformers computes of stored tensors is computed on every rank. Parameters keep their dtype and
-    ``requires_grad``, and the model keeps its mode.
+    the bytes that its shards are made of; of replicas one reads each tensor, and the others receive it.
+    Parameters keep their dtype and ``requires_grad``, and the model keeps its mode.
 
     Args:
         model: Model from ``build_meta_model``, usually after ``shard_model``; on the meta device or not. With
@@ -60,7 +58,8 @@ def load_weights(
 
     Raises:
         CheckpointFormatError: If the checkpoint is damaged, unsafe or does not fit the model; it has the
-            names of what is missing or unexpected.
+            names of what is missing or unexpected. Also if a conversion computes, as none of transformers'
+            own does.
         CheckpointMismatchError: If the model has a tensor on the meta device that nothing has values for,
             such as adapters that ``peft.get_peft_model`` made there. Nothing has been read then.
         UnsupportedModelError: If the adapters were initialised from other base weights.
@@ -69,10 +68,8 @@ def load_weights(
 
     Collective: all ranks. An error on one is raised on all.
     Memory: The shards. On the host a read buffer of a quarter of a MiB for each of at most 4 threads, or for
-        an accelerator a pinned one of 8 MiB; of packed weights up to 24 MB for each thread; the largest
-        group of tensors that must be converted as a whole; and the keys that are initialised. On an
-        accelerator, beside the shards, at most two pieces of 8 MiB per thread, and for tied tensors that must
-        be converted as a whole a second shard.
+        an accelerator a pinned one of 8 MiB; of packed weights up to 24 MB for each thread; and the keys that
+        are initialised. On an accelerator, beside the shards, at most two pieces of 8 MiB per thread.
 
     Example:
         >>> model = fs.build_meta_model(path)
@@ -93,9 +90,17 @@ def load_weights(
             f"{type(base_of(model)).__name__.removeprefix('FSDP')}{inner_model(base_of(model))}; "
             "load_full_state_dict reads a module of one's own"
         )
-    started = time.perf_counter()
     reshard(model)
     folder = resolve_folder(name_or_path, revision=revision)
+    return _load(model, folder, missing, unexpected, seed)
+
+
+def _load(model: nn.Module, folder: Path, missing: str, unexpected: str, seed: int) -> LoadReport:
+    """Plan what is read for each tensor, agree on it, and read.
+
+    Collective: all ranks.
+    """
+    started = time.perf_counter()
     with agreed("planning the load"):
         refuse_initialised_from_base(model)
         stored = open_checkpoint(folder)
@@ -103,18 +108,16 @@ def load_weights(
             make_ties(base)
             plan = make_plan(base, stored, missing=missing, unexpected=unexpected)
         sources = account(model, plan)
-        digest = plan.digest(stored)
-    arguments = {"missing": missing, "unexpected": unexpected, "seed": seed}
-    seen = all_gather_objects((digest, arguments))
+        digest = plan.digest()
+    seen = all_gather_objects((digest, {"missing": missing, "unexpected": unexpected, "seed": seed}))
     if apart := difference([(rank, theirs) for rank, (_, theirs) in enumerate(seen)]):
         raise ValueError(f"ranks load with different arguments: {apart}")
-    different = [rank for rank, (other, _) in enumerate(seen) if other != seen[0][0]]
-    if different:
+    if different := [rank for rank, (other, _) in enumerate(seen) if other != seen[0][0]]:
         raise CheckpointFormatError(
             f"ranks {different[:8]} see another checkpoint in {folder} than rank 0; is every node's copy the "
             "same?"
         )
-    return fill(model, plan, stored, sources, seed=seed, started=started)
+    return fill(model, plan, sources, seed=seed, started=started)
 
 
 # One call from a checkpoint to a sharded, loaded model in train() mode.
@@ -190,8 +193,6 @@ def load_pretrained(
         >>> model.load_report.loaded[0]
         'model.embed_tokens.weight'
     """
-    check_dtypes(master_dtype=master_dtype)
-    packed_or_dtype(frozen_dtype)
     folder = resolve_folder(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     with agreed("building the model"):
         model: Any = build_meta_model(
@@ -218,7 +219,7 @@ def load_pretrained(
         mp_policy=mp_policy,
         reshard_after_forward=reshard_after_forward,
     )
-    model.load_report = load_weights(model, folder)
+    model.load_report = _load(model, folder, missing="error", unexpected="error", seed=0)
     return model.train()  # type: ignore[no-any-return]
 
 

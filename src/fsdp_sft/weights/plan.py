@@ -1,6 +1,7 @@
 """The plan of a load, from the headers alone: what to read for each parameter and buffer."""
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +22,8 @@ from fsdp_sft._quantised.settings import IN_16_BITS
 from fsdp_sft._tensors.packed import Packed
 from fsdp_sft._tensors.stored import Piece, Stored
 from fsdp_sft.errors import CheckpointFormatError, abridged
-from fsdp_sft.weights.meta import OLD_ROWS, matches_any
-from fsdp_sft.weights.provenance import Traced, UntraceableError, source
-
-_MIN_RUN_BYTES = 512  # reading shorter runs one by one costs more than converting the whole tensor
-_SMALL_BYTES = 1 << 20  # a piece that spans no more than this is read in one go, whatever its strides
+from fsdp_sft.weights.meta import OLD_ROWS
+from fsdp_sft.weights.provenance import Traced, UntraceableError
 
 
 @dataclass(frozen=True)
@@ -36,36 +34,11 @@ class Target:
         name: Name in the model; for tied weights, the one of their names that the checkpoint has.
         shape: Global shape, before sharding; without the rows for new tokens.
         pieces: Boxes of stored tensors that make up the target.
-        group: Index into ``LoadPlan.groups`` if it has no pieces: tensors have to be converted as a whole,
-            and cut afterwards.
     """
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    group: int | None
-
-
-@dataclass(frozen=True)
-class ConvertedGroup:
-    """Stored tensors that one conversion needs as a whole, since it computes with their elements.
-
-    Attributes:
-        first_target: Name of the first tensor that the conversion makes, which identifies it.
-        converter: transformers' ``WeightConverter``.
-        sources: Keys in the checkpoint, in order, by source pattern.
-        dtype: Dtype to which the sources are cast before they are converted, as transformers does.
-    """
-
-    first_target: str
-    converter: Any
-    sources: dict[str, list[str]]
-    dtype: torch.dtype
-
-    @property
-    def keys(self) -> list[str]:
-        """Keys of all sources in the checkpoint."""
-        return [key for keys in self.sources.values() for key in keys]
 
 
 @dataclass
@@ -73,10 +46,12 @@ class LoadPlan:
     """Everything that a load does, the same on all ranks.
 
     Attributes:
+        stored: The checkpoint's tensors, by name.
+        tensors: The model's parameters and buffers, by each of their names.
+        twin: Copy of the model on the meta device, neither sharded nor tied.
         targets: Parameters and buffers to fill from the checkpoint, by name.
         duplicates: Further names, in the checkpoint, of tensors that are tied to a target; what is stored
             under them must have the target's values.
-        groups: Conversions that need their sources as a whole.
         missing: Names for which the checkpoint has no values, although the model's class does not allow them
             to be missing.
         initialised: Names that the model's own initialisation fills.
@@ -84,21 +59,17 @@ class LoadPlan:
         conversions: transformers' list of conversions, in which those that were used are marked.
     """
 
+    stored: Mapping[str, Stored]
+    tensors: Mapping[str, torch.Tensor]
     twin: Any
     targets: dict[str, Target] = field(default_factory=dict)
     duplicates: list[Target] = field(default_factory=list)
-    groups: list[ConvertedGroup] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     initialised: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     conversions: list[Any] = field(default_factory=list)
 
-    @property
-    def computed(self) -> list[str]:
-        """Names of the buffers that no checkpoint holds."""
-        return [name for name, _ in self.twin.named_non_persistent_buffers()] if self.twin is not None else []
-
-    def digest(self, stored: Mapping[str, Stored]) -> str:
+    def digest(self) -> str:
         """A fingerprint that is equal on two ranks exactly if they would load the same."""
         files = [
             (
@@ -107,11 +78,10 @@ class LoadPlan:
                 tensor.entry,
                 [(r.file.name, r.start, r.num_bytes) for r in tensor.all_runs()],
             )
-            for key, tensor in sorted(stored.items())
+            for key, tensor in sorted(self.stored.items())
         ]
-        named = [self.missing, self.initialised, self.unexpected]
-        whole = [(group.first_target, group.sources) for group in self.groups]
-        described = repr([files, list(self.targets.values()), self.duplicates, named, whole])
+        targets = [*self.targets.values(), *self.duplicates]
+        described = repr([files, targets, self.missing, self.initialised, self.unexpected])
         return hashlib.sha256(described.encode()).hexdigest()
 
 
@@ -127,37 +97,30 @@ def make_plan(
         unexpected: ``"error"`` or ``"ignore"``; see ``load_weights``.
 
     Raises:
-        CheckpointFormatError: If a shape does not fit or a conversion fails. Also, unless ``missing`` and
-            ``unexpected`` allow it, if keys are missing that the model's class does not allow to be missing,
-            or left over that it does not name as ignorable; the error has their names.
+        CheckpointFormatError: If a shape does not fit, or a conversion fails or computes. Also, unless
+            ``missing`` and ``unexpected`` allow it, if keys are missing that the model's class does not allow
+            to be missing, or left over that it does not name as ignorable; the error has their names.
     """
     tensors = named_tensors(model)
     twin = meta_twin(model)
-    plan = LoadPlan(twin=twin, conversions=weight_conversions(twin))
+    plan = LoadPlan(stored, tensors, twin, conversions=weight_conversions(twin))
     matched, left_over = match_checkpoint_keys(twin, list(stored), plan.conversions)
     found: dict[str, Target] = {}
     old_rows = getattr(model, OLD_ROWS, 0)
     for first, (converter, sources) in matched.items():
-        for target in _targets_of(plan, stored, tensors, first, converter, sources, old_rows):
+        for target in _targets_of(plan, first, converter, sources, old_rows):
             if target.name in tensors:
                 found[target.name] = target
             else:
                 left_over[target.name] = first
-    _resolve_ties(plan, model, tensors, found)
+    _resolve_ties(plan, model, found)
     absent = [name for name in twin.state_dict() if name not in found and name in tensors]
     # Tied names are one tensor, which is initialised once, under the first of them.
     first_names = {id(tensors[name]): name for name in reversed(absent)}
     plan.initialised = [name for name in absent if first_names[id(tensors[name])] == name]
-    built = twin.state_dict()
-    changed = [name for name in plan.initialised if tensors[name].shape != built[name].shape]
-    if changed:
-        raise ValueError(
-            f"the model has other shapes than its config describes ({abridged(changed)}), which cannot be "
-            "initialised: was it changed after it was built? Load first, then change it, or change the config"
-        )
     may_miss, may_be_left = ignored_on_load(twin)
-    plan.missing = [name for name in absent if not matches_any(name, may_miss)]
-    plan.unexpected = sorted(name for name in left_over if not matches_any(name, may_be_left))
+    plan.missing = [name for name in absent if not any(re.search(p, name) for p in may_miss)]
+    plan.unexpected = sorted(name for name in left_over if not any(re.search(p, name) for p in may_be_left))
     within = tuple(f"{name.rpartition('.')[0]}." for name in plan.missing if "." in name)
     beside = {name: stored.get(key) for name, key in left_over.items() if name.startswith(within)}
     packed = [
@@ -188,71 +151,45 @@ def make_plan(
 
 # Values of formats that quantise: initialised weights beside them would be random without a word.
 _PACKED = (torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
+_WRITE_ONCE = (
+    "; a shard is read from the bytes that it is made of, so no conversion may compute: write the checkpoint "
+    "once as the model has it, model.save_pretrained(out, save_original_format=False) of transformers"
+)
 
 
 def _targets_of(
     plan: LoadPlan,
-    stored: Mapping[str, Stored],
-    tensors: Mapping[str, torch.Tensor],
     first: str,
     converter: Any,
     sources: dict[str, list[str]],
     old_rows: int,
 ) -> list[Target]:
     """The targets of one conversion, or of one tensor that is only renamed (``converter`` is None)."""
+    keys = [key for own in sources.values() for key in own]
+    traced: dict[str, torch.Tensor] = {}
+    for key in keys:
+        entry = plan.stored[key].entry
+        traced[key] = Traced(entry.shape, entry.dtype, [plan.stored[key].piece(key)])
+    converted: Any
     if converter is None:
-        key = next(iter(sources.values()))[0]
-        converted: dict[str, torch.Tensor] = {first: _traced(stored, key)}
+        converted = {first: traced[keys[0]]}
     else:
-        converted = _converted(plan, stored, first, converter, sources)
-    # One result that cannot be read by boxes makes the conversion run on whole tensors, for all its results.
-    whole: int | None = None
-    if not all(_is_direct(tensor, stored) for tensor in converted.values()):
-        whole = len(plan.groups)
-        plan.groups.append(ConvertedGroup(first, converter, sources, tensors[first].dtype))
+        made = {pattern: [traced[key] for key in own] for pattern, own in sources.items()}
+        try:
+            converted = run_conversion(plan.twin, first, converter, made)
+            if not all(isinstance(tensor, Traced) for tensor in converted.values()):
+                raise UntraceableError("it makes tensors of its own")
+        except Exception as error:
+            advice = _WRITE_ONCE if isinstance(error, UntraceableError) else ""
+            raise CheckpointFormatError(
+                f"{converter} cannot make {first!r} from {abridged(keys)}: {error}{advice}"
+            ) from None
     targets = []
     for name, tensor in converted.items():
-        if name in tensors:
-            keys = [key for keys in sources.values() for key in keys]
-            _check_fits(name, tensors[name], tensor, keys, old_rows)
-        pieces = tuple(tensor.pieces) if whole is None and isinstance(tensor, Traced) else ()
-        targets.append(Target(name, tuple(tensor.shape), pieces, whole))
+        if name in plan.tensors:
+            _check_fits(name, plan.tensors[name], tensor, keys, old_rows)
+        targets.append(Target(name, tuple(tensor.shape), tuple(tensor.pieces)))
     return targets
-
-
-def _traced(stored: Mapping[str, Stored], key: str) -> Traced:
-    """A stored tensor as a traced one."""
-    entry = stored[key].entry
-    return source(key, entry.shape, entry.dtype, entry.stride)
-
-
-def _converted(
-    plan: LoadPlan, stored: Mapping[str, Stored], first: str, converter: Any, sources: dict[str, list[str]]
-) -> dict[str, torch.Tensor]:
-    """The results of a conversion, without data: traced if it only moves elements, else shapes and dtypes.
-
-    Memory: For a conversion that computes, the tensors of that conversion. The shards have no memory yet.
-    """
-
-    def run(make: Any) -> dict[str, torch.Tensor]:
-        made = {pattern: [make(key) for key in keys] for pattern, keys in sources.items()}
-        return run_conversion(plan.twin, first, converter, made)
-
-    def zeros(key: str) -> torch.Tensor:
-        entry = stored[key].entry
-        return torch.zeros(entry.shape, dtype=entry.dtype)
-
-    try:
-        try:
-            return run(lambda key: _traced(stored, key))
-        except UntraceableError:
-            # Zeros, not meta tensors: code that computes may look at values or combine them with CPU tensors.
-            return {name: tensor.to("meta") for name, tensor in run(zeros).items()}
-    except Exception as error:
-        keys = [key for values in sources.values() for key in values]
-        raise CheckpointFormatError(
-            f"{converter} cannot make {first!r} from {abridged(keys)}: {error}"
-        ) from None
 
 
 def _check_fits(
@@ -277,37 +214,11 @@ def _check_fits(
         )
 
 
-def _is_direct(tensor: torch.Tensor, stored: Mapping[str, Stored]) -> bool:
-    """Whether any part of a tensor can be read without reading much else of the file."""
-    return isinstance(tensor, Traced) and all(_is_readable(piece, stored) for piece in tensor.pieces)
-
-
-def _is_readable(piece: Piece, stored: Mapping[str, Stored]) -> bool:
-    """Whether a piece is small, or consists of contiguous runs in the file that are worth one read each."""
-    if isinstance(stored[piece.key], Packed):
-        return True  # by rows, whatever its strides
-    itemsize = stored[piece.key].entry.dtype.itemsize
-    if piece.span * itemsize <= _SMALL_BYTES:
-        return True
-    dims = [(size, step) for size, step in zip(piece.size, piece.stride, strict=True) if size > 1]
-    in_file = sorted(dims, key=lambda dim: dim[1])
-    if dims[0][1] != in_file[-1][1]:
-        return False  # transposed: each row of the shard takes elements from all over the source
-    run = 1  # contiguous elements, counted from the innermost dimension outwards; experts may be transposed
-    for size, step in in_file:
-        if step != run:
-            break
-        run *= size
-    return run * itemsize >= _MIN_RUN_BYTES
-
-
-def _resolve_ties(
-    plan: LoadPlan, model: nn.Module, tensors: Mapping[str, torch.Tensor], found: dict[str, Target]
-) -> None:
+def _resolve_ties(plan: LoadPlan, model: nn.Module, found: dict[str, Target]) -> None:
     """Fill each tensor from one of its names, and keep its further names for the comparison."""
     preferred = set(tied_names(model).values())
     aliases: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in plan.tensors.items():
         aliases.setdefault(id(tensor), []).append(name)
     for names in aliases.values():
         present = sorted((name for name in names if name in found), key=lambda name: name not in preferred)

@@ -4,17 +4,16 @@ import glob
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 from fsdp_sft._model.configs import told_of_format
-from fsdp_sft._process.bounds import MAX_INDEX_BYTES, parse_json
+from fsdp_sft._process.bounds import MAX_INDEX_BYTES
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._quantised.find import check, published
-from fsdp_sft._quantised.settings import CONFIG, OTHER_FILES, settings_of
+from fsdp_sft._quantised.settings import CONFIG, OTHER_FILES, read_settings, settings_of
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, share, this_rank, while_others_wait
-from fsdp_sft._tensors.disk import read_bytes
-from fsdp_sft._tensors.safetensors import Header
 from fsdp_sft._tensors.stored import InFile, Stored, file_header
-from fsdp_sft.errors import CheckpointCorruptError, CheckpointFormatError, abridged
+from fsdp_sft.errors import CheckpointFormatError, abridged
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -50,14 +49,10 @@ def read_index(folder: Path) -> dict[str, str]:
             "AutoModelForCausalLM.from_pretrained(folder, dtype='auto').save_pretrained(out) of transformers "
             f"and the same for AutoTokenizer{told_of_format(folder)}"
         )
-    try:
-        text = read_bytes(path.resolve(), MAX_INDEX_BYTES)  # in the Hub's cache it is a link
-        weight_map = parse_json(text, "it", finite=True)["weight_map"]
-        if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError("weight_map is not an object of file names")
-    except (OSError, CheckpointCorruptError, ValueError, KeyError, TypeError, AttributeError) as error:
-        blame_no_file(error, path)
-        raise CheckpointFormatError(f"{path} is not an index of weight files: {error!r}") from None
+    weight_map: Any = read_settings(path, MAX_INDEX_BYTES).get("weight_map")
+    names = weight_map.values() if isinstance(weight_map, dict) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise CheckpointFormatError(f"{path} is not an index of weight files: it names none in weight_map")
     return dict(weight_map)
 
 
@@ -78,15 +73,11 @@ def open_checkpoint(folder: Path) -> dict[str, Stored]:
     """
     weight_map = read_index(folder)
     files = {name: resolved_inside(folder, name) for name in sorted(set(weight_map.values())) or [SINGLE]}
-    headers: dict[Path, Header] = {}
-    for path in files.values():
-        if path not in headers:  # many names may be links to one file
-            advice = "; if it is damaged, download it again"
-            headers[path] = file_header(path, CheckpointFormatError, advice)
-    stored: dict[str, InFile] = {}
-    for path, header in headers.items():
-        for key, entry in header.entries.items():
-            stored.setdefault(key, InFile(path, entry))
+    headers = {
+        path: file_header(path, CheckpointFormatError, "; if it is damaged, download it again")
+        for path in dict.fromkeys(files.values())  # many names may be links to one file
+    }
+    stored = {key: InFile(path, e) for path in files.values() for key, e in headers[path].entries.items()}
     for key, name in weight_map.items():
         path = files[name]
         if key not in headers[path].entries:
