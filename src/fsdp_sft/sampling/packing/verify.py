@@ -13,6 +13,7 @@ from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import forward_parameters
 from fsdp_sft._model.inputs import no_cache, spread_positions
+from fsdp_sft.attention.hybrid import separate_rows
 from fsdp_sft._model.preserved import preserved, uncompiled
 from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
@@ -223,6 +224,7 @@ def verify(
     try:
         _check_rotations(model, longest)
         spread_positions(model)
+        separate_rows(model)
         with preserved(model), torch.no_grad(), uncompiled():
             model.eval()
             report = _run_probe(model, max(max_length, _SHORTEST_PROBE))
