@@ -1,6 +1,5 @@
 """Attention functions and masks."""
 
-import inspect
 import sys
 from typing import Any
 
@@ -54,19 +53,3 @@ def eager_attention_of(module: nn.Module) -> Any | None:
         if found is not None:
             return found
     return None
-
-
-def function_with_kernel(function: Any) -> tuple[Any, frozenset[str]] | None:
-    """(torch's form of a function of a model's file, arguments that its kernel takes); None for other functions.
-
-    ``use_kernel_func_from_hub_with_fallback`` computes such a function by the package that has a kernel for it, if
-    that is installed, and drops the arguments that the kernel does not take. Which it found is in its closure
-    alone. With the package ``kernels`` the function is called by an ``nn.Module``.
-    """
-    if isinstance(function, nn.Module):
-        function = inspect.getclosurevars(type(function).forward).nonlocals.get("func")
-    held = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
-    if "is_new_implementation" not in held:
-        return None
-    taken = held["applicable_params"] if held["is_new_implementation"] else ()
-    return held["torch_function"], frozenset(taken)

@@ -1,10 +1,10 @@
 """The layers of hybrid models that are no attention keep the rows of a pack apart.
 
-transformers tells the rows of a pack by its positions, for attention alone. A recurrence or a short convolution
-runs on from row to row, unless the forward is given ``seq_idx`` and ``cu_seq_lens_q``: kernels then begin anew
-at each row, and where torch alone computes, transformers raises. Here a forward gets both whenever its positions
-start again, and a function without such a kernel runs row by row. What a layer's call is given reaches its
-recomputation too, so nothing has to be known of threads, checkpointing or other models.
+transformers tells the rows of a pack by its positions, for attention alone. A recurrence or a short
+convolution runs on from row to row, unless the forward is given ``seq_idx`` and ``cu_seq_lens_q``: kernels
+then begin anew at each row, and where torch alone computes, transformers raises. Here a forward gets both
+whenever its positions start again, and a function without such a kernel runs row by row. What a layer's call
+is given reaches its recomputation too, so nothing has to be known of threads, checkpointing or other models.
 """
 
 import functools
@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat.attention import function_with_kernel
 from fsdp_sft._model.adapters import forward_parameters
-from fsdp_sft._model.inputs import text_model
+from fsdp_sft._model.inputs import spread_positions, text_model
 from fsdp_sft._process.streams import host_copies, travelling
 
-# Functions of transformers' model files, one for each kind of layer: the dimension of time, and which arguments
-# have it. They are causal, so rows can be computed one by one.
+# Functions of transformers' model files, for each kind of layer: the dimension of time, and the arguments
+# that have it. They are causal, so rows can be computed one by one.
 _DELTA_RULE = (1, ("query", "key", "value", "g", "beta"))
 _ALONG_TIME: dict[str, tuple[int, tuple[str, ...]]] = {
     "causal_conv1d_fn": (2, ("hidden_states",)),
@@ -45,9 +44,11 @@ def separate_rows(model: nn.Module) -> None:
 
     A model stays as it is if any layer calls a function that is not known here, or convolves by itself: its
     rows mix as before, which ``verify_packing`` refuses. So does one whose text model takes no further
-    arguments. The functions are replaced in the model's file for the life of the process, and do what they did
-    unless a call says where rows begin. A second call adds nothing.
+    arguments. The functions are replaced in the model's file for the life of the process, and do what they
+    did unless a call says where rows begin. A second call adds nothing. Positions of several axes are spread
+    first, by ``spread_positions``.
     """
+    spread_positions(model)
     inner = text_model(model)
     if inner is None or _SEPARATED in vars(inner):
         return
@@ -56,7 +57,7 @@ def separate_rows(model: nn.Module) -> None:
         forward: Any = inspect.unwrap(type(layer).forward)
         file = getattr(forward, "__globals__", {})
         names = [name for name in forward.__code__.co_names if name in file]
-        called = {name for name in names if name in _ALONG_TIME or function_with_kernel(file[name])}
+        called = {name for name in names if name in _ALONG_TIME or _with_kernel(file[name])}
         convolves = any(isinstance(child, nn.Conv1d) for child in layer.children())
         if called - _ALONG_TIME.keys() - _ONE_TOKEN or (convolves and called.isdisjoint(_ALONG_TIME)):
             return
@@ -69,6 +70,22 @@ def separate_rows(model: nn.Module) -> None:
             file[name] = _separated(file[name], *_ALONG_TIME[name])
     vars(inner)[_SEPARATED] = True
     inner.register_forward_pre_hook(_with_boundaries, with_kwargs=True)
+
+
+def _with_kernel(function: Any) -> tuple[Any, frozenset[str]] | None:
+    """(torch's form of a function of a model's file, arguments its kernel takes); None for other functions.
+
+    ``use_kernel_func_from_hub_with_fallback`` computes such a function by the package that has a kernel for
+    it, if that is installed, and drops the arguments that the kernel does not take. Which it found is in its
+    closure alone. With the package ``kernels`` the function is called by an ``nn.Module``.
+    """
+    if isinstance(function, nn.Module):
+        function = inspect.getclosurevars(type(function).forward).nonlocals.get("func")
+    held = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    if "is_new_implementation" not in held:
+        return None
+    taken = held["applicable_params"] if held["is_new_implementation"] else ()
+    return held["torch_function"], frozenset(taken)
 
 
 @torch.compiler.disable
@@ -103,7 +120,7 @@ def _separated(function: Callable[..., Any], time: int, sequences: tuple[str, ..
         time: Dimension of time in its sequences and its output.
         sequences: Names of the arguments that are sequences.
     """
-    in_torch, taken_by_kernel = function_with_kernel(function) or (function, frozenset())
+    in_torch, taken_by_kernel = _with_kernel(function) or (function, frozenset())
     signature = inspect.signature(in_torch)
 
     @functools.wraps(in_torch)

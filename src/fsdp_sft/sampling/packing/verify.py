@@ -12,8 +12,7 @@ from torch import nn
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import forward_parameters
-from fsdp_sft._model.inputs import no_cache, spread_positions
-from fsdp_sft.attention.hybrid import separate_rows
+from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.preserved import preserved, uncompiled
 from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
@@ -23,6 +22,7 @@ from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft._ranks.mesh import raise_on_mesh
 from fsdp_sft._tensors.rounding import TOLERANCES, logits_tolerance
+from fsdp_sft.attention.hybrid import separate_rows
 from fsdp_sft.collate import pack_size
 from fsdp_sft.collate.options import check_count
 from fsdp_sft.errors import PackingError
@@ -223,7 +223,6 @@ def verify(
     passed, attention = record_of(model).kept_or_new(_Passed).lengths, attention_of(unwrapped(model))
     try:
         _check_rotations(model, longest)
-        spread_positions(model)
         separate_rows(model)
         with preserved(model), torch.no_grad(), uncompiled():
             model.eval()
