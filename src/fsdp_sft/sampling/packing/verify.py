@@ -87,8 +87,9 @@ def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
 
     A pack of six random rows, one of them long, goes through the model as in training: ``position_ids`` from
     0 in each row, no attention mask, ``use_cache=False``. The logits are compared with those of each row
-    alone, and with those of the pack when the tokens of its first or of its last rows are replaced. Recurrent
-    models, ALiBi, and models that count positions by index fail unless they use ``position_ids``. Leaks
+    alone, and with those of the pack when the tokens of its first or of its last rows are replaced. ALiBi,
+    models that count positions by index, and recurrences of other kinds than those that ``shard_model`` and this
+    function keep apart fail. Leaks
     smaller than the rounding of the dtype in which the model computes are not seen.
 
     Mode, gradients, buffers, sharding and random number generators are left as they were. Dropout is off
@@ -349,8 +350,7 @@ def _judge(model: nn.Module, report: PackingReport, untold_is_error: bool) -> bo
     Raises:
         PackingError: If rows are not kept apart, or if it is inconclusive and ``untold_is_error``.
     """
-    name, attention = _name(model), attention_of(unwrapped(model))
-    measured = f"{name} with {attention} attention: {report}"
+    measured = f"{_name(model)} with {attention_of(unwrapped(model))} attention: {report}"
     if report.error <= _most(report) and report.leak <= max(_LEAK_TOLERANCE, _TIMES_NOISE * report.noise):
         if report.unpacked > _TIMES_NOISE * report.tolerance:
             return True
@@ -364,8 +364,8 @@ def _judge(model: nn.Module, report: PackingReport, untold_is_error: bool) -> bo
         raise PackingError(f"the logits are not finite, or all the same: {measured}. Check the weights")
     raise PackingError(
         f"packed rows are not kept apart by {measured}. Train it with SFTCollator, without packing; or try "
-        "another attn_implementation, or a shorter max_length if only long packs fail. Models with a "
-        "recurrent state or a convolution, or that do not heed position_ids, cannot be packed"
+        "another attn_implementation, or a shorter max_length if only long packs fail. Models that do not "
+        "heed position_ids, or mix tokens by a recurrence or convolution unknown here, cannot be packed"
     )
 
 
