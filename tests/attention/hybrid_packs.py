@@ -18,8 +18,8 @@ import transformers as tf
 
 import fsdp_sft as fs
 from fsdp_sft.sampling.packing import verify
+from tests.attention.hybrids import APART, MIXED, tiny_hybrid
 from tests.harness.architectures import quiet_for_good
-from tests.harness.hybrids import APART, MIXED, tiny_hybrid
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -120,9 +120,9 @@ def main() -> None:
         "|---|---|---|",
         *(f"| {family} | {' | '.join(measured(family))} |" for family in sorted(APART + MIXED)),
         "",
-        f"{ROWS} rows with lengths as in chats ({CAPACITY} at most), forward and backward in float32 on 2 cores",
-        f"without kernels, best of three turns: packs of {CAPACITY}, and padded batches of {TOGETHER} in the order",
-        "of the rows.",
+        f"{ROWS} rows with lengths as in chats ({CAPACITY} at most), forward and backward in float32 on",
+        f"2 cores without kernels, best of three turns: packs of {CAPACITY}, and padded batches of {TOGETHER}",
+        "in the order of the rows.",
         "",
         "| layers of | packed, tokens/s | padded | ratio |",
         "|---|---|---|---|",

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft.attention import hybrid
+from tests.attention.hybrids import APART, MIXED, tiny_hybrid
 from tests.harness.device import mesh_here
 from tests.harness.float64 import AllFloat64
-from tests.harness.hybrids import APART, MIXED, tiny_hybrid
 from tests.harness.models import full, largest_error
 from tests.harness.packs import assert_same, drawn_rows, gradients_of_separate_rows
 from tests.harness.ranks import run_distributed

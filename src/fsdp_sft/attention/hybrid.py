@@ -88,7 +88,7 @@ def _with_kernel(function: Any) -> tuple[Any, frozenset[str]] | None:
     return held["torch_function"], frozenset(taken)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _with_boundaries(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Hook before the text model's forward: says where the rows of a pack begin."""
     positions = kwargs.get("position_ids")
@@ -138,7 +138,7 @@ def _separated(function: Callable[..., Any], time: int, sequences: tuple[str, ..
     return separated
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _row_by_row(
     function: Callable[..., Any],
     call: inspect.BoundArguments,

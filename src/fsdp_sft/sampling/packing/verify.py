@@ -88,9 +88,9 @@ def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
     A pack of six random rows, one of them long, goes through the model as in training: ``position_ids`` from
     0 in each row, no attention mask, ``use_cache=False``. The logits are compared with those of each row
     alone, and with those of the pack when the tokens of its first or of its last rows are replaced. ALiBi,
-    models that count positions by index, and recurrences of other kinds than those that ``shard_model`` and this
-    function keep apart fail. Leaks
-    smaller than the rounding of the dtype in which the model computes are not seen.
+    models that count positions by index, and recurrences of other kinds than ``shard_model`` and this
+    function keep apart fail. Leaks smaller than the rounding of the dtype in which the model computes are
+    not seen.
 
     Mode, gradients, buffers, sharding and random number generators are left as they were. Dropout is off
     during the check.
