@@ -2,6 +2,8 @@
 
 from benchmarks.checks.mistakes.mistake import Mistake
 
+HYBRID = ("tests/attention/test_hybrid.py",)
+
 MISTAKES = [
     Mistake(
         "a packed row predicts the first token of the next",
@@ -44,5 +46,33 @@ MISTAKES = [
         "rows.sliding_window - 1, 0)",
         "rows.sliding_window, 0)",
         ("tests/attention/varlen/test_varlen.py",),
+    ),
+    Mistake(
+        "recurrences run on over the rows of a pack",
+        "attention/hybrid.py",
+        "    if not begins.any():\n",
+        "    if True:\n",
+        HYBRID,
+    ),
+    Mistake(
+        "a layer that calls an unknown function taken for one that keeps rows apart",
+        "attention/hybrid.py",
+        "if called - _ALONG_TIME.keys() - _ONE_TOKEN or",
+        "if False or",
+        HYBRID,
+    ),
+    Mistake(
+        "a layer that convolves by itself taken for one that keeps rows apart",
+        "attention/hybrid.py",
+        "(convolves and called.isdisjoint(_ALONG_TIME))",
+        "False",
+        HYBRID,
+    ),
+    Mistake(
+        "a kernel that takes boundaries gets none",
+        "attention/hybrid.py",
+        'kwargs.setdefault("cu_seqlens", kwargs.get("cu_seq_lens_q"))',
+        "kwargs = {k: v for k, v in kwargs.items() if k not in _BOUNDARIES}",
+        HYBRID,
     ),
 ]

@@ -21,7 +21,7 @@ def no_cache(model: nn.Module) -> dict[str, Any]:
     """
     taken = forward_parameters(model)
     if "use_cache" not in taken and any(p.kind == p.VAR_KEYWORD for p in taken.values()):
-        inner = _text_model(model)
+        inner = text_model(model)
         taken = {} if inner is None else forward_parameters(inner)
     return {"use_cache": False} if "use_cache" in taken else {}
 
@@ -33,7 +33,7 @@ def spread_positions(model: nn.Module) -> None:
     (B, S), Qwen2.5-VL, GLM-4V and others of transformers 5.23 rotate as they should and join the rows;
     Qwen3-VL spreads them so itself. A second call adds nothing.
     """
-    inner, axes = _text_model(model), _position_axes(model)
+    inner, axes = text_model(model), _position_axes(model)
     if inner is None or not axes or _SPREAD in vars(inner):
         return
     vars(inner)[_SPREAD] = True
@@ -47,7 +47,7 @@ def _position_axes(model: nn.Module) -> int:
     return len(sections) if sections else 0
 
 
-def _text_model(model: nn.Module) -> nn.Module | None:
+def text_model(model: nn.Module) -> nn.Module | None:
     """The text model inside a transformers model; None if it says none."""
     find = getattr(base_of(unwrapped(model)), "get_decoder", None)
     found = find() if callable(find) else None

@@ -1,1 +1,1 @@
-"""Attention of packed rows, and of rows that several ranks share."""
+"""Attention and recurrences of packed rows, and attention of rows that several ranks share."""

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import copied_modules
 from fsdp_sft._model.blocks import find_blocks, is_never_called
-from fsdp_sft._model.inputs import spread_positions
 from fsdp_sft._model.quantised import refuse_quantised_model
 from fsdp_sft._model.sharded import refuse_hooks, remember_mesh
 from fsdp_sft._model.twin import keep_config
@@ -30,6 +29,7 @@ from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft._ranks.mesh import EP, cp_size, parameter_mesh
 from fsdp_sft._tensors.boxes import check_ranks_ascend
+from fsdp_sft.attention.hybrid import separate_rows
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac import check_now
 from fsdp_sft.shard.describe import name_uneven
@@ -254,7 +254,7 @@ def shard_model(
         register_fsdp_forward_method(model, "generate")
     set_prefetch(list(chosen.values()), prefetch)
     follow_root(model)
-    spread_positions(model)
+    separate_rows(model)
     if mesh.get_rank() == 0:
         name_uneven(model, mesh.size(mesh.ndim - 1), mesh.size(0) if mesh.ndim > 1 else 1, cp_size(given))
     remember_mesh(model, given)

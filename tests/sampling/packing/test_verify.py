@@ -44,9 +44,6 @@ LEAKING = {
     "some layers with a state (Jamba)": lambda: fresh(
         "JambaForCausalLM", **HEADS, attn_layer_period=2, attn_layer_offset=1, num_experts=2
     ),
-    "convolution of three tokens (LFM2)": lambda: fresh(
-        "Lfm2ForCausalLM", **HEADS, layer_types=["conv", "full_attention", "conv"]
-    ),
     "ALiBi (Bloom)": lambda: fresh("BloomForCausalLM", hidden_size=32, n_layer=3, n_head=4),
     "ALiBi (Falcon)": lambda: fresh("FalconForCausalLM", **SMALL, num_attention_heads=4, alibi=True),
 }

@@ -110,38 +110,29 @@ class _PartsProbe:
 
     def part_differs(self) -> bool:
         """Whether the logits of this rank's positions differ by more than rounding."""
-        return self.differ(self._part().logits, self._plain().logits[:, self.own])
+        with part_of_rows(self.whole):
+            part = self.model(
+                input_ids=self.ids[:, self.own],
+                position_ids=self.positions[:, self.own],
+                attention_mask=torch.ones_like(self.ids),
+                **self.options,
+            )
+        return self.differ(part.logits, self._plain().logits[:, self.own])
 
     def differ(self, found: torch.Tensor | None, expected: torch.Tensor) -> bool:
         """Whether more positions of two tensors differ than rounding explains, or their shapes do."""
         if found is None or found.shape != expected.shape:
             return True
-        return _share_beyond(found, expected, self.tolerance) > self._most_flipped
+        found, expected = found.double(), expected.double()
+        size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+        error = (found - expected).norm(dim=-1) / size.clamp_min(torch.finfo(torch.float32).tiny)
+        # The negation counts NaN as a difference.
+        return float((~(error <= self.tolerance)).double().mean()) > self._most_flipped
 
     def _plain(self, ids: torch.Tensor | None = None, **inputs: Any) -> Any:
         """Output of a plain forward of the whole row."""
         ids = self.ids if ids is None else ids
         return self.model(input_ids=ids, position_ids=self.positions, **inputs, **self.options)
-
-    def _part(self) -> Any:
-        """Output of a forward of this rank's part of the row."""
-        mask = torch.ones_like(self.ids)
-        with part_of_rows(self.whole):
-            return self.model(
-                input_ids=self.ids[:, self.own],
-                position_ids=self.positions[:, self.own],
-                attention_mask=mask,
-                **self.options,
-            )
-
-
-def _share_beyond(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
-    """Share of positions at which two tensors differ by a relative error above ``tolerance``."""
-    found, expected = found.double(), expected.double()
-    size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
-    error = (found - expected).norm(dim=-1) / size.clamp_min(torch.finfo(torch.float32).tiny)
-    # The negation counts NaN as a difference.
-    return float((~(error <= tolerance)).double().mean())
 
 
 def _name(model: nn.Module) -> str:

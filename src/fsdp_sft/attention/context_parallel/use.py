@@ -163,8 +163,8 @@ def check_shareable(model: nn.Module, ranks: int) -> None:
             f"{name} runs {within} attention; context parallelism runs around {', '.join(_WITHIN)}. Set one "
             "by model.set_attn_implementation, or call use_varlen_attention, which runs torch's flash kernel"
         )
-    heads = _query_heads(model)
-    if heads is not None and heads % ranks:
+    heads = getattr(text_config(model), "num_attention_heads", None)
+    if isinstance(heads, int) and heads % ranks:
         raise ValueError(not_divisible(f"{name} has", heads, ranks))
 
 
@@ -210,9 +210,3 @@ def sequence_group_of(model: nn.Module) -> SequenceGroup | None:
             "use_context_parallel: call that again"
         )
     return group
-
-
-def _query_heads(model: nn.Module) -> int | None:
-    """Number of query heads that the config gives; None if it gives none."""
-    heads = getattr(text_config(model), "num_attention_heads", None)
-    return heads if isinstance(heads, int) and not isinstance(heads, bool) else None

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import forward_parameters
-from fsdp_sft._model.inputs import no_cache, spread_positions
+from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.preserved import preserved, uncompiled
 from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
@@ -22,6 +22,7 @@ from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft._ranks.mesh import raise_on_mesh
 from fsdp_sft._tensors.rounding import TOLERANCES, logits_tolerance
+from fsdp_sft.attention.hybrid import separate_rows
 from fsdp_sft.collate import pack_size
 from fsdp_sft.collate.options import check_count
 from fsdp_sft.errors import PackingError
@@ -86,9 +87,10 @@ def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
 
     A pack of six random rows, one of them long, goes through the model as in training: ``position_ids`` from
     0 in each row, no attention mask, ``use_cache=False``. The logits are compared with those of each row
-    alone, and with those of the pack when the tokens of its first or of its last rows are replaced. Recurrent
-    models, ALiBi, and models that count positions by index fail unless they use ``position_ids``. Leaks
-    smaller than the rounding of the dtype in which the model computes are not seen.
+    alone, and with those of the pack when the tokens of its first or of its last rows are replaced. ALiBi,
+    models that count positions by index, and recurrences of other kinds than ``shard_model`` and this
+    function keep apart fail. Leaks smaller than the rounding of the dtype in which the model computes are
+    not seen.
 
     Mode, gradients, buffers, sharding and random number generators are left as they were. Dropout is off
     during the check.
@@ -222,7 +224,7 @@ def verify(
     passed, attention = record_of(model).kept_or_new(_Passed).lengths, attention_of(unwrapped(model))
     try:
         _check_rotations(model, longest)
-        spread_positions(model)
+        separate_rows(model)
         with preserved(model), torch.no_grad(), uncompiled():
             model.eval()
             report = _run_probe(model, max(max_length, _SHORTEST_PROBE))
@@ -348,8 +350,7 @@ def _judge(model: nn.Module, report: PackingReport, untold_is_error: bool) -> bo
     Raises:
         PackingError: If rows are not kept apart, or if it is inconclusive and ``untold_is_error``.
     """
-    name, attention = _name(model), attention_of(unwrapped(model))
-    measured = f"{name} with {attention} attention: {report}"
+    measured = f"{_name(model)} with {attention_of(unwrapped(model))} attention: {report}"
     if report.error <= _most(report) and report.leak <= max(_LEAK_TOLERANCE, _TIMES_NOISE * report.noise):
         if report.unpacked > _TIMES_NOISE * report.tolerance:
             return True
@@ -363,8 +364,8 @@ def _judge(model: nn.Module, report: PackingReport, untold_is_error: bool) -> bo
         raise PackingError(f"the logits are not finite, or all the same: {measured}. Check the weights")
     raise PackingError(
         f"packed rows are not kept apart by {measured}. Train it with SFTCollator, without packing; or try "
-        "another attn_implementation, or a shorter max_length if only long packs fail. Models with a "
-        "recurrent state or a convolution, or that do not heed position_ids, cannot be packed"
+        "another attn_implementation, or a shorter max_length if only long packs fail. Models that do not "
+        "heed position_ids, or mix tokens by a recurrence or convolution unknown here, cannot be packed"
     )
 
 

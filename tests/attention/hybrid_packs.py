@@ -1,0 +1,139 @@
+r"""How far rows of a pack are from rows alone in hybrid models, and what packs are worth there.
+
+    python -m tests.attention.hybrid_packs --output benchmarks/results/hybrid-packs.md
+
+Every family is built tiny with random weights, and measured by ``verify_packing`` as transformers computes it
+and with its layers kept apart. Then a few families train, forward and backward, on rows with lengths as in
+chats: packed, and padded in the order in which they come, by turns.
+"""
+
+import argparse
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+
+import fsdp_sft as fs
+from fsdp_sft.sampling.packing import verify
+from tests.attention.hybrids import APART, MIXED, tiny_hybrid
+from tests.harness.architectures import quiet_for_good
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "pad_token_id": 0,
+}
+CAPACITY, ROWS, TOGETHER = 2048, 64, 8
+
+
+def measured(family: str) -> tuple[str, str]:
+    """Largest difference from rows alone: by transformers, and with layers kept apart."""
+    separate, found = verify.separate_rows, []
+    reports: list[fs.PackingReport] = []
+    judge = verify._judge
+    verify._judge = lambda model, report, told: bool(reports.append(report)) or judge(model, report, told)
+    for does in (lambda model: None, separate):
+        verify.separate_rows = does
+        try:
+            fs.verify_packing(tiny_hybrid(family), max_length=128)
+            found.append(f"{reports[-1].error:.1e}")
+        except fs.PackingError:
+            found.append(f"{reports[-1].error:.1e}, refused")
+    verify.separate_rows, verify._judge = separate, judge
+    return found[0], found[1]
+
+
+def sized(family: str) -> Any:
+    torch.manual_seed(0)
+    if family == "Qwen3.5":
+        heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "head_dim": 64}
+        widths = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+        kinds = ["linear_attention"] * 3 + ["full_attention"]
+        config: Any = tf.AutoConfig.for_model("qwen3_5_text", **SIZES, **heads, **widths, layer_types=kinds)
+    elif family == "Bamba":
+        mixer = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1}
+        config = tf.BambaConfig(**SIZES, **mixer, attn_layer_indices=[3])
+    else:
+        config = tf.Lfm2Config(**SIZES, layer_types=["conv"] * 3 + ["full_attention"])
+    return tf.AutoModelForCausalLM.from_config(config).train()
+
+
+def drawn() -> list[dict[str, list[int]]]:
+    generator = random.Random(0)
+    lengths = [min(CAPACITY, max(16, int(generator.lognormvariate(5.3, 0.9)))) for _ in range(ROWS)]
+    rows = [[generator.randrange(5, 1000) for _ in range(length)] for length in lengths]
+    return [{"input_ids": ids, "labels": ids} for ids in rows]
+
+
+def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    width = max(len(row["input_ids"]) for row in rows)
+
+    def column(name: str, filler: int) -> torch.Tensor:
+        return torch.tensor([row[name] + [filler] * (width - len(row[name])) for row in rows])
+
+    labels = column("labels", -100)
+    return {"input_ids": column("input_ids", 0), "labels": labels, "attention_mask": (labels >= 0).long()}
+
+
+def speeds(family: str) -> tuple[float, float]:
+    """Tokens of rows a second: packed, and padded."""
+    model, rows = sized(family), drawn()
+    lengths = [len(row["input_ids"]) for row in rows]
+    fs.use_varlen_attention(model)
+    fs.verify_packing(model, max_length=256)
+    collate = fs.PackedCollator(max_length=CAPACITY)
+    packs = [collate([rows[i] for i in pack]) for pack in fs.pack_lengths(lengths, CAPACITY)]
+    batches = [padded(rows[first : first + TOGETHER]) for first in range(0, ROWS, TOGETHER)]
+
+    def seconds(given: list[dict[str, torch.Tensor]]) -> float:
+        started = time.perf_counter()
+        for batch in given:
+            fs.loss_sum(model, batch)[0].backward()
+        return time.perf_counter() - started
+
+    seconds(packs[:1] + batches[:1])
+    turns = [(seconds(packs), seconds(batches)) for _ in range(3)]
+    best = [min(turn) for turn in zip(*turns, strict=True)]
+    return sum(lengths) / best[0], sum(lengths) / best[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    quiet_for_good()
+    torch.set_num_threads(2)
+    lines = [
+        "# Packs of hybrid models",
+        "",
+        "`python -m tests.attention.hybrid_packs`: the largest difference between the logits of a row in a",
+        f"pack and alone, relative to their size; tiny models, float32, CPU, transformers {tf.__version__}.",
+        "",
+        "| family | transformers alone | rows kept apart |",
+        "|---|---|---|",
+        *(f"| {family} | {' | '.join(measured(family))} |" for family in sorted(APART + MIXED)),
+        "",
+        f"{ROWS} rows with lengths as in chats ({CAPACITY} at most), forward and backward in float32 on",
+        f"2 cores without kernels, best of three turns: packs of {CAPACITY}, and padded {TOGETHER}",
+        "together in the order of the rows.",
+        "",
+        "| layers of | packed, tokens/s | padded | ratio |",
+        "|---|---|---|---|",
+    ]
+    for family in ("Qwen3.5", "Bamba", "LFM2"):
+        fast, slow = speeds(family)
+        lines.append(f"| {family} | {fast:,.0f} | {slow:,.0f} | {fast / slow:.1f} |")
+    print("\n".join(lines))
+    if options.output is not None:
+        options.output.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
