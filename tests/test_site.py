@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import fsdp_sft as fs
+from benchmarks.published import models
 from mkdocs_hooks.links import link_names, public_name, targets
 from tests.harness.places import EXAMPLES, ROOT
 
@@ -110,6 +111,15 @@ def test_figures_of_the_first_page_stand_in_the_files_that_it_links() -> None:
         figures = set(FIGURE.findall((ROOT / "benchmarks/results" / file[1]).read_text()))
         for figure in FIGURE.findall(f"{what} {ours} {others}"):
             assert figure in figures, f"{what}: {figure}"
+
+
+def test_plans_of_well_known_models_are_the_planners() -> None:
+    """The table has every model on every GPU; one line of it is computed again."""
+    table = _table(DOCS / "how-to/plan-a-run.md", models.HEAD[0])
+    assert {(cells[0], cells[1]) for cells in table} == {
+        (n, g) for n in models.MODELS for g in models.GPUS.values()
+    }
+    assert models.row("Llama 3.1 8B", "h100") in (DOCS / "how-to/plan-a-run.md").read_text()
 
 
 def test_readme_and_the_first_page_begin_the_same() -> None:
