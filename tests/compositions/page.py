@@ -1,4 +1,4 @@
-"""The end of docs/reference/errors.md, made of the committed reasons: ``python -m tests.compositions.page``."""
+"""The end of docs/reference/errors.md, made of the list of reasons: ``python -m tests.compositions.page``."""
 
 from pathlib import Path
 
