@@ -35,7 +35,7 @@ PANELS = [
     Panel(
         "Load 2 GB into float32 shards",
         "seconds, less is better",
-        "load.md",
+        "loading.md",
         "median s",
         [
             Bar("fsdp_sft", ("ours: whole call",), ours=True),
@@ -60,7 +60,7 @@ PANELS = [
     Panel(
         "Train on padded rows",
         "tokens per second, more is better",
-        "peers.md",
+        "step.md",
         "tokens/s",
         [
             Bar("fsdp_sft", ("plain", "fsdp_sft"), ours=True),
@@ -73,7 +73,7 @@ PANELS = [
     Panel(
         "Save 1.2 GB",
         "seconds, less is better",
-        "checkpoint.md",
+        "checkpoints.md",
         "seconds",
         [
             Bar("fsdp_sft,\nchecksums", ("save_checkpoint",), ours=True),

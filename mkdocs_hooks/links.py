@@ -1,4 +1,4 @@
-"""What the site adds to its pages: links into the reference, summaries of public names, measurements.
+"""What the site adds to its pages: README on the first, links into the reference, summaries, measurements.
 
 The Markdown files stay as they are read elsewhere: a public name in code, such as `train_step`, becomes a
 link where it is first mentioned on a page, and so does the name of a file in benchmarks/results.
@@ -12,7 +12,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
+HOME = "index.md"
 INDEX = "reference/index.md"
+# Where the first page has what README begins with, and the heading before which that ends.
+README_HERE = "<!-- Here the site has README, up to its plan. -->"
+README_ENDS = "## Before you book GPUs"
 # A fenced block, a line that is a heading or a directive, and a link: what is left alone. Then a code span.
 _PARTS = re.compile(
     r"(?P<leave>^(?P<fence>```+).*?^(?P=fence)$|^#.*?$|^:::.*?$|\[(?:[^\[\]]|\[[^\]]*\])*\](?:\([^)]*\)|\[[^\]]*\]))"
@@ -81,6 +85,14 @@ def add_summaries(markdown: str) -> str:
     return re.sub(r"^- `(\w+)`$", add, markdown, flags=re.MULTILINE)
 
 
+def add_readme(markdown: str) -> str:
+    """First page with what README begins with, whose links are seen from docs."""
+    readme = (ROOT / "README.md").read_text().partition(README_ENDS)[0]
+    for folder, seen in (("docs/", ""), ("benchmarks/", "../benchmarks/")):
+        readme = readme.replace(f"]({folder}", f"]({seen}")
+    return markdown.replace(README_HERE, readme)
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the files of benchmarks/results."""
     from mkdocs.structure.files import File
@@ -92,6 +104,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Change the source of a page before it is rendered."""
+    if page.file.src_uri == HOME:
+        markdown = add_readme(markdown)
     if page.file.src_uri == INDEX:
         markdown = add_summaries(markdown)
     return link_names(markdown, page.file.src_uri)

@@ -1,10 +1,7 @@
 """Every python block in README and docs runs, page by page, as one program."""
 
 import ast
-import importlib.util
-import os
 import re
-import socket
 from pathlib import Path
 
 import pytest
@@ -12,18 +9,14 @@ import pytest
 from tests.harness.forks import Program
 from tests.harness.places import EXAMPLES, ROOT
 
-PAGES = sorted(
-    [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
-)
+ROOT_PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "AGENTS.md", "llms.txt"]
+PAGES = sorted([*(ROOT / name for name in ROOT_PAGES), *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# What a reader of a migration page comes from: programs of their own, which need the other library.
-BEFORE = re.compile(r'^```python title="Before[^"]*"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 # Pages about an extra run where it is installed.
 EXTRAS = {"accelerate", "peft"}
 PYTHON_FENCE = re.compile(r"^```(?:python|py)\b.*$", re.MULTILINE)
 
-# README's loops and the migration pages are fragments of a reader's own program: the names they take for
-# granted are made here.
+# README's loops are fragments of a reader's own program: the names they take for granted are made here.
 SETUP = """
 import os, sys
 sys.path.insert(0, {examples!r})
@@ -56,12 +49,6 @@ context = fs.init_distributed()
 collate = fs.SFTCollator(AutoTokenizer.from_pretrained(path), max_length=64)
 loader = DataLoader(rows, 2, sampler=fs.ResumableSampler(rows), collate_fn=collate)
 """
-MIGRATION_SETUP = """
-import fsdp_sft
-from transformers import AutoTokenizer
-rows = rows[:16]
-collate = fsdp_sft.SFTCollator(AutoTokenizer.from_pretrained(path), max_length=64)
-"""
 
 
 def _name(page: Path) -> str:
@@ -72,14 +59,8 @@ def _with_python(page: Path) -> bool:
     return BLOCK.search(page.read_text()) is not None
 
 
-def _is_migration(page: Path) -> bool:
-    return page.name.startswith("migrate-from-")
-
-
 def _setup(page: Path) -> str:
     setup = SETUP.format(examples=str(EXAMPLES))
-    if _is_migration(page):
-        return setup + MIGRATION_SETUP
     if page == ROOT / "README.md":
         return setup + STEP_SETUP
     return setup + LOOP_SETUP if _has_the_loop(page) else setup * (page.name == "what-went.md")
@@ -97,22 +78,14 @@ def _imports(code: str) -> set[str]:
     return {name.split(".")[0] for name in names}
 
 
-def _as_one_rank_of_torchrun() -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return {**os.environ, **ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def _outcome(code: str, folder: Path, environment: dict[str, str] | None = None) -> tuple[int | None, str]:
+def _outcome(code: str, folder: Path) -> tuple[int | None, str]:
     script = folder / "page.py"
     script.write_text(code)
-    return Program(script, environment=environment).wait()
+    return Program(script).wait()
 
 
-def _run(code: str, folder: Path, name: str, environment: dict[str, str] | None = None) -> None:
-    status, text = _outcome(code, folder, environment)
+def _run(code: str, folder: Path, name: str) -> None:
+    status, text = _outcome(code, folder)
     assert status == 0, f"{name}:\n{text[-3000:]}"
 
 
@@ -132,10 +105,8 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
         assert len([line for line in blocks[0].splitlines() if line.strip()]) <= 26, "a loop of 25 lines"
         assert LOOP_MODEL in blocks[0]
         code = code.replace(LOOP_MODEL, "path") + LOOP_CHECK
-    if _is_migration(page):
-        _run_before(page, tmp_path)
     _run(code, tmp_path, page.name)
-    if _has_the_loop(page) or page.name == "quickstart.md" or _is_migration(page):
+    if _has_the_loop(page) or page.name == "quickstart.md":
         _run_again(code, tmp_path)
 
 
@@ -149,20 +120,10 @@ def _run_again(code: str, folder: Path) -> None:
     assert _results(folder) == before
 
 
-def _run_before(page: Path, folder: Path) -> None:
-    """Run what a page migrates from, where its library is installed; it must compile in any case."""
-    code = "\n".join(BEFORE.findall(page.read_text()))
-    compile(code, f"{page.name}, before", "exec")
-    if all(importlib.util.find_spec(name) is not None for name in _imports(code)):
-        _run(_setup(page) + code, folder, f"{page.name}, before", _as_one_rank_of_torchrun())
-
-
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_every_python_block_is_run_or_marked(page: Path) -> None:
     text = page.read_text()
-    num_known = len(BLOCK.findall(text)) + len(BEFORE.findall(text))
-    assert len(PYTHON_FENCE.findall(text)) == num_known
-    assert _is_migration(page) or not BEFORE.findall(text)
+    assert len(PYTHON_FENCE.findall(text)) == len(BLOCK.findall(text))
 
 
 def test_every_public_name_is_in_the_reference_and_every_page_on_the_site() -> None:
@@ -182,7 +143,7 @@ def test_every_public_exception_is_on_the_errors_page() -> None:
 
     public = [getattr(fs, name) for name in fs.__all__]
     exceptions = {kind for kind in public if isinstance(kind, type) and issubclass(kind, BaseException)}
-    page = (ROOT / "docs/explanation/errors.md").read_text()
+    page = (ROOT / "docs/reference/errors.md").read_text()
     rows = {
         row[0]: row for row in re.findall(r"^\| `(\w+)` \| (`.*?`) \| .+ \| .+ \| .+ \|$", page, re.MULTILINE)
     }

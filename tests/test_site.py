@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fsdp_sft as fs
-from mkdocs_hooks.links import link_names, public_name, targets
+from mkdocs_hooks.links import add_readme, link_names, public_name, targets
 from tests.harness.places import EXAMPLES, ROOT
 
 DOCS = ROOT / "docs"
@@ -105,19 +105,28 @@ def test_figures_of_the_first_page_stand_in_the_files_that_it_links() -> None:
     assert len(compared) == 15
     assert len(measured) == 6
     for what, ours, others, details in compared + measured:
-        file = re.search(r"\((?:\.\./)?benchmarks/results/([\w-]+\.md)\)", details)
+        file = re.search(r"\((?:\.\./)?benchmarks/results/([\w-]+\.md)(?:#[\w-]+)?\)", details)
         assert file is not None, what
         figures = set(FIGURE.findall((ROOT / "benchmarks/results" / file[1]).read_text()))
         for figure in FIGURE.findall(f"{what} {ours} {others}"):
             assert figure in figures, f"{what}: {figure}"
 
 
-def test_readme_and_the_first_page_begin_the_same() -> None:
-    """Links are seen from other folders."""
-    first = (ROOT / "README.md").read_text().partition("## Before you book GPUs")[0]
-    site = (DOCS / "index.md").read_text().partition("## Where to begin")[0]
-    links = re.compile(r"\]\([^)]*\)")
-    assert links.sub("", first) == links.sub("", site)
+def test_plans_of_well_known_models_are_the_planners() -> None:
+    """Those of one model are computed again."""
+    command = [sys.executable, "-m", "benchmarks.published.models", "--only", "Llama 3.1 8B"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert len(lines) == 3
+    assert set(lines) <= set((DOCS / "how-to/plan-a-run.md").read_text().splitlines())
+
+
+def test_the_first_page_begins_as_readme_does() -> None:
+    home = add_readme((DOCS / "index.md").read_text())
+    assert home.startswith("# fsdp-sft\n")
+    links = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", home)]
+    assert len(links) > 40
+    assert [target for target in links if "://" not in target and not (DOCS / target).exists()] == []
 
 
 def test_readme_is_short_and_shows_how_the_two_loops_differ() -> None:

@@ -1,6 +1,6 @@
 """What ``fsdp-sft check`` takes: seconds, messages and bytes of each rank; and how often it is right.
 
-    python -m benchmarks.checks.check_cost --output benchmarks/results/check-cost.md
+    python -m benchmarks.checks.check_cost --output check-cost.md
 
 gloo ranks on this machine, which share its processors. What a rank sends is asked of the kernel
 (``control_plane``): segments with data, and their bytes, of which the links' own measurement is most.

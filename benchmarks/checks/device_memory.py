@@ -1,6 +1,6 @@
 """What loading, saving and the loss take of a device's memory, beside what they promise: counted, not timed.
 
-    python -m benchmarks.checks.device_memory --output benchmarks/results/device-memory.md
+    python -m benchmarks.checks.device_memory --output device-memory.md
 
 On two simulated accelerators (tests/simulated), whose allocator counts what each has in use, in blocks of
 512 bytes as CUDA's.

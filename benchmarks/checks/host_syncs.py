@@ -1,6 +1,6 @@
 """How often the host waits for the device in a step, and what ranks send each other: counted, not timed.
 
-    python -m benchmarks.checks.host_syncs --output benchmarks/results/host-syncs.md
+    python -m benchmarks.checks.host_syncs --output host-syncs.md
 
 On two simulated accelerators (tests/simulated), which count a wait where CUDA would make the host wait. Every
 way trains the same small Llama on windows of three micro-batches and reports loss and norm in each step.

@@ -1,6 +1,6 @@
 """Losses with masters and states of fewer bytes, beside float32 masters with torch's AdamW.
 
-    python -m benchmarks.checks.low_memory --output benchmarks/results/low-memory.md
+    python -m benchmarks.checks.low_memory --output low-memory.md
 
 The example's tiny model and chats (``examples/``), twice: from random weights at the example's rate, and on
 from there at a rate of fine-tuning. The windows are the same for all. torchao's optimizers need torchao; they

@@ -1,6 +1,6 @@
 """How long ranks wait for each other with packs of rows of very different lengths: modelled, not timed.
 
-    python -m benchmarks.checks.pack_cost --rows 20000 1000000 --output benchmarks/results/pack-cost.md
+    python -m benchmarks.checks.pack_cost --rows 20000 1000000 --output pack-cost.md
 
 A round takes as long as its most expensive pack costs. A "step over even" of 1.2 is an epoch that takes 1.2
 times as long as with equal costs on all ranks. The bound is what no order of these rows can be below: the

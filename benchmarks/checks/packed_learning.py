@@ -1,7 +1,7 @@
 r"""Adapters on a base that stays packed, taught the example's chats, beside the same base in bfloat16.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.checks.packed_learning \
-        --output benchmarks/results/packed-learning.md
+        --output packed-learning.md
 
 The base is the example's model, trained in full for some steps on the chats of ``examples/data`` and saved
 in bfloat16; for "stored" the same base is written in FP8, in blocks of 64 x 64, as checkpoints are published.

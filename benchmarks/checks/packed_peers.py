@@ -1,7 +1,7 @@
 r"""A 4-bit base with adapters over two ranks: what each way holds on a rank, and what it refuses.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.checks.packed_peers \
-        --output benchmarks/results/packed-peers.md
+        --output packed-peers.md
 
 Ours, and what else there is: transformers with bitsandbytes (NF4) and peft, sharded by torch's
 ``fully_shard`` block by block, or by accelerate's FSDP2. A Llama and a Qwen3-MoE, whose experts are fused.

@@ -3,7 +3,7 @@
     python -m venv others
     others/bin/pip install transformers==4.57.6 torch 'mlx[cpu]' jinja2 sentencepiece pyyaml
     others/bin/pip install --no-deps mlx-lm==0.32.2  # which asks for transformers 5
-    python -m benchmarks.checks.readers --python others/bin/python --output benchmarks/results/readers.md
+    python -m benchmarks.checks.readers --python others/bin/python --output readers.md
 
 Tiny models with random weights and rotary embeddings that are not the default are exported by ``export_hf``,
 and read by transformers 4.57 and mlx-lm, in a process of that environment. "Alone" is the same folder with

@@ -1,6 +1,6 @@
 """The planner's estimate against what training steps really take on a GPU.
 
-    python -m benchmarks.gpu.memory --gpu h200 --output benchmarks/results/gpu_memory.md
+    python -m benchmarks.gpu.memory --gpu h200 --output gpu_memory.md
 
 Each configuration is a fresh process: a model of a published size with random weights, sharded over this one
 GPU, three steps, then `max_memory_allocated` and `max_memory_reserved` of the third.

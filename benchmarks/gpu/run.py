@@ -1,6 +1,6 @@
 """Tokens per second, MFU and peak memory of full fine-tuning on GPUs, beside a hand-written loop and Trainer.
 
-    FSDP_SFT_DATA=folder python -m benchmarks.gpu.run --sizes 0.5b 1.5b 7b --output benchmarks/results/gpu.md
+    FSDP_SFT_DATA=folder python -m benchmarks.gpu.run --sizes 0.5b 1.5b 7b --output gpu.md
 
 Qwen2.5 shapes with random weights train on real chats, packed to one length, on all GPUs of this machine.
 All systems get the same packs in the same order and as many per optimizer step, keep float32 masters,

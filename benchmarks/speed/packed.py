@@ -1,7 +1,7 @@
 r"""Bytes and steps of adapters on a frozen base that stays packed, beside the same base in bfloat16.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.speed.packed \
-        --output benchmarks/results/packed.md
+        --output packed.md
 
 Every way trains the same rows, a step of each after the other. Bytes held are those of the frozen weights of
 blocks on one rank, counted; bytes gathered are what a rank gets in all gathers of a step, counted as they

@@ -1,7 +1,7 @@
 r"""Bytes, seconds and memory of a load from each quantised format, beside the same model in bfloat16.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.speed.quantised \
-        --output benchmarks/results/quantised.md
+        --output quantised.md
 
 The weights are random. Ratios are medians over rounds, in each of which every format is loaded once: through
 a reader that all ranks together may read 500 MB/s with, as from a file system that many share, and at the

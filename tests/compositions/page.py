@@ -1,12 +1,12 @@
-"""docs/reference/refused.md, made of the committed list of reasons: ``python -m tests.compositions.page``."""
+"""The end of docs/reference/errors.md, made of the list of reasons: ``python -m tests.compositions.page``."""
 
 from pathlib import Path
 
 from tests.compositions.reasons import REASONS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "refused.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "errors.md"
 
-_HEAD = """# What is refused
+_HEAD = """## What is refused
 
 <!-- Made by `python -m tests.compositions.page` from tests/compositions/reasons.py; change it there. -->
 
@@ -22,7 +22,7 @@ its message says what was expected, what was got and what to do.
 def text() -> str:
     """The page as it has to be."""
     rows = [f"| {_capital(r.name)} | `{r.error}` | {_capital(r.instead)} |" for r in REASONS]
-    return _HEAD + "\n".join(rows) + "\n"
+    return PAGE.read_text().partition("## What is refused\n")[0] + _HEAD + "\n".join(rows) + "\n"
 
 
 def _capital(sentence: str) -> str:

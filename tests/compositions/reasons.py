@@ -1,4 +1,4 @@
-"""Why a combination is refused: the committed list, from which docs/reference/refused.md is made."""
+"""Why a combination is refused: the committed list, from which docs/reference/errors.md is made."""
 
 import re
 from collections.abc import Callable

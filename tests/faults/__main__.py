@@ -1,6 +1,6 @@
 """Faults against checkpoints, and what was lost.
 
-    python -m tests.faults --kills 300 --flips 1000 --out benchmarks/results/faults.md
+    python -m tests.faults --kills 300 --flips 1000 --out faults.md
 
 Two gloo ranks on the CPU. ``--points``, ``--damage``, ``--disks``, ``--hostile``, ``--growth`` and
 ``--machines`` are the parts without a number; without any argument everything runs, about fifteen minutes

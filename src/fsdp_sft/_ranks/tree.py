@@ -2,7 +2,7 @@
 
 N - 1 messages go up and N - 1 down, and a rank takes part in at most log2 N of each. gloo's own
 ``all_reduce`` is a ring in which every rank sends to its neighbour 2 (N - 1) times, and torch's
-``all_gather_object`` two of them: ``benchmarks/results/control-plane.md``.
+``all_gather_object`` two of them: ``benchmarks/results/checkpoints.md``.
 
 The parent of rank r is r without its lowest set bit. Its children are r + 1, r + 2, r + 4, ... below that
 bit, and all that lies below r follows it without a gap. Eight ranks::

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # Model types whose estimates were compared with measurements; see
-# docs/explanation/how-the-estimate-was-checked.md.
+# docs/how-to/plan-a-run.md.
 CHECKED_FAMILIES = frozenset(
     (
         "gemma",

@@ -1,7 +1,7 @@
 """How long an optimizer step takes, by a roofline: an operation takes the longer of its FLOPs and its bytes.
 
 The rates are the device's, times the shares of them that training reaches. Only these shares were fitted;
-docs/explanation/how-the-estimate-was-checked.md says to what, and how far off they are.
+docs/how-to/plan-a-run.md says to what, and how far off they are.
 """
 
 from collections.abc import Iterable
