@@ -24,17 +24,6 @@ def through_the_tag(text: str, length: int, tokens: Iterable[str]) -> int:
     return length + closed.end() if opened and closed else length
 
 
-def is_begun_by(before_answer: str, prompt: str) -> bool:
-    """Whether the text in front of an answer begins with the generation prompt, except for a think block.
-
-    Templates of reasoning models open one in the prompt, or write an empty one, which an answer without
-    reasoning lacks or writes differently.
-    """
-    shared = shared_header(prompt, before_answer)
-    extra = prompt[len(shared) :]
-    return not extra or OPENED_REASONING.fullmatch(extra) is not None
-
-
 def is_a_header(text: str) -> bool:
     """Whether the text in front of an answer is more than white space or an opening of reasoning."""
     return bool(text.strip()) and OPENED_REASONING.fullmatch(text) is None

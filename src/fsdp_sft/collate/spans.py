@@ -162,12 +162,12 @@ def find_turns(
     wanted -= layout.absent(wanted - printed)
     layout.check(template, wanted)
     owned = _tags_by_message(tags, layout.places, messages)
-    finder = _TurnFinder(
-        template, facts, messages, owned, layout, conversation.tools, empty_blocks, facts.prompt_varies
-    )
+    finder = _TurnFinder(template, facts, messages, owned, layout, conversation.tools, empty_blocks)
     spoken = {index for index in printed if messages[index]["role"] == "assistant"}
     extents = list(layout.extents(wanted | spoken))
-    finder.check_headers(text, extents)
+    for index, floor, own, _ in reversed(extents):  # from the last answer back, which a model is asked for
+        if own is not None:
+            finder.start(index, floor, text[floor : own[0]])
     turns = [turn for extent in extents if extent.message in wanted for turn in finder.find(text, extent)]
     answers = tuple(e.own for e in extents if e.own is not None and e.message in spoken)
     dropped = tuple(leaf for leaf in layout.dropped(printed) if reasoning or not leaf.is_reasoning)
@@ -295,13 +295,13 @@ class _TurnFinder:
 
     Attributes:
         template: The chat template.
-        facts: Headers and stop tokens of the template.
+        facts: Its stop tokens, and its header for where no prompt can be rendered.
         messages: Messages of the conversation, in the form that the template accepts.
         tags: Spans of the template's generation tags, by message.
         layout: Places of the texts in the rendering.
         tools: Tool schemas of the conversation.
         empty_blocks: Whether an empty block of reasoning is part of a turn.
-        exact: Whether prompts are rendered for each answer, because they end elsewhere than the headers.
+        starts: Where generation starts in a literal, by the role of the message before and the literal.
         differing: The first prompt, and the text in front of the answer to the question, which does not
             begin with it.
         unprompted: The header with which that text continues where the template writes no prompt.
@@ -315,7 +315,7 @@ class _TurnFinder:
     layout: Layout
     tools: list[dict[str, Any]] | None
     empty_blocks: bool = True
-    exact: bool = False
+    starts: dict[tuple[str, str], int | None] = field(default_factory=dict)
     differing: tuple[str, str] | None = None
     unprompted: str = ""
     empty: int | None = None
@@ -329,7 +329,7 @@ class _TurnFinder:
             return self._find_blank(text, index, floor, ceiling)
         first, last = own
         message, tags = self.messages[index], self.tags.get(index, [])
-        start = self._where_generation_starts(message, index, floor, text[floor:first])
+        start = self.start(index, floor, text[floor:first])
         if start is None and tags and index and self.messages[index - 1]["role"] == "assistant":
             # Between two consecutive answers there is no generation prompt to mark the start.
             start = max(0, tags[0][0] - floor)
@@ -357,7 +357,7 @@ class _TurnFinder:
     def _find_blank(self, text: str, index: int, floor: int, ceiling: int) -> list[Turn]:
         """The turn of a message whose printed texts are empty or white space."""
         between = text[floor:ceiling]
-        start, _ = self._end_of_prompt(index, floor, between)
+        start = self.start(index, floor, between)
         ending = self._rendered_after(index + 1, floor, prompt=False)
         if start is None or ending is None or not between.startswith(ending) or len(ending) < start:
             raise self.template.error(
@@ -390,27 +390,6 @@ class _TurnFinder:
         self.empty = index if self.empty is None else self.empty
         return 0 if self.empty_blocks else length
 
-    def check_headers(self, text: str, extents: list[MessageSpan]) -> None:
-        """Set ``exact``, ``differing`` and ``unprompted`` from the prompts of a few answers.
-
-        A prompt may depend on anything: system messages, tools, the number of the turn. Rendering it for each
-        answer takes time quadratic in their number, so only these are checked: the first and the last answer,
-        and the first behind a message of each role.
-        """
-        spoken = [e for e in extents if self.messages[e.message]["role"] == "assistant" and e.own is not None]
-        behind = {self.messages[e.message - 1]["role"] if e.message else "": e for e in reversed(spoken)}
-        for index, floor, own, _ in {e.message: e for e in [*spoken[-1:], *behind.values()]}.values():
-            before = text[floor : own[0]] if own is not None else ""
-            start, prompt = self._end_of_prompt(index, floor, before)
-            if start is not None and start != self._start(self.messages[index], before):
-                self.exact = True
-            asks = index > 0 and self.messages[index - 1]["role"] != "assistant"
-            if asks and start is None and prompt is not None:
-                self.differing = self.differing or (prompt, before)
-            left = "" if start is None else before[start:]
-            if asks and is_a_header(left) and self._rendered_after(index, floor, prompt=False) == prompt:
-                self.unprompted = self.unprompted or self._any_header(index, prompt or "")
-
     def _any_header(self, index: int, prompt: str) -> str:
         """What any answer in the place of message `index` has behind the prompt; "" if that is no header.
 
@@ -429,22 +408,56 @@ class _TurnFinder:
         header = before[len(prompt) :]
         return header if before.startswith(prompt) and is_a_header(header) else ""
 
-    def _where_generation_starts(self, message: Message, index: int, floor: int, before: str) -> int | None:
-        """Offset of the turn's start in `before`, the literal in front of its first leaf; None if unknown."""
-        start = None if self.exact and message["role"] == "assistant" else self._start(message, before)
-        return self._end_of_prompt(index, floor, before)[0] if start is None else start
+    def start(self, index: int, floor: int, before: str) -> int | None:
+        """Offset of a turn's start in `before`, the literal in front of its first leaf; None if unknown.
 
-    def _end_of_prompt(self, index: int, floor: int, before: str) -> tuple[int | None, str | None]:
-        """(offset in `before` at which the generation prompt for message `index` ends; the prompt).
+        Equal literals behind messages of one role are asked for once, since rendering a prompt for each
+        answer takes time quadratic in their number.
+        """
+        if self.messages[index]["role"] != "assistant":
+            return len(before)
+        key = (self.messages[index - 1]["role"] if index else "", before)
+        if key not in self.starts:
+            self.starts[key] = self._end_of_prompt(index, floor, before)
+        return self.starts[key]
 
-        The offset is None if `before` does not begin with the prompt, and both if it cannot be rendered.
+    def _end_of_prompt(self, index: int, floor: int, before: str) -> int | None:
+        """Offset at which the generation prompt for message `index` and `before` part; None if unknown.
+
+        `differing` and `unprompted` are set by the way.
         """
         prompt = self._rendered_after(index, floor, prompt=True)
-        start = None if prompt is None else _end_of_prompt(prompt, before, self.facts)
-        if prompt is not None and start is None:  # it may be in the cache from another day
+        if prompt is not None and not before.startswith(prompt):  # it may be in the cache from another day
             prompt = self._rendered_after(index, floor, prompt=True, renew=True)
-            start = None if prompt is None else _end_of_prompt(prompt, before, self.facts)
-        return start, prompt
+        if prompt is None:
+            return self._end_of_header(self.messages[index], before)
+        asks = index > 0 and self.messages[index - 1]["role"] != "assistant"
+        start = _end_of_prompt(prompt, before, self.facts)
+        if start is None:
+            if asks:
+                self.differing = self.differing or (prompt, before)
+            asked = self._rendered_after(index, floor, prompt=False)
+            skip = 0 if asked is None else common_length(asked, prompt)
+            length = len(shared_header(prompt, before))
+            return length if before[skip:length].strip() else None
+        if asks and is_a_header(before[start:]):
+            asked = self._rendered_after(index, floor, prompt=False)
+            if asked == prompt:
+                self.unprompted = self.unprompted or self._any_header(index, prompt)
+        return start
+
+    def _end_of_header(self, message: Message, before: str) -> int | None:
+        """The end of a question's header in `before`, where no prompt can be rendered; None if unknown.
+
+        Such an answer opens the conversation, as a rule, or follows messages that the template does not take
+        alone.
+        """
+        for header in self.facts.headers:
+            at = before.rfind(header)
+            if at >= 0:
+                return at + len(header)
+        unknown = self.facts.always_headed or _edges(message)[0] or not message["content"]
+        return None if unknown else len(before)
 
     def _end_of_ending(self, index: int, last: int, after: str) -> tuple[int, int] | None:
         """Like `_stop`, but read off a rendering of the conversation that ends with this message."""
@@ -479,21 +492,6 @@ class _TurnFinder:
             return pieces[0] if position == 0 else None
         ends_here = any(p.leaf == numbers[-1] and p.end == position for p in self.layout.places)
         return pieces[-1] if ends_here else None
-
-    def _start(self, message: Message, before: str) -> int | None:
-        """Offset of the turn's start in `before`, the literal in front of the first leaf; None if unknown."""
-        if message["role"] != "assistant":
-            return len(before)
-        for header in self.facts.headers:
-            at = before.rfind(header)
-            if at >= 0:
-                return at + len(header)
-        # Some templates print no header. Then only the white space or think tag with which the content itself
-        # begins (`head`) may stand between the question's text and the leaf.
-        head = _edges(message)[0]
-        if not self.facts.headers and before.endswith(self.facts.before_answer + head):
-            return len(before) - len(head)
-        return None if self.facts.always_headed or head or not message["content"] else len(before)
 
     def _stop(self, message: Message, after: str) -> tuple[int, int] | None:
         """Start and end of the end-of-turn token in `after`, the literal behind the last leaf.
