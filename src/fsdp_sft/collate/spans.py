@@ -70,6 +70,7 @@ from fsdp_sft.errors import ChatTemplateError
 
 # A tag that opens reasoning in the rendered text.
 _OPENING = re.compile(r"(?:<[^<>]*>|\[[^\[\]]*\]|\{[^{}]*\})\s*$")
+_NUMBER = re.compile(r"\d+")
 _OPENED_THINK = re.compile(r"(?:<think[^<>]*>\s*)?(?:</think[^<>]*>\s*)?$")
 
 
@@ -165,9 +166,7 @@ def find_turns(
     finder = _TurnFinder(template, facts, messages, owned, layout, conversation.tools, empty_blocks)
     spoken = {index for index in printed if messages[index]["role"] == "assistant"}
     extents = list(layout.extents(wanted | spoken))
-    for index, floor, own, _ in reversed(extents):  # from the last answer back, which a model is asked for
-        if own is not None:
-            finder.start(index, floor, text[floor : own[0]])
+    finder.find_starts(text, extents)
     turns = [turn for extent in extents if extent.message in wanted for turn in finder.find(text, extent)]
     answers = tuple(e.own for e in extents if e.own is not None and e.message in spoken)
     dropped = tuple(leaf for leaf in layout.dropped(printed) if reasoning or not leaf.is_reasoning)
@@ -301,7 +300,7 @@ class _TurnFinder:
         layout: Places of the texts in the rendering.
         tools: Tool schemas of the conversation.
         empty_blocks: Whether an empty block of reasoning is part of a turn.
-        starts: Where generation starts in a literal, by the role of the message before and the literal.
+        starts: Offset of each turn's start in the literal in front of its first leaf; None if unknown.
         differing: The first prompt, and the text in front of the answer to the question, which does not
             begin with it.
         unprompted: The header with which that text continues where the template writes no prompt.
@@ -315,7 +314,7 @@ class _TurnFinder:
     layout: Layout
     tools: list[dict[str, Any]] | None
     empty_blocks: bool = True
-    starts: dict[tuple[str, str], int | None] = field(default_factory=dict)
+    starts: dict[int, int | None] = field(default_factory=dict)
     differing: tuple[str, str] | None = None
     unprompted: str = ""
     empty: int | None = None
@@ -329,7 +328,7 @@ class _TurnFinder:
             return self._find_blank(text, index, floor, ceiling)
         first, last = own
         message, tags = self.messages[index], self.tags.get(index, [])
-        start = self.start(index, floor, text[floor:first])
+        start = self.starts[index]
         if start is None and tags and index and self.messages[index - 1]["role"] == "assistant":
             # Between two consecutive answers there is no generation prompt to mark the start.
             start = max(0, tags[0][0] - floor)
@@ -357,7 +356,7 @@ class _TurnFinder:
     def _find_blank(self, text: str, index: int, floor: int, ceiling: int) -> list[Turn]:
         """The turn of a message whose printed texts are empty or white space."""
         between = text[floor:ceiling]
-        start = self.start(index, floor, between)
+        start = self._end_of_prompt(index, floor, between)
         ending = self._rendered_after(index + 1, floor, prompt=False)
         if start is None or ending is None or not between.startswith(ending) or len(ending) < start:
             raise self.template.error(
@@ -408,18 +407,28 @@ class _TurnFinder:
         header = before[len(prompt) :]
         return header if before.startswith(prompt) and is_a_header(header) else ""
 
-    def start(self, index: int, floor: int, before: str) -> int | None:
-        """Offset of a turn's start in `before`, the literal in front of its first leaf; None if unknown.
+    def find_starts(self, text: str, extents: list[MessageSpan]) -> None:
+        """Set ``starts``, from the generation prompts of the answers.
 
-        Equal literals behind messages of one role are asked for once, since rendering a prompt for each
-        answer takes time quadratic in their number.
+        Rendering a prompt for each answer takes time quadratic in their number. So of answers with the same
+        literal in front of them, behind messages of one role, those between the first and the last start
+        there if both of these do.
         """
-        if self.messages[index]["role"] != "assistant":
-            return len(before)
-        key = (self.messages[index - 1]["role"] if index else "", before)
-        if key not in self.starts:
-            self.starts[key] = self._end_of_prompt(index, floor, before)
-        return self.starts[key]
+        alike: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        for index, floor, own, _ in extents:
+            if own is None:
+                continue
+            before = text[floor : own[0]]
+            if self.messages[index]["role"] != "assistant":
+                self.starts[index] = len(before)
+            else:
+                role = self.messages[index - 1]["role"] if index else ""
+                alike.setdefault((role, before), []).append((index, floor))
+        for (_, before), answers in reversed(alike.items()):
+            first, last = (self._end_of_prompt(*answers[place], before) for place in (0, -1))
+            for index, floor in answers:
+                start = first if first == last else self._end_of_prompt(index, floor, before)
+                self.starts[index] = start
 
     def _end_of_prompt(self, index: int, floor: int, before: str) -> int | None:
         """Offset at which the generation prompt for message `index` and `before` part; None if unknown.
@@ -429,17 +438,16 @@ class _TurnFinder:
         prompt = self._rendered_after(index, floor, prompt=True)
         if prompt is not None and not before.startswith(prompt):  # it may be in the cache from another day
             prompt = self._rendered_after(index, floor, prompt=True, renew=True)
-        if prompt is None:
-            return self._end_of_header(self.messages[index], before)
+        start = None if prompt is None else _end_of_prompt(prompt, before, self.facts)
+        if start is None and self.messages[index]["role"] != "assistant":
+            return None
         asks = index > 0 and self.messages[index - 1]["role"] != "assistant"
-        start = _end_of_prompt(prompt, before, self.facts)
-        if start is None:
-            if asks:
+        if prompt is None or start is None:
+            if asks and prompt is not None:
                 self.differing = self.differing or (prompt, before)
-            asked = self._rendered_after(index, floor, prompt=False)
-            skip = 0 if asked is None else common_length(asked, prompt)
-            length = len(shared_header(prompt, before))
-            return length if before[skip:length].strip() else None
+            # A number that only the row has would be trained.
+            numbered = prompt is not None and _NUMBER.sub("0", before).startswith(_NUMBER.sub("0", prompt))
+            return None if numbered else self._end_of_header(self.messages[index], before)
         if asks and is_a_header(before[start:]):
             asked = self._rendered_after(index, floor, prompt=False)
             if asked == prompt:
@@ -447,10 +455,10 @@ class _TurnFinder:
         return start
 
     def _end_of_header(self, message: Message, before: str) -> int | None:
-        """The end of a question's header in `before`, where no prompt can be rendered; None if unknown.
+        """The end in `before` of a header that a question's prompt writes; None if there is none.
 
-        Such an answer opens the conversation, as a rule, or follows messages that the template does not take
-        alone.
+        For an answer that opens the conversation or follows messages that the template does not take alone,
+        so that no prompt can be rendered; and where the prompt is not what stands in front of the answer.
         """
         for header in self.facts.headers:
             at = before.rfind(header)
