@@ -438,7 +438,7 @@ class _TurnFinder:
         prompt = self._rendered_after(index, floor, prompt=True)
         if prompt is not None and not before.startswith(prompt):  # it may be in the cache from another day
             prompt = self._rendered_after(index, floor, prompt=True, renew=True)
-        start = None if prompt is None else _end_of_prompt(prompt, before, self.facts)
+        start = None if prompt is None else _end_of_prompt(prompt, before)
         if start is None and self.messages[index]["role"] != "assistant":
             return None
         asks = index > 0 and self.messages[index - 1]["role"] != "assistant"
@@ -520,7 +520,7 @@ class _TurnFinder:
         return kept, kept
 
 
-def _end_of_prompt(prompt: str, before: str, facts: TemplateFacts) -> int | None:
+def _end_of_prompt(prompt: str, before: str) -> int | None:
     """Offset in `before`, the text in front of an answer, at which the generation prompt ends.
 
     None if `before` does not begin with the prompt. An opening of reasoning, or an empty think block, at the
@@ -530,7 +530,7 @@ def _end_of_prompt(prompt: str, before: str, facts: TemplateFacts) -> int | None
         if before.startswith(there):
             return len(there)
     shared = shared_header(prompt, before)
-    opens = OPENED_REASONING.fullmatch(prompt[len(shared) :]) is not None or facts.opens_reasoning
+    opens = OPENED_REASONING.fullmatch(prompt[len(shared) :]) is not None
     return len(shared) if opens and shared.strip() else None
 
 

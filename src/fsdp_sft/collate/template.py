@@ -58,7 +58,6 @@ class TemplateFacts:
         stop_is_token: Whether `end_of_turn` is a token of the tokenizer; also True where there is none.
         stop_has_more: Whether another token closes the answer before the one on which generation stops.
         in_parts: Whether contents must be lists of parts, as some templates of vision models require.
-        opens_reasoning: Whether the prompt precedes answers with reasoning only.
         supplied: The text between a later question and the start of generation in other modes (thinking or
             not), where reasoning is opened, or an empty block of it printed, by the prompt. For a template
             that prints an empty block which no prompt has, the text between the question and the answer.
@@ -75,7 +74,6 @@ class TemplateFacts:
     stop_is_token: bool = True
     stop_has_more: bool = False
     in_parts: bool = False
-    opens_reasoning: bool = False
     supplied: tuple[str, ...] = ()
     reasoning_key: str = ""
     reads_tags: tuple[str, ...] = ()
@@ -280,16 +278,12 @@ class ChatTemplate:
         if prompt.strip():
             headers = [header[skip:] for header in headers]
         reasoned = {key: text for key, text in self._reasoned(chat, tools) if sentinel(4) in text}
-        opens_reasoning = not before_answer.startswith(prompted_later) and any(
-            text.startswith(prompted_later) for text in reasoned.values()
-        )
         supplied = self._supplied(chat, tools, before_answer, reasoned)
         return TemplateFacts(
             headers=tuple(filter(str.strip, sorted(headers, key=len, reverse=True))),
             always_headed=bool(prompt.strip()),
             after_answer=after_answer,
             after_past_answer=after_past_answer,
-            opens_reasoning=opens_reasoning,
             supplied=tuple(text for text in dict.fromkeys(supplied) if text != prompted_later),
             reasoning_key=next(iter(reasoned), ""),
             reads_tags=tuple(self._tags_read(chat, tools, next(iter(reasoned.values()), ""))),
