@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from fsdp_sft.collate.literals import NUMERIC_SENTINEL, numeric_sentinel, sentinel, split_at_sentinels
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
-from fsdp_sft.collate.sentinels import NUMERIC_SENTINEL, numeric_sentinel, sentinel, split_at_sentinels
 from fsdp_sft.collate.template import ChatTemplate, TemplateFacts
 from fsdp_sft.errors import ChatTemplateError
 

@@ -30,17 +30,15 @@ The turn starts where the generation prompt ends: the literal in front of leaf 1
 end-of-turn token, which is the first stop token in the literal behind leaf 1: the last trained character is
 66. The line break after it is not trained, because generation has stopped by then.
 
-Headers and stop tokens are properties of the template and not of the row. `ChatTemplate.facts` learns them
-once, from a probe of four messages whose contents are sentinels. A header is what the template adds for
-``add_generation_prompt=True`` and also prints in front of an answer. The end-of-turn token is, as a rule, the
-first special token that it prints after the last answer.
+The prompt is rendered for the messages in front of the answer, since it may depend on anything: a system
+message, tools, the number of the turn (``_TurnFinder.find_starts``). Where it cannot be rendered, as for an
+answer that opens the conversation, or is not what stands there, the header counts with which the prompt of a
+question ends. Stop tokens are properties of the template and not of the row. `ChatTemplate.facts` learns them
+once, from a probe of four messages whose contents are sentinels: the end-of-turn token is, as a rule, the
+first special token that the template prints after the last answer.
 
-A prompt may also depend on anything else: a system message, tools, the number of the turn. So for a few
-answers of each conversation the messages before are rendered with a generation prompt. If one of these ends
-elsewhere than its header, the prompt is rendered for every answer (``_TurnFinder.check_headers``).
-
-Where the literals of a turn contain no known header or stop token, its edges come from two more renderings:
-the messages before the turn with a generation prompt, and the messages up to and including it.
+Where the literal behind a turn contains no stop token, its end comes from another rendering: of the messages
+up to and including it.
 """
 
 from __future__ import annotations
@@ -53,18 +51,20 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from fsdp_sft.collate.headers import (
+from fsdp_sft.collate.layout import THINK, Layout, MessageSpan, SlotSpan, TextSlot, lay_out, mark_text
+from fsdp_sft.collate.literals import (
     CLOSED_REASONING,
+    OPEN,
     OPENED_REASONING,
     common_length,
     is_a_header,
     overlap,
+    sentinel,
     shared_header,
+    split_at_sentinels,
 )
-from fsdp_sft.collate.layout import THINK, Layout, MessageSpan, SlotSpan, TextSlot, lay_out, mark_text
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
 from fsdp_sft.collate.rows import Conversation
-from fsdp_sft.collate.sentinels import OPEN, sentinel, split_at_sentinels
 from fsdp_sft.collate.template import ChatTemplate, TemplateFacts
 from fsdp_sft.errors import ChatTemplateError
 

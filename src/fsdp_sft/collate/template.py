@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from fsdp_sft._compat.tokenizers import render_chat
-from fsdp_sft.collate.headers import (
+from fsdp_sft.collate.literals import (
     CLOSED_REASONING,
     common_length,
+    sentinel,
     shared_header,
     through_the_tag,
 )
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
-from fsdp_sft.collate.sentinels import sentinel
 from fsdp_sft.errors import ChatTemplateError
 
 if TYPE_CHECKING:

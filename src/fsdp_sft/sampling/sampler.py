@@ -163,8 +163,8 @@ def source_of(mixture: Mixture | None) -> dict[str, Any]:
 class OrderedSampler(Placed, Sampler[T]):
     """Base of samplers that deal the items of an epoch's order, rows or packs, to any number of ranks.
 
-    The order is a function of the epoch, and each *round* of it gives every rank one item. The position counts
-    the items of the rounds that all ranks have consumed.
+    The order is a function of the epoch, and each *round* of it gives every rank one item. The position
+    counts the items of the rounds that all ranks have consumed.
     """
 
     def __iter__(self) -> Iterator[T]:

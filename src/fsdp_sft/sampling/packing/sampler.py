@@ -35,8 +35,8 @@ class PackedSampler(OrderedSampler[list[int]]):
 
     The position counts packs that training has consumed on all ranks, not those that a DataLoader's workers
     have fetched ahead. ``windows`` reports them; a loop without it calls ``mark_consumed``. The rounds of an
-    epoch are arranged for the number of ranks with which it begins. If that changes in its middle, the rest of
-    the same packs is dealt to the new number, and balanced again from the next epoch on.
+    epoch are arranged for the number of ranks with which it begins. If that changes in its middle, the rest
+    of the same packs is dealt to the new number, and balanced again from the next epoch on.
 
     Args:
         lengths: Tokens of each row of the data set; see ``row_sizes``.
