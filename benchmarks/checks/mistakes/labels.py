@@ -225,7 +225,7 @@ MISTAKES = [
     ),
     Mistake(
         "half a tag is a header",
-        "collate/headers.py",
+        "collate/literals.py",
         "            length = at\n",
         "            pass\n",
         ("tests/collate/test_end_of_turn.py",),
@@ -240,8 +240,8 @@ MISTAKES = [
     Mistake(
         "numbers that no prompt has are trained",
         "collate/spans.py",
-        "conversation.tools, empty_blocks, facts.prompt_varies",
-        "conversation.tools, empty_blocks",
+        "            return None if numbered else self._end_of_header(",
+        "            return self._end_of_header(",
         ("tests/collate/test_prompts.py::test_numbers_that_only_rows_have_are_refused",),
     ),
     Mistake(
@@ -260,7 +260,7 @@ MISTAKES = [
     ),
     Mistake(
         "half of the tag that ends an answer",
-        "collate/headers.py",
+        "collate/literals.py",
         "return length + closed.end() if opened and closed else length",
         "return length",
         ("tests/collate/test_end_of_turn.py",),
@@ -268,8 +268,15 @@ MISTAKES = [
     Mistake(
         "the prompt of every turn is taken for that of the probe",
         "collate/spans.py",
-        "                self.exact = True\n",
-        "                self.exact = False\n",
+        "        start = None if prompt is None else _end_of_prompt(prompt, before)\n",
+        "        start = None\n",
         ("tests/collate/test_prompts.py::test_a_prompt_may_depend_on_anything",),
+    ),
+    Mistake(
+        "the prompt of the last answer is taken for that of the first",
+        "collate/spans.py",
+        "for place in (0, -1))",
+        "for place in (-1, -1))",
+        ("tests/collate/test_prompts.py::test_a_generation_prompt_for_later_questions_only_is_noted",),
     ),
 ]

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from fsdp_sft.collate.literals import NUMERIC_SENTINEL, numeric_sentinel, sentinel, split_at_sentinels
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
-from fsdp_sft.collate.sentinels import NUMERIC_SENTINEL, numeric_sentinel, sentinel, split_at_sentinels
 from fsdp_sft.collate.template import ChatTemplate, TemplateFacts
 from fsdp_sft.errors import ChatTemplateError
 
@@ -205,7 +205,7 @@ def lay_out(
 
 def _mimics(messages: list[Message], facts: TemplateFacts) -> bool:
     """Whether a message of another role than the assistant's contains a header or a stop token."""
-    marks = [mark for mark in (*facts.headers, facts.before_answer, *facts.stop_tokens) if mark.strip()]
+    marks = [mark for mark in (*facts.headers, *facts.stop_tokens) if mark.strip()]
     others = [str(message["content"]) for message in messages if message["role"] != "assistant"]
     return any(mark.strip() in content for content in others for mark in marks)
 

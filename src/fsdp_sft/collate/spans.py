@@ -30,17 +30,15 @@ The turn starts where the generation prompt ends: the literal in front of leaf 1
 end-of-turn token, which is the first stop token in the literal behind leaf 1: the last trained character is
 66. The line break after it is not trained, because generation has stopped by then.
 
-Headers and stop tokens are properties of the template and not of the row. `ChatTemplate.facts` learns them
-once, from a probe of four messages whose contents are sentinels. A header is what the template adds for
-``add_generation_prompt=True`` and also prints in front of an answer. The end-of-turn token is, as a rule, the
-first special token that it prints after the last answer.
+The prompt is rendered for the messages in front of the answer, since it may depend on anything: a system
+message, tools, the number of the turn (``_TurnFinder.find_starts``). Where it cannot be rendered, as for an
+answer that opens the conversation, or is not what stands there, the header counts with which the prompt of a
+question ends. Stop tokens are properties of the template and not of the row. `ChatTemplate.facts` learns them
+once, from a probe of four messages whose contents are sentinels: the end-of-turn token is, as a rule, the
+first special token that the template prints after the last answer.
 
-A prompt may also depend on anything else: a system message, tools, the number of the turn. So for a few
-answers of each conversation the messages before are rendered with a generation prompt. If one of these ends
-elsewhere than its header, the prompt is rendered for every answer (``_TurnFinder.check_headers``).
-
-Where the literals of a turn contain no known header or stop token, its edges come from two more renderings:
-the messages before the turn with a generation prompt, and the messages up to and including it.
+Where the literal behind a turn contains no stop token, its end comes from another rendering: of the messages
+up to and including it.
 """
 
 from __future__ import annotations
@@ -53,23 +51,26 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from fsdp_sft.collate.headers import (
+from fsdp_sft.collate.layout import THINK, Layout, MessageSpan, SlotSpan, TextSlot, lay_out, mark_text
+from fsdp_sft.collate.literals import (
     CLOSED_REASONING,
+    OPEN,
     OPENED_REASONING,
     common_length,
     is_a_header,
     overlap,
+    sentinel,
     shared_header,
+    split_at_sentinels,
 )
-from fsdp_sft.collate.layout import THINK, Layout, MessageSpan, SlotSpan, TextSlot, lay_out, mark_text
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
 from fsdp_sft.collate.rows import Conversation
-from fsdp_sft.collate.sentinels import OPEN, sentinel, split_at_sentinels
 from fsdp_sft.collate.template import ChatTemplate, TemplateFacts
 from fsdp_sft.errors import ChatTemplateError
 
 # A tag that opens reasoning in the rendered text.
 _OPENING = re.compile(r"(?:<[^<>]*>|\[[^\[\]]*\]|\{[^{}]*\})\s*$")
+_NUMBER = re.compile(r"\d+")
 _OPENED_THINK = re.compile(r"(?:<think[^<>]*>\s*)?(?:</think[^<>]*>\s*)?$")
 
 
@@ -162,12 +163,10 @@ def find_turns(
     wanted -= layout.absent(wanted - printed)
     layout.check(template, wanted)
     owned = _tags_by_message(tags, layout.places, messages)
-    finder = _TurnFinder(
-        template, facts, messages, owned, layout, conversation.tools, empty_blocks, facts.prompt_varies
-    )
+    finder = _TurnFinder(template, facts, messages, owned, layout, conversation.tools, empty_blocks)
     spoken = {index for index in printed if messages[index]["role"] == "assistant"}
     extents = list(layout.extents(wanted | spoken))
-    finder.check_headers(text, extents)
+    finder.find_starts(text, extents)
     turns = [turn for extent in extents if extent.message in wanted for turn in finder.find(text, extent)]
     answers = tuple(e.own for e in extents if e.own is not None and e.message in spoken)
     dropped = tuple(leaf for leaf in layout.dropped(printed) if reasoning or not leaf.is_reasoning)
@@ -295,13 +294,13 @@ class _TurnFinder:
 
     Attributes:
         template: The chat template.
-        facts: Headers and stop tokens of the template.
+        facts: Its stop tokens, and its header for where no prompt can be rendered.
         messages: Messages of the conversation, in the form that the template accepts.
         tags: Spans of the template's generation tags, by message.
         layout: Places of the texts in the rendering.
         tools: Tool schemas of the conversation.
         empty_blocks: Whether an empty block of reasoning is part of a turn.
-        exact: Whether prompts are rendered for each answer, because they end elsewhere than the headers.
+        starts: Offset of each turn's start in the literal in front of its first leaf; None if unknown.
         differing: The first prompt, and the text in front of the answer to the question, which does not
             begin with it.
         unprompted: The header with which that text continues where the template writes no prompt.
@@ -315,7 +314,7 @@ class _TurnFinder:
     layout: Layout
     tools: list[dict[str, Any]] | None
     empty_blocks: bool = True
-    exact: bool = False
+    starts: dict[int, int | None] = field(default_factory=dict)
     differing: tuple[str, str] | None = None
     unprompted: str = ""
     empty: int | None = None
@@ -329,7 +328,7 @@ class _TurnFinder:
             return self._find_blank(text, index, floor, ceiling)
         first, last = own
         message, tags = self.messages[index], self.tags.get(index, [])
-        start = self._where_generation_starts(message, index, floor, text[floor:first])
+        start = self.starts[index]
         if start is None and tags and index and self.messages[index - 1]["role"] == "assistant":
             # Between two consecutive answers there is no generation prompt to mark the start.
             start = max(0, tags[0][0] - floor)
@@ -357,7 +356,7 @@ class _TurnFinder:
     def _find_blank(self, text: str, index: int, floor: int, ceiling: int) -> list[Turn]:
         """The turn of a message whose printed texts are empty or white space."""
         between = text[floor:ceiling]
-        start, _ = self._end_of_prompt(index, floor, between)
+        start = self._end_of_prompt(index, floor, between)
         ending = self._rendered_after(index + 1, floor, prompt=False)
         if start is None or ending is None or not between.startswith(ending) or len(ending) < start:
             raise self.template.error(
@@ -390,27 +389,6 @@ class _TurnFinder:
         self.empty = index if self.empty is None else self.empty
         return 0 if self.empty_blocks else length
 
-    def check_headers(self, text: str, extents: list[MessageSpan]) -> None:
-        """Set ``exact``, ``differing`` and ``unprompted`` from the prompts of a few answers.
-
-        A prompt may depend on anything: system messages, tools, the number of the turn. Rendering it for each
-        answer takes time quadratic in their number, so only these are checked: the first and the last answer,
-        and the first behind a message of each role.
-        """
-        spoken = [e for e in extents if self.messages[e.message]["role"] == "assistant" and e.own is not None]
-        behind = {self.messages[e.message - 1]["role"] if e.message else "": e for e in reversed(spoken)}
-        for index, floor, own, _ in {e.message: e for e in [*spoken[-1:], *behind.values()]}.values():
-            before = text[floor : own[0]] if own is not None else ""
-            start, prompt = self._end_of_prompt(index, floor, before)
-            if start is not None and start != self._start(self.messages[index], before):
-                self.exact = True
-            asks = index > 0 and self.messages[index - 1]["role"] != "assistant"
-            if asks and start is None and prompt is not None:
-                self.differing = self.differing or (prompt, before)
-            left = "" if start is None else before[start:]
-            if asks and is_a_header(left) and self._rendered_after(index, floor, prompt=False) == prompt:
-                self.unprompted = self.unprompted or self._any_header(index, prompt or "")
-
     def _any_header(self, index: int, prompt: str) -> str:
         """What any answer in the place of message `index` has behind the prompt; "" if that is no header.
 
@@ -429,22 +407,65 @@ class _TurnFinder:
         header = before[len(prompt) :]
         return header if before.startswith(prompt) and is_a_header(header) else ""
 
-    def _where_generation_starts(self, message: Message, index: int, floor: int, before: str) -> int | None:
-        """Offset of the turn's start in `before`, the literal in front of its first leaf; None if unknown."""
-        start = None if self.exact and message["role"] == "assistant" else self._start(message, before)
-        return self._end_of_prompt(index, floor, before)[0] if start is None else start
+    def find_starts(self, text: str, extents: list[MessageSpan]) -> None:
+        """Set ``starts``, from the generation prompts of the answers.
 
-    def _end_of_prompt(self, index: int, floor: int, before: str) -> tuple[int | None, str | None]:
-        """(offset in `before` at which the generation prompt for message `index` ends; the prompt).
+        Rendering a prompt for each answer takes time quadratic in their number. So of answers with the same
+        literal in front of them, behind messages of one role, those between the first and the last start
+        there if both of these do.
+        """
+        alike: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        for index, floor, own, _ in extents:
+            if own is None:
+                continue
+            before = text[floor : own[0]]
+            if self.messages[index]["role"] != "assistant":
+                self.starts[index] = len(before)
+            else:
+                role = self.messages[index - 1]["role"] if index else ""
+                alike.setdefault((role, before), []).append((index, floor))
+        for (_, before), answers in reversed(alike.items()):
+            first, last = (self._end_of_prompt(*answers[place], before) for place in (0, -1))
+            for index, floor in answers:
+                start = first if first == last else self._end_of_prompt(index, floor, before)
+                self.starts[index] = start
 
-        The offset is None if `before` does not begin with the prompt, and both if it cannot be rendered.
+    def _end_of_prompt(self, index: int, floor: int, before: str) -> int | None:
+        """Offset at which the generation prompt for message `index` and `before` part; None if unknown.
+
+        `differing` and `unprompted` are set by the way.
         """
         prompt = self._rendered_after(index, floor, prompt=True)
-        start = None if prompt is None else _end_of_prompt(prompt, before, self.facts)
-        if prompt is not None and start is None:  # it may be in the cache from another day
+        if prompt is not None and not before.startswith(prompt):  # it may be in the cache from another day
             prompt = self._rendered_after(index, floor, prompt=True, renew=True)
-            start = None if prompt is None else _end_of_prompt(prompt, before, self.facts)
-        return start, prompt
+        start = None if prompt is None else _end_of_prompt(prompt, before)
+        if start is None and self.messages[index]["role"] != "assistant":
+            return None
+        asks = index > 0 and self.messages[index - 1]["role"] != "assistant"
+        if prompt is None or start is None:
+            if asks and prompt is not None:
+                self.differing = self.differing or (prompt, before)
+            # A number that only the row has would be trained.
+            numbered = prompt is not None and _NUMBER.sub("0", before).startswith(_NUMBER.sub("0", prompt))
+            return None if numbered else self._end_of_header(self.messages[index], before)
+        if asks and is_a_header(before[start:]):
+            asked = self._rendered_after(index, floor, prompt=False)
+            if asked == prompt:
+                self.unprompted = self.unprompted or self._any_header(index, prompt)
+        return start
+
+    def _end_of_header(self, message: Message, before: str) -> int | None:
+        """The end in `before` of a header that a question's prompt writes; None if there is none.
+
+        For an answer that opens the conversation or follows messages that the template does not take alone,
+        so that no prompt can be rendered; and where the prompt is not what stands in front of the answer.
+        """
+        for header in self.facts.headers:
+            at = before.rfind(header)
+            if at >= 0:
+                return at + len(header)
+        unknown = self.facts.always_headed or _edges(message)[0] or not message["content"]
+        return None if unknown else len(before)
 
     def _end_of_ending(self, index: int, last: int, after: str) -> tuple[int, int] | None:
         """Like `_stop`, but read off a rendering of the conversation that ends with this message."""
@@ -480,21 +501,6 @@ class _TurnFinder:
         ends_here = any(p.leaf == numbers[-1] and p.end == position for p in self.layout.places)
         return pieces[-1] if ends_here else None
 
-    def _start(self, message: Message, before: str) -> int | None:
-        """Offset of the turn's start in `before`, the literal in front of the first leaf; None if unknown."""
-        if message["role"] != "assistant":
-            return len(before)
-        for header in self.facts.headers:
-            at = before.rfind(header)
-            if at >= 0:
-                return at + len(header)
-        # Some templates print no header. Then only the white space or think tag with which the content itself
-        # begins (`head`) may stand between the question's text and the leaf.
-        head = _edges(message)[0]
-        if not self.facts.headers and before.endswith(self.facts.before_answer + head):
-            return len(before) - len(head)
-        return None if self.facts.always_headed or head or not message["content"] else len(before)
-
     def _stop(self, message: Message, after: str) -> tuple[int, int] | None:
         """Start and end of the end-of-turn token in `after`, the literal behind the last leaf.
 
@@ -514,7 +520,7 @@ class _TurnFinder:
         return kept, kept
 
 
-def _end_of_prompt(prompt: str, before: str, facts: TemplateFacts) -> int | None:
+def _end_of_prompt(prompt: str, before: str) -> int | None:
     """Offset in `before`, the text in front of an answer, at which the generation prompt ends.
 
     None if `before` does not begin with the prompt. An opening of reasoning, or an empty think block, at the
@@ -524,7 +530,7 @@ def _end_of_prompt(prompt: str, before: str, facts: TemplateFacts) -> int | None
         if before.startswith(there):
             return len(there)
     shared = shared_header(prompt, before)
-    opens = OPENED_REASONING.fullmatch(prompt[len(shared) :]) is not None or facts.opens_reasoning
+    opens = OPENED_REASONING.fullmatch(prompt[len(shared) :]) is not None
     return len(shared) if opens and shared.strip() else None
 
 

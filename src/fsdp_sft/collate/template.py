@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from fsdp_sft._compat.tokenizers import render_chat
-from fsdp_sft.collate.headers import (
+from fsdp_sft.collate.literals import (
     CLOSED_REASONING,
     common_length,
-    is_begun_by,
+    sentinel,
     shared_header,
     through_the_tag,
 )
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
-from fsdp_sft.collate.sentinels import sentinel
 from fsdp_sft.errors import ChatTemplateError
 
 if TYPE_CHECKING:
@@ -52,7 +51,6 @@ class TemplateFacts:
     Attributes:
         headers: Texts that end where generation starts, the longest first; empty if there is no such text.
         always_headed: Whether a generation prompt adds a header to the question.
-        before_answer: Text between the last user content and the answer to it.
         after_answer: Text after the last answer.
         after_past_answer: Text between an earlier answer and the next user content.
         stop_tokens: Tokens on which generation stops, or texts where the tokenizer has no such token.
@@ -60,9 +58,6 @@ class TemplateFacts:
         stop_is_token: Whether `end_of_turn` is a token of the tokenizer; also True where there is none.
         stop_has_more: Whether another token closes the answer before the one on which generation stops.
         in_parts: Whether contents must be lists of parts, as some templates of vision models require.
-        prompt_varies: Whether the prompt after a later question differs from the one after the first (some
-            templates number their turns), so that `headers` hold for no other turns.
-        opens_reasoning: Whether the prompt precedes answers with reasoning only.
         supplied: The text between a later question and the start of generation in other modes (thinking or
             not), where reasoning is opened, or an empty block of it printed, by the prompt. For a template
             that prints an empty block which no prompt has, the text between the question and the answer.
@@ -72,7 +67,6 @@ class TemplateFacts:
 
     headers: tuple[str, ...]
     always_headed: bool
-    before_answer: str
     after_answer: str
     after_past_answer: str
     stop_tokens: tuple[str, ...]
@@ -80,8 +74,6 @@ class TemplateFacts:
     stop_is_token: bool = True
     stop_has_more: bool = False
     in_parts: bool = False
-    prompt_varies: bool = False
-    opens_reasoning: bool = False
     supplied: tuple[str, ...] = ()
     reasoning_key: str = ""
     reads_tags: tuple[str, ...] = ()
@@ -286,19 +278,12 @@ class ChatTemplate:
         if prompt.strip():
             headers = [header[skip:] for header in headers]
         reasoned = {key: text for key, text in self._reasoned(chat, tools) if sentinel(4) in text}
-        opens_reasoning = not before_answer.startswith(prompted_later) and any(
-            text.startswith(prompted_later) for text in reasoned.values()
-        )
         supplied = self._supplied(chat, tools, before_answer, reasoned)
-        begins_alike = is_begun_by(prompted, prompted_later) or is_begun_by(prompted_later, prompted)
         return TemplateFacts(
             headers=tuple(filter(str.strip, sorted(headers, key=len, reverse=True))),
             always_headed=bool(prompt.strip()),
-            before_answer=before_answer,
             after_answer=after_answer,
             after_past_answer=after_past_answer,
-            prompt_varies=not begins_alike,
-            opens_reasoning=opens_reasoning,
             supplied=tuple(text for text in dict.fromkeys(supplied) if text != prompted_later),
             reasoning_key=next(iter(reasoned), ""),
             reads_tags=tuple(self._tags_read(chat, tools, next(iter(reasoned.values()), ""))),

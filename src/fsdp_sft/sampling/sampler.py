@@ -1,7 +1,7 @@
 """A distributed order of rows that resumes exactly where training stopped, with any number of ranks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -102,12 +102,12 @@ class Placed(ABC):
                 "passed over. To train it again, make a new sampler or stream"
             )
         elif epoch != self.epoch:
-            self._go_to(epoch)
+            self.epoch, self.position = epoch, 0
 
     def end_epoch(self) -> None:
         """Go to the next epoch if any of the current one has been consumed."""
         if self.position and not self.is_passed_over:
-            self._go_to(self.epoch + 1)
+            self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch, position, and what the order depends on; the same on every rank.
@@ -130,24 +130,6 @@ class Placed(ABC):
         Raises:
             ValueError: If the state belongs to other data or another order, so that other rows would be left.
         """
-        self._check_state(state)
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        self._restored(self.epoch)
-
-    def position_state(self) -> dict[str, Any]:
-        """``state_dict`` without its warning about uncounted rows."""
-        return {"epoch": self.epoch, "position": self.position, **self._source()}
-
-    @abstractmethod
-    def _source(self) -> dict[str, Any]:
-        """What the order depends on, which a restored state must have in common with this object."""
-
-    def _go_to(self, epoch: int) -> None:
-        """Go to the start of an epoch."""
-        self.epoch, self.position = epoch, 0
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError for a state that lacks something, or belongs to another order."""
         missing = [key for key in self.position_state() if key not in state]
         if missing:
             raise ValueError(f"the state lacks {missing}; expected what state_dict() returned")
@@ -157,16 +139,20 @@ class Placed(ABC):
                     f"the state has {key}={state[key]}, and here it is {own}: the order would differ; use "
                     "the same data and options, or start a new run"
                 )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self._restored(state)
 
-    def _restored(self, epoch: int) -> None:
-        """Record that a state in this epoch has been loaded."""
-        self._restored_epoch, self._drawn, self.is_passed_over = epoch, 0, False
+    def position_state(self) -> dict[str, Any]:
+        """``state_dict`` without its warning about uncounted rows."""
+        return {"epoch": self.epoch, "position": self.position, **self._source()}
 
-    def _counted(self, drawn: Iterable[T]) -> Iterator[T]:
-        """Pass on ``drawn`` and count it."""
-        for one in drawn:
-            self._drawn += 1
-            yield one
+    @abstractmethod
+    def _source(self) -> dict[str, Any]:
+        """What the order depends on, which a restored state must have in common with this object."""
+
+    def _restored(self, state: Mapping[str, Any]) -> None:
+        """Record that a state has been loaded."""
+        self._restored_epoch, self._drawn, self.is_passed_over = self.epoch, 0, False
 
 
 def source_of(mixture: Mixture | None) -> dict[str, Any]:
@@ -174,7 +160,46 @@ def source_of(mixture: Mixture | None) -> dict[str, Any]:
     return {} if mixture is None else {"sizes": mixture.sizes, "counts": mixture.counts}
 
 
-class ResumableSampler(Placed, Sampler[int]):
+class OrderedSampler(Placed, Sampler[T]):
+    """Base of samplers that deal the items of an epoch's order, rows or packs, to any number of ranks.
+
+    The order is a function of the epoch, and each *round* of it gives every rank one item. The position
+    counts the items of the rounds that all ranks have consumed.
+    """
+
+    def __iter__(self) -> Iterator[T]:
+        if not self.is_passed_over:
+            for item in self._share():
+                self._drawn += 1
+                yield item
+
+    def __len__(self) -> int:
+        """Number of rows or packs that this rank has left in the current epoch."""
+        return 0 if self.is_passed_over else self._rounds_left()
+
+    def mark_consumed(self, number: int) -> None:
+        """Advance the position by ``number`` rows or packs on this rank and on every other."""
+        self._drawn = 0
+        left = self._rounds_left()
+        self.position += number * self.num_replicas
+        if number >= left:
+            self.end_epoch()
+
+    def _restored(self, state: Mapping[str, Any]) -> None:
+        if self.position and not self._rounds_left():  # the number of ranks may have ended its epoch
+            self.epoch, self.position = self.epoch + 1, 0
+        super()._restored(state)
+
+    @abstractmethod
+    def _share(self) -> Iterator[T]:
+        """What this rank gets of each round that is left."""
+
+    @abstractmethod
+    def _rounds_left(self) -> int:
+        """Number of rounds from the position to the end of the epoch."""
+
+
+class ResumableSampler(OrderedSampler[int]):
     """Like torch's ``DistributedSampler``, but with a position that checkpoints save.
 
     The position counts the rows that training has consumed on all ranks, not those that a DataLoader's
@@ -229,34 +254,9 @@ class ResumableSampler(Placed, Sampler[int]):
         self.position = 0
         self._check_rows()
 
-    def __iter__(self) -> Iterator[int]:
-        if self.is_passed_over:
-            return iter(())
-        self._check_rows()  # again, since the number of ranks may have changed
-        order = self._order()
-        return self._counted(order[self.position + self.rank :: self.num_replicas])
-
-    def __len__(self) -> int:
-        """Number of rows that this rank has left in the current epoch."""
-        return 0 if self.is_passed_over else (self._end() - self.position) // self.num_replicas
-
-    def mark_consumed(self, num_rows: int) -> None:
-        """Advance the position by ``num_rows`` rows on this rank and on every other."""
-        self._drawn = 0
-        self.position += num_rows * self.num_replicas
-        if self.position >= self._end():
-            self.end_epoch()
-
     def _source(self) -> dict[str, Any]:
         own = {"num_rows": self.num_rows, "seed": self.seed, "shuffle": int(self.shuffle)}
         return {**own, **source_of(self._mixture)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position; where that ends its epoch, with the next one."""
-        super().load_state_dict(state)
-        if self.position >= self._end():
-            self.end_epoch()
-            self._restored(self.epoch)
 
     def _check_rows(self) -> None:
         """Raise ValueError if there are fewer rows than needed."""
@@ -266,14 +266,14 @@ class ResumableSampler(Placed, Sampler[int]):
                 "use more rows, fewer ranks, or drop_last=False"
             )
 
-    def _order(self) -> list[int]:
-        """Rows of the epoch up to its end; the first ones are repeated to fill the last round."""
-        order, end = self._rows(), self._end()
-        while len(order) < end:
+    def _share(self) -> Iterator[int]:
+        self._check_rows()  # again, since the number of ranks may have changed
+        order, end = self._order(), self.position + self._rounds_left() * self.num_replicas
+        while len(order) < end:  # the first rows fill the last round
             order += order[: end - len(order)]
-        return order[:end]
+        return iter(order[self.position + self.rank : end : self.num_replicas])
 
-    def _rows(self) -> list[int]:
+    def _order(self) -> list[int]:
         """Indices of the rows of the epoch, in order."""
         if self._mixture is not None:
             return self._mixture.rows(self.epoch, seed=self.seed, shuffle=self.shuffle)
@@ -283,8 +283,6 @@ class ResumableSampler(Placed, Sampler[int]):
         rows: list[int] = torch.randperm(self.num_rows, generator=generator).tolist()
         return rows
 
-    def _end(self) -> int:
-        """Position at which the epoch ends; the rows left until then divide by the number of ranks."""
-        left = self.num_rows - self.position
-        rounds = left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
-        return self.position + max(rounds, 0) * self.num_replicas
+    def _rounds_left(self) -> int:
+        left = max(self.num_rows - self.position, 0)
+        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)

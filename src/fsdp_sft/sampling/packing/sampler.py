@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.utils.data import Sampler
 
 from fsdp_sft._process.words import answered
 from fsdp_sft.metrics.throughput import model_flops_per_token
 from fsdp_sft.sampling.mixing import Mixture
 from fsdp_sft.sampling.packing.bins import as_ints, check_lengths, deal, pack_lengths
-from fsdp_sft.sampling.sampler import Placed, source_of
+from fsdp_sft.sampling.sampler import OrderedSampler, source_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +24,7 @@ _LONG = 1 << 22
 _LEVELS = 16  # packs whose tokens differ by less than 1/16 of max_length count as equally long
 
 
-class PackedSampler(Placed, Sampler[list[int]]):
+class PackedSampler(OrderedSampler[list[int]]):
     """Distributes packs of rows to ranks; for the ``batch_sampler`` of a DataLoader with ``PackedCollator``.
 
     Every epoch packs all rows in a new order. A *round* gives every rank one pack. The packs of a round
@@ -35,8 +34,9 @@ class PackedSampler(Placed, Sampler[list[int]]):
     without targets.
 
     The position counts packs that training has consumed on all ranks, not those that a DataLoader's workers
-    have fetched ahead. ``windows`` reports them; a loop without it calls ``mark_consumed``. If the number of
-    ranks changes in the middle of an epoch, the remaining packs are arranged in rounds of the new size.
+    have fetched ahead. ``windows`` reports them; a loop without it calls ``mark_consumed``. The rounds of an
+    epoch are arranged for the number of ranks with which it begins. If that changes in its middle, the rest
+    of the same packs is dealt to the new number, and balanced again from the next epoch on.
 
     Args:
         lengths: Tokens of each row of the data set; see ``row_sizes``.
@@ -104,65 +104,27 @@ class PackedSampler(Placed, Sampler[list[int]]):
                 )
             self._cost = per_token, per_square
         self.epoch = 0
-        # (number of ranks, packs consumed with it) for each number of ranks in the current epoch, in order.
-        self._history = [(self.num_replicas, 0)]
-        self._packs: tuple[tuple[int, ...], list[list[int]]] | None = None
+        self.position = 0
+        self._ranks = self.num_replicas  # with which the epoch has begun
+        self._packs: tuple[tuple[int, int], list[list[int]]] | None = None
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(()) if self.is_passed_over else self._counted(self._own_packs())
+    def position_state(self) -> dict[str, Any]:
+        """``state_dict`` without its warning about uncounted packs."""
+        return {**super().position_state(), "ranks": self._ranks if self.position else self.num_replicas}
 
-    def _own_packs(self) -> Iterator[list[int]]:
-        """This rank's pack of each round, from the position on."""
+    def _restored(self, state: Mapping[str, Any]) -> None:
+        self._ranks = int(state["ranks"])
+        super()._restored(state)
+
+    def _share(self) -> Iterator[list[int]]:
         packs, ranks = self._order(), self.num_replicas
-        for start in range(self._history[-1][1], len(packs), ranks):
+        for start in range(self.position, len(packs), ranks):
             dealt = deal(packs[start : start + ranks], self._weight, ranks)
             # A round's packs are roughly sorted by size; ranks take turns, so that none gets all large ones.
             yield dealt[(self.rank + start // ranks) % ranks]
 
-    def __len__(self) -> int:
-        """Number of packs, and so of batches, that this rank has left in the current epoch."""
-        if self.is_passed_over:
-            return 0
-        return max(-(-(len(self._order()) - self._history[-1][1]) // self.num_replicas), 0)
-
-    @property
-    def position(self) -> int:  # type: ignore[override]
-        """Number of packs of the current epoch that all ranks together have consumed."""
-        return sum(packs for _, packs in self._history)
-
-    def _go_to(self, epoch: int) -> None:
-        self.epoch, self._history = epoch, [(self.num_replicas, 0)]
-
-    def mark_consumed(self, num_packs: int) -> None:
-        """Advance the position by ``num_packs`` packs on this rank and on every other."""
-        self._drawn = 0
-        self._follow_ranks()
-        consumed = self._history[-1][1] + num_packs * self.num_replicas
-        self._history[-1] = (self.num_replicas, consumed)
-        if consumed >= len(self._order()):
-            self.end_epoch()
-
-    def position_state(self) -> dict[str, Any]:
-        """``state_dict`` without its warning about uncounted rows."""
-        consumed = [list(part) for part in self._history]
-        return {"epoch": self.epoch, "consumed": consumed, **self._source()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position, with the same or another number of ranks.
-
-        Raises:
-            ValueError: If the state belongs to other data or another order, so that other rows would be left.
-        """
-        self._check_state(state)
-        self.epoch = int(state["epoch"])
-        self._history = [(int(ranks), int(packs)) for ranks, packs in state["consumed"] if packs]
-        self._follow_ranks()
-        self._restored(self.epoch)
-
-    def _follow_ranks(self) -> None:
-        """Record the number of ranks if it has changed, so that the rest is arranged anew."""
-        if not self._history or self._history[-1][0] != self.num_replicas:
-            self._history = [part for part in self._history if part[1]] + [(self.num_replicas, 0)]
+    def _rounds_left(self) -> int:
+        return max(-(-(len(self._order()) - self.position) // self.num_replicas), 0)
 
     def _source(self) -> dict[str, Any]:
         return {
@@ -176,20 +138,18 @@ class PackedSampler(Placed, Sampler[list[int]]):
         }
 
     def _order(self) -> list[list[int]]:
-        """Packs of all ranks, in order, from the position at which the number of ranks last changed."""
-        self._follow_ranks()
+        """Packs of the epoch for all ranks, in order."""
+        if not self.position:
+            self._ranks = self.num_replicas
         # An epoch of a mixture continues where the previous one ended, even without shuffling.
         epoch = self.epoch if self.shuffle or self._mixture is not None else 0
-        *earlier, (ranks, _) = self._history
-        key = (epoch, ranks, *(number for part in earlier for number in part))
+        key = epoch, self._ranks
         if self._packs is None or self._packs[0] != key:
             generator = torch.Generator().manual_seed(self.seed + 1_000_003 * epoch)
             rows = self._rows(epoch, generator)
             packs = pack_lengths([self._lengths[row] for row in rows], self.max_length)
             packs = [[rows[i] for i in pack] for pack in _shuffled(packs, generator)]
-            for ranks_then, consumed in earlier:
-                packs = self._balanced(packs, ranks_then, generator)[consumed:]
-            self._packs = key, self._balanced(packs, ranks, generator)
+            self._packs = key, self._balanced(packs, self._ranks, generator)
         return self._packs[1]
 
     def _rows(self, epoch: int, generator: torch.Generator) -> list[int]:

@@ -1,7 +1,16 @@
-"""What stands in front of an answer: where two such texts part, and whether they are one header."""
+"""Sentinels, which stand for texts while a conversation is rendered, and the template's text between them."""
 
 import re
 from collections.abc import Iterable
+
+# A sentinel is a number between two private-use characters, which mean nothing to templates and strip().
+OPEN, CLOSE = "\U000f5b01", "\U000f5b02"
+_SENTINEL = re.compile(f"{OPEN}([0-9]+){CLOSE}")
+_ESCAPED = repr(OPEN)[1:-1]
+# The sentinel of a number, which templates print without quotes, must be a number itself: fourteen digits, of
+# which the middle six are the sentinel's number.
+NUMERIC_SENTINEL = re.compile("7351([0-9]{6})1537")
+_EITHER_SENTINEL = re.compile(f"{_SENTINEL.pattern}|{NUMERIC_SENTINEL.pattern}")
 
 # Reasoning that a generation prompt opens, and may close again: <think>, [THINK], <|START_THINKING|>,
 # <|channel|>analysis<|message|>, "<|channel>thought" ...
@@ -13,6 +22,36 @@ OPENED_REASONING = re.compile(
 CLOSED_REASONING = re.compile(r"\s*(?:<[^<>]*>|\[[^\[\]]*\]|\{[^{}]*\})\s*")
 
 
+def sentinel(number: int) -> str:
+    """The sentinel of the text `number`."""
+    return f"{OPEN}{number}{CLOSE}"
+
+
+def numeric_sentinel(number: int) -> int:
+    """The sentinel of the text `number` where that text is a number."""
+    return int(f"7351{number:06d}1537")
+
+
+def split_at_sentinels(text: str, *, numeric: bool) -> tuple[list[str], list[int]]:
+    """Split a text at its sentinels.
+
+    Args:
+        text: The text.
+        numeric: Whether to look for numeric sentinels too.
+
+    Returns:
+        (the N + 1 texts around the sentinels, the numbers of the N sentinels).
+    """
+    if _ESCAPED in text:  # some templates print nested arguments with Python's repr, which escapes sentinels
+        text = text.replace(_ESCAPED, OPEN).replace(repr(CLOSE)[1:-1], CLOSE)
+    if not numeric:
+        pieces = _SENTINEL.split(text)
+        return pieces[::2], [int(number) for number in pieces[1::2]]
+    pieces = _EITHER_SENTINEL.split(text)
+    numbers = [int(a or b) for a, b in zip(pieces[1::3], pieces[2::3], strict=True)]
+    return pieces[::3], numbers
+
+
 def through_the_tag(text: str, length: int, tokens: Iterable[str]) -> int:
     """`length`, or the end of the token or tag of `text` that a cut there would split."""
     for token in tokens:
@@ -22,17 +61,6 @@ def through_the_tag(text: str, length: int, tokens: Iterable[str]) -> int:
     opened = re.search(r"[<\[][^\s<>\[\]]*$", text[:length])
     closed = re.match(r"[^\s<>\[\]]*[>\]]+", text[length:])
     return length + closed.end() if opened and closed else length
-
-
-def is_begun_by(before_answer: str, prompt: str) -> bool:
-    """Whether the text in front of an answer begins with the generation prompt, except for a think block.
-
-    Templates of reasoning models open one in the prompt, or write an empty one, which an answer without
-    reasoning lacks or writes differently.
-    """
-    shared = shared_header(prompt, before_answer)
-    extra = prompt[len(shared) :]
-    return not extra or OPENED_REASONING.fullmatch(extra) is not None
 
 
 def is_a_header(text: str) -> bool:
