@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
@@ -251,17 +251,14 @@ def _groups_within_blocks() -> list[str]:
     """What is said to blocks of which a part has been sharded by itself, before and after."""
     found = []
     for sharded_first in (True, False):
-        model = tiny_model("llama").train()
+        model: Any = tiny_model("llama").train()
         mesh = fs.build_mesh(device_type="cpu")
         if not sharded_first:
             fs.apply_sac(model, save="o_proj", blocks=[1])
-        fully_shard(model.model.layers[1].mlp, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        blocks = {**fs.find_blocks(model), "model.layers.1.mlp": model.model.layers[1].mlp}
         with pytest.raises(fs.UnsupportedModelError) as refused:
-            if sharded_first:
-                fs.apply_sac(model, save="o_proj")
-            else:
-                model(**ragged_batches(2)[0])
+            fs.shard_model(model, mesh=mesh, blocks=blocks)
+            fs.apply_sac(model, save="o_proj")
         found.append(str(refused.value))
         if sharded_first:  # the other block has no group inside
             fs.apply_sac(model, save="o_proj", blocks=[0])

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat import refuse_missing
-
 
 def forget_failed_iteration(model: nn.Module) -> None:
     """Reset FSDP2 to its state between steps, after an error in a forward or a backward.
@@ -168,17 +166,9 @@ def _states_within(model: nn.Module) -> Iterator[Any]:
 
 def _sharded_within(model: nn.Module) -> Iterator[Any]:
     """The modules of a model that FSDP2 has sharded."""
-    kind = _sharded_kind()
-    return (module for module in model.modules() if isinstance(module, kind))
-
-
-@functools.cache
-def _sharded_kind() -> type:
-    """FSDP2's class of sharded modules, if torch has all of FSDP2's private names that are used here."""
     from torch.distributed.fsdp import FSDPModule
 
-    refuse_missing("torch.distributed.fsdp")
-    return FSDPModule
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def keeps_shards_on_host(model: nn.Module) -> bool:

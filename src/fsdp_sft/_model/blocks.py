@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_sft._model.record import checkpointed
 from fsdp_sft.errors import UnsupportedModelError
 
 # A module list with a smaller share than this of the largest list's parameters holds no blocks (Gemma3n has a
@@ -15,9 +16,6 @@ from fsdp_sft.errors import UnsupportedModelError
 _SMALLEST_SHARE = 0.1
 
 BlockClass = type[nn.Module] | str
-
-# Attribute of a model that holds the configs whose use_cache activation checkpointing has turned off.
-CACHES_OFF = "_fsdp_sft_caches_that_were_on"
 
 
 def find_blocks(
@@ -170,7 +168,7 @@ def _num_parameters(module: nn.Module) -> int:
 
 def configs_without_caches(model: nn.Module) -> list[Any]:
     """Configs of a model whose ``use_cache`` is off only because of activation checkpointing."""
-    return [config for module in model.modules() for config in module.__dict__.get(CACHES_OFF, ())]
+    return [config for module in model.modules() for config in checkpointed(module).caches]
 
 
 def configs_of(model: nn.Module) -> Iterator[Any]:

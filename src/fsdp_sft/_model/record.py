@@ -8,6 +8,7 @@ A record belongs to the model inside any wrappers. A copied or unpickled model h
 """
 
 import weakref
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import nn
@@ -19,6 +20,32 @@ T = TypeVar("T")
 
 # An attribute of the model: in a global dict, a hook that refers to its model would keep it alive.
 _NAME = "_fsdp_sft_record"
+
+SAC = "_fsdp_sft_sac"  # attribute of a module that apply_sac has changed; copied and pickled with it
+
+
+@dataclass
+class Checkpointed:
+    """What ``apply_sac`` has changed in a module.
+
+    Attributes:
+        replaced: The module's own attributes that were replaced.
+        is_offloaded: Whether it is a block whose inputs wait on the host.
+        caches: Of the model: configs whose ``use_cache`` was turned off.
+        hook: Of the model: handle of the hook that refuses caches.
+        kept: Of the model: FQNs of the blocks that keep some of their outputs.
+    """
+
+    replaced: dict[str, Any] = field(default_factory=dict)
+    is_offloaded: bool = False
+    caches: list[Any] = field(default_factory=list)
+    hook: Any = None
+    kept: list[str] = field(default_factory=list)
+
+
+def checkpointed(module: nn.Module) -> Checkpointed:
+    """What ``apply_sac`` has changed in a module; an empty one if it has changed nothing."""
+    return module.__dict__.get(SAC) or Checkpointed()
 
 
 class Record:

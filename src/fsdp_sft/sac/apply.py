@@ -14,12 +14,11 @@ from fsdp_sft._process.words import answered
 from fsdp_sft.sac.attach import (
     COMPILED,
     checkpoint_blocks,
-    disable_caches,
+    note_model,
     refuse_foreign_checkpointing,
     restore,
 )
 from fsdp_sft.sac.decisions import checkpoint_of
-from fsdp_sft.sac.groups import check_before_forward
 from fsdp_sft.sac.offload import Offload
 from fsdp_sft.sac.ops import check_kept, checkpoint_keeping
 from fsdp_sft.sac.ratio import Placement, Ratio, select_block_indices
@@ -79,7 +78,7 @@ def apply_sac(
             or if a block is compiled.
         UnsupportedModelError: If the model has no blocks. With ``save``, if parts of a block are sharded as
             groups of their own, as modules kept in float32 are. If the model is sharded later,
-            ``shard_model`` raises it, or with another sharding the first forward.
+            ``shard_model`` raises it.
 
     Memory: Each checkpointed block keeps its inputs and what ``save`` keeps; the activations of one block at
     a time are recomputed. A block with a router also keeps its choice of experts, ``8 * tokens * top_k``
@@ -113,9 +112,7 @@ def apply_sac(
         checkpoint_of(chosen, options) if names is None else checkpoint_keeping(chosen, names, options)
     )
     checkpoint_blocks(chosen, recompute, Offload() if offload else None)
-    if names is not None:
-        check_before_forward(model, chosen)  # it may be sharded after this
-    disable_caches(model)
+    note_model(model, [] if names is None else list(chosen))
     return list(chosen)
 
 

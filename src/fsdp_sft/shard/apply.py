@@ -22,6 +22,7 @@ from fsdp_sft._model.adapters import copied_modules
 from fsdp_sft._model.blocks import find_blocks, is_never_called
 from fsdp_sft._model.inputs import spread_positions
 from fsdp_sft._model.quantised import refuse_quantised_model
+from fsdp_sft._model.record import checkpointed
 from fsdp_sft._model.sharded import refuse_hooks, remember_mesh
 from fsdp_sft._model.twin import keep_config
 from fsdp_sft._model.wrappers import base_of, replicas_of
@@ -31,7 +32,7 @@ from fsdp_sft._ranks.agree import tell
 from fsdp_sft._ranks.mesh import EP, cp_size, parameter_mesh
 from fsdp_sft._tensors.boxes import check_ranks_ascend
 from fsdp_sft.errors import UnsupportedModelError
-from fsdp_sft.sac import check_now
+from fsdp_sft.sac import refuse_inner_groups
 from fsdp_sft.shard.describe import name_uneven
 from fsdp_sft.shard.embeddings import follow_root
 from fsdp_sft.shard.expert_parallel import check_placeable_experts, place_experts
@@ -271,7 +272,7 @@ def shard_model(
         "/".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
         str(policy.param_dtype).removeprefix("torch."),
     )
-    check_now(model)  # after apply_sac(save=): before weights are loaded, and not in the first forward
+    refuse_inner_groups(model, checkpointed(model).kept)  # before weights are loaded
     return model
 
 
