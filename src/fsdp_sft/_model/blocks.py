@@ -91,7 +91,7 @@ def _by_module_list(model: nn.Module) -> dict[str, nn.Module]:
     named = {fqn for fqn, m in lists.items() if any(_is_one_of(inner, names) for inner in m.modules())}
     if names and not named:
         return _by_class(model, names)
-    sizes = {fqn: _num_parameters(m) for fqn, m in lists.items()}
+    sizes = {fqn: sum(p.numel() for p in m.parameters()) for fqn, m in lists.items()}
     smallest = _SMALLEST_SHARE * max(sizes.values(), default=0)
     lists = {fqn: m for fqn, m in lists.items() if fqn in named or sizes[fqn] >= smallest}
     return {name: block for fqn, m in lists.items() for name, block in _elements(fqn, m)}
@@ -159,11 +159,6 @@ def _no_split_names(model: nn.Module) -> set[str]:
 def _inside(fqn: str, outer: Iterable[str]) -> bool:
     """Whether an FQN is below one of the others."""
     return any(fqn.startswith(f"{prefix}.") for prefix in outer)
-
-
-def _num_parameters(module: nn.Module) -> int:
-    """Number of elements in a module's parameters."""
-    return sum(p.numel() for p in module.parameters())
 
 
 def configs_without_caches(model: nn.Module) -> list[Any]:

@@ -13,8 +13,6 @@ from fsdp_sft._model.wrappers import base_of, unwrapped
 from fsdp_sft._ranks.agree import tell
 
 _logger = logging.getLogger(__name__)
-_BYTES_OF_TRAINED = 16  # float32 shards, gradients, two optimizer states
-_BYTES_OF_FROZEN = 2
 
 
 @dataclass(frozen=True)
@@ -99,19 +97,10 @@ def freeze_towers(model: nn.Module) -> list[str]:
             f"there are adapters in {' and '.join(names)}, which would stay as they are: call freeze_towers "
             "before add_adapters"
         )
-    frozen = 0
     for _, parameter in inside:
-        frozen += parameter.numel() if parameter.requires_grad else 0
         parameter.requires_grad_(False)
     record_of(inner).keep(FrozenTowers(tuple(names)))
-    tell(
-        _logger,
-        "%s: %s frozen, %.2f GiB in bfloat16 over all ranks where training would take %.2f",
-        type(inner).__name__,
-        " and ".join(names),
-        frozen * _BYTES_OF_FROZEN / 2**30,
-        frozen * _BYTES_OF_TRAINED / 2**30,
-    )
+    tell(_logger, "%s: %s frozen", type(inner).__name__, " and ".join(names))
     return names
 
 

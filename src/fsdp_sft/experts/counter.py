@@ -24,7 +24,7 @@ from fsdp_sft._model.record import kept_of, record_of
 from fsdp_sft._model.sharded import mesh_of
 from fsdp_sft._model.wrappers import unwrapped
 from fsdp_sft._process.streams import LateValues
-from fsdp_sft._ranks.mesh import copies_of_rows, device_groups_of
+from fsdp_sft._ranks.mesh import device_groups_of
 from fsdp_sft.errors import ModelLossError, UnsupportedModelError, abridged
 from fsdp_sft.experts.load import ExpertLoad
 
@@ -119,7 +119,6 @@ class ExpertCounter:
         together = torch.cat([self._counts.get(i, none[i])[:number] for i, number in enumerate(sizes)])
         for group in device_groups_of(mesh):
             dist.all_reduce(together, group=group)
-        together = together // copies_of_rows(mesh)
         self.last = list(together.split(sizes))
         seen = {name for index, (name, _) in enumerate(self.experts) if index in self._counts}
         unseen = [name for name, _ in self.experts if name not in seen]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from fsdp_sft._tensors.boxes import box_of, local_of
+from fsdp_sft._tensors.boxes import Box, box_of, local_of
 from fsdp_sft.optimizer.stochastic import key_of, numbers_in_whole, random_bits, round_into, sixteen_of
 
 CHUNK = 1 << 22  # most elements of a shard that are in float32 at a time
@@ -202,23 +202,34 @@ def _step_one(parameter: torch.Tensor, state: dict[str, Any], rule: Callable[...
     flat = [t.reshape(-1) for t in targets]  # copies, if they are not contiguous
     gradient = local_of(parameter.grad).reshape(-1)  # type: ignore[arg-type]
     box, shape = box_of(parameter), tuple(parameter.shape)
-    wide = torch.promote_types(parameter.dtype, torch.float32)
-    is_rounded = any(t.dtype is torch.bfloat16 for t in flat)
     for start in range(0, len(gradient), CHUNK):
         stop = min(start + CHUNK, len(gradient))
         parts = [t[start:stop] for t in flat]
-        numbers = numbers_in_whole(box, shape, start, stop, gradient.device) if is_rounded else None
-        bits = None if numbers is None else random_bits(key, numbers)
-        values = [part.to(wide) for part in parts]  # a part that has this dtype is not copied
-        rule(values[0], gradient[start:stop].to(wide), values[1], values[2])
-        for lane, (part, value) in enumerate(zip(parts, values, strict=True)):
-            if part.dtype is torch.bfloat16 and bits is not None:
-                round_into(part, value.to(torch.float32), sixteen_of(bits, lane))
-            elif part.dtype is not wide:
-                part.copy_(value)
-    for target, values_of_it in zip(targets, flat, strict=True):
+        _step_part(parts, gradient[start:stop], rule, key, (box, shape, start, stop))
+    for target, values in zip(targets, flat, strict=True):
         if not target.is_contiguous():
-            target.copy_(values_of_it.view(target.shape))
+            target.copy_(values.view(target.shape))
+
+
+def _step_part(
+    parts: list[torch.Tensor],
+    gradient: torch.Tensor,
+    rule: Callable[..., None],
+    key: int,
+    where: tuple[Box, tuple[int, ...], int, int],
+) -> None:
+    """Update ``parts`` (of parameter and moments) in place; ``where`` says where they lie in the whole."""
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    bits: torch.Tensor | None = None
+    if any(part.dtype is torch.bfloat16 for part in parts):
+        bits = random_bits(key, numbers_in_whole(*where, gradient.device))
+    values = [part.to(wide) for part in parts]  # a part that has this dtype is not copied
+    rule(values[0], gradient.to(wide), values[1], values[2])
+    for lane, (part, value) in enumerate(zip(parts, values, strict=True)):
+        if part.dtype is torch.bfloat16 and bits is not None:
+            round_into(part, value.to(torch.float32), sixteen_of(bits, lane))
+        elif part.dtype is not wide:
+            part.copy_(value)
 
 
 def _check_parameter(parameter: torch.Tensor) -> None:

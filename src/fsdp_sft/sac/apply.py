@@ -74,7 +74,7 @@ def apply_sac(
         TypeError: If ``ratio`` is neither a number nor a text, or a block neither an FQN nor a position.
         ValueError: If an argument is out of range, if a block is unknown or lies in another one, or if
             transformers' own checkpointing is on. With ``save``, also if a name matches no submodule of the
-            chosen blocks, or a named one has no matrix to multiply by. With ``offload``, also with ``save``
+            chosen blocks. With ``offload``, also with ``save``
             or if a block is compiled.
         UnsupportedModelError: If the model has no blocks. With ``save``, if parts of a block are sharded as
             groups of their own, as modules kept in float32 are. If the model is sharded later,
@@ -92,8 +92,6 @@ def apply_sac(
         >>> fs.apply_sac(model, 1, save=["sdpa", "mlp.gate_proj"])  # all but these
         ['model.layers.0', 'model.layers.1', 'model.layers.2', 'model.layers.3']
     """
-    if offload not in (True, False):
-        raise ValueError(f"offload must be True or False, got {offload!r}")
     if offload and save is not None:
         raise ValueError("offload=True moves the inputs of blocks that are recomputed whole; leave out save=")
     chosen = _chosen_blocks(model, ratio, blocks, placement, save)
@@ -151,15 +149,7 @@ def _chosen_blocks(
 def _checkpoint_options(
     model: nn.Module, preserve_rng_state: bool | Literal["auto"], early_stop: bool | None
 ) -> dict[str, Any]:
-    """Keywords for ``torch.utils.checkpoint.checkpoint``; its reentrant form is never used.
-
-    Raises:
-        ValueError: If an argument is out of range.
-    """
-    if early_stop not in (True, False, None):
-        raise ValueError(f"early_stop must be True, False or None, got {early_stop!r}")
-    if not isinstance(preserve_rng_state, bool) and preserve_rng_state != "auto":
-        raise ValueError(f"preserve_rng_state must be True, False or 'auto', got {preserve_rng_state!r}")
+    """Keywords for ``torch.utils.checkpoint.checkpoint``; its reentrant form is never used."""
     preserve = draws_random_numbers(model) if preserve_rng_state == "auto" else preserve_rng_state
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve}
     return options if early_stop is None else {**options, "early_stop": early_stop}

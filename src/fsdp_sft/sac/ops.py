@@ -136,37 +136,20 @@ def _kept_modules(blocks: dict[str, nn.Module], names: tuple[str, ...]) -> list[
         raise ValueError(
             f"save takes names of submodules such as 'o_proj', got {names!r}; leave it out to keep nothing"
         )
-    inside = {
-        (fqn, name): module for fqn, block in blocks.items() for name, module in block.named_modules() if name
-    }
+    named = [item for block in blocks.values() for item in block.named_modules() if item[0]]
     kept: dict[int, nn.Module] = {}
     for name in names:
-        matching = {path: module for path, module in inside.items() if _ends_with(path[1], (name,))}
-        if name == SDPA and not matching:
-            continue
-        if not matching:
+        matching = [module for path, module in named if _ends_with(path, (name,))]
+        if not matching and name != SDPA:
             raise ValueError(
                 f"no submodule of these blocks is called {name!r}; they have {_nameable(blocks)}"
             )
-        for path, module in matching.items():
-            if not _has_matrix(module):
-                where = ".".join(path)
-                raise ValueError(
-                    f"{where} ({type(module).__name__}) has no matrix to multiply by: recomputing it costs "
-                    f"next to nothing; name one of {_nameable(blocks)}"
-                )
-            kept[id(module)] = module
+        kept.update((id(module), module) for module in matching)
     return list(kept.values())
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    """Whether a module has a parameter of two or more dimensions."""
-    return any(parameter.ndim > 1 for parameter in module.parameters())
 
 
 def _nameable(blocks: dict[str, nn.Module], most: int = 16) -> list[str]:
     """Names that ``save`` takes, without the indices of experts."""
-    names = (
-        name for block in blocks.values() for name, m in block.named_modules() if name and _has_matrix(m)
-    )
+    named = (item for block in blocks.values() for item in block.named_modules() if item[0])
+    names = (name for name, module in named if any(p.ndim > 1 for p in module.parameters()))
     return list(dict.fromkeys(name for name in names if not re.search(r"(^|\.)\d+(\.|$)", name)))[:most]

@@ -17,7 +17,7 @@ from fsdp_sft._model.adapters import copied_modules, parameter_adapters, without
 from fsdp_sft._model.record import kept_of, record_of
 from fsdp_sft._model.sharded import mesh_of, reshard
 from fsdp_sft._model.wrappers import base_of, unwrapped
-from fsdp_sft._ranks.mesh import CP, DP_REPLICATE, DP_SHARD, EP
+from fsdp_sft._ranks.mesh import CP, DP_REPLICATE, DP_SHARD, EP, made_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ EXPERTS_SHARD = (
     "efsdp"  # transformers' name for the axis along which FSDP2 shards the experts that a rank holds
 )
 _ALONE = "alone"
-_EXPERT_MESHES = "_fsdp_sft_expert_meshes"  # attribute of a mesh: its expert meshes by ep_size
 
 # Dtypes in which FSDP2 expects no overflow of a gradient reduction, and so divides once only.
 _DIVIDED_ONCE = (torch.float32, torch.bfloat16)
@@ -66,8 +65,6 @@ def check_placeable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) 
         UnsupportedModelError: If transformers has no plan for the model's experts, or there are adapters or
             trained copies of them (``modules_to_save``).
     """
-    if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
-        raise ValueError(f"ep_size must be a number of ranks, 1 or more, got {ep_size!r}")
     if ep_size == 1:
         return
     names = mesh.mesh_dim_names or ()
@@ -118,7 +115,7 @@ def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
     """
     if ep_size == 1:
         return
-    kept: dict[int, DeviceMesh] = mesh.__dict__.setdefault(_EXPERT_MESHES, {})
+    kept = made_of(mesh)
     if ep_size not in kept:
         sizes = {EXPERTS_SHARD: mesh[DP_SHARD].size() // ep_size, EP: ep_size, _ALONE: 1}
         with careful_gloo():
