@@ -66,9 +66,6 @@ def find_blocks(
 def _class_names(block_cls: BlockClass | Iterable[BlockClass]) -> set[str]:
     """Names of the given classes."""
     several = [block_cls] if isinstance(block_cls, (str, type)) else list(block_cls)
-    for entry in several:
-        if not isinstance(entry, (str, type)):
-            raise TypeError(f"block_cls takes classes or class names, got {entry!r}")
     return {entry if isinstance(entry, str) else entry.__name__ for entry in several}
 
 

@@ -49,11 +49,22 @@ def checkpointed(module: nn.Module) -> Checkpointed:
 
 
 class Record:
-    """What is known of one model: one value per class, which belongs to the package that uses it."""
+    """What is known of one model.
+
+    Attributes:
+        mesh: The mesh on which it was sharded; that of its parameters has no ``cp``.
+        frozen_towers: FQNs of the towers that were frozen.
+        config: Fields of its config when it was built.
+        is_divided_once: Whether its gradients were found to be divided by the ranks once.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._kept: dict[type, Any] = {}
+        self._kept: dict[type, Any] = {}  # one value per class, which belongs to the package that uses it
+        self.mesh: Any = None
+        self.frozen_towers: tuple[str, ...] = ()
+        self.config: dict[str, Any] | None = None
+        self.is_divided_once = False
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -83,7 +94,12 @@ def record_of(model: nn.Module) -> Record:
     return record
 
 
+def known_of(model: nn.Module) -> Record:
+    """The record of a model to look at; an empty one, which is not kept, if there is none."""
+    inner = unwrapped(model)
+    return record_of(inner) if _NAME in inner.__dict__ else Record(inner)
+
+
 def kept_of(model: nn.Module, kind: type[T]) -> T | None:
     """The value of that class kept for a model; None, and no record is made, if there is none."""
-    known = _NAME in unwrapped(model).__dict__
-    return record_of(model).kept(kind) if known else None
+    return known_of(model).kept(kind)

@@ -1,6 +1,5 @@
 """A sharded model: its mesh, its device, and the resharding of gathered parameters."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,7 @@ from fsdp_sft._compat.fsdp import (
     replaced_parameters,
 )
 from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
-from fsdp_sft._model.record import kept_of, record_of
+from fsdp_sft._model.record import known_of, record_of
 from fsdp_sft._model.wrappers import replicas_of, replicated_by, unwrapped
 from fsdp_sft._ranks.agree import world_size
 from fsdp_sft.errors import UnsupportedModelError, abridged
@@ -27,16 +26,9 @@ if TYPE_CHECKING:
 from fsdp_sft._ranks.mesh import DP_REPLICATE, EP, PP, TP
 
 
-@dataclass(frozen=True)
-class _ShardedOn:
-    """The mesh on which a model was sharded; the mesh of its parameters has no ``cp``."""
-
-    mesh: "DeviceMesh"
-
-
 def remember_mesh(model: torch.nn.Module, mesh: "DeviceMesh") -> None:
     """Note the mesh on which ``model`` was sharded."""
-    record_of(model).keep(_ShardedOn(mesh))
+    record_of(model).mesh = mesh
 
 
 def training_mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
@@ -75,8 +67,7 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
         dense = [mesh for mesh in meshes if EP not in (mesh.mesh_dim_names or ())]
         return max(dense or meshes, key=lambda mesh: mesh.size(), default=None)
 
-    known = kept_of(model, _ShardedOn)
-    mesh = known.mesh if known is not None else of_parameters()
+    mesh: DeviceMesh | None = known_of(model).mesh or of_parameters()
     axes = set(native_axes(unwrapped(model))) | set(mesh.mesh_dim_names or () if mesh is not None else ())
     if others := axes & {PP, TP, EP}:
         raise UnsupportedModelError(

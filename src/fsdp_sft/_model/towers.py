@@ -2,28 +2,16 @@
 
 import logging
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._model.record import kept_of, record_of
+from fsdp_sft._model.record import known_of, record_of
 from fsdp_sft._model.wrappers import base_of, unwrapped
 from fsdp_sft._ranks.agree import tell
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FrozenTowers:
-    """What is remembered of a model whose towers were frozen.
-
-    Attributes:
-        names: FQNs of the towers.
-    """
-
-    names: tuple[str, ...]
 
 
 def towers_of(model: nn.Module) -> list[str]:
@@ -99,15 +87,14 @@ def freeze_towers(model: nn.Module) -> list[str]:
         )
     for _, parameter in inside:
         parameter.requires_grad_(False)
-    record_of(inner).keep(FrozenTowers(tuple(names)))
+    record_of(inner).frozen_towers = tuple(names)
     tell(_logger, "%s: %s frozen", type(inner).__name__, " and ".join(names))
     return names
 
 
 def frozen_towers(model: nn.Module) -> tuple[str, ...]:
     """FQNs of the towers that ``freeze_towers`` has frozen."""
-    kept = kept_of(base_of(unwrapped(model)), FrozenTowers)
-    return kept.names if kept is not None else ()
+    return known_of(base_of(unwrapped(model))).frozen_towers
 
 
 def pattern_of(names: tuple[str, ...]) -> str:

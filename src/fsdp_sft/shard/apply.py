@@ -35,7 +35,7 @@ from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac import refuse_inner_groups
 from fsdp_sft.shard.describe import name_uneven
 from fsdp_sft.shard.embeddings import follow_root
-from fsdp_sft.shard.expert_parallel import check_placeable_experts, place_experts
+from fsdp_sft.shard.expert_parallel import place_experts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -221,7 +221,6 @@ def shard_model(
     chosen = dict(find_blocks(model) if blocks is None else blocks)
     _check_blocks(model, chosen)
     offload = checked_offload(offload_policy)
-    check_placeable_experts(model, given, ep_size)
     place_experts(model, given, ep_size)
 
     copied = copied_modules(model)

@@ -258,10 +258,7 @@ def _tied_across_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> li
 
 def set_prefetch(blocks: list[nn.Module], prefetch: int) -> None:
     """Let each block's forward gather the next ``prefetch`` blocks."""
-    if not prefetch:
-        return
     sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     for i, block in enumerate(sharded):
-        following = sharded[i + 1 : i + 1 + prefetch]
-        if following:
+        if following := sharded[i + 1 : i + 1 + prefetch]:
             block.set_modules_to_forward_prefetch(following)
