@@ -199,7 +199,8 @@ def shard_model(
         UnsupportedModelError: If ``blocks`` is None and none is found, if a trained parameter has hooks,
             which would not run, if transformers holds the weights quantised, if it has no plan to divide
             experts among ``ep_size`` ranks or they have adapters, or, after ``apply_sac(save=)``, if a part
-            of a block is sharded as a group of its own, as these experts are.
+            of a block is sharded as a group of its own, as these experts are. If it is inside
+            DistributedDataParallel.
 
     Collective: all ranks of the mesh, with the same model.
     Memory: For a materialised model, its memory, which falls to that of the shards, plus one block at a time.
