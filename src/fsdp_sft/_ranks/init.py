@@ -109,8 +109,9 @@ def init_distributed(
         launch = detect_launch()
         device = _select_device(device_type, launch)
         _logger.info(
-            "rank %d of %d on %s, %s, launcher: %s %s",
-            *(launch.rank, launch.world_size, socket.gethostname(), device, launch.launcher, launch.details),
+            "rank %d of %d on %s, %s, launcher: %s",
+            *(launch.rank, launch.world_size, socket.gethostname(), device),
+            f"{launch.launcher} {launch.details}".strip(),
         )
         meet(launch, backend or _default_backend(device_type), timeout)
     if is_distributed():
