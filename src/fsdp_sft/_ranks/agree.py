@@ -135,7 +135,7 @@ def answered() -> Iterator[None]:
     except RemoteRankError:
         raise
     except RuntimeError as error:  # gloo's errors have no type of their own
-        detail = str(error).partition("\n")[0] or type(error).__name__
+        detail = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
         if says_too_many_files(error):
             raise too_many_files(f"connecting to another rank ({detail})") from error
         raise LostRankError(

@@ -194,6 +194,7 @@ def shard_model(
         The same model.
 
     Raises:
+        TypeError: If ``mp_policy`` is no policy.
         ValueError: If the model is sharded already, an argument is out of range, or a block is not part of
             this model.
         UnsupportedModelError: If ``blocks`` is None and none is found, if a trained parameter has hooks,
@@ -212,6 +213,11 @@ def shard_model(
     """
     check_dtypes(master_dtype=master_dtype)
     packed, kept_dtype = packed_or_dtype(frozen_dtype)
+    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(
+            f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {mp_policy!r}; the dtype "
+            "of the forward is its param_dtype"
+        )
     _refuse_sharded(model)
     keep_config(model)
     refuse_quantised_model(model)
