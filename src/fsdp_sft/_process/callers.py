@@ -1,5 +1,6 @@
 """Where the caller's code called this library: for warnings, and for what ranks compare."""
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -18,16 +19,18 @@ def warn_caller(text: str) -> None:
     warnings.warn(printable(text), stacklevel=level)
 
 
-def outermost_call() -> tuple[FrameType, FrameType | None] | None:
-    """(the frame of the outermost function of ours, the frame that called it); None if there is none."""
+def outermost_call() -> tuple[str, str]:
+    """(name of the outermost function of ours that runs, the same with its place in the caller's code)."""
     frames = list(_frames())
     ours = [at for at, frame in enumerate(frames) if _is_inside(frame) and _module(frame) not in _BETWEEN]
     # Names with underscores at both ends are what `for` and `with` call.
     called = [at for at in ours if not frames[at].f_code.co_name.startswith("__")]
     if not called:
-        return None
-    outside = (frame for frame in frames[called[-1] :] if not _is_inside(frame))
-    return frames[called[-1]], next(outside, None)
+        return "", ""
+    name = frames[called[-1]].f_code.co_name
+    caller = next((frame for frame in frames[called[-1] :] if not _is_inside(frame)), None)
+    at = "" if caller is None else f" ({os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno})"
+    return name, name.lstrip("_") + at
 
 
 def _is_inside(frame: FrameType) -> bool:

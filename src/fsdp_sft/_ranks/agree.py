@@ -9,7 +9,6 @@ training, and travel along a tree (`tree.py`), so no rank talks to all others.
 import functools
 import logging
 import operator
-import os
 import pickle
 import threading
 import time
@@ -144,17 +143,6 @@ def answered() -> Iterator[None]:
             "end of its program, this one alone has made a call that is for all ranks (if rank == 0: ...). "
             "If ranks of several nodes never met, name their common interface in GLOO_SOCKET_IFNAME"
         ) from error
-
-
-def _call() -> tuple[str, str]:
-    """The call of this library that an exchange is for: its name, and with its place in the caller's code."""
-    call = outermost_call()
-    if call is None:
-        return "", ""
-    ours, caller = call
-    name = ours.f_code.co_name
-    at = "" if caller is None else f" ({os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno})"
-    return name, name.lstrip("_") + at
 
 
 def share(value: Any) -> Any:
@@ -308,7 +296,7 @@ def _decided(
     except Exception as caught:  # what cannot be sent
         error = caught
         own = pickle.dumps((_failure(error), None))
-    name, site = _call()
+    name, site = outermost_call()
     try:
         with answered():
             tree = Tree(control_group(), f"{name} {kind}", site)
