@@ -180,7 +180,7 @@ def test_what_gloo_says_of_a_lost_rank_is_one_sentence(text: str, said: str | No
     said = said or "Timed out waiting 1800000ms for recv operation to complete"
     with pytest.raises(fs.LostRankError) as error, agree.answered():
         raise RuntimeError(text)
-    assert f"({said}); end the job and start it again" in str(error.value)
+    assert f"{said}); end the job and start it again" in str(error.value)
 
 
 def test_arguments_of_another_kind(tmp_path: Path) -> None:

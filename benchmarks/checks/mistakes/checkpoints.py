@@ -152,14 +152,14 @@ MISTAKES = [
     ),
     Mistake(
         "the shell of srun waits for tasks that have none",
-        "_ranks/slurm.py",
-        'return "SLURM_PTY_PORT" in os.environ and sys.stdin is not None and sys.stdin.isatty()',
-        "return False",
+        "_ranks/launch.py",
+        "_FIRST_SPECIAL_STEP and not is_shell",
+        "_FIRST_SPECIAL_STEP",
         ("tests/ranks/test_distributed.py",),
     ),
     Mistake(
         "an address of IPv6 stands in a URL without brackets",
-        "_ranks/slurm.py",
+        "_ranks/launch.py",
         'meeting = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"',
         'meeting = f"tcp://{address}:{port}"',
         ("tests/ranks/test_distributed.py",),

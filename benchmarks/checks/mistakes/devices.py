@@ -95,8 +95,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "values read before they have arrived",
         "_process/streams.py",
-        "                    event.synchronize()\n                found",
-        "                    pass\n                found",
+        "                    event.synchronize()\n                parts",
+        "                    pass\n                parts",
         SYNCS,
     ),
     Mistake(

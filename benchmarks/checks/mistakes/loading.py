@@ -154,7 +154,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "operations of a group within a block taken for the block's",
-        "sac/groups.py",
+        "sac/ops.py",
         "        if inner:\n",
         "        if False:\n",
         ("tests/sac/test_ops.py::test_groups_within_blocks_are_refused_whenever_they_were_made",),

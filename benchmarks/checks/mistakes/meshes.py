@@ -31,8 +31,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "reshard() of the root leaves the head gathered",
         "shard/embeddings.py",
-        "if module is self or hasattr(module, _BESIDE_ROOT):",
-        "if module is self:",
+        "functools.partial(_reshard, model, *beside)",
+        "functools.partial(_reshard, model)",
         ("tests/shard/test_embeddings.py",),
     ),
     Mistake(

@@ -373,8 +373,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "what recomputes a block counts its experts' tokens again",
         "experts/counter.py",
-        "                layer.is_counting, layer.counted = is_counting, mask\n",
-        "                layer.counted = mask\n",
+        "            self.is_counting, self._mask = before\n",
+        "            _, self._mask = before\n",
         ("tests/experts/test_experts.py::test_every_choice_is_counted_once",),
     ),
     Mistake(
@@ -394,7 +394,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a copy counts into the load of the model that it was made from",
         "experts/counter.py",
-        " or layer.module() is not module:",
+        " or counter.modules[index]() is not module:",
         ":",
         ("tests/experts/test_experts.py::test_what_a_copy_computes_beside_the_model_is_not_counted",),
     ),

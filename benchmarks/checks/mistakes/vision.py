@@ -69,8 +69,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a config that was edited after the build is taken for the model's",
         "_model/twin.py",
-        "    if built is None:\n",
-        "    if built != fields:\n",
+        "    if record.config is None:\n",
+        "    if record.config != fields:\n",
         ("tests/export/test_readback.py",),
     ),
     Mistake(

@@ -5,11 +5,6 @@ would do. ``PRIVATE`` says where attributes are; what is imported by name need n
 all of them on the lowest and the newest versions (``make test-floor``, ``make test-latest``).
 """
 
-import functools
-import sys
-from typing import Any
-
-RUN_WITH = "2.13 to 2.15"  # the versions of torch that pyproject.toml admits
 _FSDP = "torch.distributed.fsdp"
 # Module and object, to the attributes of it, or of its instances, that are used here.
 PRIVATE = {
@@ -54,39 +49,3 @@ PRIVATE = {
     "datasets:Dataset": "_fingerprint",
     "datasets:IterableDataset": "_distributed",
 }
-
-
-def missing(within: str = "") -> list[str]:
-    """The names of ``PRIVATE`` that the versions at hand lack, of modules that have been imported.
-
-    Args:
-        within: How the names of the modules begin.
-    """
-    found = []
-    for place, names in PRIVATE.items():
-        module, _, path = place.partition(":")
-        if module.startswith(within) and module in sys.modules:
-            owner: Any = sys.modules[module]
-            for name in path.split(".") if path else ():
-                owner = getattr(owner, name, None)
-            found += [f"{place}.{name}" for name in names.split() if name not in _names_in(owner)]
-    return found
-
-
-@functools.cache
-def _names_in(owner: Any) -> set[Any]:
-    """The attributes of a class or module, and all that its functions name: attributes of instances, say."""
-    kinds = getattr(owner, "__mro__", (owner,))
-    made = [value for kind in kinds for value in getattr(kind, "__dict__", {}).values()]
-    codes = [value.__code__ for value in made if hasattr(value, "__code__")]
-    return {*dir(owner), *(name for code in codes for name in (*code.co_names, *code.co_consts))}
-
-
-def refuse_missing(within: str) -> None:
-    """Raise an ImportError with the names that ``missing`` finds, if there are any."""
-    if names := missing(within):
-        version = sys.modules["torch"].__version__
-        raise ImportError(
-            f"torch {version} has no {', '.join(names)}, which fsdp_sft uses: it was run with torch "
-            f"{RUN_WITH}. Install one of these"
-        )

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat import refuse_missing
-
 
 def forget_failed_iteration(model: nn.Module) -> None:
     """Reset FSDP2 to its state between steps, after an error in a forward or a backward.
@@ -168,17 +166,9 @@ def _states_within(model: nn.Module) -> Iterator[Any]:
 
 def _sharded_within(model: nn.Module) -> Iterator[Any]:
     """The modules of a model that FSDP2 has sharded."""
-    kind = _sharded_kind()
-    return (module for module in model.modules() if isinstance(module, kind))
-
-
-@functools.cache
-def _sharded_kind() -> type:
-    """FSDP2's class of sharded modules, if torch has all of FSDP2's private names that are used here."""
     from torch.distributed.fsdp import FSDPModule
 
-    refuse_missing("torch.distributed.fsdp")
-    return FSDPModule
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def keeps_shards_on_host(model: nn.Module) -> bool:
@@ -202,19 +192,13 @@ def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
     return dtypes | {state._mp_policy.param_dtype for state in _states_within(model)} - {None}
 
 
-def native_mesh(model: nn.Module) -> Any | None:
-    """The mesh on which transformers sharded a model while loading it; None for other models.
+def native_axes(model: nn.Module) -> list[str]:
+    """The axes of more than one rank along which transformers has cut a model otherwise than by FSDP.
 
-    Only axes of more than one rank are returned. ``from_pretrained(distributed_config=...)`` keeps the mesh
-    in the private ``_mesh_manager``. The meshes of the parameters do not show an axis along which only
-    experts are cut.
+    ``from_pretrained(distributed_config=...)`` keeps its meshes in the private ``_mesh_manager``.
     """
     manager: Any = getattr(model, "_mesh_manager", None)
-    if manager is None:
-        return None
-    axes = ("pp", "dp_replicate", "fsdp", "tp")
-    wide = tuple(axis for axis in axes if manager.get_mesh(axis).size() > 1)
-    return manager.get_mesh(wide) if wide else None
+    return [axis for axis in ("pp", "tp") if manager is not None and manager.get_mesh(axis).size() > 1]
 
 
 def reduction_dtype(module: nn.Module, gradient: torch.dtype) -> torch.dtype:

@@ -1,13 +1,12 @@
 """LoRA through peft: add adapters to a model before it is sharded, and see the base model without them.
 
-Only ``add_adapters`` imports peft. If the caller has not imported it either, no model can have adapters.
+Only ``add_adapters`` imports peft; others know its classes by their names.
 """
 
 import copy
 import inspect
 import logging
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -271,53 +270,43 @@ def refuse_merged(model: nn.Module, doing: str) -> None:
 
 def _tuner_layers(model: nn.Module) -> dict[str, Any]:
     """The outermost layers that hold adapters by their FQNs, in the order in which peft made them."""
-    if "peft" not in sys.modules:
-        return {}
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     found: dict[str, Any] = {}
     for fqn, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer) and not fqn.startswith(f"{next(reversed(found), None)}."):
+        if _is_a(module, "BaseTunerLayer") and not fqn.startswith(f"{next(reversed(found), None)}."):
             found[fqn] = module
     return found
 
 
 def _saved_modules(model: nn.Module) -> dict[str, Any]:
     """Peft's wrappers around modules that are trained as copies, or in part, by FQN."""
-    if "peft" not in sys.modules:
-        return {}
-    from peft.utils.other import AuxiliaryTrainingWrapper
+    return {fqn: m for fqn, m in model.named_modules() if _is_a(m, "AuxiliaryTrainingWrapper")}
 
-    return {fqn: m for fqn, m in model.named_modules() if isinstance(m, AuxiliaryTrainingWrapper)}
+
+def _is_a(module: Any, kind: str) -> bool:
+    """Whether an object is of peft's class of that name; peft need not be imported to know."""
+    return any(base.__name__ == kind and base.__module__.startswith("peft.") for base in type(module).__mro__)
 
 
 def _nested(layer: Any) -> list[Any]:
     """A layer with adapters, and those within it: peft nests one around each parameter of a module."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     found = [layer]
-    while isinstance(inner := getattr(found[-1], "base_layer", None), BaseTunerLayer):
+    while _is_a(inner := getattr(found[-1], "base_layer", None), "BaseTunerLayer"):
         found.append(inner)
     return found
 
 
 def _is_of_parameter(layer: Any) -> bool:
     """Whether adapters belong to a parameter, and not to what a layer computes."""
-    from peft.tuners.lora import ParamWrapper
-
-    return isinstance(layer, ParamWrapper)
+    return _is_a(layer, "ParamWrapper")
 
 
 def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
     """The module inside a wrapper of peft."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import ModulesToSaveWrapper
-
-    if isinstance(wrapper, ModulesToSaveWrapper):
+    if _is_a(wrapper, "ModulesToSaveWrapper"):
         if not trained or wrapper.disable_adapters:
             return cast(nn.Module, wrapper.original_module)
         return cast(nn.Module, wrapper.modules_to_save[wrapper.active_adapters[0]])
-    if isinstance(wrapper, BaseTunerLayer) and getattr(wrapper, "base_layer", None) is not None:
+    if _is_a(wrapper, "BaseTunerLayer") and getattr(wrapper, "base_layer", None) is not None:
         layer = wrapper.get_base_layer()
         if layer is wrapper.base_layer or all(map(_is_of_parameter, _nested(wrapper))):
             return cast(nn.Module, layer)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_sft._model.record import checkpointed
 from fsdp_sft.errors import UnsupportedModelError
 
 # A module list with a smaller share than this of the largest list's parameters holds no blocks (Gemma3n has a
@@ -15,9 +16,6 @@ from fsdp_sft.errors import UnsupportedModelError
 _SMALLEST_SHARE = 0.1
 
 BlockClass = type[nn.Module] | str
-
-# Attribute of a model that holds the configs whose use_cache activation checkpointing has turned off.
-CACHES_OFF = "_fsdp_sft_caches_that_were_on"
 
 
 def find_blocks(
@@ -68,9 +66,6 @@ def find_blocks(
 def _class_names(block_cls: BlockClass | Iterable[BlockClass]) -> set[str]:
     """Names of the given classes."""
     several = [block_cls] if isinstance(block_cls, (str, type)) else list(block_cls)
-    for entry in several:
-        if not isinstance(entry, (str, type)):
-            raise TypeError(f"block_cls takes classes or class names, got {entry!r}")
     return {entry if isinstance(entry, str) else entry.__name__ for entry in several}
 
 
@@ -93,7 +88,7 @@ def _by_module_list(model: nn.Module) -> dict[str, nn.Module]:
     named = {fqn for fqn, m in lists.items() if any(_is_one_of(inner, names) for inner in m.modules())}
     if names and not named:
         return _by_class(model, names)
-    sizes = {fqn: _num_parameters(m) for fqn, m in lists.items()}
+    sizes = {fqn: sum(p.numel() for p in m.parameters()) for fqn, m in lists.items()}
     smallest = _SMALLEST_SHARE * max(sizes.values(), default=0)
     lists = {fqn: m for fqn, m in lists.items() if fqn in named or sizes[fqn] >= smallest}
     return {name: block for fqn, m in lists.items() for name, block in _elements(fqn, m)}
@@ -163,14 +158,9 @@ def _inside(fqn: str, outer: Iterable[str]) -> bool:
     return any(fqn.startswith(f"{prefix}.") for prefix in outer)
 
 
-def _num_parameters(module: nn.Module) -> int:
-    """Number of elements in a module's parameters."""
-    return sum(p.numel() for p in module.parameters())
-
-
 def configs_without_caches(model: nn.Module) -> list[Any]:
     """Configs of a model whose ``use_cache`` is off only because of activation checkpointing."""
-    return [config for module in model.modules() for config in module.__dict__.get(CACHES_OFF, ())]
+    return [config for module in model.modules() for config in checkpointed(module).caches]
 
 
 def configs_of(model: nn.Module) -> Iterator[Any]:

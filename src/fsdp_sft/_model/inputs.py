@@ -10,8 +10,6 @@ from fsdp_sft._model.adapters import forward_parameters
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.wrappers import base_of, unwrapped
 
-_SPREAD = "_fsdp_sft_spreads_positions"
-
 
 def no_cache(model: nn.Module) -> dict[str, Any]:
     """Arguments that turn the cache of a model's forward off, if it has one.
@@ -34,10 +32,8 @@ def spread_positions(model: nn.Module) -> None:
     Qwen3-VL spreads them so itself. A second call adds nothing.
     """
     inner, axes = text_model(model), _position_axes(model)
-    if inner is None or not axes or _SPREAD in vars(inner):
-        return
-    vars(inner)[_SPREAD] = True
-    inner.register_forward_pre_hook(partial(_spread, axes + 1), with_kwargs=True)
+    if inner is not None and axes:
+        inner.register_forward_pre_hook(partial(_spread, axes + 1), with_kwargs=True)
 
 
 def _position_axes(model: nn.Module) -> int:

@@ -8,6 +8,7 @@ A record belongs to the model inside any wrappers. A copied or unpickled model h
 """
 
 import weakref
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import nn
@@ -20,13 +21,50 @@ T = TypeVar("T")
 # An attribute of the model: in a global dict, a hook that refers to its model would keep it alive.
 _NAME = "_fsdp_sft_record"
 
+SAC = "_fsdp_sft_sac"  # attribute of a module that apply_sac has changed; copied and pickled with it
+
+
+@dataclass
+class Checkpointed:
+    """What ``apply_sac`` has changed in a module.
+
+    Attributes:
+        replaced: The module's own attributes that were replaced.
+        is_offloaded: Whether it is a block whose inputs wait on the host.
+        caches: Of the model: configs whose ``use_cache`` was turned off.
+        hook: Of the model: handle of the hook that refuses caches.
+        kept: Of the model: FQNs of the blocks that keep some of their outputs.
+    """
+
+    replaced: dict[str, Any] = field(default_factory=dict)
+    is_offloaded: bool = False
+    caches: list[Any] = field(default_factory=list)
+    hook: Any = None
+    kept: list[str] = field(default_factory=list)
+
+
+def checkpointed(module: nn.Module) -> Checkpointed:
+    """What ``apply_sac`` has changed in a module; an empty one if it has changed nothing."""
+    return module.__dict__.get(SAC) or Checkpointed()
+
 
 class Record:
-    """What is known of one model: one value per class, which belongs to the package that uses it."""
+    """What is known of one model.
+
+    Attributes:
+        mesh: The mesh on which it was sharded; that of its parameters has no ``cp``.
+        frozen_towers: FQNs of the towers that were frozen.
+        config: Fields of its config when it was built.
+        is_divided_once: Whether its gradients were found to be divided by the ranks once.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._kept: dict[type, Any] = {}
+        self._kept: dict[type, Any] = {}  # one value per class, which belongs to the package that uses it
+        self.mesh: Any = None
+        self.frozen_towers: tuple[str, ...] = ()
+        self.config: dict[str, Any] | None = None
+        self.is_divided_once = False
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -56,7 +94,12 @@ def record_of(model: nn.Module) -> Record:
     return record
 
 
+def known_of(model: nn.Module) -> Record:
+    """The record of a model to look at; an empty one, which is not kept, if there is none."""
+    inner = unwrapped(model)
+    return record_of(inner) if _NAME in inner.__dict__ else Record(inner)
+
+
 def kept_of(model: nn.Module, kind: type[T]) -> T | None:
     """The value of that class kept for a model; None, and no record is made, if there is none."""
-    known = _NAME in unwrapped(model).__dict__
-    return record_of(model).kept(kind) if known else None
+    return known_of(model).kept(kind)

@@ -1,6 +1,5 @@
 """A sharded model: its mesh, its device, and the resharding of gathered parameters."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,32 +11,24 @@ from fsdp_sft._compat.fsdp import (
     gradient_divide_factors,
     is_broken_off,
     keep_trained_flags,
-    native_mesh,
+    native_axes,
     replaced_parameters,
 )
 from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
-from fsdp_sft._model.record import kept_of, record_of
+from fsdp_sft._model.record import known_of, record_of
 from fsdp_sft._model.wrappers import replicas_of, replicated_by, unwrapped
 from fsdp_sft._ranks.agree import world_size
-from fsdp_sft._ranks.mesh import EP, PP
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_sft._ranks.mesh import DP_REPLICATE
-
-
-@dataclass(frozen=True)
-class _ShardedOn:
-    """The mesh on which a model was sharded; the mesh of its parameters has no ``cp``."""
-
-    mesh: "DeviceMesh"
+from fsdp_sft._ranks.mesh import DP_REPLICATE, EP, PP, TP
 
 
 def remember_mesh(model: torch.nn.Module, mesh: "DeviceMesh") -> None:
     """Note the mesh on which ``model`` was sharded."""
-    record_of(model).keep(_ShardedOn(mesh))
+    record_of(model).mesh = mesh
 
 
 def training_mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
@@ -63,8 +54,8 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
     DistributedDataParallel, a mesh of one axis over the ranks of the process group.
 
     Raises:
-        UnsupportedModelError: If the model is in a wrapper whose ranks cannot be determined, or is split into
-            stages of a pipeline.
+        UnsupportedModelError: If the model is in a wrapper whose ranks cannot be determined, or is cut into
+            stages of a pipeline or along layers (tensor parallelism).
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -72,17 +63,17 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
     def of_parameters() -> "DeviceMesh | None":
         meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
         # With expert parallelism, experts are on a separate mesh, which does not show how rows are
-        # distributed. The largest mesh of the other parameters does: parameters that tensor parallelism does
-        # not split are on a part of it.
+        # distributed. The largest mesh of the other parameters does.
         dense = [mesh for mesh in meshes if EP not in (mesh.mesh_dim_names or ())]
         return max(dense or meshes, key=lambda mesh: mesh.size(), default=None)
 
-    known = kept_of(model, _ShardedOn)
-    mesh = known.mesh if known is not None else native_mesh(unwrapped(model)) or of_parameters()
-    if mesh is not None and PP in (mesh.mesh_dim_names or ()):
+    mesh: DeviceMesh | None = known_of(model).mesh or of_parameters()
+    axes = set(native_axes(unwrapped(model))) | set(mesh.mesh_dim_names or () if mesh is not None else ())
+    if others := axes & {PP, TP, EP}:
         raise UnsupportedModelError(
-            f"{type(unwrapped(model)).__name__} is cut into stages of a pipeline, which "
-            "one forward does not run through: load it without pp_size (of DistributedConfig)"
+            f"{type(unwrapped(model)).__name__} is cut into stages or along layers ({', '.join(others)}), "
+            "and ranks have the same rows: load it by fsdp_size, with ep_size or without (of "
+            "DistributedConfig), or use shard_model"
         )
     if mesh is None and any(isinstance(module, FSDPModule) for module in model.modules()):
         reshard(model)  # gathered parameters are plain tensors

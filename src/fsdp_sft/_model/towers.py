@@ -2,30 +2,16 @@
 
 import logging
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._model.record import kept_of, record_of
+from fsdp_sft._model.record import known_of, record_of
 from fsdp_sft._model.wrappers import base_of, unwrapped
 from fsdp_sft._ranks.agree import tell
 
 _logger = logging.getLogger(__name__)
-_BYTES_OF_TRAINED = 16  # float32 shards, gradients, two optimizer states
-_BYTES_OF_FROZEN = 2
-
-
-@dataclass(frozen=True)
-class FrozenTowers:
-    """What is remembered of a model whose towers were frozen.
-
-    Attributes:
-        names: FQNs of the towers.
-    """
-
-    names: tuple[str, ...]
 
 
 def towers_of(model: nn.Module) -> list[str]:
@@ -99,26 +85,16 @@ def freeze_towers(model: nn.Module) -> list[str]:
             f"there are adapters in {' and '.join(names)}, which would stay as they are: call freeze_towers "
             "before add_adapters"
         )
-    frozen = 0
     for _, parameter in inside:
-        frozen += parameter.numel() if parameter.requires_grad else 0
         parameter.requires_grad_(False)
-    record_of(inner).keep(FrozenTowers(tuple(names)))
-    tell(
-        _logger,
-        "%s: %s frozen, %.2f GiB in bfloat16 over all ranks where training would take %.2f",
-        type(inner).__name__,
-        " and ".join(names),
-        frozen * _BYTES_OF_FROZEN / 2**30,
-        frozen * _BYTES_OF_TRAINED / 2**30,
-    )
+    record_of(inner).frozen_towers = tuple(names)
+    tell(_logger, "%s: %s frozen", type(inner).__name__, " and ".join(names))
     return names
 
 
 def frozen_towers(model: nn.Module) -> tuple[str, ...]:
     """FQNs of the towers that ``freeze_towers`` has frozen."""
-    kept = kept_of(base_of(unwrapped(model)), FrozenTowers)
-    return kept.names if kept is not None else ()
+    return known_of(base_of(unwrapped(model))).frozen_towers
 
 
 def pattern_of(names: tuple[str, ...]) -> str:

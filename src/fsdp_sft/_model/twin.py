@@ -66,10 +66,6 @@ def rotations_by_length(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-class _Built(dict[str, Any]):
-    """The fields of a model's config when it was built."""
-
-
 def keep_config(model: nn.Module) -> None:
     """Keep the fields of a model's config at the first call, and at later ones warn of what has changed.
 
@@ -79,10 +75,9 @@ def keep_config(model: nn.Module) -> None:
     if not hasattr(getattr(base, "config", None), "to_dict"):
         return
     fields, record = base.config.to_dict(), record_of(base)
-    built = record.kept(_Built)
-    if built is None:
-        record.keep(_Built(fields))
-    elif changed := list(_changed(built, fields)):
+    if record.config is None:
+        record.config = fields
+    elif changed := list(_changed(record.config, fields)):
         warn_caller(
             f"{abridged(changed)} of the model's config changed after the model was built, and it goes on "
             "with what it was built with: an export would say the new values, and compute another thing than "

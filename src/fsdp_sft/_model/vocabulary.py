@@ -104,14 +104,13 @@ def _check(name: str, ids: Any, rows: int, owner: str, allowed: Callable[[], Col
     if not isinstance(ids, torch.Tensor) or ids.dtype not in _INTEGERS or not ids.numel():
         return
     outside = (ids < 0) | (ids >= rows)
-    if not bool(outside.any()):
-        return
-    for value in allowed():
+    for value in allowed() if bool(outside.any()) else ():
         outside &= ids != value
     if not bool(outside.any()):
         return
     place = [int(index) for index in outside.nonzero()[0]]
-    where = ", ".join(f"{axis} {index}" for axis, index in zip(_axes(len(place)), place, strict=True))
+    axes = ["row", *["index"] * (len(place) - 2), "position"][-len(place) :]
+    where = ", ".join(f"{axis} {index}" for axis, index in zip(axes, place, strict=True))
     advice = (
         "is the tokenizer that of this model? For tokens added to it load with new_vocab_size=len(tokenizer)"
         if name == "input_ids"
@@ -121,8 +120,3 @@ def _check(name: str, ids: Any, rows: int, owner: str, allowed: Callable[[], Col
         f"{name} has {int(ids[tuple(place)])} ({where}), and {owner} has rows for the ids 0 to {rows - 1}: "
         f"{advice}"
     )
-
-
-def _axes(ndim: int) -> list[str]:
-    """Names of a batch's dimensions, for messages."""
-    return ["position"] if ndim == 1 else ["row", *["index"] * (ndim - 2), "position"]

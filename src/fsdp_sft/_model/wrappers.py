@@ -45,7 +45,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def with_wrappers(model: nn.Module) -> list[nn.Module]:
     """The wrappers around a model, outermost first, and the model itself."""
     found = [model]
-    while (inner := _inside(found[-1])) is not None:
+    while isinstance(inner := getattr(found[-1], _attribute(found[-1]), None), nn.Module):
         found.append(inner)
     return found
 
@@ -79,11 +79,9 @@ def replicas_of(model: nn.Module) -> dist.ProcessGroup | None:
     return around.process_group if around is not None else None
 
 
-def _inside(model: nn.Module) -> nn.Module | None:
-    """The module inside a wrapper that changes no result; None if ``model`` is no such wrapper."""
-    name = "module" if isinstance(model, DistributedDataParallel) else _INSIDE.get(type(model).__name__, "")
-    inner: Any = getattr(model, name, None)
-    return inner if isinstance(inner, nn.Module) else None
+def _attribute(model: nn.Module) -> str:
+    """The attribute with the module inside a wrapper that changes no result; "" if it is no such wrapper."""
+    return "module" if isinstance(model, DistributedDataParallel) else _INSIDE.get(type(model).__name__, "")
 
 
 def base_of(model: nn.Module) -> Any:

@@ -1,5 +1,6 @@
 """Where the caller's code called this library: for warnings, and for what ranks compare."""
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -13,43 +14,38 @@ _BETWEEN = ("contextlib", "torch.utils._contextlib", "fsdp_sft._process.words")
 
 def warn_caller(text: str) -> None:
     """``warnings.warn`` at the caller's line, outside this library."""
-    level = 2  # of the function that calls this one
-    for frame in _frames():
-        if not (is_ours(frame) or is_between(frame)):
-            break
-        level += 1
+    # Level 1 is this function, and level 2 the one that calls it, the first of the frames.
+    level = next((n for n, frame in enumerate(_frames(), 2) if not _is_inside(frame)), 2)
     warnings.warn(printable(text), stacklevel=level)
 
 
-def outermost_call() -> tuple[FrameType, FrameType | None] | None:
-    """(the frame of the outermost function of ours, the frame that called it); None if there is none."""
-    found: FrameType | None = None
-    for frame in _frames():
-        # Names with underscores at both ends are what `for` and `with` call.
-        if is_ours(frame) and not frame.f_code.co_name.startswith("__"):
-            found = frame
-    if found is None:
-        return None
-    caller = found.f_back
-    while caller is not None and (is_between(caller) or is_ours(caller)):
-        caller = caller.f_back
-    return found, caller
+def outermost_call() -> tuple[str, str]:
+    """(name of the outermost function of ours that runs, the same with its place in the caller's code)."""
+    frames = list(_frames())
+    ours = [at for at, frame in enumerate(frames) if _is_inside(frame) and _module(frame) not in _BETWEEN]
+    # Names with underscores at both ends are what `for` and `with` call.
+    called = [at for at in ours if not frames[at].f_code.co_name.startswith("__")]
+    if not called:
+        return "", ""
+    name = frames[called[-1]].f_code.co_name
+    caller = next((frame for frame in frames[called[-1] :] if not _is_inside(frame)), None)
+    at = "" if caller is None else f" ({os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno})"
+    return name, name.lstrip("_") + at
 
 
-def is_ours(frame: FrameType) -> bool:
-    """Whether a frame is of a function of this library; its decorators do not count."""
-    return str(frame.f_globals.get("__name__", "")).startswith("fsdp_sft.") and not is_between(frame)
+def _is_inside(frame: FrameType) -> bool:
+    """Whether a frame is of this library, or of ``with`` or a decorator between it and its caller."""
+    return _module(frame).startswith("fsdp_sft.") or _module(frame) in _BETWEEN
 
 
-def is_between(frame: FrameType) -> bool:
-    """Whether a frame is of ``with`` or of a decorator, between a caller and a function of ours."""
-    return frame.f_globals.get("__name__") in _BETWEEN
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _frames() -> Iterator[FrameType]:
     """The frames of this thread outside this module, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") != __name__:
+        if _module(frame) != __name__:
             yield frame
         frame = frame.f_back

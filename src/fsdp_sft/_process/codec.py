@@ -15,6 +15,7 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, R
 """Errors that reading may raise if JSON holds something unexpected, such as 1e999 for a number."""
 # JSON has no tuples, and only strings as keys. Such values become JSON objects with this key.
 _TAG = "__fsdp_sft__"
+_SEQUENCES = (tuple, deque, torch.Size)
 _NOT_VALID = "not a valid stored value"
 
 
@@ -33,15 +34,13 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = Non
     """
     if value is None or type(value) in (bool, int, str):
         return value
-    if type(value) in (list, tuple, deque):
+    if type(value) in (list, *_SEQUENCES):
         items = [encode(item, f"{where}[{index}]", tensors) for index, item in enumerate(value)]
         return items if type(value) is list else {_TAG: type(value).__name__, "items": items}
     if type(value) in (dict, OrderedDict, Counter):
         return _encode_dict(value, where, tensors)
     if isinstance(value, torch.dtype):
         return {_TAG: "dtype", "name": str(value).removeprefix("torch.")}
-    if type(value) is torch.Size:
-        return {_TAG: "Size", "items": list(value)}
     if isinstance(value, float):  # NumPy's float64 is a subclass
         return float(value)
     if tensors is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
@@ -116,17 +115,11 @@ def _decode_tagged(value: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -
         return base64.b64decode(value["base64"], validate=True)
     if kind == "dtype":
         return _dtype(str(value["name"]))
-    makers: dict[str, Any] = {
-        "Size": torch.Size,
-        "tuple": tuple,
-        "deque": deque,
-        "dict": dict,
-        "Counter": lambda p: Counter(dict(p)),
-    }
-    items = value["items"]
     if kind in ("dict", "Counter"):
-        return makers[kind]([(_hashable(decode(k)), decode(item, tensors)) for k, item in items])
-    return makers[kind]([decode(item, tensors) for item in items])
+        pairs = {_checked(decode(key)): decode(item, tensors) for key, item in value["items"]}
+        return pairs if kind == "dict" else Counter(pairs)
+    sequences = {cls.__name__: cls for cls in _SEQUENCES}
+    return sequences[kind](decode(item, tensors) for item in value["items"])
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -137,9 +130,8 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _hashable(key: Any) -> Any:
-    """``key`` itself; raises TypeError if it is not hashable, or ValueError for a number of over 64 bits."""
+def _checked(key: Any) -> Any:
+    """``key`` itself; raises ValueError for a number of over 64 bits."""
     if isinstance(key, int) and abs(key) > MAX_SIZE:  # which are slow to hash, or chosen to collide
         raise ValueError("a key is an integer of more than 64 bits")
-    hash(key)
     return key

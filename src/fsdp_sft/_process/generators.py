@@ -20,7 +20,7 @@ def unmoved(devices: Iterable[torch.device] = (), *, seed: int | None = None) ->
     """
     accelerators = {device for device in devices if device.type not in ("cpu", "meta")}
     host = host_states()
-    states = {device: _module_of(device).get_rng_state(device) for device in accelerators}
+    states = {device: torch.get_device_module(device).get_rng_state(device) for device in accelerators}
     try:
         if seed is not None:
             torch.default_generator.manual_seed(seed)
@@ -28,7 +28,7 @@ def unmoved(devices: Iterable[torch.device] = (), *, seed: int | None = None) ->
     finally:
         set_host_states(host)
         for device, state in states.items():
-            _module_of(device).set_rng_state(state, device)
+            torch.get_device_module(device).set_rng_state(state, device)
 
 
 def generator_states() -> dict[str, Any]:
@@ -36,7 +36,7 @@ def generator_states() -> dict[str, Any]:
     state = host_states()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
-        state[accelerator.type] = _module_of(accelerator).get_rng_state()
+        state[accelerator.type] = torch.get_device_module(accelerator).get_rng_state()
     return state
 
 
@@ -45,7 +45,7 @@ def set_generator_states(state: dict[str, Any]) -> None:
     set_host_states(state)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type in state:
-        _module_of(accelerator).set_rng_state(state[accelerator.type])
+        torch.get_device_module(accelerator).set_rng_state(state[accelerator.type])
 
 
 def check_generator_states(state: dict[str, Any]) -> None:
@@ -79,8 +79,3 @@ def _for_numpy(state: Any) -> tuple[Any, ...]:
     """A stored numpy state in the form that ``numpy.random.set_state`` takes."""
     name, key, position, has_gauss, cached = state
     return name, key.numpy(), position, has_gauss, cached
-
-
-def _module_of(device: torch.device) -> Any:
-    """The torch module of a device type, such as ``torch.cuda``."""
-    return torch.get_device_module(device)

@@ -183,11 +183,7 @@ def gpu_named(name: str) -> Gpu:
             f"gpu must be one of {', '.join(GPUS)}, with a size if unusual (h100-96gb, h100-79.1gib), or "
             f"described as NAME=GiB,TFLOPs,GB/s; got {name!r}"
         )
-    return _with_memory(GPUS[known], _size(GPUS[known], size, name))
-
-
-def _with_memory(gpu: Gpu, memory_bytes: int) -> Gpu:
-    return replace(gpu, memory_bytes=memory_bytes)
+    return replace(GPUS[known], memory_bytes=_size(GPUS[known], size, name))
 
 
 def _size(gpu: Gpu, size: str, name: str) -> int:

@@ -1,51 +1,22 @@
 """Limits on open files and sockets: raised in time, and never mistaken for a damaged file."""
 
 import errno
-import math
 import os
 import resource
+from contextlib import suppress
 
-# Descriptors beside a job's connections: files of checkpoints and of data, pipes of loaders, libraries.
-_FILES = 40
-_CONNECTIONS_A_LEVEL = 4  # for each level of the tree, in two groups, with the neighbours in gloo's rings
+_MOST_FILES = 1 << 16  # asked for where the hard limit is higher, or none
 # Errors whose cause is the process or its user; they say nothing about the file.
 _OF_THE_PROCESS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM})
 
 
-def open_files_limit() -> int:
-    """The number of files that this process may have open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft if soft != resource.RLIM_INFINITY else 1 << 20
-
-
-def make_room_for(world_size: int, *, hosts_store: bool) -> None:
-    """Raise the soft limit of open files to what a job of this many ranks needs, if it is lower.
-
-    Args:
-        world_size: Number of ranks.
-        hosts_store: Whether the store, to which every rank connects, is in one of the ranks. All ranks then
-            ask for what that rank needs, so that all of them raise if they cannot have it.
-
-    Raises:
-        OSError: If the hard limit is lower than what is needed.
-    """
-    needed = _num_open() + _FILES + _CONNECTIONS_A_LEVEL * math.ceil(math.log2(max(world_size, 2)))
-    if hosts_store:
-        needed += 2 * world_size  # two connections a rank: the process group's and a watchdog's
+def raise_limit() -> None:
+    """Let this process open as many files as the hard limit allows: connections to ranks take many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise OSError(
-            errno.EMFILE,
-            f"a job of {world_size} ranks needs about {needed} open files in a process, and the hard limit "
-            f"is {hard}: raise it before the start (ulimit -n, LimitNOFILE= of a service, --ulimit nofile= "
-            "of a container)",
-        )
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-    except ValueError as error:  # macOS: the kernel has another limit below the hard one
-        raise too_many_files(f"asking for {needed}, which a job of {world_size} ranks needs") from error
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError):  # macOS: the kernel has another limit below the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def blame_no_file(error: BaseException, path: object) -> None:
@@ -69,16 +40,9 @@ def says_too_many_files(error: BaseException) -> bool:
 
 def too_many_files(doing: str) -> OSError:
     """The error to raise when descriptors have run out."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return OSError(
         errno.EMFILE,
-        f"too many open files while {doing}: this process may have {open_files_limit()}; raise the limit "
-        "(ulimit -n) and start again",
+        f"too many open files while {doing}: this process may have {soft}; raise the limit before the start "
+        "(ulimit -n, LimitNOFILE= of a service, --ulimit nofile= of a container)",
     )
-
-
-def _num_open() -> int:
-    """Number of descriptors that this process has open, or a guess where the system does not say."""
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:  # not Linux
-        return 32

@@ -54,59 +54,44 @@ def travelling(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if tensor.device == device or device.type in ("cpu", "meta") or tensor.device.type != "cpu":
         return tensor.to(device, non_blocking=device.type != "cpu")
-    with suppress(RuntimeError, NotImplementedError):  # this accelerator, or this tensor, cannot be pinned
+    with suppress(RuntimeError):  # this accelerator, or this tensor, cannot be pinned
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 class LateValues:
-    """Values of 0-dim tensors that are copied to the host asynchronously."""
+    """Values of tensors that are copied to the host asynchronously: one float64 after the other."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._read: list[float] | None = None
+        self._sizes = [tensor.numel() for tensor in tensors]
         self._parts: list[tuple[list[int], torch.Tensor, torch.Event | None]] = []
         for device in {tensor.device for tensor in tensors}:
             here = [index for index, tensor in enumerate(tensors) if tensor.device == device]
-            wide = torch.stack([tensors[index].detach().to(torch.float64).reshape(()) for index in here])
+            wide = torch.cat([tensors[index].detach().to(torch.float64).reshape(-1) for index in here])
             buffer = host_buffer(tuple(wide.shape), wide.dtype, device).copy_(wide, non_blocking=True)
             self._parts.append((here, buffer, CallerStream.on(device).record()))
 
     def read(self) -> list[float]:
         """The values, in the tensors' order; the first call waits, once for each device that holds any."""
         if self._read is None:
-            found: dict[int, float] = {}
+            found: dict[int, list[float]] = {}
             for here, buffer, event in self._parts:
                 if event is not None:
                     event.synchronize()
-                found.update(zip(here, buffer.tolist(), strict=True))
-            self._read = [found[index] for index in sorted(found)]
+                parts = buffer.split([self._sizes[index] for index in here])
+                found.update((index, part.tolist()) for index, part in zip(here, parts, strict=True))
+            self._read = [value for index in sorted(found) for value in found[index]]
             self._parts.clear()
         return self._read
 
 
-class LateTensor:
-    """A tensor that is copied to the host asynchronously."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        buffer = host_buffer(tuple(tensor.shape), tensor.dtype, tensor.device)
-        self._buffer = buffer.copy_(tensor, non_blocking=True)
-        self._event = None if tensor.is_cpu else CallerStream.on(tensor.device).record()
-
-    def read(self) -> torch.Tensor:
-        """The tensor in host memory; the host waits for it."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._buffer
-
-
 def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors in host memory; the host waits once per device that holds any of them."""
-    copies: list[torch.Tensor] = []
-    for tensor in tensors:
-        copy = tensor if tensor.is_cpu else host_buffer(tuple(tensor.shape), tensor.dtype, tensor.device)
-        if copy is not tensor:
-            copy.copy_(tensor, non_blocking=True)
-        copies.append(copy)
+    copies = [
+        t if t.is_cpu else host_buffer(tuple(t.shape), t.dtype, t.device).copy_(t, non_blocking=True)
+        for t in tensors
+    ]
     for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
         torch.accelerator.current_stream(device).synchronize()
     return copies
@@ -122,8 +107,5 @@ def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         return torch.empty(shape, dtype=dtype)
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
-    except (
-        RuntimeError,
-        NotImplementedError,
-    ):  # this accelerator has no pinned memory; its copies go through a staging buffer
+    except RuntimeError:  # this accelerator has no pinned memory; its copies go through a staging buffer
         return torch.empty(shape, dtype=dtype)

@@ -9,12 +9,9 @@ training, and travel along a tree (`tree.py`), so no rank talks to all others.
 import functools
 import logging
 import operator
-import os
 import pickle
-import re
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -137,7 +134,7 @@ def answered() -> Iterator[None]:
     except RemoteRankError:
         raise
     except RuntimeError as error:  # gloo's errors have no type of their own
-        detail = _said_by_gloo(error)
+        detail = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
         if says_too_many_files(error):
             raise too_many_files(f"connecting to another rank ({detail})") from error
         raise LostRankError(
@@ -146,24 +143,6 @@ def answered() -> Iterator[None]:
             "end of its program, this one alone has made a call that is for all ranks (if rank == 0: ...). "
             "If ranks of several nodes never met, name their common interface in GLOO_SOCKET_IFNAME"
         ) from error
-
-
-def _said_by_gloo(error: RuntimeError) -> str:
-    """The message of an error of gloo, without the source line before it and the advice after it."""
-    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    text = re.sub(r"\[[^\]]*\.(?:cc|cpp|h):\d+\] *", "", text)
-    return text.partition(". ")[0].rstrip(".")
-
-
-def _call() -> tuple[str, str]:
-    """The call of this library that an exchange is for: its name, and with its place in the caller's code."""
-    call = outermost_call()
-    if call is None:
-        return "", ""
-    ours, caller = call
-    name = ours.f_code.co_name
-    at = "" if caller is None else f" ({os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno})"
-    return name, name.lstrip("_") + at
 
 
 def share(value: Any) -> Any:
@@ -317,7 +296,7 @@ def _decided(
     except Exception as caught:  # what cannot be sent
         error = caught
         own = pickle.dumps((_failure(error), None))
-    name, site = _call()
+    name, site = outermost_call()
     try:
         with answered():
             tree = Tree(control_group(), f"{name} {kind}", site)
@@ -382,7 +361,7 @@ def _apart(name: str, one: Any, other: Any) -> str:
     return f"{name}={one!r} and {other!r}"
 
 
-_Failure = tuple[float, int, str, str, bytes]  # when, on which rank, text, place, the error pickled
+_Failure = tuple[float, int, str, bytes]  # when, on which rank, text, the error pickled
 _MOST_PICKLED = 1 << 20  # bytes of an error that is sent as it is: it may hold anything
 
 
@@ -396,25 +375,15 @@ def _failure(error: Exception | None) -> _Failure | None:
         pickled = pickle.dumps(error)
     except Exception:  # its class may do anything when it is asked for its text or its attributes
         pass
-    return time.time(), this_rank(), text, _place(error), pickled if len(pickled) <= _MOST_PICKLED else b""
-
-
-def _place(error: Exception) -> str:
-    """Where an error was raised: the innermost line that is not of this library or of torch; "" for none.
-
-    A launcher may end a rank before its own traceback is printed.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [one for one in frames if not _NOT_THE_CALLERS.search(one.filename)]
-    return f", at {os.path.basename(own[-1].filename)}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    return time.time(), this_rank(), text, pickled if len(pickled) <= _MOST_PICKLED else b""
 
 
 def _first(failures: list[_Failure], own: Exception | None, phase: str) -> Exception:
     """The earliest of all ranks' errors; on the rank it comes from, the original with its traceback."""
-    _, rank, text, place, pickled = min(failures)
+    _, rank, text, pickled = min(failures)
     first = own if rank == this_rank() and own is not None else _revived(rank, text, pickled)
     ranks = abridged(str(failure[1]) for failure in failures)
-    first.add_note(f"rank {rank} failed first while {phase} (failed: {ranks}){place}")
+    first.add_note(f"rank {rank} failed first while {phase} (failed: {ranks})")
     return first
 
 
@@ -427,6 +396,3 @@ def _revived(rank: int, text: str, pickled: bytes) -> Exception:
     except Exception:  # as above
         pass
     return RemoteRankError(f"rank {rank} raised {text}")
-
-
-_NOT_THE_CALLERS = re.compile(r"[/\\](fsdp_sft|torch)[/\\]")

@@ -10,20 +10,11 @@ import torch
 import torch.distributed as dist
 
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import (
-    control_group,
-    is_distributed,
-    world_size,
-)
-from fsdp_sft._ranks.launch import detect_launch
+from fsdp_sft._ranks.agree import control_group, is_distributed, world_size
+from fsdp_sft._ranks.launch import Launch, detect_launch, env_int, is_slurm_step
 from fsdp_sft._ranks.rendezvous import meet
-from fsdp_sft._ranks.slurm import Launch, env_int, is_slurm_step
 
 _logger = logging.getLogger("fsdp_sft")
-
-
-# The environment variable that restricts which of a node's devices a process sees; ROCm heeds CUDA's as well.
-_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +30,7 @@ class DistributedContext:
         backend: Backend of the default process group, such as ``"cpu:gloo,cuda:nccl"``.
         launcher: ``"torchrun"`` (or another that sets the same variables), ``"slurm"``, ``"single"``, or
             ``"existing"`` for a process group that the caller has made.
-        details: Further facts from the launcher: its job, restarts, and the address at which ranks meet.
+        details: Further facts from the launcher: its job, and the address at which ranks meet.
 
     Example:
         >>> context = fs.init_distributed()
@@ -80,9 +71,9 @@ def init_distributed(
 
     The place of this process comes from the first of these that exists: a process group that the caller has
     made, which is used as it is; torchrun's variables; those of a Slurm step (a plain ``python`` inside
-    ``salloc`` or a batch script is not one, and a message says so). Without any it is a single process. A
-    gloo group for control messages is made beside the default group. The result is logged under ``fsdp_sft``
-    at the level INFO before the ranks meet.
+    ``salloc`` or a batch script is not one). Without any it is a single process. A gloo group for control
+    messages is made beside the default group. The result is logged under ``fsdp_sft`` at the level INFO
+    before the ranks meet.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"`` or the name of another accelerator; None takes the accelerator if
@@ -95,7 +86,7 @@ def init_distributed(
     Raises:
         ValueError: If the launcher's variables are incomplete or contradict each other, or the device does
             not exist; the message names the variable.
-        OSError: If this process may not open as many files as the job needs, even with a raised soft limit.
+        OSError: If there are no more open files for the connections to other ranks.
 
     Collective: all ranks. gloo connects two ranks when they first communicate (``TORCH_GLOO_LAZY_INIT``,
     which is not changed if it is set).
@@ -117,7 +108,11 @@ def init_distributed(
     else:
         launch = detect_launch()
         device = _select_device(device_type, launch)
-        _say_what_was_found(launch, device)
+        _logger.info(
+            "rank %d of %d on %s, %s, launcher: %s",
+            *(launch.rank, launch.world_size, socket.gethostname(), device),
+            f"{launch.launcher} {launch.details}".strip(),
+        )
         meet(launch, backend or _default_backend(device_type), timeout)
     if is_distributed():
         control_group(timeout)
@@ -144,33 +139,12 @@ def ranks_on_host() -> int:
 
 def _existing_launch() -> Launch:
     """This process's place in the caller's process group."""
-    world_size = dist.get_world_size()
-    names = ("LOCAL_RANK", "SLURM_LOCALID")[: 1 + is_slurm_step()]
-    local_rank = next((env_int(name) for name in names if name in os.environ), None)
-    rank = dist.get_rank()
-    local_world_size = env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else world_size
-    if local_rank is None:
-        # Without a launcher's word, assume that ranks are assigned to the node's devices in order.
-        devices = torch.accelerator.device_count() if torch.accelerator.is_available() else world_size
-        local_rank = rank % max(devices, 1)
-    return Launch("existing", rank, local_rank, world_size, local_world_size, None)
-
-
-def _say_what_was_found(launch: Launch, device: torch.device) -> None:
-    """Log rank, device and launcher."""
-    details = f" ({launch.details})" if launch.details else ""
-    _logger.info(
-        "rank %d of %d on %s, %s, launcher: %s%s",
-        *(launch.rank, launch.world_size, socket.gethostname(), device, launch.launcher, details),
-    )
-    if launch.hint and launch.rank == 0:
-        _logger.warning("%s", launch.hint)
-
-
-def _visible(device_type: str) -> str:
-    """The environment variable that says which devices this process may see, and its value, for messages."""
-    name = _VISIBLE.get(device_type)
-    return "" if name is None else f" ({name}={os.environ.get(name, 'unset')})"
+    rank, size = dist.get_rank(), dist.get_world_size()
+    names = [name for name in ("LOCAL_RANK", "SLURM_LOCALID")[: 1 + is_slurm_step()] if name in os.environ]
+    # Without a launcher's word, assume that ranks are assigned to the node's devices in order.
+    local_rank = env_int(names[0]) if names else rank % (torch.accelerator.device_count() or size)
+    local_size = env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else size
+    return Launch("existing", rank, local_rank, size, local_size, None)
 
 
 def _select_device(device_type: str, launch: Launch) -> torch.device:
@@ -182,7 +156,7 @@ def _select_device(device_type: str, launch: Launch) -> torch.device:
         raise ValueError(
             f"device_type={device_type!r}, but this process sees "
             f"{'no accelerator' if accelerator is None else accelerator.type}; use device_type='cpu' or "
-            f"check the driver and {_VISIBLE.get(device_type, 'which devices it may see')}"
+            "check the driver and which devices it may see (CUDA_VISIBLE_DEVICES)"
         )
     count = torch.accelerator.device_count()
     # If the launcher shows each process a single GPU, that GPU has the index 0 in every process.
@@ -190,7 +164,7 @@ def _select_device(device_type: str, launch: Launch) -> torch.device:
     if index >= count:
         raise ValueError(
             f"local rank {launch.local_rank} has no device of its own: this process sees {count} of type "
-            f"{device_type}{_visible(device_type)}; start "
+            f"{device_type} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); start "
             f"at most {count} processes on this node, or show each of them its own device only"
         )
     torch.accelerator.set_device_index(index)

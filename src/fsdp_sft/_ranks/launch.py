@@ -1,15 +1,15 @@
 """The launcher that started this process, and what it says: torchrun, Slurm, or none."""
 
 import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
 
-from fsdp_sft._ranks.slurm import (
-    Launch,
-    env_int,
-    is_slurm_step,
-    slurm_launch,
-    unused_allocation,
-)
-
+# Slurm numbers steps that srun did not start (batch script, interactive shell, ...) from here up:
+# https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h (SLURM_BATCH_SCRIPT and its neighbours).
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # Variables that hold a process's rank on its node. Some launchers set torchrun's variables without
 # LOCAL_RANK: OpenMPI, MPICH and Intel MPI, MVAPICH. Operators of Kubernetes mostly set none, since a pod has
 # one process.
@@ -21,6 +21,29 @@ _LOCAL_SIZES = (
 _FOREIGN_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SUBMITIT_LOCAL_NTASKS")
 
 
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher says about this process.
+
+    Attributes:
+        launcher: Name of the launcher: ``"torchrun"``, ``"slurm"`` or ``"single"``.
+        rank: Rank of the process in the job.
+        local_rank: Rank of the process on its node.
+        world_size: Number of processes of the job.
+        local_world_size: Number of processes on this node.
+        init_method: URL at which the ranks meet; None for a single process, which has its own store.
+        details: Text for the log line about the launch.
+    """
+
+    launcher: str
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    init_method: str | None
+    details: str = field(default="", compare=False)
+
+
 def detect_launch() -> Launch:
     """This process's place in the job, from environment variables.
 
@@ -30,14 +53,53 @@ def detect_launch() -> Launch:
     if "RANK" in os.environ or "LOCAL_RANK" in os.environ:
         return _torchrun_launch()
     if is_slurm_step():
-        return slurm_launch()
+        return _slurm_launch()
     for name in _FOREIGN_SIZES:
         if name in os.environ and env_int(name) > 1:
             raise ValueError(
                 f"{name}={os.environ[name]} is set but RANK is not: start with torchrun or srun, or unset "
                 f"{name} to run as a single process"
             )
-    return Launch("single", 0, 0, 1, 1, None, hint=unused_allocation())
+    return Launch("single", 0, 0, 1, 1, None)
+
+
+def env_int(name: str) -> int:
+    """An environment variable that must be a number."""
+    found = os.environ.get(name, "")
+    try:
+        return int(found)
+    except ValueError:
+        raise ValueError(
+            f"{name}={found!r} is not a number: pass on what the launcher sets (srun --export=ALL, a "
+            "container's option), or unset all of it (RANK, LOCAL_RANK, SLURM_STEP_ID, ...) to run alone"
+        ) from None
+
+
+def is_slurm_step() -> bool:
+    """Whether srun started this process as a task of a step."""
+    # SLURM_PROCID does not tell: inside salloc or a batch script it may be set without any srun. What is
+    # started by hand in the shell of ``srun --pty`` of one task of the step inherits its variables. So
+    # do tasks of another srun inside it, but they have no terminal.
+    step = os.environ.get("SLURM_STEP_ID", "")
+    is_shell = "SLURM_PTY_PORT" in os.environ and sys.stdin is not None and sys.stdin.isatty()
+    return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP and not is_shell
+
+
+def restarts_to_set_apart() -> int:
+    """The number of restarts that a single torchrun agent has made; 0 otherwise.
+
+    Its store may outlive its workers, with the addresses of those before a restart under the keys that torch
+    would use again:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py
+    (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). With this number in them keys are new after each restart. Agents of
+    several nodes may count differently, so with several agents this is 0.
+    """
+    is_alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    return (
+        env_int("TORCHELASTIC_RESTART_COUNT")
+        if is_alone and "TORCHELASTIC_RESTART_COUNT" in os.environ
+        else 0
+    )
 
 
 def _torchrun_launch() -> Launch:
@@ -45,72 +107,89 @@ def _torchrun_launch() -> Launch:
     rank, world_size = env_int("RANK"), env_int("WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise ValueError(f"RANK={rank} is not in [0, WORLD_SIZE={world_size})")
-    local_rank, local_world_size, hint = _place_on_node(world_size)
+    ranks = [env_int(name) for name in _LOCAL_RANKS if os.environ.get(name)]
+    sizes = [env_int(name) for name in _LOCAL_SIZES if os.environ.get(name)]
+    if not ranks and sizes and sizes[0] != 1:
+        raise ValueError(
+            f"{sizes[0]} processes are on this node, but LOCAL_RANK is not set: it says which of them this "
+            "one is, and so which device is its own"
+        )
+    # Without either, this process is taken for the only one of its node.
+    local_rank, *_ = ranks or [0]
+    local_world_size, *_ = sizes or [world_size if ranks else 1]
     # torch takes an IPv6 address only without the brackets that it has in a URL.
     os.environ["MASTER_ADDR"] = os.environ.get("MASTER_ADDR", "").strip("[]")
     details = f"meeting at {os.environ['MASTER_ADDR']}:{env_int('MASTER_PORT')}"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        details += f", restart {_restarts()} of {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}"
-    return Launch(
-        "torchrun", rank, local_rank, world_size, local_world_size, "env://", details, hint or _restart_hint()
-    )
+    return Launch("torchrun", rank, local_rank, world_size, local_world_size, "env://", details)
 
 
-def _place_on_node(world_size: int) -> tuple[int, int, str]:
-    """(rank on this node, number of processes on it, a hint if that is only assumed)."""
-    sizes = [name for name in _LOCAL_SIZES if os.environ.get(name)]
-    ranks = [name for name in _LOCAL_RANKS if os.environ.get(name)]
-    if ranks:
-        return env_int(ranks[0]), env_int(sizes[0]) if sizes else world_size, ""
-    local_world_size = env_int(sizes[0]) if sizes else 1
-    if local_world_size != 1:
-        raise ValueError(
-            f"{sizes[0]}={local_world_size} processes on this node, but LOCAL_RANK is not set: it says which "
-            "of them this one is, and so which device is its own"
+def _slurm_launch() -> Launch:
+    """This task's place in its Slurm step, and where the step's ranks meet."""
+    tasks = "SLURM_NTASKS" if "SLURM_STEP_NUM_TASKS" not in os.environ else "SLURM_STEP_NUM_TASKS"
+    rank, local_rank, world_size = env_int("SLURM_PROCID"), env_int("SLURM_LOCALID"), env_int(tasks)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"SLURM_PROCID={rank} is not in [0, {tasks}={world_size})")
+    where = f"job {os.environ.get('SLURM_JOB_ID', '?')}, step {os.environ['SLURM_STEP_ID']}"
+    if world_size == 1:
+        return Launch("slurm", 0, 0, 1, 1, None, where)
+    address = (os.environ.get("MASTER_ADDR") or _master_address()).strip("[]")
+    port = env_int("MASTER_PORT") if os.environ.get("MASTER_PORT") else _port()
+    meeting = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+    details = f"{where}, node {os.environ.get('SLURMD_NODENAME', '?')}, meeting at {meeting}"
+    return Launch("slurm", rank, local_rank, world_size, _local_world_size(), meeting, details)
+
+
+def _local_world_size() -> int:
+    """This node's entry of a list such as ``4(x2),3``: four tasks on two nodes, then three on one."""
+    listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
+    counts: list[int] = []
+    for part in listed.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={listed!r} is not a list such as '4(x2),3'")
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = env_int("SLURM_NODEID") if "SLURM_NODEID" in os.environ else 0
+    return counts[min(node, len(counts) - 1)]
+
+
+def _master_address() -> str:
+    """The address of rank 0's node."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
+    if not nodes:
+        raise ValueError("inside a Slurm step, but SLURM_STEP_NODELIST is not set; set MASTER_ADDR")
+    first = _first_host(nodes)
+    try:
+        socket.getaddrinfo(first, None)
+    except OSError:
+        # A node's name may not resolve (several slurmd on one host). Then srun's address is used.
+        launch = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+        if not launch:
+            raise ValueError(
+                f"the first node {first!r} of SLURM_STEP_NODELIST={nodes!r} has no address; set MASTER_ADDR"
+            ) from None
+        return launch
+    return first
+
+
+def _first_host(nodes: str) -> str:
+    """The first name of a Slurm node list such as ``gpu[03-05,9],login1``."""
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", nodes)
+    if match is None:
+        raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} is not a Slurm node list; set MASTER_ADDR")
+    prefix, numbers, suffix = match[1], match[2], match[3]
+    if numbers is None:
+        return prefix
+    if "[" in suffix:  # a name with several bracketed parts is left to Slurm's own expansion
+        listed = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=30
         )
-    hint = (
-        "LOCAL_RANK is not set: this process is taken for the only one of its node, with one device; if "
-        "there are more, start torchrun in its place"
-    )
-    return 0, 1, hint if world_size > 1 else ""
+        return listed.stdout.split()[0]
+    return prefix + re.split(r"[,-]", numbers)[0] + suffix
 
 
-def restarts_to_set_apart() -> int:
-    """The number of restarts, if they share a store; 0 otherwise.
-
-    A torchrun agent may keep a store that outlives its workers, with the addresses of the workers before a
-    restart under the keys that torch would use again:
-    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py
-    (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). With this number in them keys are new after each restart. Agents of
-    several nodes may count differently, so with several agents this is 0.
-    """
-    return _restarts() if _shares_agent_store() and not _several_agents() else 0
-
-
-def _restarts() -> int:
-    name = "TORCHELASTIC_RESTART_COUNT"
-    return env_int(name) if name in os.environ else 0
-
-
-def _several_agents() -> bool:
-    """Whether several torchrun agents run this job."""
-    return os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
-
-
-def _shares_agent_store() -> bool:
-    """Whether the workers meet over a store in torchrun's agent."""
-    return (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
-    )
-
-
-def _restart_hint() -> str:
-    """A warning if a restart over several nodes would find old addresses in the store."""
-    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if not (may_restart and _several_agents() and _shares_agent_store()):
-        return ""
-    return (
-        "a restart over several nodes would meet the addresses of the workers before it: start torchrun "
-        "with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node"
-    )
+def _port() -> int:
+    """The port at which the ranks of this step meet."""
+    # By job and step, so that ranks of neighbouring jobs on shared nodes do not meet.
+    job = env_int("SLURM_JOB_ID") if "SLURM_JOB_ID" in os.environ else 0
+    step = env_int("SLURM_STEP_ID")
+    return 20000 + (job * 7 + step) % 20000

@@ -1,7 +1,7 @@
 """The ranks of the job as a mesh: how it is made, who shares rows, and where parameters are sharded."""
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,8 @@ TP = "tp"  # tensor parallelism: layers are split over ranks that have the same 
 EP = "ep"  # expert parallelism: ranks have different experts
 DP_SHARD_CP = "dp_shard_cp"  # dp_shard and cp flattened to one axis
 
-# Attribute of a mesh with cp: the mesh that parameters are sharded on. In a dictionary, meshes of the same
-# shape would share one entry, since they compare equal.
-_PARAMETER_MESH = "_fsdp_sft_parameter_mesh"
-_HOST_GROUPS = "_fsdp_sft_host_groups"
+_MADE_OF = "_fsdp_sft_made_of"  # attribute of a mesh
+_PARAMETERS = "parameters"
 
 # The meshes that build_mesh has made in the current default process group. They are kept even if the caller
 # has dropped them: torch's caches hold some of them anyway, and Python collects the others at different times
@@ -35,9 +33,14 @@ _made: "list[DeviceMesh]" = []
 _made_in: "weakref.ref[dist.ProcessGroup] | None" = None
 
 
-def shard_parameters_on(mesh: "DeviceMesh", *, of: "DeviceMesh") -> None:
-    """Record that parameters of ``of`` lie on ``mesh``: the same ranks, ``dp_shard`` and ``cp`` flattened."""
-    setattr(of, _PARAMETER_MESH, mesh)
+def made_of(mesh: "DeviceMesh") -> dict[Any, Any]:
+    """The meshes and groups that were made of a mesh once, by what they are for.
+
+    They are kept on the mesh: in a dictionary, meshes of the same shape would share one entry, since they
+    compare equal.
+    """
+    found: dict[Any, Any] = mesh.__dict__.setdefault(_MADE_OF, {})
+    return found
 
 
 def remember_made(mesh: "DeviceMesh") -> None:
@@ -101,7 +104,7 @@ def parameter_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
         raise TypeError(f"mesh must be a DeviceMesh, as build_mesh() makes one, got {mesh!r}")
     if CP not in (mesh.mesh_dim_names or ()):
         return mesh
-    found: DeviceMesh | None = getattr(mesh, _PARAMETER_MESH, None)
+    found: DeviceMesh | None = made_of(mesh).get(_PARAMETERS)
     if found is None:
         raise ValueError(
             f"a mesh with context parallelism has to be made by build_mesh(cp=...), got {mesh}: fully_shard "
@@ -164,14 +167,15 @@ def host_group(mesh: "DeviceMesh", axis: str) -> dist.ProcessGroup:
     group = mesh.get_group(axis)
     if "cpu" in dist.get_backend_config(group):
         return group
-    groups: dict[str, dist.ProcessGroup] = mesh.__dict__.setdefault(_HOST_GROUPS, {})
+    groups = made_of(mesh)
     if axis not in groups:
         from torch.distributed.device_mesh import init_device_mesh
 
         with careful_gloo():
             on_host = init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
         groups.update({name: on_host.get_group(name) for name in mesh.mesh_dim_names or ()})
-    return groups[axis]
+    found: dist.ProcessGroup = groups[axis]
+    return found
 
 
 @answered
@@ -234,7 +238,7 @@ def build_mesh(
         connect_neighbours(mesh.get_group(axis))
     if cp > 1:
         connect_neighbours(whole.get_group(CP))
-        shard_parameters_on(mesh, of=whole)
+        made_of(whole)[_PARAMETERS] = mesh
     remember_made(whole)
     return whole
 

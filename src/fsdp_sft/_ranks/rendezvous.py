@@ -1,7 +1,6 @@
 """How ranks meet: limits on connections, the process group."""
 
 import logging
-import os
 import socket
 import sys
 import threading
@@ -15,10 +14,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from fsdp_sft._compat.groups import careful_gloo, forget_meshes
-from fsdp_sft._process.limits import make_room_for
+from fsdp_sft._process.limits import raise_limit
 from fsdp_sft._ranks.agree import answered
-from fsdp_sft._ranks.launch import restarts_to_set_apart
-from fsdp_sft._ranks.slurm import Launch
+from fsdp_sft._ranks.launch import Launch, restarts_to_set_apart
 
 _logger = logging.getLogger("fsdp_sft")
 _LONG_SECONDS = 30.0
@@ -27,14 +25,9 @@ _LONG_SECONDS = 30.0
 def meet(launch: Launch, backend: str, timeout: timedelta) -> None:
     """Make the default process group, and connect the ranks that will communicate.
 
-    Raises:
-        OSError: If this process may not open as many files as the job needs.
-
     Collective: all ranks.
     """
-    # The store is in rank 0, and not in this process alone or in torchrun's agent.
-    hosts_store = bool(launch.init_method) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    make_room_for(launch.world_size, hosts_store=hosts_store)
+    raise_limit()
     with careful_gloo(), _says_when_it_waits(launch):
         _init_process_group(launch, backend, timeout)
     connect_neighbours(dist.group.WORLD)

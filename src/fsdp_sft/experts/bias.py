@@ -57,10 +57,10 @@ def update_router_bias(model: nn.Module, *, rate: float) -> list[str]:
         if bias.dtype.itemsize < 4:
             raise ValueError(f"{name} is {bias.dtype}, in which steps of {rate} are lost; keep it in float32")
     reshard(model)  # a gathered copy of a bias would keep the old values
-    for layer, counts in zip(counter.layers, counter.last, strict=True):
-        if layer.name not in biases:
+    for (layer, _), counts in zip(counter.experts, counter.last, strict=True):
+        if layer not in biases:
             continue
-        bias = biases[layer.name][1]
+        _, bias = biases[layer]
         load = counts.to(torch.float32)
         step = (rate * (load.mean() - load).sign()).to(bias.dtype).reshape(bias.shape)
         with torch.no_grad():

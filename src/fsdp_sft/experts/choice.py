@@ -66,7 +66,12 @@ def prepare_experts(model: nn.Module, *, impl: str = "auto") -> str:
         raise UnsupportedModelError(f"the experts of {name} cannot be computed by impl={impl!r}: {unfit}")
     if unfit:
         chosen = "eager"
-    _set(inner, modules, chosen, name)
+    if any(experts_implementation_of(module) != chosen for module in modules):
+        inner.set_experts_implementation(chosen)  # type: ignore[operator]
+    if any(experts_implementation_of(module) != chosen for module in modules):
+        raise UnsupportedModelError(
+            f"transformers does not let {name} compute its experts by {chosen!r}; leave prepare_experts out"
+        )
     mesh = mesh_of(inner)
     if mesh is None or mesh.get_rank() == 0:
         why = unfit or ("transformers is set to it" if impl == "auto" else "as was asked")
@@ -100,13 +105,3 @@ def _why_not_grouped(modules: list[Any], model: nn.Module) -> str:
     if any(p.ndim == 2 for p in parameters) and compute_device(model).type == "cpu":
         return f"grouped_mm adds up the gradients of the experts' biases token by token in {narrow} on a CPU"
     return ""
-
-
-def _set(model: Any, modules: list[Any], chosen: str, name: str) -> None:
-    """Let all experts run the chosen implementation; raises if transformers does not allow it."""
-    if any(experts_implementation_of(module) != chosen for module in modules):
-        model.set_experts_implementation(chosen)
-    if any(experts_implementation_of(module) != chosen for module in modules):
-        raise UnsupportedModelError(
-            f"transformers does not let {name} compute its experts by {chosen!r}; leave prepare_experts out"
-        )

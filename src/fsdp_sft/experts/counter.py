@@ -10,7 +10,8 @@ import itertools
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,8 @@ from fsdp_sft._model.named import named_tensors
 from fsdp_sft._model.record import kept_of, record_of
 from fsdp_sft._model.sharded import mesh_of
 from fsdp_sft._model.wrappers import unwrapped
-from fsdp_sft._process.streams import LateTensor
-from fsdp_sft._ranks.mesh import copies_of_rows, device_groups_of
+from fsdp_sft._process.streams import LateValues
+from fsdp_sft._ranks.mesh import device_groups_of
 from fsdp_sft.errors import ModelLossError, UnsupportedModelError, abridged
 from fsdp_sft.experts.load import ExpertLoad
 
@@ -33,93 +34,75 @@ if TYPE_CHECKING:
 _CHOICES = ("top_k_index", "router_indices")  # names of the argument of experts that takes the choices
 _logger = logging.getLogger("fsdp_sft.experts")
 _handles = itertools.count()
-_layers: "weakref.WeakValueDictionary[int, _Layer]" = weakref.WeakValueDictionary()
-
-
-class _Layer:
-    """The experts of one layer, and how many tokens each was given."""
-
-    def __init__(self, name: str, module: nn.Module, num_experts: int) -> None:
-        self.name, self.module, self.num_experts = name, weakref.ref(module), num_experts
-        self.handle = next(_handles)
-        self.is_counting = self.was_seen = False
-        self.counted: torch.Tensor | None = None
-        self.counts: torch.Tensor | None = None
-        _layers[self.handle] = self
-
-    def add(self, chosen: torch.Tensor) -> None:
-        """Count choices ``(tokens, top_k)`` of the tokens that count."""
-        if self.counts is None or self.counts.device != chosen.device:
-            # The last entry is for choices of no expert of this rank.
-            self.counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=chosen.device)
-        self.was_seen = True
-        rows = chosen.reshape(-1, chosen.shape[-1])
-        if self.counted is not None and self.counted.numel() != len(rows):
-            raise ModelLossError(
-                f"{self.name} saw {len(rows)} tokens, and the batch's attention_mask has "
-                f"{self.counted.numel()}: which of them are padding is not known. Let loss_fn run what the "
-                "mask is of, or give the mask in the batch another name, and all tokens count"
-            )
-        each = torch.ones_like(rows[:, :1]) if self.counted is None else self.counted.reshape(-1, 1)
-        self.counts.scatter_add_(0, rows.reshape(-1).long(), each.to(torch.int64).expand_as(rows).reshape(-1))
+_counters: "weakref.WeakValueDictionary[int, ExpertCounter]" = weakref.WeakValueDictionary()
 
 
 class ExpertCounter:
     """Counts the tokens that a model's experts get in a window.
 
     Attributes:
-        layers: Layers of the model that have experts.
-        last: Tokens of each expert in the last window on all ranks, for each layer int64 ``(experts,)`` on
+        experts: (FQN, number of experts) of each module with experts.
+        modules: These modules.
+        handle: Number of the counter, for ``count_choices``.
+        last: Tokens of each expert in the last window on all ranks, for each module int64 ``(experts,)`` on
             the device.
+        is_counting: Whether forwards are counted now.
         is_empty: Whether there is nothing to balance by: the last window had no forward, or failed, or its
             load has been applied.
     """
 
-    def __init__(self, layers: list[_Layer]) -> None:
-        self.layers = layers
+    def __init__(self, experts: dict[str, tuple[nn.Module, int]]) -> None:
+        self.experts = [(name, number) for name, (_, number) in experts.items()]
+        self.modules = [weakref.ref(module) for module, _ in experts.values()]
+        self.handle = next(_handles)
         self.last: list[torch.Tensor] = []
-        self.is_empty = self._is_open = self._has_warned = False
-
-    @property
-    def experts(self) -> list[tuple[str, int]]:
-        """(FQN, number of experts) of each module with experts."""
-        return [(layer.name, layer.num_experts) for layer in self.layers]
+        self.is_counting = self.is_empty = self._is_open = self._has_warned = False
+        self._mask: torch.Tensor | None = None
+        self._counts: dict[int, torch.Tensor] = {}  # of the modules that were called in this window
+        _counters[self.handle] = self
 
     def start(self) -> None:
         """Begin a window, with all counts at 0."""
         self._is_open, self.is_empty = True, False
-        for layer in self.layers:
-            layer.was_seen = False
-            if layer.counts is not None:
-                layer.counts.zero_()
+        self._counts.clear()
 
-    @contextmanager
-    def counting(self, counted: torch.Tensor | None) -> Iterator[None]:
+    def counting(self, counted: torch.Tensor | None) -> AbstractContextManager[None]:
         """Count in forwards within the block, if a window has begun; recomputations run outside of it.
 
         Args:
             counted: Mask of the tokens that count, bool ``(B, S)``; None counts all.
         """
-        before = [(layer.is_counting, layer.counted) for layer in self.layers]
-        for layer in self.layers:
-            layer.is_counting, layer.counted = self._is_open, counted
-        try:
-            yield
-        finally:
-            for layer, (is_counting, mask) in zip(self.layers, before, strict=True):
-                layer.is_counting, layer.counted = is_counting, mask
+        return self._with(self._is_open, counted)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Count nothing in forwards within the block, which are not of the caller's batches."""
+        return self._with(False, None)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Count nothing in forwards within the block, which are not of the caller's batches."""
-        before = [layer.is_counting for layer in self.layers]
-        for layer in self.layers:
-            layer.is_counting = False
+    def _with(self, is_counting: bool, mask: torch.Tensor | None) -> Iterator[None]:
+        before = self.is_counting, self._mask
+        self.is_counting, self._mask = is_counting, mask
         try:
             yield
         finally:
-            for layer, was_counting in zip(self.layers, before, strict=True):
-                layer.is_counting = was_counting
+            self.is_counting, self._mask = before
+
+    def add(self, index: int, chosen: torch.Tensor) -> None:
+        """Count choices ``(tokens, top_k)`` of the tokens that count, by a module's experts."""
+        name, number = self.experts[index]
+        rows = chosen.reshape(-1, chosen.shape[-1])
+        if self._mask is not None and self._mask.numel() != len(rows):
+            raise ModelLossError(
+                f"{name} saw {len(rows)} tokens, and the batch's attention_mask has {self._mask.numel()}: "
+                "which of them are padding is not known. Let loss_fn run what the mask is of, or give the "
+                "mask in the batch another name, and all tokens count"
+            )
+        if index not in self._counts:
+            # The last entry is for choices of no expert of this rank.
+            self._counts[index] = torch.zeros(number + 1, dtype=torch.int64, device=chosen.device)
+        each = torch.ones_like(rows[:, :1]) if self._mask is None else self._mask.reshape(-1, 1)
+        weights = each.to(torch.int64).expand_as(rows).reshape(-1)
+        self._counts[index].scatter_add_(0, rows.reshape(-1).long(), weights)
 
     def abandon(self) -> None:
         """End a window that failed, whose counts are not used."""
@@ -131,19 +114,14 @@ class ExpertCounter:
         Collective: all ranks of the mesh.
         """
         self._is_open = False
-        sizes = [layer.num_experts for layer in self.layers]
-        counts = [
-            torch.zeros(layer.num_experts, dtype=torch.int64, device=device)
-            if layer.counts is None
-            else layer.counts[: layer.num_experts]
-            for layer in self.layers
-        ]
-        together = torch.cat(counts)
+        sizes = [number for _, number in self.experts]
+        none = [torch.zeros(number, dtype=torch.int64, device=device) for number in sizes]
+        together = torch.cat([self._counts.get(i, none[i])[:number] for i, number in enumerate(sizes)])
         for group in device_groups_of(mesh):
             dist.all_reduce(together, group=group)
-        together = together // copies_of_rows(mesh)
         self.last = list(together.split(sizes))
-        unseen = [layer.name for layer in self.layers if not layer.was_seen]
+        seen = {name for index, (name, _) in enumerate(self.experts) if index in self._counts}
+        unseen = [name for name, _ in self.experts if name not in seen]
         if unseen and not self._has_warned:
             self._has_warned = True
             _logger.warning(
@@ -151,21 +129,28 @@ class ExpertCounter:
                 "watch_experts(model); call it before the first forward",
                 abridged(unseen),
             )
-        names = tuple(layer.name for layer in self.layers)
-        return LateLoad(names, sizes, set(unseen), LateTensor(together))
+        return LateLoad(self.experts, seen, LateValues([together]))
 
 
+@dataclass(frozen=True)
 class LateLoad:
-    """An ``ExpertLoad`` that is being copied to the host."""
+    """An ``ExpertLoad`` that is being copied to the host.
 
-    def __init__(self, names: tuple[str, ...], sizes: list[int], unseen: set[str], late: LateTensor) -> None:
-        self._names, self._sizes, self._unseen, self._late = names, sizes, unseen, late
+    Attributes:
+        experts: (FQN, number of experts) of each module with experts.
+        seen: FQNs of those whose choices were seen.
+        values: The counts of all, one after the other.
+    """
+
+    experts: list[tuple[str, int]]
+    seen: set[str]
+    values: LateValues
 
     def read(self) -> ExpertLoad | None:
         """The load of the layers whose choices were seen, None if there are none; the host waits for it."""
-        counts = self._late.read().split(self._sizes)
-        named = zip(self._names, counts, strict=True)
-        seen = {name: tuple(layer.tolist()) for name, layer in named if name not in self._unseen}
+        values = map(int, self.values.read())
+        counts = {name: tuple(itertools.islice(values, number)) for name, number in self.experts}
+        seen = {name: tokens for name, tokens in counts.items() if name in self.seen}
         return ExpertLoad(tuple(seen), tuple(seen.values())) if seen else None
 
 
@@ -199,30 +184,31 @@ def watch_experts(model: nn.Module) -> list[str]:
     inner = unwrapped(model)
     present = counter_of(model)
     if present is not None:
-        return [layer.name for layer in present.layers]
-    layers = []
+        return [name for name, _ in present.experts]
+    found = {}
     for name, module in inner.named_modules():
         argument = _argument_of(module)
         if argument is None:
             continue
-        layer = _Layer(name, module, _num_experts(name, module))
-        module.register_forward_pre_hook(partial(_before_experts, layer.handle, *argument), with_kwargs=True)
-        layers.append(layer)
-    if not layers:
+        found[name] = module, _num_experts(name, module), argument
+    if not found:
         raise UnsupportedModelError(
             f"{type(inner).__name__} has no module that takes what a router has chosen (an argument "
             f"{' or '.join(_CHOICES)}), as experts of transformers do: what it gives to whom cannot be seen"
         )
-    record_of(model).keep(ExpertCounter(layers))
-    mesh = mesh_of(model)
-    frozen = biases_of(inner, [(layer.name, layer.num_experts) for layer in layers])
+    counter = ExpertCounter({name: (module, number) for name, (module, number, _) in found.items()})
+    record_of(model).keep(counter)
+    for index, (module, _, argument) in enumerate(found.values()):
+        hook = partial(_before_experts, counter.handle, index, *argument)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+    mesh, frozen = mesh_of(model), biases_of(inner, counter.experts)
     if frozen and (mesh is None or mesh.get_rank() == 0):
         _logger.info(
             "%s balances its experts by %d biases, such as %s, which stay as they are unless "
             "update_router_bias(model, rate=...) is called after each step",
             *(type(inner).__name__, len(frozen), next(iter(frozen.values()))[0]),
         )
-    return [layer.name for layer in layers]
+    return list(found)
 
 
 def counter_of(model: nn.Module) -> ExpertCounter | None:
@@ -251,30 +237,36 @@ def _num_experts(name: str, module: nn.Module) -> int:
 
 
 def _before_experts(
-    handle: int, name: str, position: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    handle: int,
+    index: int,
+    name: str,
+    position: int,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Hook before experts: passes the router's choices through ``count_choices``."""
     if not torch.compiler.is_compiling():
-        layer = _layers.get(handle)
-        # A copy of the model has the hook too, with the handle of the layer that it was copied from.
-        if layer is None or not layer.is_counting or layer.module() is not module:
+        counter = _counters.get(handle)
+        # A copy of the model has the hook too, with the handle of the counter of the one that was copied.
+        if counter is None or not counter.is_counting or counter.modules[index]() is not module:
             return None
     if name in kwargs:
-        return args, {**kwargs, name: count_choices(kwargs[name], handle)}
-    return (*args[:position], count_choices(args[position], handle), *args[position + 1 :]), kwargs
+        return args, {**kwargs, name: count_choices(kwargs[name], handle, index)}
+    return (*args[:position], count_choices(args[position], handle, index), *args[position + 1 :]), kwargs
 
 
 @torch.library.custom_op("fsdp_sft::count_choices", mutates_args=())
-def count_choices(chosen: torch.Tensor, handle: int) -> torch.Tensor:
-    """A copy of the choices ``(tokens, top_k)``, which are counted if counting is on for their layer."""
-    layer = _layers.get(handle)
-    if layer is not None and layer.is_counting:
-        layer.add(chosen)
+def count_choices(chosen: torch.Tensor, handle: int, index: int) -> torch.Tensor:
+    """A copy of the choices ``(tokens, top_k)``, which are counted if counting is on."""
+    counter = _counters.get(handle)
+    if counter is not None and counter.is_counting:
+        counter.add(index, chosen)
     return chosen.clone()
 
 
 @count_choices.register_fake
-def _(chosen: torch.Tensor, handle: int) -> torch.Tensor:
+def _(chosen: torch.Tensor, handle: int, index: int) -> torch.Tensor:
     return torch.empty_like(chosen)
 
 

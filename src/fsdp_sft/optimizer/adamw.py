@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from fsdp_sft._tensors.boxes import Box, box_of, local_of
@@ -45,10 +44,9 @@ class StochasticAdamW(torch.optim.Optimizer):
 
     Raises:
         ValueError: If a value is out of range; if a parameter has another dtype (the range of float16 is too
-            small for second moments), is complex, or is sharded other than along whole dimensions; or if
-            a group or a loaded state has an option of ``torch.optim.AdamW`` that is not offered here
-            (``amsgrad``, ``maximize``, ``foreach``, ``fused``, ``capturable``, ``differentiable``).
-        RuntimeError: In ``step``, if a gradient is sparse.
+            small for second moments) or is complex; or if a group or a loaded state has an option of
+            ``torch.optim.AdamW`` that is not offered here (``amsgrad``, ``maximize``, ``foreach``, ``fused``,
+            ``capturable``, ``differentiable``).
 
     Collective: none.
     Memory: A parameter and its two moments take 6 bytes with bfloat16 masters, and 10 with float32 moments;
@@ -85,7 +83,6 @@ class StochasticAdamW(torch.optim.Optimizer):
             "seed": seed,
             "state_dtype": state_dtype,
         }
-        _check(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -143,10 +140,6 @@ class StochasticAdamW(torch.optim.Optimizer):
         for place, parameter, group in self._parameters():
             if parameter.grad is None:
                 continue
-            if parameter.grad.is_sparse:
-                raise RuntimeError(
-                    "StochasticAdamW has no update for sparse gradients; make the embedding with sparse=False"
-                )
             state = self.state[parameter]
             if not state:
                 _check_parameter(parameter)  # one that was frozen when it was added has not been checked
@@ -161,11 +154,8 @@ class StochasticAdamW(torch.optim.Optimizer):
 
     def _parameters(self) -> Iterator[tuple[int, torch.Tensor, dict[str, Any]]]:
         """(place in the optimizer, parameter, group) of each parameter."""
-        place = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                yield place, parameter, group
-                place += 1
+        all_of_them = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        yield from ((place, *pair) for place, pair in enumerate(all_of_them))
 
 
 def working_bytes(elements: int, dtype: torch.dtype) -> int:
@@ -251,20 +241,12 @@ def _check_parameter(parameter: torch.Tensor) -> None:
             f"{parameter.dtype}{reason}: keep them in one of these; "
             "a GradScaler's float16 is for the compute (mp_policy) alone"
         )
-    try:
-        box_of(parameter)
-    except TypeError as error:
-        raise ValueError(f"StochasticAdamW rounds by an element's place: {error}") from error
-    if parameter.layout is not torch.strided and not isinstance(parameter, DTensor):
-        raise ValueError(f"StochasticAdamW steps dense parameters, got {parameter.layout}")
 
 
 def _check(group: dict[str, Any]) -> None:
     """Raise for options of a group that are out of range or not offered."""
     numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
     torch.optim.AdamW([torch.empty(0, requires_grad=True)], foreach=False, **numbers)  # refuses them
-    if isinstance(group["seed"], bool) or not isinstance(group["seed"], int):
-        raise ValueError(f"seed must be an integer, the same on all ranks, got {group['seed']!r}")
     if group["state_dtype"] not in (None, torch.bfloat16, torch.float32):
         raise ValueError(
             f"state_dtype must be torch.bfloat16, torch.float32 or None, got {group['state_dtype']!r}"

@@ -6,9 +6,9 @@ from fsdp_sft.sac.apply import (
     named_blocks as named_blocks,
     remove_sac as remove_sac,
 )
-from fsdp_sft.sac.attach import COMPILED as COMPILED, OFFLOADED as OFFLOADED
+from fsdp_sft.sac.attach import COMPILED as COMPILED
 from fsdp_sft.sac.decisions import decides as decides, is_decision as is_decision
-from fsdp_sft.sac.groups import check_now as check_now
+from fsdp_sft.sac.ops import refuse_inner_groups as refuse_inner_groups
 from fsdp_sft.sac.ratio import (
     Placement as Placement,
     Ratio as Ratio,

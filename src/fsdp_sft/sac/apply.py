@@ -14,12 +14,11 @@ from fsdp_sft._process.words import answered
 from fsdp_sft.sac.attach import (
     COMPILED,
     checkpoint_blocks,
-    disable_caches,
+    note_model,
     refuse_foreign_checkpointing,
     restore,
 )
 from fsdp_sft.sac.decisions import checkpoint_of
-from fsdp_sft.sac.groups import check_before_forward
 from fsdp_sft.sac.offload import Offload
 from fsdp_sft.sac.ops import check_kept, checkpoint_keeping
 from fsdp_sft.sac.ratio import Placement, Ratio, select_block_indices
@@ -75,11 +74,11 @@ def apply_sac(
         TypeError: If ``ratio`` is neither a number nor a text, or a block neither an FQN nor a position.
         ValueError: If an argument is out of range, if a block is unknown or lies in another one, or if
             transformers' own checkpointing is on. With ``save``, also if a name matches no submodule of the
-            chosen blocks, or a named one has no matrix to multiply by. With ``offload``, also with ``save``
+            chosen blocks. With ``offload``, also with ``save``
             or if a block is compiled.
         UnsupportedModelError: If the model has no blocks. With ``save``, if parts of a block are sharded as
             groups of their own, as modules kept in float32 are. If the model is sharded later,
-            ``shard_model`` raises it, or with another sharding the first forward.
+            ``shard_model`` raises it.
 
     Memory: Each checkpointed block keeps its inputs and what ``save`` keeps; the activations of one block at
     a time are recomputed. A block with a router also keeps its choice of experts, ``8 * tokens * top_k``
@@ -93,8 +92,6 @@ def apply_sac(
         >>> fs.apply_sac(model, 1, save=["sdpa", "mlp.gate_proj"])  # all but these
         ['model.layers.0', 'model.layers.1', 'model.layers.2', 'model.layers.3']
     """
-    if offload not in (True, False):
-        raise ValueError(f"offload must be True or False, got {offload!r}")
     if offload and save is not None:
         raise ValueError("offload=True moves the inputs of blocks that are recomputed whole; leave out save=")
     chosen = _chosen_blocks(model, ratio, blocks, placement, save)
@@ -113,9 +110,7 @@ def apply_sac(
         checkpoint_of(chosen, options) if names is None else checkpoint_keeping(chosen, names, options)
     )
     checkpoint_blocks(chosen, recompute, Offload() if offload else None)
-    if names is not None:
-        check_before_forward(model, chosen)  # it may be sharded after this
-    disable_caches(model)
+    note_model(model, [] if names is None else list(chosen))
     return list(chosen)
 
 
@@ -154,15 +149,7 @@ def _chosen_blocks(
 def _checkpoint_options(
     model: nn.Module, preserve_rng_state: bool | Literal["auto"], early_stop: bool | None
 ) -> dict[str, Any]:
-    """Keywords for ``torch.utils.checkpoint.checkpoint``; its reentrant form is never used.
-
-    Raises:
-        ValueError: If an argument is out of range.
-    """
-    if early_stop not in (True, False, None):
-        raise ValueError(f"early_stop must be True, False or None, got {early_stop!r}")
-    if not isinstance(preserve_rng_state, bool) and preserve_rng_state != "auto":
-        raise ValueError(f"preserve_rng_state must be True, False or 'auto', got {preserve_rng_state!r}")
+    """Keywords for ``torch.utils.checkpoint.checkpoint``; its reentrant form is never used."""
     preserve = draws_random_numbers(model) if preserve_rng_state == "auto" else preserve_rng_state
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve}
     return options if early_stop is None else {**options, "early_stop": early_stop}

@@ -8,15 +8,12 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.checkpointing import checkpointing_flag, is_checkpointing_layer
-from fsdp_sft._model.blocks import CACHES_OFF, configs_of
+from fsdp_sft._model.blocks import configs_of
+from fsdp_sft._model.record import SAC, Checkpointed, checkpointed
 from fsdp_sft.errors import UnsupportedModelError
-from fsdp_sft.sac.groups import drop_check
 from fsdp_sft.sac.offload import Offload, run_offloaded
 
-_STATE = "_fsdp_sft_sac"  # attribute of a module: the instance attributes that were replaced
-_CACHE_CHECK = "_fsdp_sft_sac_cache_check"  # attribute of the model: handle of the hook that refuses caches
 _ABSENT = "absent"
-OFFLOADED = "_fsdp_sft_offloaded"  # attribute of a block whose inputs wait on the host
 COMPILED = "{!r} is compiled, and offload=True is for blocks that are not: leave out one of the two"
 
 
@@ -27,25 +24,20 @@ def checkpoint_blocks(
     if offload is not None:
         recompute = functools.partial(run_offloaded, offload, recompute)
     for block in blocks.values():
-        if offload is not None:
-            override(block, **{OFFLOADED: True})
-        _checkpoint_block(block, recompute)
-
-
-def _checkpoint_block(block: nn.Module, recompute: Callable[..., Any]) -> None:
-    """Use transformers' own checkpointing flag where the block has one, else replace its forward."""
-    if is_checkpointing_layer(block):
-        override(block, **checkpointing_flag(recompute))
-        return
-    plain = block.__dict__.get("forward")  # a forward that someone set on the instance stays the inner one
-    # A partial of a plain function survives deepcopy and pickling, unlike a closure or a method.
-    forward = functools.partial(_forward_with_checkpointing, block)
-    override(block, forward=forward, _fsdp_sft_recompute=(recompute, plain))
+        if is_checkpointing_layer(block):  # transformers' own flag
+            override(block, **checkpointing_flag(recompute))
+        else:
+            plain = block.__dict__.get(
+                "forward"
+            )  # a forward that was set on the instance stays the inner one
+            # A partial of a plain function survives deepcopy and pickling, unlike a closure or a method.
+            override(block, forward=functools.partial(_forward_with_checkpointing, block, recompute, plain))
+        checkpointed(block).is_offloaded = offload is not None
 
 
 def override(module: nn.Module, **attributes: Any) -> None:
     """Set instance attributes of a module and remember the ones that they replace."""
-    replaced = module.__dict__.setdefault(_STATE, {})
+    replaced = module.__dict__.setdefault(SAC, Checkpointed()).replaced
     for name in attributes:
         replaced.setdefault(name, module.__dict__.get(name, _ABSENT))
     module.__dict__.update(attributes)
@@ -54,26 +46,27 @@ def override(module: nn.Module, **attributes: Any) -> None:
 def restore(model: nn.Module) -> None:
     """Undo everything that ``override`` has set in a model, and turn generation caches on again."""
     for module in model.modules():
-        drop_check(module)
-        for name, value in module.__dict__.pop(_STATE, {}).items():
+        done = checkpointed(module)
+        module.__dict__.pop(SAC, None)
+        for name, value in done.replaced.items():
             if isinstance(value, str) and value == _ABSENT:
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = value
-    for config in model.__dict__.pop(CACHES_OFF, ()):
-        config.use_cache = True
-    handle = model.__dict__.pop(_CACHE_CHECK, None)
-    if handle is not None:
-        handle.remove()
+        for config in done.caches:
+            config.use_cache = True
+        if done.hook is not None:
+            done.hook.remove()
 
 
-def disable_caches(model: nn.Module) -> None:
-    """Turn ``use_cache`` off in all configs of the model that have it on; ``restore`` turns it on again."""
+def note_model(model: nn.Module, kept: list[str]) -> None:
+    """Turn ``use_cache`` off in all configs that have it on, and note the blocks that keep some outputs."""
     on = [config for config in configs_of(model) if getattr(config, "use_cache", False)]
     for config in on:
         config.use_cache = False
-    model.__dict__[CACHES_OFF] = on
-    model.__dict__[_CACHE_CHECK] = model.register_forward_pre_hook(_refuse_generation, with_kwargs=True)
+    hook = model.register_forward_pre_hook(_refuse_generation, with_kwargs=True)
+    done = model.__dict__.setdefault(SAC, Checkpointed())
+    done.caches, done.hook, done.kept = on, hook, kept
 
 
 def _refuse_generation(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -101,12 +94,13 @@ def refuse_foreign_checkpointing(model: nn.Module) -> None:
             )
 
 
-def _forward_with_checkpointing(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward_with_checkpointing(
+    self: nn.Module, recompute: Callable[..., Any], plain: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Forward of a checkpointed block: recomputed in training with gradients, else the plain one."""
-    recompute, plain = self.__dict__["_fsdp_sft_recompute"]
     forward = plain if plain is not None else functools.partial(type(self).forward, self)
     if self.training and torch.is_grad_enabled():
-        # Bound to the function, as in transformers: Dynamo of torch 2.11 looks at the arguments of torch's
-        # checkpoint, and hands the call to a RowMask among them, which it then traces without end.
+        # Bound to the function, as in transformers: Dynamo looks at the arguments of torch's checkpoint, and
+        # hands the call to a RowMask among them, which it then traces without end.
         return recompute(functools.partial(forward, **kwargs), *args)
     return forward(*args, **kwargs)

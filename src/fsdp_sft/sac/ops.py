@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp_sft._compat.checkpointing import changes_its_inputs, draws_random_numbers_now
 from fsdp_sft._compat.compile import being_compiled, modules_being_traced
 from fsdp_sft._model.blocks import find_blocks
+from fsdp_sft.errors import UnsupportedModelError, abridged
 from fsdp_sft.sac.attach import override
 from fsdp_sft.sac.decisions import Contexts, decides, is_decision, with_decisions
-from fsdp_sft.sac.groups import refuse_inner_groups
 
 SDPA = "sdpa"  # name in ``save`` of the fused attention kernels, which lie between submodules
 
@@ -37,7 +38,23 @@ def check_kept(model: nn.Module, blocks: dict[str, nn.Module], names: tuple[str,
         UnsupportedModelError: If parts of a block are sharded as groups of their own.
     """
     _kept_modules(blocks or find_blocks(model), names)
-    refuse_inner_groups(blocks)
+    refuse_inner_groups(model, list(blocks))
+
+
+def refuse_inner_groups(model: nn.Module, blocks: list[str]) -> None:
+    """Refuse blocks, by their FQNs, with FSDP2 groups inside of them."""
+    for fqn in blocks:
+        within = model.get_submodule(fqn).named_modules()
+        inner = [name for name, module in within if name and isinstance(module, FSDPModule)]
+        if inner:
+            # Selective checkpointing matches operations by counting those of each kind. Gathering a group
+            # adds some, but not in a recomputation that finds it gathered already.
+            raise UnsupportedModelError(
+                f"{abridged(f'{fqn}.{name}' for name in inner)} is sharded as a group of its own (experts "
+                "that ranks share out by ep_size, or a module kept in float32), and save= cannot tell what "
+                "gathers it from what the block computes; call apply_sac without save=, or leave "
+                "these blocks out with blocks="
+            )
 
 
 def checkpoint_keeping(
@@ -119,37 +136,20 @@ def _kept_modules(blocks: dict[str, nn.Module], names: tuple[str, ...]) -> list[
         raise ValueError(
             f"save takes names of submodules such as 'o_proj', got {names!r}; leave it out to keep nothing"
         )
-    inside = {
-        (fqn, name): module for fqn, block in blocks.items() for name, module in block.named_modules() if name
-    }
+    named = [item for block in blocks.values() for item in block.named_modules() if item[0]]
     kept: dict[int, nn.Module] = {}
     for name in names:
-        matching = {path: module for path, module in inside.items() if _ends_with(path[1], (name,))}
-        if name == SDPA and not matching:
-            continue
-        if not matching:
+        matching = [module for path, module in named if _ends_with(path, (name,))]
+        if not matching and name != SDPA:
             raise ValueError(
                 f"no submodule of these blocks is called {name!r}; they have {_nameable(blocks)}"
             )
-        for path, module in matching.items():
-            if not _has_matrix(module):
-                where = ".".join(path)
-                raise ValueError(
-                    f"{where} ({type(module).__name__}) has no matrix to multiply by: recomputing it costs "
-                    f"next to nothing; name one of {_nameable(blocks)}"
-                )
-            kept[id(module)] = module
+        kept.update((id(module), module) for module in matching)
     return list(kept.values())
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    """Whether a module has a parameter of two or more dimensions."""
-    return any(parameter.ndim > 1 for parameter in module.parameters())
 
 
 def _nameable(blocks: dict[str, nn.Module], most: int = 16) -> list[str]:
     """Names that ``save`` takes, without the indices of experts."""
-    names = (
-        name for block in blocks.values() for name, m in block.named_modules() if name and _has_matrix(m)
-    )
+    named = (item for block in blocks.values() for item in block.named_modules() if item[0])
+    names = (name for name, module in named if any(p.ndim > 1 for p in module.parameters()))
     return list(dict.fromkeys(name for name in names if not re.search(r"(^|\.)\d+(\.|$)", name)))[:most]

@@ -19,22 +19,23 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import copied_modules
-from fsdp_sft._model.blocks import find_blocks, is_never_called
+from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._model.quantised import refuse_quantised_model
+from fsdp_sft._model.record import checkpointed
 from fsdp_sft._model.sharded import refuse_hooks, remember_mesh
 from fsdp_sft._model.twin import keep_config
 from fsdp_sft._model.wrappers import base_of, replicas_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._ranks.agree import tell
-from fsdp_sft._ranks.mesh import EP, cp_size, parameter_mesh
+from fsdp_sft._ranks.mesh import EP, parameter_mesh
 from fsdp_sft._tensors.boxes import check_ranks_ascend
 from fsdp_sft.attention.hybrid import separate_rows
 from fsdp_sft.errors import UnsupportedModelError
-from fsdp_sft.sac import check_now
+from fsdp_sft.sac import refuse_inner_groups
 from fsdp_sft.shard.describe import name_uneven
 from fsdp_sft.shard.embeddings import follow_root
-from fsdp_sft.shard.expert_parallel import check_placeable_experts, place_experts
+from fsdp_sft.shard.expert_parallel import place_experts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,8 +51,6 @@ from fsdp_sft.shard.units import (
     units_of,
     use_float32,
 )
-
-# Other libraries' ways to save or resize a model, of which a sharded one would write or change a part.
 
 
 class _ShardsOfOneRank(OrderedDict[str, Any]):
@@ -195,13 +194,14 @@ def shard_model(
         The same model.
 
     Raises:
-        TypeError: If ``mp_policy`` is no policy, or the model is inside DistributedDataParallel.
+        TypeError: If ``mp_policy`` is no policy.
         ValueError: If the model is sharded already, an argument is out of range, or a block is not part of
             this model.
         UnsupportedModelError: If ``blocks`` is None and none is found, if a trained parameter has hooks,
             which would not run, if transformers holds the weights quantised, if it has no plan to divide
             experts among ``ep_size`` ranks or they have adapters, or, after ``apply_sac(save=)``, if a part
-            of a block is sharded as a group of its own, as these experts are.
+            of a block is sharded as a group of its own, as these experts are. If it is inside
+            DistributedDataParallel.
 
     Collective: all ranks of the mesh, with the same model.
     Memory: For a materialised model, its memory, which falls to that of the shards, plus one block at a time.
@@ -225,13 +225,9 @@ def shard_model(
     given, mesh = mesh, parameter_mesh(mesh)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     check_ranks_ascend(mesh, [Shard(0)] * mesh.ndim)
-    _check_reshard(reshard_after_forward, mesh)
     chosen = dict(find_blocks(model) if blocks is None else blocks)
     _check_blocks(model, chosen)
-    if isinstance(prefetch, bool) or prefetch < 0:
-        raise ValueError(f"prefetch must be a number of blocks, 0 or more, got {prefetch!r}")
     offload = checked_offload(offload_policy)
-    check_placeable_experts(model, given, ep_size)
     place_experts(model, given, ep_size)
 
     copied = copied_modules(model)
@@ -243,7 +239,8 @@ def shard_model(
             f"reshard_after_forward={reshard_after_forward} keeps gathered values sharded, which torch does "
             f"not do for weights that are packed (frozen_dtype={packed!r}): take True or False"
         )
-    for unit in units_of(model, chosen, plan, policy, reshard_after_forward):
+    units = units_of(model, chosen, plan, policy, reshard_after_forward)
+    for unit in units:
         shard_unit(unit, mesh, offload, by_rows)
         for module in unit.modules:
             cast_shards(module, master_dtype, kept_dtype, copied)
@@ -253,10 +250,10 @@ def shard_model(
         # peft's generate calls the base model, and so bypasses the root, which gathers its parameters.
         register_fsdp_forward_method(model, "generate")
     set_prefetch(list(chosen.values()), prefetch)
-    follow_root(model)
+    follow_root(model, [module for unit in units if unit.beside_root for module in unit.modules])
     separate_rows(model)
     if mesh.get_rank() == 0:
-        name_uneven(model, mesh.size(mesh.ndim - 1), mesh.size(0) if mesh.ndim > 1 else 1, cp_size(given))
+        name_uneven(model, mesh.size(mesh.ndim - 1))
     remember_mesh(model, given)
     refuse_foreign_saves(model, shared=mesh.size(mesh.ndim - 1) > 1)
     if packed is not None and packed != STORED:
@@ -271,7 +268,7 @@ def shard_model(
         "/".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
         str(policy.param_dtype).removeprefix("torch."),
     )
-    check_now(model)  # after apply_sac(save=): before weights are loaded, and not in the first forward
+    refuse_inner_groups(model, checkpointed(model).kept)  # before weights are loaded
     return model
 
 
@@ -292,30 +289,12 @@ def _refuse_sharded(model: nn.Module) -> None:
             raise ValueError(f"{name} is a DTensor already; shard_model takes ordinary parameters")
 
 
-def _check_reshard(reshard_after_forward: bool | int, mesh: "DeviceMesh") -> None:
-    """Raise unless ``reshard_after_forward`` is a bool or divides the number of shards."""
-    if isinstance(reshard_after_forward, bool):
-        return
-    shards = mesh.size(mesh.ndim - 1)
-    allowed = [d for d in range(2, shards) if shards % d == 0]
-    if reshard_after_forward not in allowed:
-        raise ValueError(
-            "reshard_after_forward must be True, False or a divisor of the shard group between 1 and its "
-            f"size ({allowed or 'none'} for {shards} ranks), got {reshard_after_forward!r}"
-        )
-
-
 def _check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Raise for a block that is not the module of that name, or is never called."""
+    """Raise for a block that is not the module of that name."""
     modules = dict(model.named_modules())
     for fqn, block in blocks.items():
         if not fqn or modules.get(fqn) is not block:
             raise ValueError(
                 f"blocks[{fqn!r}] is not the module of that name in {type(model).__name__}; "
                 "pass what find_blocks(model, ...) returned"
-            )
-        if is_never_called(block):
-            raise ValueError(
-                f"blocks[{fqn!r}] ({type(block).__name__}) only holds other modules and is never called, so "
-                "its parameters would never be gathered; name its elements"
             )

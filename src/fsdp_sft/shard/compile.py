@@ -6,8 +6,9 @@ from typing import Any
 from torch import nn
 
 from fsdp_sft._model.blocks import find_blocks
+from fsdp_sft._model.record import checkpointed
 from fsdp_sft._process.words import answered
-from fsdp_sft.sac import COMPILED, OFFLOADED, named_blocks
+from fsdp_sft.sac import COMPILED, named_blocks
 
 # torch compiles a function once per variant: checkpointed or not, training or not, with and without
 # gradients, fixed or dynamic lengths, each kind of layer in a model. The first three alone use up torch's
@@ -47,7 +48,7 @@ def compile_blocks(
     """
     chosen = find_blocks(model) if blocks is None else named_blocks(model, blocks)
     for fqn, block in chosen.items():
-        if OFFLOADED in block.__dict__:
+        if checkpointed(block).is_offloaded:
             raise ValueError(COMPILED.format(fqn))
     for block in chosen.values():
         block.compile(**{"recompile_limit": _VARIANTS, **compile_kwargs})

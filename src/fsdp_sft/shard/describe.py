@@ -99,8 +99,8 @@ def _of_packed(model: nn.Module) -> list[str]:
     ]
 
 
-def name_uneven(model: nn.Module, num_shards: int, replicas: int, cp: int) -> None:
-    """Warn if the fullest rank has too much, with the parameters that cause it and a way out."""
+def name_uneven(model: nn.Module, num_shards: int) -> None:
+    """Warn if the fullest rank has too much, with the parameters that cause it."""
     found, excess = _fullest_over_mean(model, num_shards)
     if found <= MOST_IMBALANCE:
         return
@@ -108,13 +108,9 @@ def name_uneven(model: nn.Module, num_shards: int, replicas: int, cp: int) -> No
     for name in sorted(excess, key=excess.__getitem__, reverse=True):
         kinds.setdefault(without_indices(name), str(tuple(model.get_parameter(name).shape)))
     worst = ", ".join(f"{kind} {shape}" for kind, shape in list(kinds.items())[:3])
-    divisors = (n for n in range(num_shards - 1, 1, -1) if num_shards % n == 0)
-    fewer = next((n for n in divisors if _fullest_over_mean(model, n)[0] <= MOST_IMBALANCE), 1)
-    mesh = f"dp_replicate={replicas * num_shards // fewer}" + (f", cp={cp}" if cp > 1 else "")
-    even = f"build_mesh({mesh}) shards over {fewer}, evenly"
     warn_caller(
         f"the fullest of {num_shards} shards has {found:.2f} times the mean, as {worst} cannot be "
-        f"cut evenly by {num_shards}: {even if fewer > 1 else 'fewer ranks would share it more evenly'}"
+        f"cut evenly by {num_shards}: fewer, in more replicas (dp_replicate), would share it more evenly"
     )
 
 

@@ -9,7 +9,6 @@ need it; the head is gathered from its forward to its backward.
 import functools
 import inspect
 import re
-import types
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -19,8 +18,6 @@ from torch import nn
 from fsdp_sft._compat.fsdp import has_begun
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.shard.names import all_names
-
-_BESIDE_ROOT = "_fsdp_sft_beside_root"  # attribute of a module whose group would be a part of the root's
 
 
 def own_vocabulary(
@@ -59,31 +56,25 @@ def needs_weight_in_backward(embedding: nn.Module) -> bool:
     return getattr(type(embedding), "forward", None) is not nn.Embedding.forward
 
 
-def note_beside_root(module: nn.Module) -> None:
-    """Mark an embedding or a head in its own group, for ``follow_root``."""
-    setattr(module, _BESIDE_ROOT, True)
-
-
-def follow_root(model: nn.Module) -> None:
-    """Let embedding and head follow the root, as if they were in its group.
+def follow_root(model: nn.Module, beside: list[nn.Module]) -> None:
+    """Let embedding and head in groups of their own follow the root, as if they were in its group.
 
     ``model.reshard()`` frees them too: torch's method frees the group of one module only, and after a forward
     without a backward ``zero_grad`` would miss the gradients of their shards. And they are not called before
     the model's first forward: FSDP2 would take them for roots, and refuse the model from then on.
     """
-    beside = {name: module for name, module in model.named_modules() if hasattr(module, _BESIDE_ROOT)}
-    for name, module in beside.items():
-        # Before FSDP2's own hook, which gathers.
-        module.register_forward_pre_hook(functools.partial(_refuse_before_root, name), prepend=True)
+    for name, module in model.named_modules():
+        if module in beside:
+            # Before FSDP2's own hook, which gathers.
+            module.register_forward_pre_hook(functools.partial(_refuse_before_root, name), prepend=True)
     if beside:
-        setattr(model, "reshard", types.MethodType(_reshard, model))  # noqa: B010  it is no attribute of nn.Module
+        model.__dict__["reshard"] = functools.partial(_reshard, model, *beside)
 
 
-def _reshard(self: Any) -> None:
+def _reshard(*modules: Any) -> None:
     """``FSDPModule.reshard`` of the root, and of embedding and head in their own groups."""
-    for module in self.modules():
-        if module is self or hasattr(module, _BESIDE_ROOT):
-            type(module).reshard(module)
+    for module in modules:
+        type(module).reshard(module)
 
 
 def _refuse_before_root(name: str, module: nn.Module, _args: Any) -> None:

@@ -14,10 +14,10 @@ from fsdp_sft._compat.fsdp import reduction_dtype
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import copied_modules, parameter_adapters, without_adapters
-from fsdp_sft._model.record import kept_of, record_of
+from fsdp_sft._model.record import kept_of, known_of, record_of
 from fsdp_sft._model.sharded import mesh_of, reshard
 from fsdp_sft._model.wrappers import base_of, unwrapped
-from fsdp_sft._ranks.mesh import CP, DP_REPLICATE, DP_SHARD, EP
+from fsdp_sft._ranks.mesh import CP, DP_REPLICATE, DP_SHARD, EP, made_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
 if TYPE_CHECKING:
@@ -27,17 +27,9 @@ EXPERTS_SHARD = (
     "efsdp"  # transformers' name for the axis along which FSDP2 shards the experts that a rank holds
 )
 _ALONE = "alone"
-_EXPERT_MESHES = "_fsdp_sft_expert_meshes"  # attribute of a mesh: its expert meshes by ep_size
 
 # Dtypes in which FSDP2 expects no overflow of a gradient reduction, and so divides once only.
 _DIVIDED_ONCE = (torch.float32, torch.bfloat16)
-
-
-@dataclass
-class _Divided:
-    """Remembers whether a model was checked for gradients that would be divided twice."""
-
-    done: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,14 +49,24 @@ class ExpertPlacement:
     ep_size: int
 
 
-def check_placeable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
-    """Check that a model's experts can be divided among ``ep_size`` ranks; 1 needs no check.
+def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
+    """Keep only this rank's part of the experts; an ``ep_size`` of 1 changes nothing.
+
+    Neighbouring ranks form a group that holds all experts, so that tokens need not leave a node whose ranks
+    are one group. Parameters keep their names and, as DTensors, the shape of all experts.
+
+    Args:
+        model: Model on the meta device, not sharded yet; adapters of other layers are already inside.
+        mesh: Mesh that ``shard_model`` will be given.
+        ep_size: Number of ranks that hold all experts between them.
 
     Raises:
         ValueError: If ``ep_size`` does not divide the ranks or the experts (the message lists values that
             do), the mesh has ``cp``, or the experts are not on the meta device.
         UnsupportedModelError: If transformers has no plan for the model's experts, or there are adapters or
             trained copies of them (``modules_to_save``).
+
+    Collective: all ranks of the mesh.
     """
     if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
         raise ValueError(f"ep_size must be a number of ranks, 1 or more, got {ep_size!r}")
@@ -100,25 +102,7 @@ def check_placeable_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) 
             f"ep_size={ep_size} does not divide the {shards} ranks along {DP_SHARD} and the "
             f"{sorted(set(experts.values()))} experts of {name}; use one of {fits}"
         )
-
-
-def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
-    """Keep only this rank's part of the experts; ``check_placeable_experts`` must have passed before.
-
-    Neighbouring ranks form a group that holds all experts, so that tokens need not leave a node whose ranks
-    are one group. Parameters keep their names and, as DTensors, the shape of all experts. An ``ep_size`` of 1
-    changes nothing.
-
-    Args:
-        model: Model on the meta device, not sharded yet; adapters of other layers are already inside.
-        mesh: Mesh that ``shard_model`` will be given.
-        ep_size: Number of ranks that hold all experts between them.
-
-    Collective: all ranks of the mesh.
-    """
-    if ep_size == 1:
-        return
-    kept: dict[int, DeviceMesh] = mesh.__dict__.setdefault(_EXPERT_MESHES, {})
+    kept = made_of(mesh)
     if ep_size not in kept:
         sizes = {EXPERTS_SHARD: mesh[DP_SHARD].size() // ep_size, EP: ep_size, _ALONE: 1}
         with careful_gloo():
@@ -127,7 +111,7 @@ def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
     axes = (DP_REPLICATE, EXPERTS_SHARD) if DP_REPLICATE in (mesh.mesh_dim_names or ()) else (EXPERTS_SHARD,)
     shared = ExpertPlacement(parts[axes], float(mesh.size()), ep_size)
     with without_adapters(model) as base:
-        for name in experts_to_place(base):
+        for name in experts:
             record_of(base.get_submodule(name)).keep(shared)
         place_experts_on(base, parts[EP], parts[_ALONE])
 
@@ -147,8 +131,7 @@ def refuse_divided_twice(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: If a gradient would be divided twice.
     """
-    looked = record_of(model).kept_or_new(_Divided)
-    if looked.done:
+    if known_of(model).is_divided_once:
         return
     reshard(model)  # a gathered parameter does not show the axes that it is sharded along
     mesh = mesh_of(model)
@@ -166,7 +149,7 @@ def refuse_divided_twice(model: nn.Module) -> None:
                     "as those of several. Take reduce_dtype=torch.float32 (or bfloat16), or an ep_size below "
                     "the number of ranks"
                 )
-    looked.done = True
+    record_of(model).is_divided_once = True
 
 
 def _is_whole_on_its_rank(parameter: nn.Parameter) -> bool:

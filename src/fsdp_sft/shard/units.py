@@ -22,7 +22,7 @@ from fsdp_sft._model.wrappers import base_of, transformers_models
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.sharding import shard_dim
-from fsdp_sft.shard.embeddings import free_early, note_beside_root, own_vocabulary
+from fsdp_sft.shard.embeddings import free_early, own_vocabulary
 from fsdp_sft.shard.expert_parallel import ExpertPlacement, expert_placement
 from fsdp_sft.shard.float32_modules import (
     Float32Unit,
@@ -121,10 +121,8 @@ def shard_unit(unit: Unit, mesh: "DeviceMesh", offload: OffloadPolicy, by_rows: 
     )
     if experts is not None:
         _divide_by_all_ranks(unit.modules[0], experts)
-    if unit.beside_root:
-        note_beside_root(unit.modules[0])
-        if reshard:
-            free_early(unit.modules[0])
+    if unit.beside_root and reshard:
+        free_early(unit.modules[0])
 
 
 def use_float32(unit: Float32Unit, policy: MixedPrecisionPolicy) -> None:
@@ -260,10 +258,7 @@ def _tied_across_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> li
 
 def set_prefetch(blocks: list[nn.Module], prefetch: int) -> None:
     """Let each block's forward gather the next ``prefetch`` blocks."""
-    if not prefetch:
-        return
     sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     for i, block in enumerate(sharded):
-        following = sharded[i + 1 : i + 1 + prefetch]
-        if following:
+        if following := sharded[i + 1 : i + 1 + prefetch]:
             block.set_modules_to_forward_prefetch(following)
