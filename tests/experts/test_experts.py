@@ -15,6 +15,7 @@ from fsdp_sft.experts.counter import biases_of, counter_of
 from tests.harness.architectures import class_names, quiet, tiny_architecture
 from tests.harness.device import device_here, mesh_here
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of
+from tests.harness.losses import with_loss
 from tests.harness.models import VOCAB, full, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -285,7 +286,7 @@ def test_a_loss_of_ones_own_is_watched() -> None:
         model,
         [batch],
         torch.optim.SGD(model.parameters(), lr=0.0),
-        loss_fn=lambda m, b: fs.loss_sum(m, b, impl="logits")[0],
+        loss_fn=lambda m, b: fs.loss_sum(with_loss(m, impl="logits"), b)[0],
     )
     assert result.expert_load is not None
     assert sum(result.expert_load.counts[0]) == 2 * 12
