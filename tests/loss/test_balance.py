@@ -22,10 +22,10 @@ from tests.harness.ranks import run_distributed
 COEFFICIENT = 0.5
 # By rank and micro-batch: unequal, rows of one token, no target in the first row of each.
 LENGTHS = [
-    [[9, 3, 12], [4, 1], [17]],
+    [[9, 3, 12], [4, 2], [17]],
     [[2, 2], [11, 6], [1, 8, 5]],
     [[20], [3, 3, 3], [7, 2]],
-    [[5, 10], [6], [14, 1]],
+    [[5, 10], [6], [14, 2]],
 ]
 
 

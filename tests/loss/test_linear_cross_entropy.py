@@ -211,9 +211,8 @@ def test_what_cannot_be_done_is_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="second backward through the same loss"):
         loss.backward()
-    (once,) = torch.autograd.grad(call(*mine, labels), mine[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        once.sum().backward()
+    with pytest.raises(RuntimeError, match="no derivative of its gradient"):
+        torch.autograd.grad(call(*mine, labels), mine[0], create_graph=True)
 
 
 def test_under_torch_compile_the_graph_breaks_cleanly() -> None:

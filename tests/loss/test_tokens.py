@@ -150,9 +150,8 @@ def test_what_cannot_be_given_is_refused() -> None:
     with pytest.raises(fs.PackingError):
         fs.token_losses(model, packed)
     losses = fs.token_losses(model, batch)
-    once = torch.autograd.grad(losses.sum(), [*model.parameters()], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        sum(gradient.sum() for gradient in once).backward()
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(losses.sum(), [*model.parameters()], create_graph=True)
     with pytest.raises(ValueError, match="the loss of tokens needs logits"):
         fs.token_losses(tiny_model("bert"), {**batch, "labels": batch["labels"]})
 

@@ -13,7 +13,6 @@ which is one product in four.
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fsdp_sft.loss.blocks import (
     AS_IT_IS,
@@ -256,10 +255,10 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         return total.to(wide_dtype(hidden)), correct
 
     @staticmethod
-    @once_differentiable  # the kept gradients would count as constants
     def backward(
         ctx: Any, grad_output: torch.Tensor, _of_correct: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
+        _refuse_second_derivative()
         if ctx.gradients is None:
             raise RuntimeError(
                 "linear_cross_entropy_sum: a second backward through the same loss; the first gave its "
@@ -268,6 +267,15 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         # They leave ``ctx``, so that each is freed as soon as it has been rounded to its input's dtype.
         gradients, ctx.gradients = ctx.gradients, None
         return (*gradients.scaled(grad_output * ctx.factor, ctx.dtype), *(None,) * 6)
+
+
+def _refuse_second_derivative() -> None:
+    """Raise in a backward that is to be derived itself: the kept gradients would count as constants."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a loss without logits has no derivative of its gradient (create_graph=True): call "
+            "prepare_loss(model, impl='logits') before it"
+        )
 
 
 def _gain(
@@ -331,8 +339,8 @@ class _LinearTokenLosses(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _refuse_second_derivative()
         none, grad_output = (None,) * 6, grad_output.flatten(1)
         if ctx.keeps:
             (kept,) = ctx.saved_tensors
