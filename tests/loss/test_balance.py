@@ -15,7 +15,6 @@ from fsdp_sft.loss import num_tokens
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of
-from tests.harness.losses import with_loss
 from tests.harness.models import VOCAB, full, largest_error, tiny_model
 from tests.harness.ranks import run_distributed
 

@@ -51,9 +51,7 @@ def _of_ours(model: Any, batch: Any, entropy: bool, impl: str = "auto") -> tuple
     return [value.detach().cpu() for value in values], gradients_of(model)
 
 
-def _compare(
-    model: Any, batch: Any, oracle: Any, close: float, entropy: bool, impl: str = "auto"
-) -> None:
+def _compare(model: Any, batch: Any, oracle: Any, close: float, entropy: bool, impl: str = "auto") -> None:
     expected, gradients = oracle
     values, own = _of_ours(model, batch, entropy, impl)
     for value, other in zip(values, expected, strict=True):

@@ -21,8 +21,10 @@ from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import refuse_changed_gradients
+from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.vocabulary import vocabulary_of
 from fsdp_sft._model.wrappers import replicated_by, unwrapped
+from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.streams import host_copies
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank, world_size
 from fsdp_sft._ranks.mesh import CP, EP, TP, copies_of_rows, has_made_cp
@@ -148,10 +150,29 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
                 "inputs_embeds)"
             )
         vocabulary.check_ids(batch)
+        _warn_of_length(model, batch)
         if knows_packs:
             refuse_masked_pack(batch)
         if not own_loss:
             vocabulary.check_labels(batch, LABEL_KEYS, IGNORE_INDEX)
+
+
+def _warn_of_length(model: nn.Module, batch: Any) -> None:
+    """Warn once of a row, alone or in a pack, that is longer than the model was trained for."""
+    known = getattr(text_config(model), "max_position_embeddings", None)
+    if not isinstance(known, int) or known < 1 or not isinstance(batch, Mapping):
+        return
+    ids, positions = batch.get("input_ids"), batch.get("position_ids")
+    length = ids.shape[-1] if isinstance(ids, torch.Tensor) and ids.ndim == 2 else 0
+    if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.numel():
+        length = int(positions.max()) + 1 if positions.is_cpu else 0
+    if length > known and first_time(model, "length"):
+        warn_caller(
+            f"a row has {length:,} tokens, and {type(unwrapped(model)).__name__.removeprefix('FSDP')} was "
+            f"made for {known:,} (max_position_embeddings): positions beyond that were never trained. Pass "
+            "max_length= where rows are encoded, or load the model with a larger max_position_embeddings= "
+            "and rope_parameters= that extend it (yarn)"
+        )
 
 
 def look_at_labels(micro_batches: list[Any]) -> None:
