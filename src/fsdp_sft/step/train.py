@@ -218,11 +218,6 @@ class _Step:
         read: The sums, on the host.
     """
 
-    norm: torch.Tensor
-    total_norm: float
-    has_infs: bool
-    read: list[float]
-
     def __init__(
         self,
         model: nn.Module,
@@ -244,7 +239,6 @@ class _Step:
         self.device = compute_device(model)
         self.sums = Sums(self.device)
         self.load: LateLoad | None = None
-        self.infs: list[torch.Tensor] = []
         refuse_divided_twice(model)
 
     def agree(self, micro_batches: Any, check: bool) -> Window:
@@ -252,10 +246,10 @@ class _Step:
         model, objective = self.model, self.objective
         is_first = check and FIRST_WINDOW not in done_with(model)
         is_window = isinstance(micro_batches, (list, tuple)) and len(micro_batches) > 0
-        got = type(micro_batches).__name__ if micro_batches else "an empty window"
         error = BatchError(
-            f"train_step takes the window as a list of batches, at least one micro-batch, got {got}; wrap a "
-            "single batch as [batch]"
+            "train_step takes the window as a list of batches, at least one micro-batch, got "
+            f"{type(micro_batches).__name__ if micro_batches else 'an empty window'}; wrap a single batch as "
+            "[batch]"
         )
 
         def check_window(seen: list[Any]) -> None:
