@@ -1,7 +1,7 @@
 """One optimizer step over a window of micro-batches."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,7 +51,6 @@ from fsdp_sft.step.warnings import note_stepped, warn_of_likely_mistakes
 from fsdp_sft.step.window import Window, agree_on_window, means_over_mesh
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.lr_scheduler import LRScheduler
 
 GradSync = Literal["each", "last", "reduce_scatter"]
@@ -153,11 +152,11 @@ def train_step(
             divided by the sum. None counts the labels that are not -100 after the shift. With both functions
             given, a batch may be any object; tensors in dicts, lists and tuples are moved to the device.
         check: Whether to check the model and the batches before the first forward. Errors are labels that
-            have been shifted already, ids beyond the model's, other rows on ranks
-            that share them, nothing that is trained, and trained parameters outside the shards; the first
-            pack shows whether the model mixes its rows, as ``verify_packing`` does. Warnings are the same
-            rows on all ranks, and what may be meant. Labels that ``loss_fn`` or ``count_fn`` interprets are
-            not checked; labels and rows are looked at in the model's first window.
+            have been shifted already, ids beyond the model's, other rows on ranks that share them, nothing
+            that is trained, and trained parameters outside the shards; the first pack shows whether the model
+            mixes its rows, as ``verify_packing`` does. Warnings are the same rows on all ranks, and what may
+            be meant. Labels that ``loss_fn`` or ``count_fn`` interprets are not checked; labels and rows are
+            looked at in the model's first window.
 
     Returns:
         The same ``StepResult`` on every rank.
@@ -206,17 +205,7 @@ def train_step(
 
 
 class _Step:
-    """One step: made of what it is given, and then its phases in the order in which they stand here.
-
-    Attributes:
-        sums: This rank's losses, on the device until ``update`` has read them.
-        norm: Norm of the gradient, on the device.
-        infs: Tensors that are not 0 where the scaler found an inf.
-        load: Tokens of each expert, if they are watched.
-        total_norm: The norm, on the host.
-        has_infs: Whether the scaler found an inf.
-        read: The sums, on the host.
-    """
+    """One step: made of what it is given, and then its phases in the order in which they stand here."""
 
     def __init__(
         self,
@@ -345,7 +334,7 @@ class _Step:
         own_metrics = dict(zip(self.sums.metrics, self.read[3:], strict=True))
         metrics = means_over_mesh(own_metrics, mesh, divisor) if self.objective.is_own else {}
         if not math.isfinite(self.total_norm) and not self.has_infs:
-            raise _non_finite(self.total_norm, loss / divisor, self.read[0], self.names, mesh)
+            raise self._non_finite(loss / divisor)
         for each in self.schedulers if not self.has_infs else ():
             each.step()
             note_stepped(each)
@@ -363,6 +352,29 @@ class _Step:
             token_accuracy=correct / (window.targets * copies) if self.objective.knows_accuracy else math.nan,
         )
 
+    def _non_finite(self, loss: float) -> NonFiniteGradientError:
+        """The error of a gradient that is not finite, with the ranks and the weights that are not.
+
+        Collective: all ranks of the mesh.
+        """
+        where = ""
+        if self.mesh is not None and self.mesh.size() > 1:
+            finite = all_gather_objects(math.isfinite(self.read[0]))
+            ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
+            where = f" (that of rank {abridged(ranks)} is not finite)" if ranks else " (finite on every rank)"
+        broken = [
+            name for one, name in self.names.items() if not bool(values_of(one.detach()).isfinite().all())
+        ]
+        advice = (
+            f"{abridged(broken)} hold values that are not finite: load the weights again"
+            if broken
+            else "Look at the last batches, lower the learning rate"
+        )
+        return NonFiniteGradientError(
+            f"the gradient norm is {self.total_norm} at a loss of {loss:.4g}{where}; parameters and optimizer "
+            f"are unchanged. {advice}, or start from the last checkpoint"
+        )
+
 
 def _without_step(model: nn.Module, window: Window) -> StepResult:
     """Result of a window without weight, whose step is skipped before the forward."""
@@ -376,38 +388,3 @@ def _without_step(model: nn.Module, window: Window) -> StepResult:
             "rows with render_labels. If max_length cuts off the answers, filter_rows leaves such rows out"
         )
     return StepResult(math.nan, math.nan, 0, window.tokens, skipped=True, skip_reason=reason)
-
-
-def _non_finite(
-    norm: float,
-    loss: float,
-    own_loss: float,
-    names: Mapping[torch.nn.Parameter, str],
-    mesh: "DeviceMesh | None",
-) -> NonFiniteGradientError:
-    """The error of a gradient that is not finite: the ranks whose loss is not, and the weights that are not.
-
-    Args:
-        norm: Norm of the gradient.
-        loss: Mean loss of the window.
-        own_loss: This rank's summed loss.
-        names: The model's parameters with their names.
-        mesh: Ranks that share the window.
-
-    Collective: all ranks of the mesh.
-    """
-    where = ""
-    if mesh is not None and mesh.size() > 1:
-        finite = all_gather_objects(math.isfinite(own_loss))
-        ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
-        where = f" (that of rank {abridged(ranks)} is not finite)" if ranks else " (finite on every rank)"
-    broken = [name for one, name in names.items() if not bool(values_of(one.detach()).isfinite().all())]
-    advice = (
-        f"{abridged(broken)} hold values that are not finite: load the weights again"
-        if broken
-        else "Look at the last batches, lower the learning rate"
-    )
-    return NonFiniteGradientError(
-        f"the gradient norm is {norm} at a loss of {loss:.4g}{where}; parameters and optimizer are "
-        f"unchanged. {advice}, or start from the last checkpoint"
-    )
