@@ -371,8 +371,8 @@ class _Step:
             else "Look at the last batches, lower the learning rate"
         )
         return NonFiniteGradientError(
-            f"the gradient norm is {self.total_norm} at a loss of {loss:.4g}{where}; parameters and optimizer "
-            f"are unchanged. {advice}, or start from the last checkpoint"
+            f"the gradient norm is {self.total_norm} at a loss of {loss:.4g}{where}; parameters and "
+            f"optimizer are unchanged. {advice}, or start from the last checkpoint"
         )
 
 
