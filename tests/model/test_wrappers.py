@@ -98,9 +98,10 @@ def _check_own_loop() -> None:
     mine = [{name: tensor.to(device_here()) for name, tensor in b.items()} for b in batches[rank::ranks]]
     targets = fs.count_targets(mine)
     model = DistributedDataParallel(tiny_model("llama").to(device_here()))
+    fs.prepare_loss(model, impl="chunked")
     for batch in mine:
         with fs.gradient_sync(model, "all" if batch is mine[-1] else "none"):
-            fs.causal_lm_loss(with_loss(model, impl="chunked"), batch, num_targets=targets).backward()
+            fs.causal_lm_loss(model, batch, num_targets=targets).backward()
     _, expected = oracle_gradients(tiny_model("llama"), batches)
     assert largest_error({n: full(p.grad) for n, p in model.module.named_parameters()}, expected) <= 1e-6
 

@@ -292,12 +292,12 @@ def _check_disturbed(folder: str) -> None:
         _disturb(model, moved=moved)
         experts = model.model.layers[0].mlp.experts
         experts.register_forward_pre_hook(lambda _, args: sent.append(args[1].clone()))
-        fs.prepare_loss(model, impl="logits")
+        fs.prepare_loss(model, impl="logits", router_loss="off")
         sent.clear()
         for block in model.model.layers:
             block.mlp.gate.calls = 0
         for batch in own:
-            loss, _ = fs.loss_sum(with_loss(model, router_loss="off", impl="logits"), batch)
+            loss, _ = fs.loss_sum(model, batch)
             (loss / 100).backward()
         named = model.named_parameters()
         # FSDP2 averages over the 4 ranks.
@@ -352,8 +352,9 @@ def _check_sixteen_bits(folder: str) -> None:
         model = composed(folder, mesh=mesh_here(), ep_size=ep_size, **options)
         batch = batches[dist.get_rank() :: 4]
         targets = fs.count_targets(batch)
+        fs.prepare_loss(model, router_loss="off")
         for one in batch:
-            fs.causal_lm_loss(with_loss(model, router_loss="off"), one, num_targets=targets).backward()
+            fs.causal_lm_loss(model, one, num_targets=targets).backward()
         found = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         difference = sum(float((found[n] - expected[n]).square().sum()) for n in expected)
         errors.append(difference**0.5)
