@@ -112,7 +112,7 @@ def runs() -> list[Played]:
     for name in ("Mixtral", "Qwen3Moe", "GptOss", "Olmoe"):
         found += _of(name, ep_size=2, again=2)
         found += _of(name, ranks=4, mesh={"dp_shard": 4}, ep_size=2, compute="bfloat16")
-        found += _of(name, router_loss="global_micro_batch", accumulation=2)
+        found += _of(name, router_loss="micro_batch", accumulation=2)
         found += _of(name, lora="experts", again=1)
     for name in ("Llama", "Qwen3Moe", "Gemma3"):
         for frozen in ("nf4", "fp8"):

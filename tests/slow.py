@@ -66,9 +66,6 @@ BESIDE: dict[str, str] = {
     "tests/dcp_io/test_dcp.py::test_torchs_reader_loads_a_step[4-": (
         "tests/dcp_io/test_dcp.py::test_torchs_reader_loads_a_step[3-save_mesh2-1]"
     ),
-    "tests/loss/test_balance.py::test_more_ranks_are_one_process[4-shape2-": (
-        "tests/loss/test_balance.py::test_more_ranks_are_one_process[4-shape1-padded-1-auto]"
-    ),
     "tests/loss/test_loss.py::test_gradients_equal_logits_and_cross_entropy[2-dtype1]": (
         "tests/loss/test_loss.py::test_gradients_equal_logits_and_cross_entropy[2-dtype0]"
     ),
@@ -94,9 +91,6 @@ BESIDE: dict[str, str] = {
     f"{_SHARED}test_the_default_path[aot_eager]": f"{_STEPS}[2-shape0-options0]",
     "tests/attention/context_parallel/test_resume.py::test_twenty_steps_move_between_meshes": (
         f"{_SHARED}test_training_goes_on_at_another_cp"
-    ),
-    "tests/loss/test_balance.py::test_ranks_that_share_rows_are_one_process[4-": (
-        "tests/loss/test_balance.py::test_ranks_that_share_rows_are_one_process[2-shape0-micro_batch]"
     ),
     f"{_LOAD}test_bitwise_what_from_pretrained_loads[3-mesh_shape2]": (
         f"{_LOAD}test_bitwise_what_from_pretrained_loads[2-mesh_shape1]"

@@ -13,6 +13,7 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft.attention.varlen import attention
+from tests.harness.losses import with_loss
 from tests.harness.models import tiny_model
 from tests.harness.packs import drawn_rows
 from tests.harness.places import EXAMPLES, ROOT
@@ -93,7 +94,7 @@ def test_the_example_runs_unchanged_with_nccl(tmp_path: Path) -> None:
 
 def _gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
     model.zero_grad(set_to_none=True)
-    loss = fs.causal_lm_loss(model, batch, num_targets=fs.count_targets([batch]), impl="logits")
+    loss = fs.causal_lm_loss(with_loss(model, impl="logits"), batch, num_targets=fs.count_targets([batch]))
     loss.backward()
     grads = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
     return float(loss.detach()), torch.cat(grads)

@@ -263,31 +263,6 @@ def test_an_optimizer_of_a_part() -> None:
     assert _warned(_step(model, optimizer)) == []
 
 
-def test_rates_that_have_become_0() -> None:
-    model = tiny_model("llama")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    schedule = LambdaLR(optimizer, lambda step: [0.0, 1.0, 0.5, 0.0][min(step, 3)])
-    told = [_warned(_step(model, optimizer, scheduler=schedule)) for _ in range(5)]
-    assert [len(texts) for texts in told] == [0, 0, 0, 1, 0], "a first step may have a rate of 0"
-    assert "every learning rate has become 0" in told[3][0]
-
-
-def test_a_warm_up_from_0_that_nobody_steps() -> None:
-    for steps_it in (False, True):
-        model = tiny_model("llama")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        schedule = LambdaLR(optimizer, lambda step: step / 10)
-        told = []
-        for _ in range(4):
-            told += _warned(_step(model, optimizer))
-            schedule.step() if steps_it else None
-        assert len(told) == (not steps_it)
-        assert steps_it or "has been 0 in three steps" in told[0]
-    model = tiny_model("llama")
-    at_0 = torch.optim.SGD(model.parameters(), lr=0.0)
-    assert [_warned(_step(model, at_0)) for _ in range(4)] == [[]] * 4, "a rate of 0 may be meant"
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_a_schedule_that_is_made_after_its_optimizer_was_loaded(tmp_path: Path, late: bool) -> None:
     def begun() -> tuple[Any, Any]:

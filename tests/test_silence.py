@@ -54,21 +54,6 @@ def test_processes_that_have_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fs.train_step(model, ragged_batches(1), _sgd(model)).skipped
 
 
-def test_gradients_of_a_backward_of_ones_own() -> None:
-    model = tiny_model("llama")
-    optimizer, (batch,) = _sgd(model), ragged_batches(1)
-
-    def backward() -> None:
-        fs.causal_lm_loss(model, batch, num_targets=fs.count_targets([batch])).backward()
-
-    backward()
-    (told,) = _told(lambda: fs.train_step(model, [batch], optimizer))
-    assert "have a gradient before the step" in told
-    backward()
-    optimizer.zero_grad()
-    assert _told(lambda: fs.train_step(model, [batch], optimizer)) == []
-
-
 def test_a_window_without_targets() -> None:
     model = tiny_model("llama")
     optimizer, (batch,) = _sgd(model), ragged_batches(1)
@@ -103,47 +88,6 @@ def test_an_option_that_does_not_exist(call: str, tmp_path: Path) -> None:
         calls[call](train_om="all")
     with pytest.raises(TypeError, match=rf"{call} takes no colour=: its options are chat_template, "):
         calls[call](colour="red")
-
-
-def _padded(side: str, *, mask: bool, train_padding: bool) -> dict[str, torch.Tensor]:
-    model_pad, ids = 0, torch.randint(5, 60, (2, 12))
-    places = slice(8, None) if side == "right" else slice(None, 4)
-    ids[1, places] = model_pad
-    labels = ids.clone()
-    if not train_padding:
-        labels[1, places] = -100
-    batch = {"input_ids": ids, "labels": labels}
-    return {**batch, "attention_mask": (ids != model_pad).long()} if mask else batch
-
-
-@pytest.mark.parametrize(
-    ("side", "mask", "train_padding", "number"),
-    [
-        ("right", False, True, 3),
-        ("right", False, False, 0),
-        ("left", False, False, 3),
-        ("left", True, False, 0),
-    ],
-)
-def test_padding_without_a_mask(
-    side: str, mask: bool, train_padding: bool, number: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = tiny_model("llama")
-    model.config.pad_token_id = 0
-    optimizer = _sgd(model)
-    for _ in range(2):
-        fs.train_step(model, [_padded(side, mask=mask, train_padding=train_padding)], optimizer)
-    told = [text for text in caplog.messages if "pad_token_id" in text]
-    assert len(told) == (number > 0)
-    assert all(text.startswith(f"{number} places at the ends of rows") for text in told)
-
-
-def test_a_mask_of_another_length() -> None:
-    model, (batch,) = tiny_model("llama"), ragged_batches(1)
-    for name in ("attention_mask", "position_ids"):
-        short = {**batch, name: torch.ones_like(batch["input_ids"][:, 1:])}
-        with pytest.raises(fs.BatchError, match=rf"{name} is \(\d+, \d+\) and input_ids are"):
-            fs.train_step(model, [short], _sgd(model))
 
 
 def test_a_schedule_that_begins_anew(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ AXES: dict[str, tuple[str, ...]] = {
     "adapted by": ("add_adapters", "peft"),
     "frozen": ("in its dtype", "nf4", "stored"),
     "loss": ("auto", "chunked", "logits", "loss_fn", "tokens"),
-    "router loss": ("of each", "global"),
     "experts": ("unseen", "watched", "one by one"),
     "expert ranks": ("1", "2"),
     "loss terms": ("plain", "weights", "smoothing and z-loss"),
@@ -84,8 +83,6 @@ def settled(draw: Draw) -> dict[str, str]:
             plainest("twist")
     if own["architecture"] not in ("moe", "moe with router loss"):
         plainest("experts")
-    if own["architecture"] != "moe with router loss" or own["loss"] in ("loss_fn", "tokens"):
-        plainest("router loss")
     if own["loss"] == "tokens" and own["loss terms"] != "weights":  # which such a loss can apply itself
         plainest("loss terms")
     if own["loss"] == "loss_fn":

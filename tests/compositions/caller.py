@@ -95,9 +95,8 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
         fs.use_varlen_attention(inner)
     if mesh is not None:
         fs.use_context_parallel(model, mesh=mesh)
-    router: Any = "global_micro_batch" if draw["router loss"] == "global" else None
-    if draw["loss"] in ("chunked", "logits") or router:
-        fs.prepare_loss(model, impl="auto" if draw["loss"] == "auto" else draw["loss"], router_loss=router)
+    if draw["loss"] in ("chunked", "logits"):
+        fs.prepare_loss(model, impl=draw["loss"])  # type: ignore[arg-type]
     told.start = _tensors(inner)
     made = options.optimizers(draw, inner, fs.StochasticAdamW)
     stepped = options.schedulers(draw, made)

@@ -177,9 +177,8 @@ EQUAL: list[dict[str, str]] = [
     },
     {
         "architecture": "moe with router loss",
-        "router loss": "global",
         "experts": "watched",
-        "mesh": "cp 2",
+        "mesh": "fsdp 2",
         "sac": "1/3",
         "batches": "packed",
         "varlen": "yes",
@@ -214,6 +213,10 @@ EQUAL: list[dict[str, str]] = [
 ]
 
 REFUSED: dict[str, dict[str, str]] = {
+    "a router's loss of rows that ranks share": {
+        "mesh": "cp 2",
+        "architecture": "moe with router loss",
+    },
     "rows shared by ranks, on a model that mixes positions outside of attention": {
         "mesh": "cp 2",
         "architecture": "convolution",

@@ -124,10 +124,6 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
         for results in told
         for step in range(len(results[0].windows))
     ]
-    # How many micro-batches a rank had, which at the end of an epoch can be fewer than it asked for.
-    positions = [
-        max(map(len, step)) for results in told for step in zip(*(r.windows for r in results), strict=True)
-    ]
     if len(windows) != options.STEPS:
         raise _DifferentError(f"{len(windows)} steps of {options.STEPS}")
     _check_loads(draw, told)
@@ -138,7 +134,7 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
         ]
     batches = [options.collated(draw, [row]) for row in held_out]
     dtype = _DTYPES[draw["precision"]]
-    plainly = partial(_plainly, draw, folder, first.start, (windows, positions), batches)
+    plainly = partial(_plainly, draw, folder, first.start, windows, batches)
     owns = [plainly(dtype)[1]]
     exact_model, exact = plainly(torch.float64)
     _check_start(draw, first.start, folder)
@@ -213,7 +209,7 @@ def _plainly(
     draw: Draw,
     folder: Path,
     start: Tensors,
-    windows: tuple[Any, list[int]],
+    windows: Any,
     held_out: Any,
     precision: torch.dtype,
     *,
@@ -229,7 +225,7 @@ def _plainly(
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as ranks have: with more, sums over many rows are added up in another order
     try:
-        return model, plain.train(draw, model, *windows, held_out, precision=precision)
+        return model, plain.train(draw, model, windows, held_out, precision=precision)
     finally:
         torch.set_num_threads(before)
 

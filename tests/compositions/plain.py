@@ -76,7 +76,6 @@ def train(
     draw: Draw,
     model: Any,
     windows: Sequence[Sequence[Batch]],
-    positions: Sequence[int],
     held_out: Sequence[Batch],
     *,
     precision: torch.dtype,
@@ -87,7 +86,6 @@ def train(
         draw: Its options.
         model: Trained in place.
         windows: Of one rank after the other.
-        positions: How many micro-batches of each window are one rank's.
         held_out: Batches to evaluate on.
         precision: That it computes in.
     """
@@ -105,7 +103,7 @@ def train(
     for step, window in enumerate(windows):
         if draw["evaluate"] == "between" and step == 1:
             found.evaluations.append(_evaluated(draw, model, call, held_out))
-        _step(draw, model, call, window, positions[step], made, found)
+        _step(draw, model, call, window, made, found)
         for one in stepped:
             one.step()
         if isinstance(call, _Lower):
@@ -119,7 +117,6 @@ def _step(
     model: Any,
     call: Callable[..., Any],
     window: Sequence[Batch],
-    positions: int,
     made: list[torch.optim.Optimizer],
     found: Trained,
 ) -> None:
@@ -136,7 +133,7 @@ def _step(
             call.hand_over()
         loss_sum += float(summed.detach())
     if draw["architecture"] == "moe with router loss" and draw["loss"] not in ("loss_fn", "tokens"):
-        for share in _router_shares(draw, call, window, positions):
+        for share in _router_shares(call, window):
             (share * scale).backward()
             if isinstance(call, _Lower):
                 call.hand_over()
@@ -158,17 +155,14 @@ def _step(
     found.router_losses.append(router)
 
 
-def _router_shares(draw: Draw, call: Any, window: Sequence[Batch], positions: int) -> Iterator[torch.Tensor]:
-    """The router's loss of each micro-batch, by its tokens: of one rank, or of all ranks at one position.
+def _router_shares(call: Any, window: Sequence[Batch]) -> Iterator[torch.Tensor]:
+    """The router's loss of each micro-batch, by its tokens.
 
     As in Switch Transformers: choices of each expert a token, times its mean probability.
     """
-    together = [[batch] for batch in window]  # of one rank after the other
-    if draw["router loss"] == "global":
-        together = [list(window[position::positions]) for position in range(positions)]
     tokens = sum(len(row) for batch in window for row in rows_of(batch))
-    for batches in together:
-        rows = [row for batch in batches for row in rows_of(batch)]
+    for batch in window:
+        rows = rows_of(batch)
         said = [call(input_ids=torch.tensor([row]), use_cache=False).router_logits for row in rows]
         if not said:  # a pack of no rows
             continue

@@ -66,6 +66,26 @@ REASONS: tuple[Reason, ...] = (
         "leave `impl` of `prepare_loss` at `auto`, which computes the logits then",
     ),
     Reason(
+        "a chunked loss of a head with trained tokens",
+        "ModelLossError",
+        r"cannot be computed by impl='chunked'",
+        lambda draw: _is(draw, loss="chunked", adapters="lora and tokens"),
+        ("loss", "adapters"),
+        "leave `impl` of `prepare_loss` at `auto`, which computes the logits then",
+        sometimes=True,
+    ),
+    Reason(
+        "a router's loss of rows that ranks share",
+        "ModelLossError",
+        r"under context parallelism",
+        lambda draw: (
+            draw["mesh"].startswith("cp")
+            and _is(draw, architecture="moe with router loss", loss=("auto", "chunked", "logits"))
+        ),
+        ("mesh", "architecture", "loss"),
+        'call `prepare_loss(model, router_loss="off")`',
+    ),
+    Reason(
         "trained tokens, merged into an export",
         "UnsupportedModelError",
         r"whose base weights cannot be told apart here",

@@ -99,28 +99,36 @@ def shard_by_heads(model: Any, *, own_group: bool = False, mesh_shape: Any = Non
     return fs.shard_model(model, mesh=mesh, blocks=blocks, **options)
 
 
+def with_loss(model: Any, **options: Any) -> Any:
+    """``model``, whose loss is computed so from here on."""
+    fs.prepare_loss(model, **options)
+    return model
+
+
 def window_gradients(
-    model: Any, mine: list[Any], *, impl: str = "auto", accumulate: str = "all"
+    model: Any, mine: list[Any], *, impl: str = "", accumulate: str = "all"
 ) -> dict[str, torch.Tensor]:
     model.reshard()  # after a forward without a backward, zero_grad would miss the root's shards
     model.zero_grad()
+    if impl:
+        with_loss(model, impl=impl)
     targets = fs.count_targets(mine)
     for index, batch in enumerate(mine):
         with fs.gradient_sync(model, "all" if index == len(mine) - 1 else accumulate):
-            fs.causal_lm_loss(model, batch, num_targets=targets, impl=impl).backward()
+            fs.causal_lm_loss(model, batch, num_targets=targets).backward()
     return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-    "trained tokens": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [5, 9, 40]}},
-    "trained tokens, tied": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 9, 40]},
 }
 # peft's layers that compute more than one product, which get full logits.
 ADDED: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q_proj", "lm_head"]},
     "lora with dropout": {"target_modules": ["lm_head"], "lora_dropout": 0.3},
     "dora": {"target_modules": ["lm_head"], "use_dora": True},
+    "trained tokens": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [5, 9, 40]}},
+    "trained tokens, tied": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 9, 40]},
 }
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
-from tests.harness.losses import ADAPTERS, ADDED, adapted_model
+from tests.harness.losses import ADAPTERS, ADDED, adapted_model, with_loss
 from tests.harness.models import (
     VOCAB,
     full,
@@ -24,11 +24,11 @@ from tests.harness.models import (
 from tests.harness.ranks import run_distributed
 
 
-def _window(model: Any, batches: list[Any], impl: str) -> tuple[float, dict[str, torch.Tensor]]:
+def _window(model: Any, batches: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
     torch.manual_seed(7)  # of dropout
     total, targets = 0.0, fs.count_targets(batches)
     for batch in batches:
-        loss = fs.causal_lm_loss(model, batch, num_targets=targets, impl=impl)
+        loss = fs.causal_lm_loss(model, batch, num_targets=targets)
         loss.backward()
         total += float(loss.detach())
     gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
@@ -56,13 +56,14 @@ def test_a_head_with_adapters_needs_no_logits(kind: str) -> None:
     expected.backward()
     gradients = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
     assert fs.prepare_loss(model) == "chunked"
-    loss, fused = _window(model, batches, "auto")
+    loss, fused = _window(model, batches)
     assert loss == pytest.approx(float(expected.detach()), rel=1e-9)
     assert largest_error(fused, gradients) <= 1e-9
     with model.disable_adapter():
-        assert float(fs.loss_sum(model, batches[0], impl="chunked")[0].detach()) == pytest.approx(
-            float(fs.loss_sum(model, batches[0], impl="logits")[0].detach()), rel=1e-9
+        assert float(fs.loss_sum(with_loss(model, impl="chunked"), batches[0])[0].detach()) == pytest.approx(
+            float(fs.loss_sum(with_loss(model, impl="logits"), batches[0])[0].detach()), rel=1e-9
         )
+    fs.prepare_loss(model)
     rows = torch.randint(3, VOCAB, (1, 1000), generator=torch.Generator().manual_seed(0))
     long = {"input_ids": rows[:, :100].repeat(10, 1), "labels": rows[:, :100].repeat(10, 1)}
     _Largest.numel = 0
@@ -83,7 +84,7 @@ def test_lora_on_the_head_gets_full_logits(kind: str) -> None:
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     assert fs.prepare_loss(model) == "logits"
-    loss, own = _window(model, batches, "auto")
+    loss, own = _window(model, batches)
     assert loss == pytest.approx(float(expected.detach()), rel=1e-9)
     assert largest_error(own, gradients) <= 1e-9
 
@@ -96,7 +97,7 @@ def _check_sharded() -> None:
         loss, expected = oracle_gradients(model, batches)
         fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
         assert fs.prepare_loss(model) == impl, kind
-        _, actual = _window(model, mine, "auto")
+        _, actual = _window(model, mine)
         error = largest_error(actual, expected)
         assert error <= 1e-6, (kind, error)
         assert fs.evaluate(model.eval(), mine).loss == pytest.approx(loss, rel=1e-6)
@@ -126,7 +127,7 @@ def test_a_hook_that_changes_the_logits_is_heeded(place: str) -> None:
     else:
         assert float(total.detach()) / count == pytest.approx(expected, rel=1e-5)
         with pytest.raises(fs.ModelLossError, match="neither a scale nor a soft cap"):
-            fs.loss_sum(model, batch, impl="chunked")
+            fs.loss_sum(with_loss(model, impl="chunked"), batch)
 
 
 def test_hooks_that_change_nothing_of_the_logits_cost_nothing() -> None:
@@ -140,6 +141,6 @@ def test_hooks_that_change_nothing_of_the_logits_cost_nothing() -> None:
     expected = float(oracle_loss(model, [batch]).detach())
     fs.prepare_loss(model, impl="chunked")
     with CommDebugMode():
-        total, count = fs.loss_sum(model, batch, impl="chunked")
+        total, count = fs.loss_sum(model, batch)
     assert float(total.detach()) / count == pytest.approx(expected, rel=1e-5)
     assert seen[-1] == (), "the loss in place of the logits, as prepare_loss says"

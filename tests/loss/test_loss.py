@@ -17,6 +17,7 @@ from tests.harness.losses import (
     relative_error,
     shard_by_heads,
     window_gradients,
+    with_loss,
 )
 from tests.harness.models import (
     VOCAB,
@@ -122,11 +123,11 @@ def _check_mixed_precision() -> None:
     for own_group, dtype in itertools.product((False, True), (torch.bfloat16, torch.float16)):
         policy = MixedPrecisionPolicy(dtype, torch.float32, output_dtype=dtype)
         model = shard_by_heads(family_model("gemma2"), own_group=own_group, mp_policy=policy)
-        loss, _ = fs.loss_sum(model, batches[0], impl="chunked")
+        loss, _ = fs.loss_sum(with_loss(model, impl="chunked"), batches[0])
         assert loss.dtype == torch.float32
         assert float(loss.detach()) != float(loss.detach().to(dtype)), "the policy's output_dtype rounds it"
         loss.backward()
-        reference, _ = fs.loss_sum(model, batches[0], impl="logits")
+        reference, _ = fs.loss_sum(with_loss(model, impl="logits"), batches[0])
         assert relative_error(loss.detach(), reference.detach()) <= 1e-2
         fused = window_gradients(model, batches, impl="chunked")
         error = largest_error(fused, window_gradients(model, batches, impl="logits"))
@@ -160,8 +161,8 @@ def test_a_first_token_is_no_target() -> None:
     all_of_them = {"input_ids": ids, "labels": ids.clone()}
     without_first = {"input_ids": ids, "labels": torch.where(torch.arange(8) > 0, ids, -100)}
     for impl in ("logits", "chunked"):
-        first, count = fs.loss_sum(model, all_of_them, impl=impl)
-        second, same = fs.loss_sum(model, without_first, impl=impl)
+        first, count = fs.loss_sum(with_loss(model, impl=impl), all_of_them)
+        second, same = fs.loss_sum(with_loss(model, impl=impl), without_first)
         assert count == same == fs.count_targets([all_of_them]) == 7
         assert torch.equal(first, second)
 
@@ -176,7 +177,7 @@ def test_packed_batches_pass_their_positions_on() -> None:
     rows = [{"input_ids": ids[:, a:b], "labels": labels[:, a:b]} for a, b in ((0, 5), (5, 12))]
     assert fs.prepare_loss(model) == "chunked"
     together, count = fs.loss_sum(model, packed)
-    apart = sum(fs.loss_sum(model, row, impl="logits")[0] for row in rows)
+    apart = sum(fs.loss_sum(with_loss(model, impl="logits"), row)[0] for row in rows)
     assert count == 10
     assert relative_error(together.detach(), apart.detach()) <= 1e-6
 

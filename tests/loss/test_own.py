@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import fsdp_sft as fs
 from tests.harness.device import device_type, mesh_here
+from tests.harness.losses import with_loss
 from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_config, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -69,23 +70,23 @@ def test_the_routers_loss_is_the_models_own(kind: str, impl: Any) -> None:
     own.backward()
     expected = _gradients(model)
     model.zero_grad()
-    loss = fs.causal_lm_loss(model, batch, num_targets=fs.count_targets([batch]), impl=impl)
+    loss = fs.causal_lm_loss(with_loss(model, impl=impl), batch, num_targets=fs.count_targets([batch]))
     loss.backward()
     assert float(loss) == pytest.approx(float(own), rel=1e-6)
     assert largest_error(_gradients(model), expected) <= 1e-5
-    total, targets = fs.loss_sum(model, batch, impl=impl)
+    total, targets = fs.loss_sum(with_loss(model, impl=impl), batch)
     assert float(total / targets) == pytest.approx(float(own), rel=1e-6)
     # Off, or on without the config's word; a coefficient that is changed counts at once.
     plain = copy.deepcopy(model)
     plain.config.output_router_logits = False
     entropy = float(plain(**batch).loss)
     assert float(own) - entropy > 0.5
-    off, _ = fs.loss_sum(model, batch, impl=impl, router_loss="off")
+    off, _ = fs.loss_sum(with_loss(model, impl=impl, router_loss="off"), batch)
     assert float(off / targets) == pytest.approx(entropy, rel=1e-6)
-    asked, _ = fs.loss_sum(plain, batch, impl=impl, router_loss="micro_batch")
+    asked, _ = fs.loss_sum(with_loss(plain, impl=impl, router_loss="micro_batch"), batch)
     assert float(asked / targets) == pytest.approx(float(own), rel=1e-6)
     model.router_aux_loss_coef = 2 * COEFFICIENT
-    doubled, _ = fs.loss_sum(model, batch, impl=impl)
+    doubled, _ = fs.loss_sum(with_loss(model, impl=impl), batch)
     assert float(doubled / targets) == pytest.approx(2 * float(own) - entropy, rel=1e-6)
 
 
@@ -170,15 +171,15 @@ def test_what_is_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.WARNING, logger="fsdp_sft"):
         for _ in range(2):
             fs.loss_sum(model, batch)
-        fs.loss_sum(_mixture(output_router_logits=False), batch, router_loss="off")
+        fs.loss_sum(with_loss(_mixture(output_router_logits=False), router_loss="off"), batch)
         fs.loss_sum(tiny_model("llama"), batch)
     said = [r.getMessage() for r in caplog.records if "router" in r.getMessage()]
     assert len(said) == 1
     assert "router_aux_loss_coef=0.02" in said[0]
     with pytest.raises(ValueError, match="router_loss must be None"):
-        fs.loss_sum(model, batch, router_loss="window")
-    with pytest.raises(fs.ModelLossError, match="takes no output_router_logits"):
-        fs.loss_sum(tiny_model("llama"), batch, router_loss="micro_batch")
+        fs.loss_sum(with_loss(model, router_loss="window"), batch)
+    with pytest.raises(fs.ModelLossError, match="has no router's loss"):
+        fs.loss_sum(with_loss(tiny_model("llama"), router_loss="micro_batch"), batch)
 
 
 class Changed(tf.LlamaForCausalLM):
@@ -360,8 +361,8 @@ def test_what_is_left_out_by_name_has_no_routers_loss() -> None:
     total, targets = fs.loss_sum(model, batch)
     expected = _entropy(model(**inputs).logits, batch["labels"])
     assert float(total / targets) == pytest.approx(float(expected), rel=1e-6)
-    with pytest.raises(fs.ModelLossError, match=r"router_loss='micro_batch': prepare_loss\(compare=False\)"):
-        fs.loss_sum(model, batch, router_loss="micro_batch")
+    with pytest.raises(fs.ModelLossError, match=r"no router's loss .* or compare=False leaves it out"):
+        fs.prepare_loss(model, router_loss="micro_batch", compare=False)
     fs.prepare_loss(model)  # and is compared again
     with_router, _ = fs.loss_sum(model, batch)
     assert float(with_router) > 1.01 * float(total)
@@ -405,4 +406,4 @@ def test_a_loss_that_only_a_batch_calls_forth_is_refused(impl: Any) -> None:
     model = _changed(_entropy)
     batch = {**ragged_batches(2)[0], "extra": torch.ones(3)}
     with pytest.raises(fs.ModelLossError, match="returned a loss although it was given no labels"):
-        fs.loss_sum(model, batch, impl=impl)
+        fs.loss_sum(with_loss(model, impl=impl), batch)

@@ -21,6 +21,7 @@ from tests.harness.losses import (
     relative_error,
     shard_by_heads,
     window_gradients,
+    with_loss,
 )
 from tests.harness.models import (
     VOCAB,
@@ -37,7 +38,7 @@ def _check_left_as_it_was() -> None:
     model = shard_by_heads(tiny_model("gpt2", attn_pdrop=0.1, resid_pdrop=0.1))
     model.transformer.h[0].eval()
     batch = own_batches(ragged_batches(2))[0]
-    fs.loss_sum(model, batch, impl="logits")[0].backward()
+    fs.loss_sum(with_loss(model, impl="logits"), batch)[0].backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     buffers = {name: (b, b.clone()) for name, b in model.named_buffers()}
     modes = [module.training for module in model.modules()]
@@ -139,9 +140,8 @@ def test_falls_back_with_a_reason(kind: str, caplog: pytest.LogCaptureFixture) -
     assert "loss of LlamaForCausalLM: full logits, because" in record.message
     assert ODD[kind] in record.message
     with pytest.raises(ValueError, match=f"cannot be computed by impl='chunked': .*{ODD[kind]}"):
-        fs.loss_sum(model, batch, impl="chunked")
-    with pytest.raises(ValueError, match=ODD[kind]):
         fs.prepare_loss(model, impl="chunked")
+    assert fs.prepare_loss(model) == "logits"
     expected = oracle_loss(model, [batch])
     total, count = fs.loss_sum(model, batch)
     assert float(total.detach()) / count == pytest.approx(float(expected.detach()), rel=1e-5)
@@ -155,8 +155,11 @@ def test_a_soft_cap_shows_even_where_logits_are_small() -> None:
     with torch.no_grad():
         model.lm_head.weight.mul_(1e4)
     batch = ragged_batches(1)[0]
-    fused, _ = fs.loss_sum(model, batch, impl="chunked")
-    assert relative_error(fused.detach(), fs.loss_sum(model, batch, impl="logits")[0].detach()) <= 1e-6
+    fused, _ = fs.loss_sum(with_loss(model, impl="chunked"), batch)
+    assert (
+        relative_error(fused.detach(), fs.loss_sum(with_loss(model, impl="logits"), batch)[0].detach())
+        <= 1e-6
+    )
 
 
 def test_a_plan_ends_with_what_it_was_made_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -200,7 +203,7 @@ def test_the_wrong_models_and_names_are_refused() -> None:
         fs.loss_sum(classifier, ragged_batches(1)[0])
     fs.prepare_loss(classifier, impl="logits", compare=False)
     with pytest.raises(ValueError, match="for a classifier give train_step a loss_fn"):
-        fs.loss_sum(classifier, ragged_batches(1)[0], impl="logits")
+        fs.loss_sum(classifier, ragged_batches(1)[0])
 
 
 def _check_a_failing_probe() -> None:
@@ -271,7 +274,7 @@ def test_every_causal_lm_is_fused_exactly_or_falls_back_with_a_reason(
         gradients = []
         for impl in ("logits", "chunked"):
             model.zero_grad()
-            fs.loss_sum(model, batch, impl=impl)[0].backward()
+            fs.loss_sum(with_loss(model, impl=impl), batch)[0].backward()
             gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
         errors[name] = largest_error(gradients[1], gradients[0])
         fused += 1

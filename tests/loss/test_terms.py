@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests.harness.losses import with_loss
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -171,7 +172,7 @@ def _step(loss_impl: str, terms: dict[str, float]) -> dict[str, Any]:
     for index, batch in enumerate(batches):
         moved = {name: value.to(context.device) for name, value in batch.items()}
         with fs.gradient_sync(model, "all" if index == len(batches) - 1 else "none"):
-            summed, _ = fs.loss_sum(model, moved, impl=loss_impl, **terms)  # type: ignore[arg-type]
+            summed, _ = fs.loss_sum(with_loss(model, impl=loss_impl), moved, **terms)  # type: ignore[arg-type]
             fs.scale_for_backward(summed, num_targets=targets.weight).backward()
     found = {name: full(p.grad).cpu() for name, p in model.named_parameters() if p.grad is not None}
     return {
@@ -250,7 +251,7 @@ def test_shifted_labels_bring_shifted_weights() -> None:
     shifted["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     shifted["loss_weights"] = torch.nn.functional.pad(batch["loss_weights"][:, 1:], (0, 1), value=7.0)
     for impl in ("chunked", "logits"):
-        assert fs.loss_sum(model, shifted, impl=impl)[0].item() == pytest.approx(  # type: ignore[arg-type]
-            fs.loss_sum(model, batch, impl=impl)[0].item(),  # type: ignore[arg-type]
+        assert fs.loss_sum(with_loss(model, impl=impl), shifted)[0].item() == pytest.approx(  # type: ignore[arg-type]
+            fs.loss_sum(with_loss(model, impl=impl), batch)[0].item(),  # type: ignore[arg-type]
             rel=1e-6,
         )

@@ -27,6 +27,7 @@ from tests.harness.losses import (
     leaves_of,
     relative_error,
     shard_by_heads,
+    with_loss,
 )
 from tests.harness.models import VOCAB, largest_error, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
@@ -42,17 +43,17 @@ def _of_plain(model: Any, batch: Any, entropy: bool) -> tuple[list[torch.Tensor]
     return [value.detach() for value in values], gradients_of(twin)
 
 
-def _of_ours(model: Any, batch: Any, entropy: bool, **options: Any) -> tuple[list[torch.Tensor], dict]:
-    got = fs.token_losses(model, batch, entropy=entropy, **options)
+def _of_ours(model: Any, batch: Any, entropy: bool, impl: str = "auto") -> tuple[list[torch.Tensor], dict]:
+    got = fs.token_losses(with_loss(model, impl=impl), batch, entropy=entropy)
     values = list(got) if entropy else [got]
     weights = [signed(batch, seed).to(values[0]) for seed in range(2)]
     sum((value * weight).sum() for value, weight in zip(values, weights, strict=False)).backward()
     return [value.detach().cpu() for value in values], gradients_of(model)
 
 
-def _compare(model: Any, batch: Any, oracle: Any, close: float, entropy: bool, **options: Any) -> None:
+def _compare(model: Any, batch: Any, oracle: Any, close: float, entropy: bool, impl: str = "auto") -> None:
     expected, gradients = oracle
-    values, own = _of_ours(model, batch, entropy, **options)
+    values, own = _of_ours(model, batch, entropy, impl)
     for value, other in zip(values, expected, strict=True):
         assert value.shape == batch["labels"].shape
         assert torch.equal(value == 0, other == 0)
@@ -167,7 +168,7 @@ def test_a_hook_on_the_head_sees_logits() -> None:
     model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
     _compare(model, batch, _of_plain(model, batch, True), 1e-12, True)
     with pytest.raises(fs.ModelLossError, match="neither a scale nor a soft cap"):
-        fs.token_losses(model, batch, impl="chunked")
+        fs.token_losses(with_loss(model, impl="chunked"), batch)
 
 
 def test_half_precision_is_as_close_as_logits_are() -> None:

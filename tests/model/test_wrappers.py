@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
+from tests.harness.losses import with_loss
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -97,9 +98,10 @@ def _check_own_loop() -> None:
     mine = [{name: tensor.to(device_here()) for name, tensor in b.items()} for b in batches[rank::ranks]]
     targets = fs.count_targets(mine)
     model = DistributedDataParallel(tiny_model("llama").to(device_here()))
+    fs.prepare_loss(model, impl="chunked")
     for batch in mine:
         with fs.gradient_sync(model, "all" if batch is mine[-1] else "none"):
-            fs.causal_lm_loss(model, batch, num_targets=targets, impl="chunked").backward()
+            fs.causal_lm_loss(model, batch, num_targets=targets).backward()
     _, expected = oracle_gradients(tiny_model("llama"), batches)
     assert largest_error({n: full(p.grad) for n, p in model.module.named_parameters()}, expected) <= 1e-6
 
@@ -138,7 +140,7 @@ def _calls(model: nn.Module) -> list[Any]:
     return [
         lambda: fs.train_step(model, [batch], optimizer),
         lambda: fs.evaluate(model, [batch]),
-        lambda: fs.causal_lm_loss(model, batch, num_targets=3, impl="logits"),
+        lambda: fs.causal_lm_loss(with_loss(model, impl="logits"), batch, num_targets=3),
         lambda: fs.prepare_loss(model),
         lambda: fs.verify_packing(model, max_length=64),
         lambda: fs.save_checkpoint("nowhere", 1, model=model),

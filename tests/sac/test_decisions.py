@@ -13,6 +13,7 @@ import fsdp_sft as fs
 from fsdp_sft.sac.decisions import decides
 from tests.harness.architectures import quiet, tiny_architecture
 from tests.harness.device import device_here, mesh_here
+from tests.harness.losses import with_loss
 from tests.harness.models import full, largest_error, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -52,7 +53,7 @@ def _tied(*, disturb: bool) -> Any:
 
 def _gradients(model: Any) -> dict[str, torch.Tensor]:
     batch = {name: value.to(device_here()) for name, value in ragged_batches(2)[0].items()}
-    summed, _ = fs.loss_sum(model, batch, router_loss="off")
+    summed, _ = fs.loss_sum(with_loss(model, router_loss="off"), batch)
     summed.backward()
     return {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -134,7 +135,7 @@ def test_a_second_backward_decides_the_same() -> None:
     model = tiny_model("mixtral").to(device_here())
     fs.apply_sac(model, 1)
     batch = {name: value.to(device_here()) for name, value in ragged_batches(2)[0].items()}
-    summed, _ = fs.loss_sum(model, batch, router_loss="off", impl="logits")
+    summed, _ = fs.loss_sum(with_loss(model, router_loss="off", impl="logits"), batch)
     parameters = list(model.parameters())
     first = torch.autograd.grad(summed, parameters, retain_graph=True)
     second = torch.autograd.grad(summed, parameters)

@@ -18,6 +18,7 @@ from fsdp_sft._tensors.boxes import local_of
 from tests.harness.architectures import tiny_architecture
 from tests.harness.composed import composed
 from tests.harness.device import mesh_here
+from tests.harness.losses import with_loss
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches
 from tests.harness.native import load_native, needs_native_sharding, rows_of_rank, save_mixture
 from tests.harness.ranks import run_distributed
@@ -138,17 +139,18 @@ def _check_divided_twice(folder: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for attempt in (
         lambda: fs.train_step(model, batches, optimizer),
-        lambda: fs.causal_lm_loss(model, batches[0], num_targets=4, router_loss="off"),
+        lambda: fs.causal_lm_loss(with_loss(model, router_loss="off"), batches[0], num_targets=4),
     ):
         with pytest.raises(fs.UnsupportedModelError, match="divided by the ranks twice"):
             attempt()
     # What it is about: the day this gradient is right, the refusal can go.
-    loss = fs.scale_for_backward(fs.loss_sum(model, batches[0], router_loss="off")[0], num_targets=4)
+    summed, _ = fs.loss_sum(with_loss(model, router_loss="off"), batches[0])
+    loss = fs.scale_for_backward(summed, num_targets=4)
     loss.backward()
     found = full(model.model.layers[0].mlp.experts.down_proj.grad)
     plain = load_native(folder, None, dtype=torch.float64)
     every = ragged_batches(8)[:4]
-    sum(fs.loss_sum(plain, batch, router_loss="off")[0] / 4 for batch in every).backward()
+    sum(fs.loss_sum(with_loss(plain, router_loss="off"), batch)[0] / 4 for batch in every).backward()
     torch.testing.assert_close(found * 4, plain.model.layers[0].mlp.experts.down_proj.grad)
 
 
@@ -290,12 +292,12 @@ def _check_disturbed(folder: str) -> None:
         _disturb(model, moved=moved)
         experts = model.model.layers[0].mlp.experts
         experts.register_forward_pre_hook(lambda _, args: sent.append(args[1].clone()))
-        fs.prepare_loss(model, impl="logits")
+        fs.prepare_loss(model, impl="logits", router_loss="off")
         sent.clear()
         for block in model.model.layers:
             block.mlp.gate.calls = 0
         for batch in own:
-            loss, _ = fs.loss_sum(model, batch, router_loss="off", impl="logits")
+            loss, _ = fs.loss_sum(model, batch)
             (loss / 100).backward()
         named = model.named_parameters()
         # FSDP2 averages over the 4 ranks.
@@ -350,8 +352,9 @@ def _check_sixteen_bits(folder: str) -> None:
         model = composed(folder, mesh=mesh_here(), ep_size=ep_size, **options)
         batch = batches[dist.get_rank() :: 4]
         targets = fs.count_targets(batch)
+        fs.prepare_loss(model, router_loss="off")
         for one in batch:
-            fs.causal_lm_loss(model, one, num_targets=targets, router_loss="off").backward()
+            fs.causal_lm_loss(model, one, num_targets=targets).backward()
         found = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         difference = sum(float((found[n] - expected[n]).square().sum()) for n in expected)
         errors.append(difference**0.5)

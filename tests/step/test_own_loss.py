@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import fsdp_sft as fs
 from tests.harness.device import device_type, mesh_here
+from tests.harness.losses import with_loss
 from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
 from tests.harness.ranks import run_distributed
@@ -223,7 +224,7 @@ def test_shift_labels_are_the_targets_of_each_position(impl: Any) -> None:
     count = int((shifted != -100).sum())
     for given in (both, {k: v for k, v in both.items() if k != "labels"}):
         assert fs.count_targets([given]) == count
-        total, targets = fs.loss_sum(model, given, impl=impl)
+        total, targets = fs.loss_sum(with_loss(model, impl=impl), given)
         assert targets == count
         assert float(total / targets) == pytest.approx(float(own), rel=1e-6)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -232,7 +233,7 @@ def test_shift_labels_are_the_targets_of_each_position(impl: Any) -> None:
         assert result.loss == pytest.approx(float(own), rel=1e-6)
         assert fs.evaluate(model, [given]).loss == pytest.approx(float(own), rel=1e-6)
     with pytest.raises(fs.BatchError, match=r"shift_labels .* must be aligned"):
-        fs.loss_sum(model, {**batch, "shift_labels": shifted[:, :-1]}, impl=impl)
+        fs.loss_sum(with_loss(model, impl=impl), {**batch, "shift_labels": shifted[:, :-1]})
 
 
 def test_rows_of_a_pack_have_labels_that_are_not_shifted() -> None:

@@ -35,16 +35,6 @@ def _mine(count: int = 2) -> list[Any]:
     return ragged_batches(count * ranks)[rank::ranks]
 
 
-def _beside() -> Any:
-    model, scale = _sharded(), nn.Parameter(torch.ones(3, device=device_here()))
-    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        return scale.sum() * fs.loss_sum(model, batch)[0]
-
-    return lambda: fs.train_step(model, _mine(), optimizer, loss_fn=loss)
-
-
 def _added_later() -> Any:
     model = _sharded()
     model.value_head = nn.Linear(32, 1, device=device_here())
@@ -130,11 +120,6 @@ def _other_norm() -> Any:
 
 
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "a tensor beside the model": (
-        _beside,
-        fs.OptimizerError,
-        "steps 1 tensors .* none of the model's parameters",
-    ),
     "added after sharding": (
         _added_later,
         fs.UnsupportedModelError,

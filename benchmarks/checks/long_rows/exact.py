@@ -37,7 +37,7 @@ Errors = tuple[float, float]  # of the loss, and the largest of a gradient
 def ours(model: Any, mesh: Any, batch: dict[str, torch.Tensor]) -> tuple[float, Gradients]:
     """Loss and gradients over all ranks of a model whose ranks share rows."""
     num_targets = fs.count_targets([batch], mesh=mesh)
-    own = fs.causal_lm_loss(model, batch, num_targets=num_targets, router_loss="off")
+    own = fs.causal_lm_loss(model, batch, num_targets=num_targets)
     own.backward()
     return mean_over_ranks(own), gradients_of(model)
 

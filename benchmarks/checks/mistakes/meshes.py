@@ -52,8 +52,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the scaler decides for each optimizer alone",
         "step/train.py",
-        "skipped=has_infs or not math.isfinite(total_norm)",
-        "skipped=False",
+        "skipped = self.has_infs or not math.isfinite(self.total_norm)",
+        "skipped = False",
         ("tests/step/test_optimizers.py",),
     ),
     Mistake(
@@ -115,8 +115,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "LoRA of the head left out of the loss without logits",
         "loss/head.py",
-        "plain = own.base_layer if _trains_tokens(own) else own",
-        'plain = getattr(own, "base_layer", own)',
+        "    cls = original_class(own)\n",
+        '    own = getattr(own, "base_layer", own)\n    cls = original_class(own)\n',
         HEADS,
     ),
     Mistake(

@@ -39,13 +39,6 @@ MISTAKES = [
         ("tests/test_mistakes.py",),
     ),
     Mistake(
-        "rates that have become 0 are stepped without a word",
-        "step/warnings.py",
-        "    if _AT_A_RATE in done_with(model) and not (above or begins) and first_time(",
-        "    if False and first_time(",
-        ("tests/test_mistakes.py",),
-    ),
-    Mistake(
         "an optimizer that was left behind begins anew without a word",
         "dcp_io/checkpoint.py",
         "LoadedStep(manifest.step, has_loaded)",

@@ -1,7 +1,5 @@
 """transformers' model classes: how they are built, tied, initialised, and what they keep in float32."""
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -111,36 +109,3 @@ def initialise_computed(twin: nn.Module, missing: set[str]) -> dict[str, torch.T
         parent, _, leaf = name.rpartition(".")
         values[name] = getattr(twin.get_submodule(parent), leaf).detach()
     return values
-
-
-_BALANCE = "load_balancing_loss_func"
-_BALANCE_TAKES = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-
-
-def intercept_balance_loss(
-    model: nn.Module, intercepted: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> bool:
-    """Replace the function with which a model's file computes its router's loss, for the life of the process.
-
-    A forward computes that loss over its own tokens. No argument can tell it that other ranks have more
-    tokens, or that some tokens are padding of a pack. Each model file of transformers has the function under
-    the same name, and looks it up at each call.
-
-    Args:
-        model: Model without wrappers and adapters around it.
-        intercepted: Function that gets the file's function and returns its replacement; called once per file.
-
-    Returns:
-        Whether the forward calls a function with that name and those arguments.
-    """
-    forward = inspect.unwrap(original_class(model).forward)
-    known = getattr(forward, "__globals__", {})
-    function = known.get(_BALANCE)
-    if function is None or _BALANCE not in forward.__code__.co_names:
-        return False
-    if list(inspect.signature(function).parameters) != _BALANCE_TAKES:
-        return False
-    if not hasattr(function, "_fsdp_sft_intercepted"):
-        known[_BALANCE] = intercepted(function)
-        known[_BALANCE]._fsdp_sft_intercepted = True
-    return True

@@ -7,8 +7,8 @@ per-rank means would be another number as soon as ranks hold unequal numbers of 
 ``plain`` is the definition, from full logits: read it first. ``linear`` computes the same of a head, a block
 of logits at a time (``blocks``, ``products``). ``head`` calls it inside the model's forward where that is
 proved to give the same result. ``counting`` counts targets. ``prepare`` holds the model's own loss against
-this one, and ``router`` adds a router's. ``causal`` puts these together, and ``part`` cuts batches where
-ranks share rows.
+this one, and adds a router's. ``causal`` puts these together, and ``part`` cuts batches where ranks share
+rows.
 """
 
 from fsdp_sft.loss.causal import (
@@ -43,5 +43,8 @@ from fsdp_sft.loss.part import (
     tokens_of as tokens_of,
     within as within,
 )
-from fsdp_sft.loss.prepare import LossImpl as LossImpl, prepare_loss as prepare_loss
-from fsdp_sft.loss.router import RouterLoss as RouterLoss
+from fsdp_sft.loss.prepare import (
+    LossImpl as LossImpl,
+    RouterLoss as RouterLoss,
+    prepare_loss as prepare_loss,
+)

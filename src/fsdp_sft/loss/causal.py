@@ -1,17 +1,16 @@
 """The causal-LM loss of a model on a batch: labels shifted once, a float32 sum, with or without logits."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import forward_parameters
 from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.sharded import refuse_changed_gradients, reshard, training_mesh_of
@@ -26,50 +25,53 @@ from fsdp_sft.loss.counting import (
     CheckedBatch,
     Targets,
     check_num_targets,
+    counted_tokens,
     is_shifted,
     num_targets,
+    num_tokens,
     scaled_for_averaging,
     targets_of,
+    weight_of,
     weights_of,
     without_labels,
 )
-from fsdp_sft.loss.head import Compute, LossChoice, loss_at_head, wide
+from fsdp_sft.loss.head import Compute, loss_at_head, wide
 from fsdp_sft.loss.linear import chunked_loss, linear_token_losses
-from fsdp_sft.loss.part import OF_WHOLE_ROWS, BatchPart, own_part, whole_rows, within
+from fsdp_sft.loss.part import OF_WHOLE_ROWS, BatchPart, own_part, whole_rows
 from fsdp_sft.loss.plain import PLAIN, Terms, num_correct, plain_token_losses, summed_loss
-from fsdp_sft.loss.prepare import (
-    ROUTER_FLAG,
-    LossImpl,
-    additions_to,
-    choice_for,
-    refuse_encoder_decoder,
-)
-from fsdp_sft.loss.router import (
-    BALANCE,
-    Balance,
-    RouterLoss,
-    balance_of,
-    counted_of,
-    share_of_tokens,
-    weight_of_router,
-)
+from fsdp_sft.loss.prepare import ROUTER_FLAG, additions_to, choice_for, name_of, refuse_encoder_decoder
 from fsdp_sft.sampling.packing import verify_at_first_use
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def _outside_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator that ends a compiled graph before ``function``, which replaces forwards and asks ranks."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        own = torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+        return own(*args, **kwargs)
+
+    return called
+
+
+@_outside_of_graphs
 def loss_sum(
     model: nn.Module,
     batch: Batch,
     *,
-    impl: LossImpl = "auto",
-    router_loss: RouterLoss | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[torch.Tensor, int]:
     """Cross entropy summed over this batch's targets.
 
     Before a model's first loss, its own loss on a tiny batch is compared with the cross entropy, so that no
-    term that the model adds is lost silently.
+    term that the model adds is lost silently. ``prepare_loss`` says whether logits are held, and whether a
+    mixture's router adds its loss: times its coefficient and the number of targets, so that the result
+    divided by that number is the model's own loss.
 
     Args:
         model: Decoder-only language model, sharded or not, that returns ``logits``.
@@ -78,17 +80,6 @@ def loss_sum(
             here, once. ``shift_labels``, which hold the target of each position, replace ``labels`` if
             present. ``loss_weights``, floating point ``(B, S)`` and aligned with the labels, are factors of
             the targets' losses.
-        impl: Implementation of the loss. ``"chunked"`` holds the logits of one chunk of targets at a time;
-            ``"logits"`` computes them in full. ``"auto"`` is what ``prepare_loss`` has chosen, or chooses
-            now: chunked if the model's head allows it.
-        router_loss: What to do with the loss of a mixture's router. ``"micro_batch"`` adds it, as the model
-            computes it for this batch, times its coefficient and the number of targets; the result divided
-            by that number is then the model's own loss. Filler of a pack does not count, and under context
-            parallelism the whole rows count. ``"global_micro_batch"`` computes it over the tokens of all
-            ranks of the model's mesh in this call; each rank's result has its share. ``"off"`` leaves it
-            out. None is what ``prepare_loss`` was told; without that, ``"micro_batch"`` if the config has
-            ``output_router_logits``, and if not, the loss is left out with one warning that names the
-            coefficient.
         label_smoothing: Label smoothing, defined as in ``torch.nn.functional.cross_entropy``.
         z_loss: Factor of the z-loss, the squared logarithm of the softmax's denominator, which is added to
             each target's loss (PaLM: 1e-4).
@@ -101,14 +92,13 @@ def loss_sum(
 
     Raises:
         ModelLossError: If the model's own loss is not the cross entropy; the message has both numbers. Also
-            if the router's loss has to be computed over several ranks or without a pack's filler, and is not
-            transformers' usual one.
-        ValueError: If the model is an encoder-decoder or a classifier, if the batch has no proper labels, or
-            if the model's loss cannot be computed by ``impl``.
+            if a router's loss is to be added of rows that ranks share.
+        ValueError: If the model is an encoder-decoder or a classifier, or if the batch has no proper labels.
 
     Collective: all ranks of the model's mesh, by its forward.
-    Memory: Beside the model's own memory, that of ``linear_cross_entropy_sum``. ``"logits"`` holds two
-    float32 copies of the logits, 8 bytes times B x S x vocabulary.
+    Memory: Beside the model's own memory, that of ``linear_cross_entropy_sum``. A head that does not allow
+    it, or ``prepare_loss(impl="logits")``, takes two float32 copies of the logits, 8 bytes times B x S x
+    vocabulary.
 
     Example:
         >>> loss, num_targets = fs.loss_sum(model, batch)
@@ -118,33 +108,25 @@ def loss_sum(
     """
     terms = Terms(label_smoothing=label_smoothing, z_loss=z_loss)
     part, group = _part_for(model, batch)
-    summed, router, groups, *_ = loss_parts(model, part, impl, router_loss, terms)
+    summed, router, *_ = loss_parts(model, part, terms)
     if router is not None:
-        summed = summed + router * weight_of_router(part, groups, router.device)
+        summed = summed + router * weight_of(part)
     if group is not None and OF_WHOLE_ROWS.get():
         return whole_rows(summed.reshape(1), group).sum(), num_targets(batch)
     return summed, num_targets(part)
 
 
 @answered
-def causal_lm_loss(
-    model: nn.Module,
-    batch: Batch,
-    *,
-    num_targets: int,
-    impl: LossImpl = "auto",
-    router_loss: RouterLoss | None = None,
-) -> torch.Tensor:
+@_outside_of_graphs
+def causal_lm_loss(model: nn.Module, batch: Batch, *, num_targets: int) -> torch.Tensor:
     """This micro-batch's share of the window's mean loss, ready for ``backward``.
 
     Args:
         model: Decoder-only language model, sharded or not.
         batch: Batch of the form that ``loss_sum`` takes.
         num_targets: Number of targets of the whole window over all ranks, from ``count_targets``, which
-            keeps the number of tokens and the sum of the ``loss_weights`` with it.
-        impl: Implementation of the loss; see ``loss_sum``.
-        router_loss: What to do with the loss of a mixture's router; see ``loss_sum``. Here it is weighted by
-            the micro-batch's share of the window's tokens, without padding.
+            keeps the number of tokens and the sum of the ``loss_weights`` with it. The loss of a mixture's
+            router is weighted by the micro-batch's share of those tokens.
 
     Returns:
         A scalar. Summed over the window's micro-batches and averaged over ranks it is the mean over targets,
@@ -165,10 +147,9 @@ def causal_lm_loss(
         >>> optimizer.step()
     """
     mesh = training_mesh_of(model)
-    if not torch.compiler.is_compiling():
-        refuse_divided_twice(model)
-        if sequence_group_of(model) is None:  # else attention is the library's own, which tells rows apart
-            verify_at_first_use(model, [batch], mesh)
+    refuse_divided_twice(model)
+    if sequence_group_of(model) is None:  # else attention is the library's own, which tells rows apart
+        verify_at_first_use(model, [batch], mesh)
     weight = getattr(num_targets, "weight", None)
     if weight is None and batch.get(WEIGHTS_KEY) is not None:
         raise ValueError(
@@ -178,19 +159,23 @@ def causal_lm_loss(
     weight = num_targets if weight is None else weight
     check_num_targets(weight)
     part, _ = _part_for(model, batch)
-    if mesh is not None and not torch.compiler.is_compiling():
+    if mesh is not None:
         refuse_changed_gradients(model, mesh)  # of the shards, which the forward replaces
-    summed, router, *_ = loss_parts(model, part, impl, router_loss)
+    summed, router, *_ = loss_parts(model, part)
     if router is not None:
-        summed = summed + router * (share_of_tokens(part, num_targets, mesh) * weight)
-    if mesh is None:
-        return summed / weight
-    return scaled_for_averaging(summed, weight)
+        tokens = getattr(num_targets, "num_tokens", 0)
+        if not tokens:
+            raise ValueError(
+                "the router's loss of a micro-batch weighs by its tokens over those of the window, which are "
+                "not known: take num_targets from count_targets, which counts them too, or leave that loss "
+                "out by prepare_loss(model, router_loss='off')"
+            )
+        summed = summed + router * (num_tokens(part) / tokens * weight)
+    return summed / weight if mesh is None else scaled_for_averaging(summed, weight)
 
 
-def token_losses(
-    model: nn.Module, batch: Batch, *, impl: LossImpl = "auto", entropy: bool = False
-) -> torch.Tensor:
+@_outside_of_graphs
+def token_losses(model: nn.Module, batch: Batch, *, entropy: bool = False) -> torch.Tensor:
     """Negative log-likelihood of each label, for a loss of your own (DPO, weights, clipped ratios).
 
     ``-token_losses(model, batch)`` are the log-probabilities of the labels. Each may get any weight, of
@@ -200,7 +185,6 @@ def token_losses(
         model: Decoder-only language model, sharded or not. Under ``torch.no_grad`` (a reference model) the
             result costs a forward.
         batch: Batch of the form that ``loss_sum`` takes, padded or packed. ``loss_weights`` are left to you.
-        impl: Implementation; see ``loss_sum``.
         entropy: Whether to return the entropy of each prediction as well, from the same pass.
 
     Returns:
@@ -216,15 +200,13 @@ def token_losses(
         your own divide by ``cp``.
 
     Raises:
-        ValueError: If the model is an encoder-decoder or a classifier, if the batch has no proper labels, or
-            if the losses cannot be computed by ``impl``.
+        ValueError: If the model is an encoder-decoder or a classifier, or if the batch has no proper labels.
         RuntimeError: In a backward that is to be derived itself (``create_graph=True``).
 
     Collective: all ranks of the model's mesh, by its forward.
     Memory: ``chunk_size * V`` logits, as in ``linear_cross_entropy_sum``. Until the backward, the hidden
         states; if the head is frozen, their gradient in float32. A trained head's gradient needs the logits a
-        second time, which the backward computes in chunks. With trained tokens on the head, a copy of
-        its weight until the backward.
+        second time, which the backward computes in chunks.
 
     Example:
         >>> losses = fs.token_losses(model, batch)
@@ -245,10 +227,10 @@ def token_losses(
     def at_head(**operands: Any) -> tuple[torch.Tensor, None]:
         return linear_token_losses(labels=targets, known=known, entropy=entropy, **operands), None
 
-    inputs = {**without_labels(part), **no_cache(model)}
+    inputs = {}
     if ROUTER_FLAG in forward_parameters(model):
         inputs[ROUTER_FLAG] = False  # the router's loss is no part of these
-    values, *_ = _run(impl)(model, inputs, targets, impl, _forward_of(model, part), at_head, of_logits)
+    values, *_ = _computed(model, part, targets, inputs, at_head, of_logits)
     if group is not None:
         values = whole_rows(values, group)[..., : batch["input_ids"].shape[1]]
     if not is_shifted(batch):
@@ -261,52 +243,34 @@ class LossParts(NamedTuple):
 
     Attributes:
         summed: The loss summed over the targets, a scalar.
-        router: The router's loss times its coefficient, which the caller weights by tokens; None for none. It
-            is this rank's share: of the tokens of all ranks of the groups, or of its own if there is none.
-        groups: Groups of the router's loss, which take tensors on the device.
+        router: The router's loss times its coefficient, which the caller weights by tokens; None for none.
         correct: Number of targets whose logit is the largest, int64, 0-dim.
         metrics: What a caller's loss returned beside the loss, float64.
     """
 
     summed: torch.Tensor
     router: torch.Tensor | None
-    groups: tuple[dist.ProcessGroup, ...]
     correct: torch.Tensor
     metrics: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
-def loss_parts(
-    model: nn.Module,
-    batch: Batch,
-    impl: LossImpl = "auto",
-    router_loss: RouterLoss | None = None,
-    terms: Terms = PLAIN,
-    is_counted: bool = True,
-) -> LossParts:
+def loss_parts(model: nn.Module, batch: Batch, terms: Terms = PLAIN) -> LossParts:
     """The loss of a batch, by one forward.
 
     Args:
         model: Decoder-only language model, sharded or not.
         batch: Batch of the form that ``loss_sum`` takes; under context parallelism this rank's part of one.
-        impl: Implementation of the loss; see ``loss_sum``.
-        router_loss: What to do with the loss of a mixture's router; see ``loss_sum``.
         terms: What the loss has beside the cross entropy.
-        is_counted: False for a batch that only takes part in other ranks' forwards: the router's loss then
-            does not count its tokens.
     """
     refuse_encoder_decoder(model)
     targets, weights = targets_of(batch), weights_of(batch)
     known = _known_targets(batch)
-    is_compiling = torch.compiler.is_compiling()
-    additions = (torch.compiler.disable(additions_to) if is_compiling else additions_to)(model, router_loss)
-    if is_compiling and additions.over_ranks:
-        raise ModelLossError("router_loss='global_micro_batch' cannot be computed inside torch.compile")
-    balance = None if is_compiling else balance_of(model, batch, additions)
-    if balance is not None:
-        balance.counted = balance.counted if is_counted else torch.zeros_like(targets, dtype=torch.bool)
-
-    def added(output: Any) -> torch.Tensor | None:
-        return additions.of(output, model, balance)
+    additions = additions_to(model)
+    if additions.has_router and isinstance(batch, BatchPart):
+        raise ModelLossError(
+            f"the router's loss of {name_of(model)} cannot be added under context parallelism, where a rank "
+            "routes a part of each row: leave it out by prepare_loss(model, router_loss='off')"
+        )
 
     def of_logits(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         flat, labels = logits.flatten(0, 1), targets.flatten().to(logits.device)
@@ -314,10 +278,9 @@ def loss_parts(
         return summed_loss(flat, labels, factors, terms), num_correct(flat, labels)
 
     at_head = partial(chunked_loss, labels=targets, known=known, weights=weights, terms=terms)
-    inputs = {**without_labels(batch), **no_cache(model), **additions.inputs}
-    context = _forward_of(model, batch, balance)
-    summed, correct, router = _run(impl)(model, inputs, targets, impl, context, at_head, of_logits, added)
-    return LossParts(summed, router, () if balance is None else balance.groups, correct)
+    added = partial(additions.of, model=model)
+    summed, correct, router = _computed(model, batch, targets, additions.inputs, at_head, of_logits, added)
+    return LossParts(summed, router, correct)
 
 
 def _known_targets(batch: Batch) -> Targets | None:
@@ -328,55 +291,49 @@ def _known_targets(batch: Batch) -> Targets | None:
     return None
 
 
-def _run(impl: LossImpl) -> Callable[..., tuple[torch.Tensor, Any, torch.Tensor | None]]:
-    """``_computed``, outside of a compiled graph, which cannot contain replaced forwards of modules."""
-    hides = impl != "logits" and torch.compiler.is_compiling()
-    return torch.compiler.disable(_computed) if hides else _computed
-
-
 def _computed(
     model: nn.Module,
-    inputs: dict[str, Any],
+    batch: Batch,
     targets: torch.Tensor,
-    impl: LossImpl,
-    context: Any,
+    inputs: dict[str, Any],
     at_head: Compute,
     of_logits: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]],
     added: Callable[[Any], torch.Tensor | None] = lambda output: None,
 ) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
     """One forward: (the loss, number of correct targets) at the head or of logits, and what is ``added``."""
-    choice = LossChoice() if impl == "logits" else choice_for(model, impl)
+    inputs = {**without_labels(batch), **no_cache(model), **inputs}
+    choice = choice_for(model)
     head = choice.head
-    if head is not None:
-        with context:
+    with _forward_of(model, batch):
+        if head is not None:
             forward = loss_at_head(model, choice, head, inputs, at_head, added)
-        return forward.loss, forward.correct, forward.added
-    with context:
+            return forward.loss, forward.correct, forward.added
         output = model(**inputs)
     logits = output.logits
     if logits.ndim != 3 or logits.shape[:2] != targets.shape:
         raise ModelLossError(
             f"the loss of tokens needs logits of shape (B, S, vocabulary) for labels {tuple(targets.shape)}, "
-            f"got {tuple(logits.shape)} from {original_class(model).__name__}; for a classifier give "
-            "train_step a loss_fn"
+            f"got {tuple(logits.shape)} from {name_of(model)}; for a classifier give train_step a loss_fn"
         )
     return *of_logits(wide(logits)), added(output)
 
 
 def _part_for(model: nn.Module, batch: Batch) -> tuple[Batch, SequenceGroup | None]:
     """(this rank's part of a batch, the ranks that share its rows or None); the model is resharded."""
-    if torch.compiler.is_compiling():
-        return batch, None
     reshard(model)  # a forward before an optimizer's step leaves the root gathered, with the old values
     group = sequence_group_of(model)
     return own_part(batch, group), group
 
 
 @contextmanager
-def _forward_of(model: nn.Module, batch: Batch, balance: Balance | None = None) -> Iterator[None]:
+def _forward_of(model: nn.Module, batch: Batch) -> Iterator[None]:
     """Context of a forward of a batch or of this rank's part of one."""
-    counter = None if torch.compiler.is_compiling() else counter_of(model)
+    counter = counter_of(model)
     rows = part_of_rows(batch.whole) if isinstance(batch, BatchPart) else nullcontext()
-    routed = nullcontext() if balance is None else within(BALANCE, balance)
-    with rows, routed, nullcontext() if counter is None else counter.counting(counted_of(batch)):
+    with rows, nullcontext() if counter is None else counter.counting(_counted(batch)):
         yield
+
+
+def _counted(batch: Batch) -> torch.Tensor | None:
+    """Mask of the tokens of a batch that are neither padding nor filler; None if all count."""
+    return batch.counted if isinstance(batch, BatchPart) else counted_tokens(batch)

@@ -6,9 +6,9 @@ head is still called as a module. If it has its own FSDP2 group, it is gathered 
 gradient is reduced after the backward. It returns the loss, and FSDP2 registers its backward hooks on that.
 
 That this is the model's loss is proved at its first use, on two tiny rows. That the head is linear shows in
-its structure. What the model does to the head's output, a scale or a soft cap, has to be observed: in the
-second row the head's output is replaced by large known numbers, and what the model makes of them shows both.
-The first row holds the real logits, whose cross entropy the loss must reproduce.
+its structure. What the model does to the head's output, a scale or a soft cap, its config names; in the
+second row the head's output is replaced by large known numbers, and what the model makes of them has to be
+just that. The first row holds the real logits, whose cross entropy the loss must reproduce.
 """
 
 import weakref
@@ -37,6 +37,9 @@ from fsdp_sft.targets import IGNORE_INDEX
 
 Compute = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
+# What configs call the factor of the logits, or its inverse, and their soft cap.
+_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _KNOWN_SIZE = 20.0  # standard deviation of the known numbers; large enough for a soft cap to show
 # Largest relative error of the fused loss. It leaves room for TF32, because scale and soft cap have been
 # checked more exactly before.
@@ -80,61 +83,35 @@ def fusible_head(model: nn.Module) -> tuple[nn.Module | None, str]:
 
 
 def _why_not_linear(head: nn.Module) -> str:
-    """Why ``head_operands`` cannot express a head as one product; empty if it can."""
+    """Why a head is no product with its weight; empty if it is one."""
     own = _inside(head)
     for module in (head, own):
         if "forward" in vars(module) or is_compiled(module) or has_hooks(module):
             return (
                 f"the forward of {original_class(module).__name__} is replaced, or its gradients are hooked"
             )
-    plain = own.base_layer if _trains_tokens(own) else own
-    cls = original_class(plain)
-    if cls.forward is not nn.Linear.forward or "forward" in vars(plain):
+    cls = original_class(own)
+    if cls.forward is not nn.Linear.forward:
         return f"it computes something else ({cls.__module__}.{cls.__name__})"
-    others = {name for name, _ in plain.named_parameters()} - {"weight", "bias"}
+    others = {name for name, _ in own.named_parameters()} - {"weight", "bias"}
     return f"it has parameters of its own: {', '.join(sorted(others))}" if others else ""
 
 
-def head_operands(head: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(weight ``(V, H)``, bias ``(V,)`` or None), connected to the trained parameters of a linear ``head``.
-
-    peft trains a copy of a head (``modules_to_save``) or some of its rows (``trainable_token_indices``),
-    which is one product again. Call it while the head's parameters are gathered.
-    """
-    own: Any = _inside(head)
-    if _trains_tokens(own):
-        base = own.base_layer
-        if own.disable_adapters or own.merged or not own.active_adapters:
-            return base.weight, base.bias
-        # peft's layer for trained tokens leaves the bias out too.
-        return own.get_merged_weights(own.active_adapters), None
-    return own.weight, own.bias
-
-
 def _inside(head: nn.Module) -> Any:
-    """The layer that computes: the one that peft's wrapper calls now, or the head itself."""
-    if not _is_of_peft(head, "AuxiliaryTrainingWrapper"):
-        return head
+    """The layer that computes: the copy or original that peft's ``modules_to_save`` calls now, or the head.
+
+    peft is not imported to find out.
+    """
     wrapper: Any = head
-    if hasattr(wrapper, "token_adapter"):
-        return wrapper.token_adapter
-    known = getattr(wrapper, "modules_to_save", None)
-    if known is None:
-        return wrapper
-    active = wrapper.active_adapters
-    if wrapper.disable_adapters or not active or any(name not in known for name in active):
+    if not any(
+        cls.__name__ == "ModulesToSaveWrapper" and cls.__module__.startswith("peft.")
+        for cls in type(head).__mro__
+    ):
+        return head
+    active = [] if wrapper.disable_adapters else wrapper.active_adapters
+    if not active or any(name not in wrapper.modules_to_save for name in active):
         return wrapper.original_module
-    return known[active[0]]
-
-
-def _trains_tokens(module: nn.Module) -> bool:
-    """Whether a module is peft's layer of which some rows are trained."""
-    return _is_of_peft(module, "TrainableTokensLayer")
-
-
-def _is_of_peft(module: nn.Module, name: str) -> bool:
-    """Whether ``module`` is of peft's class ``name``; peft is not imported to find out."""
-    return any(cls.__name__ == name and cls.__module__.startswith("peft.") for cls in type(module).__mro__)
+    return wrapper.modules_to_save[active[0]]
 
 
 def proved(model: nn.Module, head: nn.Module) -> LossChoice:
@@ -203,11 +180,8 @@ def _observe(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> tuple
 
     def head_forward(hidden: torch.Tensor) -> torch.Tensor:
         logits = own_head(hidden)
-        raw.append(logits)
-        if logits.shape[:2] == inputs["input_ids"].shape:
-            generator = torch.Generator().manual_seed(0)
-            known = _KNOWN_SIZE * torch.randn(logits.shape[1:], generator=generator)
-            raw[-1] = torch.stack([logits[0], known.to(logits)])
+        known = _KNOWN_SIZE * torch.randn(logits.shape[1:], generator=torch.Generator().manual_seed(0))
+        raw.append(torch.stack([logits[0], known.to(logits)]))
         return raw[-1]
 
     with replaced_forward(head, head_forward):
@@ -218,16 +192,24 @@ def _observe(model: nn.Module, head: nn.Module, inputs: dict[str, Any]) -> tuple
 
 
 def _transform_of(model: nn.Module, raw: torch.Tensor, logits: torch.Tensor) -> Transform:
-    """The scale and soft cap, among those that the config suggests, that turn ``raw`` into ``logits``."""
-    scales: dict[float, None] = {1.0: None}  # dicts keep the order
-    softcaps: dict[float | None, None] = {None: None}
-    for name, value in _numbers_of(model):
-        if value > 0 and any(word in name for word in ("logit", "scal", "multiplier")):
-            scales.update({value: None, 1 / value: None})
-        if value > 0 and "cap" in name:
-            softcaps[value] = None
-    errors = {(one := Transform(a, b)): _error(one, raw, logits) for a in scales for b in softcaps}
-    best = min(errors, key=lambda candidate: errors[candidate])
+    """The scale and soft cap, of those that the config names, that turn ``raw`` into ``logits``."""
+    inner: Any = base_of(unwrapped(model))
+    holders = (text_config(inner), getattr(inner, "config", None), inner)
+    named = {
+        name: float(getattr(one, name))
+        for one in holders
+        for name in (*_SCALES, *_SOFT_CAPS)
+        if isinstance(getattr(one, name, None), (int, float)) and getattr(one, name) > 0
+    }
+    factors = [named[name] for name in _SCALES if name in named]
+    scales = [1.0, *factors, *(1 / factor for factor in factors)]  # some families divide
+    soft_caps = [None, *(named[name] for name in _SOFT_CAPS if name in named)]
+    errors: dict[Transform, float] = {}
+    for one in (Transform(scale, cap) for scale in scales for cap in soft_caps):
+        made = wide(raw).clone()
+        one.of_(made)
+        errors[one] = float((made - wide(logits)).abs().max() / wide(logits).abs().max())
+    best = min(errors, key=lambda one: errors[one])
     # What rounding can explain.
     if not errors[best] <= 16 * max(torch.finfo(raw.dtype).eps, torch.finfo(logits.dtype).eps):
         raise ProbeError(
@@ -235,27 +217,6 @@ def _transform_of(model: nn.Module, raw: torch.Tensor, logits: torch.Tensor) -> 
             f"(off by {errors[best]:.1e} of the largest logit)"
         )
     return best
-
-
-def _error(transform: Transform, raw: torch.Tensor, logits: torch.Tensor) -> float:
-    """Largest difference between ``logits`` and transformed ``raw``, relative to the largest logit."""
-    own, logits = wide(raw).clone(), wide(logits)
-    transform.of_(own)
-    return float((own - logits).abs().max() / logits.abs().max())
-
-
-def _numbers_of(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """(name, value) of the numbers of a model, its config, and the configs inside that.
-
-    Some models read their config in each forward, others keep a copy as an attribute.
-    """
-    inner: Any = base_of(unwrapped(model))
-    config: Any = getattr(inner, "config", None)
-    inside = [value for value in getattr(config, "__dict__", {}).values() if hasattr(value, "to_dict")]
-    for holder in (inner, config, text_config(inner), *inside):
-        for name, value in getattr(holder, "__dict__", {}).items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                yield name, float(value)
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -286,10 +247,10 @@ class Forward:
         """The loss, in place of the head's product."""
         self.calls += 1
         # FSDP2 replaces the head's parameters when it gathers them, so they are looked up at each call.
-        weight, bias = head_operands(head)
-        self._num_logits = weight.shape[0]
+        own = _inside(head)
+        self._num_logits = own.weight.shape[0]
         self.loss, self.correct = self._compute(
-            hidden=hidden, weight=weight, bias=bias, transform=self._transform
+            hidden=hidden, weight=own.weight, bias=own.bias, transform=self._transform
         )
         return self.loss
 
@@ -348,10 +309,8 @@ def loss_at_head(
     # Under DistributedDataParallel the returned loss is taken, which is connected to the nodes that it adds
     # to the graph. FSDP2 may have cast what the call returned to its policy's output_dtype, so there the loss
     # is taken as it was computed.
-    if replicated_by(model) is not None and forward.added is None:
-        forward.loss = returned
-    elif replicated_by(model) is not None:
-        forward.loss, forward.added = returned
+    if replicated_by(model) is not None:
+        forward.loss, forward.added = (returned, None) if forward.added is None else returned
     return forward
 
 

@@ -273,7 +273,8 @@ def _refuse_second_derivative() -> None:
     """Raise in a backward that is to be derived itself: the kept gradients would count as constants."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "a loss without logits has no derivative of its gradient (create_graph=True): use impl='logits'"
+            "a loss without logits has no derivative of its gradient (create_graph=True): call "
+            "prepare_loss(model, impl='logits') before it"
         )
 
 

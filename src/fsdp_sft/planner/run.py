@@ -77,7 +77,7 @@ class Run:
         reduce_dtype: Dtype of the gradients' reduction.
         logits_dtype: Dtype of the cross entropy with ``loss_impl="logits"``. None is ``param_dtype``: a plain
             loop that gives the model's logits to ``F.cross_entropy`` and holds on to them. ``torch.float32``
-            is what ``causal_lm_loss(impl="logits")`` does, and with ``cp > 1`` any loss.
+            is what the loss does after ``prepare_loss(model, impl="logits")``, and with ``cp > 1`` any loss.
         ep_size: Ranks over which the experts of a layer are distributed (``shard_model(ep_size=)``);
             ``dp_replicate * ep_size`` divides ``num_gpus``, and ``ep_size`` the number of experts. The
             estimate assumes that each rank gets as many tokens as it sends.

@@ -117,23 +117,6 @@ def refuse_untrainable(
         )
 
 
-def refuse_beside(
-    names: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer], mesh: "DeviceMesh | None"
-) -> None:
-    """Refuse to step tensors that have got a gradient and are no parameters of the model.
-
-    Raises:
-        OptimizerError: If an optimizer holds one.
-    """
-    beside = [p for p in stepped_by(*optimizers) if p.grad is not None and p not in names]
-    if beside and mesh is not None and mesh.size() > 1 and copies_of_rows(mesh) == 1:
-        raise OptimizerError(
-            f"the optimizer steps {len(beside)} tensors (the first of shape {tuple(beside[0].shape)}) that "
-            "are none of the model's parameters: no reduction over the ranks reaches them, and each rank "
-            "would train its own. Register them in the model before it is sharded"
-        )
-
-
 def _refuse_alone(model: nn.Module) -> None:
     """Refuse a model of this process alone in a job of several."""
     name, started = type(unwrapped(model)).__name__, os.environ.get("WORLD_SIZE", "1")
@@ -166,14 +149,6 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
                 f"input_ids are {ids.dtype}, and ids are integers: make them torch.long (vectors go into "
                 "inputs_embeds)"
             )
-        for name in ("attention_mask", "position_ids") if isinstance(ids, torch.Tensor) else ():
-            other: Any = batch.get(name)  # transformers takes a mask that is too short
-            flat = isinstance(other, torch.Tensor) and not other.is_nested and other.ndim == ids.ndim == 2
-            if flat and other.shape[1] != ids.shape[1]:
-                raise BatchError(
-                    f"{name} is {tuple(other.shape)} and input_ids are {tuple(ids.shape)}: it has an entry a "
-                    "token"
-                )
         vocabulary.check_ids(batch)
         _warn_of_length(model, batch)
         if knows_packs:
@@ -200,7 +175,7 @@ def _warn_of_length(model: nn.Module, batch: Any) -> None:
         )
 
 
-def look_at_labels(model: nn.Module, micro_batches: list[Any]) -> None:
+def look_at_labels(micro_batches: list[Any]) -> None:
     """Refuse a window of this rank whose labels show a recognised mistake; warn of trained padding.
 
     Recognised are labels that have been shifted already, and ``shift_labels`` that have not been shifted. A
@@ -228,32 +203,6 @@ def look_at_labels(model: nn.Module, micro_batches: list[Any]) -> None:
             "-100, as SFTCollator does",
             padding,
         )
-    pad = getattr(text_config(model), "pad_token_id", None)
-    unmasked = sum(
-        _unmasked(batch["input_ids"], batch["labels"] != IGNORE_INDEX, pad)
-        for batch in batches
-        if isinstance(pad, int)
-        and not is_shifted(batch)
-        and not batch.keys() & {"attention_mask", "position_ids"}
-    )
-    if unmasked and this_rank() == 0:
-        _logger.warning(
-            "%d places at the ends of rows hold the model's pad_token_id, and the batch has no "
-            "attention_mask: the model would learn to write padding, or read it before the text. Give the "
-            "mask, and labels of -100 there, as SFTCollator does",
-            unmasked,
-        )
-
-
-def _unmasked(ids: torch.Tensor, held: torch.Tensor, pad: int) -> int:
-    """Places at the ends of rows that hold padding and no mask, where it is trained or attended to.
-
-    One such token at an end may end the text, since many models pad with that; so only runs of two or more
-    count, without the first or last of them. Padding on the right that is not trained harms nothing.
-    """
-    padding = ids == pad
-    right, left = padding.flip(1).cumprod(1).flip(1).bool(), padding.cumprod(1).bool()
-    return int((right & right.roll(1, 1) & held).sum()) + int((left & ~right & left.roll(-1, 1)).sum())
 
 
 def _refuse_shift(batches: list[Any], name: str) -> None:

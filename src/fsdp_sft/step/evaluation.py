@@ -1,5 +1,6 @@
 """Mean loss over all targets of all ranks, without gradients."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,19 +14,12 @@ from fsdp_sft._model.sharded import compute_device, reshard, training_mesh_of
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank
-from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, sum_over_mesh
+from fsdp_sft._ranks.mesh import copies_of_rows, sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup, sequence_group_of
 from fsdp_sft.errors import BatchError
 from fsdp_sft.step.checks import check_batches, verify_at_first_use_of
 from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums
-from fsdp_sft.step.window import (
-    MicroBatch,
-    agree,
-    begun_late,
-    means_over_mesh,
-    measured,
-    refuse_different,
-)
+from fsdp_sft.step.window import MicroBatch, agree_on_window, begun_late, means_over_mesh, measured
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,40 +54,28 @@ def in_step(
 
     Collective: all ranks, if there is a mesh.
     """
-    one: MicroBatch | None = None  # this rank's own, and its last one after that
+    last: MicroBatch | None = None
     source = begun_late(batches)
     while True:
-        error, counts = None, False
+        error, read = None, []
         try:
-            batch = next(source, None)
-            if batch is not None:
-                counts = True
-                (one,) = measured([batch], objective, group)
-                check([one.seen])
+            read = list(itertools.islice(source, 1))
         except Exception as caught:
             error = caught
-        keys = () if one is None else one.keys
-        left = counts and one is not None and one.padded_left
-        total, different = agree(
-            mesh,
-            {"have": counts, "padded_left": left, "failed": error is not None},
-            {"keys": keys if counts else None, "keys of all": keys, "options": options},
+        window = agree_on_window(
+            read, mesh, objective, check=check, group=group, options=options, error=error, last=last
         )
-        if "options" in different:
-            refuse_different("options", options)
-        if total["failed"]:
-            raise_on_mesh(error, "reading a batch to evaluate", mesh)
-        if not total["have"]:
+        if not window.anywhere:
             return
-        if "keys" in different:
-            refuse_different("keys", {"micro-batch 0": keys} if counts else {})
-        if "keys of all" in different:  # not all that have run out can stand in: one batch is sent to all
+        counts = bool(window.micro_batches)
+        last = window.micro_batches[0] if counts else last
+        if not window.can_stand_in:  # one batch is sent to all that have run out
             sender = all_gather_objects(counts).index(True)
-            sent = all_gather_objects(one.given if one is not None and this_rank() == sender else None)
+            sent = all_gather_objects(last.given if last is not None and this_rank() == sender else None)
             if not counts:
-                (one,) = measured([sent[sender]], objective, group)
-        assert one is not None
-        yield one, counts, total["padded_left"] > 0
+                (last,) = measured([sent[sender]], objective, group)
+        assert last is not None
+        yield last, counts, window.padded_left
 
 
 @dataclass(frozen=True)
@@ -174,7 +156,7 @@ def evaluate(
                 if check:
                     verify_at_first_use_of(model, [batch], left, objective, mesh)
                 moved = batch.on_device(device, own_loss=objective.is_own)
-                found = objective.of(model, moved, is_counted=counts)
+                found = objective.of(model, moved)
                 if counts:
                     targets, weight = targets + batch.targets, weight + batch.weight
                     tokens += 0 if found.router is None else batch.tokens

@@ -47,13 +47,13 @@ class Objective:
         """Whether the loss is the caller's."""
         return self.loss_fn is not None
 
-    def of(self, model: nn.Module, batch: Any, *, is_counted: bool = True) -> LossParts:
+    def of(self, model: nn.Module, batch: Any) -> LossParts:
         """The loss of a batch.
 
         The caller's loss and metrics are those of whole rows. Ranks that share rows return equal shares.
         """
         if self.loss_fn is None:
-            return loss_parts(model, batch, is_counted=is_counted)
+            return loss_parts(model, batch)
         counter, group = counter_of(model), sequence_group_of(model)
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         counted = mask != 0 if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
@@ -66,7 +66,7 @@ class Objective:
         if group is not None:
             summed = summed / group.size
             metrics = {name: value / group.size for name, value in metrics.items()}
-        return LossParts(summed, None, (), torch.zeros_like(summed, dtype=torch.int64), metrics)
+        return LossParts(summed, None, torch.zeros_like(summed, dtype=torch.int64), metrics)
 
 
 def counted(batch: Any, count_fn: CountFn | None) -> float:

@@ -1,7 +1,7 @@
 """One optimizer step over a window of micro-batches."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,8 +19,8 @@ from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._ranks.mesh import copies_of_rows, sum_over_mesh
 from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft.attention.context_parallel import sequence_group_of
-from fsdp_sft.errors import NonFiniteGradientError, abridged
-from fsdp_sft.experts import ExpertLoad, counter_of
+from fsdp_sft.errors import BatchError, NonFiniteGradientError, abridged
+from fsdp_sft.experts import ExpertLoad, LateLoad, counter_of
 from fsdp_sft.loss import scaled_for_averaging
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
 from fsdp_sft.step.checks import (
@@ -30,7 +30,6 @@ from fsdp_sft.step.checks import (
     done_with,
     first_time,
     look_at_labels,
-    refuse_beside,
     refuse_untrainable,
     verify_at_first_use_of,
 )
@@ -52,7 +51,6 @@ from fsdp_sft.step.warnings import note_stepped, warn_of_likely_mistakes
 from fsdp_sft.step.window import Window, agree_on_window, means_over_mesh
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.lr_scheduler import LRScheduler
 
 GradSync = Literal["each", "last", "reduce_scatter"]
@@ -154,11 +152,11 @@ def train_step(
             divided by the sum. None counts the labels that are not -100 after the shift. With both functions
             given, a batch may be any object; tensors in dicts, lists and tuples are moved to the device.
         check: Whether to check the model and the batches before the first forward. Errors are labels that
-            have been shifted already, ids beyond the model's, other rows on ranks
-            that share them, nothing that is trained, and trained parameters outside the shards; the first
-            pack shows whether the model mixes its rows, as ``verify_packing`` does. Warnings are the same
-            rows on all ranks, and what may be meant. Labels that ``loss_fn`` or ``count_fn`` interprets are
-            not checked; labels and rows are looked at in the model's first window.
+            have been shifted already, ids beyond the model's, other rows on ranks that share them, nothing
+            that is trained, and trained parameters outside the shards; the first pack shows whether the model
+            mixes its rows, as ``verify_packing`` does. Warnings are the same rows on all ranks, and what may
+            be meant. Labels that ``loss_fn`` or ``count_fn`` interprets are not checked; labels and rows are
+            looked at in the model's first window.
 
     Returns:
         The same ``StepResult`` on every rank.
@@ -186,97 +184,196 @@ def train_step(
         >>> result.skipped, result.num_targets > 0
         (False, True)
     """
-    if grad_sync not in _UNTIL_THE_LAST:
-        raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
-    max_grad_norm = checked_norm(max_grad_norm)
-    objective = Objective(loss_fn, count_fn)
-    optimizers, names, left_out = checked_optimizers(model, optimizer)
-    schedulers = checked_schedulers(scheduler, optimizers)
-    scaler = prepare_scaler(optimizers, scaler)
-    mesh, group, counter = training_mesh_of(model), sequence_group_of(model), counter_of(model)
-    refuse_divided_twice(model)
-    is_first = check and FIRST_WINDOW not in done_with(model)
-
-    def check_window(seen: list[Any]) -> None:
-        if not check:
-            return
-        refuse_untrainable(model, names, optimizers, mesh)
-        warn_of_likely_mistakes(model, optimizers, schedulers, scaler, names, left_out)
-        if is_first and objective.knows_accuracy:
-            look_at_labels(model, seen)
-        check_batches(model, seen, own_loss=objective.is_own)
-
-    options = {
-        "max_grad_norm": max_grad_norm,
-        "grad_sync": grad_sync,
-        "loss_fn": objective.is_own,
-        "check": check,
-        "trained": tuple(name for parameter, name in names.items() if parameter.requires_grad),
-        "optimizers": options_of(optimizers),
-        "scale": None if scaler is None else known_scale(scaler),
-        "watched": counter is not None,
-    }
-    window = agree_on_window(micro_batches, mesh, objective, check=check_window, group=group, options=options)
-    if is_first:
-        compare_rows(window.micro_batches, mesh)
-        done_with(model).add(FIRST_WINDOW)
+    step = _Step(model, optimizer, scheduler, scaler, Objective(loss_fn, count_fn), max_grad_norm, grad_sync)
+    window = step.agree(micro_batches, check)
     if window.weight == 0:
         return _without_step(model, window)
     if check:
-        verify_at_first_use_of(model, window.micro_batches, window.padded_left, objective, mesh)
-
-    sums, load = Sums(compute_device(model)), None
+        verify_at_first_use_of(model, window.micro_batches, window.padded_left, step.objective, step.mesh)
     try:
-        if counter is not None:
-            counter.start()
-        forget_held_back(model)
-        _forward_and_backward(model, window, objective, sums, mesh, scaler, _UNTIL_THE_LAST[grad_sync])
-        if check:
-            refuse_beside(names, optimizers, mesh)
-        with part("clip_gradients"):
-            infs = unscale(optimizers, scaler)
-            norm = clip_gradients(model, max_grad_norm)
-        if counter is not None:
-            load = counter.finish(mesh, compute_device(model))
-        late = LateValues([norm, *infs, *sums.tensors()])
-        with part("optimizer"):
-            total_norm, *read = late.read()  # the only place where the host waits for the device
-            has_infs, read = any(read[: len(infs)]), read[len(infs) :]
-            step_all(optimizers, scaler, skipped=has_infs or not math.isfinite(total_norm))
+        step.forward_and_backward(window)
+        step.clip()
+        step.update()
     except BaseException:
-        if counter is not None:
-            counter.abandon()
-        if scaler is not None:
-            forget_unscaled(scaler)
+        step.give_up()
         raise
     finally:
-        for one in optimizers:
+        for one in step.optimizers:
             one.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)  # also gradients of parameters that no optimizer holds
+    return step.result(window)
 
-    copies = copies_of_rows(mesh)
-    divisor = window.weight * copies
-    loss, router_loss, correct = sum_over_mesh(read[:3], mesh)
-    own_metrics = dict(zip(sums.metrics, read[3:], strict=True))
-    metrics = means_over_mesh(own_metrics, mesh, divisor) if objective.is_own else {}
-    if not math.isfinite(total_norm) and not has_infs:
-        raise _non_finite(total_norm, loss / divisor, read[0], names, mesh)
-    for each in schedulers if not has_infs else ():
-        each.step()
-        note_stepped(each)
-    return StepResult(
-        loss / divisor,
-        total_norm,
-        window.targets,
-        window.tokens,
-        skipped=has_infs,
-        skip_reason="inf gradients" if has_infs else None,
-        router_loss=router_loss / divisor,
-        target_weight=window.weight,
-        expert_load=None if load is None else load.read(),
-        metrics=metrics,
-        token_accuracy=correct / (window.targets * copies) if objective.knows_accuracy else math.nan,
-    )
+
+class _Step:
+    """One step: made of what it is given, and then its phases in the order in which they stand here."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        scheduler: "LRScheduler | Sequence[LRScheduler] | None",
+        scaler: torch.amp.GradScaler | None,
+        objective: Objective,
+        max_grad_norm: float | None,
+        grad_sync: GradSync,
+    ) -> None:
+        if grad_sync not in _UNTIL_THE_LAST:
+            raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
+        self.model, self.objective, self.grad_sync = model, objective, grad_sync
+        self.max_grad_norm = checked_norm(max_grad_norm)
+        self.optimizers, self.names, self.left_out = checked_optimizers(model, optimizer)
+        self.schedulers = checked_schedulers(scheduler, self.optimizers)
+        self.scaler = prepare_scaler(self.optimizers, scaler)
+        self.mesh, self.counter = training_mesh_of(model), counter_of(model)
+        self.device = compute_device(model)
+        self.sums = Sums(self.device)
+        self.load: LateLoad | None = None
+        refuse_divided_twice(model)
+
+    def agree(self, micro_batches: Any, check: bool) -> Window:
+        """What the ranks agree on before the first forward; each raises if one has a reason to."""
+        model, objective = self.model, self.objective
+        is_first = check and FIRST_WINDOW not in done_with(model)
+        is_window = isinstance(micro_batches, (list, tuple)) and len(micro_batches) > 0
+        error = BatchError(
+            "train_step takes the window as a list of batches, at least one micro-batch, got "
+            f"{type(micro_batches).__name__ if micro_batches else 'an empty window'}; wrap a single batch as "
+            "[batch]"
+        )
+
+        def check_window(seen: list[Any]) -> None:
+            if not check:
+                return
+            refuse_untrainable(model, self.names, self.optimizers, self.mesh)
+            warn_of_likely_mistakes(model, self.optimizers, self.schedulers, self.scaler, self.left_out)
+            if is_first and objective.knows_accuracy:
+                look_at_labels(seen)
+            check_batches(model, seen, own_loss=objective.is_own)
+
+        options = {
+            "max_grad_norm": self.max_grad_norm,
+            "grad_sync": self.grad_sync,
+            "loss_fn": objective.is_own,
+            "check": check,
+            "trained": tuple(name for parameter, name in self.names.items() if parameter.requires_grad),
+            "optimizers": options_of(self.optimizers),
+            "scale": None if self.scaler is None else known_scale(self.scaler),
+            "watched": self.counter is not None,
+            "micro_batches": len(micro_batches) if is_window else 0,
+        }
+        window = agree_on_window(
+            micro_batches if is_window else [],
+            self.mesh,
+            objective,
+            check=check_window,
+            group=sequence_group_of(model),
+            options=options,
+            error=None if is_window else error,
+        )
+        if is_first:
+            compare_rows(window.micro_batches, self.mesh)
+            done_with(model).add(FIRST_WINDOW)
+        return window
+
+    def forward_and_backward(self, window: Window) -> None:
+        """Run each micro-batch forward and backward; gradients are of the window's loss per target."""
+        if self.counter is not None:
+            self.counter.start()
+        forget_held_back(self.model)
+        mesh, copies, weight = self.mesh, copies_of_rows(self.mesh), window.weight
+        for batch in window.micro_batches:
+            is_last = batch is window.micro_batches[-1]
+            with gradient_sync(self.model, "all" if is_last else _UNTIL_THE_LAST[self.grad_sync]):
+                with part("forward"):
+                    moved = batch.on_device(self.device, own_loss=self.objective.is_own)
+                    found = self.objective.of(self.model, moved)
+                router = found.router
+                if router is not None:
+                    # The router's loss of a micro-batch is a mean. Times its share of the window's tokens and
+                    # the window's weight it is in the unit of the summed loss, so that one scale fits both.
+                    router = router * (batch.tokens / max(window.tokens, 1) * weight)
+                self.sums.add(found, router)
+                summed = found.summed if router is None else found.summed + router
+                loss = scaled_for_averaging(summed, weight * copies) if mesh is not None else summed / weight
+                with part("backward"):
+                    (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
+
+    def clip(self) -> None:
+        """Measure the gradient, and clip it."""
+        with part("clip_gradients"):
+            self.infs = unscale(self.optimizers, self.scaler)
+            self.norm = clip_gradients(self.model, self.max_grad_norm)
+        if self.counter is not None:
+            self.load = self.counter.finish(self.mesh, self.device)
+
+    def update(self) -> None:
+        """Step the optimizers, once the host has read whether the gradient is finite."""
+        late = LateValues([self.norm, *self.infs, *self.sums.tensors()])
+        with part("optimizer"):
+            self.total_norm, *read = late.read()  # the only place where the host waits for the device
+            self.has_infs, self.read = any(read[: len(self.infs)]), read[len(self.infs) :]
+            skipped = self.has_infs or not math.isfinite(self.total_norm)
+            step_all(self.optimizers, self.scaler, skipped=skipped)
+
+    def give_up(self) -> None:
+        """Forget what a step that failed has begun."""
+        if self.counter is not None:
+            self.counter.abandon()
+        if self.scaler is not None:
+            forget_unscaled(self.scaler)
+
+    def result(self, window: Window) -> StepResult:
+        """The sums over all ranks; schedules go on.
+
+        Raises:
+            NonFiniteGradientError: If the norm is not finite, and no scaler has skipped the step.
+        """
+        copies, mesh = copies_of_rows(self.mesh), self.mesh
+        divisor = window.weight * copies
+        loss, router_loss, correct = sum_over_mesh(self.read[:3], mesh)
+        own_metrics = dict(zip(self.sums.metrics, self.read[3:], strict=True))
+        metrics = means_over_mesh(own_metrics, mesh, divisor) if self.objective.is_own else {}
+        if not math.isfinite(self.total_norm) and not self.has_infs:
+            raise self._non_finite(loss / divisor)
+        for each in self.schedulers if not self.has_infs else ():
+            each.step()
+            note_stepped(each)
+        return StepResult(
+            loss / divisor,
+            self.total_norm,
+            window.targets,
+            window.tokens,
+            skipped=self.has_infs,
+            skip_reason="inf gradients" if self.has_infs else None,
+            router_loss=router_loss / divisor,
+            target_weight=window.weight,
+            expert_load=None if self.load is None else self.load.read(),
+            metrics=metrics,
+            token_accuracy=correct / (window.targets * copies) if self.objective.knows_accuracy else math.nan,
+        )
+
+    def _non_finite(self, loss: float) -> NonFiniteGradientError:
+        """The error of a gradient that is not finite, with the ranks and the weights that are not.
+
+        Collective: all ranks of the mesh.
+        """
+        where = ""
+        if self.mesh is not None and self.mesh.size() > 1:
+            finite = all_gather_objects(math.isfinite(self.read[0]))
+            ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
+            where = f" (that of rank {abridged(ranks)} is not finite)" if ranks else " (finite on every rank)"
+        broken = [
+            name for one, name in self.names.items() if not bool(values_of(one.detach()).isfinite().all())
+        ]
+        advice = (
+            f"{abridged(broken)} hold values that are not finite: load the weights again"
+            if broken
+            else "Look at the last batches, lower the learning rate"
+        )
+        return NonFiniteGradientError(
+            f"the gradient norm is {self.total_norm} at a loss of {loss:.4g}{where}; parameters and "
+            f"optimizer are unchanged. {advice}, or start from the last checkpoint"
+        )
 
 
 def _without_step(model: nn.Module, window: Window) -> StepResult:
@@ -291,66 +388,3 @@ def _without_step(model: nn.Module, window: Window) -> StepResult:
             "rows with render_labels. If max_length cuts off the answers, filter_rows leaves such rows out"
         )
     return StepResult(math.nan, math.nan, 0, window.tokens, skipped=True, skip_reason=reason)
-
-
-def _non_finite(
-    norm: float,
-    loss: float,
-    own_loss: float,
-    names: Mapping[torch.nn.Parameter, str],
-    mesh: "DeviceMesh | None",
-) -> NonFiniteGradientError:
-    """The error of a gradient that is not finite: the ranks whose loss is not, and the weights that are not.
-
-    Args:
-        norm: Norm of the gradient.
-        loss: Mean loss of the window.
-        own_loss: This rank's summed loss.
-        names: The model's parameters with their names.
-        mesh: Ranks that share the window.
-
-    Collective: all ranks of the mesh.
-    """
-    where = ""
-    if mesh is not None and mesh.size() > 1:
-        finite = all_gather_objects(math.isfinite(own_loss))
-        ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
-        where = f" (that of rank {abridged(ranks)} is not finite)" if ranks else " (finite on every rank)"
-    broken = [name for one, name in names.items() if not bool(values_of(one.detach()).isfinite().all())]
-    advice = (
-        f"{abridged(broken)} hold values that are not finite: load the weights again"
-        if broken
-        else "Look at the last batches, lower the learning rate"
-    )
-    return NonFiniteGradientError(
-        f"the gradient norm is {norm} at a loss of {loss:.4g}{where}; parameters and optimizer are "
-        f"unchanged. {advice}, or start from the last checkpoint"
-    )
-
-
-def _forward_and_backward(
-    model: nn.Module,
-    window: Window,
-    objective: Objective,
-    sums: Sums,
-    mesh: "DeviceMesh | None",
-    scaler: torch.amp.GradScaler | None,
-    until_the_last: SyncMode,
-) -> None:
-    """Run each micro-batch forward and backward; gradients are of the window's loss per target."""
-    device, copies, weight = compute_device(model), copies_of_rows(mesh), window.weight
-    for batch in window.micro_batches:
-        is_last = batch is window.micro_batches[-1]
-        with gradient_sync(model, "all" if is_last else until_the_last):
-            with part("forward"):
-                found = objective.of(model, batch.on_device(device, own_loss=objective.is_own))
-            router = found.router
-            if router is not None:
-                # The router's loss of a micro-batch is a mean. Times its share of the window's tokens and
-                # the window's weight it is in the unit of the summed loss, so that one scale fits both.
-                router = router * (batch.tokens / max(window.tokens, 1) * weight)
-            sums.add(found, router)
-            summed = found.summed if router is None else found.summed + router
-            loss = scaled_for_averaging(summed, weight * copies) if mesh is not None else summed / weight
-            with part("backward"):
-                (scaler.scale(loss) if scaler is not None else loss).backward()

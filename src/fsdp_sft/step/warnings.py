@@ -16,10 +16,9 @@ from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.dcp_io.model_state import loaded_step
 from fsdp_sft.errors import abridged
 from fsdp_sft.sac import draws_random_numbers
-from fsdp_sft.step.checks import done_with, first_time
+from fsdp_sft.step.checks import first_time
 from fsdp_sft.step.update import stepped_by
 
-_AT_A_RATE = "was trained at a learning rate above 0"
 # Where train_step has left each of torch's schedules; looked up, and forgotten, in the next step.
 _stepped_at: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
 
@@ -29,7 +28,6 @@ def warn_of_likely_mistakes(
     optimizers: list[torch.optim.Optimizer],
     schedulers: Sequence[Any],
     scaler: torch.amp.GradScaler | None,
-    names: dict[nn.Parameter, str],
     left_out: list[str],
 ) -> None:
     """Warn, on rank 0, of what makes a training wrong or useless, unless it is meant.
@@ -39,7 +37,6 @@ def warn_of_likely_mistakes(
         optimizers: Those that step it.
         schedulers: Those of their learning rates.
         scaler: Scaler of the loss; None without one.
-        names: Its parameters with their names.
         left_out: Names of parameters that require gradients and are in no optimizer.
     """
     if this_rank() != 0:
@@ -65,13 +62,6 @@ def warn_of_likely_mistakes(
             "they stay as they are, and their gradients cost memory and count in the norm that is clipped. "
             "Give them to the optimizer, or freeze them with requires_grad_(False)"
         )
-    left = [name for parameter, name in names.items() if parameter.grad is not None]
-    if left and first_time(model, "gradients"):
-        warn_caller(
-            f"{len(left)} parameters have a gradient before the step ({abridged(left)}), as a backward of "
-            "your own leaves it, and this window's are added to it. If that is not meant, leave that "
-            "backward to train_step, or call optimizer.zero_grad() before it"
-        )
     _warn_of_schedules(model, schedulers)
     step = loaded_step(model, with_optimizer=False)
     if step is not None and not any(one.state for one in optimizers) and first_time(model, f"step {step}"):
@@ -80,7 +70,6 @@ def warn_of_likely_mistakes(
             "trained on with one that begins anew. To continue that run, pass load_checkpoint(..., "
             "optimizer=optimizer)"
         )
-    _warn_of_rates_of_0(model, optimizers, schedulers, scaler)
 
 
 def note_stepped(scheduler: Any) -> None:
@@ -115,34 +104,6 @@ def _warn_of_schedules(model: nn.Module, schedulers: Sequence[Any]) -> None:
             "that its warm-up comes again: save its state_dict() in train_state, and load_state_dict() it "
             "from load_checkpoint(...).train_state, unless a new schedule is meant"
         )
-
-
-def _warn_of_rates_of_0(
-    model: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    schedulers: Sequence[Any],
-    scaler: torch.amp.GradScaler | None,
-) -> None:
-    """Warn of rates that have become 0, or are 0 in the first three steps."""
-    above = any(_is_above_0(group.get("lr")) for one in optimizers for group in one.param_groups)
-    begins = any(getattr(one, "last_epoch", None) == 0 for one in schedulers)  # a warm-up from 0
-    if _AT_A_RATE in done_with(model) and not (above or begins) and first_time(model, "rates"):
-        warn_caller(
-            "every learning rate has become 0, and a step changes nothing. If the schedule does not rise "
-            "again, it was made for fewer steps: count them as the loop takes them, for each epoch the "
-            "batches of the loader divided by grad_accum_steps, rounded up"
-        )
-    if above:
-        done_with(model).add(_AT_A_RATE)
-    started = any(_is_above_0(group.get("initial_lr", 0)) for one in optimizers for group in one.param_groups)
-    if started and not schedulers and scaler is None and _AT_A_RATE not in done_with(model):
-        first, second, third = (f"step {number} at rate 0" for number in (1, 2, 3))
-        if not first_time(model, first) and not first_time(model, second) and first_time(model, third):
-            warn_caller(
-                "every learning rate has been 0 in three steps, which changed nothing: a schedule that warms "
-                "up from 0 is stepped by nobody. Pass train_step(scheduler=scheduler), or call "
-                "scheduler.step() after each step"
-            )
 
 
 def _warn_of_an_end_without_gradient(model: nn.Module) -> None:
@@ -191,8 +152,3 @@ def _sets_other_rates(scheduler: Any) -> bool:
     pairs = [(rate, group["lr"]) for rate, group in zip(last, groups, strict=False)]
     on_host = [pair for pair in pairs if all(getattr(rate, "is_cpu", True) for rate in pair)]
     return any(not math.isclose(a, b, rel_tol=1e-6) for a, b in on_host)
-
-
-def _is_above_0(rate: Any) -> bool:
-    """Whether a rate is not 0; one on a device counts as such, since the host would have to wait for it."""
-    return (isinstance(rate, torch.Tensor) and not rate.is_cpu) or rate != 0

@@ -117,6 +117,8 @@ class Window:
         weight: Sum of the targets' ``loss_weights`` on all ranks; without weights the number of targets.
         padded_left: Whether any rank has a row that is padded on the left.
         micro_batches: Those of this rank.
+        anywhere: Whether any rank has a micro-batch.
+        can_stand_in: Whether the last batch of each rank has the same keys, if it has no other.
     """
 
     targets: int
@@ -124,16 +126,20 @@ class Window:
     weight: float
     padded_left: bool
     micro_batches: list[MicroBatch]
+    anywhere: bool
+    can_stand_in: bool
 
 
 def agree_on_window(
-    micro_batches: list[Any],
+    micro_batches: Sequence[Any],
     mesh: "DeviceMesh | None",
     objective: Objective,
     *,
     check: Callable[[list[Any]], None],
     group: SequenceGroup | None,
     options: dict[str, Any],
+    error: Exception | None = None,
+    last: MicroBatch | None = None,
 ) -> Window:
     """Check the window and agree on it, or raise the same error on all ranks; one small all-reduce.
 
@@ -143,33 +149,33 @@ def agree_on_window(
         objective: Definition of the loss.
         check: Function that raises if the model cannot be trained, or not with these batches on the host.
         group: Ranks that share the rows.
-        options: Options of the step that must be the same on every rank.
+        options: Options of the call that must be the same on every rank.
+        error: Why this rank has no window, if it has failed before.
+        last: The batch that this rank had before, where ranks may have none.
+
+    Raises:
+        BatchError: If ranks differ in the options, or those that have batches in the keys of these.
 
     Collective: all ranks, if there is a mesh.
     """
-    error: Exception | None = None
     batches: list[MicroBatch] = []
     try:
-        if not isinstance(micro_batches, (list, tuple)) or not micro_batches:
-            got = type(micro_batches).__name__ if micro_batches else "an empty window"
-            raise BatchError(
-                f"train_step takes the window as a list of batches, at least one micro-batch, got {got}; "
-                "wrap a single batch as [batch]"
-            )
         batches = measured(micro_batches, objective, group)
         check([one.seen for one in batches])
     except Exception as caught:
-        error = caught
+        error = error or caught
     keys = {f"micro-batch {index}": one.keys for index, one in enumerate(batches)}
-    options = {**options, "micro_batches": len(batches)}
+    last = batches[-1] if batches else last
     own = {
+        "batches": len(batches),
         "weight": sum(one.weight for one in batches),
         "targets": sum(one.targets for one in batches),
         "tokens": sum(one.tokens for one in batches),
         "padded_left": any(one.padded_left for one in batches),
         "failed": error is not None,
     }
-    total, different = agree(mesh, own, {"options": options, "keys": keys})
+    same = {"options": options, "keys": keys or None, "last": last.keys if last else ()}
+    total, different = agree(mesh, own, same)
     if total["failed"]:
         raise_on_mesh(error, "checking the window and the model", mesh)
     if "options" in different:
@@ -178,7 +184,8 @@ def agree_on_window(
         refuse_different("keys", keys)
     copies = copies_of_rows(mesh)
     targets, tokens = round(total["targets"] / copies), int(total["tokens"]) // copies
-    return Window(targets, tokens, total["weight"] / copies, total["padded_left"] > 0, batches)
+    left, anywhere = total["padded_left"] > 0, total["batches"] > 0
+    return Window(targets, tokens, total["weight"] / copies, left, batches, anywhere, "last" not in different)
 
 
 def agree(

@@ -14,6 +14,7 @@ from tests.harness.architectures import class_names, quiet, tiny_architecture
 from tests.harness.device import mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PADDED, PLAIN, batch_of, plain_gradients, rows_of
+from tests.harness.losses import with_loss
 from tests.harness.models import full
 from tests.harness.ranks import run_distributed
 
@@ -65,7 +66,7 @@ def _compare(
     model: Any, batch: Any, mesh: Any, loss: float, gradients: dict[str, torch.Tensor], kind: str
 ) -> None:
     num_targets = fs.count_targets([batch], mesh=mesh)
-    own = fs.causal_lm_loss(model, batch, num_targets=num_targets, router_loss="off")
+    own = fs.causal_lm_loss(with_loss(model, router_loss="off"), batch, num_targets=num_targets)
     own.backward()
     total = own.detach().double()
     dist.all_reduce(total)

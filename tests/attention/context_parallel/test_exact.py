@@ -13,6 +13,7 @@ from tests.harness.architectures import quiet, tiny_architecture
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, PLAIN, batch_of, plain_gradients, rows_of
+from tests.harness.losses import with_loss
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import run_distributed
 
@@ -55,7 +56,9 @@ def _check_exact(
             for impl in ("chunked", "logits"):
                 num_targets = fs.count_targets([batch], mesh=mesh)
                 assert num_targets == sum(int((y[1:] != -100).sum()) for rows in per_share for _, y in rows)
-                own = fs.causal_lm_loss(model, batch, num_targets=num_targets, impl=impl, router_loss="off")
+                own = fs.causal_lm_loss(
+                    with_loss(model, impl=impl, router_loss="off"), batch, num_targets=num_targets
+                )
                 own.backward()
                 total = own.detach().double()
                 dist.all_reduce(total)

@@ -13,6 +13,7 @@ from tests.harness.architectures import quiet, tiny_architecture
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, batch_of, plain_gradients, rows_of
+from tests.harness.losses import with_loss
 from tests.harness.models import full
 from tests.harness.ranks import run_distributed
 
@@ -31,7 +32,7 @@ def _in_parts(model: Any, mesh: Any, batch: Any) -> tuple[float, dict[str, torch
     """Loss and gradients over all ranks."""
     batch = {name: value.to(device_here()) for name, value in batch.items()}
     num_targets = fs.count_targets([batch], mesh=mesh)
-    own = fs.causal_lm_loss(model, batch, num_targets=num_targets, router_loss="off")
+    own = fs.causal_lm_loss(with_loss(model, router_loss="off"), batch, num_targets=num_targets)
     own.backward()
     total = own.detach().double()
     dist.all_reduce(total)

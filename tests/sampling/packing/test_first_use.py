@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
+from tests.harness.losses import with_loss
 from tests.harness.models import VOCAB, oracle_loss, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
 from tests.harness.ranks import run_distributed
@@ -101,7 +102,7 @@ def test_a_pack_with_a_mask_is_refused(values: str) -> None:
         lambda: _step(model, batch),
         lambda: fs.evaluate(model, [batch]),
         lambda: fs.loss_sum(model, batch),
-        lambda: fs.causal_lm_loss(model, batch, num_targets=3, impl="logits"),
+        lambda: fs.causal_lm_loss(with_loss(model, impl="logits"), batch, num_targets=3),
     ):
         with pytest.raises(fs.PackingError, match="position_ids that begin anew"):
             call()
