@@ -225,7 +225,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "ranks whose batches have different keys": {"mesh": "fsdp 2", "twist": "keys differ"},
     "a pack on a model that does not keep its rows apart": {
         "mesh": "hsdp 2x2",
-        "architecture": "convolution",
+        "architecture": "float32 modules",
         "batches": "packed",
     },
     "operations kept in blocks that have groups of their own": {

@@ -123,7 +123,7 @@ REASONS: tuple[Reason, ...] = (
         "a pack on a model that does not keep its rows apart",
         "PackingError",
         r"not kept apart",
-        lambda draw: _is(draw, architecture=("convolution", "float32 modules"), batches="packed"),
+        lambda draw: _is(draw, architecture="float32 modules", batches="packed"),
         ("architecture", "batches"),
         "pad the rows, or take a model whose layers look at positions",
     ),

@@ -16,7 +16,7 @@ from fsdp_sft._process import limits
 from fsdp_sft._ranks import agree
 from fsdp_sft._tensors import disk, reader, stored, torch_file
 from fsdp_sft.collate.encoded import store
-from fsdp_sft.dcp_io import retention
+from fsdp_sft.dcp_io import folder
 from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import make_model
@@ -114,7 +114,7 @@ def test_a_save_stands_where_older_steps_must_not_be_read(
     for step in (1, 2):
         fs.save_checkpoint(tmp_path, step, model=model)
     with monkeypatch.context() as patch:
-        patch.setattr(retention, "read_manifest", _refusing)
+        patch.setattr(folder, "read_manifest", _refusing)
         with pytest.warns(UserWarning, match="none was deleted: .*Permission denied"):
             fs.save_checkpoint(tmp_path, 3, model=model, keep_last=1)
     assert [info.step for info in fs.find_checkpoints(tmp_path) if info.sound] == [1, 2, 3]
@@ -136,7 +136,7 @@ def test_few_files_of_a_checkpoint_are_open_at_a_time(
 
     def counted(self: Any, batch: Any) -> int:
         fd = descriptor(self, batch)
-        opened.append(len(self._descriptors))
+        opened.append(len(self.descriptors))
         return fd
 
     monkeypatch.setattr(reader, "_AHEAD", 1)

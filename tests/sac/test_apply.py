@@ -104,8 +104,6 @@ def test_other_arguments_are_checked() -> None:
         fs.select_block_indices(8, 0.5, placement="random")
     with pytest.raises(ValueError, match="num_blocks"):
         fs.select_block_indices(-1, 0.5)
-    with pytest.raises(ValueError, match="preserve_rng_state"):
-        fs.apply_sac(tiny_model("llama"), 0.5, preserve_rng_state="sometimes")
 
 
 DROPOUT: dict[str, dict[str, Any]] = {"bert": {"hidden_dropout_prob": 0.2}}  # test_matrix.py has the others
@@ -351,8 +349,6 @@ def test_a_ratio_or_blocks_and_no_other_checkpointing() -> None:
     for arguments in ({}, {"ratio": 1, "blocks": [0]}):
         with pytest.raises(ValueError, match="either a ratio such as '1/3' or blocks="):
             fs.apply_sac(model, **arguments)
-    with pytest.raises(ValueError, match="early_stop"):
-        fs.apply_sac(model, 1, early_stop="no")
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match=r"call model.gradient_checkpointing_disable\(\) before apply_sac"):
         fs.apply_sac(model, "1/3")

@@ -48,12 +48,12 @@ def _tied(*, disturb: bool) -> Any:
             block.mlp.gate.weight[1] *= 100  # so that a unit in the last place shows behind the softmax
             block.mlp.gate.weight[2] = block.mlp.gate.weight[1]
         block.mlp.gate = Disturbed(block.mlp.gate, disturb=disturb)
-    return model
+    return with_loss(model, router_loss="off")
 
 
 def _gradients(model: Any) -> dict[str, torch.Tensor]:
     batch = {name: value.to(device_here()) for name, value in ragged_batches(2)[0].items()}
-    summed, _ = fs.loss_sum(with_loss(model, router_loss="off"), batch)
+    summed, _ = fs.loss_sum(model, batch)
     summed.backward()
     return {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 

@@ -148,15 +148,6 @@ def data_parallel_place(mesh: "DeviceMesh") -> tuple[int, int]:
     return place // each, mesh.size() // each  # cp is the last axis
 
 
-def copies_of_rows(mesh: "DeviceMesh | None") -> int:
-    """Number of ranks of a model's mesh that get the same whole row, as tensor parallelism needs."""
-    names = () if mesh is None else mesh.mesh_dim_names or ()
-    # If a model's only mesh is that of its experts, all other parameters are on every rank, and all ranks get
-    # the same rows.
-    axis = TP if TP in names else EP if EP in names else None
-    return 1 if mesh is None or axis is None else mesh[axis].size()
-
-
 def host_group(mesh: "DeviceMesh", axis: str) -> dist.ProcessGroup:
     """This rank's process group along an axis, for tensors in host memory.
 

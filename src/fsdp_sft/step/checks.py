@@ -27,7 +27,7 @@ from fsdp_sft._model.wrappers import replicated_by, unwrapped
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.streams import host_copies
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank, world_size
-from fsdp_sft._ranks.mesh import CP, EP, TP, copies_of_rows, has_made_cp
+from fsdp_sft._ranks.mesh import CP, has_made_cp
 from fsdp_sft._tensors.safetensors import bytes_of
 from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.errors import BatchError, OptimizerError, UnsupportedModelError, abridged
@@ -68,6 +68,23 @@ def first_time(model: nn.Module, thing: str) -> bool:
     return is_first
 
 
+def refuse_beside(
+    names: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer], mesh: "DeviceMesh | None"
+) -> None:
+    """Refuse to step tensors that have got a gradient and are no parameters of the model.
+
+    Raises:
+        OptimizerError: If an optimizer holds one.
+    """
+    beside = [p for p in stepped_by(*optimizers) if p.grad is not None and p not in names]
+    if beside and mesh is not None and mesh.size() > 1:
+        raise OptimizerError(
+            f"the optimizer steps {len(beside)} tensors (the first of shape {tuple(beside[0].shape)}) that "
+            "are none of the model's parameters: no reduction over the ranks reaches them, and each rank "
+            "would train its own. Register them in the model before it is sharded"
+        )
+
+
 def refuse_untrainable(
     model: nn.Module,
     names: dict[nn.Parameter, str],
@@ -103,7 +120,6 @@ def refuse_untrainable(
     refuse_merged(model, "training")
     if mesh is None:
         _refuse_alone(model)
-    if mesh is None or copies_of_rows(mesh) > 1:
         return
     refuse_changed_gradients(model, mesh)
     if mesh.size() == 1:
@@ -243,7 +259,7 @@ def compare_rows(micro_batches: list[MicroBatch], mesh: "DeviceMesh | None") -> 
         return
     place: Any = mesh.get_coordinate() or ()
     names = mesh.mesh_dim_names or ("",) * len(place)  # a mesh of torch need not have names
-    own_place = tuple(at for name, at in zip(names, place, strict=True) if name not in (CP, TP, EP))
+    own_place = tuple(at for name, at in zip(names, place, strict=True) if name != CP)
     own = own_place, _digest_of_rows(micro_batches), any(one.targets for one in micro_batches)
     places: dict[bytes, dict[tuple[int, ...], list[int]]] = {}
     rows_at: dict[tuple[int, ...], set[bytes]] = {}

@@ -14,7 +14,7 @@ from fsdp_sft._model.sharded import compute_device, reshard, training_mesh_of
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank
-from fsdp_sft._ranks.mesh import copies_of_rows, sum_over_mesh
+from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup, sequence_group_of
 from fsdp_sft.errors import BatchError
 from fsdp_sft.step.checks import check_batches, verify_at_first_use_of
@@ -179,7 +179,7 @@ def evaluate(
     return EvalResult(
         loss,
         math.exp(loss) if loss < 709 else math.inf,
-        round(all_targets / copies_of_rows(mesh)),
+        round(all_targets),
         router_loss / max(all_tokens, 1),
         means_over_mesh(metrics, mesh, all_weight) if objective.is_own else {},
         correct / all_targets if objective.knows_accuracy else math.nan,

@@ -16,7 +16,7 @@ from fsdp_sft._process.streams import LateValues
 from fsdp_sft._process.trace_spans import part
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank
-from fsdp_sft._ranks.mesh import copies_of_rows, sum_over_mesh
+from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.errors import BatchError, NonFiniteGradientError, abridged
@@ -30,6 +30,7 @@ from fsdp_sft.step.checks import (
     done_with,
     first_time,
     look_at_labels,
+    refuse_beside,
     refuse_untrainable,
     verify_at_first_use_of,
 )
@@ -280,7 +281,7 @@ class _Step:
         if self.counter is not None:
             self.counter.start()
         forget_held_back(self.model)
-        mesh, copies, weight = self.mesh, copies_of_rows(self.mesh), window.weight
+        mesh, weight = self.mesh, window.weight
         for batch in window.micro_batches:
             is_last = batch is window.micro_batches[-1]
             with gradient_sync(self.model, "all" if is_last else _UNTIL_THE_LAST[self.grad_sync]):
@@ -294,12 +295,13 @@ class _Step:
                     router = router * (batch.tokens / max(window.tokens, 1) * weight)
                 self.sums.add(found, router)
                 summed = found.summed if router is None else found.summed + router
-                loss = scaled_for_averaging(summed, weight * copies) if mesh is not None else summed / weight
+                loss = scaled_for_averaging(summed, weight) if mesh is not None else summed / weight
                 with part("backward"):
                     (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
 
     def clip(self) -> None:
         """Measure the gradient, and clip it."""
+        refuse_beside(self.names, self.optimizers, self.mesh)
         with part("clip_gradients"):
             self.infs = unscale(self.optimizers, self.scaler)
             self.norm = clip_gradients(self.model, self.max_grad_norm)
@@ -328,8 +330,7 @@ class _Step:
         Raises:
             NonFiniteGradientError: If the norm is not finite, and no scaler has skipped the step.
         """
-        copies, mesh = copies_of_rows(self.mesh), self.mesh
-        divisor = window.weight * copies
+        mesh, divisor = self.mesh, window.weight
         loss, router_loss, correct = sum_over_mesh(self.read[:3], mesh)
         own_metrics = dict(zip(self.sums.metrics, self.read[3:], strict=True))
         metrics = means_over_mesh(own_metrics, mesh, divisor) if self.objective.is_own else {}
@@ -349,7 +350,7 @@ class _Step:
             target_weight=window.weight,
             expert_load=None if self.load is None else self.load.read(),
             metrics=metrics,
-            token_accuracy=correct / (window.targets * copies) if self.objective.knows_accuracy else math.nan,
+            token_accuracy=correct / window.targets if self.objective.knows_accuracy else math.nan,
         )
 
     def _non_finite(self, loss: float) -> NonFiniteGradientError:

@@ -16,7 +16,7 @@ import torch
 
 from fsdp_sft._process.streams import host_copies, travelling
 from fsdp_sft._ranks.agree import all_gather_objects, difference
-from fsdp_sft._ranks.mesh import copies_of_rows, raise_on_mesh, sum_over_mesh
+from fsdp_sft._ranks.mesh import raise_on_mesh, sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup
 from fsdp_sft.errors import BatchError
 from fsdp_sft.jobs.preemption import keep_workers_alive
@@ -182,10 +182,9 @@ def agree_on_window(
         refuse_different("options", options)
     if "keys" in different:
         refuse_different("keys", keys)
-    copies = copies_of_rows(mesh)
-    targets, tokens = round(total["targets"] / copies), int(total["tokens"]) // copies
+    targets, tokens = round(total["targets"]), int(total["tokens"])
     left, anywhere = total["padded_left"] > 0, total["batches"] > 0
-    return Window(targets, tokens, total["weight"] / copies, left, batches, anywhere, "last" not in different)
+    return Window(targets, tokens, total["weight"], left, batches, anywhere, "last" not in different)
 
 
 def agree(
