@@ -1,5 +1,6 @@
 """Checkpoints: exact at the same and at another number of ranks, with any mesh; and their parts."""
 
+import hashlib
 import json
 import math
 import random
@@ -159,6 +160,44 @@ def test_nested_state_survives() -> None:
     ):
         with pytest.raises(ValueError, match="not a valid stored value"):
             decode(hostile)
+
+
+def _as_version_3(folder: Path) -> None:
+    """What is in a manifest now, in files of its own."""
+    raw = json.loads((folder / "MANIFEST.json").read_text())
+    body = {
+        key: value for key, value in raw.items() if key not in ("digest", "files", "train_state", "settings")
+    }
+    small = {"train_state.json": raw["train_state"].encode()}
+    small |= {f"settings/{subject}.json": dumps(own) for subject, own in raw["settings"].items()}
+    (folder / "settings").mkdir()
+    for name, data in small.items():
+        (folder / name).write_bytes(data)
+    index = {f"shards/{rank:05d}.safetensors": own for rank, own in enumerate(raw["files"])}
+    index |= {name: [len(data), hashlib.sha256(data).hexdigest()] for name, data in small.items()}
+    (folder / "INDEX.json").write_bytes(dumps(index))
+    record = {"size": len(dumps(index)), "sha256": hashlib.sha256(dumps(index)).hexdigest()}
+    body |= {"version": 3, "index": record}
+    signed = {**body, "digest": hashlib.sha256(dumps(body)).hexdigest()}
+    (folder / "MANIFEST.json").write_bytes(dumps(signed))
+
+
+def test_a_step_of_version_3_is_read(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer, train_state=TRAIN_STATE)
+    _as_version_3(tmp_path / "step-1")
+    other = torch.nn.Linear(3, 2)
+    resumed = torch.optim.AdamW(other.parameters())
+    loaded = fs.load_checkpoint(tmp_path, model=other, optimizer=resumed)
+    assert loaded.train_state == TRAIN_STATE
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(resumed.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    state = tmp_path / "step-1" / "train_state.json"
+    state.write_bytes(state.read_bytes().replace(b"done", b"gone"))
+    assert "train_state.json is not what was written" in fs.verify_checkpoint(tmp_path / "step-1")[0]
 
 
 def test_versions_are_kept(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_fewer_experts_than_ranks_are_told(tmp_path: Path) -> None:
     published(tmp_path, "gpt-oss")
     results = run_distributed(_few_experts, 4, tmp_path)
     assert "mlp.experts.base_layer" in results[0][0]
-    assert "build_mesh(dp_replicate=2) shards over 2, evenly" in results[0][0]
+    assert "fewer, in more replicas (dp_replicate), would share it more evenly" in results[0][0]
     assert results[3][1].count("packed: 2 weights")
 
 
@@ -410,7 +410,7 @@ def _check_refused(folder: Path) -> None:
         fs.load_full_state_dict(model, folder / "full.safetensors")
     with pytest.raises(TypeError, match="is not pickled"):
         torch.save(model.state_dict(), folder / "state.pt")
-    with pytest.raises(fs.UnsupportedModelError, match="kept in nf4"):
+    with pytest.raises(fs.UnsupportedModelError, match="kept packed"):
         model.to(torch.float16)
     table = fs.describe_sharding(model)
     assert re.search(
@@ -418,7 +418,7 @@ def _check_refused(folder: Path) -> None:
     )
     assert "model.embed_tokens.weight" in table.splitlines()[-1]
     shard = next(p for p in model.parameters() if isinstance(local_of(p), PackedShard))
-    with pytest.raises(fs.UnsupportedModelError, match="kept in nf4"):
+    with pytest.raises(fs.UnsupportedModelError, match="kept packed"):
         shard.full_tensor()
 
 

@@ -144,12 +144,14 @@ def read_manifest(folder: Path) -> Manifest:
     """
     data = read_bytes(folder / MANIFEST_NAME, MAX_JSON_BYTES)
     try:
-        manifest = parse(checked_body(data))
-        if step_number(folder) not in (None, manifest.step):
-            raise ValueError(f"it is of step {manifest.step}, in a folder of another name")
-        if len(manifest.files) != manifest.world_size:  # each rank writes one, with its own state in it
-            raise ValueError(f"it lists {len(manifest.files)} files of {manifest.world_size} ranks")
-        return manifest
+        body = checked_body(data)
+        if body["version"] != VERSION:
+            body |= _of_version_3(folder, body)
+        if step_number(folder) not in (None, body["step"]):
+            raise ValueError(f"it is of step {body['step']}, in a folder of another name")
+        if len(body["files"]) != body["world_size"]:  # each rank writes one, with its own state in it
+            raise ValueError(f"it lists {len(body['files'])} files of {body['world_size']} ranks")
+        return parse(body)
     except MALFORMED as error:
         detail = f"{error}" if type(error) is ValueError else f"not what it should be ({error!r})"
         raise CheckpointCorruptError(f"{folder / MANIFEST_NAME} is not sound: {detail}") from None
@@ -165,9 +167,9 @@ def checked_body(data: bytes) -> dict[str, Any]:
     raw = loads(data, MANIFEST_NAME)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ValueError("it is not a manifest of this library")
-    if raw.get("version") != VERSION:
+    if raw.get("version") not in (3, VERSION):
         raise ValueError(
-            f"its format is version {raw.get('version')}, and this release reads version {VERSION}; "
+            f"its format is version {raw.get('version')}, and this release reads versions 3 and {VERSION}; "
             "load it with the release that wrote it"
         )
     body = {key: value for key, value in raw.items() if key != "digest"}
@@ -176,6 +178,36 @@ def checked_body(data: bytes) -> dict[str, Any]:
     if raw.get("digest") != hashlib.sha256(dumps(body)).hexdigest() or dumps(raw) != data:
         raise ValueError("its digest does not match: it was damaged or edited")
     return raw
+
+
+def _of_version_3(folder: Path, body: Mapping[str, Any]) -> dict[str, Any]:
+    """What a manifest of version 3 had in files of its own: checksums, the caller's state, and settings.
+
+    Raises:
+        ValueError: If a file is not what was written, or moments lie in a tensor subclass.
+    """
+
+    def text(name: str, digest: str) -> bytes:
+        data = read_bytes(folder / name, MAX_JSON_BYTES)
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise ValueError(f"{name} is not what was written")
+        return data
+
+    info = body["optimizer_info"]
+    if any(one.get("parts") for one in info.get("optimizers", [info])):
+        raise ValueError("its moments of 8 bits or less are those of version 3: load it with that release")
+    index = loads(text("INDEX.json", body["index"]["sha256"]), "INDEX.json")
+    state = text("train_state.json", index["train_state.json"][1]) if "train_state.json" in index else b"null"
+    names = {subject: f"settings/{subject}.json" for subject in ("adapters", "packed")}
+    return {
+        "files": [index[shard_file(rank)] for rank in range(int(body["world_size"]))],
+        "train_state": state.decode(),
+        "settings": {
+            subject: loads(text(name, index[name][1]), name)
+            for subject, name in names.items()
+            if name in index
+        },
+    }
 
 
 def parse(body: Mapping[str, Any]) -> Manifest:

@@ -207,8 +207,8 @@ def read_rank_content(folder: Path, rank: int) -> tuple[dict[str, Any], Any, dic
     try:
         raw = loads(text, name)
         rng, rank_state = decode(raw["rng"], tensors), decode(raw["rank_state"], tensors)
-        own = decode(raw["optimizer"], tensors).items()
-        apart = {name: [kind, context, {**inner}] for name, (kind, context, inner) in own}
+        own = decode(raw["optimizer"], tensors) if "optimizer" in raw else {}  # version 3 has none here
+        apart = {name: [kind, context, {**inner}] for name, (kind, context, inner) in own.items()}
         check_generator_states(rng)
     except (*MALFORMED, RuntimeError) as error:
         raise CheckpointCorruptError(f"{folder / name} is not what was written: {error!r}") from error

@@ -253,8 +253,6 @@ def prepare_save(
     Collective: all ranks, which raise the same error; so is what is returned.
     """
     target, started = step_folder(root, step), time.perf_counter()
-    reshard(model)
-    digest = packed_digest(model)
     with agreed(f"preparing to save {target}", _agree_on) as decision:
         wait_for_last()
         if type(step) is not int or step < 0:
@@ -262,7 +260,7 @@ def prepare_save(
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, or None to keep every step, got {keep_last!r}")
         refuse_merged(model, "saving a checkpoint")
-        content, settings = stored_model(model, digest, with_base=include_base)
+        reshard(model)
         given = as_list(optimizer) if optimizer is not None else []
         info, states = optimizer_content(given, parameter_names(model))
         as_json = checked_size(dumps(encode(train_state, "train_state"), canonical=False), "train_state")
@@ -271,12 +269,14 @@ def prepare_save(
     apart: list[str] = decision.result
     for one, own in per_optimizer(info, dict.fromkeys(apart)):
         one["apart"] = [*own]
+    digest = packed_digest(model)
 
     def make_folder(digests: list[str]) -> Path:
         prepare_root(root, step)
         return new_folder_beside(target, manifest, digests)
 
     with agreed(f"making a folder for {target}", make_folder) as decision:
+        content, settings = stored_model(model, digest, with_base=include_base)
         stored, parts = parts_of("model", content.tensors)
         of_rank = rank_parts(rank_state, parts_inside(states, apart))
         plain = {name: state for name, state in states.items() if name not in apart}
