@@ -1,6 +1,5 @@
 """Mistakes that would train something else than was meant, without an error: told at once, and once."""
 
-import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -208,29 +207,6 @@ def test_a_new_schedule_that_begins_at_0() -> None:
     fs.train_step(model, ragged_batches(1), optimizer)
     schedule = LambdaLR(optimizer, lambda step: float(step > 0))
     assert _told(lambda: fs.train_step(model, ragged_batches(1), optimizer, scheduler=schedule)) == []
-
-
-def _raise_in_a_dataset(rank: int) -> list[str]:
-    class Rows(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> Any:
-            if torch.distributed.get_rank() == rank:
-                raise KeyError("a row without an answer")
-            return ragged_batches(4)[index]
-
-    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
-    with pytest.raises(KeyError) as found:
-        fs.evaluate(model, torch.utils.data.DataLoader(Rows(), batch_size=None))
-    return found.value.__notes__
-
-
-def test_the_line_of_another_ranks_error_is_told() -> None:
-    for notes in run_distributed(_raise_in_a_dataset, 2, 1):
-        assert any(
-            re.search(r"rank 1 failed first .*, at test_silence.py:\d+ in __getitem__", n) for n in notes
-        )
 
 
 def test_a_log_that_a_second_run_begins_anew(tmp_path: Path) -> None:

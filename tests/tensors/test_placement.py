@@ -71,7 +71,7 @@ print(json.dumps([own * ranks / sum(p.numel() for p in model.parameters()), said
                 "num_local_experts": 128,
             },
             {},
-            "build_mesh(dp_replicate=2) shards over 128, evenly",
+            "cut evenly by 256: fewer, in more replicas (dp_replicate)",
         ),
         (
             "GptOssConfig",
@@ -82,7 +82,7 @@ print(json.dumps([own * ranks / sum(p.numel() for p in model.parameters()), said
                 "num_local_experts": 64,
             },
             {"dp_replicate": 2, "cp": 2},
-            "build_mesh(dp_replicate=4, cp=2) shards over 64, evenly",
+            "cut evenly by 128: fewer, in more replicas (dp_replicate)",
         ),
     ],
 )

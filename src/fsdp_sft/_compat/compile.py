@@ -1,9 +1,28 @@
 """torch.compile: compiled calls, and what is being compiled."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def outside_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator that ends a compiled graph before ``function``.
+
+    ``torch.compiler.disable`` does so, but loads Dynamo, a second of every start, where it decorates.
+    """
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        own = torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+        return own(*args, **kwargs)
+
+    return called
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_sft._compat.compile import outside_of_graphs
 from fsdp_sft._model.adapters import forward_parameters
 from fsdp_sft._model.inputs import spread_positions, text_model
 from fsdp_sft._process.streams import host_copies, travelling
@@ -88,7 +89,7 @@ def _with_kernel(function: Any) -> tuple[Any, frozenset[str]] | None:
     return held["torch_function"], frozenset(taken)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_graphs
 def _with_boundaries(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Hook before the text model's forward: says where the rows of a pack begin."""
     positions = kwargs.get("position_ids")
@@ -138,7 +139,7 @@ def _separated(function: Callable[..., Any], time: int, sequences: tuple[str, ..
     return separated
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_graphs
 def _row_by_row(
     function: Callable[..., Any],
     call: inspect.BoundArguments,

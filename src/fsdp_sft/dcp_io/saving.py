@@ -268,7 +268,8 @@ def prepare_save(
         decision.told = {"target": str(target), "metric": metric}, in_subclasses
     apart: list[str] = decision.result
     for one, own in per_optimizer(info, dict.fromkeys(apart)):
-        one["apart"] = [*own]
+        if own:
+            one["apart"] = [*own]
     digest = packed_digest(model)
 
     def make_folder(digests: list[str]) -> Path:

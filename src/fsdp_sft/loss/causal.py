@@ -1,16 +1,16 @@
 """The causal-LM loss of a model on a batch: labels shifted once, a float32 sum, with or without logits."""
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fsdp_sft._compat.compile import outside_of_graphs
 from fsdp_sft._model.adapters import forward_parameters
 from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.sharded import refuse_changed_gradients, reshard, training_mesh_of
@@ -43,22 +43,8 @@ from fsdp_sft.loss.prepare import ROUTER_FLAG, additions_to, choice_for, name_of
 from fsdp_sft.sampling.packing import verify_at_first_use
 from fsdp_sft.shard.expert_parallel import refuse_divided_twice
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def _outside_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator that ends a compiled graph before ``function``, which replaces forwards and asks ranks."""
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        own = torch.compiler.disable(function) if torch.compiler.is_compiling() else function
-        return own(*args, **kwargs)
-
-    return called
-
-
-@_outside_of_graphs
+@outside_of_graphs
 def loss_sum(
     model: nn.Module,
     batch: Batch,
@@ -117,7 +103,7 @@ def loss_sum(
 
 
 @answered
-@_outside_of_graphs
+@outside_of_graphs
 def causal_lm_loss(model: nn.Module, batch: Batch, *, num_targets: int) -> torch.Tensor:
     """This micro-batch's share of the window's mean loss, ready for ``backward``.
 
@@ -174,7 +160,7 @@ def causal_lm_loss(model: nn.Module, batch: Batch, *, num_targets: int) -> torch
     return summed / weight if mesh is None else scaled_for_averaging(summed, weight)
 
 
-@_outside_of_graphs
+@outside_of_graphs
 def token_losses(model: nn.Module, batch: Batch, *, entropy: bool = False) -> torch.Tensor:
     """Negative log-likelihood of each label, for a loss of your own (DPO, weights, clipped ratios).
 

@@ -185,7 +185,9 @@ def train_step(
         >>> result.skipped, result.num_targets > 0
         (False, True)
     """
-    step = _Step(model, optimizer, scheduler, scaler, Objective(loss_fn, count_fn), max_grad_norm, grad_sync)
+    step = _OptimizerStep(
+        model, optimizer, scheduler, scaler, Objective(loss_fn, count_fn), max_grad_norm, grad_sync
+    )
     window = step.agree(micro_batches, check)
     if window.weight == 0:
         return _without_step(model, window)
@@ -205,7 +207,7 @@ def train_step(
     return step.result(window)
 
 
-class _Step:
+class _OptimizerStep:
     """One step: made of what it is given, and then its phases in the order in which they stand here."""
 
     def __init__(

@@ -138,7 +138,7 @@ def _read_own(
             torch.autograd.graph.increment_version(shards[name].rows)  # reads do not
             if kind == STORED:
                 reads += row_reads(target, plan.stored, shards[name], box_of(tensors[name]))
-        elif group is None or dist.get_rank(group) == reader:
+        elif group is None or group.rank() == reader:
             reads += _reads(plan, target, tensors[name])
     with tqdm(
         total=sum(read.num_bytes for read in reads),

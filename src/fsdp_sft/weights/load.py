@@ -13,12 +13,14 @@ from fsdp_sft._model.adapters import add_adapters, refuse_initialised_from_base,
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.towers import freeze_towers as freeze_towers_of
 from fsdp_sft._model.wrappers import base_of, inner_model, is_transformers
+from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, difference
 from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.sac import Ratio, apply_sac
 from fsdp_sft.shard.apply import shard_model
 from fsdp_sft.shard.compile import compile_blocks
+from fsdp_sft.shard.packing import packed_or_dtype
 from fsdp_sft.weights.fill import fill
 from fsdp_sft.weights.finish import LoadReport, account, make_ties
 from fsdp_sft.weights.meta import build_meta_model
@@ -193,6 +195,8 @@ def load_pretrained(
         >>> model.load_report.loaded[0]
         'model.embed_tokens.weight'
     """
+    check_dtypes(master_dtype=master_dtype)
+    packed_or_dtype(frozen_dtype)
     folder = resolve_folder(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     with agreed("building the model"):
         model: Any = build_meta_model(
