@@ -55,7 +55,9 @@ def separate_rows(model: nn.Module) -> None:
         return
     found = []
     for layer in {type(layer): layer for layer in inner.modules()}.values():
-        forward: Any = inspect.unwrap(type(layer).forward)
+        forward: Any = inspect.unwrap(getattr(type(layer), "forward", None))  # type: ignore[arg-type]
+        if not inspect.isfunction(forward):  # of a script, or a function in C
+            continue
         file = getattr(forward, "__globals__", {})
         names = [name for name in forward.__code__.co_names if name in file]
         called = {name for name in names if name in _ALONG_TIME or _with_kernel(file[name])}
@@ -101,6 +103,10 @@ def _with_boundaries(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> A
         positions = positions[0]
     if positions.ndim != 2:
         return None
+    ids: Any = next(
+        (kwargs[n] for n in ("input_ids", "inputs_embeds") if kwargs.get(n) is not None), positions
+    )
+    positions = positions.expand(len(ids), -1)
     (begins,) = host_copies([torch.diff(positions, prepend=positions[:, :1] - 1) != 1])
     if not begins.any():
         return None
@@ -148,7 +154,7 @@ def _row_by_row(
     sequences: tuple[str, ...],
 ) -> Any:
     """What a call gives if each row is computed alone; states at the end of a row are not returned."""
-    lengths = torch.unique_consecutive(seq_idx.flatten(), return_counts=True)[1].tolist()
+    lengths = [n for row in seq_idx for n in torch.unique_consecutive(row, return_counts=True)[1].tolist()]
     rows = {name: torch.cat(call.arguments[name].split(1), time).split(lengths, time) for name in sequences}
     outs = []
     for row in range(len(lengths)):

@@ -460,6 +460,8 @@ class _TurnFinder:
         For an answer that opens the conversation or follows messages that the template does not take alone,
         so that no prompt can be rendered; and where the prompt is not what stands in front of the answer.
         """
+        if self.facts.prompt_varies:
+            return None
         for header in self.facts.headers:
             at = before.rfind(header)
             if at >= 0:

@@ -58,6 +58,8 @@ class TemplateFacts:
         stop_is_token: Whether `end_of_turn` is a token of the tokenizer; also True where there is none.
         stop_has_more: Whether another token closes the answer before the one on which generation stops.
         in_parts: Whether contents must be lists of parts, as some templates of vision models require.
+        prompt_varies: Whether the prompt after a later question differs from the one after the first (some
+            templates number their turns), so that `headers` hold for no other turns.
         supplied: The text between a later question and the start of generation in other modes (thinking or
             not), where reasoning is opened, or an empty block of it printed, by the prompt. For a template
             that prints an empty block which no prompt has, the text between the question and the answer.
@@ -74,6 +76,7 @@ class TemplateFacts:
     stop_is_token: bool = True
     stop_has_more: bool = False
     in_parts: bool = False
+    prompt_varies: bool = False
     supplied: tuple[str, ...] = ()
     reasoning_key: str = ""
     reads_tags: tuple[str, ...] = ()
@@ -284,6 +287,7 @@ class ChatTemplate:
             always_headed=bool(prompt.strip()),
             after_answer=after_answer,
             after_past_answer=after_past_answer,
+            prompt_varies=not (prompted.startswith(prompted_later) or prompted_later.startswith(prompted)),
             supplied=tuple(text for text in dict.fromkeys(supplied) if text != prompted_later),
             reasoning_key=next(iter(reasoned), ""),
             reads_tags=tuple(self._tags_read(chat, tools, next(iter(reasoned.values()), ""))),

@@ -20,7 +20,7 @@ from fsdp_sft._tensors.disk import FileRecord, read_bytes
 from fsdp_sft._tensors.safetensors import DTYPES, dtype_name
 from fsdp_sft._tensors.sharding import Sharding
 from fsdp_sft.dcp_io.parts import StoredTensor, checked_size, file_key, shard_file
-from fsdp_sft.errors import CheckpointCorruptError
+from fsdp_sft.errors import CheckpointCorruptError, CheckpointMismatchError
 
 # The names of the folders of steps below a root.
 
@@ -195,7 +195,9 @@ def _of_version_3(folder: Path, body: Mapping[str, Any]) -> dict[str, Any]:
 
     info = body["optimizer_info"]
     if any(one.get("parts") for one in info.get("optimizers", [info])):
-        raise ValueError("its moments of 8 bits or less are those of version 3: load it with that release")
+        raise CheckpointMismatchError(
+            f"{folder} is of version 3 with moments of 8 bits or less: load it with its own release"
+        )
     index = loads(text("INDEX.json", body["index"]["sha256"]), "INDEX.json")
     state = text("train_state.json", index["train_state.json"][1]) if "train_state.json" in index else b"null"
     names = {subject: f"settings/{subject}.json" for subject in ("adapters", "packed")}

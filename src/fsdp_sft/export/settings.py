@@ -232,7 +232,7 @@ def further_predictions(config: Any, written: Collection[str]) -> dict[str, Stor
     if found and changed:
         found, why = {}, f"the model has another {' and '.join(changed)} than its base"
     places = [(part, field) for part in (text, config) for field in _MTP_LAYERS if getattr(part, field, 0)]
-    if why and config.name_or_path and (places or changed):
+    if why and config.name_or_path and places:
         warn_caller(f"the layers that predict further tokens (MTP) are left out of the export: {why}")
     for part, field in places if not found else ():
         setattr(part, field, 0)
