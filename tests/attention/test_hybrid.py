@@ -150,6 +150,31 @@ def test_several_packs_in_one_batch_and_in_several_threads() -> None:
         torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["Bamba", "Lfm2"])
+def test_sequences_of_a_batch_are_apart_whatever_says_where_they_begin(family: str) -> None:
+    model = tiny_hybrid(family).eval()
+    hybrid.separate_rows(model)
+    ids = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(0))
+    positions = (torch.arange(40) % 13)[None]
+    with torch.no_grad():
+        for given, same in (
+            ({"position_ids": positions}, {"position_ids": positions.expand(2, -1)}),
+            ({"seq_idx": torch.zeros(2, 40, dtype=torch.int32)}, {}),
+        ):
+            found, expected = (model(input_ids=ids, use_cache=False, **own).logits for own in (given, same))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class _InC(torch.nn.Module):
+    forward = staticmethod(torch.sigmoid)
+
+
+def test_a_module_whose_forward_is_no_python() -> None:
+    model = tiny_hybrid("Lfm2")
+    model.model.act = _InC()
+    assert fs.verify_packing(model, max_length=64).leak == 0
+
+
 @pytest.mark.parametrize("family", ["Qwen3_5", "Lfm2"])
 def test_compiled_blocks_keep_rows_apart(family: str) -> None:
     model = tiny_hybrid(family)

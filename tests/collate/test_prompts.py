@@ -10,6 +10,7 @@ import transformers as tf
 
 from fsdp_sft.collate import encode_chat, filter_rows
 from fsdp_sft.errors import ChatTemplateError
+from tests.collate.template_tokenizers import tokenizer_for
 from tests.collate.written import ROW, tokenizer, turns
 from tests.harness.chats import chat, shown
 
@@ -276,3 +277,37 @@ def test_numbered_rounds_end_no_answer() -> None:
         _, counts = filter_rows([ROW], own)
     assert counts == {"kept": 1, "no_end_of_turn": 1}
     assert "Round" not in "".join(re.findall(r"⟦(.*?)⟧", shown(ROW, own), re.DOTALL))
+
+
+_HEADERS = {
+    "numbers": ("<|assistant|>{{ n }}\n",) * 2,
+    "a number inside": ("<|assistant turn={{ n }}|>", "<|assistant turn={{ n }}|>\n"),
+    "words": ("<|assistant|>{{ 'opening' if n == 1 else 'first' if n <= 2 else 'later' }}: ",) * 2,
+}
+
+
+def _varying(header: str, prompt: str) -> str:
+    return (
+        "{% for m in messages %}{% set n = loop.index %}{% if m.role == 'assistant' %}"
+        + header
+        + "{% else %}"
+        "<|{{ m.role }}|>\n{% endif %}{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}{% set n = messages|length + 1 %}" + prompt + "{% endif %}"
+    )
+
+
+@pytest.mark.parametrize("opens", [False, True])
+@pytest.mark.parametrize("name", _HEADERS)
+def test_of_prompts_that_vary_from_turn_to_turn_no_part_is_trained(name: str, opens: bool) -> None:
+    """What two of them have in common is no header: right, or refused."""
+    own, _ = tokenizer_for(_varying(*_HEADERS[name]))
+    row = chat("Q", "hello", "Q", "later answer")
+    if opens:
+        row["messages"] = row["messages"][1:]
+    try:
+        encoded = encode_chat(row, own)
+    except ChatTemplateError:
+        return
+    trained = [own.decode([label]) for label in encoded.labels if label != -100]
+    answers = [m["content"] + "<|end|>" for m in row["messages"] if m["role"] == "assistant"]
+    assert "".join(trained).replace("\n", "") == "".join(answers)

@@ -219,3 +219,18 @@ def test_torchao_from_a_checkpoint_through_steps_and_back(tmp_path: Path) -> Non
     pytest.importorskip("torchao.optim")
     save_tiny(tmp_path / "base", "llama", hidden_size=128, intermediate_size=256)
     run_distributed(_torchao_end_to_end, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_parameter_with_a_slash_in_its_name(several: bool, tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a/b": nn.Linear(16, 16, bias=False), "c": nn.Linear(16, 16, bias=False)})
+    groups = [[each.weight] for each in model.values()] if several else [[*model.parameters()]]
+    optimizers = [EightBitMomentum(group) for group in groups]
+    sum(each(torch.ones(2, 16)).sum() for each in model.values()).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizers)
+    fresh = [EightBitMomentum(group) for group in groups]
+    fs.load_checkpoint(tmp_path, model=model, optimizer=fresh)
+    for one, other in zip(fresh, optimizers, strict=True):
+        _same(inner_state(one), inner_state(other))

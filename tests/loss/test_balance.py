@@ -184,3 +184,12 @@ def test_a_models_own_function_stays_its_own() -> None:
         pytest.skip(f"this transformers cannot run its own Doge: {error}")
     summed, targets = fs.loss_sum(model, batch)
     assert float(summed.detach() / targets) == pytest.approx(float(own.detach()), rel=1e-5)
+
+
+def test_a_config_that_asks_later_is_heard() -> None:
+    model = tiny_model("mixtral", router_aux_loss_coef=0.5)
+    batch = batch_of(_rows(0, 0), PADDED)
+    fs.evaluate(model, [batch])
+    model.config.output_router_logits = True
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert fs.train_step(model, [batch], optimizer).router_loss > 0

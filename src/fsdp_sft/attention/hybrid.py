@@ -83,12 +83,18 @@ def _with_kernel(function: Any) -> tuple[Any, frozenset[str]] | None:
     closure alone. With the package ``kernels`` the function is called by an ``nn.Module``.
     """
     if isinstance(function, nn.Module):
-        function = inspect.getclosurevars(type(function).forward).nonlocals.get("func")
-    held = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
-    if "is_new_implementation" not in held:
+        function = _nonlocals(type(function).forward, "func").get("func")
+    held = _nonlocals(function, "is_new_implementation")
+    if not held:
         return None
     taken = held["applicable_params"] if held["is_new_implementation"] else ()
     return held["torch_function"], frozenset(taken)
+
+
+def _nonlocals(function: Any, name: str) -> dict[str, Any]:
+    """What is in a function's closure, if that has a variable of this name; others may be empty yet."""
+    names = function.__code__.co_freevars if inspect.isfunction(function) else ()
+    return dict(inspect.getclosurevars(function).nonlocals) if name in names else {}
 
 
 @outside_of_graphs

@@ -68,18 +68,23 @@ def optimizer_content(optimizers: Sequence[Optimizer], names: Mapping[nn.Paramet
 PLAIN = "values"  # name of the one inner tensor of a part that is a plain tensor
 
 
-def parts_inside(states: Mapping[str, torch.Tensor], names: Sequence[str]) -> dict[str, list[Any]]:
+def parts_inside(
+    states: Mapping[str, torch.Tensor], names: Sequence[str], *, numbered: bool
+) -> dict[str, list[Any]]:
     """Take apart this rank's parts of the states that are in a subclass on some rank; one replica has each.
 
     Args:
         states: The live tensors, see ``optimizer_content``.
         names: Names of these states, the same on all ranks.
+        numbered: Whether names begin with the number of one of several optimizers.
 
     Returns:
         [class, context, tensors inside] by ``<fqn>/<state name>``.
     """
     owned = [name for name in names if own_part(states[name]) is not None]
-    return {"/".join(name.split("/")[-2:]): [*_take_apart(name, states[name])] for name in owned}
+    return {
+        name.partition("/")[2] if numbered else name: [*_take_apart(name, states[name])] for name in owned
+    }
 
 
 def _take_apart(name: str, tensor: torch.Tensor) -> tuple[str | None, Any, dict[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from fsdp_sft._process.codec import decode
 from fsdp_sft._tensors.boxes import box_of
 from fsdp_sft._tensors.stored import StoredFolder
 from fsdp_sft.dcp_io.folder import read_tensors
-from fsdp_sft.dcp_io.manifest import Manifest, per_optimizer
+from fsdp_sft.dcp_io.manifest import PARTS, Manifest, per_optimizer
 from fsdp_sft.dcp_io.optimizer_content import PLAIN, Optimizers, as_list, content_of_one
 from fsdp_sft.dcp_io.parts import StoredTensor, read_rank_content
 from fsdp_sft.errors import CheckpointMismatchError, abridged
@@ -58,6 +58,11 @@ def match_optimizers(
         raise CheckpointMismatchError("no optimizer was saved there; optimizer=None loads the model alone")
     optimizers, names = as_list(optimizer), parameter_names(model)
     saved = per_optimizer(manifest.optimizer_info, manifest.optimizer)
+    if any(info.get(PARTS) for info, _ in saved):
+        raise CheckpointMismatchError(
+            f"{folder} has quantised moments of format version 3, which are not read: load the model alone "
+            "(optimizer=None), or the step with the release that wrote it"
+        )
     if len(optimizers) != len(saved):
         raise CheckpointMismatchError(
             f"the saved optimizer state does not fit: it is of {len(saved)} optimizers "

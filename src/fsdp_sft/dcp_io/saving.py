@@ -279,7 +279,7 @@ def prepare_save(
     with agreed(f"making a folder for {target}", make_folder) as decision:
         content, settings = stored_model(model, digest, with_base=include_base)
         stored, parts = parts_of("model", content.tensors)
-        of_rank = rank_parts(rank_state, parts_inside(states, apart))
+        of_rank = rank_parts(rank_state, parts_inside(states, apart, numbered="optimizers" in info))
         plain = {name: state for name, state in states.items() if name not in apart}
         stored_states, state_parts = parts_of("optimizer", plain)
         manifest = Manifest(

@@ -208,7 +208,11 @@ def further_predictions(config: Any, written: Collection[str]) -> dict[str, Stor
     """
     text, base = config.get_text_config(), _base_of(config)
     depth = getattr(text, "num_hidden_layers", 0)
-    lists = {layer[1] for layer in map(_LAYER.match, written) if layer and int(layer[2]) == depth - 1}
+    last: dict[str, int] = {}  # of each list of layers
+    for layer in filter(None, map(_LAYER.match, written)):
+        last[layer[1]] = max(last.get(layer[1], 0), int(layer[2]))
+    # Lists that end where the text model does: those of towers may be deeper.
+    lists = {name for name, number in last.items() if number == depth - 1}
 
     def is_one(key: str) -> bool:
         layer = _LAYER.match(key)
@@ -249,9 +253,11 @@ def carry_processor(config: Any, folder: Path) -> None:
         config: Config of the model.
         folder: Folder of the export.
     """
-    base = _base_of(config)
+    base, said = _base_of(config), dict[str, Any]()
+    with suppress(CheckpointFormatError, OSError):  # no reason to end a training without its export
+        said = read_settings(base / CONFIG) if base is not None else said
     # A text model taken out of a multimodal checkpoint needs no processor.
-    if base is None or read_settings(base / CONFIG).get("model_type") != config.model_type:
+    if base is None or said.get("model_type") != config.model_type:
         return
     for file in PROCESSOR_FILES:
         if (base / file).is_file() and not (folder / file).exists():

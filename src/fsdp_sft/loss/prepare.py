@@ -87,6 +87,7 @@ class Prepared:
         router_loss: What to do with the router's loss; None follows the config.
         compare: Whether its own loss has to be the cross entropy.
         additions: Terms that it adds; None as long as nobody has asked.
+        configured: Whether the config asked for the router's loss when they were found.
         choice: The implementation; None as long as nobody has asked.
     """
 
@@ -94,6 +95,7 @@ class Prepared:
     router_loss: RouterLoss | None = None
     compare: bool = True
     additions: Additions | None = None
+    configured: bool = False
     choice: LossChoice | None = None
 
 
@@ -177,9 +179,17 @@ def additions_to(model: nn.Module) -> Additions:
     Collective: all ranks of the model's mesh, the first time.
     """
     prepared = record_of(model).kept_or_new(Prepared)
-    if prepared.additions is None:
-        prepared.additions = _found(model, prepared.router_loss, prepared.compare)
+    configured = _asks_for_router(model)
+    if prepared.additions is None or prepared.configured != configured:  # the config may be changed
+        prepared.additions = _found(model, prepared.router_loss, prepared.compare, configured)
+        prepared.configured = configured
     return prepared.additions
+
+
+def _asks_for_router(model: nn.Module) -> bool:
+    """Whether a config has ``output_router_logits``."""
+    configs = [getattr(unwrapped(model), "config", None), text_config(model)]
+    return any(getattr(each, ROUTER_FLAG, None) is True for each in configs)
 
 
 def _chosen(model: nn.Module, impl: LossImpl) -> LossChoice:
@@ -234,11 +244,9 @@ def name_of(model: nn.Module) -> str:
     return original_class(unwrapped(model)).__name__
 
 
-def _found(model: nn.Module, router_loss: RouterLoss | None, compare: bool) -> Additions:
+def _found(model: nn.Module, router_loss: RouterLoss | None, compare: bool, configured: bool) -> Additions:
     """What is added to the cross entropy: nothing, or the router's loss; all ranks of the mesh take part."""
     takes_flag = ROUTER_FLAG in forward_parameters(model)
-    configs = [getattr(unwrapped(model), "config", None), text_config(model)]
-    configured = any(getattr(each, ROUTER_FLAG, None) is True for each in configs)
     wanted = configured if router_loss is None else router_loss == "micro_batch"
     name, value = coefficient_of(model)
     mesh = training_mesh_of(model)

@@ -195,6 +195,8 @@ def train_step(
         verify_at_first_use_of(model, window.micro_batches, window.padded_left, step.objective, step.mesh)
     try:
         step.forward_and_backward(window)
+        if check:
+            refuse_beside(step.names, step.optimizers, step.mesh)
         step.clip()
         step.update()
     except BaseException:
@@ -303,7 +305,6 @@ class _OptimizerStep:
 
     def clip(self) -> None:
         """Measure the gradient, and clip it."""
-        refuse_beside(self.names, self.optimizers, self.mesh)
         with part("clip_gradients"):
             self.infs = unscale(self.optimizers, self.scaler)
             self.norm = clip_gradients(self.model, self.max_grad_norm)

@@ -118,6 +118,13 @@ def make_plan(
     # Tied names are one tensor, which is initialised once, under the first of them.
     first_names = {id(tensors[name]): name for name in reversed(absent)}
     plan.initialised = [name for name in absent if first_names[id(tensors[name])] == name]
+    built = twin.state_dict()
+    changed = [name for name in plan.initialised if tensors[name].shape != built[name].shape]
+    if changed:
+        raise ValueError(
+            f"the model has other shapes than its config describes ({abridged(changed)}), which cannot be "
+            "initialised: was it changed after it was built? Load first, then change it, or change the config"
+        )
     may_miss, may_be_left = ignored_on_load(twin)
     plan.missing = [name for name in absent if not any(re.search(p, name) for p in may_miss)]
     plan.unexpected = sorted(name for name in left_over if not any(re.search(p, name) for p in may_be_left))
