@@ -255,4 +255,18 @@ MISTAKES = [
         "pass",
         ("tests/dcp_io/test_faults.py",),
     ),
+    Mistake(
+        "the caller's state of a step of version 3 is not looked for",
+        "dcp_io/manifest.py",
+        'if "train_state.json" in index else b"null"',
+        'if "state.json" in index else b"null"',
+        ("tests/dcp_io/test_checkpoint.py::test_a_step_of_version_3_is_read",),
+    ),
+    Mistake(
+        "quantised moments are named by the last part of a parameter's name",
+        "dcp_io/optimizer_content.py",
+        'name.partition("/")[2] if numbered else name:',
+        '"/".join(name.split("/")[-2:]):',
+        ("tests/dcp_io/test_inner_tensors.py::test_a_parameter_with_a_slash_in_its_name",),
+    ),
 ]

@@ -279,4 +279,11 @@ MISTAKES = [
         "for place in (-1, -1))",
         ("tests/collate/test_prompts.py::test_a_generation_prompt_for_later_questions_only_is_noted",),
     ),
+    Mistake(
+        "what two prompts have in common is a header",
+        "collate/spans.py",
+        "if self.facts.prompt_varies:",
+        "if False:",
+        ("tests/collate/test_prompts.py::test_of_prompts_that_vary_from_turn_to_turn_no_part_is_trained",),
+    ),
 ]

@@ -75,4 +75,11 @@ MISTAKES = [
         "kwargs = {k: v for k, v in kwargs.items() if k not in _BOUNDARIES}",
         HYBRID,
     ),
+    Mistake(
+        "rows of two sequences of a batch that have one number are one row",
+        "attention/hybrid.py",
+        "for row in seq_idx for n in",
+        "for row in seq_idx.view(1, -1) for n in",
+        HYBRID,
+    ),
 ]
