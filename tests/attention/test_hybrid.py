@@ -39,6 +39,25 @@ def test_layers_that_call_unknown_functions_are_refused(family: str) -> None:
         fs.verify_packing(tiny_hybrid(family), max_length=64)
 
 
+class _Convolves(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv1d(32, 32, 3, padding=2, groups=32)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.conv(hidden.transpose(1, 2))[..., : hidden.shape[1]].transpose(1, 2)
+
+
+def test_a_layer_that_convolves_by_itself_leaves_the_model_as_it_is() -> None:
+    """A half of a model that is separated can leak less than a comparison shows."""
+    model = tiny_hybrid("Lfm2")
+    model.model.layers[0].feed_forward = _Convolves()
+    hybrid.separate_rows(model)
+    assert hybrid._SEPARATED not in vars(model.model)
+    with pytest.raises(fs.PackingError, match="not kept apart"):
+        fs.verify_packing(model, max_length=64)
+
+
 def packed(rows: Any) -> dict[str, torch.Tensor]:
     return fs.PackedCollator(max_length=512)(rows)
 
