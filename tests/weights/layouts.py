@@ -50,6 +50,7 @@ CELLS = {
 }
 NOT_TRIED = {
     "DiffusionGemmaForBlockDiffusion": "it denoises blocks, and predicts no next token",
+    "Gemma3nForConditionalGeneration": "its vision tower is one of timm, which is not installed",
     "PI0ForConditionalGeneration": "it predicts a robot's actions",
 }
 # What an export may say otherwise than a folder that save_pretrained has written.
