@@ -67,8 +67,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a buffer read into while it still travels",
         "_tensors/reader.py",
-        "raws.append(self._fetch(run, read.key, memory).to(read.place.device))",
-        "raws.append(self._fetch(run, read.key, memory).to(read.place.device, non_blocking=True))",
+        "part.copy_(raw.to(place.device))",
+        "part.copy_(raw.to(place.device, non_blocking=True))",
         LOAD,
     ),
     Mistake(

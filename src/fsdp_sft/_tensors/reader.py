@@ -23,7 +23,7 @@ from fsdp_sft._tensors.stored import ByteRange, Read, copied_bytes
 from fsdp_sft.errors import CheckpointFormatError
 
 MAX_WORKERS = 4  # threads that read
-_AHEAD = 32  # how many reads ahead of the one being done the system is asked to fetch
+_AHEAD = 16  # how many reads ahead of the one being done the system is asked to fetch
 
 
 def threads_that_read() -> int:
@@ -48,7 +48,7 @@ def do_reads(
     Args:
         reads: Reads in any order, for the host and for one accelerator.
         workers: Number of threads.
-        progress: Called with the bytes of each run, under a lock.
+        progress: Called with the bytes of each read, under a lock.
         damaged: Class of the error for a file that cannot be read.
 
     Returns:
@@ -138,28 +138,39 @@ class _Reader:
     def _done(self, read: Read) -> None:
         """Close a file when all of it has been read: a step that 1,024 ranks saved has 1,024 files."""
         with self._lock:
+            self._progress(read.num_bytes)
             for run in read.runs:
                 self._left[run.file] -= 1
                 if not self._left[run.file]:
                     os.close(self.descriptors.pop(run.file))
 
-    def _fetch(self, run: ByteRange, key: str, memory: torch.Tensor) -> torch.Tensor:
-        """Fill host memory with a run's bytes."""
+    def _fetch(self, run: ByteRange, key: str, memory: torch.Tensor, skipped: int = 0) -> torch.Tensor:
+        """Fill host memory with a run's bytes, from byte ``skipped`` of it on."""
         try:
-            read_at(self.descriptors[run.file], run.start, bytes_of(memory))
+            read_at(self.descriptors[run.file], run.start + skipped, bytes_of(memory))
         except (OSError, CheckpointFormatError) as error:
             blame_no_file(error, run.file)
             raise self._damaged(
                 f"{run.file} cannot be read at byte {run.start} ({key!r}): {error}; is it complete?"
             ) from None
-        with self._lock:
-            self._progress(run.num_bytes)
         return memory
+
+    def _stream(self, read: Read, buffer: torch.Tensor, dtype: torch.dtype) -> None:
+        """Do a read of elements without gaps: straight to their place, or through the buffer."""
+        (run,), place = read.runs, read.place
+        if place.is_cpu and place.dtype == dtype:
+            self._fetch(run, read.key, place)
+            return
+        values = buffer.view(dtype)
+        for first in range(0, len(place), len(values)):
+            part = place[first : first + len(values)]
+            raw = self._fetch(run, read.key, values[: len(part)], first * dtype.itemsize)
+            part.copy_(raw.to(place.device))
 
     def _do(self, read: Read, buffer: torch.Tensor) -> None:
         """Fetch the bytes of a read, and copy their values to their place, cast to its dtype; or compare."""
-        if read.is_direct:
-            self._fetch(read.runs[0], read.key, read.place)
+        if read.stored_as is not None:
+            self._stream(read, buffer, read.stored_as)
             return
         raws = []
         for run in read.runs:

@@ -87,7 +87,9 @@ class Read:
             of them, or what is decoded from packed values and scales.
         place: View of the shard, of the values' size, to whose dtype they are cast.
         compare: Whether ``place`` must have these values already, instead of being filled.
-        is_direct: Whether the bytes can be read straight into ``place``.
+        stored_as: Dtype of the elements, if they lie one after the other in the one run and in ``place``, which
+            has one dimension: such a read may be large, and is done a buffer at a time, or straight into
+            ``place``.
     """
 
     key: str
@@ -95,7 +97,7 @@ class Read:
     make: Callable[[list[torch.Tensor]], torch.Tensor]
     place: torch.Tensor
     compare: bool = False
-    is_direct: bool = False
+    stored_as: torch.dtype | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -168,8 +170,8 @@ class InFile(Stored):
     def _read(self, part: Piece, place: torch.Tensor, compare: bool) -> Iterator[Read]:
         dtype, every = self.entry.dtype, _dims(part, place)
         has_no_gaps = len(every) == 1 and every[0][1:] == (1, 1)
-        is_direct = has_no_gaps and not compare and place.is_cpu and place.dtype == dtype
-        limit = _DIRECT_BYTES if is_direct else copied_bytes(place.device)
+        stored_as = dtype if has_no_gaps and not compare else None
+        limit = copied_bytes(place.device) if stored_as is None else _LARGE_BYTES
         for at, place_at, dims in _cut(
             part.offset, int(place.storage_offset()), every, dtype.itemsize, limit
         ):
@@ -178,7 +180,7 @@ class InFile(Stored):
             run = ByteRange(self.file, self.entry.start + at * dtype.itemsize, span * dtype.itemsize)
             view = place.as_strided(size, place_stride, place_at)
             make = partial(_strided, dtype, size, stride)
-            yield Read(part.key, (run,), make, view, compare, is_direct)
+            yield Read(part.key, (run,), make, view, compare, stored_as)
 
 
 def _strided(dtype: torch.dtype, size: Ints, stride: Ints, raws: list[torch.Tensor]) -> torch.Tensor:
@@ -188,15 +190,14 @@ def _strided(dtype: torch.dtype, size: Ints, stride: Ints, raws: list[torch.Tens
 
 # A box cut into parts of bounded size, each one read.
 
-_DIRECT_BYTES = 16 << 20  # read at once straight to its place
-_DEVICE_BYTES = 8 << 20  # copies to an accelerator are faster in larger pieces
+_LARGE_BYTES = 8 << 20  # one read where file and shard have no gaps, and one copy to an accelerator
 _COPIED_BYTES = 1 << 18  # copied out at once on the host: they are still in the core's cache
 MIN_RUN_BYTES = 512  # runs shorter than this are read together, with the gaps between them
 
 
 def copied_bytes(device: torch.device) -> int:
     """Bytes to copy at once to a shard on ``device``."""
-    return _COPIED_BYTES if device.type == "cpu" else _DEVICE_BYTES
+    return _COPIED_BYTES if device.type == "cpu" else _LARGE_BYTES
 
 
 # The first element of a part of a box in the stored tensor, and in the storage of the shard; for each of its
