@@ -136,7 +136,7 @@ def judge(tokenizer: Any, seed: int, specials: list[str]) -> tuple[str, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            encoded = encode_chat(row, tokenizer, on_dropped="count")
+            encoded = encode_chat(row, tokenizer, on_dropped="count", empty_reasoning="train")
             noted = "dropped" in encoded.notes
             refused = _is_refused(row, tokenizer)
     except (ChatTemplateError, ValueError) as error:
