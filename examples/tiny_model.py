@@ -1,5 +1,12 @@
-"""A tiny Qwen2-style model and a byte-level chat tokenizer, saved as an ordinary Hugging Face folder."""
+"""A tiny Qwen2-style model and a byte-level chat tokenizer, saved as an ordinary Hugging Face folder.
 
+    python examples/tiny_model.py FOLDER
+
+Its words are those of the bundled chats.
+"""
+
+import json
+import sys
 from pathlib import Path
 
 import torch
@@ -69,3 +76,8 @@ def make_tiny_model(folder: Path, texts: list[str], *, seed: int = 0, max_length
     torch.manual_seed(seed)
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    lines = (Path(__file__).parent / "data" / "chats.jsonl").read_text().splitlines()
+    make_tiny_model(Path(sys.argv[1]), [m["content"] for line in lines for m in json.loads(line)["messages"]])
