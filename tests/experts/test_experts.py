@@ -11,7 +11,8 @@ import transformers as tf
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from fsdp_sft.experts.counter import biases_of, counter_of
+from fsdp_sft.experts.bias import biases_of
+from fsdp_sft.experts.counter import counter_of
 from tests.harness.architectures import class_names, quiet, tiny_architecture
 from tests.harness.device import device_here, mesh_here
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.models import build_like_from_pretrained, original_class
-from fsdp_sft._model.record import record_of
-from fsdp_sft._model.wrappers import base_of, unwrapped
+from fsdp_sft._model.view import base_of, record_of, unwrapped
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft.errors import abridged
 

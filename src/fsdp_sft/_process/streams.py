@@ -41,11 +41,6 @@ class CallerStream:
         return None if self.stream is None else self.stream.record_event()
 
 
-def copy_stream(device: torch.device) -> torch.Stream:
-    """A new stream of an accelerator, for copies that run while it computes."""
-    return torch.Stream(device=device)
-
-
 def travelling(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``tensor`` copied to ``device`` asynchronously.
 

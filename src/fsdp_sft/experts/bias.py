@@ -1,12 +1,14 @@
 """Update the biases by which routers balance their experts without a loss."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
 from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._model.view import named_tensors, unwrapped
 from fsdp_sft._tensors.boxes import box_of, local_of, part_of
-from fsdp_sft.experts.counter import biases_of, counter_of
+from fsdp_sft.experts.counter import counter_of
 
 
 def update_router_bias(model: nn.Module, *, rate: float) -> list[str]:
@@ -67,3 +69,33 @@ def update_router_bias(model: nn.Module, *, rate: float) -> list[str]:
             local_of(bias).add_(part_of(step, box_of(bias)))
     counter.is_empty = True
     return [name for name, _ in biases.values()]
+
+
+def biases_of(model: nn.Module, experts: Iterable[tuple[str, int]]) -> dict[str, tuple[str, torch.Tensor]]:
+    """Find the bias of each layer: the only untrained tensor next to its experts with one number per expert.
+
+    Args:
+        model: Unwrapped model.
+        experts: (FQN, number of experts) of each module with experts.
+
+    Returns:
+        (name, tensor) of the bias by the FQN of the experts, for layers that have one.
+    """
+    found = {}
+    for name, number in experts:
+        placed = name.removesuffix(".base_layer")  # peft's name for the layer inside of its adapters
+        beside = placed.rpartition(".")[0]
+        block = model.get_submodule(beside)
+        within = placed.removeprefix(f"{beside}.") + "."
+        biases = [
+            (f"{beside}.{key}", tensor)
+            for key, tensor in named_tensors(block).items()
+            if "bias" in key
+            and not key.startswith(within)
+            and tensor.numel() == number
+            and not tensor.requires_grad
+            and tensor.is_floating_point()
+        ]
+        if len(biases) == 1:
+            found[name] = biases[0]
+    return found

@@ -15,7 +15,6 @@ from fsdp_sft.sac.attach import (
     COMPILED,
     checkpoint_blocks,
     note_model,
-    refuse_foreign_checkpointing,
     restore,
 )
 from fsdp_sft.sac.decisions import checkpoint_of
@@ -72,10 +71,9 @@ def apply_sac(
 
     Raises:
         TypeError: If ``ratio`` is neither a number nor a text, or a block neither an FQN nor a position.
-        ValueError: If an argument is out of range, if a block is unknown or lies in another one, or if
-            transformers' own checkpointing is on. With ``save``, also if a name matches no submodule of the
-            chosen blocks. With ``offload``, also with ``save``
-            or if a block is compiled.
+        ValueError: If an argument is out of range, or if a block is unknown or lies in another one. With
+            ``save``, also if a name matches no submodule of the chosen blocks. With ``offload``, also with
+            ``save`` or if a block is compiled.
         UnsupportedModelError: If the model has no blocks. With ``save``, if parts of a block are sharded as
             groups of their own, as modules kept in float32 are. If the model is sharded later,
             ``shard_model`` raises it.
@@ -103,7 +101,6 @@ def apply_sac(
     if names is not None:
         check_kept(model, chosen, names)
     restore(model)
-    refuse_foreign_checkpointing(model)
     if not chosen:
         return []
     recompute = (

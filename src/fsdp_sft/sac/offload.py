@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fsdp_sft._process.streams import copy_stream, host_buffer
+from fsdp_sft._process.streams import host_buffer
 
 _LEAST_BYTES = 1 << 10  # size from which a tensor is worth a copy
 
@@ -112,7 +112,7 @@ class HostTensor:
 @functools.cache
 def _stream_for_copies(device: torch.device) -> torch.Stream:
     """The stream of all copies of a device, which keeps them in order."""
-    return copy_stream(device)
+    return torch.Stream(device=device)
 
 
 def run_offloaded(

@@ -21,21 +21,18 @@ from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import copied_modules
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._model.quantised import refuse_quantised_model
-from fsdp_sft._model.record import checkpointed
 from fsdp_sft._model.sharded import refuse_hooks, remember_mesh
 from fsdp_sft._model.twin import keep_config
-from fsdp_sft._model.wrappers import base_of, replicas_of
+from fsdp_sft._model.view import base_of, checkpointed, replicas_of
 from fsdp_sft._process.callers import warn_caller
-from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft._ranks.mesh import EP, parameter_mesh
 from fsdp_sft._tensors.boxes import check_ranks_ascend
 from fsdp_sft.attention.hybrid import separate_rows
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac import refuse_inner_groups
-from fsdp_sft.shard.describe import name_uneven
-from fsdp_sft.shard.embeddings import follow_root
 from fsdp_sft.shard.expert_parallel import place_experts
+from fsdp_sft.shard.float32_modules import plan_float32
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,11 +42,10 @@ from fsdp_sft.shard.packing import STORED, choose_packed, pack_loaded, packed_or
 from fsdp_sft.shard.units import (
     cast_shards,
     checked_offload,
-    plan_float32,
+    follow_root,
     set_prefetch,
     shard_unit,
     units_of,
-    use_float32,
 )
 
 
@@ -158,8 +154,8 @@ def shard_model(
 
     A parameter is sharded along its first dimension. If that would give some rank more than 1.05 times the
     mean, it is sharded along the first dimension whose size the number of ranks divides; 8 experts thus lie
-    evenly on 64 ranks. FSDP2 copies such a parameter, and its gradient, once more. If the whole model is
-    uneven because some parameters can be sharded evenly along no dimension, a warning names them.
+    evenly on 64 ranks. FSDP2 copies such a parameter, and its gradient, once more. How much the fullest rank
+    has is in the last line of ``describe_sharding``.
 
     A model whose groups the caller has made with ``fully_shard`` needs no call of this: ``train_step``,
     ``evaluate``, checkpoints and exports take it as it is.
@@ -211,7 +207,6 @@ def shard_model(
         >>> model = fs.shard_model(model, mesh=mesh, master_dtype=torch.float32)
         >>> report = fs.load_weights(model, path)
     """
-    check_dtypes(master_dtype=master_dtype)
     packed, kept_dtype = packed_or_dtype(frozen_dtype)
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(
@@ -228,7 +223,7 @@ def shard_model(
     chosen = dict(find_blocks(model) if blocks is None else blocks)
     _check_blocks(model, chosen)
     offload = checked_offload(offload_policy)
-    place_experts(model, given, ep_size)
+    place_experts(model, given, ep_size, policy)
 
     copied = copied_modules(model)
     plan = plan_float32(model, policy, chosen, warn=mesh.get_rank() == 0)
@@ -241,19 +236,15 @@ def shard_model(
         )
     units = units_of(model, chosen, plan, policy, reshard_after_forward)
     for unit in units:
-        shard_unit(unit, mesh, offload, by_rows)
+        shard_unit(unit, mesh, offload, by_rows, policy.param_dtype)
         for module in unit.modules:
             cast_shards(module, master_dtype, kept_dtype, copied)
-        if unit.float32 is not None:
-            use_float32(unit.float32, policy)
     if base_of(model) is not model and hasattr(model, "generate"):
         # peft's generate calls the base model, and so bypasses the root, which gathers its parameters.
         register_fsdp_forward_method(model, "generate")
     set_prefetch(list(chosen.values()), prefetch)
     follow_root(model, [module for unit in units if unit.beside_root for module in unit.modules])
     separate_rows(model)
-    if mesh.get_rank() == 0:
-        name_uneven(model, mesh.size(mesh.ndim - 1))
     remember_mesh(model, given)
     refuse_foreign_saves(model, shared=mesh.size(mesh.ndim - 1) > 1)
     if packed is not None and packed != STORED:

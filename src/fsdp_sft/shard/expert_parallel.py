@@ -1,22 +1,17 @@
 """Expert parallelism: each rank holds some experts whole, and tokens travel to the ranks of their experts."""
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_sft._compat.experts import experts_to_place, place_experts_on
-from fsdp_sft._compat.fsdp import reduction_dtype
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import copied_modules, parameter_adapters, without_adapters
-from fsdp_sft._model.record import kept_of, known_of, record_of
-from fsdp_sft._model.sharded import mesh_of, reshard
-from fsdp_sft._model.wrappers import base_of, unwrapped
+from fsdp_sft._model.view import base_of, kept_of, record_of
 from fsdp_sft._ranks.mesh import CP, DP_REPLICATE, DP_SHARD, EP, made_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
@@ -28,8 +23,9 @@ EXPERTS_SHARD = (
 )
 _ALONE = "alone"
 
-# Dtypes in which FSDP2 expects no overflow of a gradient reduction, and so divides once only.
-_DIVIDED_ONCE = (torch.float32, torch.bfloat16)
+# Dtypes in which FSDP2 expects no overflow of a gradient reduction. In others it divides once before and
+# once after, and so twice where a group is one rank, as of experts over all ranks (torch 2.13).
+_DIVIDED_ONCE = (None, torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class ExpertPlacement:
     ep_size: int
 
 
-def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
+def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int, policy: MixedPrecisionPolicy) -> None:
     """Keep only this rank's part of the experts; an ``ep_size`` of 1 changes nothing.
 
     Neighbouring ranks form a group that holds all experts, so that tokens need not leave a node whose ranks
@@ -59,10 +55,12 @@ def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
         model: Model on the meta device, not sharded yet; adapters of other layers are already inside.
         mesh: Mesh that ``shard_model`` will be given.
         ep_size: Number of ranks that hold all experts between them.
+        policy: Dtypes of the computation and of the reduction of gradients.
 
     Raises:
         ValueError: If ``ep_size`` does not divide the ranks or the experts (the message lists values that
-            do), the mesh has ``cp``, or the experts are not on the meta device.
+            do), the mesh has ``cp``, the experts are not on the meta device, or FSDP2 would divide their
+            gradients twice, as it does where it reduces those of one rank in float16 or float64.
         UnsupportedModelError: If transformers has no plan for the model's experts, or there are adapters or
             trained copies of them (``modules_to_save``).
 
@@ -75,6 +73,11 @@ def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
     names = mesh.mesh_dim_names or ()
     if CP in names or DP_SHARD not in names:
         raise ValueError(f"ep_size={ep_size} needs a mesh of build_mesh without cp, got {mesh}")
+    if ep_size == mesh.size() and {policy.reduce_dtype, policy.param_dtype} - set(_DIVIDED_ONCE):
+        raise ValueError(
+            f"ep_size={ep_size} of all ranks needs dtypes of bfloat16 or float32, got {policy}: FSDP2 would "
+            "divide gradients of experts by the ranks twice"
+        )
     shards = mesh[DP_SHARD].size()
     name = original_class(base_of(model)).__name__
     with without_adapters(model) as base:
@@ -119,44 +122,3 @@ def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
 def expert_placement(module: nn.Module) -> ExpertPlacement | None:
     """Placement of a module of experts that are divided among ranks; None for any other module."""
     return kept_of(module, ExpertPlacement)
-
-
-def refuse_divided_twice(model: nn.Module) -> None:
-    """Refuse a model whose experts' gradients FSDP2 would divide twice; each model is checked once.
-
-    Experts compute the tokens of more ranks than FSDP2 reduces their gradients over, so its divisor is set
-    explicitly. On a group of one rank FSDP2 divides while it copies the gradient. If it reduces in float16 or
-    float64, it divides again, as a guard against overflow (torch 2.13, ``foreach_reduce``).
-
-    Raises:
-        UnsupportedModelError: If a gradient would be divided twice.
-    """
-    if known_of(model).is_divided_once:
-        return
-    reshard(model)  # a gathered parameter does not show the axes that it is sharded along
-    mesh = mesh_of(model)
-    alone = mesh is None or mesh.size() == 1
-    for name, module in () if alone else unwrapped(model).named_modules():
-        for parameter in module.parameters(recurse=False):
-            is_trained = isinstance(module, FSDPModule) and parameter.requires_grad
-            if not is_trained or not _is_whole_on_its_rank(parameter):
-                continue
-            dtype = reduction_dtype(module, parameter.dtype)
-            if dtype not in _DIVIDED_ONCE:
-                raise UnsupportedModelError(
-                    f"gradients of {name} would be divided by the ranks twice: its experts lie whole on a "
-                    f"rank and are reduced in {dtype}, for which torch divides them both as one rank's and "
-                    "as those of several. Take reduce_dtype=torch.float32 (or bfloat16), or an ep_size below "
-                    "the number of ranks"
-                )
-    record_of(model).is_divided_once = True
-
-
-def _is_whole_on_its_rank(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is sharded along the axis of the experts and along no other."""
-    if not isinstance(parameter, DTensor):
-        return False
-    names = parameter.device_mesh.mesh_dim_names or ()
-    axes = zip(names, parameter.device_mesh.shape, parameter.placements, strict=False)
-    others = math.prod(size for name, size, p in axes if name != EP and not p.is_replicate())
-    return EP in names and others == 1

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_sft._model.adapters import add_adapters, refuse_initialised_from_base, without_adapters
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.towers import freeze_towers as freeze_towers_of
-from fsdp_sft._model.wrappers import base_of, inner_model, is_transformers
-from fsdp_sft._process.dtypes import check_dtypes
+from fsdp_sft._model.view import base_of, inner_model, is_transformers
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, difference
 from fsdp_sft.errors import CheckpointFormatError
@@ -195,7 +194,6 @@ def load_pretrained(
         >>> model.load_report.loaded[0]
         'model.embed_tokens.weight'
     """
-    check_dtypes(master_dtype=master_dtype)
     packed_or_dtype(frozen_dtype)
     folder = resolve_folder(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     with agreed("building the model"):

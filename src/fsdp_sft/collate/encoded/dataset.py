@@ -16,7 +16,7 @@ from filelock import FileLock
 from typing_extensions import Unpack
 
 from fsdp_sft._compat import tokenizers
-from fsdp_sft._model.wrappers import tokenizer_of
+from fsdp_sft._model.view import tokenizer_of
 from fsdp_sft._ranks.agree import agree_on, agreed, all_gather_objects, this_rank, while_others_wait
 from fsdp_sft._tensors.disk import full_path
 from fsdp_sft.collate.encoded.build import Job, Work, build, look_first, num_refused, refusal
