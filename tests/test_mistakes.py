@@ -107,7 +107,7 @@ def test_a_schedule_that_is_stepped_twice() -> None:
 def test_dtypes_by_their_names(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"such as torch\.bfloat16, got 'half a byte'"):
         fs.export_hf(tiny_model("llama"), tmp_path / "out", dtype="half a byte")
-    with pytest.raises(ValueError, match="frozen_dtype must be a torch.dtype, or one of"):
+    with pytest.raises(ValueError, match="frozen_dtype must be a"):
         fs.load_pretrained(tmp_path, mesh=None, frozen_dtype="int4")
 
 

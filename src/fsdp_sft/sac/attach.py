@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat.checkpointing import checkpointing_flag, is_checkpointing_layer
+from fsdp_sft._compat.compile import checkpointing_flag, is_checkpointing_layer
 from fsdp_sft._model.blocks import configs_of
 from fsdp_sft._model.view import SAC, Checkpointed, checkpointed
 from fsdp_sft.errors import UnsupportedModelError

@@ -26,7 +26,7 @@ from fsdp_sft._model.twin import keep_config
 from fsdp_sft._model.view import base_of, checkpointed, replicas_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import tell
-from fsdp_sft._ranks.mesh import EP, parameter_mesh
+from fsdp_sft._ranks.mesh import EP, build_mesh, mesh_of_job, parameter_mesh
 from fsdp_sft._tensors.boxes import check_ranks_ascend
 from fsdp_sft.attention.hybrid import separate_rows
 from fsdp_sft.errors import UnsupportedModelError
@@ -132,7 +132,7 @@ _logger = logging.getLogger(__name__)
 def shard_model(
     model: Model,
     *,
-    mesh: "DeviceMesh",
+    mesh: "DeviceMesh | None" = None,
     master_dtype: torch.dtype = torch.float32,
     frozen_dtype: torch.dtype | str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -163,8 +163,9 @@ def shard_model(
     Args:
         model: Model with ordinary parameters, materialised (with the same values on every rank) or on the
             meta device.
-        mesh: Mesh from ``build_mesh``: 1-D for FSDP, 2-D for HSDP and DDP. If it has ``cp``, parameters are
-            sharded over the ranks of ``dp_shard`` and ``cp`` together.
+        mesh: Mesh from ``build_mesh``: 1-D for FSDP, 2-D for HSDP and DDP. None takes the one that was made,
+            or else all ranks (FSDP). If it has ``cp``, parameters are sharded over the ranks of ``dp_shard``
+            and ``cp`` together.
         master_dtype: Dtype of the stored trainable shards, and so of gradients and optimizer states.
         frozen_dtype: Dtype of the stored frozen shards; None keeps the dtype that they have. ``"stored"``
             keeps the matrices of blocks as a quantised checkpoint has them, and ``"nf4"`` or ``"fp8"`` packs
@@ -217,13 +218,14 @@ def shard_model(
     keep_config(model)
     refuse_quantised_model(model)
     refuse_hooks(model, are_shards=False)
-    given, mesh = mesh, parameter_mesh(mesh)
+    given = mesh or mesh_of_job() or build_mesh()
+    mesh = parameter_mesh(given)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     check_ranks_ascend(mesh, [Shard(0)] * mesh.ndim)
     chosen = dict(find_blocks(model) if blocks is None else blocks)
     _check_blocks(model, chosen)
     offload = checked_offload(offload_policy)
-    place_experts(model, given, ep_size, policy)
+    placed = place_experts(model, given, ep_size, policy)
 
     copied = copied_modules(model)
     plan = plan_float32(model, policy, chosen, warn=mesh.get_rank() == 0)
@@ -234,7 +236,7 @@ def shard_model(
             f"reshard_after_forward={reshard_after_forward} keeps gathered values sharded, which torch does "
             f"not do for weights that are packed (frozen_dtype={packed!r}): take True or False"
         )
-    units = units_of(model, chosen, plan, policy, reshard_after_forward)
+    units = units_of(model, chosen, plan, policy, reshard_after_forward, placed)
     for unit in units:
         shard_unit(unit, mesh, offload, by_rows, policy.param_dtype)
         for module in unit.modules:

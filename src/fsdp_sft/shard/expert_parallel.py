@@ -1,6 +1,5 @@
 """Expert parallelism: each rank holds some experts whole, and tokens travel to the ranks of their experts."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,7 @@ from fsdp_sft._compat.experts import experts_to_place, place_experts_on
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import copied_modules, parameter_adapters, without_adapters
-from fsdp_sft._model.view import base_of, kept_of, record_of
+from fsdp_sft._model.view import base_of
 from fsdp_sft._ranks.mesh import CP, DP_REPLICATE, DP_SHARD, EP, made_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
@@ -28,24 +27,9 @@ _ALONE = "alone"
 _DIVIDED_ONCE = (None, torch.float32, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class ExpertPlacement:
-    """Placement of a model's experts on the ranks.
-
-    Attributes:
-        mesh: Mesh of the ranks that hold the same experts, over which FSDP2 shards them. Its first axis is
-            that of the replicas, where there are any.
-        factor: Divisor of the experts' gradients after their sum over ``mesh``. It is the number of all
-            ranks, as for other parameters.
-        ep_size: Number of ranks that hold all experts between them.
-    """
-
-    mesh: "DeviceMesh"
-    factor: float
-    ep_size: int
-
-
-def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int, policy: MixedPrecisionPolicy) -> None:
+def place_experts(
+    model: nn.Module, mesh: "DeviceMesh", ep_size: int, policy: MixedPrecisionPolicy
+) -> "dict[int, DeviceMesh]":
     """Keep only this rank's part of the experts; an ``ep_size`` of 1 changes nothing.
 
     Neighbouring ranks form a group that holds all experts, so that tokens need not leave a node whose ranks
@@ -56,6 +40,10 @@ def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int, policy: Mi
         mesh: Mesh that ``shard_model`` will be given.
         ep_size: Number of ranks that hold all experts between them.
         policy: Dtypes of the computation and of the reduction of gradients.
+
+    Returns:
+        By the id of each module of experts, the mesh of the ranks that hold the same ones, over which FSDP2
+        shards them. Its first axis is that of the replicas, where there are any.
 
     Raises:
         ValueError: If ``ep_size`` does not divide the ranks or the experts (the message lists values that
@@ -69,7 +57,7 @@ def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int, policy: Mi
     if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
         raise ValueError(f"ep_size must be a number of ranks, 1 or more, got {ep_size!r}")
     if ep_size == 1:
-        return
+        return {}
     names = mesh.mesh_dim_names or ()
     if CP in names or DP_SHARD not in names:
         raise ValueError(f"ep_size={ep_size} needs a mesh of build_mesh without cp, got {mesh}")
@@ -112,13 +100,6 @@ def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int, policy: Mi
             kept[ep_size] = split_axis(mesh, DP_SHARD, sizes)
     parts = kept[ep_size]
     axes = (DP_REPLICATE, EXPERTS_SHARD) if DP_REPLICATE in (mesh.mesh_dim_names or ()) else (EXPERTS_SHARD,)
-    shared = ExpertPlacement(parts[axes], float(mesh.size()), ep_size)
     with without_adapters(model) as base:
-        for name in experts:
-            record_of(base.get_submodule(name)).keep(shared)
         place_experts_on(base, parts[EP], parts[_ALONE])
-
-
-def expert_placement(module: nn.Module) -> ExpertPlacement | None:
-    """Placement of a module of experts that are divided among ranks; None for any other module."""
-    return kept_of(module, ExpertPlacement)
+    return {id(module): parts[axes] for module in modules}

@@ -22,7 +22,6 @@ from fsdp_sft._compat.modules import apply_to_tensors
 from fsdp_sft._model.view import base_of
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.sharding import shard_dim
-from fsdp_sft.shard.expert_parallel import ExpertPlacement, expert_placement
 from fsdp_sft.shard.float32_modules import Float32Plan, Float32Unit, cast_at_use, gather_with
 from fsdp_sft.shard.names import all_names, innermost
 
@@ -38,7 +37,7 @@ class Unit:
         modules: The modules.
         policy: Dtypes of their computation.
         reshard: What becomes of the gathered parameters after a forward; None is torch's own default.
-        experts: Placement of the module, if it is experts that are divided among ranks.
+        experts: Mesh of the module, if it is experts that are divided among ranks.
         float32: The module's parts that do not compute in float32, if it does.
         beside_root: Whether it is the input embedding or the head in its own group.
     """
@@ -46,7 +45,7 @@ class Unit:
     modules: list[nn.Module]
     policy: MixedPrecisionPolicy
     reshard: bool | int | None
-    experts: ExpertPlacement | None = None
+    experts: "DeviceMesh | None" = None
     float32: Float32Unit | None = None
     beside_root: bool = False
 
@@ -57,6 +56,7 @@ def units_of(
     plan: Float32Plan,
     policy: MixedPrecisionPolicy,
     reshard: bool | int,
+    placed: "Mapping[int, DeviceMesh]",
 ) -> list[Unit]:
     """The groups of a model, inner before outer, as ``fully_shard`` requires; the last is the root's."""
     of_blocks, in_float32 = plan.policies(policy)
@@ -69,7 +69,7 @@ def units_of(
     for module in reversed(list(model.modules())):
         if module is model or id(module) in done:
             continue
-        experts = expert_placement(module)
+        experts = placed.get(id(module))
         float32 = plan.units.get(id(module)) if experts is None else None
         others = [other for other in float32.others if id(other) not in done] if float32 is not None else []
         if others:
@@ -107,9 +107,9 @@ def shard_unit(
         by_rows: Ids of parameters that are cut along the first dimension.
         usual: Dtype of what does not compute in float32 within a group that does.
     """
-    experts, reshard = unit.experts, unit.reshard
+    num_ranks, experts, reshard = mesh.size(), unit.experts, unit.reshard
     if experts is not None:
-        mesh, reshard = experts.mesh, bool(reshard)
+        mesh, reshard = experts, bool(reshard)
     # With a number for reshard_after_forward each rank keeps one run of the gathered bytes after a forward.
     # torch's code for that supports the first dimension only.
     first_only = type(reshard) is int
@@ -124,7 +124,7 @@ def shard_unit(
         **({} if reshard is None else {"reshard_after_forward": reshard}),
     )
     if experts is not None:
-        _divide_by_all_ranks(unit.modules[0], experts)
+        _divide_by_all_ranks(unit.modules[0], experts, num_ranks)
     if unit.beside_root and reshard:
         _free_early(unit.modules[0])
     if unit.float32 is not None and unit.float32.user is not None:
@@ -141,15 +141,15 @@ def _placement(parameter: nn.Parameter, num_shards: int, by_rows: Collection[int
     return Shard(dim) if dim else None
 
 
-def _divide_by_all_ranks(module: nn.Module, shared: ExpertPlacement) -> None:
+def _divide_by_all_ranks(module: nn.Module, mesh: "DeviceMesh", num_ranks: int) -> None:
     """Let FSDP2 divide the gradients of experts by the number of all ranks, as those of other parameters.
 
     They are sums over the tokens of all ranks, but are reduced over only the ranks with the same experts, by
     whose number FSDP2 would divide.
     """
     assert isinstance(module, FSDPModule)
-    module.set_gradient_divide_factor(shared.factor)
-    if shared.mesh.size(shared.mesh.ndim - 1) > 1:
+    module.set_gradient_divide_factor(float(num_ranks))
+    if mesh.size(mesh.ndim - 1) > 1:
         # torch would divide by a premultiplied sum, which gloo does not support and NCCL loses in bfloat16
         # (pytorch#190747). On one rank it divides without this, and with it would do so twice.
         module.set_force_sum_reduction_for_comms(True)
@@ -214,10 +214,10 @@ def set_prefetch(blocks: list[nn.Module], prefetch: int) -> None:
 
 
 # Input embedding and head, where they are not tied, in groups of their own. In the root's group both would
-# stay gathered for the whole step, and their gradients would be reduced through one buffer: 9.5 GiB in float32
-# for 248,320 tokens and a width of 5,120 (NVIDIA-NeMo/Automodel#3708). So the embedding is freed after its
-# forward, and not gathered for its backward, which does not need it; the head is gathered from its forward to
-# its backward.
+# stay gathered for the whole step, and their gradients would be reduced through one buffer: 9.5 GiB in
+# float32 for 248,320 tokens and a width of 5,120 (NVIDIA-NeMo/Automodel#3708). So the embedding is freed
+# after its forward, and not gathered for its backward, which does not need it; the head is gathered from its
+# forward to its backward.
 
 
 def own_vocabulary(

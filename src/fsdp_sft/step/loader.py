@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, world_size
-from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, host_group, mesh_of_job
+from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, mesh_of_job
 from fsdp_sft.errors import BatchError
 from fsdp_sft.step.window import begun_late, num_rows, to_device
 
@@ -108,7 +108,7 @@ def _windows(
     meter: "ThroughputMeter | None",
 ) -> Generator[list[Any], None, None]:
     """``windows`` with checked arguments."""
-    group = host_group(mesh, CP) if cp_size(mesh) > 1 and mesh is not None else None
+    group = mesh.get_group(CP) if cp_size(mesh) > 1 and mesh is not None else None
     reads = cp_rank(mesh) == 0
     sampler = _resumable(loader)
     mark_consumed = getattr(sampler, "mark_consumed", None)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from fsdp_sft._compat.fsdp import forget_held_back
-from fsdp_sft._compat.optim import forget_unscaled, known_scale
+from fsdp_sft._compat.modules import forget_unscaled, known_scale
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.streams import LateValues

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.fsdp import allow_unused_groups, forget_failed_iteration
-from fsdp_sft._compat.optim import found_infs, keep_scale_on_host
+from fsdp_sft._compat.modules import found_infs, keep_scale_on_host
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.view import parameter_names, replicated_by, unwrapped
 from fsdp_sft._tensors.boxes import local_of

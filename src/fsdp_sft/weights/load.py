@@ -133,7 +133,7 @@ if TYPE_CHECKING:
 def load_pretrained(
     name_or_path: str | os.PathLike[str],
     *,
-    mesh: "DeviceMesh",
+    mesh: "DeviceMesh | None" = None,
     master_dtype: torch.dtype = torch.float32,
     frozen_dtype: torch.dtype | str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -155,7 +155,7 @@ def load_pretrained(
 
     Args:
         name_or_path: A folder, or a Hub id.
-        mesh: Device mesh from ``build_mesh``.
+        mesh: Device mesh from ``build_mesh``; None takes the one that was made, or else all ranks (FSDP).
         master_dtype: Dtype of the stored shards that are trained.
         frozen_dtype: Dtype of the stored shards that are frozen, or ``"stored"``, ``"nf4"`` or ``"fp8"`` for
             packed ones (see ``shard_model``); None is the policy's compute dtype with
