@@ -11,6 +11,7 @@ import transformers as tf
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from fsdp_sft.experts import ExpertLoad
 from fsdp_sft.experts.bias import biases_of
 from fsdp_sft.experts.counter import counter_of
 from tests.harness.architectures import class_names, quiet, tiny_architecture
@@ -360,7 +361,7 @@ def test_mixtures_of_transformers_can_be_watched() -> None:
 
 
 def test_numbers_of_a_load() -> None:
-    load = fs.ExpertLoad(("a", "b", "c"), ((6, 2, 0, 0), (2, 2, 2, 2), (8, 0)))
+    load = ExpertLoad(("a", "b", "c"), ((6, 2, 0, 0), (2, 2, 2, 2), (8, 0)))
     assert load.largest_over_mean == (3.0, 1.0, 2.0)
     assert load.dead == (2, 0, 1)
     assert load.summary() == {"expert_load_largest_over_mean": 3.0, "dead_experts": 3.0}
