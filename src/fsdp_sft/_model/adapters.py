@@ -140,10 +140,9 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     return _tuner_layers(base_of(model))
 
 
-def parameter_adapters(model: nn.Module) -> list[Any]:
-    """Peft's wrappers around parameters, such as those of experts: of one module the outermost first."""
-    layers = _tuner_layers(base_of(model)).values()
-    return [wrapper for layer in layers for wrapper in _nested(layer) if _is_of_parameter(wrapper)]
+def wrapped_names(base: nn.Module) -> set[str]:
+    """FQNs in a base model of what peft has wrapped: layers with adapters, and modules that it copies."""
+    return {*_tuner_layers(base), *_saved_modules(base)}
 
 
 def refuse_initialised_from_base(model: nn.Module) -> None:

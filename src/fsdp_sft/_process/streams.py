@@ -5,6 +5,7 @@ without a stream is recorded on the current stream of the *thread's* current dev
 another device, neither waits for any of the caller's work.
 """
 
+import functools
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,12 @@ class CallerStream:
     def record(self) -> torch.Event | None:
         """An event that follows all work queued on the stream so far; None for the CPU."""
         return None if self.stream is None else self.stream.record_event()
+
+
+@functools.cache
+def copy_stream(device: torch.device) -> torch.Stream:
+    """The stream of all copies of an accelerator that run while it computes, which keeps them in order."""
+    return torch.Stream(device=device)
 
 
 def travelling(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fsdp_sft._process.streams import host_buffer
+from fsdp_sft._process.streams import copy_stream, host_buffer
 
 _LEAST_BYTES = 1 << 10  # size from which a tensor is worth a copy
 
@@ -99,7 +99,7 @@ class HostTensor:
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy after what the current stream has to do by now."""
         assert self.here is not None
-        stream = _stream_for_copies(self.device)
+        stream = copy_stream(self.device)
         self.compute = torch.accelerator.current_stream(self.device)
         made = self.compute.record_event()
         with stream:
@@ -107,12 +107,6 @@ class HostTensor:
             target.copy_(source, non_blocking=True)
             self.copied = stream.record_event()
         self.version = self.here._version
-
-
-@functools.cache
-def _stream_for_copies(device: torch.device) -> torch.Stream:
-    """The stream of all copies of a device, which keeps them in order."""
-    return torch.Stream(device=device)
 
 
 def run_offloaded(

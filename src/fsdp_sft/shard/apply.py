@@ -68,14 +68,15 @@ class _ShardsOfOneRank(OrderedDict[str, Any]):
         return plain
 
 
-def refuse_foreign_saves(model: nn.Module, *, shared: bool) -> None:
+def refuse_foreign_saves(model: nn.Module, base: nn.Module, *, shared: bool) -> None:
     """Let methods of transformers and peft refuse what they cannot do with shards, before they write.
 
     Args:
         model: A model that has just been sharded.
+        base: The model inside its adapters.
         shared: Whether a rank has less than the whole model.
     """
-    for each in {id(one): one for one in (model, base_of(model))}.values():
+    for each in {id(one): one for one in (model, base)}.values():
         for name, instead in _INSTEAD.items():
             if callable(getattr(each, name, None)) and (shared or name != "state_dict"):
                 each.__dict__[name] = functools.partial(instead, each)
@@ -215,7 +216,8 @@ def shard_model(
             "of the forward is its param_dtype"
         )
     _refuse_sharded(model)
-    keep_config(model)
+    base = base_of(model)
+    keep_config(base)
     refuse_quantised_model(model)
     refuse_hooks(model, are_shards=False)
     given = mesh or mesh_of_job() or build_mesh()
@@ -236,25 +238,25 @@ def shard_model(
             f"reshard_after_forward={reshard_after_forward} keeps gathered values sharded, which torch does "
             f"not do for weights that are packed (frozen_dtype={packed!r}): take True or False"
         )
-    units = units_of(model, chosen, plan, policy, reshard_after_forward, placed)
+    units = units_of(model, base, chosen, plan, policy, reshard_after_forward, placed)
     for unit in units:
         shard_unit(unit, mesh, offload, by_rows, policy.param_dtype)
         for module in unit.modules:
             cast_shards(module, master_dtype, kept_dtype, copied)
-    if base_of(model) is not model and hasattr(model, "generate"):
+    if base is not model and hasattr(model, "generate"):
         # peft's generate calls the base model, and so bypasses the root, which gathers its parameters.
         register_fsdp_forward_method(model, "generate")
     set_prefetch(list(chosen.values()), prefetch)
     follow_root(model, [module for unit in units if unit.beside_root for module in unit.modules])
     separate_rows(model)
     remember_mesh(model, given)
-    refuse_foreign_saves(model, shared=mesh.size(mesh.ndim - 1) > 1)
+    refuse_foreign_saves(model, base, shared=mesh.size(mesh.ndim - 1) > 1)
     if packed is not None and packed != STORED:
         pack_loaded(model)
     tell(
         _logger,
         "sharded %s: %d FSDP2 groups over %d ranks%s, %s parameters, computing in %s",
-        original_class(base_of(model)).__name__,
+        original_class(base).__name__,
         sum(isinstance(module, FSDPModule) for module in model.modules()),
         mesh.size(mesh.ndim - 1),
         f" in each of {mesh.size(0)} replicas" if mesh.ndim > 1 else "",

@@ -9,8 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_sft._compat.experts import experts_to_place, place_experts_on
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.adapters import copied_modules, parameter_adapters, without_adapters
-from fsdp_sft._model.view import base_of
+from fsdp_sft._model.adapters import without_adapters, wrapped_names
 from fsdp_sft._ranks.mesh import CP, DP_REPLICATE, DP_SHARD, EP, made_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
@@ -67,17 +66,16 @@ def place_experts(
             "divide gradients of experts by the ranks twice"
         )
     shards = mesh[DP_SHARD].size()
-    name = original_class(base_of(model)).__name__
     with without_adapters(model) as base:
         experts = experts_to_place(base)
         modules = [base.get_submodule(fqn) for fqn in experts]
+    name = original_class(base).__name__
     if not experts:
         raise UnsupportedModelError(
             f"transformers has no plan by which ranks share out the experts of {name} (ep_plan): use "
             "ep_size=1, which shards them as other parameters are"
         )
-    adapted = {wrapper.get_base_layer() for wrapper in parameter_adapters(model)}
-    if (copied_modules(model) | adapted).intersection(modules):
+    if wrapped_names(base) & experts.keys():
         raise UnsupportedModelError(
             "ranks cannot share out experts that peft adapts (target_parameters, all-linear) or copies "
             f"(modules_to_save): {abridged(experts)}; use ep_size=1, or adapters of other layers"

@@ -61,23 +61,21 @@ def plain_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]
     return dtypes
 
 
-def kept_parameters(model: nn.Module, dtype: torch.dtype, dtypes: dict[str, torch.dtype]) -> set[str]:
-    """Names of parameters that transformers keeps in float32 in a model of ``dtype``.
+def kept_parameters(
+    names: Iterable[str], patterns: Collection[str], dtypes: Mapping[str, torch.dtype]
+) -> set[str]:
+    """Those of the names of parameters that transformers keeps in float32 in a 16-bit model.
 
     The class lists some; others it makes float32 when it is built, which ``dtypes`` (from ``plain_dtypes``)
     shows.
     """
-    patterns = _patterns(model, dtype)
-    return {
-        name
-        for name, _ in model.named_parameters(remove_duplicate=False)
-        if dtypes.get(name) == torch.float32 or matches(name, patterns)
-    }
+    return {name for name in names if dtypes.get(name) == torch.float32 or matches(name, patterns)}
 
 
-def _patterns(model: nn.Module, dtype: torch.dtype) -> set[str]:
+def float32_patterns(model: nn.Module, dtype: torch.dtype) -> tuple[set[str], set[str]]:
+    """Patterns of names that transformers keeps in float32: (under this dtype, under float16 alone)."""
     float16_only, always = keep_in_float32_patterns(model)
-    return always | float16_only if dtype == torch.float16 else always
+    return (always | float16_only if dtype == torch.float16 else always), float16_only
 
 
 def matches(parameter_name: str, patterns: Collection[str]) -> bool:
@@ -85,18 +83,16 @@ def matches(parameter_name: str, patterns: Collection[str]) -> bool:
     return any(re.search(rf"(?:^|\.){re.escape(p)}(?:\.|$)", parameter_name) for p in patterns)
 
 
-def lower_buffers(model: nn.Module, dtype: torch.dtype, dtypes: dict[str, torch.dtype]) -> None:
+def _lower_buffers(
+    model: nn.Module, dtype: torch.dtype, dtypes: Mapping[str, torch.dtype], patterns: Collection[str]
+) -> None:
     """Cast buffers to ``dtype`` that have that dtype in a plain model. FSDP2 casts parameters only."""
-    patterns = _patterns(model, dtype)
-    for name, tensor in named_tensors(model).items():
-        if isinstance(tensor, nn.Parameter) or dtypes.get(name) != dtype or tensor.dtype == dtype:
-            continue
+    for name, tensor in list(model.named_buffers(remove_duplicate=False)):
         # ``dtypes`` comes from a model that was built. from_pretrained applies the patterns to buffers that
         # it reads too: DeepSeek-V3's e_score_correction_bias is float32 in a plain bfloat16 model.
-        if matches(name, patterns):
-            continue
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, tensor.to(dtype))
+        if dtypes.get(name) == dtype != tensor.dtype and not matches(name, patterns):
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, tensor.to(dtype))
 
 
 class _Search:
@@ -203,13 +199,13 @@ def plan_float32(
     dtype = policy.param_dtype
     if dtype not in (torch.float16, torch.bfloat16):
         return Float32Plan()
-    dtypes = plain_dtypes(model, dtype)
-    lower_buffers(model, dtype, dtypes)
-    names = kept_parameters(model, dtype, dtypes)
+    dtypes, (patterns, float16_only) = plain_dtypes(model, dtype), float32_patterns(model, dtype)
+    _lower_buffers(model, dtype, dtypes, patterns)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    names = kept_parameters(named, patterns, dtypes)
     search = _Search(model, blocks.values(), names)
     search.visit(model, None)
     units, missed = search.units, search.missed
-    float16_only, _ = keep_in_float32_patterns(model)
     missed |= {n for n, _ in model.named_parameters() if n not in names and matches(n, float16_only)}
     if missed and warn:
         warn_caller(
@@ -220,7 +216,7 @@ def plan_float32(
     # transformers' models cast by themselves, and some need float32 tensors passed between blocks (OLMo's
     # rotary embedding, T5's residual).
     theirs = bool(units) or next(transformers_models(model), None) is not None
-    kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in names - missed}
+    kept = {id(named[name]) for name in names - missed}
     return Float32Plan({id(unit.module): unit for unit in units}, kept, casts_inputs=not theirs)
 
 

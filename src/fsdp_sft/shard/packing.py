@@ -125,16 +125,15 @@ def choose_packed(
     Raises:
         ValueError: If nothing is frozen, or nothing says how the checkpoint is quantised.
     """
-    base = base_of(model)
+    with without_adapters(model) as base:
+        named = dict(base.named_parameters(remove_duplicate=False))
     if kind == STORED and kept_of(base, Settings) is None:
         raise ValueError(
             "frozen_dtype='stored' keeps weights as a quantised checkpoint has them, and this model was not "
             f"built from one by build_meta_model: take a dtype, or {' or '.join(map(repr, RECIPES))}"
         )
     spared = {id(p) for module in copied_modules(model) for p in module.parameters()} | set(kept)
-    towers = pattern_of(frozen_towers(model))
-    with without_adapters(model) as plain:
-        named = dict(plain.named_parameters(remove_duplicate=False))
+    towers = pattern_of(frozen_towers(base))
     found = matrices_to_pack(named, blocks.values(), spared)
     chosen = {name: p for name, p in found.items() if not re.fullmatch(towers, name)}
     if not chosen:
@@ -205,10 +204,10 @@ def put_packed(model: nn.Module, name: str, shard: PackedShard) -> None:
 @torch.no_grad()
 def pack_loaded(model: nn.Module) -> None:
     """Pack the shards that have values already."""
-    weights = packed_weights(model)
-    assert weights is not None
-    recipe = RECIPES[weights.kind]
     with without_adapters(model) as base:
+        weights = kept_of(base, PackedWeights)
+        assert weights is not None
+        recipe = RECIPES[weights.kind]
         for name in sorted(weights.names):
             parameter = base.get_parameter(name)
             assert isinstance(parameter, DTensor)

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_sft._compat.modules import apply_to_tensors
-from fsdp_sft._model.view import base_of
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.sharding import shard_dim
 from fsdp_sft.shard.float32_modules import Float32Plan, Float32Unit, cast_at_use, gather_with
@@ -52,6 +51,7 @@ class Unit:
 
 def units_of(
     model: nn.Module,
+    base: nn.Module,
     blocks: Mapping[str, nn.Module],
     plan: Float32Plan,
     policy: MixedPrecisionPolicy,
@@ -80,7 +80,7 @@ def units_of(
             units.append(Unit([module], own, reshard, experts=experts, float32=float32))
             done.add(id(module))
     taken = [module for unit in units for module in unit.modules]
-    embedding, head = own_vocabulary(base_of(model), taken, plan.kept)
+    embedding, head = own_vocabulary(base, taken, plan.kept)
     inner = replace(of_blocks, output_dtype=None)
     if embedding is not None:
         units.append(Unit([embedding], inner, bool(reshard), beside_root=True))
