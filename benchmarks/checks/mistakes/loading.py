@@ -127,7 +127,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "computed buffers in the master dtype under 16-bit compute",
         "shard/float32_modules.py",
-        "    lower_buffers(model, dtype, dtypes)\n",
+        "    _lower_buffers(model, dtype, dtypes, patterns)\n",
         "",
         ("tests/shard/test_kept.py",),
     ),

@@ -249,7 +249,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "generate of peft goes past the root",
         "shard/apply.py",
-        'if base_of(model) is not model and hasattr(model, "generate"):',
+        'if base is not model and hasattr(model, "generate"):',
         "if False:",
         ("tests/model/test_adapters.py::test_a_sharded_model_with_adapters_generates",),
     ),
