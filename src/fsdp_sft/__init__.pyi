@@ -52,7 +52,6 @@ from fsdp_sft.errors import (
 )
 from fsdp_sft.experts import (
     prepare_experts as prepare_experts,
-    update_router_bias as update_router_bias,
     watch_experts as watch_experts,
 )
 from fsdp_sft.export import (

@@ -98,13 +98,6 @@ MISTAKES: list[Mistake] = [
         ("tests/step/test_failed.py",),
     ),
     Mistake(
-        "the load of experts is applied again after a step that failed",
-        "experts/counter.py",
-        "self._is_open, self.is_empty, self._late = False, True, None",
-        "self._is_open = False",
-        ("tests/experts/test_experts.py",),
-    ),
-    Mistake(
         "a scaler stays unscaled after a step that failed",
         "step/train.py",
         "            forget_unscaled(self.scaler)",

@@ -1,6 +1,5 @@
-"""The experts of a mixture: the implementation that computes them, and their load, counted and balanced."""
+"""The experts of a mixture: the implementation that computes them, and how many tokens each is given."""
 
-from fsdp_sft.experts.bias import update_router_bias as update_router_bias
 from fsdp_sft.experts.choice import prepare_experts as prepare_experts
 from fsdp_sft.experts.counter import (
     ExpertCounter as ExpertCounter,

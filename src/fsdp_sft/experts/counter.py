@@ -73,19 +73,14 @@ class ExpertCounter:
         experts: (FQN, number of experts) of each module with experts.
         modules: These modules.
         handle: Number of the counter, for ``count_choices``.
-        last: Tokens of each expert in the last window on all ranks, for each module int64 ``(experts,)`` on
-            the device.
         is_counting: Whether forwards are counted now.
-        is_empty: Whether there is nothing to balance by: the last window had no forward, or failed, or its
-            load has been applied.
     """
 
     def __init__(self, experts: dict[str, tuple[nn.Module, int]]) -> None:
         self.experts = [(name, number) for name, (_, number) in experts.items()]
         self.modules = [weakref.ref(module) for module, _ in experts.values()]
         self.handle = next(_handles)
-        self.last: list[torch.Tensor] = []
-        self.is_counting = self.is_empty = self._is_open = False
+        self.is_counting = self._is_open = False
         self._mask: torch.Tensor | None = None
         self._late: LateValues | None = None
         self._counts: dict[int, torch.Tensor] = {}  # of the modules that were called in this window
@@ -93,7 +88,7 @@ class ExpertCounter:
 
     def start(self) -> None:
         """Begin a window, with all counts at 0."""
-        self._is_open, self.is_empty = True, False
+        self._is_open = True
         self._counts.clear()
 
     def counting(self, counted: torch.Tensor | None) -> AbstractContextManager[None]:
@@ -136,7 +131,7 @@ class ExpertCounter:
 
     def abandon(self) -> None:
         """End a window that failed, whose counts are not used."""
-        self._is_open, self.is_empty, self._late = False, True, None
+        self._is_open = False
 
     def finish(self, mesh: "DeviceMesh | None", device: torch.device) -> None:
         """End the window, and start to copy the counts of all ranks to the host.
@@ -149,7 +144,6 @@ class ExpertCounter:
         together = torch.cat([self._counts.get(i, none[i])[:number] for i, number in enumerate(sizes)])
         for group in device_groups_of(mesh):
             dist.all_reduce(together, group=group)
-        self.last = list(together.split(sizes))
         self._late = LateValues([together])
 
     def load(self) -> ExpertLoad | None:

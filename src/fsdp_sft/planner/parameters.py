@@ -209,8 +209,7 @@ def layouts_of(
     named = dict(model.named_parameters(remove_duplicate=False))
     dtypes = {name: p.dtype for name, p in named.items()}
     kept = kept_parameters(named, float32_patterns(model, model.dtype)[0], dtypes)
-    spared = {id(named[name]) for name in kept if model.dtype.itemsize == 2}
-    matrices = matrices_to_pack(named, blocks, spared)
+    matrices = matrices_to_pack(named, blocks, {id(named[n]) for n in kept if model.dtype.itemsize == 2})
     if not matrices:
         raise ValueError(
             f"frozen_dtype={kind!r} is for frozen weights, and no matrix in a block is frozen: give lora_rank"

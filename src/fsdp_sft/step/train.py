@@ -379,9 +379,6 @@ class _OptimizerStep:
 
 def _without_step(model: nn.Module, window: Window) -> StepResult:
     """Result of a window without weight, whose step is skipped before the forward."""
-    counter = counter_of(model)
-    if counter is not None:
-        counter.is_empty = True
     reason = "no weight" if window.targets else "no targets"
     if this_rank() == 0 and first_time(model, reason):
         warn_caller(
