@@ -123,18 +123,19 @@ def test_a_step_is_that_of_one_process(folder: str, options: dict[str, int]) -> 
     run_distributed(_check_step, 4, folder, options, torch.float32, "sac chunked")
 
 
-def test_in_float64_to_the_last_digits(mixtral: str) -> None:
-    run_distributed(_check_step, 4, mixtral, EP2, torch.float64, "logits")
-
-
-@pytest.mark.parametrize("options", [EP4, HYBRID, {"ours": 2, "dp_replicate_size": 2, "fsdp_size": 2}])
-def test_over_all_ranks_and_with_replicas(mixtral: str, options: dict[str, int]) -> None:
-    run_distributed(_check_step, 4, mixtral, options, torch.float32, "logits")
-
-
-@pytest.mark.parametrize("prepare", ["sac last", pytest.param("compile sac", marks=pytest.mark.slow)])
-def test_prepared_in_other_ways(mixtral: str, prepare: str) -> None:
-    run_distributed(_check_step, 4, mixtral, EP2, torch.float32, prepare)
+@pytest.mark.parametrize(
+    ("options", "dtype", "prepare"),
+    [
+        (EP2, torch.float64, "logits"),
+        (EP4, torch.float32, "logits"),
+        (HYBRID, torch.float32, "logits"),
+        ({"ours": 2, "dp_replicate_size": 2, "fsdp_size": 2}, torch.float32, "logits"),
+        (EP2, torch.float32, "sac last"),
+        pytest.param(EP2, torch.float32, "compile sac", marks=pytest.mark.slow),
+    ],
+)
+def test_in_other_ways(mixtral: str, options: dict[str, int], dtype: torch.dtype, prepare: str) -> None:
+    run_distributed(_check_step, 4, mixtral, options, dtype, prepare)
 
 
 def _optimizer(model: Any) -> torch.optim.Optimizer:

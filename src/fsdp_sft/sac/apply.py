@@ -26,7 +26,7 @@ Ratio = float | str | Fraction
 Placement = Literal["even", "prefix"]
 
 _PLACEMENTS = ("even", "prefix")
-_RATIO_TEXT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(?:\s*/\s*(\d{1,9}(?:\.\d{1,9})?))?", re.ASCII)
+_RATIO_TEXT = re.compile(r"(\d{1,9}(?:\.\d{1,20})?)(?:\s*/\s*(\d{1,9}(?:\.\d{1,20})?))?", re.ASCII)
 
 
 @answered

@@ -220,14 +220,15 @@ def shard_model(
     keep_config(base)
     refuse_quantised_model(model)
     refuse_hooks(model, are_shards=False)
-    given = mesh or mesh_of_job() or build_mesh()
+    given = mesh if mesh is not None else mesh_of_job() or build_mesh()
     mesh = parameter_mesh(given)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     check_ranks_ascend(mesh, [Shard(0)] * mesh.ndim)
     chosen = dict(find_blocks(model) if blocks is None else blocks)
     _check_blocks(model, chosen)
     offload = checked_offload(offload_policy)
-    placed = place_experts(model, given, ep_size, policy)
+    reduced = policy.reduce_dtype or policy.param_dtype or master_dtype
+    placed = place_experts(model, given, ep_size, reduced)
 
     copied = copied_modules(model)
     plan = plan_float32(model, policy, chosen, warn=mesh.get_rank() == 0)

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_sft._compat.experts import experts_to_place, place_experts_on
 from fsdp_sft._compat.groups import careful_gloo, split_axis
@@ -23,11 +22,11 @@ _ALONE = "alone"
 
 # Dtypes in which FSDP2 expects no overflow of a gradient reduction. In others it divides once before and
 # once after, and so twice where a group is one rank, as of experts over all ranks (torch 2.13).
-_DIVIDED_ONCE = (None, torch.float32, torch.bfloat16)
+_DIVIDED_ONCE = (torch.float32, torch.bfloat16)
 
 
 def place_experts(
-    model: nn.Module, mesh: "DeviceMesh", ep_size: int, policy: MixedPrecisionPolicy
+    model: nn.Module, mesh: "DeviceMesh", ep_size: int, reduced: torch.dtype
 ) -> "dict[int, DeviceMesh]":
     """Keep only this rank's part of the experts; an ``ep_size`` of 1 changes nothing.
 
@@ -38,7 +37,7 @@ def place_experts(
         model: Model on the meta device, not sharded yet; adapters of other layers are already inside.
         mesh: Mesh that ``shard_model`` will be given.
         ep_size: Number of ranks that hold all experts between them.
-        policy: Dtypes of the computation and of the reduction of gradients.
+        reduced: Dtype in which gradients are reduced.
 
     Returns:
         By the id of each module of experts, the mesh of the ranks that hold the same ones, over which FSDP2
@@ -60,10 +59,10 @@ def place_experts(
     names = mesh.mesh_dim_names or ()
     if CP in names or DP_SHARD not in names:
         raise ValueError(f"ep_size={ep_size} needs a mesh of build_mesh without cp, got {mesh}")
-    if ep_size == mesh.size() and {policy.reduce_dtype, policy.param_dtype} - set(_DIVIDED_ONCE):
+    if ep_size == mesh.size() and reduced not in _DIVIDED_ONCE:
         raise ValueError(
-            f"ep_size={ep_size} of all ranks needs dtypes of bfloat16 or float32, got {policy}: FSDP2 would "
-            "divide gradients of experts by the ranks twice"
+            f"ep_size={ep_size} of all ranks needs reduce_dtype=torch.float32 or bfloat16, got {reduced}: "
+            "FSDP2 would divide gradients of experts by the ranks twice"
         )
     shards = mesh[DP_SHARD].size()
     with without_adapters(model) as base:

@@ -87,10 +87,11 @@ def _lower_buffers(
     model: nn.Module, dtype: torch.dtype, dtypes: Mapping[str, torch.dtype], patterns: Collection[str]
 ) -> None:
     """Cast buffers to ``dtype`` that have that dtype in a plain model. FSDP2 casts parameters only."""
-    for name, tensor in list(model.named_buffers(remove_duplicate=False)):
+    for name, tensor in named_tensors(model).items():
         # ``dtypes`` comes from a model that was built. from_pretrained applies the patterns to buffers that
         # it reads too: DeepSeek-V3's e_score_correction_bias is float32 in a plain bfloat16 model.
-        if dtypes.get(name) == dtype != tensor.dtype and not matches(name, patterns):
+        is_buffer = not isinstance(tensor, nn.Parameter)
+        if is_buffer and dtypes.get(name) == dtype != tensor.dtype and not matches(name, patterns):
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, tensor.to(dtype))
 
