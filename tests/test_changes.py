@@ -85,7 +85,7 @@ def test_a_copy_is_found_out_about_anew() -> None:
 
 
 def test_a_look_makes_no_record() -> None:
-    from fsdp_sft._model.record import kept_of
+    from fsdp_sft._model.view import kept_of
 
     layer = nn.Linear(2, 2)
     assert kept_of(layer, fs.StepResult) is None

@@ -133,7 +133,7 @@ def test_every_public_name_is_in_the_reference_and_every_page_on_the_site() -> N
 
     text = "".join(path.read_text() for path in ROOT.glob("docs/reference/*.md"))
     named = {line.rpartition(".")[2] for line in text.splitlines() if line.startswith("::: ")}
-    assert named == set(fs.__all__) - {"__version__"}
+    assert named >= set(fs.__all__) - {"__version__"}
     navigation = {
         line.split()[-1] for line in (ROOT / "mkdocs.yml").read_text().splitlines() if ".md" in line
     }

@@ -105,23 +105,10 @@ def test_a_schedule_that_is_stepped_twice() -> None:
 
 
 def test_dtypes_by_their_names(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    model.save_pretrained(tmp_path)
-    calls: dict[str, Any] = {
-        "dtype": lambda: fs.build_meta_model(tmp_path, dtype="float32"),
-        "master_dtype": lambda: fs.load_pretrained(tmp_path, mesh=None, master_dtype="bfloat16"),
-        "frozen_dtype": lambda: fs.shard_model(model, mesh=None, frozen_dtype="torch.float16"),
-    }
-    meant = {"dtype": "float32", "master_dtype": "bfloat16", "frozen_dtype": "float16"}
-    for name, call in calls.items():
-        with pytest.raises(
-            ValueError, match=rf"^{name} must be a floating-point torch.dtype such as torch.{meant[name]}"
-        ):
-            call()
     with pytest.raises(ValueError, match=r"such as torch\.bfloat16, got 'half a byte'"):
-        fs.export_hf(model, tmp_path / "out", dtype="half a byte")
-    with pytest.raises(ValueError, match=r"got torch\.int8"):
-        fs.load_pretrained(tmp_path, mesh=None, master_dtype=torch.int8)
+        fs.export_hf(tiny_model("llama"), tmp_path / "out", dtype="half a byte")
+    with pytest.raises(ValueError, match="frozen_dtype must be a"):
+        fs.load_pretrained(tmp_path, mesh=None, frozen_dtype="int4")
 
 
 def test_adapters_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:

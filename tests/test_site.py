@@ -40,7 +40,7 @@ def _leads_to(page: Path) -> set[Path]:
 def test_the_index_has_every_public_name_once() -> None:
     names = re.findall(r"^- `(\w+)`$", (DOCS / "reference/index.md").read_text(), re.MULTILINE)
     assert sorted(names) == sorted({*fs.__all__} - {"__version__"})
-    assert targets().keys() == set(names)
+    assert targets().keys() >= set(names)
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "reference"], ids=_uri)

@@ -62,7 +62,7 @@ OWNERS = {
             "_compat/fsdp.py",
             "_compat/models.py",
             "_compat/modules.py",
-            "_model/named.py",
+            "_model/view.py",
         },
     ),
     "generators of every device": (r"fork_rng|[gs]et_rng_state\(", {"_process/generators.py"}),

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 import fsdp_sft as fs
 from benchmarks.tables import publish, table
-from fsdp_sft._model.named import parameter_names
 from fsdp_sft._model.state import model_tensors
+from fsdp_sft._model.view import parameter_names
 from fsdp_sft._tensors.disk import FileRecord, write_bytes
 from fsdp_sft.dcp_io.manifest import MANIFEST_NAME, Manifest, encode_manifest, read_manifest
 from fsdp_sft.dcp_io.optimizer_content import optimizer_content

@@ -52,7 +52,6 @@ Loss and step
     token_losses            the loss of each token, for losses of your own
     gradient_sync           when gradients are reduced
     prepare_loss            loss without logits, bound to a model once
-    update_router_bias      experts balanced by a bias
 
 Checkpoints and export
     save_checkpoint         crash-safe step: model, optimizer, data position

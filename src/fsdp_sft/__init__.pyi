@@ -13,7 +13,6 @@ from fsdp_sft.attention.varlen import use_varlen_attention as use_varlen_attenti
 from fsdp_sft.collate import (
     IGNORE_INDEX as IGNORE_INDEX,
     EncodedChat as EncodedChat,
-    FilterCounts as FilterCounts,
     SFTCollator as SFTCollator,
     encode_chat as encode_chat,
     filter_rows as filter_rows,
@@ -22,9 +21,6 @@ from fsdp_sft.collate import (
 )
 from fsdp_sft.collate.encoded import EncodedDataset as EncodedDataset, encode_dataset as encode_dataset
 from fsdp_sft.dcp_io import (
-    CheckpointInfo as CheckpointInfo,
-    LoadedCheckpoint as LoadedCheckpoint,
-    SavedCheckpoint as SavedCheckpoint,
     find_checkpoints as find_checkpoints,
     load_checkpoint as load_checkpoint,
     load_full_state_dict as load_full_state_dict,
@@ -55,9 +51,7 @@ from fsdp_sft.errors import (
     UnsupportedModelError as UnsupportedModelError,
 )
 from fsdp_sft.experts import (
-    ExpertLoad as ExpertLoad,
     prepare_experts as prepare_experts,
-    update_router_bias as update_router_bias,
     watch_experts as watch_experts,
 )
 from fsdp_sft.export import (
@@ -93,7 +87,6 @@ from fsdp_sft.optimizer import (
     StochasticAdamW as StochasticAdamW,
 )
 from fsdp_sft.planner import (
-    MemoryEstimate as MemoryEstimate,
     Run as Run,
     RunPlan as RunPlan,
     estimate_memory as estimate_memory,
@@ -109,7 +102,6 @@ from fsdp_sft.sampling.packing import (
     PackedCollator as PackedCollator,
     PackedSampler as PackedSampler,
     PackedStream as PackedStream,
-    PackingReport as PackingReport,
     attention_cost as attention_cost,
     pack_lengths as pack_lengths,
     row_sizes as row_sizes,
@@ -120,7 +112,6 @@ from fsdp_sft.shard.apply import shard_model as shard_model
 from fsdp_sft.shard.compile import compile_blocks as compile_blocks
 from fsdp_sft.shard.describe import describe_sharding as describe_sharding
 from fsdp_sft.step import (
-    EvalResult as EvalResult,
     StepResult as StepResult,
     evaluate as evaluate,
     gradient_sync as gradient_sync,
@@ -128,7 +119,6 @@ from fsdp_sft.step import (
     windows as windows,
 )
 from fsdp_sft.weights import (
-    LoadReport as LoadReport,
     build_meta_model as build_meta_model,
     load_weights as load_weights,
 )

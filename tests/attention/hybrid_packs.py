@@ -17,7 +17,7 @@ import torch
 import transformers as tf
 
 import fsdp_sft as fs
-from fsdp_sft.sampling.packing import verify
+from fsdp_sft.sampling.packing import PackingReport, verify
 from tests.attention.hybrids import APART, MIXED, tiny_hybrid
 from tests.harness.architectures import quiet_for_good
 
@@ -36,7 +36,7 @@ CAPACITY, ROWS, TOGETHER = 2048, 64, 8
 def measured(family: str) -> tuple[str, str]:
     """Largest difference from rows alone: by transformers, and with layers kept apart."""
     separate, found = verify.separate_rows, []
-    reports: list[fs.PackingReport] = []
+    reports: list[PackingReport] = []
     judge = verify._judge
     verify._judge = lambda model, report, told: bool(reports.append(report)) or judge(model, report, told)
     for does in (lambda model: None, separate):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from fsdp_sft._compat import tokenizers
+from fsdp_sft._compat import data
 from fsdp_sft.collate import (
     IGNORE_INDEX,
     ChatTemplateError,
@@ -299,8 +299,8 @@ def test_private_use_characters_of_the_sentinels_are_refused():
 
 
 def test_a_long_conversation_takes_as_many_renderings_as_a_short_one(monkeypatch):
-    counts, render = [], tokenizers.render_chat
-    monkeypatch.setattr(tokenizers, "render_chat", lambda *a, **k: counts.append(1) or render(*a, **k))
+    counts, render = [], data.render_chat
+    monkeypatch.setattr(data, "render_chat", lambda *a, **k: counts.append(1) or render(*a, **k))
     for turns in (2, 64):
         counts.clear()
         row = chat(*(f"text {number}" for number in range(turns)))

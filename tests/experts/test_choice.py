@@ -55,7 +55,7 @@ def test_by_name() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="mixture of experts, LlamaForCausalLM has none"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
         fs.prepare_experts(tiny_model("llama"))
     with pytest.raises(ValueError, match=r"impl must be 'auto' or one of 'eager', .*, got 'fastest'"):
         fs.prepare_experts(_mixture(), impl="fastest")

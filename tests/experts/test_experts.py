@@ -1,4 +1,4 @@
-"""What experts are given, counted beside a plain model, and the biases that even it out."""
+"""What experts are given, counted beside a plain model."""
 
 import copy
 from pathlib import Path
@@ -11,11 +11,12 @@ import transformers as tf
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from fsdp_sft.experts.counter import biases_of, counter_of
+from fsdp_sft.experts import ExpertLoad
+from fsdp_sft.experts.counter import counter_of
 from tests.harness.architectures import class_names, quiet, tiny_architecture
 from tests.harness.device import device_here, mesh_here
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of
-from tests.harness.models import VOCAB, full, tiny_model
+from tests.harness.models import VOCAB, tiny_model
 from tests.harness.ranks import run_distributed
 
 FLOAT32 = MixedPrecisionPolicy()
@@ -134,66 +135,6 @@ def test_compiled_blocks_count_too() -> None:
     run_distributed(_check, 1, {}, PADDED, "sac compile")
 
 
-def _check_bias(rate: float, folder: Path) -> None:
-    model = _with_biases()
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with pytest.raises(ValueError, match="call watch_experts"):
-        fs.update_router_bias(model, rate=rate)
-    fs.watch_experts(model)
-    window = [_batch(dist.get_rank(), m, PADDED) for m in range(2)]
-    worst = []
-    start = torch.tensor([0.5, 0.5, 0, 0, 0, 0, 0, 0])
-    expected = {name: start.clone() for name in fs.watch_experts(model)}
-    for _ in range(40):
-        load = fs.train_step(model, window, optimizer).expert_load
-        moved = fs.update_router_bias(model, rate=rate)
-        worst.append(max(load.largest_over_mean))
-        for layer, counts in zip(load.layers, load.counts, strict=True):
-            even = sum(counts) / len(counts)
-            expected[layer] += rate * torch.tensor([(even > n) - (even < n) for n in counts]).float()
-    found = {layer: full(bias) for layer, (_, bias) in biases_of(model, counter_of(model).experts).items()}
-    assert len(moved) == 2
-    assert moved[0] == "model.layers.1.mlp.gate.e_score_correction_bias"
-    for layer, bias in expected.items():
-        torch.testing.assert_close(found[layer].float(), bias)
-    assert sum(worst[-5:]) < 0.75 * sum(worst[:5]), worst
-    # A checkpoint has them.
-    fs.save_checkpoint(folder, 1, model=model, optimizer=optimizer)
-    other = fs.shard_model(_with_biases(), mesh=mesh_here(), mp_policy=FLOAT32)
-    fs.load_checkpoint(folder, model=other, optimizer=torch.optim.AdamW(other.parameters()))
-    again = biases_of(other, counter_of(model).experts)
-    assert all(torch.equal(full(again[layer][1]), found[layer]) for layer in found)
-
-
-def test_biases_even_out_what_experts_are_given(tmp_path: Path) -> None:
-    run_distributed(_check_bias, 2, 0.02, tmp_path)
-
-
-def _check_bias_as_parameter() -> None:
-    torch.manual_seed(0)
-    with quiet():
-        model = tiny_architecture("Ernie4_5_MoeForCausalLM")
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
-    names = fs.watch_experts(model)
-    rows = torch.arange(3, 23).view(2, 10) % model.config.vocab_size
-    batch = {"input_ids": rows, "labels": rows}
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
-    load = fs.train_step(model, [batch], optimizer).expert_load
-    before = {n: full(b).clone() for n, b in biases_of(model, counter_of(model).experts).values()}
-    assert len(before) == len(names)
-    fs.update_router_bias(model, rate=0.5)
-    after = {n: full(b).clone() for n, b in biases_of(model, counter_of(model).experts).values()}
-    for counts, name in zip(load.counts, before, strict=True):
-        even = sum(counts) / len(counts)
-        step = [0.5 * ((even > n) - (even < n)) for n in counts]
-        assert (after[name] - before[name]).flatten().tolist() == step, name
-
-
-def test_a_bias_that_is_a_sharded_parameter_moves_too() -> None:
-    run_distributed(_check_bias_as_parameter, 2)
-
-
 def test_what_cannot_be_watched_is_refused() -> None:
     with pytest.raises(fs.UnsupportedModelError, match="takes what a router has chosen"):
         fs.watch_experts(tiny_model("llama"))
@@ -207,54 +148,11 @@ def test_what_cannot_be_watched_is_refused() -> None:
     load = fs.train_step(mixtral, [batch], optimizer).expert_load
     assert load is not None
     assert sum(load.counts[0]) == 2 * 12
-    with pytest.raises(ValueError, match="no bias that balances"):
-        fs.update_router_bias(mixtral, rate=0.1)
-    with pytest.raises(ValueError, match="rate must be a number above 0"):
-        fs.update_router_bias(mixtral, rate=0)
     twin = copy.deepcopy(mixtral)
     assert counter_of(twin) is None
     assert fs.train_step(twin, [batch], torch.optim.SGD(twin.parameters(), lr=0.0)).expert_load is None
     again = fs.train_step(mixtral, [batch], optimizer).expert_load
     assert again == load
-
-
-def test_a_load_is_applied_once_whatever_comes_after_it() -> None:
-    model = _with_biases().to(device_here())
-    fs.watch_experts(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    batch = {name: value.to(device_here()) for name, value in _batch(0, 0, PADDED).items()}
-    failing = {"mid-forward": False}
-
-    def fail(*_: object) -> None:
-        if failing["mid-forward"] and torch.is_grad_enabled():
-            raise KeyError("planted")
-
-    model.model.layers[-1].register_forward_hook(fail)
-    fs.train_step(model, [batch], optimizer)
-    assert fs.update_router_bias(model, rate=0.1)
-    moved = {name: bias.clone() for name, bias in model.named_buffers()}
-    beyond = {**batch, "input_ids": batch["input_ids"] + 10**6}
-    with pytest.raises(fs.BatchError):
-        fs.train_step(model, [beyond], optimizer)
-    assert fs.update_router_bias(model, rate=0.1) == []
-    failing["mid-forward"] = True
-    with pytest.raises(KeyError, match="planted"):
-        fs.train_step(model, [batch], optimizer)
-    failing["mid-forward"] = False
-    assert fs.update_router_bias(model, rate=0.1) == []
-    assert all(torch.equal(moved[name], bias) for name, bias in model.named_buffers())
-    fs.train_step(model, [batch], optimizer)
-    assert fs.update_router_bias(model, rate=0.1)
-
-
-def test_a_low_bias_is_refused() -> None:
-    model = _with_biases()
-    fs.watch_experts(model)
-    for block in model.model.layers[1:]:
-        block.mlp.gate.e_score_correction_bias = block.mlp.gate.e_score_correction_bias.bfloat16()
-    fs.train_step(model, [_batch(0, 0, PADDED)], torch.optim.SGD(model.parameters(), lr=0.0))
-    with pytest.raises(ValueError, match="keep it in float32"):
-        fs.update_router_bias(model, rate=0.001)
 
 
 def _check_bias_under_bfloat16_compute(folder: Path) -> None:
@@ -267,10 +165,6 @@ def _check_bias_under_bfloat16_compute(folder: Path) -> None:
         fs.shard_model(_with_biases(), mesh=mesh_here()),
     ):
         assert {name: buffer.dtype for name, buffer in model.named_buffers()} == expected
-        fs.watch_experts(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        fs.train_step(model, [_batch(0, 0, PADDED)], optimizer)
-        assert len(fs.update_router_bias(model, rate=0.001)) == 2
 
 
 def test_biases_stay_in_float32_as_in_a_plain_model(tmp_path: Path) -> None:
@@ -325,20 +219,6 @@ def test_a_mask_of_other_tokens_is_refused() -> None:
         )
 
 
-def test_a_window_without_targets_moves_no_bias() -> None:
-    model = _with_biases().to(device_here())
-    fs.watch_experts(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    batch = _batch(0, 0, PADDED)
-    empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
-    for window, moved in (([empty], 0), ([batch], 2), ([empty], 0), ([batch], 2)):
-        fs.train_step(model, window, optimizer)
-        before = copy.deepcopy(model.state_dict())
-        assert len(fs.update_router_bias(model, rate=0.01)) == moved
-        after = model.state_dict()
-        assert sum(not torch.equal(after[name], value) for name, value in before.items()) == moved
-
-
 @pytest.mark.slow
 def test_mixtures_of_transformers_can_be_watched() -> None:
     watched, others = 0, set()
@@ -359,7 +239,7 @@ def test_mixtures_of_transformers_can_be_watched() -> None:
 
 
 def test_numbers_of_a_load() -> None:
-    load = fs.ExpertLoad(("a", "b", "c"), ((6, 2, 0, 0), (2, 2, 2, 2), (8, 0)))
+    load = ExpertLoad(("a", "b", "c"), ((6, 2, 0, 0), (2, 2, 2, 2), (8, 0)))
     assert load.largest_over_mean == (3.0, 1.0, 2.0)
     assert load.dead == (2, 0, 1)
     assert load.summary() == {"expert_load_largest_over_mean": 3.0, "dead_experts": 3.0}

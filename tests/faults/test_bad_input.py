@@ -36,8 +36,8 @@ def tokenizer() -> Any:
 def test_ratios() -> None:
     model = tiny_model("llama")
     for ratio, message in (
-        (7, "use 1 to checkpoint every block"),
-        ("1/0", "divides by zero"),
+        (7, "1 every block"),
+        ("1/0", "a text such as '1/3'"),
         ("__import__('os')", "a text such as '1/3'"),
     ):
         _expect(f"apply_sac(model, {ratio!r})", lambda ratio=ratio: fs.apply_sac(model, ratio), message)

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import fsdp_sft as fs
-from fsdp_sft._model.named import named_tensors
 from fsdp_sft._model.preserved import preserved
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.twin import meta_twin, tied_meta_twin
+from fsdp_sft._model.view import named_tensors
 from tests.harness.device import mesh_here
 from tests.harness.models import full, tiny_model
 from tests.harness.ranks import run_distributed

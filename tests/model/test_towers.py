@@ -134,32 +134,6 @@ def test_and_before_sharding() -> None:
     run_distributed(_late, 1)
 
 
-def _resumes(folder: Path, mesh_shape: dict[str, int], steps: int) -> list[float]:
-    """The default path on replicas: bfloat16, compiled blocks, checkpointing, a save and other ranks."""
-    model: Any = fs.build_meta_model(folder / "base")
-    fs.freeze_towers(model)
-    fs.apply_sac(model, "1/2")
-    fs.compile_blocks(model, backend="aot_eager")
-    fs.shard_model(model, mesh=mesh_here(**mesh_shape), frozen_dtype=torch.bfloat16)
-    fs.load_weights(model, folder / "base")
-    model.train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    if steps:
-        fs.load_checkpoint(folder / "steps", model=model, optimizer=optimizer)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    losses = [fs.train_step(model, BATCHES[rank::ranks], optimizer).loss for _ in range(2)]
-    fs.save_checkpoint(folder / "steps", steps + 2, model=model, optimizer=optimizer)
-    return losses
-
-
-def test_a_run_goes_on_at_other_ranks(tmp_path: Path) -> None:
-    tiny("llava").save_pretrained(tmp_path / "base")
-    first = run_distributed(_resumes, 4, tmp_path, {"dp_replicate": 2}, 0)[0]
-    rest = run_distributed(_resumes, 1, tmp_path, {}, 2)[0]
-    losses = first + rest
-    assert losses == sorted(losses, reverse=True), losses
-
-
 def _with_pixels(batch: dict[str, Any]) -> dict[str, Any]:
     """An image, of four tokens, at the beginning of each row."""
     rows = len(batch["input_ids"])

@@ -151,7 +151,6 @@ def _calls(model: nn.Module) -> list[Any]:
 
 
 def _check_refused() -> None:
-    from torch.distributed._composable.replicate import replicate
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     class DeepSpeedEngine(_FabricModule):
@@ -166,7 +165,6 @@ def _check_refused() -> None:
         "DataParallel": nn.DataParallel(tiny_model("llama")),
         "DeepSpeedEngine": DeepSpeedEngine(inner, inner),
         "only a part": part,
-        r"replicate\(\)": replicate(tiny_model("llama")),
     }
     for named, model in cases.items():
         for number, call in enumerate(_calls(model)):

@@ -11,6 +11,7 @@ import transformers as tf
 
 import fsdp_sft as fs
 from fsdp_sft._process.gpus import gpu_named
+from fsdp_sft.planner import MemoryEstimate
 from fsdp_sft.planner.model import as_config
 from tests.harness.composed import composed
 from tests.harness.hf_folders import rewrite, tensors_of
@@ -102,7 +103,7 @@ def _folders(root: Path) -> None:
     configure(root / "oss", quantization_config={"quant_method": "mxfp4"})
 
 
-def expected(root: Path, ranks: int, case: Any) -> fs.MemoryEstimate:
+def expected(root: Path, ranks: int, case: Any) -> MemoryEstimate:
     """The planner's estimate of a case."""
     name, kind, replicas, options = case
     run = {

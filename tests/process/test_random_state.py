@@ -166,11 +166,6 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         "estimate_memory": lambda: fs.estimate_memory(config, fs.Run(**sizes)),
         "plan_run": lambda: fs.plan_run(config, num_gpus=2, global_batch_size=4, **memory),
         "watch_experts": lambda: fs.watch_experts(mixture),
-        "update_router_bias": lambda: (
-            fs.shard_model(mixture, mesh=kept["mesh"]),
-            fs.train_step(mixture, [batches[0]], torch.optim.SGD(mixture.parameters(), lr=0.0)),
-            fs.update_router_bias(mixture, rate=0.1),
-        ),
         "plot_run": lambda: _plotted(root),
     }
 

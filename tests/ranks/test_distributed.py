@@ -66,34 +66,37 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Any:
     return set_to
 
 
-def test_nothing_set_is_a_single_process(environment: Any) -> None:
-    launch = detect_launch()
-    assert (launch.launcher, launch.rank, launch.world_size, launch.init_method) == ("single", 0, 1, None)
-
-
-def test_torchrun(environment: Any) -> None:
-    environment(**TORCHRUN, LOCAL_WORLD_SIZE="4", **STEP)
-    launch = detect_launch()
-    assert launch == Launch("torchrun", 3, 1, 8, 4, "env://"), "torchrun inside a Slurm step wins"
-
-
-def test_a_slurm_step(environment: Any) -> None:
-    environment(**STEP)
-    launch = detect_launch()
-    assert launch == Launch("slurm", 5, 1, 6, 2, "tcp://localhost:20539")
+ALONE = Launch("single", 0, 0, 1, 1, None)
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("variables", "launch"),
     [
-        {"SLURM_STEP_ID": ""},
-        {"SLURM_STEP_ID": "4294967290"},  # an interactive step
-        {"SLURM_STEP_ID": "4294967291"},  # the batch script
+        ({}, ALONE),
+        ({**TORCHRUN, **STEP, "LOCAL_WORLD_SIZE": "4"}, Launch("torchrun", 3, 1, 8, 4, "env://")),
+        (STEP, Launch("slurm", 5, 1, 6, 2, "tcp://localhost:20539")),
+        ({**STEP, "SLURM_STEP_ID": "", "SLURM_NTASKS": "6"}, ALONE),
+        ({**STEP, "SLURM_STEP_ID": "4294967290"}, ALONE),  # an interactive step
+        ({**STEP, "SLURM_STEP_ID": "4294967291"}, ALONE),  # the batch script
+        (
+            {**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1,4", "SLURM_LOCALID": "0"},
+            Launch("slurm", 5, 0, 6, 1, "tcp://localhost:20539"),
+        ),
+        (ON_A_POD, Launch("torchrun", 3, 0, 8, 1, "env://")),
+        ({**ON_A_POD, "LOCAL_WORLD_SIZE": "1"}, Launch("torchrun", 3, 0, 8, 1, "env://")),
+        (
+            {**ON_A_POD, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+            Launch("torchrun", 3, 1, 8, 4, "env://"),
+        ),
+        (
+            {**ON_A_POD, "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"},
+            Launch("torchrun", 3, 2, 8, 4, "env://"),
+        ),
     ],
 )
-def test_inside_an_allocation_without_a_step_it_is_a_single_process(environment: Any, changed: Any) -> None:
-    environment(**{**STEP, **changed, "SLURM_NTASKS": "6"})
-    assert detect_launch() == Launch("single", 0, 0, 1, 1, None)
+def test_the_place_of_a_process(environment: Any, variables: dict[str, str], launch: Launch) -> None:
+    environment(**variables)
+    assert detect_launch() == launch
 
 
 def test_restarts_of_one_agent_are_kept_apart(environment: Any) -> None:
@@ -159,14 +162,6 @@ def test_first_host_of_a_node_list(nodes: str, first: str) -> None:
     assert launches._first_host(nodes) == first
 
 
-def test_unequal_tasks_per_node(environment: Any) -> None:
-    environment(**{**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1,4", "SLURM_LOCALID": "0"})
-    assert detect_launch().local_world_size == 1
-    environment(SLURM_STEP_TASKS_PER_NODE="two")
-    with pytest.raises(ValueError, match="SLURM_STEP_TASKS_PER_NODE='two'"):
-        detect_launch()
-
-
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -183,6 +178,7 @@ def test_unequal_tasks_per_node(environment: Any) -> None:
         ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4 is set but RANK is not"),
         ({"SUBMITIT_LOCAL_NTASKS": "2"}, "SUBMITIT_LOCAL_NTASKS=2 is set but RANK is not"),
         ({**STEP, "SLURM_PROCID": "6"}, "SLURM_PROCID=6"),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE='two'"),
         ({**STEP, "MASTER_PORT": "x"}, "MASTER_PORT='x' is not a number"),
         ({**STEP, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID='x' is not a number"),
         (
@@ -335,24 +331,6 @@ def test_a_rank_connects_to_those_it_talks_to() -> None:
     assert 2 * 7 <= sum(added) <= 2 * 2 * 7
     assert max(added) < 7
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
-
-
-@pytest.mark.parametrize(
-    ("variables", "place"),
-    [
-        ({}, (0, 1)),
-        ({"LOCAL_WORLD_SIZE": "1"}, (0, 1)),
-        ({"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, (1, 4)),
-        ({"MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"}, (2, 4)),
-    ],
-)
-def test_a_place_on_the_node_without_local_rank(
-    variables: dict[str, str], place: tuple[int, int], environment: Any
-) -> None:
-    environment(**ON_A_POD, **variables)
-    launch = detect_launch()
-    assert (launch.rank, launch.world_size) == (3, 8)
-    assert (launch.local_rank, launch.local_world_size) == place
 
 
 @pytest.mark.parametrize("address", ["::1", "[::1]"])

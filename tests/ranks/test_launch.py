@@ -32,7 +32,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code, text = Program(Path(script), *arguments, environment=launches.environment(**ALLOCATION)).wait()
     assert code == 0, text[-3000:]
     assert "rank 0 of 1" in text
-    assert "no srun started this process" in text
     return output
 
 

@@ -2,7 +2,6 @@
 
 import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,32 +19,22 @@ _ROWS = 23
 FLOAT32 = MixedPrecisionPolicy()
 
 
-def _without_a_model(**given: Any) -> list[Any]:
-    """What each call that gets no model makes of its mesh."""
-    batch = ragged_batches(1)[0]
-    loader = [batch, batch]
-    return [
-        fs.ResumableSampler(_ROWS, **given).num_replicas,
-        fs.PackedSampler([3] * _ROWS, max_length=8, **given).rank,
-        fs.PackedStream([], max_length=8, **given).num_replicas,
-        fs.ResumableSampler(fs.Mixture([_ROWS, _ROWS]), **given).rank,
-        len(list(fs.windows(loader, 1, **given))),
-        fs.count_targets([batch], **given),
-        float(fs.scale_for_backward(torch.tensor(6.0), num_targets=2, **given)),
-    ]
-
-
 def _calls_without_a_model(**given: Any) -> list[Callable[[], Any]]:
     batch = ragged_batches(1)[0]
     return [
-        partial(fs.ResumableSampler, _ROWS, **given),
-        partial(fs.PackedSampler, [3] * _ROWS, max_length=8, **given),
-        partial(fs.PackedStream, [], max_length=8, **given),
-        partial(fs.ResumableSampler, fs.Mixture([_ROWS, _ROWS]), **given),
-        partial(fs.windows, [batch], 1, **given),
-        partial(fs.count_targets, [batch], **given),
-        partial(fs.scale_for_backward, torch.tensor(6.0), num_targets=2, **given),
+        lambda: fs.ResumableSampler(_ROWS, **given).num_replicas,
+        lambda: fs.PackedSampler([3] * _ROWS, max_length=8, **given).rank,
+        lambda: fs.PackedStream([], max_length=8, **given).num_replicas,
+        lambda: fs.ResumableSampler(fs.Mixture([_ROWS, _ROWS]), **given).rank,
+        lambda: len(list(fs.windows([batch, batch], 1, **given))),
+        lambda: fs.count_targets([batch], **given),
+        lambda: float(fs.scale_for_backward(torch.tensor(6.0), num_targets=2, **given)),
     ]
+
+
+def _without_a_model(**given: Any) -> list[Any]:
+    """What each call that gets no model makes of its mesh."""
+    return [call() for call in _calls_without_a_model(**given)]
 
 
 def _check_the_only_mesh() -> None:

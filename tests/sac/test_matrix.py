@@ -20,6 +20,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"attention_dropout": 0.2, "router_jitter_noise": 0.2},
     "gpt2": {"resid_pdrop": 0.2, "attn_pdrop": 0.2, "embd_pdrop": 0.2},
     "t5": {"dropout_rate": 0.2},
+    "bert": {"hidden_dropout_prob": 0.2},
 }
 HYBRIDS = ("BambaForCausalLM", "JambaForCausalLM", "Zamba2ForCausalLM", "FalconH1ForCausalLM")
 
@@ -43,7 +44,8 @@ def _one(family: str, ratio: Any, order: str, backend: str | None) -> dict[str, 
             fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
         elif backend is not None:
             fs.compile_blocks(model, backend=backend)
-    return _gradients(model, {**ragged_batches(2)[0], "use_cache": False})
+    more = {"labels": torch.tensor([0, 2])} if family == "bert" else {"use_cache": False}
+    return _gradients(model, {**ragged_batches(2)[0], **more})
 
 
 def _check_matrix(

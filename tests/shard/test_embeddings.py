@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fsdp_sft as fs
 from fsdp_sft.shard import units
-from fsdp_sft.shard.embeddings import own_vocabulary
+from fsdp_sft.shard.units import own_vocabulary
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, largest_error, tiny_model, windows_of_rank
 from tests.harness.ranks import run_distributed
@@ -110,21 +110,6 @@ def _reshard() -> None:
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
-def _past_the_root() -> None:
-    """A part that is called before the model is refused, and the model is as it was."""
-    model = _sharded("llama")
-    batch = windows_of_rank(1, device_here())[0][0]
-    for part, given in (("model.embed_tokens", batch["input_ids"]), ("lm_head", torch.ones(1, 32))):
-        with pytest.raises(fs.UnsupportedModelError, match=f"{part} was called before .*: call the model"):
-            model.get_submodule(part)(given)
-    with pytest.raises(fs.UnsupportedModelError, match=r"model.embed_tokens was called before"):
-        model.model(batch["input_ids"])
-    expected = model(**batch).logits
-    hidden = model(**batch, output_hidden_states=True).hidden_states
-    assert torch.equal(model.get_input_embeddings()(batch["input_ids"]), hidden[0])
-    assert torch.equal(model.lm_head(hidden[-1]), expected)
-
-
 def _loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
@@ -176,7 +161,6 @@ def test_numbers_are_those_of_the_roots_group_with_fewer_gathers() -> None:
     run_distributed(_compare, 2)
     run_distributed(_count_gathers, 2)
     run_distributed(_reshard, 2)
-    run_distributed(_past_the_root, 2)
     run_distributed(_loops_of_ones_own, 2)
 
 

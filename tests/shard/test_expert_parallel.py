@@ -18,7 +18,6 @@ from fsdp_sft._tensors.boxes import local_of
 from tests.harness.architectures import tiny_architecture
 from tests.harness.composed import composed
 from tests.harness.device import mesh_here
-from tests.harness.losses import with_loss
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches
 from tests.harness.native import load_native, needs_native_sharding, rows_of_rank, save_mixture
 from tests.harness.ranks import run_distributed
@@ -124,43 +123,19 @@ def test_a_step_is_that_of_one_process(folder: str, options: dict[str, int]) -> 
     run_distributed(_check_step, 4, folder, options, torch.float32, "sac chunked")
 
 
-def test_in_float64_to_the_last_digits(mixtral: str) -> None:
-    run_distributed(_check_step, 4, mixtral, EP2, torch.float64, "logits")
-
-
-@pytest.mark.parametrize("options", [EP4, HYBRID, {"ours": 2, "dp_replicate_size": 2, "fsdp_size": 2}])
-def test_over_all_ranks_and_with_replicas(mixtral: str, options: dict[str, int]) -> None:
-    run_distributed(_check_step, 4, mixtral, options, torch.float32, "logits")
-
-
-def _check_divided_twice(folder: str) -> None:
-    model = load_native(folder, EP4, dtype=torch.float64)
-    batches = rows_of_rank(ragged_batches(8), EP4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for attempt in (
-        lambda: fs.train_step(model, batches, optimizer),
-        lambda: fs.causal_lm_loss(with_loss(model, router_loss="off"), batches[0], num_targets=4),
-    ):
-        with pytest.raises(fs.UnsupportedModelError, match="divided by the ranks twice"):
-            attempt()
-    # What it is about: the day this gradient is right, the refusal can go.
-    summed, _ = fs.loss_sum(with_loss(model, router_loss="off"), batches[0])
-    loss = fs.scale_for_backward(summed, num_targets=4)
-    loss.backward()
-    found = full(model.model.layers[0].mlp.experts.down_proj.grad)
-    plain = load_native(folder, None, dtype=torch.float64)
-    every = ragged_batches(8)[:4]
-    sum(fs.loss_sum(with_loss(plain, router_loss="off"), batch)[0] / 4 for batch in every).backward()
-    torch.testing.assert_close(found * 4, plain.model.layers[0].mlp.experts.down_proj.grad)
-
-
-def test_gradients_that_torch_divides_twice_are_refused(mixtral: str) -> None:
-    run_distributed(_check_divided_twice, 4, mixtral)
-
-
-@pytest.mark.parametrize("prepare", ["sac last", pytest.param("compile sac", marks=pytest.mark.slow)])
-def test_prepared_in_other_ways(mixtral: str, prepare: str) -> None:
-    run_distributed(_check_step, 4, mixtral, EP2, torch.float32, prepare)
+@pytest.mark.parametrize(
+    ("options", "dtype", "prepare"),
+    [
+        (EP2, torch.float64, "logits"),
+        (EP4, torch.float32, "logits"),
+        (HYBRID, torch.float32, "logits"),
+        ({"ours": 2, "dp_replicate_size": 2, "fsdp_size": 2}, torch.float32, "logits"),
+        (EP2, torch.float32, "sac last"),
+        pytest.param(EP2, torch.float32, "compile sac", marks=pytest.mark.slow),
+    ],
+)
+def test_in_other_ways(mixtral: str, options: dict[str, int], dtype: torch.dtype, prepare: str) -> None:
+    run_distributed(_check_step, 4, mixtral, options, dtype, prepare)
 
 
 def _optimizer(model: Any) -> torch.optim.Optimizer:
@@ -386,6 +361,9 @@ def _check_refused(mixtral: str, without: str, dense: str) -> None:
     with pytest.raises(fs.UnsupportedModelError, match="that ranks share out by ep_size") as early:
         composed(mixtral, mesh=mesh, ep_size=2, sac_ratio=1, sac={"save": "self_attn"})
     assert "load_weights" not in [entry.name for entry in early.traceback]
+    half = MixedPrecisionPolicy(param_dtype=torch.float16)
+    with pytest.raises(ValueError, match="FSDP2 would divide gradients of experts by the ranks twice"):
+        composed(mixtral, mesh=mesh, ep_size=4, mp_policy=half)
     with pytest.raises(ValueError, match="ep_size=2 needs a model on the meta device"):
         fs.shard_model(tiny_architecture("MixtralForCausalLM"), mesh=mesh, ep_size=2)
 

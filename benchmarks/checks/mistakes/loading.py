@@ -126,8 +126,8 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "computed buffers in the master dtype under 16-bit compute",
-        "shard/units.py",
-        "    lower_buffers(model, dtype, dtypes)\n",
+        "shard/float32_modules.py",
+        "    _lower_buffers(model, dtype, dtypes, patterns)\n",
         "",
         ("tests/shard/test_kept.py",),
     ),
@@ -141,7 +141,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a convolution that is used by its weight is not gathered",
         "shard/units.py",
-        "    if unit.user is not None:\n",
+        "    if unit.float32 is not None and unit.float32.user is not None:\n",
         "    if False:\n",
         ("tests/shard/test_kept.py",),
     ),

@@ -9,35 +9,28 @@ HEADS = ("tests/loss/test_heads.py",)
 MISTAKES: list[Mistake] = [
     Mistake(
         "an embedding is gathered anew for each token that is generated",
-        "shard/embeddings.py",
+        "shard/units.py",
         "embedding.set_reshard_after_forward(torch.is_grad_enabled(), recurse=False)",
         "embedding.set_reshard_after_forward(True, recurse=False)",
         ("tests/shard/test_embeddings.py",),
     ),
     Mistake(
         "an embedding is gathered for a backward that needs the ids alone",
-        "shard/embeddings.py",
+        "shard/units.py",
         "    embedding.set_unshard_in_backward(needs_weight_in_backward(embedding))\n",
         "",
         ("tests/shard/test_embeddings.py",),
     ),
     Mistake(
-        "an embedding that is called before the model becomes a root",
-        "shard/embeddings.py",
-        "    if not has_begun(module):\n",
-        "    if False:\n",
-        ("tests/shard/test_embeddings.py",),
-    ),
-    Mistake(
         "reshard() of the root leaves the head gathered",
-        "shard/embeddings.py",
+        "shard/units.py",
         "functools.partial(_reshard, model, *beside)",
         "functools.partial(_reshard, model)",
         ("tests/shard/test_embeddings.py",),
     ),
     Mistake(
         "a head whose weight is used without a call is not gathered for it",
-        "shard/embeddings.py",
+        "shard/units.py",
         "return module if alone and _is_only_called(model, module) else None",
         "return module if alone else None",
         ("tests/shard/test_embeddings.py",),
@@ -107,7 +100,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a wrapper that hides its gradients let through",
-        "_model/wrappers.py",
+        "_model/view.py",
         "        if cls is not None:\n",
         "        if False:\n",
         WRAPPERS,
@@ -256,7 +249,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "generate of peft goes past the root",
         "shard/apply.py",
-        'if base_of(model) is not model and hasattr(model, "generate"):',
+        'if base is not model and hasattr(model, "generate"):',
         "if False:",
         ("tests/model/test_adapters.py::test_a_sharded_model_with_adapters_generates",),
     ),

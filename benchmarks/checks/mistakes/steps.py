@@ -98,20 +98,6 @@ MISTAKES: list[Mistake] = [
         ("tests/step/test_failed.py",),
     ),
     Mistake(
-        "a parameter that FSDP2 will put back is taken for the model's",
-        "_model/sharded.py",
-        "            replaced += replaced_parameters(module)",
-        "            pass",
-        TRAINED,
-    ),
-    Mistake(
-        "the load of experts is applied again after a step that failed",
-        "experts/counter.py",
-        "self._is_open, self.is_empty = False, True",
-        "self._is_open = False",
-        ("tests/experts/test_experts.py",),
-    ),
-    Mistake(
         "a scaler stays unscaled after a step that failed",
         "step/train.py",
         "            forget_unscaled(self.scaler)",
@@ -373,8 +359,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the wait for other ranks' data is nobody's",
         "step/loader.py",
-        'with waiting_for("ranks"), part("wait_for_ranks"), ',
-        'with part("wait_for_ranks"), ',
+        '            waiting_for("ranks"),\n',
+        "",
         ("tests/metrics/test_watching.py::test_waiting_for_another_ranks_data_is_seen",),
     ),
     Mistake(

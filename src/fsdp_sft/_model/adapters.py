@@ -5,7 +5,6 @@ Only ``add_adapters`` imports peft; others know its classes by their names.
 
 import copy
 import inspect
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,19 +14,15 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.named import named_tensors, slot
 from fsdp_sft._model.towers import frozen_towers, pattern_of
-from fsdp_sft._model.wrappers import base_of, unwrapped
+from fsdp_sft._model.view import base_of, named_tensors, slot, unwrapped
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
-
-_logger = logging.getLogger("fsdp_sft.adapters")
 
 
 @answered
@@ -79,24 +74,7 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
         for fqn in sorted(layers, key=lambda fqn: _is_of_parameter(layers[fqn])):
             for wrapper in reversed(_nested(layers[fqn])):
                 _initialise(fqn, wrapper, peft_config)
-    _tell_of_tied_weights(adapted, layers)
     return adapted
-
-
-def _tell_of_tied_weights(adapted: nn.Module, layers: Mapping[str, Any]) -> None:
-    """Log which adapters can never be merged: refused only by the export, they would cost a training."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in adapted.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for fqn, layer in layers.items():
-        weight = getattr(layer.get_base_layer(), "weight", None)
-        if len(names.get(id(weight), ())) > 1 and this_rank() == 0:
-            _logger.warning(
-                "%s gets adapters and its weight is tied to another: export_hf cannot merge them, since both "
-                "would change; export_adapter writes them. To export a merged model, leave it out of "
-                "target_modules",
-                fqn.removeprefix("base_model.model."),
-            )
 
 
 def _without_towers(peft_config: "PeftConfig", towers: tuple[str, ...]) -> "PeftConfig":
@@ -162,10 +140,9 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     return _tuner_layers(base_of(model))
 
 
-def parameter_adapters(model: nn.Module) -> list[Any]:
-    """Peft's wrappers around parameters, such as those of experts: of one module the outermost first."""
-    layers = _tuner_layers(base_of(model)).values()
-    return [wrapper for layer in layers for wrapper in _nested(layer) if _is_of_parameter(wrapper)]
+def wrapped_names(base: nn.Module) -> set[str]:
+    """FQNs in a base model of what peft has wrapped: layers with adapters, and modules that it copies."""
+    return {*_tuner_layers(base), *_saved_modules(base)}
 
 
 def refuse_initialised_from_base(model: nn.Module) -> None:

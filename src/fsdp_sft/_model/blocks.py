@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_sft._model.record import checkpointed
+from fsdp_sft._model.view import checkpointed
 from fsdp_sft.errors import UnsupportedModelError
 
 # A module list with a smaller share than this of the largest list's parameters holds no blocks (Gemma3n has a

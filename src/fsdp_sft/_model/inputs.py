@@ -8,7 +8,7 @@ from torch import nn
 
 from fsdp_sft._model.adapters import forward_parameters
 from fsdp_sft._model.twin import text_config
-from fsdp_sft._model.wrappers import base_of, unwrapped
+from fsdp_sft._model.view import base_of, unwrapped
 
 
 def no_cache(model: nn.Module) -> dict[str, Any]:

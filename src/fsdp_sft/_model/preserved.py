@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._model.named import named_tensors
 from fsdp_sft._model.sharded import compute_device, reshard
+from fsdp_sft._model.view import named_tensors
 from fsdp_sft._process.generators import unmoved
 
 

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.modules import is_wrapper_subclass
-from fsdp_sft._model.named import clean_name, named_tensors
-from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._model.view import clean_name, named_tensors, unwrapped
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.packed_shard import PackedShard, bits_of
 from fsdp_sft.errors import UnstorableStateError, abridged

@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._model.record import known_of, record_of
-from fsdp_sft._model.wrappers import base_of, unwrapped
+from fsdp_sft._model.view import base_of, known_of, record_of, unwrapped
 from fsdp_sft._ranks.agree import tell
 
 _logger = logging.getLogger(__name__)

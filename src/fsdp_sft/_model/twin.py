@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.models import build_like_from_pretrained, original_class
-from fsdp_sft._model.record import record_of
-from fsdp_sft._model.wrappers import base_of, unwrapped
+from fsdp_sft._model.view import record_of, unwrapped
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft.errors import abridged
 
@@ -66,12 +65,14 @@ def rotations_by_length(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def keep_config(model: nn.Module) -> None:
+def keep_config(base: Any) -> None:
     """Keep the fields of a model's config at the first call, and at later ones warn of what has changed.
 
     Modules take their numbers out of a config when they are made, and files are written from it.
+
+    Args:
+        base: The model, without wrappers and adapters around it.
     """
-    base = base_of(unwrapped(model))
     if not hasattr(getattr(base, "config", None), "to_dict"):
         return
     fields, record = base.config.to_dict(), record_of(base)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._model.view import unwrapped
 from fsdp_sft.errors import BatchError
 
 # Names in a config of ids for images and the like, which a multimodal model replaces before it looks up

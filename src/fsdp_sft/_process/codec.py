@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._process.bounds import MAX_SIZE, parse_json
+from fsdp_sft._process.bounds import MAX_SIZE
 
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """Errors that reading may raise if JSON holds something unexpected, such as 1e999 for a number."""
@@ -82,15 +82,6 @@ def dumps(value: Any, *, canonical: bool = True) -> bytes:
     Canonical: with sorted keys, so that equal values give equal bytes.
     """
     return json.dumps(value, sort_keys=canonical, separators=(",", ":")).encode()
-
-
-def loads(text: bytes, what: str) -> Any:
-    """Read JSON.
-
-    Raises:
-        ValueError: If it is not JSON; the message begins with ``what``.
-    """
-    return parse_json(text, what)
 
 
 def _encode_dict(value: Mapping[Any, Any], where: str, tensors: dict[str, torch.Tensor] | None) -> Any:

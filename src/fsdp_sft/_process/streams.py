@@ -5,6 +5,7 @@ without a stream is recorded on the current stream of the *thread's* current dev
 another device, neither waits for any of the caller's work.
 """
 
+import functools
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,8 +42,9 @@ class CallerStream:
         return None if self.stream is None else self.stream.record_event()
 
 
+@functools.cache
 def copy_stream(device: torch.device) -> torch.Stream:
-    """A new stream of an accelerator, for copies that run while it computes."""
+    """The stream of all copies of an accelerator that run while it computes, which keeps them in order."""
     return torch.Stream(device=device)
 
 

@@ -148,27 +148,6 @@ def data_parallel_place(mesh: "DeviceMesh") -> tuple[int, int]:
     return place // each, mesh.size() // each  # cp is the last axis
 
 
-def host_group(mesh: "DeviceMesh", axis: str) -> dist.ProcessGroup:
-    """This rank's process group along an axis, for tensors in host memory.
-
-    The mesh's own group if that takes CPU tensors, else one that is made once.
-
-    Collective: all ranks of the mesh, the first time.
-    """
-    group = mesh.get_group(axis)
-    if "cpu" in dist.get_backend_config(group):
-        return group
-    groups = made_of(mesh)
-    if axis not in groups:
-        from torch.distributed.device_mesh import init_device_mesh
-
-        with careful_gloo():
-            on_host = init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
-        groups.update({name: on_host.get_group(name) for name in mesh.mesh_dim_names or ()})
-    found: dist.ProcessGroup = groups[axis]
-    return found
-
-
 @answered
 def build_mesh(
     *, dp_replicate: int = 1, dp_shard: int | None = None, cp: int = 1, device_type: str | None = None

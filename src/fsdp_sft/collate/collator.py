@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import get_worker_info
 from typing_extensions import Unpack
 
+from fsdp_sft._model.view import tokenizer_of
 from fsdp_sft._model.vocabulary import check_row
-from fsdp_sft._model.wrappers import tokenizer_of
 from fsdp_sft._process.words import answered
 from fsdp_sft.collate.encode import EncodedChat, encode_rows, truncate
 from fsdp_sft.collate.notes import NOTES, warn

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from fsdp_sft._model.wrappers import tokenizer_of
+from fsdp_sft._model.view import tokenizer_of
 from fsdp_sft.collate.notes import notes_of
 from fsdp_sft.collate.options import EncodeOptions, TrainOn
 from fsdp_sft.collate.rows import (

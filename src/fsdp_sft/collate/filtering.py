@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from typing_extensions import Unpack
 
-from fsdp_sft._model.wrappers import tokenizer_of
+from fsdp_sft._model.view import tokenizer_of
 from fsdp_sft.collate.encode import EncodedChat, encode_rows, selected_turns, truncate, turns_of_roles
 from fsdp_sft.collate.notes import NOTES, WARNED_OF_ROWS, warn
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, options_of

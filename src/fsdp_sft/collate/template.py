@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from fsdp_sft._compat.tokenizers import render_chat
+from fsdp_sft._compat.data import render_chat
 from fsdp_sft.collate.literals import (
     CLOSED_REASONING,
     common_length,

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from fsdp_sft._model.adapters import refuse_merged
-from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.view import record_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.generators import set_generator_states
 from fsdp_sft._process.words import answered

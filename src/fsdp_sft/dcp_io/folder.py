@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from fsdp_sft._process.codec import MALFORMED, loads
+from fsdp_sft._process.bounds import parse_json
+from fsdp_sft._process.codec import MALFORMED
 from fsdp_sft._ranks.agree import agreed, this_rank, world_size
 from fsdp_sft._tensors.boxes import box_of, local_of
 from fsdp_sft._tensors.disk import (
@@ -65,7 +66,7 @@ def new_folder_beside(target: Path, manifest: Manifest, digests: list[str]) -> P
         )
     encoded = encode_manifest(manifest)
     try:
-        parse(loads(encoded, "it"))  # as a load would do it
+        parse(parse_json(encoded, "it"))  # as a load would do it
     except MALFORMED as error:
         raise CheckpointError(f"what is to be saved could not be loaded again: {error}") from error
     need = sum(num_bytes(tensor.dtype, tensor.shape) for tensor in manifest.tensors)

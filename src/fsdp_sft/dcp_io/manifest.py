@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_sft._process.bounds import MAX_JSON_BYTES, MAX_RANKS, check_sizes
-from fsdp_sft._process.codec import MALFORMED, decode, dumps, loads
+from fsdp_sft._process.bounds import MAX_JSON_BYTES, MAX_RANKS, check_sizes, parse_json
+from fsdp_sft._process.codec import MALFORMED, decode, dumps
 from fsdp_sft._tensors.disk import FileRecord, read_bytes
 from fsdp_sft._tensors.safetensors import DTYPES, dtype_name
 from fsdp_sft._tensors.sharding import Sharding
@@ -164,7 +164,7 @@ def checked_body(data: bytes) -> dict[str, Any]:
         ValueError: If the bytes are not a manifest, are of a version that this release does not read, or are
             damaged.
     """
-    raw = loads(data, MANIFEST_NAME)
+    raw = parse_json(data, MANIFEST_NAME)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ValueError("it is not a manifest of this library")
     if raw.get("version") not in (3, VERSION):
@@ -196,14 +196,14 @@ def _of_version_3(folder: Path, body: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} is not what was written")
         return data
 
-    index = loads(text("INDEX.json", body["index"]["sha256"]), "INDEX.json")
+    index = parse_json(text("INDEX.json", body["index"]["sha256"]), "INDEX.json")
     state = text("train_state.json", index["train_state.json"][1]) if "train_state.json" in index else b"null"
     names = {subject: f"settings/{subject}.json" for subject in ("adapters", "packed")}
     return {
         "files": [index[shard_file(rank)] for rank in range(int(body["world_size"]))],
         "train_state": state.decode(),
         "settings": {
-            subject: loads(text(name, index[name][1]), name)
+            subject: parse_json(text(name, index[name][1]), name)
             for subject, name in names.items()
             if name in index
         },
@@ -248,7 +248,7 @@ def parse(body: Mapping[str, Any]) -> Manifest:
 
 def decode_json(text: str) -> Any:
     """The value of ``Manifest.train_state``."""
-    return decode(loads(text.encode(), "train_state"))
+    return decode(parse_json(text.encode(), "train_state"))
 
 
 def per_optimizer(

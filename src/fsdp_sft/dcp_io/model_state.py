@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.fsdp import adopt_shards, sharded_as
 from fsdp_sft._model.adapters import without_adapters
-from fsdp_sft._model.record import kept_of
 from fsdp_sft._model.state import ModelTensors, match_tensors, model_tensors
-from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._model.view import kept_of, unwrapped
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.packed_shard import PackedShard

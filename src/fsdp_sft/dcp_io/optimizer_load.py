@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fsdp_sft._compat.fsdp import sharded_as
 from fsdp_sft._compat.modules import is_wrapper_subclass
-from fsdp_sft._model.named import parameter_names
+from fsdp_sft._model.view import parameter_names
 from fsdp_sft._process.codec import decode
 from fsdp_sft._tensors.boxes import box_of
 from fsdp_sft._tensors.stored import StoredFolder

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_sft._process.bounds import MAX_JSON_BYTES
-from fsdp_sft._process.codec import MALFORMED, decode, dumps, encode, loads
+from fsdp_sft._process.bounds import MAX_JSON_BYTES, parse_json
+from fsdp_sft._process.codec import MALFORMED, decode, dumps, encode
 from fsdp_sft._process.generators import check_generator_states, generator_states
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.boxes import Box, local_of, whole
@@ -205,7 +205,7 @@ def read_rank_content(folder: Path, rank: int) -> tuple[dict[str, Any], Any, dic
     do_reads(reads, damaged=CheckpointCorruptError)
     text = tensors.pop("", torch.empty(0, dtype=torch.uint8)).numpy().tobytes()
     try:
-        raw = loads(text, name)
+        raw = parse_json(text, name)
         rng, rank_state = decode(raw["rng"], tensors), decode(raw["rank_state"], tensors)
         own = decode(raw["optimizer"], tensors) if "optimizer" in raw else {}  # version 3 has none here
         apart = {name: [kind, context, {**inner}] for name, (kind, context, inner) in own.items()}

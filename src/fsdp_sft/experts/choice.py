@@ -9,9 +9,10 @@ from torch import nn
 from fsdp_sft._compat.experts import experts_forward, experts_implementation_of, switchable_experts
 from fsdp_sft._compat.fsdp import compute_dtypes
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.sharded import compute_device, mesh_of
-from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._model.sharded import compute_device
+from fsdp_sft._model.view import unwrapped
 from fsdp_sft._process.words import answered
+from fsdp_sft._ranks.agree import tell
 from fsdp_sft.errors import UnsupportedModelError
 
 _ALIGNED = 16  # a row of grouped_mm's operands must be a multiple of so many bytes
@@ -42,9 +43,9 @@ def prepare_experts(model: nn.Module, *, impl: str = "auto") -> str:
         The implementation that the model now runs; the reason is logged on the first rank.
 
     Raises:
-        ValueError: If the model has no experts, or ``impl`` is unknown.
-        UnsupportedModelError: If ``impl`` is ``"grouped_mm"`` and does not suit the model, or if transformers
-            computes the model's experts in one way only.
+        ValueError: If ``impl`` is unknown.
+        UnsupportedModelError: If ``impl`` is ``"grouped_mm"`` and does not suit the model, or if it has no
+            experts, or some that transformers computes in one way only.
 
     Example:
         >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -57,7 +58,11 @@ def prepare_experts(model: nn.Module, *, impl: str = "auto") -> str:
     """
     inner = unwrapped(model)
     name = original_class(inner).__name__
-    modules = _experts_of(inner, name)
+    modules: list[Any] = list(switchable_experts(inner).values())
+    if not modules or not callable(getattr(inner, "set_experts_implementation", None)):
+        raise UnsupportedModelError(
+            f"{name} has no experts that transformers computes in several ways; leave prepare_experts out"
+        )
     present = experts_implementation_of(modules[0])
     chosen = present if impl == "auto" else impl
     experts_forward(modules[0], chosen)  # raises for a name that transformers does not know
@@ -72,23 +77,9 @@ def prepare_experts(model: nn.Module, *, impl: str = "auto") -> str:
         raise UnsupportedModelError(
             f"transformers does not let {name} compute its experts by {chosen!r}; leave prepare_experts out"
         )
-    mesh = mesh_of(inner)
-    if mesh is None or mesh.get_rank() == 0:
-        why = unfit or ("transformers is set to it" if impl == "auto" else "as was asked")
-        _logger.info("experts of %s: %s; %s", name, chosen, why)
+    why = unfit or ("transformers is set to it" if impl == "auto" else "as was asked")
+    tell(_logger, "experts of %s: %s; %s", name, chosen, why)
     return chosen
-
-
-def _experts_of(model: nn.Module, name: str) -> list[Any]:
-    """The modules whose experts transformers can compute in several ways; raises if there are none."""
-    modules = list(switchable_experts(model).values())
-    if modules and callable(getattr(model, "set_experts_implementation", None)):
-        return modules
-    if modules or any(hasattr(module, "num_experts") for module in model.modules()):
-        raise UnsupportedModelError(
-            f"transformers has one way only to compute the experts of {name}; leave prepare_experts out"
-        )
-    raise ValueError(f"prepare_experts needs a mixture of experts, {name} has none")
 
 
 def _why_not_grouped(modules: list[Any], model: nn.Module) -> str:

@@ -7,9 +7,8 @@ only while counting is on for its layer, so a recomputation does not count again
 
 import inspect
 import itertools
-import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,22 +18,52 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_sft._model.named import named_tensors
-from fsdp_sft._model.record import kept_of, record_of
-from fsdp_sft._model.sharded import mesh_of
-from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._model.view import kept_of, record_of, unwrapped
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._ranks.mesh import device_groups_of
-from fsdp_sft.errors import ModelLossError, UnsupportedModelError, abridged
-from fsdp_sft.experts.load import ExpertLoad
+from fsdp_sft.errors import ModelLossError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _CHOICES = ("top_k_index", "router_indices")  # names of the argument of experts that takes the choices
-_logger = logging.getLogger("fsdp_sft.experts")
 _handles = itertools.count()
 _counters: "weakref.WeakValueDictionary[int, ExpertCounter]" = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Number of tokens that each expert of each layer was given in a window, on all ranks, without padding.
+
+    Attributes:
+        layers: FQNs of the modules that hold the experts, in forward order.
+        counts: Number of tokens of each expert, by layer. In a layer they add up to tokens times ``top_k``.
+
+    Example:
+        >>> load = ExpertLoad(("layers.0.experts",), ((6, 2, 0, 0),))
+        >>> load.largest_over_mean, load.dead
+        ((3.0,), (2,))
+    """
+
+    layers: tuple[str, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+    @property
+    def largest_over_mean(self) -> tuple[float, ...]:
+        """Tokens of the busiest expert divided by the mean of its layer, by layer; 1 if all have the same."""
+        return tuple(max(layer) * len(layer) / max(sum(layer), 1) for layer in self.counts)
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        """Number of experts that were given no token, by layer."""
+        return tuple(layer.count(0) for layer in self.counts)
+
+    def summary(self) -> dict[str, float]:
+        """Numbers to log: ``largest_over_mean`` of the worst layer, and all dead experts."""
+        return {
+            "expert_load_largest_over_mean": max(self.largest_over_mean),
+            "dead_experts": float(sum(self.dead)),
+        }
 
 
 class ExpertCounter:
@@ -44,26 +73,22 @@ class ExpertCounter:
         experts: (FQN, number of experts) of each module with experts.
         modules: These modules.
         handle: Number of the counter, for ``count_choices``.
-        last: Tokens of each expert in the last window on all ranks, for each module int64 ``(experts,)`` on
-            the device.
         is_counting: Whether forwards are counted now.
-        is_empty: Whether there is nothing to balance by: the last window had no forward, or failed, or its
-            load has been applied.
     """
 
     def __init__(self, experts: dict[str, tuple[nn.Module, int]]) -> None:
         self.experts = [(name, number) for name, (_, number) in experts.items()]
         self.modules = [weakref.ref(module) for module, _ in experts.values()]
         self.handle = next(_handles)
-        self.last: list[torch.Tensor] = []
-        self.is_counting = self.is_empty = self._is_open = self._has_warned = False
+        self.is_counting = self._is_open = False
         self._mask: torch.Tensor | None = None
+        self._late: LateValues | None = None
         self._counts: dict[int, torch.Tensor] = {}  # of the modules that were called in this window
         _counters[self.handle] = self
 
     def start(self) -> None:
         """Begin a window, with all counts at 0."""
-        self._is_open, self.is_empty = True, False
+        self._is_open = True
         self._counts.clear()
 
     def counting(self, counted: torch.Tensor | None) -> AbstractContextManager[None]:
@@ -106,9 +131,9 @@ class ExpertCounter:
 
     def abandon(self) -> None:
         """End a window that failed, whose counts are not used."""
-        self._is_open, self.is_empty = False, True
+        self._is_open = False
 
-    def finish(self, mesh: "DeviceMesh | None", device: torch.device) -> "LateLoad":
+    def finish(self, mesh: "DeviceMesh | None", device: torch.device) -> None:
         """End the window, and start to copy the counts of all ranks to the host.
 
         Collective: all ranks of the mesh.
@@ -119,39 +144,19 @@ class ExpertCounter:
         together = torch.cat([self._counts.get(i, none[i])[:number] for i, number in enumerate(sizes)])
         for group in device_groups_of(mesh):
             dist.all_reduce(together, group=group)
-        self.last = list(together.split(sizes))
-        seen = {name for index, (name, _) in enumerate(self.experts) if index in self._counts}
-        unseen = [name for name, _ in self.experts if name not in seen]
-        if unseen and not self._has_warned:
-            self._has_warned = True
-            _logger.warning(
-                "what the routers of %s choose was not seen: their blocks were compiled, and had run, before "
-                "watch_experts(model); call it before the first forward",
-                abridged(unseen),
-            )
-        return LateLoad(self.experts, seen, LateValues([together]))
+        self._late = LateValues([together])
 
+    def load(self) -> ExpertLoad | None:
+        """The last window's load of the layers whose choices were seen; None without any. The host waits.
 
-@dataclass(frozen=True)
-class LateLoad:
-    """An ``ExpertLoad`` that is being copied to the host.
-
-    Attributes:
-        experts: (FQN, number of experts) of each module with experts.
-        seen: FQNs of those whose choices were seen.
-        values: The counts of all, one after the other.
-    """
-
-    experts: list[tuple[str, int]]
-    seen: set[str]
-    values: LateValues
-
-    def read(self) -> ExpertLoad | None:
-        """The load of the layers whose choices were seen, None if there are none; the host waits for it."""
-        values = map(int, self.values.read())
-        counts = {name: tuple(itertools.islice(values, number)) for name, number in self.experts}
-        seen = {name: tokens for name, tokens in counts.items() if name in self.seen}
-        return ExpertLoad(tuple(seen), tuple(seen.values())) if seen else None
+        Choices are not seen of blocks that were compiled, and had run, before ``watch_experts``.
+        """
+        if self._late is None or not self._counts:
+            return None
+        values = map(int, self._late.read())
+        counts = [tuple(itertools.islice(values, number)) for _, number in self.experts]
+        seen = sorted(self._counts)
+        return ExpertLoad(tuple(self.experts[i][0] for i in seen), tuple(counts[i] for i in seen))
 
 
 def watch_experts(model: nn.Module) -> list[str]:
@@ -201,13 +206,6 @@ def watch_experts(model: nn.Module) -> list[str]:
     for index, (module, _, argument) in enumerate(found.values()):
         hook = partial(_before_experts, counter.handle, index, *argument)
         module.register_forward_pre_hook(hook, with_kwargs=True)
-    mesh, frozen = mesh_of(model), biases_of(inner, counter.experts)
-    if frozen and (mesh is None or mesh.get_rank() == 0):
-        _logger.info(
-            "%s balances its experts by %d biases, such as %s, which stay as they are unless "
-            "update_router_bias(model, rate=...) is called after each step",
-            *(type(inner).__name__, len(frozen), next(iter(frozen.values()))[0]),
-        )
     return list(found)
 
 
@@ -268,33 +266,3 @@ def count_choices(chosen: torch.Tensor, handle: int, index: int) -> torch.Tensor
 @count_choices.register_fake
 def _(chosen: torch.Tensor, handle: int, index: int) -> torch.Tensor:
     return torch.empty_like(chosen)
-
-
-def biases_of(model: nn.Module, experts: Iterable[tuple[str, int]]) -> dict[str, tuple[str, torch.Tensor]]:
-    """Find the bias of each layer: the only untrained tensor next to its experts with one number per expert.
-
-    Args:
-        model: Unwrapped model.
-        experts: (FQN, number of experts) of each module with experts.
-
-    Returns:
-        (name, tensor) of the bias by the FQN of the experts, for layers that have one.
-    """
-    found = {}
-    for name, number in experts:
-        placed = name.removesuffix(".base_layer")  # peft's name for the layer inside of its adapters
-        beside = placed.rpartition(".")[0]
-        block = model.get_submodule(beside)
-        within = placed.removeprefix(f"{beside}.") + "."
-        biases = [
-            (f"{beside}.{key}", tensor)
-            for key, tensor in named_tensors(block).items()
-            if "bias" in key
-            and not key.startswith(within)
-            and tensor.numel() == number
-            and not tensor.requires_grad
-            and tensor.is_floating_point()
-        ]
-        if len(biases) == 1:
-            found[name] = biases[0]
-    return found

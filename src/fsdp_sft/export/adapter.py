@@ -9,7 +9,7 @@ import torch
 from fsdp_sft._model.adapters import with_tensors
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import model_tensors
-from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._model.view import unwrapped
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, this_rank
 from fsdp_sft._tensors.gather import Gatherer

@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_sft._compat.conversions import revert_weight_conversion
 from fsdp_sft._compat.fsdp import sharded_as
 from fsdp_sft._model.adapters import adapted_layers, merged_weights, without_adapters
-from fsdp_sft._model.named import clean_name
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors
-from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._model.view import clean_name, unwrapped
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
 from fsdp_sft._tensors.boxes import whole

@@ -14,10 +14,9 @@ from huggingface_hub import try_to_load_from_cache
 
 from fsdp_sft._compat.models import original_class, tied_names
 from fsdp_sft._model.blocks import configs_without_caches
-from fsdp_sft._model.record import kept_of
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.twin import tied_meta_twin
-from fsdp_sft._model.wrappers import tokenizer_of
+from fsdp_sft._model.view import kept_of, tokenizer_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._quantised.settings import CONFIG, Settings, read_settings
 from fsdp_sft._tensors.disk import write_bytes

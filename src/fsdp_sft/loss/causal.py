@@ -41,7 +41,6 @@ from fsdp_sft.loss.part import OF_WHOLE_ROWS, BatchPart, own_part, whole_rows
 from fsdp_sft.loss.plain import PLAIN, Terms, num_correct, plain_token_losses, summed_loss
 from fsdp_sft.loss.prepare import ROUTER_FLAG, additions_to, choice_for, name_of, refuse_encoder_decoder
 from fsdp_sft.sampling.packing import verify_at_first_use
-from fsdp_sft.shard.expert_parallel import refuse_divided_twice
 
 
 @outside_of_graphs
@@ -133,7 +132,6 @@ def causal_lm_loss(model: nn.Module, batch: Batch, *, num_targets: int) -> torch
         >>> optimizer.step()
     """
     mesh = training_mesh_of(model)
-    refuse_divided_twice(model)
     if sequence_group_of(model) is None:  # else attention is the library's own, which tells rows apart
         verify_at_first_use(model, [batch], mesh)
     weight = getattr(num_targets, "weight", None)

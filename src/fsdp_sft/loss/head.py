@@ -29,7 +29,7 @@ from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.preserved import preserved, uncompiled
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.twin import text_config
-from fsdp_sft._model.wrappers import base_of, replicated_by, unwrapped, with_wrappers
+from fsdp_sft._model.view import base_of, replicated_by, unwrapped, with_wrappers
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss.blocks import AS_IT_IS, Transform
 from fsdp_sft.loss.linear import chunked_loss

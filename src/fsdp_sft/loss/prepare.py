@@ -18,10 +18,9 @@ from torch.nn import functional as F
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import forward_parameters
 from fsdp_sft._model.inputs import no_cache
-from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._model.twin import text_config
-from fsdp_sft._model.wrappers import base_of, unwrapped
+from fsdp_sft._model.view import base_of, record_of, unwrapped
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft._ranks.mesh import sum_over_mesh

@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from fsdp_sft._compat.modules import TorchDispatchMode
-from fsdp_sft._model.named import tensors_in
+from fsdp_sft._model.view import tensors_in
 from fsdp_sft.sac import is_decision
 
 # Operations that run one after the other: FLOPs of each, bytes that it reads and writes in the device's

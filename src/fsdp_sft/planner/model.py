@@ -21,8 +21,8 @@ from fsdp_sft._quantised.settings import Settings, settings_of, without_settings
 from fsdp_sft._tensors.packed_shard import PackedLayout
 from fsdp_sft.planner.parameters import Group, Parameter, layouts_of
 from fsdp_sft.planner.run import Run
-from fsdp_sft.shard.embeddings import needs_weight_in_backward, own_vocabulary
 from fsdp_sft.shard.packing import STORED
+from fsdp_sft.shard.units import needs_weight_in_backward, own_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

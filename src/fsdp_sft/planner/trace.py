@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fsdp_sft._model.named import tensors_in
+from fsdp_sft._model.view import tensors_in
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.footprint import BlockRecord, Footprint, footprint
 from fsdp_sft.planner.kernels import Kernels, chunked_loss, grouped_experts, micro_batch

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import Any, Literal
 
 from torch import nn
@@ -15,13 +16,17 @@ from fsdp_sft.sac.attach import (
     COMPILED,
     checkpoint_blocks,
     note_model,
-    refuse_foreign_checkpointing,
     restore,
 )
 from fsdp_sft.sac.decisions import checkpoint_of
 from fsdp_sft.sac.offload import Offload
 from fsdp_sft.sac.ops import check_kept, checkpoint_keeping
-from fsdp_sft.sac.ratio import Placement, Ratio, select_block_indices
+
+Ratio = float | str | Fraction
+Placement = Literal["even", "prefix"]
+
+_PLACEMENTS = ("even", "prefix")
+_RATIO_TEXT = re.compile(r"(\d{1,9}(?:\.\d{1,20})?)(?:\s*/\s*(\d{1,9}(?:\.\d{1,20})?))?", re.ASCII)
 
 
 @answered
@@ -72,10 +77,9 @@ def apply_sac(
 
     Raises:
         TypeError: If ``ratio`` is neither a number nor a text, or a block neither an FQN nor a position.
-        ValueError: If an argument is out of range, if a block is unknown or lies in another one, or if
-            transformers' own checkpointing is on. With ``save``, also if a name matches no submodule of the
-            chosen blocks. With ``offload``, also with ``save``
-            or if a block is compiled.
+        ValueError: If an argument is out of range, or if a block is unknown or lies in another one. With
+            ``save``, also if a name matches no submodule of the chosen blocks. With ``offload``, also with
+            ``save`` or if a block is compiled.
         UnsupportedModelError: If the model has no blocks. With ``save``, if parts of a block are sharded as
             groups of their own, as modules kept in float32 are. If the model is sharded later,
             ``shard_model`` raises it.
@@ -103,7 +107,6 @@ def apply_sac(
     if names is not None:
         check_kept(model, chosen, names)
     restore(model)
-    refuse_foreign_checkpointing(model)
     if not chosen:
         return []
     recompute = (
@@ -222,3 +225,75 @@ def _is_dropout(module: nn.Module) -> bool:
     """Whether a module is a dropout with a positive rate."""
     # torch's dropout modules have only a private base in common, but all have p and "dropout" in their name.
     return "dropout" in type(module).__name__.lower() and getattr(module, "p", 0) > 0
+
+
+# The blocks that a ratio selects, in exact arithmetic.
+
+
+def parse_ratio(ratio: Ratio) -> Fraction:
+    """The exact ratio that a number or a text such as ``"1/3"`` stands for.
+
+    Args:
+        ratio: Number or text. A float stands for the nearest fraction with a denominator up to 1000: stored
+            in binary, 0.7 is a little less than 7/10 and would select 31 of 45 blocks instead of 32.
+
+    Raises:
+        TypeError: If it is neither a number nor a text.
+        ValueError: If it cannot be read or lies outside [0, 1].
+    """
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float, str, Fraction)):
+        raise TypeError(f"ratio must be a number in [0, 1] or a text such as '1/3', got {ratio!r}")
+    exact: float | Fraction
+    if isinstance(ratio, str):
+        # Fraction() alone would also read '1_0' and '1e5', and compute powers of ten without bound.
+        found = _RATIO_TEXT.fullmatch(ratio.strip())
+        if found is None or not float(found[2] or 1):
+            raise ValueError(f"ratio must be a number in [0, 1] or a text such as '1/3', got {ratio[:40]!r}")
+        exact = Fraction(found[1]) / Fraction(found[2] or 1)
+    elif isinstance(ratio, float) and 0 <= ratio <= 1:
+        exact = Fraction(ratio).limit_denominator(1000)
+    else:
+        exact = ratio
+    if not 0 <= exact <= 1:
+        raise ValueError(f"ratio must be in [0, 1], got {ratio}; 0 checkpoints no block, and 1 every block")
+    return Fraction(exact)
+
+
+def select_block_indices(num_blocks: int, ratio: Ratio, *, placement: Placement = "even") -> list[int]:
+    """Indices of the blocks that a ratio selects for checkpointing.
+
+    ``"even"`` selects block ``i`` if ``floor((i + 1) * r + 1/2) > floor(i * r + 1/2)``, in exact arithmetic.
+    That spreads the selected blocks evenly and selects ``floor(num_blocks * r + 1/2)`` of them. ``"prefix"``
+    selects as many from the front. It lowers the peak further, because the first blocks' activations are held
+    longest.
+
+    Args:
+        num_blocks: Number of blocks in the model.
+        ratio: Fraction of blocks in [0, 1]: a number or a text such as ``"1/3"``.
+        placement: ``"even"`` or ``"prefix"``.
+
+    Returns:
+        Indices from 0, ascending.
+
+    Raises:
+        TypeError: If ``ratio`` is neither a number nor a text.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> fs.select_block_indices(9, "1/3")
+        [1, 4, 7]
+        >>> fs.select_block_indices(9, "1/3", placement="prefix")
+        [0, 1, 2]
+    """
+    if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 0:
+        raise ValueError(f"num_blocks must be a non-negative integer, got {num_blocks!r}")
+    if placement not in _PLACEMENTS:
+        raise ValueError(f"placement must be one of {_PLACEMENTS}, got {placement!r}")
+    numerator, denominator = parse_ratio(ratio).as_integer_ratio()
+
+    def taken_before(i: int) -> int:  # floor(i * ratio + 1/2) in integers
+        return (2 * i * numerator + denominator) // (2 * denominator)
+
+    if placement == "prefix":
+        return list(range(taken_before(num_blocks)))
+    return [i for i in range(num_blocks) if taken_before(i + 1) > taken_before(i)]

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat.checkpointing import checkpointing_flag, is_checkpointing_layer
+from fsdp_sft._compat.compile import checkpointing_flag, is_checkpointing_layer
 from fsdp_sft._model.blocks import configs_of
-from fsdp_sft._model.record import SAC, Checkpointed, checkpointed
+from fsdp_sft._model.view import SAC, Checkpointed, checkpointed
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac.offload import Offload, run_offloaded
 
@@ -82,16 +82,6 @@ def _refuse_generation(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> N
             "the model is in train() mode, in which its checkpointed blocks drop the cache of generate, and "
             "its text would be wrong: call model.eval() before, and model.train() after"
         )
-
-
-def refuse_foreign_checkpointing(model: nn.Module) -> None:
-    """Raise if transformers' own gradient checkpointing is on."""
-    for fqn, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise ValueError(
-                f"{fqn or 'the model'} is checkpointed by transformers already, which would recompute blocks "
-                "that were not chosen; call model.gradient_checkpointing_disable() before apply_sac"
-            )
 
 
 def _forward_with_checkpointing(

@@ -99,7 +99,7 @@ class HostTensor:
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy after what the current stream has to do by now."""
         assert self.here is not None
-        stream = _stream_for_copies(self.device)
+        stream = copy_stream(self.device)
         self.compute = torch.accelerator.current_stream(self.device)
         made = self.compute.record_event()
         with stream:
@@ -107,12 +107,6 @@ class HostTensor:
             target.copy_(source, non_blocking=True)
             self.copied = stream.record_event()
         self.version = self.here._version
-
-
-@functools.cache
-def _stream_for_copies(device: torch.device) -> torch.Stream:
-    """The stream of all copies of a device, which keeps them in order."""
-    return copy_stream(device)
 
 
 def run_offloaded(

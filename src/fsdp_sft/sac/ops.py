@@ -10,8 +10,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsdp_sft._compat.checkpointing import changes_its_inputs, draws_random_numbers_now
-from fsdp_sft._compat.compile import being_compiled, modules_being_traced
+from fsdp_sft._compat.compile import (
+    being_compiled,
+    changes_its_inputs,
+    draws_random_numbers_now,
+    modules_being_traced,
+)
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft.errors import UnsupportedModelError, abridged
 from fsdp_sft.sac.attach import override

@@ -10,10 +10,9 @@ from torch import nn
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.preserved import preserved, uncompiled
-from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.twin import text_config
-from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._model.view import record_of, unwrapped
 from fsdp_sft._ranks.mesh import raise_on_mesh
 from fsdp_sft._tensors.rounding import logits_tolerance
 from fsdp_sft.errors import UnsupportedModelError

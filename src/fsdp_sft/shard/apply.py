@@ -21,21 +21,18 @@ from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import copied_modules
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._model.quantised import refuse_quantised_model
-from fsdp_sft._model.record import checkpointed
 from fsdp_sft._model.sharded import refuse_hooks, remember_mesh
 from fsdp_sft._model.twin import keep_config
-from fsdp_sft._model.wrappers import base_of, replicas_of
+from fsdp_sft._model.view import base_of, checkpointed, replicas_of
 from fsdp_sft._process.callers import warn_caller
-from fsdp_sft._process.dtypes import check_dtypes
 from fsdp_sft._ranks.agree import tell
-from fsdp_sft._ranks.mesh import EP, parameter_mesh
+from fsdp_sft._ranks.mesh import EP, build_mesh, mesh_of_job, parameter_mesh
 from fsdp_sft._tensors.boxes import check_ranks_ascend
 from fsdp_sft.attention.hybrid import separate_rows
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac import refuse_inner_groups
-from fsdp_sft.shard.describe import name_uneven
-from fsdp_sft.shard.embeddings import follow_root
 from fsdp_sft.shard.expert_parallel import place_experts
+from fsdp_sft.shard.float32_modules import plan_float32
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,11 +42,10 @@ from fsdp_sft.shard.packing import STORED, choose_packed, pack_loaded, packed_or
 from fsdp_sft.shard.units import (
     cast_shards,
     checked_offload,
-    plan_float32,
+    follow_root,
     set_prefetch,
     shard_unit,
     units_of,
-    use_float32,
 )
 
 
@@ -72,14 +68,15 @@ class _ShardsOfOneRank(OrderedDict[str, Any]):
         return plain
 
 
-def refuse_foreign_saves(model: nn.Module, *, shared: bool) -> None:
+def refuse_foreign_saves(model: nn.Module, base: nn.Module, *, shared: bool) -> None:
     """Let methods of transformers and peft refuse what they cannot do with shards, before they write.
 
     Args:
         model: A model that has just been sharded.
+        base: The model inside its adapters.
         shared: Whether a rank has less than the whole model.
     """
-    for each in {id(one): one for one in (model, base_of(model))}.values():
+    for each in {id(one): one for one in (model, base)}.values():
         for name, instead in _INSTEAD.items():
             if callable(getattr(each, name, None)) and (shared or name != "state_dict"):
                 each.__dict__[name] = functools.partial(instead, each)
@@ -136,7 +133,7 @@ _logger = logging.getLogger(__name__)
 def shard_model(
     model: Model,
     *,
-    mesh: "DeviceMesh",
+    mesh: "DeviceMesh | None" = None,
     master_dtype: torch.dtype = torch.float32,
     frozen_dtype: torch.dtype | str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -158,8 +155,8 @@ def shard_model(
 
     A parameter is sharded along its first dimension. If that would give some rank more than 1.05 times the
     mean, it is sharded along the first dimension whose size the number of ranks divides; 8 experts thus lie
-    evenly on 64 ranks. FSDP2 copies such a parameter, and its gradient, once more. If the whole model is
-    uneven because some parameters can be sharded evenly along no dimension, a warning names them.
+    evenly on 64 ranks. FSDP2 copies such a parameter, and its gradient, once more. How much the fullest rank
+    has is in the last line of ``describe_sharding``.
 
     A model whose groups the caller has made with ``fully_shard`` needs no call of this: ``train_step``,
     ``evaluate``, checkpoints and exports take it as it is.
@@ -167,8 +164,9 @@ def shard_model(
     Args:
         model: Model with ordinary parameters, materialised (with the same values on every rank) or on the
             meta device.
-        mesh: Mesh from ``build_mesh``: 1-D for FSDP, 2-D for HSDP and DDP. If it has ``cp``, parameters are
-            sharded over the ranks of ``dp_shard`` and ``cp`` together.
+        mesh: Mesh from ``build_mesh``: 1-D for FSDP, 2-D for HSDP and DDP. None takes the one that was made,
+            or else all ranks (FSDP). If it has ``cp``, parameters are sharded over the ranks of ``dp_shard``
+            and ``cp`` together.
         master_dtype: Dtype of the stored trainable shards, and so of gradients and optimizer states.
         frozen_dtype: Dtype of the stored frozen shards; None keeps the dtype that they have. ``"stored"``
             keeps the matrices of blocks as a quantised checkpoint has them, and ``"nf4"`` or ``"fp8"`` packs
@@ -211,7 +209,6 @@ def shard_model(
         >>> model = fs.shard_model(model, mesh=mesh, master_dtype=torch.float32)
         >>> report = fs.load_weights(model, path)
     """
-    check_dtypes(master_dtype=master_dtype)
     packed, kept_dtype = packed_or_dtype(frozen_dtype)
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(
@@ -219,16 +216,19 @@ def shard_model(
             "of the forward is its param_dtype"
         )
     _refuse_sharded(model)
-    keep_config(model)
+    base = base_of(model)
+    keep_config(base)
     refuse_quantised_model(model)
     refuse_hooks(model, are_shards=False)
-    given, mesh = mesh, parameter_mesh(mesh)
+    given = mesh if mesh is not None else mesh_of_job() or build_mesh()
+    mesh = parameter_mesh(given)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     check_ranks_ascend(mesh, [Shard(0)] * mesh.ndim)
     chosen = dict(find_blocks(model) if blocks is None else blocks)
     _check_blocks(model, chosen)
     offload = checked_offload(offload_policy)
-    place_experts(model, given, ep_size)
+    reduced = policy.reduce_dtype or policy.param_dtype or master_dtype
+    placed = place_experts(model, given, ep_size, reduced)
 
     copied = copied_modules(model)
     plan = plan_float32(model, policy, chosen, warn=mesh.get_rank() == 0)
@@ -239,29 +239,25 @@ def shard_model(
             f"reshard_after_forward={reshard_after_forward} keeps gathered values sharded, which torch does "
             f"not do for weights that are packed (frozen_dtype={packed!r}): take True or False"
         )
-    units = units_of(model, chosen, plan, policy, reshard_after_forward)
+    units = units_of(model, base, chosen, plan, policy, reshard_after_forward, placed)
     for unit in units:
-        shard_unit(unit, mesh, offload, by_rows)
+        shard_unit(unit, mesh, offload, by_rows, policy.param_dtype)
         for module in unit.modules:
             cast_shards(module, master_dtype, kept_dtype, copied)
-        if unit.float32 is not None:
-            use_float32(unit.float32, policy)
-    if base_of(model) is not model and hasattr(model, "generate"):
+    if base is not model and hasattr(model, "generate"):
         # peft's generate calls the base model, and so bypasses the root, which gathers its parameters.
         register_fsdp_forward_method(model, "generate")
     set_prefetch(list(chosen.values()), prefetch)
     follow_root(model, [module for unit in units if unit.beside_root for module in unit.modules])
     separate_rows(model)
-    if mesh.get_rank() == 0:
-        name_uneven(model, mesh.size(mesh.ndim - 1))
     remember_mesh(model, given)
-    refuse_foreign_saves(model, shared=mesh.size(mesh.ndim - 1) > 1)
+    refuse_foreign_saves(model, base, shared=mesh.size(mesh.ndim - 1) > 1)
     if packed is not None and packed != STORED:
         pack_loaded(model)
     tell(
         _logger,
         "sharded %s: %d FSDP2 groups over %d ranks%s, %s parameters, computing in %s",
-        original_class(base_of(model)).__name__,
+        original_class(base).__name__,
         sum(isinstance(module, FSDPModule) for module in model.modules()),
         mesh.size(mesh.ndim - 1),
         f" in each of {mesh.size(0)} replicas" if mesh.ndim > 1 else "",

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_sft._model.blocks import find_blocks
-from fsdp_sft._model.record import checkpointed
+from fsdp_sft._model.view import checkpointed
 from fsdp_sft._process.words import answered
 from fsdp_sft.sac import COMPILED, named_blocks
 

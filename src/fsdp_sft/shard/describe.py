@@ -1,4 +1,4 @@
-"""A table of a sharded model's FSDP2 groups, and a warning if ranks have unequal shares."""
+"""A table of a sharded model's FSDP2 groups."""
 
 import math
 
@@ -7,11 +7,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._model.sharded import mesh_of, reshard
-from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.mesh import EP
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.packed_shard import PackedShard, bits_of
-from fsdp_sft._tensors.sharding import MOST_IMBALANCE, shard_numel
+from fsdp_sft._tensors.sharding import shard_numel
 from fsdp_sft.errors import abridged
 from fsdp_sft.shard.names import innermost, without_indices
 
@@ -67,7 +66,7 @@ def describe_sharding(model: nn.Module) -> str:
     widths = [max(len(line[i]) for line in table) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
     axes = ", ".join(f"{n}={s}" for n, s in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    fullest, _ = _fullest_over_mean(model, mesh.size(mesh.ndim - 1))
+    fullest = _fullest_over_mean(model, mesh.size(mesh.ndim - 1))
     summary = (
         f"{total:,} parameters, {total_local:,} bytes on this rank, the fullest rank has {fullest:.2f} times "
         f"the mean, mesh ({axes}) on {mesh.device_type}"
@@ -99,21 +98,6 @@ def _of_packed(model: nn.Module) -> list[str]:
     ]
 
 
-def name_uneven(model: nn.Module, num_shards: int) -> None:
-    """Warn if the fullest rank has too much, with the parameters that cause it."""
-    found, excess = _fullest_over_mean(model, num_shards)
-    if found <= MOST_IMBALANCE:
-        return
-    kinds: dict[str, str] = {}
-    for name in sorted(excess, key=excess.__getitem__, reverse=True):
-        kinds.setdefault(without_indices(name), str(tuple(model.get_parameter(name).shape)))
-    worst = ", ".join(f"{kind} {shape}" for kind, shape in list(kinds.items())[:3])
-    warn_caller(
-        f"the fullest of {num_shards} shards has {found:.2f} times the mean, as {worst} cannot be "
-        f"cut evenly by {num_shards}: fewer, in more replicas (dp_replicate), would share it more evenly"
-    )
-
-
 def _groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """The parameters of each FSDP2 module, without those of FSDP2 modules inside of it, by its FQN."""
     sharded = [fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)]
@@ -123,17 +107,11 @@ def _groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     return {fqn: parameters for fqn, parameters in groups.items() if parameters}
 
 
-def _fullest_over_mean(model: nn.Module, num_shards: int) -> tuple[float, dict[str, int]]:
-    """(elements of the fullest rank divided by the mean, excess elements of each uneven parameter)."""
-    total = 0
-    excess: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            total += parameter.numel()
-            more = _padded_numel(parameter, num_shards) - parameter.numel()
-            if more:
-                excess[name] = more
-    return (1 + sum(excess.values()) / total if total else 1.0), excess
+def _fullest_over_mean(model: nn.Module, num_shards: int) -> float:
+    """Elements of the fullest rank divided by the mean."""
+    cut = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    padded = sum(_padded_numel(parameter, num_shards) for parameter in cut)
+    return padded / (sum(parameter.numel() for parameter in cut) or 1)
 
 
 def _padded_numel(parameter: DTensor, num_shards: int) -> int:

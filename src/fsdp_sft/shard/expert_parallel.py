@@ -1,22 +1,14 @@
 """Expert parallelism: each rank holds some experts whole, and tokens travel to the ranks of their experts."""
 
-import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.experts import experts_to_place, place_experts_on
-from fsdp_sft._compat.fsdp import reduction_dtype
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.adapters import copied_modules, parameter_adapters, without_adapters
-from fsdp_sft._model.record import kept_of, known_of, record_of
-from fsdp_sft._model.sharded import mesh_of, reshard
-from fsdp_sft._model.wrappers import base_of, unwrapped
+from fsdp_sft._model.adapters import without_adapters, wrapped_names
 from fsdp_sft._ranks.mesh import CP, DP_REPLICATE, DP_SHARD, EP, made_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
@@ -28,28 +20,14 @@ EXPERTS_SHARD = (
 )
 _ALONE = "alone"
 
-# Dtypes in which FSDP2 expects no overflow of a gradient reduction, and so divides once only.
+# Dtypes in which FSDP2 expects no overflow of a gradient reduction. In others it divides once before and
+# once after, and so twice where a group is one rank, as of experts over all ranks (torch 2.13).
 _DIVIDED_ONCE = (torch.float32, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class ExpertPlacement:
-    """Placement of a model's experts on the ranks.
-
-    Attributes:
-        mesh: Mesh of the ranks that hold the same experts, over which FSDP2 shards them. Its first axis is
-            that of the replicas, where there are any.
-        factor: Divisor of the experts' gradients after their sum over ``mesh``. It is the number of all
-            ranks, as for other parameters.
-        ep_size: Number of ranks that hold all experts between them.
-    """
-
-    mesh: "DeviceMesh"
-    factor: float
-    ep_size: int
-
-
-def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
+def place_experts(
+    model: nn.Module, mesh: "DeviceMesh", ep_size: int, reduced: torch.dtype
+) -> "dict[int, DeviceMesh]":
     """Keep only this rank's part of the experts; an ``ep_size`` of 1 changes nothing.
 
     Neighbouring ranks form a group that holds all experts, so that tokens need not leave a node whose ranks
@@ -59,10 +37,16 @@ def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
         model: Model on the meta device, not sharded yet; adapters of other layers are already inside.
         mesh: Mesh that ``shard_model`` will be given.
         ep_size: Number of ranks that hold all experts between them.
+        reduced: Dtype in which gradients are reduced.
+
+    Returns:
+        By the id of each module of experts, the mesh of the ranks that hold the same ones, over which FSDP2
+        shards them. Its first axis is that of the replicas, where there are any.
 
     Raises:
         ValueError: If ``ep_size`` does not divide the ranks or the experts (the message lists values that
-            do), the mesh has ``cp``, or the experts are not on the meta device.
+            do), the mesh has ``cp``, the experts are not on the meta device, or FSDP2 would divide their
+            gradients twice, as it does where it reduces those of one rank in float16 or float64.
         UnsupportedModelError: If transformers has no plan for the model's experts, or there are adapters or
             trained copies of them (``modules_to_save``).
 
@@ -71,22 +55,26 @@ def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
     if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
         raise ValueError(f"ep_size must be a number of ranks, 1 or more, got {ep_size!r}")
     if ep_size == 1:
-        return
+        return {}
     names = mesh.mesh_dim_names or ()
     if CP in names or DP_SHARD not in names:
         raise ValueError(f"ep_size={ep_size} needs a mesh of build_mesh without cp, got {mesh}")
+    if ep_size == mesh.size() and reduced not in _DIVIDED_ONCE:
+        raise ValueError(
+            f"ep_size={ep_size} of all ranks needs reduce_dtype=torch.float32 or bfloat16, got {reduced}: "
+            "FSDP2 would divide gradients of experts by the ranks twice"
+        )
     shards = mesh[DP_SHARD].size()
-    name = original_class(base_of(model)).__name__
     with without_adapters(model) as base:
         experts = experts_to_place(base)
         modules = [base.get_submodule(fqn) for fqn in experts]
+    name = original_class(base).__name__
     if not experts:
         raise UnsupportedModelError(
             f"transformers has no plan by which ranks share out the experts of {name} (ep_plan): use "
             "ep_size=1, which shards them as other parameters are"
         )
-    adapted = {wrapper.get_base_layer() for wrapper in parameter_adapters(model)}
-    if (copied_modules(model) | adapted).intersection(modules):
+    if wrapped_names(base) & experts.keys():
         raise UnsupportedModelError(
             "ranks cannot share out experts that peft adapts (target_parameters, all-linear) or copies "
             f"(modules_to_save): {abridged(experts)}; use ep_size=1, or adapters of other layers"
@@ -109,54 +97,6 @@ def place_experts(model: nn.Module, mesh: "DeviceMesh", ep_size: int) -> None:
             kept[ep_size] = split_axis(mesh, DP_SHARD, sizes)
     parts = kept[ep_size]
     axes = (DP_REPLICATE, EXPERTS_SHARD) if DP_REPLICATE in (mesh.mesh_dim_names or ()) else (EXPERTS_SHARD,)
-    shared = ExpertPlacement(parts[axes], float(mesh.size()), ep_size)
     with without_adapters(model) as base:
-        for name in experts:
-            record_of(base.get_submodule(name)).keep(shared)
         place_experts_on(base, parts[EP], parts[_ALONE])
-
-
-def expert_placement(module: nn.Module) -> ExpertPlacement | None:
-    """Placement of a module of experts that are divided among ranks; None for any other module."""
-    return kept_of(module, ExpertPlacement)
-
-
-def refuse_divided_twice(model: nn.Module) -> None:
-    """Refuse a model whose experts' gradients FSDP2 would divide twice; each model is checked once.
-
-    Experts compute the tokens of more ranks than FSDP2 reduces their gradients over, so its divisor is set
-    explicitly. On a group of one rank FSDP2 divides while it copies the gradient. If it reduces in float16 or
-    float64, it divides again, as a guard against overflow (torch 2.13, ``foreach_reduce``).
-
-    Raises:
-        UnsupportedModelError: If a gradient would be divided twice.
-    """
-    if known_of(model).is_divided_once:
-        return
-    reshard(model)  # a gathered parameter does not show the axes that it is sharded along
-    mesh = mesh_of(model)
-    alone = mesh is None or mesh.size() == 1
-    for name, module in () if alone else unwrapped(model).named_modules():
-        for parameter in module.parameters(recurse=False):
-            is_trained = isinstance(module, FSDPModule) and parameter.requires_grad
-            if not is_trained or not _is_whole_on_its_rank(parameter):
-                continue
-            dtype = reduction_dtype(module, parameter.dtype)
-            if dtype not in _DIVIDED_ONCE:
-                raise UnsupportedModelError(
-                    f"gradients of {name} would be divided by the ranks twice: its experts lie whole on a "
-                    f"rank and are reduced in {dtype}, for which torch divides them both as one rank's and "
-                    "as those of several. Take reduce_dtype=torch.float32 (or bfloat16), or an ep_size below "
-                    "the number of ranks"
-                )
-    record_of(model).is_divided_once = True
-
-
-def _is_whole_on_its_rank(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is sharded along the axis of the experts and along no other."""
-    if not isinstance(parameter, DTensor):
-        return False
-    names = parameter.device_mesh.mesh_dim_names or ()
-    axes = zip(names, parameter.device_mesh.shape, parameter.placements, strict=False)
-    others = math.prod(size for name, size, p in axes if name != EP and not p.is_replicate())
-    return EP in names and others == 1
+    return {id(module): parts[axes] for module in modules}

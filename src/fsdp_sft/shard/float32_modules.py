@@ -6,20 +6,21 @@ float32 therefore get their own groups.
 
 import functools
 import re
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_sft._compat.fsdp import keep_trained_flags
 from fsdp_sft._compat.models import keep_in_float32_patterns
 from fsdp_sft._model.blocks import is_never_called
-from fsdp_sft._model.named import clean_name, named_tensors
 from fsdp_sft._model.twin import meta_twin
-from fsdp_sft._model.wrappers import transformers_models
-from fsdp_sft.shard.names import all_names
+from fsdp_sft._model.view import clean_name, named_tensors, transformers_models
+from fsdp_sft._process.callers import warn_caller
+from fsdp_sft.shard.names import all_names, without_indices
 
 _ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 
@@ -60,23 +61,21 @@ def plain_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]
     return dtypes
 
 
-def kept_parameters(model: nn.Module, dtype: torch.dtype, dtypes: dict[str, torch.dtype]) -> set[str]:
-    """Names of parameters that transformers keeps in float32 in a model of ``dtype``.
+def kept_parameters(
+    names: Iterable[str], patterns: Collection[str], dtypes: Mapping[str, torch.dtype]
+) -> set[str]:
+    """Those of the names of parameters that transformers keeps in float32 in a 16-bit model.
 
     The class lists some; others it makes float32 when it is built, which ``dtypes`` (from ``plain_dtypes``)
     shows.
     """
-    patterns = _patterns(model, dtype)
-    return {
-        name
-        for name, _ in model.named_parameters(remove_duplicate=False)
-        if dtypes.get(name) == torch.float32 or matches(name, patterns)
-    }
+    return {name for name in names if dtypes.get(name) == torch.float32 or matches(name, patterns)}
 
 
-def _patterns(model: nn.Module, dtype: torch.dtype) -> set[str]:
+def float32_patterns(model: nn.Module, dtype: torch.dtype) -> tuple[set[str], set[str]]:
+    """Patterns of names that transformers keeps in float32: (under this dtype, under float16 alone)."""
     float16_only, always = keep_in_float32_patterns(model)
-    return always | float16_only if dtype == torch.float16 else always
+    return (always | float16_only if dtype == torch.float16 else always), float16_only
 
 
 def matches(parameter_name: str, patterns: Collection[str]) -> bool:
@@ -84,23 +83,20 @@ def matches(parameter_name: str, patterns: Collection[str]) -> bool:
     return any(re.search(rf"(?:^|\.){re.escape(p)}(?:\.|$)", parameter_name) for p in patterns)
 
 
-def lower_buffers(model: nn.Module, dtype: torch.dtype, dtypes: dict[str, torch.dtype]) -> None:
+def _lower_buffers(
+    model: nn.Module, dtype: torch.dtype, dtypes: Mapping[str, torch.dtype], patterns: Collection[str]
+) -> None:
     """Cast buffers to ``dtype`` that have that dtype in a plain model. FSDP2 casts parameters only."""
-    patterns = _patterns(model, dtype)
     for name, tensor in named_tensors(model).items():
-        if isinstance(tensor, nn.Parameter) or dtypes.get(name) != dtype or tensor.dtype == dtype:
-            continue
         # ``dtypes`` comes from a model that was built. from_pretrained applies the patterns to buffers that
         # it reads too: DeepSeek-V3's e_score_correction_bias is float32 in a plain bfloat16 model.
-        if matches(name, patterns):
-            continue
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, tensor.to(dtype))
+        is_buffer = not isinstance(tensor, nn.Parameter)
+        if is_buffer and dtypes.get(name) == dtype != tensor.dtype and not matches(name, patterns):
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, tensor.to(dtype))
 
 
-def float32_units(
-    model: nn.Module, blocks: Collection[nn.Module], names: set[str]
-) -> tuple[list[Float32Unit], set[str]]:
+class _Search:
     """Modules to group so that the parameters ``names`` compute in float32, outer modules before inner ones.
 
     The outermost module that holds nothing else becomes a unit. That way a module whose weights are used
@@ -108,25 +104,15 @@ def float32_units(
     owns both such parameters and others is a unit too: the modules of the usual dtype inside it get a group
     of their own, and its own parameters of the usual dtype are cast where they are used.
 
-    Args:
-        model: The model, before it is sharded.
-        blocks: Its transformer blocks.
-        names: Names of the parameters that are to compute in float32.
-
-    Returns:
-        (units, names of parameters that no group can keep in float32).
+    Attributes:
+        units: What was found.
+        missed: Names of parameters that no group can keep in float32.
     """
-    search = _Search(model, blocks, names)
-    search.visit(model, None)
-    return search.units, search.missed
 
-
-class _Search:
-    """The search of ``float32_units`` through the modules of one model."""
-
-    def __init__(self, model: nn.Module, blocks: Collection[nn.Module], names: set[str]) -> None:
+    def __init__(self, model: nn.Module, blocks: Iterable[nn.Module], names: set[str]) -> None:
         self.model = model
         self.blocks = {id(block) for block in blocks}
+        self.called = {id(module) for module in model.modules() if not is_never_called(module)}
         self.names = all_names(model)
         # A tied parameter is kept in float32 only if all of its names are to be.
         self.kept = {key for key, where in self.names.items() if all(name in names for name in where)}
@@ -139,7 +125,7 @@ class _Search:
         if not any(id(p) in self.kept for p in parameters):
             return
         in_block = user is not None or id(module) in self.blocks
-        callable_inside = module is not self.model and not is_never_called(module)
+        callable_inside = module is not self.model and id(module) in self.called
         if callable_inside and all(id(p) in self.kept for p in parameters):
             is_leaf = next(module.children(), None) is None
             self.units.append(Float32Unit(module, user=user if is_leaf else None))
@@ -162,13 +148,13 @@ class _Search:
         for child in module.children():
             parameters = list(child.parameters())
             if not any(id(p) in self.kept for p in parameters):
-                if parameters and not is_never_called(child):
+                if parameters and id(child) in self.called:
                     unit.others.append(child)
                 elif parameters:
                     self.fill(unit, child)
             elif not all(id(p) in self.kept for p in parameters):
                 owns = any(id(p) in self.kept for p in child.parameters(recurse=False))
-                if owns and not is_never_called(child) and self.can_cast(child):
+                if owns and id(child) in self.called and self.can_cast(child):
                     self.visit(child, module)
                 else:
                     self.fill(unit, child)
@@ -180,6 +166,59 @@ class _Search:
         """
         usual = any(id(p) not in self.kept for p in module.parameters(recurse=False))
         return not usual or ("forward" not in module.__dict__ and id(module) not in self.blocks)
+
+
+@dataclass
+class Float32Plan:
+    """The parts of a model that compute in float32 under a 16-bit policy.
+
+    Attributes:
+        units: Groups that compute in float32, by the id of their module.
+        kept: Ids of the parameters in them.
+        casts_inputs: Whether FSDP2 casts the inputs of blocks to the compute dtype.
+    """
+
+    units: dict[int, Float32Unit] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+    casts_inputs: bool = True
+
+    def policies(self, policy: MixedPrecisionPolicy) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+        """(policy of the blocks, policy of what computes in float32)."""
+        blocks = policy if self.casts_inputs else replace(policy, cast_forward_inputs=False)
+        return blocks, replace(
+            policy, cast_forward_inputs=False, param_dtype=torch.float32, output_dtype=None
+        )
+
+
+def plan_float32(
+    model: nn.Module, policy: MixedPrecisionPolicy, blocks: Mapping[str, nn.Module], *, warn: bool
+) -> Float32Plan:
+    """Plan float32 compute by transformers' own rule for loading a model in a 16-bit dtype.
+
+    A warning names the modules for which the rule cannot be followed.
+    """
+    dtype = policy.param_dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        return Float32Plan()
+    dtypes, (patterns, float16_only) = plain_dtypes(model, dtype), float32_patterns(model, dtype)
+    _lower_buffers(model, dtype, dtypes, patterns)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    names = kept_parameters(named, patterns, dtypes)
+    search = _Search(model, blocks.values(), names)
+    search.visit(model, None)
+    units, missed = search.units, search.missed
+    missed |= {n for n, _ in model.named_parameters() if n not in names and matches(n, float16_only)}
+    if missed and warn:
+        warn_caller(
+            f"these modules compute in {dtype}, although transformers lists them in _keep_in_fp32_modules: "
+            f"{', '.join(sorted(set(map(without_indices, missed))))} (transformers itself keeps such "
+            "modules in float32 under float16 only, or they cannot be grouped apart from other parameters)"
+        )
+    # transformers' models cast by themselves, and some need float32 tensors passed between blocks (OLMo's
+    # rotary embedding, T5's residual).
+    theirs = bool(units) or next(transformers_models(model), None) is not None
+    kept = {id(named[name]) for name in names - missed}
+    return Float32Plan({id(unit.module): unit for unit in units}, kept, casts_inputs=not theirs)
 
 
 def cast_at_use(module: nn.Module, names: list[str], dtype: torch.dtype) -> None:

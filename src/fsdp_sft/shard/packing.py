@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,11 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_sft._compat.fsdp import adopt_shards, put_shard
 from fsdp_sft._model.adapters import copied_modules, without_adapters
-from fsdp_sft._model.named import slot
-from fsdp_sft._model.record import kept_of, record_of
 from fsdp_sft._model.towers import frozen_towers, pattern_of
-from fsdp_sft._model.wrappers import base_of
-from fsdp_sft._process.dtypes import check_dtypes
+from fsdp_sft._model.view import base_of, kept_of, record_of, slot
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._ranks.agree import all_reduce_sum
@@ -74,14 +70,11 @@ def packed_or_dtype(frozen_dtype: torch.dtype | str | None) -> tuple[str | None,
     Raises:
         ValueError: If it is neither.
     """
-    if isinstance(frozen_dtype, str) and frozen_dtype in KINDS:
-        return frozen_dtype, None
-    wanted: Any = frozen_dtype
-    try:
-        check_dtypes(frozen_dtype=wanted)
-    except ValueError as error:
-        raise ValueError(f"{error}; packed ones are {', '.join(map(repr, KINDS))}") from None
-    return None, wanted
+    if not isinstance(frozen_dtype, str):
+        return None, frozen_dtype
+    if frozen_dtype not in KINDS:
+        raise ValueError(f"frozen_dtype must be a torch.dtype, or one of {KINDS}; got {frozen_dtype!r}")
+    return frozen_dtype, None
 
 
 def packed_digest(model: nn.Module) -> PackedDigest | None:
@@ -132,16 +125,15 @@ def choose_packed(
     Raises:
         ValueError: If nothing is frozen, or nothing says how the checkpoint is quantised.
     """
-    base = base_of(model)
+    with without_adapters(model) as base:
+        named = dict(base.named_parameters(remove_duplicate=False))
     if kind == STORED and kept_of(base, Settings) is None:
         raise ValueError(
             "frozen_dtype='stored' keeps weights as a quantised checkpoint has them, and this model was not "
             f"built from one by build_meta_model: take a dtype, or {' or '.join(map(repr, RECIPES))}"
         )
     spared = {id(p) for module in copied_modules(model) for p in module.parameters()} | set(kept)
-    towers = pattern_of(frozen_towers(model))
-    with without_adapters(model) as plain:
-        named = dict(plain.named_parameters(remove_duplicate=False))
+    towers = pattern_of(frozen_towers(base))
     found = matrices_to_pack(named, blocks.values(), spared)
     chosen = {name: p for name, p in found.items() if not re.fullmatch(towers, name)}
     if not chosen:
@@ -212,10 +204,10 @@ def put_packed(model: nn.Module, name: str, shard: PackedShard) -> None:
 @torch.no_grad()
 def pack_loaded(model: nn.Module) -> None:
     """Pack the shards that have values already."""
-    weights = packed_weights(model)
-    assert weights is not None
-    recipe = RECIPES[weights.kind]
     with without_adapters(model) as base:
+        weights = kept_of(base, PackedWeights)
+        assert weights is not None
+        recipe = RECIPES[weights.kind]
         for name in sorted(weights.names):
             parameter = base.get_parameter(name)
             assert isinstance(parameter, DTensor)

@@ -1,9 +1,11 @@
 """The FSDP2 groups of a model as a table: modules, mesh, policy, and what happens after the forward."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING
+import functools
+import inspect
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,25 +18,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_sft._compat.models import keep_in_float32_patterns
 from fsdp_sft._compat.modules import apply_to_tensors
-from fsdp_sft._model.wrappers import base_of, transformers_models
-from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.sharding import shard_dim
-from fsdp_sft.shard.embeddings import free_early, own_vocabulary
-from fsdp_sft.shard.expert_parallel import ExpertPlacement, expert_placement
-from fsdp_sft.shard.float32_modules import (
-    Float32Unit,
-    cast_at_use,
-    float32_units,
-    gather_with,
-    kept_parameters,
-    lower_buffers,
-    matches,
-    plain_dtypes,
-)
-from fsdp_sft.shard.names import all_names, innermost, without_indices
+from fsdp_sft.shard.float32_modules import Float32Plan, Float32Unit, cast_at_use, gather_with
+from fsdp_sft.shard.names import all_names, innermost
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,7 +36,7 @@ class Unit:
         modules: The modules.
         policy: Dtypes of their computation.
         reshard: What becomes of the gathered parameters after a forward; None is torch's own default.
-        experts: Placement of the module, if it is experts that are divided among ranks.
+        experts: Mesh of the module, if it is experts that are divided among ranks.
         float32: The module's parts that do not compute in float32, if it does.
         beside_root: Whether it is the input embedding or the head in its own group.
     """
@@ -56,17 +44,19 @@ class Unit:
     modules: list[nn.Module]
     policy: MixedPrecisionPolicy
     reshard: bool | int | None
-    experts: ExpertPlacement | None = None
+    experts: "DeviceMesh | None" = None
     float32: Float32Unit | None = None
     beside_root: bool = False
 
 
 def units_of(
     model: nn.Module,
+    base: nn.Module,
     blocks: Mapping[str, nn.Module],
-    plan: "Float32Plan",
+    plan: Float32Plan,
     policy: MixedPrecisionPolicy,
     reshard: bool | int,
+    placed: "Mapping[int, DeviceMesh]",
 ) -> list[Unit]:
     """The groups of a model, inner before outer, as ``fully_shard`` requires; the last is the root's."""
     of_blocks, in_float32 = plan.policies(policy)
@@ -79,7 +69,7 @@ def units_of(
     for module in reversed(list(model.modules())):
         if module is model or id(module) in done:
             continue
-        experts = expert_placement(module)
+        experts = placed.get(id(module))
         float32 = plan.units.get(id(module)) if experts is None else None
         others = [other for other in float32.others if id(other) not in done] if float32 is not None else []
         if others:
@@ -90,7 +80,7 @@ def units_of(
             units.append(Unit([module], own, reshard, experts=experts, float32=float32))
             done.add(id(module))
     taken = [module for unit in units for module in unit.modules]
-    embedding, head = own_vocabulary(base_of(model), taken, plan.kept)
+    embedding, head = own_vocabulary(base, taken, plan.kept)
     inner = replace(of_blocks, output_dtype=None)
     if embedding is not None:
         units.append(Unit([embedding], inner, bool(reshard), beside_root=True))
@@ -101,11 +91,25 @@ def units_of(
     return [*units, Unit([model], policy, None)]
 
 
-def shard_unit(unit: Unit, mesh: "DeviceMesh", offload: OffloadPolicy, by_rows: Collection[int] = ()) -> None:
-    """Shard the modules of a unit as one FSDP2 group; parameters ``by_rows``, by id, are cut so."""
-    experts, reshard = unit.experts, unit.reshard
+def shard_unit(
+    unit: Unit,
+    mesh: "DeviceMesh",
+    offload: OffloadPolicy,
+    by_rows: Collection[int],
+    usual: torch.dtype | None,
+) -> None:
+    """Shard the modules of a unit as one FSDP2 group.
+
+    Args:
+        unit: The group.
+        mesh: Mesh of the parameters, but for experts that are divided among ranks.
+        offload: Where shards are kept.
+        by_rows: Ids of parameters that are cut along the first dimension.
+        usual: Dtype of what does not compute in float32 within a group that does.
+    """
+    num_ranks, experts, reshard = mesh.size(), unit.experts, unit.reshard
     if experts is not None:
-        mesh, reshard = experts.mesh, bool(reshard)
+        mesh, reshard = experts, bool(reshard)
     # With a number for reshard_after_forward each rank keeps one run of the gathered bytes after a forward.
     # torch's code for that supports the first dimension only.
     first_only = type(reshard) is int
@@ -116,21 +120,17 @@ def shard_unit(unit: Unit, mesh: "DeviceMesh", offload: OffloadPolicy, by_rows: 
         offload_policy=offload,
         shard_placement_fn=None
         if first_only
-        else partial(_placement, num_shards=mesh.size(mesh.ndim - 1), by_rows=by_rows),
+        else functools.partial(_placement, num_shards=mesh.size(mesh.ndim - 1), by_rows=by_rows),
         **({} if reshard is None else {"reshard_after_forward": reshard}),
     )
     if experts is not None:
-        _divide_by_all_ranks(unit.modules[0], experts)
+        _divide_by_all_ranks(unit.modules[0], experts, num_ranks)
     if unit.beside_root and reshard:
-        free_early(unit.modules[0])
-
-
-def use_float32(unit: Float32Unit, policy: MixedPrecisionPolicy) -> None:
-    """Gather a module that computes in float32 where it is used, and cast its other parameters."""
-    if unit.user is not None:
-        gather_with(unit.user, unit.module)
-    for owner, names in unit.casts:
-        cast_at_use(owner, names, policy.param_dtype or torch.float32)
+        _free_early(unit.modules[0])
+    if unit.float32 is not None and unit.float32.user is not None:
+        gather_with(unit.float32.user, unit.float32.module)
+    for owner, names in unit.float32.casts if unit.float32 is not None else ():
+        cast_at_use(owner, names, usual or torch.float32)
 
 
 def _placement(parameter: nn.Parameter, num_shards: int, by_rows: Collection[int]) -> Shard | None:
@@ -141,15 +141,15 @@ def _placement(parameter: nn.Parameter, num_shards: int, by_rows: Collection[int
     return Shard(dim) if dim else None
 
 
-def _divide_by_all_ranks(module: nn.Module, shared: ExpertPlacement) -> None:
+def _divide_by_all_ranks(module: nn.Module, mesh: "DeviceMesh", num_ranks: int) -> None:
     """Let FSDP2 divide the gradients of experts by the number of all ranks, as those of other parameters.
 
     They are sums over the tokens of all ranks, but are reduced over only the ranks with the same experts, by
     whose number FSDP2 would divide.
     """
     assert isinstance(module, FSDPModule)
-    module.set_gradient_divide_factor(shared.factor)
-    if shared.mesh.size(shared.mesh.ndim - 1) > 1:
+    module.set_gradient_divide_factor(float(num_ranks))
+    if mesh.size(mesh.ndim - 1) > 1:
         # torch would divide by a premultiplied sum, which gloo does not support and NCCL loses in bfloat16
         # (pytorch#190747). On one rank it divides without this, and with it would do so twice.
         module.set_force_sum_reduction_for_comms(True)
@@ -184,57 +184,6 @@ def cast_shards(
         apply_to_tensors(module, lambda tensor: tensor.to(wanted(tensor)))
 
 
-@dataclass
-class Float32Plan:
-    """The parts of a model that compute in float32 under a 16-bit policy.
-
-    Attributes:
-        units: Groups that compute in float32, by the id of their module.
-        kept: Ids of the parameters in them.
-        casts_inputs: Whether FSDP2 casts the inputs of blocks to the compute dtype.
-    """
-
-    units: dict[int, Float32Unit] = field(default_factory=dict)
-    kept: set[int] = field(default_factory=set)
-    casts_inputs: bool = True
-
-    def policies(self, policy: MixedPrecisionPolicy) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
-        """(policy of the blocks, policy of what computes in float32)."""
-        blocks = policy if self.casts_inputs else replace(policy, cast_forward_inputs=False)
-        return blocks, replace(
-            policy, cast_forward_inputs=False, param_dtype=torch.float32, output_dtype=None
-        )
-
-
-def plan_float32(
-    model: nn.Module, policy: MixedPrecisionPolicy, blocks: Mapping[str, nn.Module], *, warn: bool
-) -> Float32Plan:
-    """Plan float32 compute by transformers' own rule for loading a model in a 16-bit dtype.
-
-    A warning names the modules for which the rule cannot be followed.
-    """
-    dtype = policy.param_dtype
-    if dtype not in (torch.float16, torch.bfloat16):
-        return Float32Plan()
-    dtypes = plain_dtypes(model, dtype)
-    lower_buffers(model, dtype, dtypes)
-    names = kept_parameters(model, dtype, dtypes)
-    units, missed = float32_units(model, list(blocks.values()), names)
-    float16_only, _ = keep_in_float32_patterns(model)
-    missed |= {n for n, _ in model.named_parameters() if n not in names and matches(n, float16_only)}
-    if missed and warn:
-        warn_caller(
-            f"these modules compute in {dtype}, although transformers lists them in _keep_in_fp32_modules: "
-            f"{', '.join(sorted(set(map(without_indices, missed))))} (transformers itself keeps such "
-            "modules in float32 under float16 only, or they cannot be grouped apart from other parameters)"
-        )
-    # transformers' models cast by themselves, and some need float32 tensors passed between blocks (OLMo's
-    # rotary embedding, T5's residual).
-    theirs = bool(units) or next(transformers_models(model), None) is not None
-    kept = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in names - missed}
-    return Float32Plan({id(unit.module): unit for unit in units}, kept, casts_inputs=not theirs)
-
-
 def _tied_across_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
     """Lists of modules that share a parameter across blocks; each list has to be one group.
 
@@ -262,3 +211,93 @@ def set_prefetch(blocks: list[nn.Module], prefetch: int) -> None:
     for i, block in enumerate(sharded):
         if following := sharded[i + 1 : i + 1 + prefetch]:
             block.set_modules_to_forward_prefetch(following)
+
+
+# Input embedding and head, where they are not tied, in groups of their own. In the root's group both would
+# stay gathered for the whole step, and their gradients would be reduced through one buffer: 9.5 GiB in
+# float32 for 248,320 tokens and a width of 5,120 (NVIDIA-NeMo/Automodel#3708). So the embedding is freed
+# after its forward, and not gathered for its backward, which does not need it; the head is gathered from its
+# forward to its backward.
+
+
+def own_vocabulary(
+    model: nn.Module, taken: Iterable[nn.Module], kept: Collection[int] = ()
+) -> tuple[nn.Module | None, nn.Module | None]:
+    """The input embedding and the head of a model, each None if it has to stay in the root's group.
+
+    A module stays there if it shares a parameter, has another name too, lies in another group, computes in
+    float32, or if the model may use its weight without calling it, since FSDP2 gathers at a call.
+
+    Args:
+        model: The model, without adapters around it.
+        taken: Modules that are groups already.
+        kept: Ids of parameters that compute in float32.
+    """
+    names = all_names(model)
+    inside = {id(inner) for module in taken for inner in module.modules()}
+
+    def found(getter: str) -> nn.Module | None:
+        try:
+            module = getattr(model, getter)()
+        except (AttributeError, NotImplementedError):
+            return None
+        if not isinstance(module, nn.Module) or id(module) in inside:
+            return None
+        own = [id(parameter) for parameter in module.parameters()]
+        alone = bool(own) and all(len(names[one]) == 1 and one not in kept for one in own)
+        return module if alone and _is_only_called(model, module) else None
+
+    embedding, head = found("get_input_embeddings"), found("get_output_embeddings")
+    return embedding, None if head is embedding else head
+
+
+def needs_weight_in_backward(embedding: nn.Module) -> bool:
+    """Whether an embedding's backward may need its weight; that of ``nn.Embedding`` needs the ids alone."""
+    return getattr(type(embedding), "forward", None) is not nn.Embedding.forward
+
+
+def follow_root(model: nn.Module, beside: list[nn.Module]) -> None:
+    """Let embedding and head in groups of their own follow the root, as if they were in its group.
+
+    ``model.reshard()`` frees them too: torch's method frees the group of one module only, and after a forward
+    without a backward ``zero_grad`` would miss the gradients of their shards.
+    """
+    if beside:
+        model.__dict__["reshard"] = functools.partial(_reshard, model, *beside)
+
+
+def _reshard(*modules: Any) -> None:
+    """``FSDPModule.reshard`` of the root, and of embedding and head in their own groups."""
+    for module in modules:
+        type(module).reshard(module)
+
+
+def _free_early(embedding: Any) -> None:
+    """Free a sharded embedding's weight after its forward; gather it for a backward only if that needs it."""
+    embedding.set_unshard_in_backward(needs_weight_in_backward(embedding))
+    embedding.register_forward_pre_hook(_free_in_training)
+
+
+def _free_in_training(embedding: Any, _args: Any) -> None:
+    """Keep the weight gathered without gradients: ``generate`` would gather it again for each token."""
+    embedding.set_reshard_after_forward(torch.is_grad_enabled(), recurse=False)
+
+
+def _is_only_called(model: nn.Module, module: nn.Module) -> bool:
+    """Whether a module has one name, and no forward of the model uses its parameters as values."""
+    names = [name for owner in model.modules() for name, child in owner._modules.items() if child is module]
+    if len(names) != 1:
+        return False
+    used = re.compile(rf"\.{re.escape(names[0])}\.(weight|bias)\b(?!\.(dtype|device|shape|size|ndim)\b)")
+    classes = {cls for one in model.modules() for cls in type(one).__mro__}
+    return not any(used.search(code) for code in map(_forward_code, classes))
+
+
+@functools.lru_cache(maxsize=1024)
+def _forward_code(cls: type) -> str:
+    """The code of a class's forward; "" for one that is not written in Python."""
+    forward = vars(cls).get("forward")
+    try:
+        return inspect.getsource(inspect.unwrap(forward)) if forward is not None else ""
+    except (OSError, TypeError):
+        return ""

@@ -19,11 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._model.adapters import refuse_merged
-from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import refuse_changed_gradients
 from fsdp_sft._model.twin import text_config
+from fsdp_sft._model.view import record_of, replicated_by, unwrapped
 from fsdp_sft._model.vocabulary import vocabulary_of
-from fsdp_sft._model.wrappers import replicated_by, unwrapped
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.streams import host_copies
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank, world_size

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
-from fsdp_sft._process.trace_spans import part
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, world_size
-from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, host_group, mesh_of_job
+from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, mesh_of_job
 from fsdp_sft.errors import BatchError
 from fsdp_sft.step.window import begun_late, num_rows, to_device
 
@@ -108,7 +108,7 @@ def _windows(
     meter: "ThroughputMeter | None",
 ) -> Generator[list[Any], None, None]:
     """``windows`` with checked arguments."""
-    group = host_group(mesh, CP) if cp_size(mesh) > 1 and mesh is not None else None
+    group = mesh.get_group(CP) if cp_size(mesh) > 1 and mesh is not None else None
     reads = cp_rank(mesh) == 0
     sampler = _resumable(loader)
     mark_consumed = getattr(sampler, "mark_consumed", None)
@@ -125,7 +125,7 @@ def _windows(
         error: Exception | None = None
         moved = stands is not None and _stands(sampler) != stands
         try:
-            with waiting_for("data"), part("next_batches"):
+            with waiting_for("data"), record_function("fsdp_sft.next_batches"):
                 taken = list(itertools.islice(batches, grad_accum_steps))
             window = taken if map_fn is None else [map_fn(batch) for batch in taken]
             if moved and window:
@@ -142,7 +142,11 @@ def _windows(
                     _num_consumed(loader, sampler, taken)
         except Exception as caught:
             error = caught
-        with waiting_for("ranks"), part("wait_for_ranks"), agreed("reading the next window", min) as decision:
+        with (
+            waiting_for("ranks"),
+            record_function("fsdp_sft.wait_for_ranks"),
+            agreed("reading the next window", min) as decision,
+        ):
             if error is not None:
                 raise error
             decision.told = len(window) if reads else grad_accum_steps

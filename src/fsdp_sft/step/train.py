@@ -7,22 +7,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from fsdp_sft._compat.fsdp import forget_held_back
-from fsdp_sft._compat.optim import forget_unscaled, known_scale
+from fsdp_sft._compat.modules import forget_unscaled, known_scale
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.streams import LateValues
-from fsdp_sft._process.trace_spans import part
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.errors import BatchError, NonFiniteGradientError, abridged
-from fsdp_sft.experts import ExpertLoad, LateLoad, counter_of
+from fsdp_sft.experts import ExpertLoad, counter_of
 from fsdp_sft.loss import scaled_for_averaging
-from fsdp_sft.shard.expert_parallel import refuse_divided_twice
 from fsdp_sft.step.checks import (
     FIRST_WINDOW,
     check_batches,
@@ -232,8 +231,6 @@ class _OptimizerStep:
         self.mesh, self.counter = training_mesh_of(model), counter_of(model)
         self.device = compute_device(model)
         self.sums = Sums(self.device)
-        self.load: LateLoad | None = None
-        refuse_divided_twice(model)
 
     def agree(self, micro_batches: Any, check: bool) -> Window:
         """What the ranks agree on before the first forward; each raises if one has a reason to."""
@@ -289,7 +286,7 @@ class _OptimizerStep:
         for batch in window.micro_batches:
             is_last = batch is window.micro_batches[-1]
             with gradient_sync(self.model, "all" if is_last else _UNTIL_THE_LAST[self.grad_sync]):
-                with part("forward"):
+                with record_function("fsdp_sft.forward"):
                     moved = batch.on_device(self.device, own_loss=self.objective.is_own)
                     found = self.objective.of(self.model, moved)
                 router = found.router
@@ -300,21 +297,21 @@ class _OptimizerStep:
                 self.sums.add(found, router)
                 summed = found.summed if router is None else found.summed + router
                 loss = scaled_for_averaging(summed, weight) if mesh is not None else summed / weight
-                with part("backward"):
+                with record_function("fsdp_sft.backward"):
                     (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
 
     def clip(self) -> None:
         """Measure the gradient, and clip it."""
-        with part("clip_gradients"):
+        with record_function("fsdp_sft.clip_gradients"):
             self.infs = unscale(self.optimizers, self.scaler)
             self.norm = clip_gradients(self.model, self.max_grad_norm)
         if self.counter is not None:
-            self.load = self.counter.finish(self.mesh, self.device)
+            self.counter.finish(self.mesh, self.device)
 
     def update(self) -> None:
         """Step the optimizers, once the host has read whether the gradient is finite."""
         late = LateValues([self.norm, *self.infs, *self.sums.tensors()])
-        with part("optimizer"):
+        with record_function("fsdp_sft.optimizer"):
             self.total_norm, *read = late.read()  # the only place where the host waits for the device
             self.has_infs, self.read = any(read[: len(self.infs)]), read[len(self.infs) :]
             skipped = self.has_infs or not math.isfinite(self.total_norm)
@@ -351,7 +348,7 @@ class _OptimizerStep:
             skip_reason="inf gradients" if self.has_infs else None,
             router_loss=router_loss / divisor,
             target_weight=window.weight,
-            expert_load=None if self.load is None else self.load.read(),
+            expert_load=None if self.counter is None else self.counter.load(),
             metrics=metrics,
             token_accuracy=correct / window.targets if self.objective.knows_accuracy else math.nan,
         )
@@ -382,9 +379,6 @@ class _OptimizerStep:
 
 def _without_step(model: nn.Module, window: Window) -> StepResult:
     """Result of a window without weight, whose step is skipped before the forward."""
-    counter = counter_of(model)
-    if counter is not None:
-        counter.is_empty = True
     reason = "no weight" if window.targets else "no targets"
     if this_rank() == 0 and first_time(model, reason):
         warn_caller(

@@ -13,10 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.fsdp import allow_unused_groups, forget_failed_iteration
-from fsdp_sft._compat.optim import found_infs, keep_scale_on_host
-from fsdp_sft._model.named import parameter_names
+from fsdp_sft._compat.modules import found_infs, keep_scale_on_host
 from fsdp_sft._model.sharded import reshard
-from fsdp_sft._model.wrappers import replicated_by, unwrapped
+from fsdp_sft._model.view import parameter_names, replicated_by, unwrapped
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list
 from fsdp_sft.errors import OptimizerError, abridged

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_sft._compat.fsdp import compute_dtypes
 from fsdp_sft._model.twin import keep_config, text_config
+from fsdp_sft._model.view import base_of, unwrapped
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.dcp_io.model_state import loaded_step
@@ -55,7 +56,7 @@ def warn_of_likely_mistakes(
     if first_time(model, "end row"):
         _warn_of_an_end_without_gradient(model)
     if first_time(model, "config"):
-        keep_config(model)
+        keep_config(base_of(unwrapped(model)))
     if left_out and first_time(model, "left out"):
         warn_caller(
             f"{len(left_out)} parameters that require gradients are in no optimizer ({abridged(left_out)}): "

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_sft._compat.conversions import keep_used_conversions
 from fsdp_sft._compat.fsdp import adopt_shards
 from fsdp_sft._model.adapters import copy_saved_modules, without_adapters
-from fsdp_sft._model.named import named_tensors
+from fsdp_sft._model.view import named_tensors
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, tell, this_rank
 from fsdp_sft._tensors.boxes import Box, box_of, local_of

@@ -12,9 +12,8 @@ from fsdp_sft._compat.fsdp import keeps_shards_on_host
 from fsdp_sft._compat.models import initialise_computed, tie_by_names, tied_names
 from fsdp_sft._compat.modules import apply_to_tensors
 from fsdp_sft._model.adapters import saved_copies
-from fsdp_sft._model.named import named_tensors, slot
 from fsdp_sft._model.sharded import compute_device
-from fsdp_sft._model.wrappers import inner_model
+from fsdp_sft._model.view import inner_model, named_tensors, slot
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._ranks.agree import all_reduce_sum
 from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of

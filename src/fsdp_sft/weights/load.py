@@ -12,8 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_sft._model.adapters import add_adapters, refuse_initialised_from_base, without_adapters
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.towers import freeze_towers as freeze_towers_of
-from fsdp_sft._model.wrappers import base_of, inner_model, is_transformers
-from fsdp_sft._process.dtypes import check_dtypes
+from fsdp_sft._model.view import base_of, inner_model, is_transformers
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, difference
 from fsdp_sft.errors import CheckpointFormatError
@@ -134,7 +133,7 @@ if TYPE_CHECKING:
 def load_pretrained(
     name_or_path: str | os.PathLike[str],
     *,
-    mesh: "DeviceMesh",
+    mesh: "DeviceMesh | None" = None,
     master_dtype: torch.dtype = torch.float32,
     frozen_dtype: torch.dtype | str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
@@ -156,7 +155,7 @@ def load_pretrained(
 
     Args:
         name_or_path: A folder, or a Hub id.
-        mesh: Device mesh from ``build_mesh``.
+        mesh: Device mesh from ``build_mesh``; None takes the one that was made, or else all ranks (FSDP).
         master_dtype: Dtype of the stored shards that are trained.
         frozen_dtype: Dtype of the stored shards that are frozen, or ``"stored"``, ``"nf4"`` or ``"fp8"`` for
             packed ones (see ``shard_model``); None is the policy's compute dtype with
@@ -195,7 +194,6 @@ def load_pretrained(
         >>> model.load_report.loaded[0]
         'model.embed_tokens.weight'
     """
-    check_dtypes(master_dtype=master_dtype)
     packed_or_dtype(frozen_dtype)
     folder = resolve_folder(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     with agreed("building the model"):

@@ -16,8 +16,8 @@ from fsdp_sft._compat.conversions import (
     weight_conversions,
 )
 from fsdp_sft._compat.models import tied_names
-from fsdp_sft._model.named import named_tensors
 from fsdp_sft._model.twin import meta_twin
+from fsdp_sft._model.view import named_tensors
 from fsdp_sft._quantised.settings import IN_16_BITS
 from fsdp_sft._tensors.packed import Packed
 from fsdp_sft._tensors.stored import Piece, Stored

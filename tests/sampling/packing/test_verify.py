@@ -10,7 +10,7 @@ import transformers as tf
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from fsdp_sft.sampling.packing import verify
+from fsdp_sft.sampling.packing import PackingReport, verify
 from tests.harness.device import mesh_here
 from tests.harness.models import VOCAB, full, largest_error, tiny_model
 from tests.harness.packs import assert_same, drawn_rows, gradients_of_separate_rows
@@ -301,6 +301,6 @@ def test_a_token_that_goes_to_another_expert_for_a_rounding_is_no_leak() -> None
 def test_a_token_of_another_expert_is_told_from_wrong_positions(
     error: float, leak: float, tolerance: float, sound: bool
 ) -> None:
-    report = fs.PackingReport(error, tolerance, leak, 0.0, unpacked=1.7)
+    report = PackingReport(error, tolerance, leak, 0.0, unpacked=1.7)
     with nullcontext() if sound else pytest.raises(fs.PackingError, match="not kept apart"):
         assert verify._judge(tiny_model("mixtral"), report, untold_is_error=True)

@@ -8,10 +8,9 @@ from torch import nn
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.blocks import find_blocks
-from fsdp_sft._model.record import kept_of, record_of
 from fsdp_sft._model.sharded import mesh_of
 from fsdp_sft._model.twin import rotations_by_length, text_config
-from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._model.view import kept_of, record_of, unwrapped
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed
 from fsdp_sft._ranks.mesh import CP, cp_size

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from filelock import FileLock
 from typing_extensions import Unpack
 
-from fsdp_sft._compat import tokenizers
-from fsdp_sft._model.wrappers import tokenizer_of
+from fsdp_sft._compat.data import versions_of_tokenizers
+from fsdp_sft._model.view import tokenizer_of
 from fsdp_sft._ranks.agree import agree_on, agreed, all_gather_objects, this_rank, while_others_wait
 from fsdp_sft._tensors.disk import full_path
 from fsdp_sft.collate.encoded.build import Job, Work, build, look_first, num_refused, refusal
@@ -186,7 +186,7 @@ def _key_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOpti
     backend = getattr(tokenizer, "backend_tokenizer", None)
     about = {
         "format": _FORMAT_VERSION,
-        "versions": [__version__, *tokenizers.versions_of_tokenizers()],
+        "versions": [__version__, *versions_of_tokenizers()],
         "data": digest_of(source),
         "tokenizer": hashlib.sha256(backend.to_str().encode()).hexdigest()
         if backend is not None

@@ -14,10 +14,9 @@ from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import forward_parameters
 from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.preserved import preserved, uncompiled
-from fsdp_sft._model.record import record_of
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._model.twin import rotations_by_length, text_config
-from fsdp_sft._model.wrappers import unwrapped
+from fsdp_sft._model.view import record_of, unwrapped
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft._ranks.mesh import raise_on_mesh

@@ -1,0 +1,248 @@
+"""A model as it is used: inside its wrappers, with the names of its tensors, and what was done to it.
+
+What was done to a model (the mesh that it was sharded on, how its experts are placed) and what was found out
+about it (which implementation computes its loss, that it does not mix the rows of a pack) is kept in one
+record as long as the model lives, as torch's FSDP2 has one state for each module. A record belongs to the
+model inside any wrappers. A copied or unpickled model has none.
+"""
+
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_sft.errors import UnsupportedModelError
+
+T = TypeVar("T")
+
+# Class name of a refused wrapper, and the reason.
+_REFUSED = {
+    "FullyShardedDataParallel": "it shards parameters and gradients out of sight (FSDP1)",
+    "DataParallel": "it splits each batch over the devices of one process",
+    "DeepSpeedEngine": "its gradients, norms and steps are its own",
+}
+# Class name of a wrapper that is looked through, and the attribute with the module inside.
+_INSIDE = {"OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module"}
+_WAY_OUT = "hand over the model inside, made by shard_model (FSDP2) or DistributedDataParallel of the whole"
+# What torch.compile(model) and checkpoint_wrapper add to every name below them.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+# An attribute of the model: in a global dict, a hook that refers to its model would keep it alive.
+_NAME = "_fsdp_sft_record"
+SAC = "_fsdp_sft_sac"  # attribute of a module that apply_sac has changed; copied and pickled with it
+
+
+def tokenizer_of(given: Any) -> Any:
+    """The tokenizer of a processor; anything else as it is.
+
+    Raises:
+        TypeError: For a name, or for rows.
+    """
+    if isinstance(given, (str, os.PathLike, list, tuple, dict)):
+        raise TypeError(
+            f"tokenizer must be a tokenizer, as AutoTokenizer.from_pretrained returns one, got a "
+            f"{type(given).__name__}"
+        )
+    # A tokenizer may contain another one (mistral-common's), but a processor does not encode.
+    return given if hasattr(given, "encode") else getattr(given, "tokenizer", given)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside any DistributedDataParallel, torch.compile and Lightning Fabric wrappers."""
+    return with_wrappers(model)[-1]
+
+
+def with_wrappers(model: nn.Module) -> list[nn.Module]:
+    """The wrappers around a model, outermost first, and the model itself."""
+    found = [model]
+    while isinstance(inner := getattr(found[-1], _attribute(found[-1]), None), nn.Module):
+        found.append(inner)
+    return found
+
+
+def replicated_by(model: nn.Module) -> DistributedDataParallel | None:
+    """The DistributedDataParallel around the whole model, which may itself be inside another wrapper."""
+    return next((m for m in with_wrappers(model) if isinstance(m, DistributedDataParallel)), None)
+
+
+def replicas_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """Ranks over which DistributedDataParallel averages the gradients; None for a model without it.
+
+    Raises:
+        UnsupportedModelError: If a wrapper, at any depth, hides its ranks or what it does to gradients.
+    """
+    around = replicated_by(model)
+    for name, module in model.named_modules():
+        cls = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _REFUSED), None)
+        place = f"{type(model).__name__}{f' (at {name})' if name else ''}"
+        if cls is not None:
+            raise UnsupportedModelError(f"{place} is wrapped by {cls}: {_REFUSED[cls]}; {_WAY_OUT}")
+        if isinstance(module, DistributedDataParallel) and module is not around:
+            raise UnsupportedModelError(
+                f"only a part of {place} is wrapped by DistributedDataParallel: ranks would average some "
+                f"gradients and not others; {_WAY_OUT}"
+            )
+    return around.process_group if around is not None else None
+
+
+def _attribute(model: nn.Module) -> str:
+    """The attribute with the module inside a wrapper that changes no result; "" if it is no such wrapper."""
+    return "module" if isinstance(model, DistributedDataParallel) else _INSIDE.get(type(model).__name__, "")
+
+
+def base_of(model: nn.Module) -> Any:
+    """The transformers model inside a peft model, still with its adapters; any other model as it is."""
+    unwrap: Any = getattr(model, "get_base_model", None)
+    return unwrap() if unwrap is not None else model
+
+
+def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(prefix of its names, module) of each outermost transformers model in ``model``, itself included."""
+    found: list[str] = []
+    for fqn, module in model.named_modules():
+        # By the name of the class, so that transformers is not imported for a model of another library.
+        is_one = any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
+        if is_one and not any(fqn.startswith(prefix) for prefix in found):
+            found.append(f"{fqn}." if fqn else "")
+            yield found[-1], module
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of transformers, and not a module around one."""
+    return any(fqn == "" for fqn, _ in transformers_models(model))
+
+
+def inner_model(model: nn.Module) -> str:
+    """Advice for what takes transformers models alone: the one inside a module, if there is one."""
+    name = next((prefix.rstrip(".") for prefix, _ in transformers_models(model) if prefix), None)
+    return "" if name is None else f"; pass the one inside, model.{name}, which has the same parameters"
+
+
+# The names of its tensors.
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """First FQN of each parameter."""
+    return {parameter: clean_name(name) for name, parameter in unwrapped(model).named_parameters()}
+
+
+def clean_name(name: str) -> str:
+    """An FQN without the components that wrappers add."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def slot(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a tensor or module, and its name in it."""
+    parent, _, leaf = name.rpartition(".")
+    return model.get_submodule(parent), leaf
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and every buffer, persistent or not, under each of its names."""
+    named = dict(unwrapped(model).named_parameters(remove_duplicate=False))
+    return {**named, **dict(unwrapped(model).named_buffers(remove_duplicate=False))}
+
+
+def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Tensors inside containers and objects (such as masks with attributes), but not inside modules."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and not isinstance(value, nn.Module):
+        inner: Iterable[Any] = ()
+        if isinstance(value, (list, tuple)):
+            inner = value
+        elif isinstance(value, dict):
+            inner = value.values()
+        elif hasattr(value, "__dict__"):
+            inner = vars(value).values()
+        for item in inner:
+            yield from tensors_in(item, depth - 1)
+
+
+# What was done to it.
+
+
+@dataclass
+class Checkpointed:
+    """What ``apply_sac`` has changed in a module.
+
+    Attributes:
+        replaced: The module's own attributes that were replaced.
+        is_offloaded: Whether it is a block whose inputs wait on the host.
+        caches: Of the model: configs whose ``use_cache`` was turned off.
+        hook: Of the model: handle of the hook that refuses caches.
+        kept: Of the model: FQNs of the blocks that keep some of their outputs.
+    """
+
+    replaced: dict[str, Any] = field(default_factory=dict)
+    is_offloaded: bool = False
+    caches: list[Any] = field(default_factory=list)
+    hook: Any = None
+    kept: list[str] = field(default_factory=list)
+
+
+def checkpointed(module: nn.Module) -> Checkpointed:
+    """What ``apply_sac`` has changed in a module; an empty one if it has changed nothing."""
+    return module.__dict__.get(SAC) or Checkpointed()
+
+
+class Record:
+    """What is known of one model.
+
+    Attributes:
+        mesh: The mesh on which it was sharded; that of its parameters has no ``cp``.
+        frozen_towers: FQNs of the towers that were frozen.
+        config: Fields of its config when it was built.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._kept: dict[type, Any] = {}  # one value per class, which belongs to the package that uses it
+        self.mesh: Any = None
+        self.frozen_towers: tuple[str, ...] = ()
+        self.config: dict[str, Any] | None = None
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def keep(self, value: Any) -> None:
+        """Remember ``value`` as long as the model lives, replacing one of the same class."""
+        self._kept[type(value)] = value
+
+    def kept(self, kind: type[T]) -> T | None:
+        """The value of that class; None if there is none."""
+        return self._kept.get(kind)
+
+    def kept_or_new(self, kind: type[T]) -> T:
+        """The value of that class, made without arguments if there is none."""
+        return self._kept.setdefault(kind, kind())  # type: ignore[no-any-return]
+
+
+def record_of(model: nn.Module) -> Record:
+    """The record of a model, wrapped or not."""
+    inner = unwrapped(model)
+    record: Record | None = inner.__dict__.get(_NAME)
+    if record is None or record._model() is not inner:  # a copy's
+        record = inner.__dict__[_NAME] = Record(inner)
+    return record
+
+
+def known_of(model: nn.Module) -> Record:
+    """The record of a model to look at; an empty one, which is not kept, if there is none."""
+    inner = unwrapped(model)
+    return record_of(inner) if _NAME in inner.__dict__ else Record(inner)
+
+
+def kept_of(model: nn.Module, kind: type[T]) -> T | None:
+    """The value of that class kept for a model; None, and no record is made, if there is none."""
+    return known_of(model).kept(kind)
