@@ -63,7 +63,7 @@ def _setup(page: Path) -> str:
     setup = SETUP.format(examples=str(EXAMPLES))
     if page == ROOT / "README.md":
         return setup + STEP_SETUP
-    return setup + LOOP_SETUP if _has_the_loop(page) else ""
+    return setup + LOOP_SETUP if _has_the_loop(page) else setup * (page.name == "what-went.md")
 
 
 def _has_the_loop(page: Path) -> bool:
