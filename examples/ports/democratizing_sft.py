@@ -3,7 +3,7 @@
     srun python examples/ports/democratizing_sft.py --model FOLDER --data chats.jsonl --sac 1/3
 
 After FSDP_sAC.py of https://github.com/BertrandCabotPro/Democratizing-LLM-FT (we found no licence there), in
-our own words. What came and went, and what the original does without a word: docs/how-to/ported-loops.md.
+our own words. What came and went, and what the original does without a word: examples/ports/README.md.
 """
 
 import argparse

@@ -4,7 +4,7 @@ r"""litgpt's full fine-tuning, ported: a model with ``forward(idx)``, a loss of 
         --train train.jsonl --val val.jsonl
 
 After https://github.com/Lightning-AI/litgpt/blob/main/litgpt/finetune/full.py (Apache-2.0), in our own words.
-What came and what went, and what the original does without a word: docs/how-to/ported-loops.md.
+What came and what went, and what the original does without a word: examples/ports/README.md.
 
 A row of the data is ``{"input_ids": [...], "labels": [...]}``, as litgpt's SFTDataset makes them: labels not
 shifted, -100 where nothing is trained.

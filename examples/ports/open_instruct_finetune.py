@@ -4,7 +4,7 @@ r"""open-instruct's finetune.py, ported: padded chats, and a loss that is a mean
         --data chats.jsonl
 
 After open_instruct/finetune.py of https://github.com/allenai/open-instruct (Apache-2.0), in our own words.
-What came and what went, and what the original does without a word: docs/how-to/ported-loops.md.
+What came and what went, and what the original does without a word: examples/ports/README.md.
 """
 
 import argparse

@@ -5,7 +5,7 @@ r"""OpenRLHF's SFT and DPO, ported: batches that are tuples, and a reference mod
 
 After openrlhf/trainer/sft_trainer.py and dpo_trainer.py of https://github.com/OpenRLHF/OpenRLHF (Apache-2.0),
 in our own words. What came and what went, and what the originals do without a word:
-docs/how-to/ported-loops.md.
+examples/ports/README.md.
 
 A row of ``sft`` has a prompt and a response, one of ``dpo`` a prompt, a chosen and a rejected response.
 """

@@ -4,7 +4,7 @@ r"""prime-rl's SFT, ported: packs with positions, shifted targets and a mask, a 
 
 After src/prime_rl/trainer/sft of https://github.com/PrimeIntellect-ai/prime-rl (Apache-2.0), in our own
 words. What came and what went, and what the original does without a word:
-docs/how-to/ported-loops.md.
+examples/ports/README.md.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/ports/pytorch_fsdp2.py
 
 After https://github.com/pytorch/examples/tree/main/distributed/FSDP2 (BSD-3-Clause), in our own words. What
-came and what went, and what the original does without a word: docs/how-to/ported-loops.md.
+came and what went, and what the original does without a word: examples/ports/README.md.
 """
 
 import argparse

@@ -5,7 +5,7 @@ r"""transformers' run_clm_no_trainer, ported: texts in blocks of equal length, e
 
 After examples/pytorch/language-modeling/run_clm_no_trainer.py of https://github.com/huggingface/transformers
 (Apache-2.0), in our own words. What came and what went, and what the original does without a word:
-docs/how-to/ported-loops.md.
+examples/ports/README.md.
 """
 
 import argparse

@@ -3,7 +3,7 @@ r"""verl's SFTTrainer, ported: batches of nested tensors without padding, a loss
     torchrun --standalone --nproc-per-node 2 examples/ports/verl_sft.py --model FOLDER --data chats.jsonl
 
 After verl/trainer/sft_trainer.py of https://github.com/verl-project/verl (Apache-2.0), in our own words. What
-came and what went, and what the original does without a word: docs/how-to/ported-loops.md.
+came and what went, and what the original does without a word: examples/ports/README.md.
 """
 
 import argparse
