@@ -71,7 +71,7 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         on_disk = fs.encode_dataset(
-            rows, tokenizer, max_length=CAPACITY, cache_dir=folder, num_proc=1, max_refused=1
+            rows, tokenizer, max_length=CAPACITY, cache_dir=folder, max_refused=1
         )
         encoded = list(on_disk)
         padding = fs.SFTCollator(tokenizer, max_length=CAPACITY, on_dropped="ignore")

@@ -15,7 +15,7 @@ from fsdp_sft.collate import (
     filter_rows,
     render_labels,
 )
-from fsdp_sft.collate.encoded.dataset import encode_dataset
+from fsdp_sft.collate.encoded import encode_dataset
 from tests.harness import chat_templates as ct
 from tests.harness.chats import TOKENIZERS, chat, marks, shown
 
