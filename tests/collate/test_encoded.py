@@ -220,7 +220,9 @@ def test_a_few_refusals_are_counted_and_more_than_allowed_raise(tmp_path: Path) 
     given = rows(400)
     for i in (3, 77, 150, 151, 152, 399):
         given[i] = {"messages": "no list"}
-    with pytest.raises(ValueError, match=r"6 of 400 rows were refused, more than max_refused=0.01.* is kept"):
+    with pytest.raises(
+        ValueError, match=r"(?s)6 of 400 rows were refused, more than max_refused=0.01.* is kept"
+    ):
         fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path)
     encoded = fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path, max_refused=0.02)
     assert list(encoded.counts.indices["malformed"]) == [3, 77, 150, 151, 152, 399]
