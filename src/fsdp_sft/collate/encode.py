@@ -309,7 +309,9 @@ def _read(
             raise
         return error
     except Exception as error:  # a row may hold anything
-        return ValueError(f"the row cannot be read: {type(error).__name__}: {error}")
+        unread = ValueError(f"the row cannot be read: {type(error).__name__}: {error}")
+        unread.__cause__ = error
+        return unread
 
 
 def _notes_of_tokens(tokens: Tokens, found: Found, options: EncodeOptions) -> Iterator[str]:

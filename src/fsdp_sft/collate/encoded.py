@@ -4,7 +4,7 @@ Each file, such as ``00003-of-00012.safetensors``, is a shard: a section of the 
 int32 tensors: ``ids`` and ``labels`` of its rows, one row after the other, and ``lengths`` and ``targets``,
 numbers of tokens and of targets of each row. Its metadata are the counts of the section. A file gets its name
 when it is complete, so ranks need not tell each other what they have done: each encodes what is missing in
-the folder that it sees, from a place of its own on.
+the folder that it sees, its own part first.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -31,7 +33,7 @@ from typing_extensions import Unpack
 from fsdp_sft._compat import data, tokenizers
 from fsdp_sft._model.wrappers import tokenizer_of
 from fsdp_sft._process.limits import blame_no_file
-from fsdp_sft._ranks.agree import agree_on, agreed, share, this_rank, world_size
+from fsdp_sft._ranks.agree import agree_on, agreed, this_rank, while_others_wait, world_size
 from fsdp_sft._tensors.disk import full_path, sync_folder, write_bytes
 from fsdp_sft.collate.encode import EncodedChat
 from fsdp_sft.collate.filtering import FilterCounts, kept_rows, warn_of_notes
@@ -68,9 +70,9 @@ def encode_dataset(
     of a 512th of the data if that is more: a job that was killed loses those at which it worked, and the next
     one encodes the rest.
 
-    All ranks encode. Those that see the same ``cache_dir`` share one encoding: each begins at another shard
-    and leaves out what is there. A job of one GPU encodes on one core, but for the tokenizer's own threads;
-    ``torchrun --nproc-per-node 16`` of a program that only encodes takes 16.
+    All ranks encode. Those that see the same ``cache_dir`` share one encoding: each has a part of the shards,
+    and then takes what others have left. A job of one GPU encodes on one core, but for the tokenizer's own
+    threads; ``torchrun --nproc-per-node 16`` of a program that only encodes takes 16.
 
     Args:
         rows: A sequence of rows as `encode_chat` takes them, or a ``datasets.Dataset``. The same on all
@@ -95,7 +97,7 @@ def encode_dataset(
         ChatTemplateError: If there is no chat template, or it does not parse.
         OSError: If writing fails.
 
-    Collective: all ranks.
+    Collective: all ranks; those that are done wait for the others, and need no longer time-out for it.
     Memory: In each process one shard; pages of the files belong to the system.
     Disk: 8 bytes a token and 8 a row.
 
@@ -112,10 +114,12 @@ def encode_dataset(
     with agreed("looking at the rows to encode"):
         source = _readable(rows)
     agree_on("encoding", **{"number of rows": len(source)})
-    # Data sets with functions that cannot be hashed have another fingerprint in each process.
-    folder = _cache_folder(cache_dir) / share(_key_of(source, tokenizer, wanted) if this_rank() == 0 else "")
-    with agreed("encoding the data set"):
-        _encode_missing(source, folder, tokenizer, wanted, max_refused)
+    with agreed("naming the encoding", itemgetter(0)) as key:
+        # Rank 0's: a data set with functions that cannot be hashed has another fingerprint in each process.
+        key.told = _key_of(source, tokenizer, wanted) if this_rank() == 0 else None
+    folder = _cache_folder(cache_dir) / key.result
+    work = partial(_encode_missing, source, folder, tokenizer, wanted, max_refused)
+    while_others_wait(True, work, "encoding the data set")
     with agreed("opening the encoded data set"):
         encoded = EncodedDataset(folder)
         _refuse_many(encoded.counts, max_refused, len(source))
@@ -214,17 +218,20 @@ def _encode_missing(
     options: EncodeOptions,
     max_refused: float,
 ) -> None:
-    """Encode the shards that are not there, beginning at another one on each rank."""
+    """Encode the shards that are not there: first this rank's part of them, then what others have left.
+
+    Others work on theirs from the beginning, so theirs are taken from the end.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     size = max(_SHARD_ROWS, -(-len(source) // _MAX_SHARDS))
     starts = range(0, len(source), size)
     jobs = list(zip(_shard_paths(folder, len(starts)), starts, strict=True))
-    own = this_rank() * len(jobs) // world_size()
+    first, end = ((this_rank() + n) * len(jobs) // world_size() for n in (0, 1))
     encoded = FilterCounts()
     tqdm = import_module("tqdm").tqdm  # comes with transformers
     is_quiet = None if this_rank() == 0 else True  # None lets tqdm draw if it writes to a terminal
     with tqdm(total=len(source), unit="row", unit_scale=True, desc="encoding", disable=is_quiet) as bar:
-        for path, start in jobs[own:] + jobs[:own]:
+        for path, start in (*jobs[first:end], *reversed(jobs[end:] + jobs[:first])):
             stop = min(start + size, len(source))
             if not _is_sound(path):
                 counts = _encode_shard(path, start, _rows_of(source, start, stop), tokenizer, options)
