@@ -36,7 +36,7 @@ NOTES = {
     "text, so it can begin or end a turn; take it out of the text, unless it is meant",
     "empty_reasoning": "the template prints an empty block of reasoning in front of an answer without any; "
     "it is trained with empty_reasoning='train' alone",
-    "answer_cut_off": "max_length leaves nothing of an answer",
+    "answer_cut_off": "max_length leaves nothing of an answer (truncation= says that it is meant)",
 }
 """Remarks on rows that are kept, by their names in `FilterCounts`."""
 
