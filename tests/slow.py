@@ -72,12 +72,6 @@ BESIDE: dict[str, str] = {
     "tests/optimizer/test_adamw.py::test_a_resume_on_another_number_of_ranks": (
         "tests/dcp_io/test_optimizer_state.py::test_optimizers"
     ),
-    "tests/collate/encoded/test_encoded.py::test_what_is_opened_warns_as_when_it_was_encoded[2]": (
-        "tests/collate/encoded/test_encoded.py::test_what_is_opened_warns_as_when_it_was_encoded[1]"
-    ),
-    "tests/collate/encoded/test_encoded.py::test_rows_are_those_of_encode_chat[list-2]": (
-        "tests/collate/encoded/test_encoded.py::test_rows_are_those_of_encode_chat[files-2]"
-    ),
     **{
         f"tests/attention/context_parallel/test_exact.py::test_heads_and_meshes[{case}]": (
             "tests/attention/context_parallel/test_exact.py::test_heads_and_meshes[4-shape3-4-2]"

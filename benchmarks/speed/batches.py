@@ -70,9 +70,7 @@ def main() -> None:
         str(tokenizer.apply_chat_template(r["messages"], tools=r.get("tools"), tokenize=False)) for r in rows
     ]
     with tempfile.TemporaryDirectory() as folder:
-        on_disk = fs.encode_dataset(
-            rows, tokenizer, max_length=CAPACITY, cache_dir=folder, num_proc=1, max_refused=1
-        )
+        on_disk = fs.encode_dataset(rows, tokenizer, max_length=CAPACITY, cache_dir=folder, max_refused=1)
         encoded = list(on_disk)
         padding = fs.SFTCollator(tokenizer, max_length=CAPACITY, on_dropped="ignore")
         packing = fs.PackedCollator(max_length=CAPACITY)

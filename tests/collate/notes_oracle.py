@@ -105,7 +105,7 @@ class Answer:
         asked: What follows the question without a generation prompt.
         prompted: The same with one.
         told: What follows the question in the conversation.
-        begun: What is in front of the first text of answers of each kind in this place, this one's included.
+        begun: What is in front of the answer's first text.
     """
 
     def __init__(self, render: Render, messages: Messages, index: int) -> None:
@@ -113,14 +113,7 @@ class Answer:
         texts = (render(before, False), render(before, True), render(messages, False))
         self.asked, self.prompted, self.told = (_after(text, question) or "" for text in texts)
         self.is_printed = all(_after(text, question) is not None for text in texts)
-        self.begun = [_up_to(self.told, messages[index])]
-        for other in (row[1] for kind in ("text", "reasoning", "tool call") for row in rows(kind)[:1]):
-            try:
-                told = _after(render([*before, other], False), question) or ""
-            except Exception:  # a template without calls
-                continue
-            if words(other)[-1] in told:
-                self.begun.append(_up_to(told, other))
+        self.begun = _up_to(self.told, messages[index])
 
     @property
     def prompt(self) -> str:
@@ -133,13 +126,6 @@ class Answer:
             if not rest or (rest.strip() and THINKS.fullmatch(rest))
         ]
         return next((prompt for prompt in opened if self.told.startswith(prompt)), opened[0])
-
-    def header(self) -> str:
-        """What every answer here has in front and no prompt writes: whole tags, no opening of reasoning."""
-        if self.prompted != self.asked or not all(one.startswith(self.asked) for one in self.begun):
-            return ""
-        shared = re.sub(r"[<\[{][^<>\[\]{}]*$", "", _shared(self.begun)[len(self.asked) :])
-        return "" if THINKS.fullmatch(shared) else shared
 
 
 def answers(render: Render, messages: Messages) -> list[Answer]:
@@ -157,8 +143,6 @@ def holds(
     last_question = max(i for i, message in enumerate(messages) if message["role"] == "user")
     lost_past = [(i, word) for i, word in lost if word.startswith("Why") and i < last_question]
     of_answers = [(i, word) for i, word in lost if messages[i]["role"] == "assistant"]
-    if name == "no_generation_prompt":
-        return any(answer.header() for answer in answers(render, messages))
     if name == "prompt_differs":
         return not all(answer.told.startswith(answer.prompt) for answer in answers(render, messages))
     if name == "start_in_a_token":
@@ -171,24 +155,14 @@ def holds(
         return not told.rstrip().endswith(tuple(_added(tokenizer))) and not any(
             end in told for end in (*tokens, str(tokenizer.eos_token), *([ending] if ending else []))
         )
-    if name == "dropped_past_reasoning":
-        return bool(lost_past)
     if name == "dropped":
         return len(of_answers) > len(lost_past)
     if name == "context_dropped":
         question = {"role": "user", "content": "Askzq1zq"}
         return len(lost) > len(of_answers) or (bool(tools) and "weather" not in render([question], False))
     if name == "empty_reasoning":
-        return any(CLOSES.search(each.begun[0], len(each.prompt)) for each in answers(render, messages))
-    if name == "reasoning_in_content":
-        return any("</think>" in m["content"] in text and not _takes_a_key(render) for m in messages)
+        return any(CLOSES.search(each.begun, len(each.prompt)) for each in answers(render, messages))
     raise ValueError(f"no judgement of {name}; write one")
-
-
-def _takes_a_key(render: Render) -> bool:
-    keys = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "Whyzq2zq")
-    answer = {"role": "assistant", "content": "Tellzq2zq", **keys}
-    return "Whyzq2zq" in render([{"role": "user", "content": "Askzq1zq"}, answer], False)
 
 
 def _endings(tokenizer: Any, render: Render) -> tuple[list[str], str]:
@@ -217,10 +191,10 @@ def _cuts_a_token(tokenizer: Any, text: str, labels: list[int], answer: Answer) 
     The answer begins behind the prompt, or behind what both have; with generation tags perhaps at its text.
     """
     shared = answer.prompt if answer.told.startswith(answer.prompt) else _shared([answer.prompt, answer.told])
-    block = CLOSES.search(answer.begun[0], len(shared))  # an empty one is not trained
+    block = CLOSES.search(answer.begun, len(shared))  # an empty one is not trained
     edges = {len(text) - len(answer.told) + (block.end() if block else len(shared))}
     if "generation" in tokenizer.chat_template.replace("add_generation", ""):
-        edges.add(len(text) - len(answer.told) + len(answer.begun[0]))
+        edges.add(len(text) - len(answer.told) + len(answer.begun))
     spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     untrained = [span for span, label in zip(spans, labels, strict=True) if label == IGNORE_INDEX]
     return any(start < edge < end for start, end in untrained for edge in edges)
@@ -240,7 +214,6 @@ def said(tokenizer: Any, messages: Messages, tools: Any) -> tuple[EncodedChat, l
 
 # The note that a warning of a template comes with, by words of the warning.
 WARNED = {
-    "for add_generation_prompt=True, and prints": "no_generation_prompt",
     "add_generation_prompt=True), and prints": "prompt_differs",
     "one token holds": "start_in_a_token",
     "is no token of": "end_of_turn_is_text",
@@ -249,9 +222,8 @@ WARNED = {
 
 
 JUDGED = (
-    "dropped", "dropped_past_reasoning", "no_end_of_turn", "end_of_turn_is_text", "prompt_differs",
-    "no_generation_prompt", "start_in_a_token", "context_dropped", "empty_reasoning",
-    "reasoning_in_content",
+    "dropped", "no_end_of_turn", "end_of_turn_is_text", "prompt_differs", "start_in_a_token",
+    "context_dropped", "empty_reasoning",
 )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -86,42 +85,6 @@ def test_rows_that_are_opened_again_warn_again(tmp_path: Any) -> None:
                 [_row()] * 4, _tokenizer(NO_SYSTEM), max_length=96, cache_dir=tmp_path
             )
         assert encoded.counts["context_dropped"] == 4
-
-
-@pytest.mark.parametrize(
-    ("options", "alone"),
-    [
-        ({"max_length": 20, "truncation": "left"}, True),
-        ({"max_length": 60}, False),
-        ({"max_length": 12, "truncation": "left"}, True),
-        ({"max_length": 400, "truncation": "left"}, False),
-        ({}, False),
-    ],
-)
-def test_an_answer_of_which_the_end_alone_is_trained(options: dict[str, Any], alone: bool) -> None:
-    row = chat("q", "an answer of some thirty letters")
-    told = pytest.warns(UserWarning, match="1 of 1 rows are counted as end_of_answer_alone")
-    with told if alone else nullcontext():
-        _, counts = filter_rows([row], _tokenizer(PRINTS_ALL), **options)
-    assert ("end_of_answer_alone" in counts) is alone
-
-
-def test_generation_tags_that_begin_within_an_answer_are_told() -> None:
-    late = PRINTS_ALL.replace(
-        "{{ message.content + '<|im_end|>\n' }}",
-        "{% if message.role == 'assistant' %}{% if message.reasoning_content %}"
-        "{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}"
-        "{% generation %}{{ message.content + '<|im_end|>\n' }}{% endgeneration %}{% else %}"
-        "{{ message.content + '<|im_end|>\n' }}{% endif %}",
-    )
-    row = chat("q", "an answer")
-    row["messages"][1]["reasoning_content"] = "some thought"
-    with pytest.warns(UserWarning, match="1 of 1 rows are counted as end_of_answer_alone"):
-        _, counts = filter_rows([row], _tokenizer(late))
-    assert counts == {"kept": 1, "end_of_answer_alone": 1}
-    reasons = "{% if message.reasoning_content %}"
-    whole = late.replace("{% generation %}", "").replace(reasons, "{% generation %}" + reasons)
-    assert filter_rows([row], _tokenizer(whole))[1] == {"kept": 1}
 
 
 def test_rows_longer_than_the_model_takes_are_told() -> None:

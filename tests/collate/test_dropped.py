@@ -51,7 +51,6 @@ def thinking(row: dict[str, Any], at: int, key: str = "reasoning_content") -> di
     ("row", "says"),
     [
         (with_call("I look"), "the content of message 1, 'I look'"),
-        (with_call(days=3), "the tool call of message 1, '3'"),
         (with_call(other="x"), "the tool call of message 1, 'x'"),
     ],
 )
@@ -84,14 +83,10 @@ def test_what_is_printed_is_no_loss() -> None:
         assert encode_chat(row, tokenizer()).notes == ()
 
 
-def test_reasoning_of_the_past_is_counted() -> None:
+def test_reasoning_of_the_past_is_no_loss() -> None:
     row = thinking(thinking(chat("q", "a", "r", "b"), 1), 3)
-    assert encode_chat(row, tokenizer()).notes == ("dropped_past_reasoning",)
+    assert encode_chat(row, tokenizer()).notes == ()
     assert shown(row, tokenizer()).endswith("⟦<think>let me see</think>b<|im_end|>⟧\n")
-    _, counts = filter_rows([chat("q", "a"), row], tokenizer())
-    assert counts == {"kept": 2, "dropped_past_reasoning": 1}
-    assert list(counts.indices["dropped_past_reasoning"]) == [1]
-    assert encode_chat(row, tokenizer(), on_dropped="ignore").notes == ()
 
 
 def test_a_message_that_is_not_trained_may_be_left_out() -> None:
@@ -118,22 +113,22 @@ def test_all_texts_are_trained_with_all(kind: str) -> None:
     with pytest.raises(ChatTemplateError):
         encode_chat(row, tokenizer(template), train_on="all")
     row["messages"][0 if kind != "call beside text" else 1]["weight"] = 0
-    left_out = () if kind == "call beside text" else ("context_dropped",)
-    assert encode_chat(row, tokenizer(template), train_on="all").notes == left_out
+    with pytest.raises(ValueError, match="is not to be trained: give the roles"):
+        encode_chat(row, tokenizer(template), train_on="all")
 
 
 def test_counting_gives_reasons_indices_and_examples() -> None:
     rows = [chat("q", "a"), with_call("I look"), {"messages": "?"}, chat("q"), chat("q", "\udc80")]
     kept, counts = filter_rows(rows, tokenizer(), on_error="count")
     assert kept == [rows[0]]
-    assert counts == {"kept": 1, "dropped_text": 1, "malformed": 2, "no_assistant_turn": 1}
+    assert counts == {"kept": 1, "dropped_text": 1, "malformed": 2, "no_target": 1}
     assert list(counts.indices["malformed"]) == [2, 4]
     assert counts.examples["dropped_text"][0].startswith("row 1: the chat template of")
     assert "half of a surrogate pair" in counts.examples["malformed"][1]
     assert set(counts) <= {"kept", *REFUSALS, *NOTES}
     kept, counts = filter_rows(rows, tokenizer(), on_error="count", on_dropped="count")
     assert kept == rows[:2]
-    assert counts == {"kept": 2, "dropped": 1, "malformed": 2, "no_assistant_turn": 1}
+    assert counts == {"kept": 2, "dropped": 1, "malformed": 2, "no_target": 1}
     _, counts = filter_rows([chat("q", "a"), *[with_call("I look")] * 50], tokenizer(), on_error="count")
     assert len(counts.examples["dropped_text"]) == 20
     assert len(counts.indices["dropped_text"]) == 50
@@ -154,10 +149,7 @@ def test_a_collator_refuses_what_it_is_not_told_to_take() -> None:
     [
         ({"max_length": 30}, True),
         ({"max_length": 75}, False),
-        ({"max_length": 75, "train_on": "all"}, False),
-        ({"max_length": 30, "train_on": "all"}, True),
         ({"max_length": 20, "truncation": "left"}, True),
-        ({"max_length": 20, "truncation": "left", "train_on": "all"}, True),
         ({"max_length": 20, "truncation": "left", "train_on": "last"}, False),
     ],
 )

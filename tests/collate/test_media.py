@@ -97,5 +97,5 @@ def test_a_processor_is_used_by_its_tokenizer(tmp_path: Any) -> None:
     assert fs.filter_rows(rows, processor, max_length=200)[0] == rows
     batch = fs.SFTCollator(processor, max_length=200)(rows)
     assert batch["input_ids"][0].tolist() == chat.input_ids
-    encoded = fs.encode_dataset(rows, processor, max_length=200, cache_dir=tmp_path, num_proc=1)
+    encoded = fs.encode_dataset(rows, processor, max_length=200, cache_dir=tmp_path)
     assert list(encoded[0].input_ids) == chat.input_ids

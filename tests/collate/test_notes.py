@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
-from fsdp_sft.collate import encode, filter_rows, notes, spans
+from fsdp_sft.collate import encode, filter_rows, notes
 from tests.collate import notes_oracle as oracle
 from tests.collate.template_tokenizers import tokenizer_for
 from tests.collate.written import ROW, turns
@@ -71,7 +71,6 @@ def test_each_note_is_true(name: str) -> None:
     assert not wrong
     assert counts["", "encoded"] >= 5
     expected = {
-        "without a prompt": "no_generation_prompt",
         "without an end": "no_end_of_turn",
         "with a text for an end": "end_of_turn_is_text",
         "with a space": "start_in_a_token",
@@ -88,15 +87,9 @@ def test_a_planted_note_is_found(planted: str, monkeypatch: pytest.MonkeyPatch) 
     assert any(f"{planted} is false" in text for text in _counts("chatml")[1])
 
 
-def test_a_header_taken_from_a_call_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans._TurnFinder, "_any_header", lambda *_: "[TOOL_CALLS]")
-    assert all("no_generation_prompt is false" in text for text in _counts("marked")[1])
-    assert len(_counts("marked")[1]) >= 3
-
-
 def test_a_note_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notes, "_on_prompts", lambda *_: iter(()))
-    assert any("no_generation_prompt is missing" in text for text in _counts("without a prompt")[1])
+    assert any("prompt_differs is missing" in text for text in _counts("with another prompt")[1])
 
 
 # --- which ranks warn -------------------------------------------------------------------------------------

@@ -114,40 +114,10 @@ def test_reasoning_options() -> None:
     collator = SFTCollator(CHATML, max_length=999, train_eot=False, train_reasoning=False)
     assert int((collator([only])["labels"] != IGNORE_INDEX).sum()) == 0
     kept, counts = filter_rows([only, answer("a")], CHATML, train_eot=False, train_reasoning=False)
-    assert (len(kept), counts) == (1, {"kept": 1, "no_trained_token": 1})
+    assert (len(kept), counts) == (1, {"kept": 1, "no_target": 1})
 
 
-# --- formats ----------------------------------------------------------------------------------------------
-
-
-def test_a_named_format_is_the_one_that_is_read() -> None:
-    both = {
-        **answer("from messages"),
-        "prompt": "q",
-        "completion": "from prompt",
-        "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "from conversations"}],
-        "instruction": "q",
-        "output": "from alpaca",
-        "input_ids": [1, 2],
-        "labels": [-100, 2],
-    }
-    found = {
-        name: shown(both, CHATML, row_format=name)
-        for name in ("messages", "sharegpt", "alpaca", "prompt_completion", "tokenized")
-    }
-    for name, text in found.items():
-        expected = {"sharegpt": "from conversations", "prompt_completion": "from prompt"}
-        assert (expected.get(name, f"from {name}") in text) == (name != "tokenized"), name
-    assert encode_chat(both, CHATML).labels == [-100, 2]
-
-
-def test_what_a_named_format_lacks() -> None:
-    with pytest.raises(ValueError, match=r'a row of the format alpaca needs "instruction", got the keys'):
-        encode_chat(answer("a"), CHATML, row_format="alpaca")
-    with pytest.raises(ValueError, match=r'format tokenized needs "input_ids"'):
-        encode_chat(answer("a"), CHATML, row_format="tokenized")
-    with pytest.raises(ValueError, match=r"row_format must be one of 'tokenized', 'messages'"):
-        encode_chat(answer("a"), CHATML, row_format="jsonl")
+# --- prompts ---------------------------------------------------------------------------------------------
 
 
 def test_prompts_and_completions_of_messages() -> None:

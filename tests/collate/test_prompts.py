@@ -60,22 +60,17 @@ def test_a_single_answer_that_begins_with_white_space_is_counted_only() -> None:
     assert counts == {"kept": 3, "start_in_a_token": 1}
 
 
-def test_a_template_without_a_generation_prompt_is_noted() -> None:
-    template = turns("'<|' + message.role + '|>\n'", "<|end|>").partition("{% if add_gen")[0]
-    closed = template.replace("else ''", "else '<|end|>'")
-    assert closed != template
-    for text, answer in (
-        # Generation starts where the question has ended, so the header is the model's.
-        (template, "⟦<|assistant|>\ntwo<|end|>⟧"),
-        (closed, "⟦<|assistant|>\ntwo<|end|>⟧"),
-    ):
-        own = tokenizer(text, "<|user|>", "<|assistant|>", "<|end|>")
-        with pytest.warns(
-            UserWarning, match="writes nothing for add_generation_prompt=True, and prints '.*ass"
-        ):
-            _, counts = filter_rows([ROW], own)
-        assert counts == {"kept": 1, "no_generation_prompt": 1}
-        assert shown(ROW, own).endswith(answer)
+@pytest.mark.parametrize("more", ["", "and messages|length > 1"])
+def test_a_header_that_no_prompt_writes_is_the_models(more: str) -> None:
+    template = turns("'<|' + message.role + '|>\n'", "<|end|>").replace("else ''", "else '<|end|>'")
+    if more:
+        template = template.replace("add_generation_prompt %}", f"add_generation_prompt {more} %}}")
+    else:
+        template = template.partition("{% if add_gen")[0]
+    own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+    assert filter_rows([ROW], own)[1] == {"kept": 1}
+    assert "⟦<|assistant|>\none<|end|>⟧" in shown(ROW, own)
+    assert shown(ROW, own).endswith("<|assistant|>\n⟦two<|end|>⟧" if more else "⟦<|assistant|>\ntwo<|end|>⟧")
 
 
 @pytest.mark.parametrize("first", [0, 3])
@@ -120,19 +115,6 @@ def test_a_prompt_that_opens_reasoning_as_rows_with_reasoning_do() -> None:
         warnings.simplefilter("error")
         assert filter_rows([row], own)[1] == {"kept": 1}
     assert shown(row, own) == "<|user|>q<|assistant|>{{plan}}⟦why{{/plan}}one<|end|>⟧"
-
-
-def test_a_generation_prompt_for_later_questions_only_is_noted() -> None:
-    template = turns("'<|' + message.role + '|>\n'", "<|end|>").replace("else ''", "else '<|end|>'")
-    template = template.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt and MORE %}")
-    own = tokenizer(template.replace("MORE", "messages|length > 1"), "<|user|>", "<|assistant|>", "<|end|>")
-    with pytest.warns(
-        UserWarning, match="writes nothing for add_generation_prompt=True, and prints '.*assistant"
-    ):
-        _, counts = filter_rows([ROW], own)
-    assert counts == {"kept": 1, "no_generation_prompt": 1}
-    assert "⟦<|assistant|>\none<|end|>⟧" in shown(ROW, own)
-    assert shown(ROW, own).endswith("<|assistant|>\n⟦two<|end|>⟧")
 
 
 HEADS = {

@@ -259,8 +259,6 @@ def test_an_answer_that_another_tool_would_not_train(key: str, shape: str) -> No
             },
             "training_detail is not read: a message is trained as a whole",
         ),
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "two answers .* give the one that is to be learnt"),
-        ({"chosen": chat("q", "a")["messages"], "rejected": []}, "two answers"),
         ({"instruction": "q", "output": "a", "reflection": "r", "corrected": "c"}, '"corrected" is not read'),
     ],
 )
@@ -272,67 +270,6 @@ def test_marks_of_other_tools_that_would_be_lost(row: dict, words: str) -> None:
 @pytest.mark.parametrize("label", [True, None, 1, 0, "good"])
 def test_other_labels_pass(label: object) -> None:
     assert "⟦a" in shown(chat("q", "a") | {"label": label})
-
-
-# --- rows that are read by another key --------------------------------------------------------------------
-
-
-class Rows(list):
-    """`map` as data sets have it: what the function returns is added to the row."""
-
-    def map(self, function):
-        return Rows({**row, **function(row)} for row in self)
-
-
-TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-GPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"question": "a", "answer": "b"},
-        {"Question": "a", "Answer": "b", "id": 3},
-        {"query": "a", "response": "b", "source": "x"},
-        {"problem": "a", "solution": "b"},
-        {"promt": "a", "completions": "b"},
-        {"prompt": "a", "response": "b"},
-        {"instruction": "a", "response": "b"},
-        {"instruction": "a", "context": "", "response": "b"},
-        {"chat": TURNS},
-        {"message": TURNS, "id": "3"},
-        {"dialog": GPT},
-        {"conversation": GPT},
-    ],
-)
-def test_the_advice_for_a_row_that_is_not_read_makes_it_one(row):
-    with pytest.raises(ValueError, match=r"is nearest to '.*: rows\.map\(lambda row: ") as caught:
-        encode_chat(row, TOKENIZERS["chatml"])
-    rows = Rows([row])
-    line = str(caught.value).partition("rows.map(")[2]
-    assert line.endswith(")")
-    repaired = eval(f"rows.map({line}", {"rows": rows})
-    assert encode_chat(repaired[0], TOKENIZERS["chatml"]) == encode_chat(chat("a", "b"), TOKENIZERS["chatml"])
-
-
-def test_the_advice_keeps_a_context_and_renames_a_text():
-    told = {}
-    for row in (
-        {"instruction": "a", "context": "c", "response": "b"},
-        {"content": "a b", "id": 1},
-    ):
-        with pytest.raises(ValueError, match="is nearest to") as caught:
-            encode_chat(row, TOKENIZERS["chatml"])
-        line = "rows.map(" + str(caught.value).partition("rows.map(")[2]
-        told[len(row)] = eval(line, {"rows": Rows([row])})[0]
-    assert told[3]["input"] == "c"
-    assert told[3]["output"] == "b"
-    assert encode_chat(told[2], TOKENIZERS["chatml"]) == encode_chat({"text": "a b"}, TOKENIZERS["chatml"])
-
-
-def test_a_row_with_half_of_what_is_needed_is_told_the_half():
-    with pytest.raises(ValueError, match=r"; 'question' is nearest to 'prompt'$"):
-        encode_chat({"question": "a", "topic": 3}, TOKENIZERS["chatml"])
 
 
 # --- rows of one text -------------------------------------------------------------------------------------
@@ -362,11 +299,10 @@ def test_all_of_a_text_is_trained_with_its_end(text, bos):
     assert encoded.notes == ()
 
 
-def test_a_text_comes_after_other_shapes_unless_it_is_asked_for():
+def test_a_text_comes_after_other_shapes():
     own = TOKENIZERS["chatml"]
     row = {**chat("a", "b"), "text": "c"}
     assert encode_chat(row, own) == encode_chat(chat("a", "b"), own)
-    assert encode_chat(row, own, row_format="text") == encode_chat({"text": "c"}, own)
     assert encode_chat({"text": "c", "messages": None}, own) == encode_chat({"text": "c"}, own)
     tokenised = {"input_ids": [1], "labels": [1], "text": "c"}
     assert encode_chat(tokenised, own).input_ids == [1]

@@ -329,7 +329,7 @@ def test_the_worked_example_at_the_top_of_the_module_is_true():
     column = lines[number].index(text)
     ruler, leaves, trained = (lines[number + step] for step in (-1, 1, 3))
     (turn,) = found.turns
-    question, answer = text.index("1 + 1?"), found.answers[0][0]
+    question, answer = text.index("1 + 1?"), turn.start
     for place in (0, question, question + len("1 + 1?"), answer, turn.end):
         assert ruler[column + place :].split()[0] == str(place)
     assert leaves[column:].rstrip() == f"{'^' * 6:>{question + 6}}{'^':>{answer + 1 - question - 6}}"

@@ -76,7 +76,7 @@ def test_data(model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert main([*given, "--html", str(page)]) == 0
     text = capsys.readouterr().out
     assert "4 rows" in text
-    assert "1 no_assistant_turn: no message is the assistant's" in text
+    assert "1 no_target: no message is to be trained" in text
     assert "packs of 96 tokens" in text
     assert "⟦yes" in text
     assert page.read_text().startswith("<!")

@@ -348,7 +348,7 @@ def _export(draw: Draw, folder: Path, model: Any) -> Path:
 def _from_the_disk(draw: Draw, rows: list[Row], folder: Path) -> Any:
     """The rows as encode_dataset keeps them; those without a target are left out."""
     tokenizer, most = byte_tokenizer("chatml"), options.PACK_TOKENS
-    encoded = fs.encode_dataset(rows, tokenizer, max_length=most, cache_dir=folder / "encoded", num_proc=1)
+    encoded = fs.encode_dataset(rows, tokenizer, max_length=most, cache_dir=folder / "encoded")
     if draw["batches"] != "padded":
         return encoded
     return [{key: value for key, value in vars(row).items() if value and key != "notes"} for row in encoded]

@@ -85,10 +85,10 @@ def test_rows(tokenizer: Any) -> None:
         _expect(what, lambda row=row: fs.encode_chat(row, tokenizer), message)
     only_user = {"messages": [user]}
     assert fs.encode_chat(only_user, tokenizer).num_targets == 0
-    _expect("rows of only user turns", lambda: fs.filter_rows([only_user], tokenizer), "no_assistant_turn")
+    _expect("rows of only user turns", lambda: fs.filter_rows([only_user], tokenizer), "no_target")
     answered = {"messages": [user, {"role": "assistant", "content": "b"}]}
     kept, counts = fs.filter_rows([only_user, answered], tokenizer)
-    assert (kept, counts) == ([answered], {"kept": 1, "no_assistant_turn": 1})
+    assert (kept, counts) == ([answered], {"kept": 1, "no_target": 1})
     _expect("a bad row among good ones", lambda: fs.filter_rows([answered, {}], tokenizer), "row 1: ")
 
 

@@ -121,7 +121,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         ),
         "filter_rows": lambda: fs.filter_rows(talk, tokenizer),
         "encode_dataset": lambda: fs.encode_dataset(
-            talk, tokenizer, max_length=64, num_proc=1, cache_dir=root / "encoded"
+            talk, tokenizer, max_length=64, cache_dir=root / "encoded"
         ),
         "row_sizes": lambda: fs.row_sizes(rows),
         "pack_lengths": lambda: fs.pack_lengths([3, 4, 5], 8),

@@ -166,7 +166,7 @@ MISTAKES = [
     ),
     Mistake(
         "a folder of encoded rows that must not be read is encoded anew",
-        "collate/encoded/store.py",
+        "collate/encoded.py",
         "        blame_no_file(error, path)\n",
         "",
         ("tests/process/test_limits.py",),

@@ -3,7 +3,7 @@
 from benchmarks.checks.mistakes.mistake import Mistake
 
 COLLATOR = ("tests/collate/test_collator.py",)
-ENCODED = ("tests/collate/encoded/test_encoded.py",)
+ENCODED = ("tests/collate/test_encoded.py",)
 MIXING = ("tests/sampling/test_mixing.py",)
 COST = ("tests/sampling/packing/test_cost.py",)
 TERMS = ("tests/loss/test_terms.py",)
@@ -24,37 +24,37 @@ MISTAKES = [
     ),
     Mistake(
         "an encoding does not depend on the options",
-        "collate/encoded/dataset.py",
+        "collate/encoded.py",
         "for key, value in asdict(options).items()",
         "for key, value in {}.items()",
         ENCODED,
     ),
     Mistake(
         "an encoding does not depend on the template",
-        "collate/encoded/dataset.py",
+        "collate/encoded.py",
         '"templates": tokenizer.chat_template,',
         '"templates": None,',
         ENCODED,
     ),
     Mistake(
         "a shard that was cut is taken",
-        "collate/encoded/dataset.py",
-        "if not is_sound(job[0])]",
-        "if not job[0].exists()]",
+        "collate/encoded.py",
+        "if not _is_sound(path):",
+        "if not path.exists():",
         ENCODED,
     ),
     Mistake(
         "the rows of a shard are those of the one before",
-        "collate/encoded/dataset.py",
-        "[(path, i * size, min((i + 1) * size, number)) for i, path",
-        "[(path, max(i - 1, 0) * size, max(i, 1) * size) for i, path",
+        "collate/encoded.py",
+        "_encode_shard(path, start, _rows_of(source, start, stop),",
+        "_encode_shard(path, start, _rows_of(source, 0, stop - start),",
         ENCODED,
     ),
     Mistake(
         "every shard counts its rows from 0",
-        "collate/encoded/build.py",
-        "strict=True), first + start):",
-        "strict=True), start):",
+        "collate/encoded.py",
+        "counts, first=first):",
+        "counts):",
         ENCODED,
     ),
     Mistake(

@@ -8,21 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.utils.data import get_worker_info
 from typing_extensions import Unpack
 
 from fsdp_sft._model.view import tokenizer_of
 from fsdp_sft._model.vocabulary import check_row
 from fsdp_sft._process.words import answered
-from fsdp_sft.collate.encode import EncodedChat, encode_rows, truncate
-from fsdp_sft.collate.notes import NOTES, warn
+from fsdp_sft.collate.encode import EncodedChat, encode_all
+from fsdp_sft.collate.filtering import warn_of_notes
 from fsdp_sft.collate.options import EncodeKeywords, check_choice, check_count, options_of
-from fsdp_sft.collate.rows import check_encoded
 from fsdp_sft.collate.template import describe_tokenizer
 from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_WARNED_OF = {"answer_cut_off", "no_end_of_turn"}
 
 
 class SFTCollator:
@@ -90,7 +90,7 @@ class SFTCollator:
         self.padding_side = padding_side
         self.pad_to_multiple_of = pad_to_multiple_of or 1
         self.vocab_size = vocab_size
-        self._told = {"answer_cut_off"} if "truncation" in options else set()
+        self._told: set[str] = {"answer_cut_off"} if "truncation" in options else set()
         self._options = options_of("SFTCollator", options, max_length=max_length, on_dropped=on_dropped)
 
     def __repr__(self) -> str:
@@ -112,30 +112,9 @@ class SFTCollator:
         """
         if not rows:
             raise ValueError("a batch needs at least one row, got none; check the sampler's batch size")
-        fresh = iter(
-            encode_rows(
-                [row for row in rows if not isinstance(row, EncodedChat)], self.tokenizer, self._options
-            )
-        )
-        chats = [
-            truncate(row if isinstance(row, EncodedChat) else next(fresh), self._options) for row in rows
-        ]
-        for chat in chats:
-            check_encoded(chat.input_ids, chat.labels)
+        chats = encode_all(rows, self.tokenizer, self._options)
         counts = Counter(note for chat in chats for note in chat.notes)
-        # All rows of a template have an end or none, nearly, so the first of a data loader's workers tells.
-        has_no_end = getattr(get_worker_info(), "id", 0) == 0 and 2 * counts["no_end_of_turn"] > len(chats)
-        cut = (
-            f"a row is cut at max_length={self.max_length} and nothing of an answer is left: "
-            "filter_rows counts such rows (answer_cut_off). truncation= says that it is meant"
-        )
-        for note, holds, text in (
-            ("answer_cut_off", counts["answer_cut_off"] > 0, cut),
-            ("no_end_of_turn", has_no_end, NOTES["no_end_of_turn"]),
-        ):
-            if holds and note not in self._told:
-                self._told.add(note)
-                warn(text)
+        self._told.update(warn_of_notes({**counts, "kept": len(chats)}, _WARNED_OF - self._told))
         if self.vocab_size is not None:
             for chat in chats:
                 check_row(chat.input_ids, self.vocab_size)

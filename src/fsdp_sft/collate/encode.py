@@ -13,6 +13,7 @@ from fsdp_sft.collate.notes import notes_of
 from fsdp_sft.collate.options import EncodeOptions, TrainOn
 from fsdp_sft.collate.rows import (
     Conversation,
+    check_encoded,
     is_encoded,
     is_text,
     read_encoded,
@@ -168,7 +169,6 @@ def encode_chat(
     max_length: int | None = None,
     truncation: str = "right",
     chat_template: str | None = None,
-    row_format: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     on_dropped: Literal["error", "count", "ignore"] = "error",
 ) -> EncodedChat:
@@ -203,8 +203,6 @@ def encode_chat(
         max_length: Most tokens to keep; None keeps all.
         truncation: "right" drops the end, "left" the beginning, "error" raises.
         chat_template: Template to use instead of the tokenizer's.
-        row_format: "messages", "sharegpt", "alpaca", "prompt_completion", "text" or "tokenized"; None detects
-            it, in the order tokenized, messages, sharegpt, alpaca, prompt_completion, text.
         chat_template_kwargs: Variables for the template, such as ``{"enable_thinking": False}``; the row's
             own take precedence.
         on_dropped: What to do if the template does not print a text of a trained message: content, reasoning,
@@ -237,53 +235,107 @@ def encode_chat(
         max_length=max_length,
         truncation=truncation,
         chat_template=chat_template,
-        row_format=row_format,
         chat_template_kwargs=chat_template_kwargs,
         on_dropped=on_dropped,
     )
-    return truncate(encode_rows([row], tokenizer, options)[0], options)
+    (chat,) = encode_all([row], tokenizer, options)
+    return chat
+
+
+def encode_all(
+    rows: Sequence[Mapping[str, Any] | EncodedChat],
+    tokenizer: PreTrainedTokenizerBase,
+    options: EncodeOptions,
+) -> list[EncodedChat]:
+    """Each row encoded and cut to `max_length`.
+
+    Raises:
+        ValueError: For the first row that is refused, with its index if there are several.
+    """
+    encoded = encode_rows(rows, tokenizer, options)
+    for index, chat in enumerate(encoded):
+        if isinstance(chat, ValueError):
+            place = f"row {index} of {len(rows)}: " if len(rows) > 1 else ""
+            raise row_error(f"{place}{chat}", reason_of(chat)) from chat
+    return [chat for chat in encoded if isinstance(chat, EncodedChat)]
 
 
 def encode_rows(
-    rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, options: EncodeOptions
-) -> list[EncodedChat]:
-    """`encode_chat` before truncation; chats are tokenised in one call, which can use several cores."""
-    encoded: dict[int, EncodedChat] = {}
-    rendered: dict[int, tuple[Found, tuple[str, ...]]] = {}
+    rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, options: EncodeOptions
+) -> list[EncodedChat | ValueError]:
+    """Each row encoded and cut to `max_length`, or the error that refuses it.
+
+    Chats are tokenised in one call, which can use several cores.
+
+    Raises:
+        ChatTemplateError: If there is no chat template, or it does not parse, which is no row's fault.
+    """
     templates: dict[Any, ChatTemplate] = {}
-    for index, row in enumerate(rows):
-        try:
-            if is_text(row, options.row_format):
-                encoded[index] = _encode_text(read_text(row), tokenizer, options)
-            elif is_encoded(row, options.row_format):
-                encoded[index] = EncodedChat(*read_encoded(row))
-            else:
-                rendered[index] = _render(row, tokenizer, options, templates)
-        except ValueError as error:
-            place = f"row {index} of {len(rows)}: " if len(rows) > 1 else ""
-            reason = error.reason if isinstance(error, RowError) else "malformed"
-            if reason == "no_template":  # which is no row's fault
-                raise
-            raise row_error(f"{place}{error}", reason) from error
-    tokenised = tokenise(tokenizer, [found.text for found, _ in rendered.values()])
-    for (index, (found, notes)), tokens in zip(rendered.items(), tokenised, strict=True):
-        notes += tuple(_notes_of_tokens(tokens, found, options))
-        encoded[index] = EncodedChat(tokens.ids, _labels(tokens, found, options), tuple(dict.fromkeys(notes)))
-    return [encoded[index] for index in range(len(rows))]
+    read = [_read(row, tokenizer, options, templates) for row in rows]
+    tokenised = iter(tokenise(tokenizer, [one[0].text for one in read if isinstance(one, tuple)]))
+    encoded: list[EncodedChat | ValueError] = []
+    for one in read:
+        if isinstance(one, tuple):
+            (found, notes), tokens = one, next(tokenised)
+            notes += tuple(_notes_of_tokens(tokens, found, options))
+            one = EncodedChat(tokens.ids, _labels(tokens, found, options), tuple(dict.fromkeys(notes)))
+        encoded.append(one if isinstance(one, ValueError) else _cut(one, options))
+    return encoded
+
+
+def reason_of(error: ValueError) -> str:
+    """The name in `REFUSALS` of the reason why a row is refused."""
+    return error.reason if isinstance(error, RowError) else "malformed"
+
+
+def _read(
+    row: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    options: EncodeOptions,
+    templates: dict[Any, ChatTemplate],
+) -> EncodedChat | tuple[Found, tuple[str, ...]] | ValueError:
+    """A row that is tokenised; or its rendering, with the notes on it; or the error that refuses it."""
+    try:
+        if isinstance(row, EncodedChat):
+            check_encoded(row.input_ids, row.labels)
+            return row
+        if is_text(row):
+            return _encode_text(read_text(row), tokenizer, options)
+        if is_encoded(row):
+            return EncodedChat(*read_encoded(row))
+        return _render(row, tokenizer, options, templates)
+    except ValueError as error:
+        if reason_of(error) == "no_template":
+            raise
+        return error
+    except Exception as error:  # a row may hold anything
+        unread = ValueError(f"the row cannot be read: {type(error).__name__}: {error}")
+        unread.__cause__ = error
+        return unread
 
 
 def _notes_of_tokens(tokens: Tokens, found: Found, options: EncodeOptions) -> Iterator[str]:
     """Names of the notes on a row that its tokens show."""
     starts: dict[int, int] = {}
+    ends: dict[int, int] = {}
     for turn in found.turns:  # a message has several turns where a template leaves out a part of it
-        if options.train_on != "all" and found.messages[turn.message]["role"] == "assistant":
+        if found.messages[turn.message]["role"] == "assistant":
             starts.setdefault(turn.message, turn.start)
+            ends[turn.message] = turn.end
     if any(starts_in_a_token(tokens, start) for start in starts.values()):
         yield "start_in_a_token"
-    if _loses_an_answer(tokens, found, options):
+    limit = options.max_length
+    lost = len(tokens.ids) - (limit or len(tokens.ids))
+    if (
+        limit is not None
+        and lost > 0
+        and (
+            any(tokens.first_from(end) <= lost for end in ends.values())
+            if options.truncation == "left"
+            else any(tokens.first_from(start) >= limit for start in starts.values())
+        )
+    ):
         yield "answer_cut_off"
-    if _loses_a_beginning(tokens, found, options):
-        yield "end_of_answer_alone"
     if len(tokens.ids[: options.max_length]) > tokens.tokenizer.model_max_length:
         yield "longer_than_model"
 
@@ -307,36 +359,37 @@ def _render(
     options: EncodeOptions,
     templates: dict[Any, ChatTemplate],
 ) -> tuple[Found, tuple[str, ...]]:
-    """Render a chat row, and find the turns on which its labels depend and the notes on it.
-
-    The turns are those that are trained or, with train_on="all", those that are not.
-    """
-    conversation = read_row(row, options.row_format)
+    """Render a chat row, and find the turns that are trained and the notes on it."""
+    conversation = read_row(row)
     template = _template(conversation, tokenizer, options, templates)
-    all_else = options.train_on == "all"
-    if all_else:
-        wanted = [index for index, holds in enumerate(conversation.trained) if not holds]
-        trained = [index for index, holds in enumerate(conversation.trained) if holds]
+    if options.train_on == "all":
+        found = _find_all(template, conversation)
     else:
-        wanted = trained = selected_turns(conversation, options)
-    try:
         found = find_turns(
             template,
             conversation,
-            wanted,
+            _selected_turns(conversation, options),
             reasoning=options.train_reasoning,
-            empty_blocks=all_else or options.empty_reasoning == "train",
-            printed=trained,
+            empty_blocks=options.empty_reasoning == "train",
         )
-    except ChatTemplateError:
-        if not all_else or wanted:
-            raise
-        # If every token is trained, the places of the texts are not needed; a text that is missing from the
-        # rendering is found by searching for it.
-        found = find_turns(template, conversation, [], printed=[])
-        found = replace(found, dropped=tuple(not_in_the_text(found.messages, trained, found.text)))
     _check_text(found.text)
     return found, tuple(notes_of(found, template, conversation, options))
+
+
+def _find_all(template: ChatTemplate, conversation: Conversation) -> Found:
+    """The rendering, all of which is trained, and the texts that it leaves out."""
+    if not all(conversation.trained):
+        raise ValueError(
+            f'train_on="all" trains every token, and message {conversation.trained.index(False)} is not '
+            'to be trained: give the roles, such as train_on={"user", "assistant"}'
+        )
+    everyone = range(len(conversation.messages))
+    try:
+        return find_turns(template, conversation, [], printed=everyone)
+    except ChatTemplateError:
+        # The places of the texts are not needed: one that is missing is found by searching for it.
+        found = find_turns(template, conversation, [], printed=[])
+        return replace(found, dropped=tuple(not_in_the_text(found.messages, everyone, found.text)))
 
 
 def _template(
@@ -384,67 +437,47 @@ def _check_text(text: str) -> None:
         ) from error
 
 
-def turns_of_roles(conversation: Conversation, options: EncodeOptions) -> list[int]:
-    """Indices of the messages whose role is trained, switched off or not."""
+def _selected_turns(conversation: Conversation, options: EncodeOptions) -> list[int]:
+    """Indices of the messages whose role is trained and that are not switched off."""
     roles = options.train_on if isinstance(options.train_on, frozenset) else {"assistant"}
     indices = [i for i, message in enumerate(conversation.messages) if message["role"] in roles]
-    return indices[-1:] if options.train_on == "last" else indices
-
-
-def selected_turns(conversation: Conversation, options: EncodeOptions) -> list[int]:
-    """Indices of the messages whose role is trained and that are not switched off."""
-    return [index for index in turns_of_roles(conversation, options) if conversation.trained[index]]
+    indices = indices[-1:] if options.train_on == "last" else indices
+    return [index for index in indices if conversation.trained[index]]
 
 
 def _labels(tokens: Tokens, found: Found, options: EncodeOptions) -> list[int]:
     """Labels of a rendered conversation: the id of each trained token and -100 elsewhere, (S,)."""
+    if options.train_on == "all":
+        return list(tokens.ids)
     # A token belongs to the turn in which its first character lies. One that begins before the turn and
     # reaches into it is not trained: the model would have to predict a part of the prompt with it.
-    ids, all_else = tokens.ids, options.train_on == "all"
-    labels = list(ids) if all_else else [IGNORE_INDEX] * len(ids)
+    labels = [IGNORE_INDEX] * len(tokens.ids)
     for turn in found.turns:
         first, stop = tokens.first_from(turn.start), tokens.first_from(turn.end)
-        if not all_else and not options.train_eot and turn.stop_start < turn.end:
+        if not options.train_eot and turn.stop_start < turn.end:
             # An end-of-turn token with lstrip=True takes in the white space in front of it, and so starts
             # before its own text does: stop at the first token that ends beyond stop_start.
             stop = min(stop, tokens.first_beyond(turn.stop_start))
         if first < stop:
-            labels[first:stop] = [IGNORE_INDEX] * (stop - first) if all_else else ids[first:stop]
+            labels[first:stop] = tokens.ids[first:stop]
     return labels
 
 
-def _loses_an_answer(tokens: Tokens, found: Found, options: EncodeOptions) -> bool:
-    """Whether `truncate` will cut off an entire answer."""
-    limit, length = options.max_length, len(tokens.ids)
-    if limit is None or length <= limit:
-        return False
-    if options.truncation == "left":
-        return any(tokens.first_from(end) <= length - limit for _, end in found.answers)
-    return any(tokens.first_beyond(start) >= limit for start, _ in found.answers)
+def _cut(chat: EncodedChat, options: EncodeOptions) -> EncodedChat | RowError:
+    """A chat cut to `max_length`, or refused for its length, as `truncation` says.
 
-
-def _loses_a_beginning(tokens: Tokens, found: Found, options: EncodeOptions) -> bool:
-    """Whether `truncate` will cut off the beginning of an answer, and not its end."""
-    lost = len(tokens.ids[options.max_length :]) if options.max_length else 0
-    return options.truncation == "left" and any(
-        tokens.first_from(start) < lost < tokens.first_from(end) for start, end in found.answers
-    )
-
-
-def truncate(chat: EncodedChat, options: EncodeOptions) -> EncodedChat:
-    """Cut a chat to `max_length`, or refuse it, as `truncation` says.
-
-    Raises:
-        RowError: For a chat over max_length with truncation="error".
+    It has the note "truncated_away" if its last target was cut off.
     """
     limit, length = options.max_length, len(chat.input_ids)
     if limit is None or length <= limit:
         return chat
     if options.truncation == "error":
-        raise RowError(
+        return RowError(
             f"the row has {length} tokens, max_length is {limit}; raise max_length, drop the row, "
             'or truncate with "right" or "left"',
             reason="too_long",
         )
     keep = slice(limit) if options.truncation == "right" else slice(length - limit, None)
-    return EncodedChat(chat.input_ids[keep], chat.labels[keep], chat.notes)
+    cut = EncodedChat(chat.input_ids[keep], chat.labels[keep], chat.notes)
+    is_empty = chat.num_targets and not cut.num_targets
+    return replace(cut, notes=(*chat.notes, "truncated_away")) if is_empty else cut

@@ -3,8 +3,8 @@
 A conversation is rendered with sentinels instead of its texts, and then the texts are put back. The places
 are known only if this gives the true rendering, character for character. `spans` opens with a worked example.
 
-A *leaf* is a text that gets one sentinel: a content, reasoning, or a string or number in the arguments of a
-tool call. A content with think tags has a leaf for each text between the tags. A *place* is the position of a
+A *leaf* is a text that gets one sentinel: a content, reasoning, or a string in the arguments of a tool
+call. A content with think tags has a leaf for each text between the tags. A *place* is the position of a
 leaf in the rendering.
 """
 
@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
-from fsdp_sft.collate.literals import NUMERIC_SENTINEL, numeric_sentinel, sentinel, split_at_sentinels
+from fsdp_sft.collate.literals import sentinel, split_at_sentinels
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
-from fsdp_sft.collate.template import ChatTemplate, TemplateFacts
+from fsdp_sft.collate.template import ChatTemplate
 from fsdp_sft.errors import ChatTemplateError
 
 # Templates of reasoning models search the content for these tags and cut it there.
@@ -106,14 +107,12 @@ class Layout:
         places: Places of the printed leaves, in the order of the text.
         length: Characters of the rendering.
         marked: The messages with sentinels instead of their texts.
-        numeric: Whether numbers, too, have sentinels in `marked`.
     """
 
     leaves: list[TextSlot]
     places: list[SlotSpan]
     length: int
     marked: list[Message]
-    numeric: bool
 
     def check(self, template: ChatTemplate, wanted: set[int]) -> None:
         """Check that each wanted message is printed once and in one piece.
@@ -177,7 +176,7 @@ def lay_out(
 
     Some templates inspect a content before they print it, so that a sentinel changes the text around it. The
     first choice of sentinels that reproduces the rendering is therefore taken: in the messages of all roles
-    or of the assistant alone, with or without blank answers and numbers.
+    or of the assistant alone, with or without blank answers.
 
     Args:
         template: The chat template.
@@ -189,72 +188,42 @@ def lay_out(
     Raises:
         ChatTemplateError: If no choice reproduces the rendering.
     """
-    everyone = frozenset(message["role"] for message in messages)
-    roles_wanted = {messages[index]["role"] for index in wanted}
-    for roles in dict.fromkeys([everyone, everyone & {"assistant"}]):
-        if roles_wanted <= roles and (roles == everyone or not _mimics(messages, template.facts())):
-            for blanks, numbers in ((True, True), (True, False), (False, False)):
-                layout = _lay_out_once(template, messages, tools, roles, text, blanks=blanks, numbers=numbers)
-                if layout is not None:
-                    return layout
+    everyone = {message["role"] for message in messages}
+    choices = [everyone]
+    if {messages[index]["role"] for index in wanted} == {"assistant"} and not _mimics(messages, template):
+        choices.append({"assistant"})
+    for roles, blanks in product(choices, (True, False)):
+        leaves: list[TextSlot] = []
+        marked = [
+            _Marker(index, leaves).mark(message, blanks=blanks) if message["role"] in roles else message
+            for index, message in enumerate(messages)
+        ]
+        for renew in (False, True):  # a template may print the date, and the cached skeleton be of yesterday
+            with suppress(ChatTemplateError):
+                places = _align(template.skeleton(marked, tools, renew=renew), text, leaves)
+                if places is not None:
+                    return Layout(leaves, places, len(text), marked)
     raise template.error(
         "what it prints around a message depends on the message's content, so that a second rendering "
         "with other contents does not match the first"
     )
 
 
-def _mimics(messages: list[Message], facts: TemplateFacts) -> bool:
+def _mimics(messages: list[Message], template: ChatTemplate) -> bool:
     """Whether a message of another role than the assistant's contains a header or a stop token."""
-    marks = [mark for mark in (*facts.headers, *facts.stop_tokens) if mark.strip()]
+    facts = template.facts()
+    marks = [mark.strip() for mark in (*facts.headers, *facts.stop_tokens) if mark.strip()]
     others = [str(message["content"]) for message in messages if message["role"] != "assistant"]
-    return any(mark.strip() in content for content in others for mark in marks)
+    return any(mark in content for content in others for mark in marks)
 
 
-def _lay_out_once(
-    template: ChatTemplate,
-    messages: list[Message],
-    tools: list[dict[str, Any]] | None,
-    roles: frozenset[str],
-    text: str,
-    *,
-    blanks: bool,
-    numbers: bool,
-) -> Layout | None:
-    """The layout with sentinels in the messages of `roles`; None if it does not reproduce the rendering.
-
-    Args:
-        template: The chat template.
-        messages: Messages in the form that the template accepts.
-        tools: Tool schemas.
-        roles: Roles whose messages get sentinels.
-        text: The true rendering.
-        blanks: Whether answers of white space alone get a sentinel.
-        numbers: Whether numbers in the arguments of calls get sentinels.
-    """
-    numbers = numbers and any("tool_calls" in message for message in messages)
-    if numbers and NUMERIC_SENTINEL.search(text):
-        return None
-    leaves: list[TextSlot] = []
-    marked = [
-        _Marker(index, leaves, numbers).mark(message, blanks=blanks) if message["role"] in roles else message
-        for index, message in enumerate(messages)
-    ]
-    try:
-        places = _align(template.skeleton(marked, tools), text, leaves, numeric=numbers)
-        if places is None:  # a template may print the date, and the cached skeleton be of yesterday
-            places = _align(template.skeleton(marked, tools, renew=True), text, leaves, numeric=numbers)
-    except ChatTemplateError:
-        return None
-    return None if places is None else Layout(leaves, places, len(text), marked, numbers)
-
-
-def _align(marked: str, text: str, leaves: Sequence[TextSlot], *, numeric: bool) -> list[SlotSpan] | None:
+def _align(marked: str, text: str, leaves: Sequence[TextSlot]) -> list[SlotSpan] | None:
     """The place of each leaf in `text`, found by putting leaves back for their sentinels.
 
     None unless the result is `text`, character for character.
     """
     # A literal is what the template itself prints between two sentinels; literals and leaves alternate.
-    (literal, *literals), numbers = split_at_sentinels(marked, numeric=numeric)
+    (literal, *literals), numbers = split_at_sentinels(marked)
     if not text.startswith(literal):
         return None
     position, places = len(literal), []
@@ -284,12 +253,10 @@ class _Marker:
     Attributes:
         message: Index of the message.
         leaves: Leaves of the conversation so far; those of this message are appended.
-        numbers: Whether numbers in the arguments of calls get sentinels as well.
     """
 
     message: int
     leaves: list[TextSlot]
-    numbers: bool
 
     def mark(self, message: Message, *, blanks: bool) -> Message:
         """The message with sentinels instead of its texts.
@@ -334,16 +301,13 @@ class _Marker:
         return {**call, "function": function}
 
     def _mark_argument(self, value: Any) -> Any:
-        """The argument with a sentinel for each string and, with ``numbers``, each number in it."""
+        """The argument with a sentinel for each string in it."""
         if isinstance(value, str):
             return mark_text(value, self._adder(in_call=True))
         if isinstance(value, dict):
             return {key: self._mark_argument(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._mark_argument(item) for item in value]
-        if self.numbers and isinstance(value, int | float) and not isinstance(value, bool):
-            self.leaves.append(TextSlot(self.message, (json.dumps(value), str(value)), in_call=True))
-            return numeric_sentinel(len(self.leaves) - 1)
         return value
 
 
@@ -376,5 +340,5 @@ def _note_reasoning(marked: str, leaves: list[TextSlot]) -> None:
             # An opening tag that nothing closes is quoted text.
             inside = part == "<think>" and "</think>" in marked[position:]
         else:
-            for number in split_at_sentinels(part, numeric=False)[1]:
+            for number in split_at_sentinels(part)[1]:
                 leaves[number].is_reasoning = inside

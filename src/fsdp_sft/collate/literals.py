@@ -7,10 +7,6 @@ from collections.abc import Iterable
 OPEN, CLOSE = "\U000f5b01", "\U000f5b02"
 _SENTINEL = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 _ESCAPED = repr(OPEN)[1:-1]
-# The sentinel of a number, which templates print without quotes, must be a number itself: fourteen digits, of
-# which the middle six are the sentinel's number.
-NUMERIC_SENTINEL = re.compile("7351([0-9]{6})1537")
-_EITHER_SENTINEL = re.compile(f"{_SENTINEL.pattern}|{NUMERIC_SENTINEL.pattern}")
 
 # Reasoning that a generation prompt opens, and may close again: <think>, [THINK], <|START_THINKING|>,
 # <|channel|>analysis<|message|>, "<|channel>thought" ...
@@ -27,29 +23,12 @@ def sentinel(number: int) -> str:
     return f"{OPEN}{number}{CLOSE}"
 
 
-def numeric_sentinel(number: int) -> int:
-    """The sentinel of the text `number` where that text is a number."""
-    return int(f"7351{number:06d}1537")
-
-
-def split_at_sentinels(text: str, *, numeric: bool) -> tuple[list[str], list[int]]:
-    """Split a text at its sentinels.
-
-    Args:
-        text: The text.
-        numeric: Whether to look for numeric sentinels too.
-
-    Returns:
-        (the N + 1 texts around the sentinels, the numbers of the N sentinels).
-    """
+def split_at_sentinels(text: str) -> tuple[list[str], list[int]]:
+    """(the N + 1 texts around the sentinels of a text, the numbers of the N sentinels)."""
     if _ESCAPED in text:  # some templates print nested arguments with Python's repr, which escapes sentinels
         text = text.replace(_ESCAPED, OPEN).replace(repr(CLOSE)[1:-1], CLOSE)
-    if not numeric:
-        pieces = _SENTINEL.split(text)
-        return pieces[::2], [int(number) for number in pieces[1::2]]
-    pieces = _EITHER_SENTINEL.split(text)
-    numbers = [int(a or b) for a, b in zip(pieces[1::3], pieces[2::3], strict=True)]
-    return pieces[::3], numbers
+    pieces = _SENTINEL.split(text)
+    return pieces[::2], [int(number) for number in pieces[1::2]]
 
 
 def through_the_tag(text: str, length: int, tokens: Iterable[str]) -> int:
@@ -61,11 +40,6 @@ def through_the_tag(text: str, length: int, tokens: Iterable[str]) -> int:
     opened = re.search(r"[<\[][^\s<>\[\]]*$", text[:length])
     closed = re.match(r"[^\s<>\[\]]*[>\]]+", text[length:])
     return length + closed.end() if opened and closed else length
-
-
-def is_a_header(text: str) -> bool:
-    """Whether the text in front of an answer is more than white space or an opening of reasoning."""
-    return bool(text.strip()) and OPENED_REASONING.fullmatch(text) is None
 
 
 def shared_header(prompt: str, before: str) -> str:

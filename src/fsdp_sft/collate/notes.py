@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 
+from torch.utils.data import get_worker_info
+
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.collate.layout import TextSlot
@@ -18,43 +20,35 @@ from fsdp_sft.errors import ChatTemplateError
 
 NOTES = {
     "dropped": "the template leaves out a text of an answer, which is not trained",
-    "dropped_past_reasoning": "the template leaves out reasoning before the last question, as many do",
     "no_end_of_turn": "the template writes nothing after the last answer, so nothing teaches the model to "
     "stop; pass a chat_template= that writes the token there on which generation is to stop",
     "end_of_turn_is_text": "what ends an answer is no token of this tokenizer; add it as one, and load the "
     "model with new_vocab_size=len(tokenizer)",
     "prompt_differs": "the generation prompt is not the text that rows have in front of an answer, so the "
     "model is asked otherwise than it was trained; pass a chat_template= that prints the same for both",
-    "no_generation_prompt": "the template writes nothing for add_generation_prompt=True, so a model that is "
-    "asked has to write the header of its answer itself; pass a chat_template= that writes the header there",
     "start_in_a_token": "one token holds the end of the generation prompt and the beginning "
     "of an answer, and is not trained; pass a chat_template= whose prompt does not end with a space",
     "context_dropped": "the template leaves out a text of the system, a user or a tool, or the tools, so the "
     "model is trained without it; pass a chat_template= that prints it",
-    "end_of_answer_alone": "only the end of an answer is trained: its beginning is cut off by "
-    "truncation='left', or not within the template's generation tags",
     "longer_than_model": "the row has more tokens than the tokenizer says that its model takes "
     "(tokenizer.model_max_length); pass max_length=, or raise that if the model takes more",
     "special_tokens": "a text of the row holds a special token, which the model reads as one and not as "
     "text, so it can begin or end a turn; take it out of the text, unless it is meant",
     "empty_reasoning": "the template prints an empty block of reasoning in front of an answer without any; "
     "it is trained with empty_reasoning='train' alone",
-    "reasoning_in_content": "reasoning between think tags is printed as text of the answer, since the "
-    "template reads none there; give it under the key that the template reads, if it reads one",
-    "answer_cut_off": "max_length leaves nothing of an answer",
+    "answer_cut_off": "max_length leaves nothing of an answer (truncation= says that it is meant)",
 }
 """Remarks on rows that are kept, by their names in `FilterCounts`."""
 
 WARNED_OF_ROWS = (
     "no_end_of_turn",
     "start_in_a_token",
-    "end_of_answer_alone",
     "longer_than_model",
     "special_tokens",
 )
 """Notes whose warning says how many rows have them."""
 
-WARNED_OF_TEMPLATES = ("end_of_turn_is_text", "prompt_differs", "no_generation_prompt", "context_dropped")
+WARNED_OF_TEMPLATES = ("end_of_turn_is_text", "prompt_differs", "context_dropped")
 """Notes whose warning is given while rows are encoded, once for the template."""
 
 
@@ -80,12 +74,8 @@ def notes_of(
         yield "special_tokens"
     yield from _on_dropped(found, template, options)
     yield from _on_context(found, template, conversation, options)
-    if found.begins_late and options.train_on != "all":
-        yield "end_of_answer_alone"
     yield from _on_prompts(found, template)
-    if found.reasoning_in_content:
-        yield "reasoning_in_content"
-    if found.empty_reasoning is not None and options.train_on != "all":
+    if found.empty_reasoning is not None:
         if options.empty_reasoning == "error":
             raise ChatTemplateError(
                 f"message {found.empty_reasoning} has no reasoning, and the chat template of "
@@ -94,7 +84,7 @@ def notes_of(
                 reason="no_reasoning",
             )
         yield "empty_reasoning"
-    if options.train_on != "all" and found.turns and options.train_eot:
+    if found.turns and options.train_eot:
         last = found.turns[-1]
         if conversation.messages[last.message]["role"] == "assistant" and last.stop_start == last.end:
             yield "no_end_of_turn"
@@ -107,10 +97,9 @@ def _on_dropped(found: Found, template: ChatTemplate, options: EncodeOptions) ->
     if options.on_dropped == "ignore":
         return
     last_question = max((i for i, m in enumerate(found.messages) if m["role"] == "user"), default=-1)
-    past = [item for item in found.dropped if item.is_reasoning and item.message < last_question]
-    if past:
-        yield "dropped_past_reasoning"
-    lost = next((item for item in found.dropped if item not in past), None)
+    # Reasoning before the last question is left out by design.
+    kept = (item for item in found.dropped if not item.is_reasoning or item.message >= last_question)
+    lost = next(kept, None)
     if lost is not None:
         if options.on_dropped == "error":
             raise _dropped_error(lost, template)
@@ -145,15 +134,7 @@ def _on_context(
 
 
 def _on_prompts(found: Found, template: ChatTemplate) -> Iterator[str]:
-    """Notes on generation prompts that are not the text in front of answers."""
-    if found.unprompted:
-        yield "no_generation_prompt"
-        _warn(
-            template,
-            f"writes nothing for add_generation_prompt=True, and prints {found.unprompted!r} in front of "
-            "answers: a model that is asked has to write this header itself; pass a chat_template= that "
-            "does it",
-        )
+    """The note on a generation prompt that is not the text in front of the answer."""
     if found.differing:
         yield "prompt_differs"
         _warn(
@@ -179,8 +160,12 @@ def _on_ends(template: ChatTemplate, facts: TemplateFacts) -> Iterator[str]:
 
 
 def warn(text: str) -> None:
-    """Warn at the caller's line, on rank 0 alone; a worker of a data loader knows its rank by RANK."""
-    if this_rank() == 0 and os.environ.get("RANK", "0") == "0":
+    """Warn at the caller's line, on rank 0 alone; a worker of a data loader knows its rank by RANK.
+
+    Of several workers the first warns, since nearly all rows of a template have a note or none.
+    """
+    is_first = getattr(get_worker_info(), "id", 0) == 0
+    if this_rank() == 0 and os.environ.get("RANK", "0") == "0" and is_first:
         warn_caller(text)
 
 

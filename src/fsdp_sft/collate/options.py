@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 
 from fsdp_sft._process.words import answer
 from fsdp_sft.collate.messages import ROLES
-from fsdp_sft.collate.rows import FORMATS, check_template_kwargs
+from fsdp_sft.collate.rows import check_template_kwargs
 
 TrainOn = Literal["assistant", "last", "all"] | Iterable[str]
 ON_DROPPED = ("error", "count", "ignore")
@@ -24,7 +24,6 @@ class EncodeKeywords(TypedDict, total=False):
     empty_reasoning: str
     truncation: str
     chat_template: str | None
-    row_format: str | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 
@@ -43,7 +42,6 @@ class EncodeOptions:
     max_length: int | None = None
     truncation: str = "right"
     chat_template: str | None = None
-    row_format: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     on_dropped: str = "error"
 
@@ -68,8 +66,6 @@ class EncodeOptions:
             raise ValueError(
                 f"chat_template must be a Jinja template as a str, got {type(self.chat_template).__name__}"
             )
-        if self.row_format is not None:
-            check_choice("row_format", self.row_format, FORMATS)
         check_choice("on_dropped", self.on_dropped, ON_DROPPED)
         object.__setattr__(self, "train_on", roles)
         object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs))

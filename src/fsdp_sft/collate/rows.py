@@ -8,7 +8,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 from fsdp_sft.collate.messages import (
@@ -34,18 +33,6 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "system": "system",
 }
-_MARKS = {"messages": "role", "conversations": "from"}  # by which a list of turns is told
-_ANSWERS = ("answer", "response", "output", "completion", "solution", "reply", "assistant")
-_CHATS = ("chat", "dialog", "dialogue", "conversation", "turns", *_MARKS)
-_ALSO_CALLED = {
-    "messages": _CHATS,
-    "conversations": _CHATS,
-    "prompt": ("question", "query", "problem", "input", "user"),
-    "completion": _ANSWERS,
-    "input": ("context",),
-    "output": _ANSWERS,
-    "text": ("content", "document", "article", "body"),
-}  # by keys that are read: what other data sets call them
 
 
 @dataclass(frozen=True)
@@ -53,7 +40,6 @@ class RowShape:
     """A shape of chat rows.
 
     Attributes:
-        name: What ``row_format=`` calls it.
         key: The key by which a row is recognised.
         says: The keys in words, for messages.
         read: Function from a row to its messages.
@@ -61,7 +47,6 @@ class RowShape:
         others: Further keys that ``read`` looks at.
     """
 
-    name: str
     key: str
     says: str
     read: Callable[[Mapping[str, Any]], list[Message]]
@@ -103,8 +88,7 @@ def _read_turn(item: Any, where: str) -> Message:
 def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
     """Messages of an Alpaca row, with its history."""
     if row.get("output") is None:
-        told = repair(row, *(("input", "output") if row.get("context") else ("output",)))
-        raise ValueError(f'an Alpaca row needs "instruction" and "output", got the keys {sorted(row)}{told}')
+        raise ValueError(f'an Alpaca row needs "instruction" and "output", got the keys {sorted(row)}')
     if row.get("corrected") is not None:
         raise ValueError(
             '"corrected" is not read, and "output" would be trained in its place: give what is to be learnt '
@@ -123,8 +107,7 @@ def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
 def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
     """Messages of a prompt/completion row; a prompt given as a list of messages is not trained."""
     if row.get("completion") is None:
-        told = repair(row, "completion")
-        raise ValueError(f'a prompt row needs "prompt" and "completion", got the keys {sorted(row)}{told}')
+        raise ValueError(f'a prompt row needs "prompt" and "completion", got the keys {sorted(row)}')
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) or isinstance(completion, str):
         return _with_system(row, _pair(prompt, completion, "prompt/completion"))
@@ -133,24 +116,6 @@ def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
         for key in ("prompt", "completion")
     )
     return _with_system(row, [{**message, "train": 0} for message in given] + wanted)
-
-
-def repair(row: Mapping[str, Any], *wanted: str) -> str:
-    """The keys that are nearest to those wanted, with the line that renames them; "" if none is near."""
-    found: dict[str, str] = {}
-    for key in wanted:
-        mark, kind = repr(_MARKS.get(key, "")), list if key in _MARKS else str
-        names = {
-            str(own).lower(): own
-            for own, value in row.items()
-            if isinstance(value, kind) and (kind is str or mark in repr(value[:1]))
-        }
-        near = [one for name in (key, *_ALSO_CALLED[key]) for one in get_close_matches(name, names, 1, 0.8)]
-        found.update((key, names[one]) for one in near[:1])
-    like = ", ".join(f"{own!r} is nearest to {key!r}" for key, own in found.items())
-    line = ", ".join(f'"{key}": row["{own}"]' for key, own in found.items())
-    whole = f": rows.map(lambda row: {{{line}}})" if len(found) == len(wanted) else ""
-    return f"; {like}{whole}" if found else ""
 
 
 def _with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
@@ -170,41 +135,26 @@ def _pair(user: Any, assistant: Any, where: str) -> list[Message]:
 
 
 SHAPES = (
-    RowShape("messages", "messages", '"messages" (role/content)', _read_messages, "messages", ("system",)),
+    RowShape("messages", '"messages" (role/content)', _read_messages, "messages"),
+    RowShape("conversations", '"conversations" (from/value)', _read_conversations, "conversations"),
     RowShape(
-        "sharegpt",
-        "conversations",
-        '"conversations" (from/value)',
-        _read_conversations,
-        "conversations",
-        ("system",),
+        "instruction", '"instruction" + "output" (Alpaca)', _read_alpaca, "output", ("input", "history")
     ),
-    RowShape(
-        "alpaca",
-        "instruction",
-        '"instruction" + "output" (Alpaca)',
-        _read_alpaca,
-        "output",
-        ("input", "history", "system"),
-    ),
-    RowShape(
-        "prompt_completion", "prompt", '"prompt" + "completion"', _read_prompt, "completion", ("system",)
-    ),
+    RowShape("prompt", '"prompt" + "completion"', _read_prompt, "completion"),
 )
 """Every shape of chat rows, in the order in which they are tried; tokenised rows come before, texts after."""
 MESSAGE_LISTS = {key for shape in SHAPES for key in (shape.key, shape.answer)}
 """Keys of a row that may hold a list of messages."""
 
-
-FORMATS = ("tokenized", *(shape.name for shape in SHAPES), "text")
-"""Names of the row formats, for ``row_format=``."""
 _TOKENIZED = "input_ids"
 _OF_THE_ROW = ("label", "kto_tag")  # TRL's, LLaMA-Factory's: whether the answer is one to learn
 _TAKEN = {
     *("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message"),
     *("chat_template", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
 }
-_READ = {"tools", "chat_template_kwargs"}.union(*((one.key, one.answer, *one.others) for one in SHAPES))
+_READ = {"system", "tools", "chat_template_kwargs"}.union(
+    *((one.key, one.answer, *one.others) for one in SHAPES)
+)
 _ACCEPTED = f'{", ".join(shape.says for shape in SHAPES)}, "text", or "input_ids" + "labels"'
 _PLAIN = {str, int, float, bool, type(None)}
 
@@ -229,16 +179,15 @@ class Conversation:
     thinks_in_parts: bool = False
 
 
-def is_encoded(row: Any, row_format: str | None = None) -> bool:
-    """Whether `row` needs no chat template: it has input_ids, and no other format is asked for, or a text."""
-    is_tokenised = row_format in (None, "tokenized") and isinstance(row, Mapping) and _TOKENIZED in row
-    return is_tokenised or is_text(row, row_format)
+def is_encoded(row: Any) -> bool:
+    """Whether `row` is tokenised."""
+    return isinstance(row, Mapping) and _TOKENIZED in row
 
 
-def is_text(row: Any, row_format: str | None = None) -> bool:
-    """Whether `row` is one text: `row_format` says so, or it has no key of another shape."""
-    if row_format is not None or not isinstance(row, Mapping) or row.get("text") is None:
-        return row_format == "text" and isinstance(row, Mapping)
+def is_text(row: Any) -> bool:
+    """Whether `row` is one text: it has no key of another shape."""
+    if not isinstance(row, Mapping) or row.get("text") is None:
+        return False
     return _TOKENIZED not in row and all(row.get(shape.key) is None for shape in SHAPES)
 
 
@@ -299,21 +248,25 @@ def check_encoded(ids: Sequence[int], labels: Sequence[int]) -> None:
         )
 
 
-def read_row(row: Any, row_format: str | None = None) -> Conversation:
+def read_row(row: Any) -> Conversation:
     """Convert a chat row of any format.
 
     Args:
         row: A dict.
-        row_format: One of `FORMATS`; None detects it.
 
     Raises:
-        ValueError: For an unknown format, an empty row, an unknown role, content that is not text, or a
+        ValueError: For an unknown shape, an empty row, an unknown role, content that is not text, or a
             flag that is neither 0 nor 1.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict, got {type(row).__name__}; accepted shapes: {_ACCEPTED}")
     _refuse_undesired(row)
-    shape = _shape_of(row, row_format)
+    shape = next((shape for shape in SHAPES if row.get(shape.key) is not None), None)
+    if shape is None:
+        raise ValueError(
+            f"no known row shape in the keys {sorted(map(str, row))}; accepted shapes: {_ACCEPTED}. Rename "
+            "the columns, or make messages of them"
+        )
     refuse_media(row)
     try:
         plain = {key: _plain(value) if key in _READ else value for key, value in row.items()}
@@ -331,21 +284,6 @@ def read_row(row: Any, row_format: str | None = None) -> Conversation:
         check_template_kwargs(row.get("chat_template_kwargs")),
         any(in_parts),
     )
-
-
-def _shape_of(row: Mapping[str, Any], row_format: str | None) -> RowShape:
-    """The shape of a row: the one asked for, or the first whose key the row has."""
-    tried = [shape for shape in SHAPES if row_format in (None, shape.name)]
-    found = next((shape for shape in tried if row.get(shape.key) is not None), None)
-    if found is not None:
-        return found
-    keys = f"the keys {sorted(map(str, row))}"
-    if row_format:
-        key = tried[0].key if tried else _TOKENIZED
-        raise ValueError(f'a row of the format {row_format} needs "{key}", got {keys}')
-    by_name = (("messages",), ("conversations",), ("prompt", "completion"), ("text",))
-    told = max((repair(row, *names) for names in by_name), key=len)
-    raise ValueError(f"no known row shape in {keys}; accepted shapes: {_ACCEPTED}{told}")
 
 
 def _without_fillers(row: dict[str, Any]) -> dict[str, Any]:
@@ -432,18 +370,12 @@ def _numbers(values: Any, key: str) -> list[int]:
 
 
 def _refuse_undesired(row: Mapping[str, Any]) -> None:
-    """Refuse a row marked as unwanted, or with two answers of which one is preferred."""
+    """Refuse a row marked as unwanted."""
     marked = next((key for key in _OF_THE_ROW if row.get(key) is False), None)
     if marked is not None:
         raise ValueError(
             f'"{marked}" is False, which marks an answer that is not wanted, and it would be trained: leave '
             "such rows out, or the column, if it means something else"
-        )
-    both = row.get("chosen") is not None and row.get("rejected") is not None
-    if both and all(row.get(shape.answer) is None for shape in SHAPES):
-        raise ValueError(
-            "a row of two answers (chosen, rejected) is for learning a preference: for supervised "
-            "fine-tuning give the one that is to be learnt, as messages or as prompt and completion"
         )
 
 

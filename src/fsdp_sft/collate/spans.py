@@ -57,9 +57,7 @@ from fsdp_sft.collate.literals import (
     OPEN,
     OPENED_REASONING,
     common_length,
-    is_a_header,
     overlap,
-    sentinel,
     shared_header,
     split_at_sentinels,
 )
@@ -101,28 +99,20 @@ class Found:
         turns: Trained characters, in the order of the text. A message has several turns where the template's
             own generation tags leave out a part in its middle.
         dropped: Texts of the trained messages that the template does not print.
-        answers: Span of the printed texts of each trained assistant message.
         differing: A generation prompt, and what stands in its place in front of the answer; None if every
             answer follows its prompt.
-        unprompted: A header of answers that no generation prompt writes; "" if there is none.
         context: Untrained texts of other roles than the assistant that the template does not print.
-        begins_late: Whether the template's generation tags leave out the beginning of an answer.
         empty_reasoning: The first trained message in front of which the template prints an empty block of
             reasoning that its prompt does not have; None if there is none.
-        reasoning_in_content: Whether a trained content has reasoning that the template prints as its text.
         messages: The messages in the form that the template accepts.
     """
 
     text: str
     turns: list[Turn]
     dropped: tuple[TextSlot, ...] = ()
-    answers: tuple[tuple[int, int], ...] = ()
     differing: tuple[str, str] | None = None
-    unprompted: str = ""
     context: tuple[TextSlot, ...] = ()
-    begins_late: bool = False
     empty_reasoning: int | None = None
-    reasoning_in_content: bool = False
     messages: list[Message] = field(default_factory=list)
 
 
@@ -153,50 +143,31 @@ def find_turns(
     text, tags, messages = _render_any(template, conversation)
     wanted = set(wanted)
     printed = wanted if printed is None else set(printed)
-    if not wanted and not printed:
+    if not printed:
         return Found(text, [], messages=messages)
     if OPEN in text:
         raise template.error(f"the conversation holds the private-use character {OPEN!r}")
     facts = template.facts()
     layout = lay_out(template, messages, conversation.tools, wanted or printed, text)
-    # With train_on="all" the wanted messages are those to mask. One that is not printed at all is no error.
-    wanted -= layout.absent(wanted - printed)
     layout.check(template, wanted)
     owned = _tags_by_message(tags, layout.places, messages)
     finder = _TurnFinder(template, facts, messages, owned, layout, conversation.tools, empty_blocks)
-    spoken = {index for index in printed if messages[index]["role"] == "assistant"}
-    extents = list(layout.extents(wanted | spoken))
+    extents = list(layout.extents(wanted))
     finder.find_starts(text, extents)
-    turns = [turn for extent in extents if extent.message in wanted for turn in finder.find(text, extent)]
-    answers = tuple(e.own for e in extents if e.own is not None and e.message in spoken)
-    dropped = tuple(leaf for leaf in layout.dropped(printed) if reasoning or not leaf.is_reasoning)
+    turns = [turn for extent in extents for turn in finder.find(text, extent)]
+    if not reasoning:
+        turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
     others = {i for i, message in enumerate(messages) if message["role"] != "assistant"} - printed
     # The layout may mark the assistant's texts alone; those of others are then looked for in the text.
     located = {leaf.message for leaf in layout.leaves}
     missing = not_in_the_text(messages, sorted(others - located), text)
-    context = (*layout.dropped(others & located), *missing)
-    first = {turn.message: turn.start for turn in reversed(turns)}
-    begins_late = any(
-        e.own is not None and first.get(e.message, 0) > e.own[0] for e in extents if e.message in spoken
-    )
-    if not reasoning:
-        turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
-    as_text = any(
-        "</think>" in messages[index]["content"]
-        and _inline(messages[index]["content"])[0] not in facts.reads_tags
-        for index in spoken
-    )
     return Found(
         text,
         sorted(turns, key=lambda turn: turn.start),
-        dropped=dropped,
-        answers=answers,
+        dropped=tuple(leaf for leaf in layout.dropped(printed) if reasoning or not leaf.is_reasoning),
         differing=finder.differing,
-        unprompted=finder.unprompted,
-        context=context,
-        begins_late=begins_late,
+        context=(*layout.dropped(others & located), *missing),
         empty_reasoning=finder.empty,
-        reasoning_in_content=as_text,
         messages=messages,
     )
 
@@ -303,7 +274,6 @@ class _TurnFinder:
         starts: Offset of each turn's start in the literal in front of its first leaf; None if unknown.
         differing: The first prompt, and the text in front of the answer to the question, which does not
             begin with it.
-        unprompted: The header with which that text continues where the template writes no prompt.
         empty: The first message with an empty block.
     """
 
@@ -316,7 +286,6 @@ class _TurnFinder:
     empty_blocks: bool = True
     starts: dict[int, int | None] = field(default_factory=dict)
     differing: tuple[str, str] | None = None
-    unprompted: str = ""
     empty: int | None = None
 
     def find(self, text: str, extent: MessageSpan) -> list[Turn]:
@@ -389,24 +358,6 @@ class _TurnFinder:
         self.empty = index if self.empty is None else self.empty
         return 0 if self.empty_blocks else length
 
-    def _any_header(self, index: int, prompt: str) -> str:
-        """What any answer in the place of message `index` has behind the prompt; "" if that is no header.
-
-        What stands in front of texts alone, or of calls alone, is a part of the answer.
-        """
-        number = len(self.layout.leaves)
-        call = {"type": "function", "function": {"name": "f", "arguments": {"a": sentinel(number)}}}
-        begun: list[str] = []
-        for answer in ({"content": sentinel(number)}, {"content": "", "tool_calls": [call]}):
-            with suppress(ChatTemplateError):
-                messages = [*self.layout.marked[:index], {"role": "assistant", **answer}]
-                marked = self.template.skeleton(messages, self.tools)
-                pieces, numbers = split_at_sentinels(marked, numeric=self.layout.numeric)
-                begun += [pieces[-2]] if numbers[-1:] == [number] else []
-        before = shared_header(begun[0], begun[-1]) if begun else ""
-        header = before[len(prompt) :]
-        return header if before.startswith(prompt) and is_a_header(header) else ""
-
     def find_starts(self, text: str, extents: list[MessageSpan]) -> None:
         """Set ``starts``, from the generation prompts of the answers.
 
@@ -433,7 +384,7 @@ class _TurnFinder:
     def _end_of_prompt(self, index: int, floor: int, before: str) -> int | None:
         """Offset at which the generation prompt for message `index` and `before` part; None if unknown.
 
-        `differing` and `unprompted` are set by the way.
+        `differing` is set by the way.
         """
         prompt = self._rendered_after(index, floor, prompt=True)
         if prompt is not None and not before.startswith(prompt):  # it may be in the cache from another day
@@ -448,10 +399,6 @@ class _TurnFinder:
             # A number that only the row has would be trained.
             numbered = prompt is not None and _NUMBER.sub("0", before).startswith(_NUMBER.sub("0", prompt))
             return None if numbered else self._end_of_header(self.messages[index], before)
-        if asks and is_a_header(before[start:]):
-            asked = self._rendered_after(index, floor, prompt=False)
-            if asked == prompt:
-                self.unprompted = self.unprompted or self._any_header(index, prompt)
         return start
 
     def _end_of_header(self, message: Message, before: str) -> int | None:
@@ -497,7 +444,7 @@ class _TurnFinder:
             marked = self.template.skeleton(messages, self.tools, prompt=prompt, renew=renew)
         except ChatTemplateError:
             return None
-        pieces, numbers = split_at_sentinels(marked, numeric=self.layout.numeric)
+        pieces, numbers = split_at_sentinels(marked)
         if not numbers:
             return pieces[0] if position == 0 else None
         ends_here = any(p.leaf == numbers[-1] and p.end == position for p in self.layout.places)

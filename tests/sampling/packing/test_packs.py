@@ -178,7 +178,6 @@ def test_bad_rows_are_refused(rows: Any, match: str) -> None:
         ({"max_length": 4.0}, ValueError),
         ({"max_length": 4, "padding": "fixed"}, ValueError),
         ({"max_length": 4, "pad_to_multiple_of": -8}, ValueError),
-        ({"max_length": 4, "pad_token_id": -1}, ValueError),
     ],
 )
 def test_bad_collator_options_are_refused(options: dict[str, Any], error: type) -> None:
@@ -245,14 +244,6 @@ def test_real_chats_pack_to_the_lower_bound_and_come_back_whole(name: str) -> No
     assert counted == sum(targets)
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"pad_token_id": None}, TypeError),
-        ({"pad_token_id": -1}, ValueError),
-        ({"pad_to_multiple_of": 0}, ValueError),
-    ],
-)
-def test_padding_that_cannot_be(options: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error, match=next(iter(options))):
-        fs.PackedCollator(max_length=8, **options)
+def test_padding_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="pad_to_multiple_of"):
+        fs.PackedCollator(max_length=8, pad_to_multiple_of=0)

@@ -231,8 +231,6 @@ def test_states_of_other_data_are_refused() -> None:
         ({"lengths": []}, ValueError, "no rows"),
         ({"lengths": [3, 600], "targets": None}, ValueError, "row 1 has 600 tokens"),
         ({"targets": TARGETS[:-1]}, ValueError, "399 entries, lengths 400"),
-        ({"targets": [10**6] * 400}, ValueError, "row 0 .*cannot have 1000000 targets"),
-        ({"targets": [-1] * 400}, ValueError, "row 0 .*cannot have -1 targets"),
         ({"targets": [0.5] * 400}, TypeError, "float"),
         ({"max_length": 0}, ValueError, "capacity|max_length"),
     ],

@@ -9,7 +9,7 @@ import torch
 from fsdp_sft._process.words import answered
 from fsdp_sft.collate import EncodedChat
 from fsdp_sft.collate.encoded import EncodedDataset
-from fsdp_sft.collate.options import check_count
+from fsdp_sft.collate.options import check_choice, check_count
 from fsdp_sft.collate.rows import check_encoded, read_encoded
 from fsdp_sft.targets import IGNORE_INDEX
 
@@ -28,10 +28,9 @@ class PackedCollator:
         padding: "longest" pads only as far as ``pad_to_multiple_of`` requires, "max_length" pads to
             ``max_length``. Padding is a further row without targets at the end.
         pad_to_multiple_of: Rounds the length up to a multiple, beyond ``max_length`` if need be.
-        pad_token_id: Id of the padding; any id of the vocabulary will do.
+        pad_token_id: Id of the padding; any id of the vocabulary will do, since padding has no targets.
 
     Raises:
-        TypeError: If the padding's id is no integer.
         ValueError: For an option that is not allowed.
 
     Example:
@@ -52,18 +51,10 @@ class PackedCollator:
         pad_token_id: int = 0,
     ) -> None:
         self.max_length = check_count("max_length", max_length)
-        if padding not in ("longest", "max_length"):
-            raise ValueError(f"padding must be 'longest' or 'max_length', got {padding!r}")
+        check_choice("padding", padding, ("longest", "max_length"))
         self.padding = padding
         multiple = 1 if pad_to_multiple_of is None else pad_to_multiple_of
         self.pad_to_multiple_of = check_count("pad_to_multiple_of", multiple)
-        if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int):
-            raise TypeError(
-                f"pad_token_id must be an id of the vocabulary, got {pad_token_id!r}; a tokenizer without a "
-                "padding token can use its eos_token_id, since padding has no targets"
-            )
-        if pad_token_id < 0:
-            raise ValueError(f"pad_token_id must not be negative, got {pad_token_id}")
         self.pad_token_id = pad_token_id
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:

@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fsdp_sft as fs
-from fsdp_sft.collate import filter_rows
-from fsdp_sft.collate.encoded import dataset
+from fsdp_sft.collate import encoded as module, filter_rows
 from fsdp_sft.sampling.packing import row_sizes
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat
@@ -42,32 +41,16 @@ def plainly(given: Sequence[Any], **options: Any) -> list[fs.EncodedChat]:
     return [one for one in found if one.num_targets]
 
 
-def given_as(kind: str, folder: Path) -> Any:
+def given_as(kind: str) -> Any:
     made = rows()
-    if kind == "list":
-        return made
     if kind == "data set":
         return pytest.importorskip("datasets").Dataset.from_list(made)
-    if kind == "encoded":
-        return [fs.encode_chat(row, TOKENIZER) for row in made]
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in made]
-    (folder / "a.jsonl").write_text("".join(lines[:300]) + "\n")
-    (folder / "b.jsonl").write_text("".join(lines[300:]).rstrip("\n"))
-    return [folder / "a.jsonl", str(folder / "b.jsonl")]
+    return [fs.encode_chat(row, TOKENIZER) for row in made] if kind == "encoded" else made
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_proc"),
-    [("list", 1), ("data set", 1), ("encoded", 1), ("files", 1), ("list", 2), ("files", 2)],
-)
-def test_rows_are_those_of_encode_chat(
-    kind: str, num_proc: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "torch.py").write_text("raise SystemExit('the code of a folder ran')")
-    monkeypatch.chdir(tmp_path)  # the processes must not look for modules where they are started
-    encoded = fs.encode_dataset(
-        given_as(kind, tmp_path), TOKENIZER, max_length=60, num_proc=num_proc, cache_dir=tmp_path / "cache"
-    )
+@pytest.mark.parametrize("kind", ["list", "data set", "encoded"])
+def test_rows_are_those_of_encode_chat(kind: str, tmp_path: Path) -> None:
+    encoded = fs.encode_dataset(given_as(kind), TOKENIZER, max_length=60, cache_dir=tmp_path / "cache")
     expected = plainly(rows(), max_length=60)
     assert list(encoded) == encoded[:] == expected
     assert encoded[-1] == expected[-1]
@@ -95,11 +78,9 @@ def test_a_data_set_may_have_any_format(form: str, tmp_path: Path) -> None:
 
 
 def test_what_is_there_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = given_as("files", tmp_path)
-    first = fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path)
-    monkeypatch.setattr(dataset, "build", lambda *_: pytest.fail("it was there"))
-    os.utime(given[0])
-    assert fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path).path == first.path
+    first = fs.encode_dataset(rows(20), TOKENIZER, max_length=60, cache_dir=tmp_path)
+    monkeypatch.setattr(module, "_encode_shard", lambda *_: pytest.fail("it was there"))
+    assert fs.encode_dataset(rows(20), TOKENIZER, max_length=60, cache_dir=tmp_path).path == first.path
 
 
 @pytest.mark.parametrize(
@@ -128,8 +109,7 @@ def test_what_differs_is_encoded_anew(change: str, tmp_path: Path) -> None:
     assert first != second
 
 
-@pytest.mark.parametrize("num_proc", [1, 2])
-def test_what_is_opened_warns_as_when_it_was_encoded(num_proc: int, tmp_path: Path) -> None:
+def test_what_is_opened_warns_as_when_it_was_encoded(tmp_path: Path) -> None:
     tokenizer = ct.byte_tokenizer("chatml")
     turn = "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + END }}{% endfor %}"
     prompt = "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
@@ -138,14 +118,12 @@ def test_what_is_opened_warns_as_when_it_was_encoded(num_proc: int, tmp_path: Pa
         ("'<stop>'", "end_of_turn_is_text", "is no token of"),
         ("''", "no_end_of_turn", "counted as no_end_of_turn"),
     )
-    for end, note, words in ends[: 3 - num_proc]:  # processes take seconds to start
+    for end, note, words in ends:
         tokenizer.chat_template = turn.replace("END", end) + prompt
         heard = []
         for _ in range(2):
             with pytest.warns(UserWarning, match="generation") as caught:
-                encoded = fs.encode_dataset(
-                    asked, tokenizer, max_length=400, num_proc=num_proc, cache_dir=tmp_path
-                )
+                encoded = fs.encode_dataset(asked, tokenizer, max_length=400, cache_dir=tmp_path)
             heard.append(" ".join(str(warning.message) for warning in caught))
         assert encoded.counts == {"kept": 20, note: 20, "prompt_differs": 20}
         assert words in heard[0]
@@ -166,13 +144,12 @@ def test_the_order_of_keys_is_printed_and_so_counts(tmp_path: Path) -> None:
         assert encoded[0] == fs.encode_chat(row(arguments), TOKENIZER)
 
 
-@pytest.mark.parametrize("num_proc", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_row_that_is_refused_is_named(num_proc: int, tmp_path: Path) -> None:
+def test_the_row_that_is_refused_is_named(tmp_path: Path) -> None:
     given = rows(1000)
     options: dict[str, Any] = {"max_length": 300, "max_refused": 0, "truncation": "error"}
-    given[11], given[701] = chat("q", "a" * 500), {"x": 1}  # not looked at first
+    given[11], given[701] = chat("q", "a" * 500), {"x": 1}
     with pytest.raises(fs.RowError, match=r"(?s)2 of 1000 rows were refused.*row 11: the row has"):
-        fs.encode_dataset(given, TOKENIZER, num_proc=num_proc, cache_dir=tmp_path, **options)
+        fs.encode_dataset(given, TOKENIZER, cache_dir=tmp_path, **options)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +186,7 @@ def test_what_a_damaged_file_claims_is_not_made(tmp_path: Path) -> None:
 
 
 def test_a_damaged_shard_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset, "_SHARD_ROWS", 8)
+    monkeypatch.setattr(module, "_SHARD_ROWS", 8)
     first = fs.encode_dataset(rows(20), TOKENIZER, max_length=60, cache_dir=tmp_path)
     assert list(first) == plainly(rows(20), max_length=60)
     paths = sorted(first.path.iterdir())
@@ -224,9 +201,10 @@ def test_a_damaged_shard_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monkey
         fs.EncodedDataset(first.path)
 
 
-def test_a_systematic_refusal_is_told_before_anything_is_encoded(tmp_path: Path) -> None:
+def test_a_systematic_refusal_ends_the_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SHARD_ROWS", 8)
     wrong = [{"messages": [{"role": "bot", "content": "x"}]}] * 3000
-    with pytest.raises(ValueError, match=r"of 500 rows looked at first, 500 were refused.*\n.*known roles"):
+    with pytest.raises(ValueError, match=r"32 of 3000 rows were refused, more than.*\n.*known roles"):
         fs.encode_dataset(wrong, TOKENIZER, max_length=60, cache_dir=tmp_path)
     call = {"function": {"name": "f", "arguments": {"x": "y"}}}
     lossy = ct.byte_tokenizer("chatml")
@@ -236,27 +214,19 @@ def test_a_systematic_refusal_is_told_before_anything_is_encoded(tmp_path: Path)
     with pytest.raises(fs.ChatTemplateError, match="does not print the content of message 1"):
         fs.encode_dataset([row] * 20, lossy, max_length=99, cache_dir=tmp_path, on_dropped="error")
     assert fs.encode_dataset([row] * 20, lossy, max_length=99, cache_dir=tmp_path).counts["dropped"] == 20
-    assert len(list(tmp_path.glob("*/*.safetensors"))) == 1
 
 
 def test_a_few_refusals_are_counted_and_more_than_allowed_raise(tmp_path: Path) -> None:
     given = rows(400)
     for i in (3, 77, 150, 151, 152, 399):
         given[i] = {"messages": "no list"}
-    with pytest.raises(ValueError, match=r"6 of 400 rows were refused, more than max_refused=0.01.* is kept"):
+    with pytest.raises(
+        ValueError, match=r"(?s)6 of 400 rows were refused, more than max_refused=0.01.* is kept"
+    ):
         fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path)
     encoded = fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path, max_refused=0.02)
     assert list(encoded.counts.indices["malformed"]) == [3, 77, 150, 151, 152, 399]
     assert encoded.counts.examples["malformed"][-1].startswith("row 399: ")
-
-
-def test_lines_that_are_no_json_are_counted(tmp_path: Path) -> None:
-    lines = [json.dumps(row) for row in rows(200)]
-    lines[100] = "{"
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    encoded = fs.encode_dataset(tmp_path / "a.jsonl", TOKENIZER, max_length=60, cache_dir=tmp_path)
-    assert list(encoded.counts.indices["malformed"]) == [100]
-    assert "must be a dict, got str" in encoded.counts.examples["malformed"][0]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +234,7 @@ def test_lines_that_are_no_json_are_counted(tmp_path: Path) -> None:
     [
         ([], ValueError, "no rows"),
         (iter([chat("a", "b")]), ValueError, "reads a sequence of rows"),
-        ("there.jsonl", FileNotFoundError, r"there\.jsonl"),
+        ("there.jsonl", ValueError, "json.loads"),
         ([chat("a")], ValueError, "no row has a target"),
         ([{"input_ids": [1, 2], "labels": [1, 2**33]}], ValueError, "int"),
     ],
@@ -276,7 +246,7 @@ def test_what_cannot_be_read_is_said(given: Any, kind: type[Exception], says: st
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_length": 0}, {"num_proc": 0}, {"max_refused": 2}, {"on_dropped": "x"}],
+    [{"max_length": 0}, {"max_refused": 2}, {"on_dropped": "x"}],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
@@ -304,14 +274,28 @@ def test_batches_and_packs_of_it(tmp_path: Path) -> None:
     assert torch.equal(next(iter(loader))["input_ids"], collators[0](expected[:4])["input_ids"])
 
 
-def _together(cache: Path, number: int) -> tuple[str, int]:
-    encoded = fs.encode_dataset(rows(number), TOKENIZER, max_length=60, cache_dir=cache)
-    return str(encoded.path), len(encoded)
+def _together(cache: Path, number: int) -> tuple[str, int, list[int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_SHARD_ROWS", 8)
+        begun: list[int] = []
+        encode = module._encode_shard
+
+        def noted(path: Path, first: int, *rest: Any) -> Any:
+            begun.append(first)
+            return encode(path, first, *rest)
+
+        patch.setattr(module, "_encode_shard", noted)
+        encoded = fs.encode_dataset(rows(number), TOKENIZER, max_length=60, cache_dir=cache)
+    assert list(encoded) == plainly(rows(number), max_length=60)
+    return str(encoded.path), len(encoded), begun
 
 
 def test_ranks_share_one_encoding(tmp_path: Path) -> None:
-    results = run_distributed(_together, 2, tmp_path, 120)
-    assert results[0] == results[1] == (results[0][0], len(plainly(rows(120))))
+    (first, number, ours), (second, _, theirs) = run_distributed(_together, 2, tmp_path, 120)
+    assert first == second
+    assert number == len(plainly(rows(120)))
+    assert (ours[0], theirs[0]) == (0, 56)
+    assert len(ours) + len(theirs) <= 15 + 3, "what another rank has done is left out"
 
 
 def _apart(cache: Path) -> tuple[str, int]:
@@ -320,9 +304,7 @@ def _apart(cache: Path) -> tuple[str, int]:
     return str(encoded.path), len(encoded)
 
 
-def test_ranks_that_do_not_see_the_folder_make_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_do_not_see_the_folder_make_their_own(tmp_path: Path) -> None:
     results = run_distributed(_apart, 2, tmp_path)
     assert [Path(path).parent.name for path, _ in results] == ["0", "1"]
     assert results[0][1] == results[1][1]
@@ -344,28 +326,23 @@ def test_ranks_with_other_rows_are_told(tmp_path: Path) -> None:
 NUMBER = 6000
 SCRIPT = f"""
 import sys, fsdp_sft as fs
-from tests.collate.encoded.test_encoded import TOKENIZER, rows
-fs.encode_dataset(rows({NUMBER}), TOKENIZER, max_length=60, num_proc=int(sys.argv[2]), cache_dir=sys.argv[1])
+from tests.collate.test_encoded import TOKENIZER, rows
+fs.encode_dataset(rows({NUMBER}), TOKENIZER, max_length=60, cache_dir=sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("num_proc", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_job_that_was_killed_loses_the_shard_in_work(
-    num_proc: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path), str(num_proc)])
+def test_a_job_that_was_killed_loses_the_shard_in_work(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)])
     while not list(tmp_path.glob("*/*.safetensors")):
         assert process.poll() is None, "it was too fast to be killed"
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    (folder / ".of a killed job").touch()
     done = {path: path.stat().st_ino for path in folder.glob("*.safetensors")}
     assert len(done) < 3
-    again = fs.encode_dataset(rows(NUMBER), TOKENIZER, max_length=60, num_proc=1, cache_dir=tmp_path)
+    again = fs.encode_dataset(rows(NUMBER), TOKENIZER, max_length=60, cache_dir=tmp_path)
     assert again.path == folder
     assert {path: path.stat().st_ino for path in done} == done
     assert again.counts == filter_rows(rows(NUMBER), TOKENIZER, max_length=60)[1]
     assert list(again) == plainly(rows(NUMBER), max_length=60)
-    assert list(folder.glob(".*")) == [], "swept"
