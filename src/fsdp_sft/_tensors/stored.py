@@ -87,9 +87,8 @@ class Read:
             of them, or what is decoded from packed values and scales.
         place: View of the shard, of the values' size, to whose dtype they are cast.
         compare: Whether ``place`` must have these values already, instead of being filled.
-        stored_as: Dtype of the elements, if they lie one after the other in the one run and in ``place``, which
-            has one dimension: such a read may be large, and is done a buffer at a time, or straight into
-            ``place``.
+        stored_as: Dtype of the elements, if they lie one after the other in the one run and in ``place``, of
+            one dimension: such a read may be large. It is done a buffer at a time, or straight into ``place``.
     """
 
     key: str
