@@ -88,7 +88,7 @@ class Read:
         place: View of the shard, of the values' size, to whose dtype they are cast.
         compare: Whether ``place`` must have these values already, instead of being filled.
         stored_as: Dtype of the elements, if they lie one after the other in the one run and in ``place``, of
-            one dimension: such a read may be large. It is done a buffer at a time, or straight into ``place``.
+            one dimension. Such a read may be large: it is done a buffer at a time, or straight to its place.
     """
 
     key: str
