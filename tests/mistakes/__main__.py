@@ -1,7 +1,7 @@
 """Well-known mistakes of fine-tuning code, made one at a time in a copy of the library: do the tests notice?
 
-    python -m benchmarks.checks.mutations
-    python -m benchmarks.checks.mutations --log mutations.jsonl   # a run that was stopped goes on
+    python -m tests.mistakes
+    python -m tests.mistakes --log mistakes.jsonl   # a run that was stopped goes on
 
 Each mistake is a change of one line in a copy of ``src``, against which the tests beside it are run. One
 that leaves them green is reported, and the exit code is its number of such mistakes. Two of them were made in
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.checks.mistakes import MISTAKES, Mistake
+from tests.mistakes import MISTAKES, Mistake
 
 ROOT = Path(__file__).resolve().parents[2]
 
