@@ -48,9 +48,9 @@ demo: $(FOR_DEMO)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-# make test-slow   the tests that take minutes; a run that was stopped goes on by its log, slow-tests.jsonl
+# make test-slow   the tests that take minutes; PYTEST_ARGS=--last-failed repeats those that failed
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist worksteal --log-outcomes=slow-tests.jsonl $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 # make test-faults   kills, signals and damage in number (an hour)
 test-faults: $(INSTALLED)

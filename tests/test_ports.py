@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator, get_scheduler
 
+from tests import plain
 from tests.harness.places import EXAMPLES, script
 from tests.harness.ranks import run_distributed
 
@@ -64,16 +65,10 @@ def _steps(
     """A mean of means: each batch's loss over the number of micro-batches, gradients averaged over ranks."""
     steps = []
     while window := list(itertools.islice(rounds, grad_accum_steps)):
-        total = 0.0
-        for batch in itertools.chain(*window):
-            loss = loss_of(model, batch)
-            (loss / grad_accum_steps / dist.get_world_size()).backward()
-            total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
-        steps.append((total / grad_accum_steps / dist.get_world_size(), float(norm)))
-        optimizer.step()
+        parts = grad_accum_steps * dist.get_world_size()
+        losses = (loss_of(model, batch) / parts for batch in itertools.chain(*window))
+        steps.append(plain.step(model, losses, [optimizer], max_norm=float("inf")))
         scheduler.step()
-        optimizer.zero_grad()
     return steps
 
 

@@ -1,6 +1,6 @@
 """The ports, how each is called, and what it is compared with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import fsdp_sft as fs
 from tests.harness.places import EXAMPLES, script
+from tests.plain import step
 from tests.ports.originals import (
     SAVED,
     STEPS,
@@ -113,15 +114,16 @@ def train_original(
     scheduler = port.schedule(optimizer)
     steps = []
     for window in windows:
-        logged = 0.0
-        for loss, share in port.original(model, window):
-            loss.backward()
-            logged += share
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        steps.append((logged, float(norm)))
-        optimizer.step()
+        shares: list[float] = []
+
+        def losses(window: Window = window, shares: list[float] = shares) -> Iterator[torch.Tensor]:
+            for loss, share in port.original(model, window):
+                shares.append(share)
+                yield loss
+
+        _, norm = step(model, losses(), [optimizer], max_norm=1.0)
+        steps.append((sum(shares), norm))
         scheduler.step()
-        optimizer.zero_grad()
     return model, steps
 
 
