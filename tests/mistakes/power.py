@@ -1,12 +1,12 @@
 """Do compositions find what the named tests find? Repairs are undone one at a time.
 
-    python -m benchmarks.checks.power --number 500 --seed 3
+    python -m tests.mistakes.power --number 500 --seed 3
 
 Each of these mistakes of ``tests/mistakes`` undoes a repair in a copy of the library, and the
 ``--number`` draws of the seed are judged until one is a fault. To save time only those draws are judged whose
 options reach the changed line. Printed is after how many draws each worker found it.
 
-    python -m benchmarks.checks.power --programs --number 300 --seed 3
+    python -m tests.mistakes.power --programs --number 300 --seed 3
 
 does the same with the programs of ``tests/programs``, for the repairs that concern the order of calls.
 """
