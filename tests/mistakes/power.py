@@ -17,8 +17,9 @@ import subprocess
 import sys
 import time
 
+from tests.harness.places import ROOT
 from tests.mistakes import MISTAKES, Mistake
-from tests.mistakes.__main__ import ROOT, made
+from tests.mistakes.copies import made
 
 Options = dict[str, str]
 
