@@ -58,6 +58,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     chosen = [mistake for mistake in MISTAKES if (options.only or "") in mistake.name]
+    if not chosen:
+        parser.error(f"no mistake has {options.only!r} in its name")
     if options.check:
         gone = [reason for mistake in chosen if (reason := cannot_be_made(mistake))]
         raise SystemExit("\n".join(gone) if gone else 0)
