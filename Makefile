@@ -48,9 +48,9 @@ demo: $(FOR_DEMO)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-# make test-slow   the tests that take minutes; a run that was stopped goes on by its log, slow-tests.jsonl
+# make test-slow   the tests that take minutes; PYTEST_ARGS=--last-failed repeats those that failed
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist worksteal --log-outcomes=slow-tests.jsonl $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 # make test-faults   kills, signals and damage in number (an hour)
 test-faults: $(INSTALLED)
@@ -65,7 +65,7 @@ compositions: $(INSTALLED)
 
 # make programs   lists of steps in random order, N of them from SEED, each beside the same in plain PyTorch
 programs: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.programs --number $(N) --seed $(SEED) --workers $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.compositions --programs --number $(N) --seed $(SEED) --workers $(WORKERS)
 
 # make test-accelerator   the tests of several ranks, each with a simulated device (see tests/simulated)
 ON_DEVICES = $(addprefix tests/,attention check compositions dcp_io export loss programs ranks/test_agree.py ranks/test_distributed.py \
@@ -83,10 +83,10 @@ test-gpu: $(INSTALLED)
 size:
 	$(PYTHON) -m tests.harness.size $(if $(LOWER),lower)
 
-# make lint   ruff, mypy, codespell, and whether the mistakes of benchmarks/checks can still be made
+# make lint   ruff, mypy, codespell, and whether the planted mistakes can still be made
 lint: $(INSTALLED)
 	@failed=; for check in "ruff check ." "ruff format --check ." mypy codespell \
-	    "python -m benchmarks.checks.mutations --check"; do \
+	    "python -m tests.mistakes --check"; do \
 	    echo "$(BIN)/$$check"; $(BIN)/$$check || failed="$$failed; $$check"; done; \
 	test -z "$$failed" || { echo "failed: $${failed#; }"; exit 1; }
 

@@ -3,12 +3,9 @@
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-_OUTCOMES: pytest.StashKey[Any] = pytest.StashKey()
 
 # Two workers of pytest and their ranks share the cores: threads of one would only wait for those of another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,36 +13,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """For runs that take longer than one has at a time."""
-    parser.addoption(
-        "--log-outcomes", metavar="FILE", help="go on with the run that FILE tells of, or begin it"
-    )
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    """From the start: count what is started, and find the log of an earlier run."""
+    """From the start: count what is started."""
     from tests.harness import budget
-    from tests.harness.resuming import Outcomes, tree
 
     budget.watch()
-    name = config.getoption("--log-outcomes")
-    if name is not None:
-        config.stash[_OUTCOMES] = outcomes = Outcomes(Path(name))
-        if not hasattr(config, "workerinput"):
-            outcomes.begin(tree())
-            config.pluginmanager.register(_Noting(outcomes))
-
-
-class _Noting:
-    """Writes outcomes into the log, in the process that all reports reach."""
-
-    def __init__(self, outcomes: Any) -> None:
-        self._outcomes = outcomes
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            self._outcomes.add(report.nodeid, report.outcome, report.duration)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -90,10 +62,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     from tests.simulated.cannot import reason, starts_ranks
     from tests.slow import fast_one
 
-    if (outcomes := config.stash.get(_OUTCOMES, None)) is not None:
-        passed = outcomes.passed()
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
-        items[:] = [item for item in items if item.nodeid not in passed]
     if device.asked() != "sim":
         for item in items:
             if fast_one(item.nodeid) is not None:
@@ -125,10 +93,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """What the tests have started; on simulated devices, which tests have passed without any."""
     from tests.harness import budget, device
 
-    if (outcomes := config.stash.get(_OUTCOMES, None)) is not None:
-        terminalreporter.section("this run, with what came before it")
-        for line in outcomes.summary():
-            terminalreporter.line(line)
     terminalreporter.section("process groups and process starts")
     for line in budget.table():
         terminalreporter.line(line)

@@ -137,7 +137,6 @@ BESIDE: dict[str, str] = {
         for test in (
             "test_training.py::",
             "test_differences.py::test_verl_",
-            "test_differences.py::test_open_instruct_",
         )
     },
     "tests/test_ports.py::": "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]",

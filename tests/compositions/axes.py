@@ -3,8 +3,7 @@
 The first option of an axis is the plainest: what a failing draw is shrunk towards.
 """
 
-from collections.abc import Iterator, Mapping
-from itertools import combinations
+from collections.abc import Mapping
 from typing import Any
 
 from tests.harness.native import has_native_sharding
@@ -59,7 +58,6 @@ AXES: dict[str, tuple[str, ...]] = {
 }
 
 Draw = Mapping[str, str]
-Pair = tuple[tuple[str, str], tuple[str, str]]
 
 PLAINEST: Draw = {axis: options[0] for axis, options in AXES.items()}
 TRANSFORMERS_CAUSAL = set(AXES["architecture"]) - {"encoder-decoder", "classifier", "not of transformers"}
@@ -153,11 +151,6 @@ def settled(draw: Draw) -> dict[str, str]:
     ):
         plainest("twist")
     return own
-
-
-def pairs(draw: Draw) -> Iterator[Pair]:
-    """Every two options of a draw."""
-    return combinations(sorted(draw.items()), 2)
 
 
 def differences(draw: Draw) -> dict[str, str]:

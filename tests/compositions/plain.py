@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests import plain
 from tests.compositions import options
 from tests.compositions.architectures import EXTRA_TOKENS, ROUTER_COEFFICIENT, count, summed_loss
 from tests.compositions.axes import CAUSAL, Draw
@@ -120,38 +121,38 @@ def _step(
     made: list[torch.optim.Optimizer],
     found: Trained,
 ) -> None:
+    keep = None if found.gradients else found.gradients
+    losses = _losses(draw, model, call, window, found)
+    _, norm = plain.step(model, losses, made, max_norm=options.max_norm(draw), keep=keep)
+    found.norms.append(norm)
+
+
+def _losses(
+    draw: Draw, model: Any, call: Callable[..., Any], window: Sequence[Batch], found: Trained
+) -> Iterator[torch.Tensor]:
+    """What is gone back through in a step, scaled; the gradients are not any more at its end."""
     targets = sum(_weight(draw, batch) for batch in window)
     scale = options.SCALE if draw["precision"].startswith("float16") else 1.0
     loss_sum = router = 0.0
     for batch in window:
         summed = torch.as_tensor(_summed(draw, call, batch))
         # Either is plain; which of them a sharded model gets is of no concern, but the rounding differs.
-        loss = summed / targets if draw["mesh"] in ("single", "torch DDP 2") else summed * (1 / targets)
-        if loss.requires_grad:  # not where no row has a target, or a pack no row
-            (loss * scale).backward()
+        yield scale * (
+            summed / targets if draw["mesh"] in ("single", "torch DDP 2") else summed * (1 / targets)
+        )
+        loss_sum += float(summed.detach())
         if isinstance(call, _Lower):
             call.hand_over()
-        loss_sum += float(summed.detach())
     if draw["architecture"] == "moe with router loss" and draw["loss"] not in ("loss_fn", "tokens"):
         for share in _router_shares(call, window):
-            (share * scale).backward()
+            yield share * scale
+            router += float(share.detach())
             if isinstance(call, _Lower):
                 call.hand_over()
-            router += float(share.detach())
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    for parameter in parameters:
-        parameter.grad /= scale
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-    limit = options.max_norm(draw)
-    if limit is not None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    if not found.gradients:
-        found.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    for one in made:
-        one.step()
-    model.zero_grad()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= scale
     found.losses.append(loss_sum / targets)
-    found.norms.append(float(norm))
     found.router_losses.append(router)
 
 

@@ -2,20 +2,17 @@
 
 import itertools
 import json
-import random
 import runpy
-from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 import fsdp_sft
 from tests.compositions import fixed, page, reasons
-from tests.compositions.axes import AXES, PLAINEST, Draw, differences, full, pairs, settled
-from tests.compositions.drawing import COSTLY, allowed_pairs, draws
+from tests.compositions.axes import AXES, PLAINEST, full, settled
+from tests.compositions.drawing import allowed_pairs, compositions
 from tests.compositions.judge import Outcome, judge
-from tests.compositions.log import Entry, Log, table
-from tests.compositions.shrinking import shrink
 from tests.harness.native import needs_native_sharding
 
 
@@ -33,47 +30,11 @@ def test_a_composition_is_refused(reason: str) -> None:
     assert judge(settled(full(fixed.REFUSED[reason]))) == Outcome("refused", reason)
 
 
-def test_draws_are_settled_and_go_towards_rare_pairs() -> None:
-    drawn = list(itertools.islice(draws(3), 150))
-    assert drawn[:10] == list(itertools.islice(draws(3), 10)), "a seed names its draws"
-    assert all(settled(draw) == draw for draw in drawn)
-    generator = random.Random(3)
-    at_random = [settled({a: generator.choice(o) for a, o in AXES.items()}) for _ in range(150)]
-    wanted = {pair for pair in allowed_pairs() if not COSTLY.keys() & set(pair)}
-    seen, chance = (len(wanted & {p for d in some for p in pairs(d)}) for some in (drawn, at_random))
-    assert seen > chance
-    for (axis, option), share in COSTLY.items():
-        assert sum(draw[axis] == option for draw in drawn) <= 3 * share * len(drawn)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_of_500_draws_every_allowed_pair_runs_in_one(seed: int) -> None:
-    running = [draw for draw in itertools.islice(draws(seed), 500) if not reasons.applying(draw)]
-    assert allowed_pairs() <= {pair for draw in running for pair in pairs(draw)}
-
-
-def test_a_fault_is_shrunk_to_what_it_needs() -> None:
-    def faulty(draw: Draw) -> Outcome:
-        found = draw["mesh"] == "fsdp 3" and draw["sac"] == "1"
-        return Outcome("fault", "off") if found else Outcome("equal")
-
-    start = settled(
-        full({"mesh": "fsdp 3", "sac": "1", "clip": "1e-2", "loss": "logits", "export": "float32"})
-    )
-    smallest, outcome = shrink(start, faulty)
-    assert differences(smallest) == {"mesh": "fsdp 3", "sac": "1"}
-    assert outcome.kind == "fault"
-
-
-def test_a_log_is_gone_on_from_and_refused_for_another_seed(tmp_path: Path) -> None:
-    log = Log(tmp_path / "log.jsonl", seed=1)
-    entry = Entry(0, full({"mesh": "fsdp 2"}), Outcome("equal"), 1.5)
-    log.add(entry)
-    assert Log(tmp_path / "log.jsonl", seed=1).entries == [entry]
-    with pytest.raises(SystemExit, match="another seed"):
-        Log(tmp_path / "log.jsonl", seed=2)
-    assert "1 draws: 1 equal, 0 refused, 0 faults" in table(log.entries)
+@settings(max_examples=60, derandomize=True, database=None, deadline=None)
+@given(compositions({"mesh": "fsdp 2"}))
+def test_draws_are_settled_and_have_what_is_asked_for(draw: dict[str, str]) -> None:
+    assert settled(draw) == draw
+    assert draw["mesh"] == "fsdp 2"
 
 
 def test_reasons_are_typed_errors_each_of_which_a_draw_can_meet() -> None:

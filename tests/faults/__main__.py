@@ -1,148 +1,116 @@
 """Faults against checkpoints, and what was lost.
 
-    python -m tests.faults --kills 300 --flips 1000 --out faults.md
+    python -m tests.faults --kills 300 --flips 1000
 
-Two gloo ranks on the CPU. ``--points``, ``--damage``, ``--disks``, ``--hostile``, ``--growth`` and
-``--machines`` are the parts without a number; without any argument everything runs, about fifteen minutes
-on two cores. Disks that are really full or read-only, and shared memory that is, need the right to mount;
-without it those rows say so. The exit code is 1 if anything was lost.
+Two gloo ranks on the CPU. Without any argument everything runs, about fifteen minutes on two cores. Disks
+that are really full or read-only need the right to mount; without it those trials say so. A line for each
+part, and one for each trial that is not as it must be. The exit code is 1 if there was any.
 """
 
 import argparse
-import collections
-import platform
 import sys
 import tempfile
-import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import torch
+from tests.faults import damage, disks, hostile, jobs, kills, mutated
+from tests.faults.kills import Trial, is_bad
+from tests.harness.ranks import run_distributed
 
-from tests.faults import damage, disks, growth, hostile, jobs, kills, machines, mutated
-from tests.faults.kills import Outcome, Trial, is_bad
-from tests.faults.tables import counted, table
-
-Rows = tuple[str, int]  # markdown, and how many trials went wrong
-PARTS = ("points", "damage", "disks", "hostile", "growth", "machines")
+Ended = tuple[Counter[str], list[object]]  # how trials ended, and those that are not as they must be
 
 
-def run_all(trials: Iterable[Trial], root: Path) -> list[tuple[Trial, Outcome]]:
-    """Run trials one after the other, with a line for each that is not as it must be."""
-    results = []
-    for number, trial in enumerate(trials):
-        outcome = kills.run_trial(trial, root / "kills")
-        results.append((trial, outcome))
-        if is_bad(outcome):
-            print(f"trial {number}: {trial}: {outcome}", file=sys.stderr, flush=True)
-    return results
+def run_all(trials: Iterable[Trial], root: Path) -> Ended:
+    """Kills one after the other."""
+    results = [(trial, kills.run_trial(trial, root)) for trial in trials]
+    ended = Counter(outcome.verdict for _, outcome in results)
+    ended["inside the saving"] = sum(outcome.inside for _, outcome in results)
+    return ended, [result for result in results if is_bad(result[1])]
 
 
-def random_kills(count: int, root: Path) -> Rows:
-    """The section on kills at random moments."""
-    started = time.perf_counter()
-    results = run_all(kills.random_trials(count), root)
-    groups = collections.defaultdict(list)
-    for trial, outcome in results:
-        key = (
-            "all" if trial.everyone else "one",
-            "async" if trial.async_ else "sync",
-            trial.keep_last,
-            trial.again,
-        )
-        groups[key].append(outcome)
-    lines = [
-        [who, mode, keep, "yes" if again else "no", len(found), sum(o.inside for o in found)]
-        + [sum(o.verdict == verdict for o in found) for verdict in ("exact", "newer", "none due")]
-        + [sum(is_bad(o) for o in found)]
-        for (who, mode, keep, again), found in sorted(groups.items(), key=str)
-    ]
-    bad, inside = sum(is_bad(o) for _, o in results), sum(o.inside for _, o in results)
-    left = collections.Counter(o.left for _, o in results)
-    survivors = collections.Counter(o.survivor for _, o in results)
-    head = ["ranks killed", "mode", "keep_last", "unsound step again", "trials", "inside the saving"]
-    text = (
-        f"## kill -9 at random moments\n\n**{bad} lost in {count} trials**, {inside} of them inside the "
-        f"saving; {time.perf_counter() - started:.0f} s. Loaded was the step acknowledged last "
-        "(exact), a newer complete one, or nothing was due (none acknowledged yet, or the only one damaged "
-        "on purpose).\n\n"
-        + table([*head, "exact", "newer", "none due", "lost"], lines)
-        + f"\n\nLeft in the folder by the kill: {counted(left)}. Ranks that survived ended with: "
-        f"{counted(survivors)} (Barrier: between two saves).\n"
-    )
-    return text, bad
+def random_kills(root: Path, number: int) -> Ended:
+    """SIGKILL at random moments of saving in a loop."""
+    return run_all(kills.random_trials(number), root)
 
 
-def named_points(root: Path) -> Rows:
-    """The section on kills at named moments."""
-    results = run_all(kills.point_trials(), root)
-    groups = collections.defaultdict(list)
-    for trial, outcome in results:
-        groups[trial.point].append(outcome)
-    lines = [
-        [
-            point,
-            len(found),
-            counted(collections.Counter(o.left for o in found)),
-            ", ".join(sorted({str(o.loaded) for o in found})),
-            sum(is_bad(o) for o in found),
-        ]
-        for point, found in groups.items()
-    ]
+def points(root: Path, number: int) -> Ended:
+    """SIGKILL at named moments of saving step 3, and in the middle of an export."""
+    ended, wrong = run_all(kills.point_trials(), root)
     exported = [kills.run_export_trial(root / "export", everyone) for everyone in (False, True)]
-    lines.append(["mid-export", 2, "no folder of that name", "-", sum(told != "exact" for told in exported)])
-    bad = sum(is_bad(o) for _, o in results) + sum(told != "exact" for told in exported)
-    return (
-        "## kill -9 at named moments of saving step 3\n\n"
-        f"**{bad} lost in {len(results) + 2} trials**: one and all ranks, synchronous and not.\n\n"
-        + table(["moment", "trials", "left behind", "loaded (step, times saved again)", "lost"], lines)
-        + "\n"
-    ), bad
+    ended.update(f"export {told}" for told in exported)
+    return ended, [*wrong, *(told for told in exported if told != "exact")]
+
+
+def flips(root: Path, number: int) -> Ended:
+    """Single flipped bits, uniform over all bytes of all files of a step."""
+    run_distributed(damage.save, 2, str(root))
+    (silent, touched, kinds, _), _ = run_distributed(damage.flip_jobs, 2, str(root), number, timeout=3600)
+    return kinds, [f"{silent} loaded, {touched} touched the live model"] if silent + touched else []
+
+
+def damages(root: Path, number: int) -> Ended:
+    """Truncated, deleted, swapped and stale files."""
+    results = damage.damage(root)
+    ended = Counter(verdict for _, _, verdict in results)
+    return ended, [result for result in results if result[2] not in ("refused", "exact")]
+
+
+def on_disks(root: Path, number: int) -> Ended:
+    """Disks that are full or fail, and a rank that stands still."""
+    results = disks.disks(root)
+    return Counter(fault for fault, *_ in results), [result for result in results if not result[-1]]
+
+
+def attacks(root: Path, number: int) -> Ended:
+    """Steps that somebody has made to do harm."""
+    (results,) = run_distributed(hostile.run_attacks, 1, str(root), timeout=1800)
+    ended = Counter(verdict for _, verdict, _, _ in results)
+    return ended, [result for result in results if result[1] != "refused"]
+
+
+def mutations(root: Path, number: int) -> Ended:
+    """Files that were changed at random, a number for each reader."""
+    (results,) = run_distributed(mutated.run_trials, 1, number, 0, str(root), timeout=7200)
+    ended = Counter(outcome for _, outcome, *_ in results)
+    return ended, [result for result in results if mutated.is_bad(*result[:2])]
+
+
+def two_jobs(root: Path, number: int) -> Ended:
+    """Two jobs that save below one root."""
+    return jobs.jobs(number, root)
+
+
+# In the order of running: the function, and its number of trials where that is asked for.
+PARTS: dict[str, tuple[Callable[[Path, int], Ended], int]] = {
+    "kills": (random_kills, 300),
+    "points": (points, 1),
+    "flips": (flips, 1000),
+    "damage": (damages, 1),
+    "disks": (on_disks, 1),
+    "hostile": (attacks, 1),
+    "mutations": (mutations, 10_000),
+    "jobs": (two_jobs, 100),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--flips", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=0)
-    parser.add_argument("--mutations", type=int, default=0, help="changes of a file for each reader")
-    for part in PARTS:
-        parser.add_argument(f"--{part}", action="store_true")
-    parser.add_argument("--out", type=Path, help="write the report here too")
-    args = parser.parse_args()
-    numbers = (args.kills, args.flips, args.jobs, args.mutations)
-    every = not any((*numbers, *(getattr(args, part) for part in PARTS)))
-    parts: list[Callable[[Path], Rows]] = []
-    if every or args.kills:
-        parts.append(lambda root: random_kills(args.kills or 300, root))
-    parts += [named_points] if every or args.points else []
-    if every or args.flips:
-        parts.append(lambda root: damage.flips(args.flips or 1000, root))
-    parts += [damage.damage] if every or args.damage else []
-    parts += [disks.disks] if every or args.disks else []
-    parts += [hostile.hostile] if every or args.hostile else []
-    parts += [growth.growth] if every or args.growth else []
-    if every or args.machines:
-        parts.append(lambda root: machines.machines(root / "machines"))
-    if every or args.mutations:
-        parts.append(lambda root: mutated.mutated(args.mutations or 10_000, root))
-    if every or args.jobs:
-        parts.append(lambda root: jobs.jobs(args.jobs or 100, root))
-    texts = [
-        "# Faults against checkpoints\n\n"
-        f"`python -m tests.faults`, {kills.WORLD_SIZE} gloo ranks on the CPU, "
-        f"torch {torch.__version__}, Python {platform.python_version()}.\n"
-    ]
-    bad = 0
-    with tempfile.TemporaryDirectory(prefix="faults-") as name:
-        for part in parts:
-            text, wrong = part(Path(name))
-            texts.append(text)
-            bad += wrong
-            print(text, flush=True)
-    if args.out:
-        args.out.write_text("\n".join(texts))
-    return 1 if bad else 0
+    for name, (part, number) in PARTS.items():
+        parser.add_argument(f"--{name}", nargs="?", type=int, const=number, help=part.__doc__)
+    asked = {name: number for name, number in vars(parser.parse_args()).items() if number is not None}
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="faults-") as root:
+        for name, (part, number) in PARTS.items():
+            if asked and name not in asked:
+                continue
+            folder = Path(root, name)
+            folder.mkdir()
+            ended, wrong = part(folder, asked.get(name, number))
+            told = ", ".join(f"{count} {how}" for how, count in ended.most_common())
+            print(f"{name}: {len(wrong)} wrong; {told}", *wrong, sep="\n  ", flush=True)
+            failed |= bool(wrong)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ import torch
 import fsdp_sft as fs
 from fsdp_sft.dcp_io import saving
 from tests.faults.kills import make, tensors
-from tests.faults.tables import table
-from tests.harness.ranks import run_distributed
 
 Attack = Callable[[Path], None]
 _FIRST = "shards/00000.safetensors"
@@ -34,24 +32,6 @@ class Marker:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (str(self.path),)
-
-
-def hostile(root: Path) -> tuple[str, int]:
-    """The section on hostile checkpoints."""
-    lines, bad = [], 0
-    (results,) = run_distributed(run_attacks, 1, str(root / "hostile"), timeout=1800)
-    for name, verdict, seconds, grown in results:
-        fine = verdict == "refused"
-        bad += not fine
-        lines.append([name, verdict, f"{seconds:.1f}", f"{grown / 1e6:.0f}"])
-    text = (
-        f"## Hostile checkpoints\n\n**{bad} of {len(lines)} not refused.** Refused: CheckpointCorruptError, "
-        "the model bitwise untouched, no code run, no file made or changed outside the checkpoint. Manifests "
-        "are signed anew after each change, as their author could.\n\n"
-        + table(["attack", "outcome", "seconds", "peak memory grown by MB"], lines)
-        + "\n"
-    )
-    return text, bad
 
 
 def run_attacks(folder: str, *, large: bool = True) -> list[tuple[str, str, float, int]]:

@@ -14,7 +14,6 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
-from tests.faults.tables import counted
 from tests.harness import forks
 
 SAVES, KEPT = 6, 3
@@ -130,19 +129,10 @@ def two_jobs(root: Path, kill_after: float | None = None) -> tuple[list[JobOutco
     return outcomes, wrong
 
 
-def jobs(count: int, root: Path) -> tuple[str, int]:
-    """The section on two jobs below one root: half of the trials end by themselves, half by a kill."""
+def jobs(count: int, root: Path) -> tuple[collections.Counter[str], list[object]]:
+    """How jobs ended, and what was wrong: half of the trials end by themselves, half by a kill."""
     moments = random.Random(0)
     kills = [None if number % 2 else moments.uniform(0, 0.5) for number in range(count)]
     results = [two_jobs(root / f"jobs-{number}", kill) for number, kill in enumerate(kills)]
-    bad = sum(bool(wrong) for _, wrong in results)
     ended = collections.Counter(outcome.error or "went on" for outcomes, _ in results for outcome in outcomes)
-    acknowledged = sum(len(outcome.acknowledged) for outcomes, _ in results for outcome in outcomes)
-    refused = [one.seconds for outcomes, _ in results for one in outcomes if one.error.startswith("Check")]
-    text = (
-        f"## Two jobs that save below one root\n\n**{bad} wrong in {count} trials**, in half of which both "
-        f"were killed and a third began: {acknowledged} steps acknowledged, of the newest {KEPT} of each job "
-        f"0 lost or unsound where nothing is wrong. Jobs: {counted(ended)}; the slowest was told after "
-        f"{max(refused):.1f} s.\n"
-    )
-    return text, bad
+    return ended, [wrong for _, wrong in results if wrong]

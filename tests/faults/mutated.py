@@ -4,15 +4,13 @@ A file is small, and only what describes it is changed (headers, metadata, manif
 have no checksum in most formats. What fails must fail by name, within seconds, in memory in proportion.
 """
 
-import itertools
 import json
 import random
 import shutil
 import struct
 import time
 import zipfile
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,8 @@ from fsdp_sft._tensors.torch_file import load_pickled
 from fsdp_sft.weights.resolve import open_checkpoint
 from tests.faults.hostile import peak, reset_peak, sign
 from tests.faults.kills import make, tensors
-from tests.faults.tables import table
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat
-from tests.harness.ranks import run_distributed
 
 SECONDS, TIMES, SPARE = 2.0, 10, 64 << 20
 # What a reader may raise: errors of this library, and of the system where it cannot open a file.
@@ -214,9 +210,9 @@ def changed(data: bytes, draw: random.Random) -> bytes:
     return data
 
 
-def trials(number: int, seed: int, folder: str) -> Iterator[tuple[str, str, float, int]]:
+def run_trials(number: int, seed: int, folder: str) -> list[tuple[str, str, float, int]]:
     """(reader, outcome, seconds, bytes that the process grew by) of each change."""
-    root = Path(folder)
+    root, results = Path(folder), []
     for name, reader in READERS.items():
         draw = random.Random(f"{seed} {name}")
         sound = root / "sound"
@@ -236,8 +232,9 @@ def trials(number: int, seed: int, folder: str) -> Iterator[tuple[str, str, floa
                 new = original[:start] + changed(part, draw) + original[end:]
             (reader.rebuild or Path.write_bytes)(path, new)
             size = path.stat().st_size
-            yield name, *_attempt(reader, sound, expected, size)
+            results.append((name, *_attempt(reader, sound, expected, size)))
             path.write_bytes(original)
+    return results
 
 
 def _attempt(reader: Reader, folder: Path, expected: Any, size: int) -> tuple[str, float, int]:
@@ -265,44 +262,6 @@ def _kinds(found: dict[str, Any]) -> dict[str, Any]:
     return {name: one[:2] if isinstance(one, tuple) else one for name, one in found.items()}
 
 
-def run_trials(number: int, seed: int, folder: str) -> list[tuple[str, str, float, int]]:
-    return list(trials(number, seed, folder))
-
-
 def is_bad(name: str, outcome: str) -> bool:
     allowed = {"refused", "the same", "other names or shapes"} | ({"other"} if name in FREE else set())
     return outcome not in allowed
-
-
-def mutated(number: int, root: Path, seed: int = 0) -> tuple[str, int]:
-    """The section on changed files; ``number`` for each reader."""
-    (results,) = run_distributed(run_trials, 1, number, seed, str(root / "mutated"), timeout=7200)
-    lines, bad = [], 0
-    for name, group in itertools.groupby(results, key=lambda result: result[0]):
-        found = list(group)
-        counts = Counter(outcome for _, outcome, _, _ in found)
-        wrong = {outcome: n for outcome, n in counts.items() if is_bad(name, outcome)}
-        bad += sum(wrong.values())
-        slowest, largest = max(r[2] for r in found), max(r[3] for r in found)
-        lines.append(
-            [
-                *(name, len(found)),
-                *(counts[outcome] for outcome in ("refused", "the same", "other names or shapes", "other")),
-                *(f"{slowest:.2f}", f"{largest / 1e6:.0f}"),
-                "; ".join(f"{n} {o}" for o, n in wrong.items()) or "-",
-            ]
-        )
-    text = (
-        f"## Files changed at random\n\n**{bad} of {len(results)} ended otherwise than refused or read "
-        "as written.** Other names or shapes are refused when a model is loaded, which has its own. Where a "
-        "number stands in one place only, a change can give another sound file (other).\n\n"
-        + table(
-            [
-                *("reader", "changes", "refused", "the same", "other names or shapes", "other"),
-                *("slowest (s)", "most memory (MB)", "wrong"),
-            ],
-            lines,
-        )
-        + "\n"
-    )
-    return text, bad

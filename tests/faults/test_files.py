@@ -2,9 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
-from tests.faults import machines
 from tests.faults.mutated import READERS, is_bad, run_trials
 from tests.harness.ranks import run_distributed
 
@@ -14,9 +11,3 @@ def test_a_changed_file_is_refused_or_read_as_written(tmp_path: Path) -> None:
     assert [(name, outcome) for name, outcome, *_ in results if is_bad(name, outcome)] == []
     assert {name for name, *_ in results} == set(READERS)
     assert sum(outcome == "refused" for _, outcome, *_ in results) > 120, "the changes do no harm"
-
-
-@pytest.mark.slow
-def test_what_machines_do(tmp_path: Path) -> None:
-    text, bad = machines.machines(tmp_path / "machines", still=5)
-    assert bad == 0, text

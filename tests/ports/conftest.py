@@ -1,4 +1,4 @@
-"""A tiny model, and the same questions as chats, answers and pairs."""
+"""A tiny model and chats."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.ports.originals import NUM_ROWS
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, and the same questions as chats, answers and pairs."""
+    """A tiny model and chats."""
     folder = tmp_path_factory.mktemp("ports")
     rows = [(f"What is {i} and {i}?", f"It is {2 * i}" + " indeed" * (i % 5)) for i in range(NUM_ROWS)]
     script("tiny_model", EXAMPLES).make_tiny_model(folder / "model", [text for row in rows for text in row])
@@ -19,8 +19,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}
         for ask, answer in rows
     ]
-    answers = [{"prompt": ask, "response": answer} for ask, answer in rows]
-    pairs = [{"prompt": ask, "chosen": answer, "rejected": "No idea"} for ask, answer in rows]
-    for name, lines in {"chats": chats, "answers": answers, "pairs": pairs}.items():
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     return folder

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,18 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import fsdp_sft as fs
 from tests.harness.places import script
 from tests.harness.ranks import run_distributed
-from tests.ports.cases import (
-    MEAN,
-    OPEN_INSTRUCT,
-    PORTS,
-    VERL,
-    across,
-    check_steps,
-    plain,
-    run,
-    train_original,
-)
-from tests.ports.originals import NUM_ROWS, all_rows, log_probs, of_nested, openrlhf_sft, scored
+from tests.ports.cases import PORTS, VERL, across, check_steps, plain, run, train_original
+from tests.ports.originals import NUM_ROWS, all_rows, log_probs, of_nested, scored
 
 
 def test_verl_predicts_the_first_token_of_the_next_row(folder: Path, tmp_path: Path) -> None:
@@ -45,20 +34,10 @@ def test_verl_predicts_the_first_token_of_the_next_row(folder: Path, tmp_path: P
         if mode == "cross":
             check_steps(results, train_original(VERL, folder, windows)[1])
     with torch.no_grad():
-        model = plain(VERL, folder)
+        model = plain(folder)
         own = torch.cat([-log_probs(model, row) for row in all_rows(windows[0])])
     assert losses["skip"][0] == pytest.approx(float(own.mean()), rel=1e-6)
     assert losses["cross"][-1] > losses["skip"][-1] + 0.1  # what follows is another row, which none can know
-
-
-def test_open_instruct_weighs_every_target_the_same_by_default(folder: Path, tmp_path: Path) -> None:
-    port = replace(
-        MEAN, words=f"{OPEN_INSTRUCT} --clip-grad-norm 0.5", original=openrlhf_sft, extra="targets"
-    )
-    results, windows = across(run_distributed(run, 1, port, folder, "chats.jsonl", tmp_path))
-    check_steps(results, train_original(port, folder, windows)[1])
-    originals = train_original(MEAN, folder, windows)[1]
-    assert abs(results[0].loss / originals[0][0] - 1) > 1e-4  # the original's mean of means
 
 
 def test_a_nan_that_prime_rl_leaves_out_still_reaches_its_gradients() -> None:

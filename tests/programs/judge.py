@@ -2,13 +2,13 @@
 
 import tempfile
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import fsdp_sft as fs
+from tests.compositions.judge import Outcome
 from tests.harness.ranks import run_distributed
 from tests.programs.ours import Told, run
 from tests.programs.plain import Plain
@@ -18,41 +18,24 @@ SECONDS = 120  # a program may take; one that hangs is a fault
 TOLERANCE = 2e-5  # relative, of float32
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a program ended.
-
-    Attributes:
-        kind: ``"right"``, or ``"fault"``.
-        refused: How many of its steps were refused, as they had to be.
-        steps: How many it has.
-        reason: What is wrong.
-    """
-
-    kind: str
-    refused: int = 0
-    steps: int = 0
-    reason: str = ""
-
-
 def judge(program: Program) -> Outcome:
     """Try one program; never raises."""
     with tempfile.TemporaryDirectory(prefix="program-") as name:
         try:
-            refused = _judged(program, Path(name))
+            _judged(program, Path(name))
         except Exception as error:
             text = "".join(traceback.format_exception(error))
-            return Outcome("fault", steps=len(program.steps), reason=f"{str(error)[:400]} ... {text[-1200:]}")
-    return Outcome("right", refused, len(program.steps))
+            return Outcome("fault", f"{str(error)[:400]} ... {text[-1200:]}")
+    return Outcome("equal")
 
 
-def _judged(program: Program, folder: Path) -> int:
+def _judged(program: Program, folder: Path) -> None:
     results = run_distributed(run, program.ranks, program, folder, timeout=SECONDS)
     if program.odd is not None:
-        return _all_refused(program, [told for told, _, _ in results])
+        _all_refused(program, [told for told, _, _ in results])
+        return
     windows = [list(of_ranks) for of_ranks in zip(*(taken for _, taken, _ in results), strict=True)]
     plain = Plain(program, windows)
-    refused = 0
     for index, step in enumerate(program.steps):
         where = f"step {index}, {step}"
         told = [told[index] for told, _, _ in results]
@@ -63,7 +46,6 @@ def _judged(program: Program, folder: Path) -> int:
         if name != "value":
             assert name in expected.errors, f"{where} ended in {told[0]}, expected {expected}"
             plain.refuse(step)
-            refused += 1
             continue
         assert not (expected.errors and expected.is_sure), f"{where} gave {told[0]}, expected {expected}"
         value = plain.perform(step)
@@ -73,10 +55,9 @@ def _judged(program: Program, folder: Path) -> int:
         for name, parameter in plain.whole().items():
             off = float((whole[name] - parameter).abs().max() / parameter.abs().max().clamp(min=1e-3))
             assert off <= TOLERANCE, f"{name} is {off:.2g} off at the end"
-    return refused
 
 
-def _all_refused(program: Program, told: list[list[Told]]) -> int:
+def _all_refused(program: Program, told: list[list[Told]]) -> None:
     """Every rank ends in a typed error, once one has done what the others do not."""
     endings = [own[-1] for own in told]
     for name, message in endings:
@@ -84,7 +65,6 @@ def _all_refused(program: Program, told: list[list[Told]]) -> int:
         assert kind is not None, f"{program.odd}: {endings}"
         assert issubclass(kind, fs.FsdpSftError), f"{program.odd}: {endings}"
         assert message
-    return 1
 
 
 def _compare(own: Any, expected: Any, where: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tests import plain
 from tests.programs.rows import BATCH_ROWS, NUM_ROWS, PROMPT, collated, held_out, names_of, rows_for
 from tests.programs.user import User
 from tests.programs.writing import OF_THE_FORWARD, Program, Step
@@ -122,20 +123,12 @@ class Plain(User):
         window = self._window()
         targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
         tokens = sum(int((batch["attention_mask"] != 0).sum()) for batch in window)
-        total = 0.0
-        for batch in window:
-            summed = self._summed(loss, batch)
-            (summed / targets).backward()
-            total += float(summed)
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-        torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
-        self.optimizer.step()
-        self.model.zero_grad()
+        losses = (self._summed(loss, batch) / targets for batch in window)
+        total, norm = plain.step(self.model, losses, [self.optimizer], max_norm=1.0)
         load = None
         if self.program.settings["model"] == "mixtral":
             load = [2 * tokens for _ in self.layers]
-        return total / targets, float(norm), targets, tokens, load
+        return total, norm, targets, tokens, load
 
     def _summed(self, loss: str, batch: Any) -> torch.Tensor:
         if loss != "own":

@@ -1,17 +1,17 @@
 """Draw a program: what it is made of, its steps, and the one thing in which a rank may differ."""
 
-import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from hypothesis import strategies as st
 
 Step = tuple[Any, ...]
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     "mesh": ("fsdp 2", "single", "replicas 2"),
-    "model": ("llama", "tied", "lora", "mixtral", "adalora"),
+    "model": ("llama", "tied", "lora", "mixtral", "llama", "lora", "adalora"),
     "sac": ("0", "1/3", "1", "1 offloaded"),
-    "shards": ("freed", "kept after the forward"),
+    "shards": ("freed", "freed", "freed", "kept after the forward"),
     "optimizer": ("adamw", "sgd"),
     "window": ("1", "2"),
     "loss": ("auto", "logits"),
@@ -20,7 +20,6 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     # put on before the model is sharded
     "at first": ("nothing", "nothing", "hook on a block", "hook on the head", "wrapped head", "frozen layer"),
 }
-RARE = {"model": "adalora", "shards": "kept after the forward"}  # an option in one of six programs
 LAYERS = 3
 
 # What is put on at one call and taken off at the next.
@@ -80,55 +79,49 @@ class Program:
         return 1 if self.settings["mesh"] == "single" else 2
 
 
-def drawn(seed: int) -> Program:
-    """The program of a seed; every fourth has a rank that differs."""
-    generator = random.Random(seed)
-    settings = {axis: generator.choice(options) for axis, options in SETTINGS.items()}
-    for axis, option in RARE.items():
-        others = [other for other in SETTINGS[axis] if other != option]
-        settings[axis] = option if generator.random() < 1 / 6 else generator.choice(others)
-    odd = seed % 4 == 3
+@st.composite
+def programs(draw: Any, *, odd: bool | None = None) -> Program:
+    """A program; in every fourth, or as ``odd`` says, a rank differs."""
+    settings = {axis: draw(st.sampled_from(options)) for axis, options in SETTINGS.items()}
+    if odd is None:
+        odd = draw(st.integers(0, 3)) == 3
     if odd and settings["mesh"] == "single":
         settings["mesh"] = "fsdp 2"
-    steps = tuple(_steps(generator, settings, generator.randint(5, 11)))
+    seed = draw(st.integers(0, 99))
+    drawn = draw(st.lists(st.tuples(_step(settings), _trains()), min_size=5, max_size=11))
+    # The last two train: what a step has left behind is seen at the end.
+    steps = [step for pair in drawn for step in pair if step] + [draw(_trains(always=True)), ("train", "own")]
     if not odd:
-        return Program(seed, settings, steps)
-    trained = [index for index, step in enumerate(steps) if step[0] == "train"]
-    place = generator.choice(trained)
+        return Program(seed, settings, tuple(steps))
+    place = draw(st.sampled_from([index for index, step in enumerate(steps) if step[0] == "train"]))
     # A rank that is a step behind is met by its neighbours in another call at the latest here.
     after = ("train", "own"), ("evaluate", "own")
-    return Program(seed, settings, (*steps[: place + 1], *after), (place, generator.choice(DIFFERENCES)))
+    return Program(seed, settings, (*steps[: place + 1], *after), (place, draw(st.sampled_from(DIFFERENCES))))
 
 
-def _steps(generator: random.Random, settings: dict[str, str], number: int) -> Iterator[Step]:
-    """Steps of which at least the first or the second, and the last, train."""
-    if generator.random() < 0.5:
-        yield "train", "own"
-    for _ in range(number):
-        yield _step(generator, settings)
-        if generator.random() < 0.5:
-            yield "train", generator.choice(LOSSES)
-    yield "train", generator.choice(LOSSES)
-    yield ("train", "own")
+def _trains(*, always: bool = False) -> Any:
+    trains = st.tuples(st.just("train"), st.sampled_from(LOSSES))
+    return trains if always else st.one_of(trains, st.none())
 
 
-def _step(generator: random.Random, settings: dict[str, str]) -> Step:
+def _step(settings: dict[str, str]) -> Any:
+    """One call between the steps that train."""
     adapters = settings["model"] in ("lora", "adalora")
-    draws: list[Step] = [
-        ("toggle", generator.choice([name for name in TOGGLES if adapters or name != "merged"])),
-        ("toggle", generator.choice([name for name in TOGGLES if adapters or name != "merged"])),
-        ("evaluate", generator.choice(("own", "own", "sum"))),
-        ("generate",),
-        ("reference",),
-        ("save",),
-        ("load", generator.randrange(4)),
+    toggles = [name for name in TOGGLES if adapters or name != "merged"]
+    arguments: dict[str, tuple[Any, ...]] = {
+        "toggle": (st.sampled_from(toggles),),
+        "evaluate": (st.sampled_from(("own", "own", "sum")),),
+        "generate": (),
+        "reference": (),
+        "save": (),
+        "load": (st.integers(0, 3),),
         # Not in the first layer: frozen, it has no backward.
-        ("fail", generator.choice(WAYS_TO_FAIL), generator.randrange(1, LAYERS), generator.randrange(2)),
-        ("rate", generator.choice((0.01, 0.03))),
-        ("stray",),
-        ("leave uncompared",),
-        ("epoch",),
-        ("checkpointing", generator.choice(("0", "1/3", "1"))),
-        ("export",),
-    ]
-    return generator.choice(draws)
+        "fail": (st.sampled_from(WAYS_TO_FAIL), st.integers(1, LAYERS - 1), st.integers(0, 1)),
+        "rate": (st.sampled_from((0.01, 0.03)),),
+        "stray": (),
+        "leave uncompared": (),
+        "epoch": (),
+        "checkpointing": (st.sampled_from(("0", "1/3", "1")),),
+        "export": (),
+    }
+    return st.one_of([st.tuples(st.just(name), *drawn) for name, drawn in arguments.items()])

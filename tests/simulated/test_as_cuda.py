@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-import types
-from typing import Any
 
 import torch
 
@@ -16,44 +14,6 @@ def test_torch_does_not_let_another_device_be_called_cuda() -> None:
     name_it = "import torch; torch.utils.rename_privateuse1_backend('cuda')"
     done = subprocess.run([sys.executable, "-c", name_it], capture_output=True, text=True)
     assert "in-tree device" in done.stderr, "if it is allowed now, the simulated device can take the name"
-
-
-MODULE = """
-import functools
-import torch
-
-NAME = "cuda"
-
-def answers(device):
-    kind = {"cuda": "yes", ("cuda", 1): "yes"}.get(device.type, "no")
-    inner = lambda t: (t.is_cuda, f"on cuda:{device.index}", device.type in ("cuda", "xpu"))
-    return kind, torch.cuda.current_device(), inner(torch.ones(1, device=device))
-
-class Class:
-    @property
-    def own(self): return "cuda"
-    @staticmethod
-    def fixed(): return "nccl"
-    @functools.cache
-    def remembered(self): return "a barracuda"
-"""
-
-
-def _answers() -> tuple[list[Any], bool]:
-    module = types.ModuleType("asking")
-    exec(MODULE, module.__dict__)
-    device = torch.device("sim", 1)
-    before = module.answers.__code__
-    with answering_for_cuda(module):
-        one = module.Class()
-        found = [module.answers(device), one.own, one.fixed(), one.remembered(), module.NAME]
-    return found, module.answers.__code__ is before
-
-
-def test_a_modules_code_takes_the_simulated_device_for_cuda() -> None:
-    ((found, as_before),) = run_simulated(_answers, 1, first_device=1)
-    assert found == [("yes", 1, (True, "on sim:1", True)), "sim", "simccl", "a barracuda", "cuda"]
-    assert as_before
 
 
 def _attention(device: str) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import fsdp_sft as fs
 from fsdp_sft._ranks.mesh import cp_rank, parameter_mesh
 from fsdp_sft.weights import build_meta_model
+from tests import plain
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.hf_folders import save_tiny
@@ -48,18 +49,7 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _plain_step(oracle: Any, optimizer: torch.optim.Optimizer, rows: list[Any]) -> tuple[float, float]:
-    loss, _ = plain_gradients_kept(oracle, rows)
-    norm = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
-    optimizer.step()
-    oracle.zero_grad(set_to_none=True)
-    return loss, float(norm)
-
-
-def plain_gradients_kept(oracle: Any, rows: list[Any]) -> tuple[float, None]:
-    """The loss, with its gradients left on the model."""
-    loss = plain_loss(oracle, rows)
-    loss.backward()
-    return loss.item(), None
+    return plain.step(oracle, [plain_loss(oracle, rows)], [optimizer], max_norm=1.0)
 
 
 def _check_steps(shape: dict[str, int], options: dict[str, Any]) -> None:
@@ -69,7 +59,7 @@ def _check_steps(shape: dict[str, int], options: dict[str, Any]) -> None:
     inside, close = (AllFloat64(), 1e-9) if "sac" not in options else (nullcontext(), 1e-6)
     with inside:
         model, oracle = _start(mesh, **options)
-        optimizer, plain = _adamw(model.parameters()), _adamw(oracle.parameters())
+        optimizer, beside = _adamw(model.parameters()), _adamw(oracle.parameters())
         share, shares = dist.get_rank() // shape["cp"], dist.get_world_size() // shape["cp"]
         for step in range(3):
             rows = [
@@ -80,7 +70,7 @@ def _check_steps(shape: dict[str, int], options: dict[str, Any]) -> None:
             window = [batch_of(rows[share][i], kinds[i]) for i in range(2)]
             result = fs.train_step(model, window, optimizer)
             everything = [row for own in rows for batch in own for row in batch]
-            loss, norm = _plain_step(oracle, plain, everything)
+            loss, norm = _plain_step(oracle, beside, everything)
             assert abs(result.loss - loss) < close * loss
             assert abs(result.grad_norm - norm) < close * norm
             assert result.num_targets == sum(int((y[1:] != -100).sum()) for _, y in everything)
@@ -332,15 +322,12 @@ def _check_default_path(folder: str, backend: str) -> None:
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }
     model, oracle = _start(mesh, **options)
-    optimizer, plain = _adamw(model.parameters()), _adamw(oracle.parameters())
+    optimizer, beside = _adamw(model.parameters()), _adamw(oracle.parameters())
     for step in range(2):
         rows = rows_of([6 + step, 15, 1, 9 + 2 * step], seed=step)
         result = fs.train_step(model, [batch_of(rows, PACKED)], optimizer)
         with torch.autocast("cpu", torch.bfloat16):
-            loss, _ = plain_gradients_kept(oracle, rows)
-        torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
-        plain.step()
-        oracle.zero_grad(set_to_none=True)
+            loss, _ = _plain_step(oracle, beside, rows)
         assert result.loss == pytest.approx(loss, rel=2e-2)
     rows = rows_of(LENGTHS, seed=9)
     before = fs.evaluate(model, [batch_of(rows, PACKED)]).loss
@@ -383,7 +370,7 @@ def _check_features(folder: str, feature: str) -> None:
     if feature == "logits":
         fs.prepare_loss(model, impl="logits")
     trained = [p for p in model.parameters() if p.requires_grad]
-    plain = _adamw([p for p in oracle.parameters() if p.requires_grad])
+    beside = _adamw([p for p in oracle.parameters() if p.requires_grad])
     optimizers: Any = _adamw(trained)
     if feature == "two optimizers":
         optimizers = [_adamw(trained[:3]), _adamw(trained[3:])]
@@ -397,11 +384,8 @@ def _check_features(folder: str, feature: str) -> None:
             window = [{**batch, "loss_weights": f} for batch, f in zip(window, factors, strict=True)]
         result = fs.train_step(model, window, optimizers, **step)
         loss = _written_out(oracle, window, **terms)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
-        plain.step()
-        oracle.zero_grad(set_to_none=True)
-        assert result.loss == pytest.approx(loss.item(), rel=1e-6), feature
+        expected, _ = plain.step(oracle, [loss], [beside], max_norm=1.0)
+        assert result.loss == pytest.approx(expected, rel=1e-6), feature
     named = dict(oracle.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(full(parameter), named[name], rtol=0, atol=1e-6)

@@ -1,7 +1,7 @@
 """Well-known mistakes of fine-tuning code, made one at a time in a copy of the library: do the tests notice?
 
-    python -m benchmarks.checks.mutations
-    python -m benchmarks.checks.mutations --log mutations.jsonl   # a run that was stopped goes on
+    python -m tests.mistakes
+    python -m tests.mistakes --log mistakes.jsonl   # a run that was stopped goes on
 
 Each mistake is a change of one line in a copy of ``src``, against which the tests beside it are run. One
 that leaves them green is reported, and the exit code is its number of such mistakes. Two of them were made in
@@ -10,38 +10,13 @@ print: labels that were the attention mask, and a loss divided by the world size
 
 import argparse
 import json
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.checks.mistakes import MISTAKES, Mistake
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@contextmanager
-def made(mistake: Mistake) -> Iterator[dict[str, str]]:
-    """A copy of the library with the mistake in it; the environment in which that is what is imported."""
-    with tempfile.TemporaryDirectory() as name:
-        copy = Path(name) / "src"
-        shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-        path = copy / "fsdp_sft" / mistake.file
-        text = path.read_text()
-        if text.count(mistake.old) != 1:
-            raise SystemExit(f"{mistake.name}: {mistake.file} has changed; bring this script up to date")
-        path.write_text(text.replace(mistake.old, mistake.new))
-        environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-        where = "import fsdp_sft, pathlib; print(pathlib.Path(fsdp_sft.__file__).parent.parent)"
-        found = subprocess.run(
-            [sys.executable, "-c", where], env=environment, capture_output=True, text=True, check=True
-        )
-        assert Path(found.stdout.strip()).samefile(copy), "the copy is not what is imported"
-        yield environment
+from tests.harness.places import ROOT
+from tests.mistakes import MISTAKES, Mistake
+from tests.mistakes.copies import made
 
 
 def cannot_be_made(mistake: Mistake) -> str:
@@ -83,6 +58,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     chosen = [mistake for mistake in MISTAKES if (options.only or "") in mistake.name]
+    if not chosen:
+        parser.error(f"no mistake has {options.only!r} in its name")
     if options.check:
         gone = [reason for mistake in chosen if (reason := cannot_be_made(mistake))]
         raise SystemExit("\n".join(gone) if gone else 0)

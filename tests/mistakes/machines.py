@@ -1,6 +1,6 @@
 """Mistakes in what is said of machines before a job."""
 
-from benchmarks.checks.mistakes.mistake import Mistake
+from tests.mistakes.mistake import Mistake
 
 _PLANTED = ("tests/check/test_planted.py",)
 MISTAKES = [

@@ -1,6 +1,6 @@
 """Mistakes of a caller that are told or refused, made silent again."""
 
-from benchmarks.checks.mistakes.mistake import Mistake
+from tests.mistakes.mistake import Mistake
 
 MISTAKES = [
     Mistake(

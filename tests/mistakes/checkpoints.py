@@ -1,6 +1,6 @@
 """Mistakes in saving, resuming and exporting."""
 
-from benchmarks.checks.mistakes.mistake import Mistake
+from tests.mistakes.mistake import Mistake
 
 MISTAKES = [
     Mistake(

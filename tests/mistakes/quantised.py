@@ -1,6 +1,6 @@
 """Mistakes with quantised checkpoints, and with weights that stay packed."""
 
-from benchmarks.checks.mistakes.mistake import Mistake
+from tests.mistakes.mistake import Mistake
 
 MISTAKES: list[Mistake] = [
     Mistake(

@@ -1,6 +1,6 @@
 """Mistakes with vision-language models, odd layouts, and adapters of experts."""
 
-from benchmarks.checks.mistakes.mistake import Mistake
+from tests.mistakes.mistake import Mistake
 
 MISTAKES: list[Mistake] = [
     Mistake(

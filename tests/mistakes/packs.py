@@ -1,6 +1,6 @@
 """Mistakes in packs, and in attention by rows."""
 
-from benchmarks.checks.mistakes.mistake import Mistake
+from tests.mistakes.mistake import Mistake
 
 HYBRID = ("tests/attention/test_hybrid.py",)
 

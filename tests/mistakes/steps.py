@@ -1,6 +1,6 @@
 """Mistakes in the step, the losses that a model adds, and several optimizers."""
 
-from benchmarks.checks.mistakes.mistake import Mistake
+from tests.mistakes.mistake import Mistake
 
 TRAINED = ("tests/step/test_trained.py",)
 CHANGES = ("tests/test_changes.py",)

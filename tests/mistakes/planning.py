@@ -1,6 +1,6 @@
 """Mistakes in the planner, and in the optimizer of bfloat16 masters."""
 
-from benchmarks.checks.mistakes.mistake import Mistake
+from tests.mistakes.mistake import Mistake
 
 MISTAKES = [
     Mistake(

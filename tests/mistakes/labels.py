@@ -1,6 +1,6 @@
 """Mistakes in labels, and in how the loss of a window weighs its tokens."""
 
-from benchmarks.checks.mistakes.mistake import Mistake
+from tests.mistakes.mistake import Mistake
 
 ATTENTION_MASK = '"attention_mask": self._pad([ones * len(chat.input_ids) for chat in chats], length, 0),'
 LABELS = '"labels": self._pad(labels, length, IGNORE_INDEX),'

@@ -1,6 +1,6 @@
 """Mistakes with wrapped models, packs that nobody verified, and several meshes."""
 
-from benchmarks.checks.mistakes.mistake import Mistake
+from tests.mistakes.mistake import Mistake
 
 PACKS = ("tests/sampling/packing/test_first_use.py",)
 MESHES = ("tests/ranks/test_meshes.py",)

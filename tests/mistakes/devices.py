@@ -1,6 +1,6 @@
 """Mistakes that only a device shows which works while the host goes on; the simulated one shows them."""
 
-from benchmarks.checks.mistakes.mistake import Mistake
+from tests.mistakes.mistake import Mistake
 
 LOAD = ("tests/weights/test_devices.py",)
 SYNCS = ("tests/step/test_host_syncs.py",)

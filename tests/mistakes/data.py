@@ -1,6 +1,6 @@
 """Mistakes in what becomes of many rows: weights, encodings on the disk, mixtures, packs, loss terms."""
 
-from benchmarks.checks.mistakes.mistake import Mistake
+from tests.mistakes.mistake import Mistake
 
 COLLATOR = ("tests/collate/test_collator.py",)
 ENCODED = ("tests/collate/test_encoded.py",)

@@ -1,13 +1,12 @@
 """Do compositions find what the named tests find? Repairs are undone one at a time.
 
-    python -m benchmarks.checks.power --number 500 --seed 3
+    python -m tests.mistakes.power --number 500 --seed 3
 
-Each of these mistakes of ``benchmarks/checks/mistakes`` undoes a repair in a copy of the library, and the
-first ``--number`` draws of the seed are judged until one is a fault. To save time only those draws are judged
-whose options reach the changed line; the others could at most have found it earlier. Printed is the place of
-the draw that found it among all of them.
+Each of these mistakes of ``tests/mistakes`` undoes a repair in a copy of the library, and the
+``--number`` draws of the seed are judged until one is a fault. To save time only those draws are judged whose
+options reach the changed line. Printed is after how many draws each worker found it.
 
-    python -m benchmarks.checks.power --programs --number 300 --seed 3
+    python -m tests.mistakes.power --programs --number 300 --seed 3
 
 does the same with the programs of ``tests/programs``, for the repairs that concern the order of calls.
 """
@@ -16,12 +15,11 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
-from benchmarks.checks.mistakes import MISTAKES, Mistake
-from benchmarks.checks.mutations import ROOT, made
+from tests.harness.places import ROOT
+from tests.mistakes import MISTAKES, Mistake
+from tests.mistakes.copies import made
 
 Options = dict[str, str]
 
@@ -86,30 +84,13 @@ BY_PROGRAMS = (
 )
 
 
-def found_by_a_program(mistake: Mistake, number: int, seed: int, workers: int) -> tuple[int, int]:
-    """(place of the first program that was a fault, 0 if none was; how many were judged)."""
-    with made(mistake) as environment, tempfile.TemporaryDirectory() as name:
-        log = Path(name) / "log.jsonl"
-        options = ["--number", number, "--seed", seed, "--workers", workers, "--log", log]
-        command = [sys.executable, "-m", "tests.programs", "--until-fault", *map(str, options)]
-        subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
-        entries = [json.loads(line) for line in log.read_text().splitlines()]
-    faults = [entry["seed"] - seed + 1 for entry in entries if entry["kind"] == "fault"]
-    return min(faults, default=0), len(entries)
-
-
-def found_by(mistake: Mistake, where: Options, number: int, seed: int, workers: int) -> tuple[int, int]:
-    """(place of the first draw that was a fault, 0 if none was; how many draws were judged)."""
-    with made(mistake) as environment, tempfile.TemporaryDirectory() as name:
-        log = Path(name) / "log.jsonl"
-        options = ["--number", number, "--seed", seed, "--workers", workers, "--log", log]
-        command = [sys.executable, "-m", "tests.compositions", "--until-fault", "--no-shrink"]
-        # Without those that are compiled: each takes minutes.
-        command += ["--where", json.dumps({"compile": "no", **where}), *map(str, options)]
-        subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
-        _, *entries = [json.loads(line) for line in log.read_text().splitlines()]
-    faults = [entry["number"] + 1 for entry in entries if entry["outcome"][0] == "fault"]
-    return min(faults, default=0), len(entries)
+def found_by(mistake: Mistake, options: list[str]) -> str:
+    """What the draws say of a mistake: after how many of them a worker found it, or ""."""
+    with made(mistake) as environment:
+        command = [sys.executable, "-m", "tests.compositions", "--no-shrink", *options]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    found = [line for line in done.stdout.splitlines() if line.startswith("found in ")]
+    return ", ".join(found)
 
 
 def main() -> None:
@@ -123,17 +104,16 @@ def main() -> None:
     by_name = {mistake.name: mistake for mistake in MISTAKES}
     names = BY_PROGRAMS if arguments.programs else tuple(REACHED_BY)
     chosen = [name for name in names if any(part in name for part in arguments.only)]
-    budget = arguments.number, arguments.seed, arguments.workers
+    common = [f"--number={arguments.number}", f"--seed={arguments.seed}", f"--workers={arguments.workers}"]
     found = 0
     for name in chosen:
         start = time.monotonic()
-        if arguments.programs:
-            place, judged = found_by_a_program(by_name[name], *budget)
-        else:
-            place, judged = found_by(by_name[name], REACHED_BY[name], *budget)
-        found += place > 0
-        took = f"found by number {place}" if place else f"not found in {arguments.number}"
-        print(f"{name}: {took} ({judged} judged, {time.monotonic() - start:.0f} s)", flush=True)
+        # Without those that are compiled: each takes minutes.
+        where = ["--where", json.dumps({"compile": "no", **REACHED_BY.get(name, {})})]
+        place = found_by(by_name[name], [*common, *(["--programs"] if arguments.programs else where)])
+        found += bool(place)
+        took = place or f"not found in {arguments.number}"
+        print(f"{name}: {took} ({time.monotonic() - start:.0f} s)", flush=True)
     print(f"{found} of {len(chosen)} found")
 
 

@@ -1,6 +1,6 @@
 """The mistakes, by what they are made in."""
 
-from benchmarks.checks.mistakes import (
+from tests.mistakes import (
     checkpoints,
     data,
     devices,
@@ -16,7 +16,7 @@ from benchmarks.checks.mistakes import (
     told,
     vision,
 )
-from benchmarks.checks.mistakes.mistake import Mistake
+from tests.mistakes.mistake import Mistake
 
 MISTAKES = [
     *labels.MISTAKES,

@@ -1,6 +1,6 @@
 """Mistakes in losses of one's own: of tokens, with metrics and weights."""
 
-from benchmarks.checks.mistakes.mistake import Mistake
+from tests.mistakes.mistake import Mistake
 
 TOKENS = ("tests/loss/test_tokens.py",)
 STEPS = ("tests/step/test_losses_of_tokens.py",)

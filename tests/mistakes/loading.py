@@ -1,6 +1,6 @@
 """Mistakes in loading, sharding, finding blocks and activation checkpointing."""
 
-from benchmarks.checks.mistakes.mistake import Mistake
+from tests.mistakes.mistake import Mistake
 
 MISTAKES: list[Mistake] = [
     Mistake(
