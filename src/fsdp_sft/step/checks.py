@@ -159,14 +159,9 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
     vocabulary = vocabulary_of(model)
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
     for batch in batches:
-        ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if isinstance(ids, torch.Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
-            raise BatchError(  # the embedding's error would be of this rank alone
-                f"input_ids are {ids.dtype}, and ids are integers: make them torch.long (vectors go into "
-                "inputs_embeds)"
-            )
         vocabulary.check_ids(batch)
-        _warn_of_length(model, batch)
+        if isinstance(batch, Mapping):
+            _warn_of_length(model, batch)
         if knows_packs:
             refuse_masked_pack(batch)
         if not own_loss:
@@ -176,12 +171,11 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
 def _warn_of_length(model: nn.Module, batch: Any) -> None:
     """Warn once of a row, alone or in a pack, that is longer than the model was trained for."""
     known = getattr(text_config(model), "max_position_embeddings", None)
-    if not isinstance(known, int) or known < 1 or not isinstance(batch, Mapping):
+    name = "input_ids" if batch.get("position_ids") is None else "position_ids"
+    places = batch.get(name)
+    if not isinstance(known, int) or known < 1 or not isinstance(places, torch.Tensor) or places.ndim != 2:
         return
-    ids, positions = batch.get("input_ids"), batch.get("position_ids")
-    length = ids.shape[-1] if isinstance(ids, torch.Tensor) and ids.ndim == 2 else 0
-    if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.numel():
-        length = int(positions.max()) + 1 if positions.is_cpu else 0
+    length = places.shape[1] if name == "input_ids" or not places.numel() else int(places.max()) + 1
     if length > known and first_time(model, "length"):
         warn_caller(
             f"a row has {length:,} tokens, and {type(unwrapped(model)).__name__.removeprefix('FSDP')} was "

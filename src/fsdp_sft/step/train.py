@@ -38,7 +38,6 @@ from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums
 from fsdp_sft.step.update import (
     Optimizers,
     SyncMode,
-    checked_norm,
     checked_optimizers,
     checked_schedulers,
     clip_gradients,
@@ -225,7 +224,9 @@ class _OptimizerStep:
         if grad_sync not in _UNTIL_THE_LAST:
             raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
         self.model, self.objective, self.grad_sync = model, objective, grad_sync
-        self.max_grad_norm = checked_norm(max_grad_norm)
+        if max_grad_norm is not None and not float(max_grad_norm) > 0:
+            raise ValueError(f"max_grad_norm must be above 0, or None to clip nothing, got {max_grad_norm!r}")
+        self.max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self.optimizers, self.names, self.left_out = checked_optimizers(model, optimizer)
         self.schedulers = checked_schedulers(scheduler, self.optimizers)
         self.scaler = prepare_scaler(self.optimizers, scaler)
@@ -240,13 +241,14 @@ class _OptimizerStep:
         model, objective = self.model, self.objective
         is_first = check and FIRST_WINDOW not in done_with(model)
         is_window = isinstance(micro_batches, (list, tuple)) and len(micro_batches) > 0
-        error = BatchError(
-            "train_step takes the window as a list of batches, at least one micro-batch, got "
-            f"{type(micro_batches).__name__ if micro_batches else 'an empty window'}; wrap a single batch as "
-            "[batch]"
-        )
 
         def check_window(seen: list[Any]) -> None:
+            if not is_window:
+                raise BatchError(
+                    "train_step takes the window as a list of batches, at least one micro-batch, got "
+                    f"{type(micro_batches).__name__ if micro_batches else 'an empty window'}; wrap a single "
+                    "batch as [batch]"
+                )
             if not check:
                 return
             refuse_untrainable(model, self.names, self.optimizers, self.mesh)
@@ -273,7 +275,6 @@ class _OptimizerStep:
             check=check_window,
             group=sequence_group_of(model),
             options=options,
-            error=None if is_window else error,
         )
         if is_first:
             compare_rows(window.micro_batches, self.mesh)

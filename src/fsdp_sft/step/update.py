@@ -84,19 +84,6 @@ def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
         model.set_is_last_backward(True)
 
 
-def checked_norm(given: Any) -> float | None:
-    """``max_grad_norm`` as a number that ranks can compare; None clips nothing.
-
-    Raises:
-        ValueError: If it is not above 0.
-    """
-    if given is None:
-        return None
-    if not float(given) > 0:
-        raise ValueError(f"max_grad_norm must be above 0, or None to clip nothing, got {given!r}")
-    return float(given)
-
-
 def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tensor:
     """Clip the gradients in place; return their 2-norm over all ranks, a 0-dim tensor on their device.
 
@@ -217,24 +204,15 @@ def prepare_scaler(
 def options_of(optimizers: list[torch.optim.Optimizer]) -> tuple[str, ...]:
     """Options of the optimizers' groups, which must be the same on every rank, as text.
 
-    A rate that is a tensor on a device is left out: the host would have to wait for it.
+    A rate that is a tensor is left out: on a device the host would have to wait for it.
     """
     return tuple(
-        f"{name}={_plain(value)} of group {number} of {type(optimizer).__name__}"
+        f"{name}={value} of group {number} of {type(optimizer).__name__}"
         for optimizer in optimizers
         for number, group in enumerate(optimizer.param_groups)
         for name, value in group.items()
-        if name not in ("params", "initial_lr") and _plain(value) is not None
+        if name != "initial_lr" and isinstance(value, (bool, int, float, str, tuple))
     )
-
-
-def _plain(value: Any) -> Any:
-    """An option that can be compared; None for any other."""
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.numel() == 1 and value.device.type == "cpu" else None
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_plain, value))
-    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 def unscale(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_sft._compat.fsdp import compute_dtypes
-from fsdp_sft._model.twin import keep_config, text_config
+from fsdp_sft._model.twin import keep_config
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.dcp_io.model_state import loaded_step
@@ -52,8 +52,6 @@ def warn_of_likely_mistakes(
             "scaler=torch.amp.GradScaler(), or compute in bfloat16, which needs none"
         )
     _warn_of_lost_updates(model, optimizers)
-    if first_time(model, "end row"):
-        _warn_of_an_end_without_gradient(model)
     if first_time(model, "config"):
         keep_config(model)
     if left_out and first_time(model, "left out"):
@@ -104,28 +102,6 @@ def _warn_of_schedules(model: nn.Module, schedulers: Sequence[Any]) -> None:
             "that its warm-up comes again: save its state_dict() in train_state, and load_state_dict() it "
             "from load_checkpoint(...).train_state, unless a new schedule is meant"
         )
-
-
-def _warn_of_an_end_without_gradient(model: nn.Module) -> None:
-    """Warn if the embedding of the end of a turn is that of padding, whose gradient torch leaves out.
-
-    With a head of its own: a head that shares the embedding trains that row.
-    """
-    end, rows = (getattr(text_config(model), name, None) for name in ("eos_token_id", "vocab_size"))
-    for module in model.modules():
-        if (
-            isinstance(module, nn.Embedding)
-            and module.padding_idx in {*(end if isinstance(end, list) else [end])} - {None}
-            and module.num_embeddings == rows
-            and module.weight.requires_grad
-            and sum(getattr(other, "weight", None) is module.weight for other in model.modules()) == 1
-        ):
-            warn_caller(
-                f"token {module.padding_idx} is both the end of a turn (eos_token_id) and padding "
-                "(pad_token_id): torch gives the input embedding of padding no gradient, so that of the end "
-                "stays as it is, and later turns are trained behind it. Padding is masked without that: set "
-                "model.get_input_embeddings().padding_idx = None before the first step"
-            )
 
 
 def _warn_of_lost_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
