@@ -301,7 +301,6 @@ def test_what_is_not_offered() -> None:
         optimizer = fs.StochasticAdamW([parameter])
         with pytest.raises(ValueError, match=str(dtype)):
             optimizer.add_param_group({"params": [other]})
-        assert len(optimizer.param_groups) == 1
     embedding = nn.Embedding(5, 4, sparse=True)
     optimizer = fs.StochasticAdamW(embedding.parameters())
     embedding(torch.tensor([1])).sum().backward()

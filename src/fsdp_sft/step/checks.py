@@ -159,6 +159,12 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
     vocabulary = vocabulary_of(model)
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
     for batch in batches:
+        ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if isinstance(ids, torch.Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
+            raise BatchError(  # the embedding's error would be of this rank alone
+                f"input_ids are {ids.dtype}, and ids are integers: make them torch.long (vectors go into "
+                "inputs_embeds)"
+            )
         vocabulary.check_ids(batch)
         if isinstance(batch, Mapping):
             _warn_of_length(model, batch)
