@@ -91,23 +91,22 @@ def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tenso
     norm, and the norm of these norms is that of the whole gradient.
     """
     reshard(model)  # parameters that stay gathered after a backward, as FSDP2 can be told, have no gradients
-    kinds: dict[Any, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        gradient = parameter.grad
-        if gradient is not None:
-            sharded = isinstance(gradient, DTensor)
-            kind = (gradient.device_mesh, gradient.placements) if sharded else None  # type: ignore[attr-defined]
-            kinds.setdefault(kind, []).append(parameter)
-    norms = [_norm(parameters) for parameters in kinds.values()]
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for gradient in (parameter.grad for parameter in model.parameters() if parameter.grad is not None):
+        kind = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        kinds.setdefault(kind, []).append(gradient)
+    norms = [_norm(gradients) for gradients in kinds.values()]
     norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
-    for parameters in kinds.values() if max_grad_norm is not None else ():
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)  # type: ignore[arg-type]
+    for gradients in kinds.values() if max_grad_norm is not None else ():
+        # Of the shards themselves: the first operation on DTensors takes as long as a small model's forward.
+        shards = [local_of(gradient) for gradient in gradients]
+        factor = torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils clips
+        torch._foreach_mul_(shards, factor.to(shards[0].device))
     return norm
 
 
-def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
+def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Norm of gradients with the same mesh and placements."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
     first = gradients[0]
     placements = first.placements if isinstance(first, DTensor) else ()
     cuts = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]

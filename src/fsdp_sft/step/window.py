@@ -176,7 +176,8 @@ def _keys_by_place(batches: list[MicroBatch]) -> dict[str, Keys]:
 
 def _together(everyone: list[dict[str, Any]]) -> tuple[list[float], list[int], str]:
     """(sums over all ranks, the ranks that have batches, what differs between ranks or "")."""
-    total = [functools.reduce(operator.add, each) for each in zip(*(one["sums"] for one in everyone))]
+    columns = zip(*(one["sums"] for one in everyone), strict=True)
+    total = [functools.reduce(operator.add, column) for column in columns]
     having = [rank for rank, one in enumerate(everyone) if one["keys"] != _NO_KEYS]
     keys = {everyone[rank]["keys"] for rank in having}
     if len({one["options"] for one in everyone}) > 1:
