@@ -65,13 +65,13 @@ def in_step(
     while True:
         read = itertools.islice(source, 1)
         window = agree_on_window(read, mesh, objective, check=check, group=group, options=options)
-        if not window.having:
+        if not window.num_having:
             return
-        own, sender = window.micro_batches, window.having[0]
+        own = window.micro_batches
         sent = None
-        if mesh is not None and len(window.having) < world_size():
-            sends = to_device(own[0].given, torch.device("cpu")) if this_rank() == sender else None
-            sent = all_gather_objects(sends)[sender]
+        if mesh is not None and window.num_having < world_size():
+            sends = to_device(own[0].given, torch.device("cpu")) if this_rank() == window.sender else None
+            sent = all_gather_objects(sends)[window.sender]
         (batch,) = own or measured([sent], objective, group)
         yield batch, bool(own), window.padded_left
 

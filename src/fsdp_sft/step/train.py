@@ -223,8 +223,14 @@ def train_step(
         "watched": counter is not None,
         "micro_batches": len(micro_batches) if is_window else 0,
     }
-    given, group = micro_batches if is_window else [], sequence_group_of(model)
-    window = agree_on_window(given, mesh, objective, check=check_window, group=group, options=options)
+    window = agree_on_window(
+        micro_batches if is_window else [],
+        mesh,
+        objective,
+        check=check_window,
+        group=sequence_group_of(model),
+        options=options,
+    )
     if is_first:
         compare_rows(window.micro_batches, mesh)
         done_with(model).add(FIRST_WINDOW)

@@ -115,7 +115,8 @@ class Window:
         tokens: Number of tokens on all ranks, without padding.
         weight: Sum of the targets' ``loss_weights`` on all ranks; without weights the number of targets.
         padded_left: Whether any rank has a row that is padded on the left.
-        having: The ranks that have a micro-batch.
+        num_having: Number of ranks that have a micro-batch.
+        sender: The first of them; -1 if there is none.
         micro_batches: Those of this rank.
     """
 
@@ -123,7 +124,8 @@ class Window:
     tokens: int
     weight: float
     padded_left: bool
-    having: list[int]
+    num_having: int
+    sender: int
     micro_batches: list[MicroBatch]
 
 
@@ -160,13 +162,15 @@ def agree_on_window(
         return {"sums": sums, "options": _digest(options), "keys": _digest(_keys_by_place(batches))}
 
     if mesh is None:
-        total, having, different = _together([told()])
+        total, having, sender, different = _together([told()])
     else:
-        total, having, different = through_rank_0("checking the window and the model", told, _together)
+        total, having, sender, different = through_rank_0(
+            "checking the window and the model", told, _together
+        )
     if different:
         refuse_different(different, options if different == "options" else _keys_by_place(batches))
     targets, tokens, weight, padded_left = total
-    return Window(round(targets), int(tokens), weight, padded_left > 0, having, batches)
+    return Window(round(targets), int(tokens), weight, padded_left > 0, having, sender, batches)
 
 
 def _keys_by_place(batches: list[MicroBatch]) -> dict[str, Keys]:
@@ -174,15 +178,15 @@ def _keys_by_place(batches: list[MicroBatch]) -> dict[str, Keys]:
     return {f"micro-batch {index}": one.keys for index, one in enumerate(batches)}
 
 
-def _together(everyone: list[dict[str, Any]]) -> tuple[list[float], list[int], str]:
-    """(sums over all ranks, the ranks that have batches, what differs between ranks or "")."""
+def _together(everyone: list[dict[str, Any]]) -> tuple[list[float], int, int, str]:
+    """(sums over all ranks, number of those that have batches, the first of them, what differs or "")."""
     columns = zip(*(one["sums"] for one in everyone), strict=True)
     total = [functools.reduce(operator.add, column) for column in columns]
     having = [rank for rank, one in enumerate(everyone) if one["keys"] != _NO_KEYS]
-    keys = {everyone[rank]["keys"] for rank in having}
+    different = "keys" if len({everyone[rank]["keys"] for rank in having}) > 1 else ""
     if len({one["options"] for one in everyone}) > 1:
-        return total, having, "options"
-    return total, having, "keys" if len(keys) > 1 else ""
+        different = "options"
+    return total, len(having), having[0] if having else -1, different
 
 
 def _digest(value: Any) -> bytes:
