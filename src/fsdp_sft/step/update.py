@@ -97,7 +97,9 @@ def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tenso
         kinds.setdefault(kind, []).append(gradient)
     norms = [_norm(gradients) for gradients in kinds.values()]
     norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
-    for gradients in kinds.values() if max_grad_norm is not None else ():
+    if max_grad_norm is None:
+        return norm
+    for gradients in kinds.values():
         # Of the shards themselves: the first operation on DTensors takes as long as a small model's forward.
         shards = [local_of(gradient) for gradient in gradients]
         factor = torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils clips
