@@ -51,7 +51,16 @@ def warn_of_likely_mistakes(
             "the model computes in float16 without a scaler: gradients below 6e-8 become 0. Pass "
             "scaler=torch.amp.GradScaler(), or compute in bfloat16, which needs none"
         )
-    _warn_of_lost_updates(model, optimizers)
+    # Optimizers of other libraries may round stochastically, which cannot be seen from outside.
+    for one in (each for each in optimizers if type(each).__module__.startswith("torch.optim.")):
+        kind = type(one).__name__
+        narrow = [p for p in stepped_by(one) if p.requires_grad and p.dtype is torch.bfloat16]
+        if narrow and first_time(model, f"bfloat16 by {kind}"):
+            warn_caller(
+                f"{len(narrow)} trained parameters are bfloat16, and {kind} rounds them to the nearest: an "
+                "update below 1/512 of a value is lost, as most are in fine-tuning. Use "
+                "fsdp_sft.StochasticAdamW, or float32 masters (master_dtype=torch.float32)"
+            )
     if first_time(model, "config"):
         keep_config(model)
     if left_out and first_time(model, "left out"):
@@ -102,23 +111,6 @@ def _warn_of_schedules(model: nn.Module, schedulers: Sequence[Any]) -> None:
             "that its warm-up comes again: save its state_dict() in train_state, and load_state_dict() it "
             "from load_checkpoint(...).train_state, unless a new schedule is meant"
         )
-
-
-def _warn_of_lost_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Warn if optimizers of torch train bfloat16 parameters, whose small updates they round away.
-
-    Optimizers of other libraries may round stochastically, which cannot be seen from outside.
-    """
-    for one in optimizers:
-        kind = type(one)
-        narrow = [p for p in stepped_by(one) if p.requires_grad and p.dtype is torch.bfloat16]
-        of_torch = kind.__module__.startswith("torch.optim.")
-        if narrow and of_torch and first_time(model, f"bfloat16 by {kind.__name__}"):
-            warn_caller(
-                f"{len(narrow)} trained parameters are bfloat16, and {kind.__name__} rounds them to the "
-                "nearest: an update below 1/512 of a value is lost, as most are in fine-tuning. Use "
-                "fsdp_sft.StochasticAdamW, or float32 masters (master_dtype=torch.float32)"
-            )
 
 
 def _sets_other_rates(scheduler: Any) -> bool:
