@@ -177,11 +177,11 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
 def _warn_of_length(model: nn.Module, batch: Any) -> None:
     """Warn once of a row, alone or in a pack, that is longer than the model was trained for."""
     known = getattr(text_config(model), "max_position_embeddings", None)
-    name = "input_ids" if batch.get("position_ids") is None else "position_ids"
-    places = batch.get(name)
-    if not isinstance(known, int) or known < 1 or not isinstance(places, torch.Tensor) or places.ndim != 2:
+    ids, positions = batch.get("input_ids"), batch.get("position_ids")
+    if not isinstance(known, int) or known < 1 or not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         return
-    length = places.shape[1] if name == "input_ids" or not places.numel() else int(places.max()) + 1
+    are_known = isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.numel()
+    length = int(positions.max()) + 1 if are_known else ids.shape[1]
     if length > known and first_time(model, "length"):
         warn_caller(
             f"a row has {length:,} tokens, and {type(unwrapped(model)).__name__.removeprefix('FSDP')} was "

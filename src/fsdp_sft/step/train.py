@@ -187,7 +187,8 @@ def train_step(
     """
     if grad_sync not in _UNTIL_THE_LAST:
         raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
-    if max_grad_norm is not None and not float(max_grad_norm) > 0:
+    max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
+    if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be above 0, or None to clip nothing, got {max_grad_norm!r}")
     objective, mesh, counter = Objective(loss_fn, count_fn), training_mesh_of(model), counter_of(model)
     optimizers, names, left_out = checked_optimizers(model, optimizer)
@@ -213,7 +214,7 @@ def train_step(
         check_batches(model, seen, own_loss=objective.is_own)
 
     options = {
-        "max_grad_norm": None if max_grad_norm is None else float(max_grad_norm),
+        "max_grad_norm": max_grad_norm,
         "grad_sync": grad_sync,
         "loss_fn": objective.is_own,
         "check": check,

@@ -212,7 +212,7 @@ def options_of(optimizers: list[torch.optim.Optimizer]) -> tuple[str, ...]:
         for optimizer in optimizers
         for number, group in enumerate(optimizer.param_groups)
         for name, value in group.items()
-        if name != "initial_lr" and isinstance(value, (bool, int, float, str, tuple))
+        if name not in ("params", "initial_lr") and isinstance(value, (bool, int, float, str, tuple, list))
     )
 
 
