@@ -19,8 +19,11 @@ time no exact loss can avoid.
 
 import argparse
 import gc
+import importlib.util
 import statistics
+import sys
 import time
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -52,9 +55,22 @@ def products_alone(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Ten
     return total + (logits.T @ hidden).sum() if weight.requires_grad else total
 
 
+def without_its_init(name: str) -> None:
+    """Make the modules of a package importable without its ``__init__``, which imports more than they need."""
+    if name in sys.modules:
+        return
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        raise ImportError(f"{name} is not installed")
+    package = types.ModuleType(name)
+    package.__path__ = list(spec.submodule_search_locations or ())
+    sys.modules[name] = package
+
+
 def trl_fused(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """TRL's fused head, called as its trainers call it where there is no Triton: every row is scored."""
-    from trl.kernels import ChunkedLogProbFunction
+    without_its_init("trl")
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
     options = (1.0, 32768, None, 1.0, ())  # temperature, chunk of the vocabulary, cap, scale, what else
     scores, *_ = ChunkedLogProbFunction.apply(hidden, weight, None, labels.clamp(min=0), *options)
@@ -62,6 +78,7 @@ def trl_fused(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) 
 
 
 def cut_by_torch(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    without_its_init("cut_cross_entropy")
     from cut_cross_entropy.torch_compile import torch_compile_linear_cross_entropy
 
     return torch_compile_linear_cross_entropy(hidden, weight, labels, reduction="sum")
