@@ -56,7 +56,7 @@ def products_alone(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Ten
 
 
 def without_its_init(name: str) -> None:
-    """Make the modules of a package importable without its ``__init__``, which imports more than they need."""
+    """Make a package's modules importable without its ``__init__``, which imports more than they need."""
     if name in sys.modules:
         return
     spec = importlib.util.find_spec(name)
