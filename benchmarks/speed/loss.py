@@ -25,7 +25,9 @@ import sys
 import time
 import types
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +72,10 @@ def without_its_init(name: str) -> None:
 def trl_fused(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """TRL's fused head, called as its trainers call it where there is no Triton: every row is scored."""
     without_its_init("trl")
+    if "trl.trainer" not in sys.modules:  # whose context gathers what DeepSpeed has sharded: nothing here
+        utils: Any = types.ModuleType("trl.trainer.utils")
+        utils.maybe_gather_lm_head_ctx = lambda *_: nullcontext()
+        sys.modules |= {"trl.trainer": types.ModuleType("trl.trainer"), "trl.trainer.utils": utils}
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
     options = (1.0, 32768, None, 1.0, ())  # temperature, chunk of the vocabulary, cap, scale, what else
