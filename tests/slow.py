@@ -47,9 +47,6 @@ BESIDE: dict[str, str] = {
     "tests/optimizer/test_adamw.py::test_train_save_and_go_on_bit_for_bit[sim-": (
         "tests/optimizer/test_adamw.py::test_train_save_and_go_on_bit_for_bit[cpu-True]"
     ),
-    "tests/optimizer/test_adamw.py::test_replicas_stay_the_same[sim-": (
-        "tests/optimizer/test_adamw.py::test_replicas_stay_the_same[cpu-mesh1]"
-    ),
     "tests/dcp_io/test_async.py::test_async_saves_on_two_ranks[sim]": (
         "tests/dcp_io/test_async.py::test_async_saves_on_two_ranks[cpu]"
     ),

@@ -1,8 +1,14 @@
-"""linear_cross_entropy_sum against full logits, torch's own chunked form and Liger: time and peak memory.
+"""linear_cross_entropy_sum against full logits and what others have in their place: time and peak memory.
 
     python -m benchmarks.speed.loss                         # T=4096, H=1024, V=32000 in float32 and bfloat16
     python -m benchmarks.speed.loss --cpu-time --threads 1  # where other processes use the machine, too
+    python -m benchmarks.speed.loss --peers                 # V=32000 and 152064, the head trained and frozen
     python -m benchmarks.speed.loss --gpu                   # T=16384, H=4096, V=152064 in bfloat16, on CUDA
+
+Beside torch's own chunked form there are, where they can be imported, TRL's fused head (``trl.kernels``),
+cut-cross-entropy's torch implementation (compiled, which holds the logits), and on CUDA Liger. TRL and
+cut-cross-entropy need nothing else: ``pip install --no-deps --target FOLDER "trl==1.16.*" cut-cross-entropy``
+and ``PYTHONPATH=FOLDER``.
 
 Every round runs all of them, forward and backward of the sum, in an order that turns. Ratios are medians over
 rounds, each to the logits of its round. The peak is what forward and backward allocate beyond their inputs,
@@ -13,10 +19,15 @@ time no exact loss can avoid.
 
 import argparse
 import gc
+import importlib.util
 import statistics
+import sys
 import time
+import types
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +51,54 @@ def torch_chunked(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tens
 
 @torch.no_grad()
 def products_alone(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """What no exact loss can do without: the logits and the two gradients made of as many numbers."""
+    """What no exact loss can do without: the logits and the wanted gradients, made of as many numbers."""
     logits = hidden @ weight.T
-    return (logits @ weight).sum() + (logits.T @ hidden).sum()
+    total = (logits @ weight).sum()
+    return total + (logits.T @ hidden).sum() if weight.requires_grad else total
+
+
+def without_its_init(name: str) -> None:
+    """Make a package's modules importable without its ``__init__``, which imports more than they need."""
+    if name in sys.modules:
+        return
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        raise ImportError(f"{name} is not installed")
+    package = types.ModuleType(name)
+    package.__path__ = list(spec.submodule_search_locations or ())
+    sys.modules[name] = package
+
+
+def trl_fused(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """TRL's fused head, called as its trainers call it where there is no Triton: every row is scored."""
+    without_its_init("trl")
+    if "trl.trainer" not in sys.modules:  # whose context gathers what DeepSpeed has sharded: nothing here
+        utils: Any = types.ModuleType("trl.trainer.utils")
+        utils.maybe_gather_lm_head_ctx = lambda *_: nullcontext()
+        sys.modules |= {"trl.trainer": types.ModuleType("trl.trainer"), "trl.trainer.utils": utils}
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    options = (1.0, 32768, None, 1.0, ())  # temperature, chunk of the vocabulary, cap, scale, what else
+    scores, *_ = ChunkedLogProbFunction.apply(hidden, weight, None, labels.clamp(min=0), *options)
+    return -scores.masked_fill(labels == -100, 0).sum()
+
+
+def cut_by_torch(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    without_its_init("cut_cross_entropy")
+    from cut_cross_entropy.torch_compile import torch_compile_linear_cross_entropy
+
+    return torch_compile_linear_cross_entropy(hidden, weight, labels, reduction="sum")
+
+
+def is_there(loss: Loss) -> bool:
+    """Whether what a loss is made of can be imported and run on a few numbers."""
+    hidden, weight = torch.ones(2, 4, requires_grad=True), torch.ones(8, 4)
+    try:
+        loss(hidden, weight, torch.tensor([1, 2])).backward()
+    except (ImportError, RuntimeError) as error:
+        print(f"left out: {loss.__name__}: {str(error).splitlines()[0]}")
+        return False
+    return True
 
 
 def contestants(device: torch.device) -> dict[str, Loss]:
@@ -53,6 +109,8 @@ def contestants(device: torch.device) -> dict[str, Loss]:
     }
     if hasattr(F, "linear_cross_entropy"):
         found["F.linear_cross_entropy, chunked"] = torch_chunked
+    peers = {"TRL's fused head": trl_fused, "cut-cross-entropy, torch": cut_by_torch}
+    found |= {name: loss for name, loss in peers.items() if is_there(loss)}
     if device.type == "cuda":
         try:
             from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -90,10 +148,15 @@ def _status(field: str) -> int:
 
 
 def run(
-    loss: Loss, inputs: tuple[torch.Tensor, ...], device: torch.device, clock: Callable[[], float]
+    loss: Loss,
+    inputs: tuple[torch.Tensor, ...],
+    device: torch.device,
+    clock: Callable[[], float],
+    frozen: bool = False,
 ) -> tuple[float, int, float]:
     """Seconds, peak bytes and the loss of one forward and backward."""
     hidden, weight = (tensor.detach().requires_grad_() for tensor in inputs[:2])
+    weight.requires_grad_(not frozen)
     with PeakMemory(device) as memory:
         start = clock()
         total = loss(hidden, weight, inputs[2])
@@ -105,12 +168,14 @@ def run(
     return seconds, memory.bytes, float(total.detach())
 
 
-def compare(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> list[list[str]]:
+def compare(
+    args: argparse.Namespace, dtype: torch.dtype, device: torch.device, vocab: int, frozen: bool
+) -> list[list[str]]:
     generator = torch.Generator().manual_seed(0)
-    draw = (torch.randn(n, args.hidden, generator=generator) for n in (args.tokens, args.vocab))
+    draw = (torch.randn(n, args.hidden, generator=generator) for n in (args.tokens, vocab))
     hidden, weight = (t.to(device, dtype) for t in draw)
     weight *= args.hidden**-0.5
-    labels = torch.randint(args.vocab, (args.tokens,), generator=generator).to(device)
+    labels = torch.randint(vocab, (args.tokens,), generator=generator).to(device)
     labels[torch.rand(args.tokens, generator=generator).to(device) >= args.targets] = -100
     inputs = (hidden, weight, labels)
     exact = sum(
@@ -123,7 +188,7 @@ def compare(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) 
     for turn in range(args.rounds + 1):
         names = list(losses)[turn % len(losses) :] + list(losses)[: turn % len(losses)]
         for name in names:
-            result = run(losses[name], inputs, device, clock)
+            result = run(losses[name], inputs, device, clock, frozen)
             if turn:  # the first round allocates
                 results[name].append(result)
     base = results[BASE]
@@ -135,7 +200,8 @@ def compare(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) 
         error = "" if name == FLOOR else f"{abs(values[0] - exact) / exact:.1e}"
         taken = [f"{statistics.median(seconds):.3f}", median_and_range(ratios, 3)]
         room = [f"{statistics.median(peaks) / 2**20:,.0f}", f"{memory:.3f}"]
-        lines.append([str(dtype).removeprefix("torch."), name, *taken, *room, error])
+        what = [str(dtype).removeprefix("torch."), f"{vocab:,}", "frozen" if frozen else "trained"]
+        lines.append([*what, name, *taken, *room, error])
     return lines
 
 
@@ -169,17 +235,20 @@ def device_and_name(args: argparse.Namespace) -> tuple[torch.device, str]:
 def main() -> None:
     parser = parser_of_shapes(__doc__, ("float32", "bfloat16", "float16"))
     parser.add_argument("--targets", type=float, default=1.0, help="share of rows that are targets")
+    parser.add_argument("--peers", action="store_true", help="two vocabularies, the head trained and frozen")
     args = parser.parse_args()
     device, where = device_and_name(args)
     lines = [
-        f"T={args.tokens}, H={args.hidden}, V={args.vocab}, {args.targets:.0%} of the rows are targets, "
+        f"T={args.tokens}, H={args.hidden}, {args.targets:.0%} of the rows are targets, "
         f"{where}, {args.rounds} rounds, torch {torch.__version__}",
         "",
     ]
-    head = ["dtype", "loss", f"{'CPU ' if args.cpu_time else ''}seconds", "ratio (min to max)"]
+    head = ["dtype", "V", "head", "loss", f"{'CPU ' if args.cpu_time else ''}seconds", "ratio (min to max)"]
     rows: list[list[str]] = []
     for dtype in args.dtypes:
-        rows += compare(args, getattr(torch, dtype), device)
+        for vocab in (32000, 152064) if args.peers else (args.vocab,):
+            for frozen in (False, True) if args.peers else (False,):
+                rows += compare(args, getattr(torch, dtype), device, vocab, frozen)
     lines += table([*head, "peak MiB", "ratio", "loss error"], rows)
     publish("The loss without logits", lines, args.output)
 

@@ -45,7 +45,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the scaler decides for each optimizer alone",
         "step/train.py",
-        "skipped = self.has_infs or not math.isfinite(self.total_norm)",
+        "skipped = has_infs or not math.isfinite(total_norm)",
         "skipped = False",
         ("tests/step/test_optimizers.py",),
     ),

@@ -40,14 +40,14 @@ MISTAKES = [
     ),
     Mistake(
         "every rank rounds by the same noise",
-        "optimizer/stochastic.py",
-        "return left.add_(dims[0][0])",
+        "optimizer/adamw.py",
+        "return left.add_(sum(box.offset[:1]) * math.prod(shape[1:]))",
         "return left",
         ("tests/optimizer/test_adamw.py::test_the_result_does_not_depend_on_how_a_parameter_is_cut",),
     ),
     Mistake(
         "what is finite is rounded to infinity",
-        "optimizer/stochastic.py",
+        "optimizer/adamw.py",
         "noise.masked_fill_(values.abs() >= _LARGEST, 0)",
         "values.abs()",
         ("tests/optimizer/test_stochastic.py::test_what_is_not_finite_stays_so_and_what_is_finite_too",),

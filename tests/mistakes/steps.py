@@ -86,8 +86,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "gradients of a window that was given up are kept",
         "step/train.py",
-        "        forget_held_back(self.model)",
-        "        pass",
+        "    forget_held_back(model)",
+        "    pass",
         ("tests/step/test_failed.py",),
     ),
     Mistake(
@@ -100,7 +100,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a scaler stays unscaled after a step that failed",
         "step/train.py",
-        "            forget_unscaled(self.scaler)",
+        "            forget_unscaled(scaler)",
         "            pass",
         ("tests/step/test_scaler.py",),
     ),
@@ -142,14 +142,14 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "ranks train different parameters",
         "step/train.py",
-        '"trained": tuple(name for parameter, name in self.names.items() if parameter.requires_grad),',
+        '"trained": tuple(name for parameter, name in names.items() if parameter.requires_grad),',
         '"trained": (),',
         TRAINED,
     ),
     Mistake(
         "ranks step with different options",
         "step/train.py",
-        '            "optimizers": options_of(self.optimizers),\n',
+        '        "optimizers": options_of(optimizers),\n',
         "",
         TRAINED,
     ),
@@ -184,15 +184,15 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the keys of batches not compared between ranks",
         "step/window.py",
-        '"keys": keys or None,',
-        '"keys": (),',
+        'different = "keys" if',
+        'different = "" if',
         ("tests/step/test_keys.py",),
     ),
     Mistake(
         "a rank that has run out stands in with what it had last",
         "step/evaluation.py",
-        "if not window.can_stand_in:",
-        "if not window.can_stand_in and last is None:",
+        "        (batch,) = own or measured([sent], objective, group)",
+        "        (batch,) = own or measured([batch], objective, group)",
         ("tests/step/test_keys.py",),
     ),
     Mistake(
@@ -261,8 +261,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "every micro-batch of the router weighs the same",
         "step/train.py",
-        "router = router * (batch.tokens / max(window.tokens, 1) * weight)",
-        "router = router * (weight / len(window.micro_batches) / (mesh.size() if mesh else 1))",
+        "router = router * (batch.tokens / max(window.tokens, 1) * window.weight)",
+        "router = router * (window.weight / len(window.micro_batches) / (mesh.size() if mesh else 1))",
         ("tests/loss/test_own.py",),
     ),
     Mistake(
@@ -317,7 +317,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a rank clips its gradients as others do not",
         "step/window.py",
-        '        refuse_different("options", options)\n',
+        '        different = "options"\n',
         "        pass\n",
         ("tests/step/test_keys.py::test_ranks_with_different_options_are_refused",),
     ),

@@ -25,13 +25,6 @@ MISTAKES = [
         ("tests/test_mistakes.py",),
     ),
     Mistake(
-        "an end of turn that is padding gets no gradient without a word",
-        "step/warnings.py",
-        "            and module.num_embeddings == rows",
-        "            and False",
-        ("tests/step/test_lengths.py",),
-    ),
-    Mistake(
         "a model left in eval mode is trained without a word",
         "step/warnings.py",
         "    if not model.training and first_time(",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_sft._tensors.boxes import Box, box_at, cuts_of, whole
-from fsdp_sft.optimizer.stochastic import key_of, numbers_in_whole, random_bits, round_into, sixteen_of
+from fsdp_sft.optimizer.adamw import key_of, numbers_in_whole, random_bits, round_into, sixteen_of
 
 LARGEST = struct.unpack(">f", bytes.fromhex("7f7f0000"))[0]
 

@@ -1,4 +1,4 @@
-"""Rows longer than a model was made for, 5,000 tokens on 1,024 positions in a trial, and ends that pad."""
+"""Rows longer than a model was made for, 5,000 tokens on 1,024 positions in a trial."""
 
 import warnings
 from pathlib import Path
@@ -41,24 +41,3 @@ def test_a_row_beyond_what_was_trained_is_told_once(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _step(extended, _batch(32))
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"pad_token_id": 5}, 1),
-        ({"pad_token_id": 5, "tie_word_embeddings": True}, 0),
-        ({"pad_token_id": 6}, 0),
-        ({"pad_token_id": None}, 0),
-    ],
-)
-def test_an_end_that_gets_no_gradient_as_padding_is_told_once(changed: dict[str, Any], told: int) -> None:
-    model = tiny_model("llama", **{"eos_token_id": [4, 5], "tie_word_embeddings": False, **changed})
-    model(**_batch(8)).loss.backward()
-    assert bool(model.get_input_embeddings().weight.grad[5].any()) is not bool(told)
-    model.zero_grad()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            _step(model, _batch(8))
-    assert sum("the input embedding of padding no gradient" in str(one.message) for one in caught) == told

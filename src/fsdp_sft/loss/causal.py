@@ -1,7 +1,7 @@
 """The causal-LM loss of a model on a batch: labels shifted once, a float32 sum, with or without logits."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss.counting import (
+    LOSS_KEYS,
     WEIGHTS_KEY,
     Batch,
     CheckedBatch,
@@ -33,7 +34,6 @@ from fsdp_sft.loss.counting import (
     targets_of,
     weight_of,
     weights_of,
-    without_labels,
 )
 from fsdp_sft.loss.head import Compute, loss_at_head, wide
 from fsdp_sft.loss.linear import chunked_loss, linear_token_losses
@@ -285,7 +285,8 @@ def _computed(
     added: Callable[[Any], torch.Tensor | None] = lambda output: None,
 ) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
     """One forward: (the loss, number of correct targets) at the head or of logits, and what is ``added``."""
-    inputs = {**without_labels(batch), **no_cache(model), **inputs}
+    given = {name: value for name, value in batch.items() if name not in LOSS_KEYS}
+    inputs = {**given, **no_cache(model), **inputs}
     choice = choice_for(model)
     head = choice.head
     with _forward_of(model, batch):
@@ -313,11 +314,11 @@ def _part_for(model: nn.Module, batch: Batch) -> tuple[Batch, SequenceGroup | No
 def _forward_of(model: nn.Module, batch: Batch) -> Iterator[None]:
     """Context of a forward of a batch or of this rank's part of one."""
     counter = counter_of(model)
-    rows = part_of_rows(batch.whole) if isinstance(batch, BatchPart) else nullcontext()
-    with rows, nullcontext() if counter is None else counter.counting(_counted(batch)):
+    with ExitStack() as contexts:
+        if isinstance(batch, BatchPart):
+            contexts.enter_context(part_of_rows(batch.whole))
+        if counter is not None:
+            # The tokens that are neither padding nor filler.
+            counted = batch.counted if isinstance(batch, BatchPart) else counted_tokens(batch)
+            contexts.enter_context(counter.counting(counted))
         yield
-
-
-def _counted(batch: Batch) -> torch.Tensor | None:
-    """Mask of the tokens of a batch that are neither padding nor filler; None if all count."""
-    return batch.counted if isinstance(batch, BatchPart) else counted_tokens(batch)

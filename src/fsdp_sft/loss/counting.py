@@ -205,11 +205,6 @@ def is_shifted(batch: Batch) -> bool:
     return isinstance(batch, Mapping) and batch.get("shift_labels") is not None
 
 
-def without_labels(batch: Batch) -> dict[str, Any]:
-    """The entries of a batch that the model's forward gets when the loss is computed outside of it."""
-    return {name: value for name, value in batch.items() if name not in LOSS_KEYS}
-
-
 def scale_for_backward(
     loss: torch.Tensor, *, num_targets: float, mesh: "DeviceMesh | None" = None
 ) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """AdamW that keeps parameters and states in bfloat16 and rounds them stochastically."""
 
-import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,12 +8,18 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from fsdp_sft._tensors.boxes import Box, box_of, local_of
-from fsdp_sft.optimizer.stochastic import key_of, numbers_in_whole, random_bits, round_into, sixteen_of
 
 CHUNK = 1 << 22  # most elements of a shard that are in float32 at a time
 _STATES = ("exp_avg", "exp_avg_sq")
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 _NOT_OFFERED = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
+Rule = tuple[dict[str, Any], float, int]  # options of a group, its learning rate, number of the step
+_BITS = 1 << 64
+# SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+_LARGEST = torch.finfo(torch.bfloat16).max
+_KEPT = -(1 << 16)  # mask of the upper 16 bits of a float32, which are those of a bfloat16
 
 
 class StochasticAdamW(torch.optim.Optimizer):
@@ -86,33 +92,23 @@ class StochasticAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in ``torch.optim.Optimizer``; one that cannot be stepped raises and is dropped."""
+        """Add a group, as in ``torch.optim.Optimizer``; one that cannot be stepped raises."""
         super().add_param_group(param_group)
-        try:
-            _check(self.param_groups[-1])
-            for parameter in self.param_groups[-1]["params"]:
-                if parameter.requires_grad:
-                    _check_parameter(parameter)
-        except Exception:
-            self.param_groups.pop()
-            raise
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take pickled or loaded state; options that a group lacks get their defaults."""
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+        _check(self.param_groups[-1])
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.requires_grad:
+                _check_parameter(parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned, with the moments in ``state_dtype``.
 
         ``torch.optim.Optimizer`` would cast the moments to the dtype of the parameter.
         """
-        for group in state_dict["param_groups"]:
-            _check({**self.defaults, **group})
-        super().load_state_dict(state_dict)
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
+        for group in groups:
+            _check(group)
+        super().load_state_dict({**state_dict, "param_groups": groups})
+        numbers = [number for group in groups for number in group["params"]]
         for number, (_, parameter, group) in zip(numbers, self._parameters(), strict=True):
             saved, state = state_dict["state"].get(number, {}), self.state.get(parameter, {})
             dtype = group["state_dtype"] or parameter.dtype
@@ -148,7 +144,7 @@ class StochasticAdamW(torch.optim.Optimizer):
                 state.update({name: torch.zeros_like(parameter, dtype=dtype) for name in _STATES})
             state["step"] += 1
             step = int(state["step"])
-            rule = functools.partial(_apply, group, rates[id(group)], step)
+            rule = group, rates[id(group)], step
             _step_one(parameter, state, rule, key_of(group["seed"], step, place))
         return loss
 
@@ -196,7 +192,7 @@ def _apply(
     value.addcdiv_(mean, denominator, value=-rate / (1 - first**step))
 
 
-def _step_one(parameter: torch.Tensor, state: dict[str, Any], rule: Callable[..., None], key: int) -> None:
+def _step_one(parameter: torch.Tensor, state: dict[str, Any], rule: Rule, key: int) -> None:
     """Update one parameter and its moments, ``CHUNK`` elements at a time."""
     targets = [local_of(t) for t in (parameter, *(state[name] for name in _STATES))]
     flat = [t.reshape(-1) for t in targets]  # copies, if they are not contiguous
@@ -214,7 +210,7 @@ def _step_one(parameter: torch.Tensor, state: dict[str, Any], rule: Callable[...
 def _step_part(
     parts: list[torch.Tensor],
     gradient: torch.Tensor,
-    rule: Callable[..., None],
+    rule: Rule,
     key: int,
     where: tuple[Box, tuple[int, ...], int, int],
 ) -> None:
@@ -224,7 +220,7 @@ def _step_part(
     if any(part.dtype is torch.bfloat16 for part in parts):
         bits = random_bits(key, numbers_in_whole(*where, gradient.device))
     values = [part.to(wide) for part in parts]  # a part that has this dtype is not copied
-    rule(values[0], gradient.to(wide), values[1], values[2])
+    _apply(*rule, values[0], gradient.to(wide), values[1], values[2])
     for lane, (part, value) in enumerate(zip(parts, values, strict=True)):
         if part.dtype is torch.bfloat16 and bits is not None:
             round_into(part, value.to(torch.float32), sixteen_of(bits, lane))
@@ -254,3 +250,87 @@ def _check(group: dict[str, Any]) -> None:
     asked = [name for name in _NOT_OFFERED if group.get(name)]
     if asked:
         raise ValueError(f"StochasticAdamW has no {', '.join(asked)}; leave it out, or use torch.optim.AdamW")
+
+
+def key_of(*numbers: int) -> int:
+    """A 64-bit number made from several numbers; other numbers, or another order, give another key."""
+    key = 0
+    for number in numbers:
+        key = _mixed((key + _GAMMA + number) % _BITS)
+    return key
+
+
+def random_bits(key: int, numbers: torch.Tensor) -> torch.Tensor:
+    """64 random bits for each of ``numbers``, the same on every device.
+
+    Args:
+        key: Key from ``key_of``; another key gives other bits.
+        numbers: Numbers, int64; overwritten by the result.
+    """
+    bits = numbers.mul_(_signed(_GAMMA)).add_(_signed(key))
+    for shift, factor in _MIX:
+        # SplitMix64 shifts unsigned numbers. A shift of int64 fills up with copies of the sign bit, which the
+        # mask removes.
+        bits ^= (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        if factor != 1:
+            bits *= _signed(factor)
+    return bits
+
+
+def sixteen_of(bits: torch.Tensor, lane: int) -> torch.Tensor:
+    """One of the four lanes of 16 bits in each of the 64-bit numbers: int32 in [0, 65536)."""
+    half = bits.view(torch.int32).view(-1, 2)[:, lane // 2]
+    return (half >> 16 * (lane % 2)).bitwise_and_(0xFFFF)
+
+
+def numbers_in_whole(
+    box: Box, shape: tuple[int, ...], start: int, stop: int, device: torch.device
+) -> torch.Tensor:
+    """Indices in the whole flattened tensor of the elements ``start`` to ``stop`` of a part, int64.
+
+    Args:
+        box: Place of the part in the whole tensor.
+        shape: Shape of the whole tensor.
+        start: Index of the first element in the flattened part.
+        stop: Index after the last element.
+        device: Device of the result.
+    """
+    left = torch.arange(start, stop, dtype=torch.int64, device=device)
+    if tuple(box.shape[1:]) == tuple(shape[1:]):  # whole rows
+        return left.add_(sum(box.offset[:1]) * math.prod(shape[1:]))
+    found, stride = torch.zeros_like(left), 1
+    for offset, extent, size in reversed(list(zip(box.offset, box.shape, shape, strict=True))):
+        found.add_(left % extent, alpha=stride).add_(offset * stride)
+        left.div_(extent, rounding_mode="floor")
+        stride *= size
+    return found
+
+
+def round_into(target: torch.Tensor, values: torch.Tensor, noise: torch.Tensor) -> None:
+    """Write float32 values into bfloat16, rounded up or down at random so that the mean is right.
+
+    A value that bfloat16 can hold stays as it is, infinities and NaN included. A finite value stays finite.
+
+    Args:
+        target: bfloat16 tensor to write to.
+        values: float32 tensor of the same shape; overwritten.
+        noise: int32 tensor of the same shape, uniformly distributed in [0, 65536); overwritten.
+    """
+    bits, is_nan = values.view(torch.int32), values.isnan()
+    noise.masked_fill_(values.abs() >= _LARGEST, 0)  # the next number above would be infinity
+    # A bfloat16 is the upper half of a float32's bits. Noise of 16 bits carries into it with a probability of
+    # (lower half) / 65536, and a carry gives the next bfloat16 away from zero, whatever the exponent.
+    bits.add_(noise).bitwise_and_(_KEPT)
+    target.copy_(values.masked_fill_(is_nan, math.nan))
+
+
+def _mixed(number: int) -> int:
+    """The mixing function of SplitMix64, on a Python integer."""
+    for shift, factor in _MIX:
+        number = (number ^ (number >> shift)) * factor % _BITS
+    return number
+
+
+def _signed(number: int) -> int:
+    """The int64 that has the bits of an unsigned 64-bit number."""
+    return number - _BITS if number >= _BITS // 2 else number

@@ -165,7 +165,8 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
                 "inputs_embeds)"
             )
         vocabulary.check_ids(batch)
-        _warn_of_length(model, batch)
+        if isinstance(batch, Mapping):
+            _warn_of_length(model, batch)
         if knows_packs:
             refuse_masked_pack(batch)
         if not own_loss:
@@ -175,12 +176,12 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
 def _warn_of_length(model: nn.Module, batch: Any) -> None:
     """Warn once of a row, alone or in a pack, that is longer than the model was trained for."""
     known = getattr(text_config(model), "max_position_embeddings", None)
-    if not isinstance(known, int) or known < 1 or not isinstance(batch, Mapping):
-        return
     ids, positions = batch.get("input_ids"), batch.get("position_ids")
-    length = ids.shape[-1] if isinstance(ids, torch.Tensor) and ids.ndim == 2 else 0
+    if not isinstance(known, int) or known < 1 or not isinstance(ids, torch.Tensor) or ids.ndim != 2:
+        return
+    length = ids.shape[1]
     if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.numel():
-        length = int(positions.max()) + 1 if positions.is_cpu else 0
+        length = int(positions.max()) + 1 if positions.is_cpu else 0  # the host would wait for a device
     if length > known and first_time(model, "length"):
         warn_caller(
             f"a row has {length:,} tokens, and {type(unwrapped(model)).__name__.removeprefix('FSDP')} was "

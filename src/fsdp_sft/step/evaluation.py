@@ -13,13 +13,20 @@ from torch import nn
 from fsdp_sft._model.sharded import compute_device, reshard, training_mesh_of
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import all_gather_objects, this_rank
+from fsdp_sft._ranks.agree import all_gather_objects, this_rank, world_size
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup, sequence_group_of
 from fsdp_sft.errors import BatchError
 from fsdp_sft.step.checks import check_batches, verify_at_first_use_of
 from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums
-from fsdp_sft.step.window import MicroBatch, agree_on_window, begun_late, means_over_mesh, measured
+from fsdp_sft.step.window import (
+    MicroBatch,
+    agree_on_window,
+    begun_late,
+    means_over_mesh,
+    measured,
+    to_device,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,8 +42,8 @@ def in_step(
 ) -> Iterator[tuple[MicroBatch, bool, bool]]:
     """Yield this rank's batches and then stand-ins, until every rank has run out.
 
-    A stand-in is a batch with the keys of those that other ranks have in that round: the last batch of this
-    rank, or if its keys are others, one that another rank sends. Each round costs one small all-reduce.
+    A stand-in is a batch that a rank which still has some sends to those that have none in that round. Each
+    round costs one small exchange.
 
     Args:
         batches: This rank's batches.
@@ -54,28 +61,19 @@ def in_step(
 
     Collective: all ranks, if there is a mesh.
     """
-    last: MicroBatch | None = None
     source = begun_late(batches)
     while True:
-        error, read = None, []
-        try:
-            read = list(itertools.islice(source, 1))
-        except Exception as caught:
-            error = caught
-        window = agree_on_window(
-            read, mesh, objective, check=check, group=group, options=options, error=error, last=last
-        )
-        if not window.anywhere:
+        read = itertools.islice(source, 1)
+        window = agree_on_window(read, mesh, objective, check=check, group=group, options=options)
+        if not window.num_having:
             return
-        counts = bool(window.micro_batches)
-        last = window.micro_batches[0] if counts else last
-        if not window.can_stand_in:  # one batch is sent to all that have run out
-            sender = all_gather_objects(counts).index(True)
-            sent = all_gather_objects(last.given if last is not None and this_rank() == sender else None)
-            if not counts:
-                (last,) = measured([sent[sender]], objective, group)
-        assert last is not None
-        yield last, counts, window.padded_left
+        own = window.micro_batches
+        sent = None
+        if mesh is not None and window.num_having < world_size():
+            sends = to_device(own[0].given, torch.device("cpu")) if this_rank() == window.sender else None
+            sent = all_gather_objects(sends)[window.sender]
+        (batch,) = own or measured([sent], objective, group)
+        yield batch, bool(own), window.padded_left
 
 
 @dataclass(frozen=True)
@@ -113,8 +111,8 @@ def evaluate(
     """Mean loss over all targets of all ranks, without gradients, in ``eval()`` mode.
 
     Ranks may have different numbers of batches, even none. A rank that has run out takes part in the others'
-    forwards with a batch of the same keys, its own last one or one that another rank sends it; the targets of
-    that batch do not count. Afterwards the model is in the mode it was in, and its parameters are sharded.
+    forwards with a batch that one of them sends it, whose targets do not count there. Afterwards the model is
+    in the mode it was in, and its parameters are sharded.
 
     Args:
         model: Decoder-only language model, sharded or not; with ``loss_fn``, any model.

@@ -37,7 +37,6 @@ from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums
 from fsdp_sft.step.update import (
     Optimizers,
     SyncMode,
-    checked_norm,
     checked_optimizers,
     checked_schedulers,
     clip_gradients,
@@ -51,6 +50,7 @@ from fsdp_sft.step.warnings import note_stepped, warn_of_likely_mistakes
 from fsdp_sft.step.window import Window, agree_on_window, means_over_mesh
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.lr_scheduler import LRScheduler
 
 GradSync = Literal["each", "last", "reduce_scatter"]
@@ -184,197 +184,162 @@ def train_step(
         >>> result.skipped, result.num_targets > 0
         (False, True)
     """
-    step = _OptimizerStep(
-        model, optimizer, scheduler, scaler, Objective(loss_fn, count_fn), max_grad_norm, grad_sync
+    if grad_sync not in _UNTIL_THE_LAST:
+        raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
+    max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be above 0, or None to clip nothing, got {max_grad_norm!r}")
+    objective, mesh, counter = Objective(loss_fn, count_fn), training_mesh_of(model), counter_of(model)
+    optimizers, names, left_out = checked_optimizers(model, optimizer)
+    schedulers = checked_schedulers(scheduler, optimizers)
+    scaler = prepare_scaler(optimizers, scaler)
+    is_first = check and FIRST_WINDOW not in done_with(model)
+    is_window = isinstance(micro_batches, (list, tuple)) and len(micro_batches) > 0
+
+    def check_window(seen: list[Any]) -> None:
+        if not is_window:
+            raise BatchError(
+                "train_step takes the window as a list of batches, at least one micro-batch, got "
+                f"{type(micro_batches).__name__ if micro_batches else 'an empty window'}; wrap a single "
+                "batch as [batch]"
+            )
+        if not check:
+            return
+        refuse_untrainable(model, names, optimizers, mesh)
+        warn_of_likely_mistakes(model, optimizers, schedulers, scaler, left_out)
+        if is_first and objective.knows_accuracy:
+            look_at_labels(seen)
+        check_batches(model, seen, own_loss=objective.is_own)
+
+    options = {
+        "max_grad_norm": max_grad_norm,
+        "grad_sync": grad_sync,
+        "loss_fn": objective.is_own,
+        "check": check,
+        "trained": tuple(name for parameter, name in names.items() if parameter.requires_grad),
+        "optimizers": options_of(optimizers),
+        "scale": None if scaler is None else known_scale(scaler),
+        "watched": counter is not None,
+        "micro_batches": len(micro_batches) if is_window else 0,
+    }
+    window = agree_on_window(
+        micro_batches if is_window else [],
+        mesh,
+        objective,
+        check=check_window,
+        group=sequence_group_of(model),
+        options=options,
     )
-    window = step.agree(micro_batches, check)
+    if is_first:
+        compare_rows(window.micro_batches, mesh)
+        done_with(model).add(FIRST_WINDOW)
     if window.weight == 0:
         return _without_step(model, window)
     if check:
-        verify_at_first_use_of(model, window.micro_batches, window.padded_left, step.objective, step.mesh)
+        verify_at_first_use_of(model, window.micro_batches, window.padded_left, objective, mesh)
     try:
-        step.forward_and_backward(window)
+        sums = _forward_and_backward(model, window, objective, scaler, grad_sync)
         if check:
-            refuse_beside(step.names, step.optimizers, step.mesh)
-        step.clip()
-        step.update()
+            refuse_beside(names, optimizers, mesh)
+        with record_function("fsdp_sft.clip_gradients"):
+            infs = unscale(optimizers, scaler)
+            norm = clip_gradients(model, max_grad_norm)
+        if counter is not None:
+            counter.finish(mesh, sums.loss.device)
+        late = LateValues([norm, *infs, *sums.tensors()])
+        with record_function("fsdp_sft.optimizer"):
+            total_norm, *read = late.read()  # the only place where the host waits for the device
+            has_infs, read = any(read[: len(infs)]), read[len(infs) :]
+            skipped = has_infs or not math.isfinite(total_norm)
+            step_all(optimizers, scaler, skipped=skipped)
     except BaseException:
-        step.give_up()
+        if counter is not None:
+            counter.abandon()
+        if scaler is not None:
+            forget_unscaled(scaler)
         raise
     finally:
-        for one in step.optimizers:
+        for one in optimizers:
             one.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)  # also gradients of parameters that no optimizer holds
-    return step.result(window)
+    loss, router_loss, correct = sum_over_mesh(read[:3], mesh)
+    loss, router_loss = loss / window.weight, router_loss / window.weight
+    metrics = dict(zip(sums.metrics, read[3:], strict=True))
+    metrics = means_over_mesh(metrics, mesh, window.weight) if objective.is_own else {}
+    if skipped and not has_infs:
+        raise _non_finite(total_norm, loss, math.isfinite(read[0]), names, mesh)
+    for each in schedulers if not has_infs else ():
+        each.step()
+        note_stepped(each)
+    return StepResult(
+        loss,
+        total_norm,
+        window.targets,
+        window.tokens,
+        skipped=has_infs,
+        skip_reason="inf gradients" if has_infs else None,
+        router_loss=router_loss,
+        target_weight=window.weight,
+        expert_load=None if counter is None else counter.load(),
+        metrics=metrics,
+        token_accuracy=correct / window.targets if objective.knows_accuracy else math.nan,
+    )
 
 
-class _OptimizerStep:
-    """One step: made of what it is given, and then its phases in the order in which they stand here."""
+def _forward_and_backward(
+    model: nn.Module,
+    window: Window,
+    objective: Objective,
+    scaler: torch.amp.GradScaler | None,
+    grad_sync: GradSync,
+) -> Sums:
+    """Run each micro-batch forward and backward; gradients are of the window's loss per target."""
+    mesh, device, counter = training_mesh_of(model), compute_device(model), counter_of(model)
+    sums = Sums(device)
+    if counter is not None:
+        counter.start()
+    forget_held_back(model)
+    for batch in window.micro_batches:
+        is_last = batch is window.micro_batches[-1]
+        with gradient_sync(model, "all" if is_last else _UNTIL_THE_LAST[grad_sync]):
+            with record_function("fsdp_sft.forward"):
+                moved = batch.on_device(device, own_loss=objective.is_own)
+                found = objective.of(model, moved)
+            router = found.router
+            if router is not None:
+                # The router's loss of a micro-batch is a mean. Times its share of the window's tokens and
+                # the window's weight it is in the unit of the summed loss, so that one scale fits both.
+                router = router * (batch.tokens / max(window.tokens, 1) * window.weight)
+            sums.add(found, router)
+            summed = found.summed if router is None else found.summed + router
+            scaled = summed / window.weight if mesh is None else scaled_for_averaging(summed, window.weight)
+            with record_function("fsdp_sft.backward"):
+                (scaler.scale(scaled) if scaler is not None else scaled).backward()
+    return sums
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizers,
-        scheduler: "LRScheduler | Sequence[LRScheduler] | None",
-        scaler: torch.amp.GradScaler | None,
-        objective: Objective,
-        max_grad_norm: float | None,
-        grad_sync: GradSync,
-    ) -> None:
-        if grad_sync not in _UNTIL_THE_LAST:
-            raise ValueError(f"grad_sync must be 'each', 'last' or 'reduce_scatter', got {grad_sync!r}")
-        self.model, self.objective, self.grad_sync = model, objective, grad_sync
-        self.max_grad_norm = checked_norm(max_grad_norm)
-        self.optimizers, self.names, self.left_out = checked_optimizers(model, optimizer)
-        self.schedulers = checked_schedulers(scheduler, self.optimizers)
-        self.scaler = prepare_scaler(self.optimizers, scaler)
-        self.mesh, self.counter = training_mesh_of(model), counter_of(model)
-        self.device = compute_device(model)
-        self.sums = Sums(self.device)
 
-    def agree(self, micro_batches: Any, check: bool) -> Window:
-        """What the ranks agree on before the first forward; each raises if one has a reason to."""
-        model, objective = self.model, self.objective
-        is_first = check and FIRST_WINDOW not in done_with(model)
-        is_window = isinstance(micro_batches, (list, tuple)) and len(micro_batches) > 0
-        error = BatchError(
-            "train_step takes the window as a list of batches, at least one micro-batch, got "
-            f"{type(micro_batches).__name__ if micro_batches else 'an empty window'}; wrap a single batch as "
-            "[batch]"
-        )
+def _non_finite(
+    norm: float, loss: float, is_finite_here: bool, names: dict[nn.Parameter, str], mesh: "DeviceMesh | None"
+) -> NonFiniteGradientError:
+    """The error of a gradient that is not finite, with the ranks and the weights that are not.
 
-        def check_window(seen: list[Any]) -> None:
-            if not check:
-                return
-            refuse_untrainable(model, self.names, self.optimizers, self.mesh)
-            warn_of_likely_mistakes(model, self.optimizers, self.schedulers, self.scaler, self.left_out)
-            if is_first and objective.knows_accuracy:
-                look_at_labels(seen)
-            check_batches(model, seen, own_loss=objective.is_own)
-
-        options = {
-            "max_grad_norm": self.max_grad_norm,
-            "grad_sync": self.grad_sync,
-            "loss_fn": objective.is_own,
-            "check": check,
-            "trained": tuple(name for parameter, name in self.names.items() if parameter.requires_grad),
-            "optimizers": options_of(self.optimizers),
-            "scale": None if self.scaler is None else known_scale(self.scaler),
-            "watched": self.counter is not None,
-            "micro_batches": len(micro_batches) if is_window else 0,
-        }
-        window = agree_on_window(
-            micro_batches if is_window else [],
-            self.mesh,
-            objective,
-            check=check_window,
-            group=sequence_group_of(model),
-            options=options,
-            error=None if is_window else error,
-        )
-        if is_first:
-            compare_rows(window.micro_batches, self.mesh)
-            done_with(model).add(FIRST_WINDOW)
-        return window
-
-    def forward_and_backward(self, window: Window) -> None:
-        """Run each micro-batch forward and backward; gradients are of the window's loss per target."""
-        if self.counter is not None:
-            self.counter.start()
-        forget_held_back(self.model)
-        mesh, weight = self.mesh, window.weight
-        for batch in window.micro_batches:
-            is_last = batch is window.micro_batches[-1]
-            with gradient_sync(self.model, "all" if is_last else _UNTIL_THE_LAST[self.grad_sync]):
-                with record_function("fsdp_sft.forward"):
-                    moved = batch.on_device(self.device, own_loss=self.objective.is_own)
-                    found = self.objective.of(self.model, moved)
-                router = found.router
-                if router is not None:
-                    # The router's loss of a micro-batch is a mean. Times its share of the window's tokens and
-                    # the window's weight it is in the unit of the summed loss, so that one scale fits both.
-                    router = router * (batch.tokens / max(window.tokens, 1) * weight)
-                self.sums.add(found, router)
-                summed = found.summed if router is None else found.summed + router
-                loss = scaled_for_averaging(summed, weight) if mesh is not None else summed / weight
-                with record_function("fsdp_sft.backward"):
-                    (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
-
-    def clip(self) -> None:
-        """Measure the gradient, and clip it."""
-        with record_function("fsdp_sft.clip_gradients"):
-            self.infs = unscale(self.optimizers, self.scaler)
-            self.norm = clip_gradients(self.model, self.max_grad_norm)
-        if self.counter is not None:
-            self.counter.finish(self.mesh, self.device)
-
-    def update(self) -> None:
-        """Step the optimizers, once the host has read whether the gradient is finite."""
-        late = LateValues([self.norm, *self.infs, *self.sums.tensors()])
-        with record_function("fsdp_sft.optimizer"):
-            self.total_norm, *read = late.read()  # the only place where the host waits for the device
-            self.has_infs, self.read = any(read[: len(self.infs)]), read[len(self.infs) :]
-            skipped = self.has_infs or not math.isfinite(self.total_norm)
-            step_all(self.optimizers, self.scaler, skipped=skipped)
-
-    def give_up(self) -> None:
-        """Forget what a step that failed has begun."""
-        if self.counter is not None:
-            self.counter.abandon()
-        if self.scaler is not None:
-            forget_unscaled(self.scaler)
-
-    def result(self, window: Window) -> StepResult:
-        """The sums over all ranks; schedules go on.
-
-        Raises:
-            NonFiniteGradientError: If the norm is not finite, and no scaler has skipped the step.
-        """
-        mesh, divisor = self.mesh, window.weight
-        loss, router_loss, correct = sum_over_mesh(self.read[:3], mesh)
-        own_metrics = dict(zip(self.sums.metrics, self.read[3:], strict=True))
-        metrics = means_over_mesh(own_metrics, mesh, divisor) if self.objective.is_own else {}
-        if not math.isfinite(self.total_norm) and not self.has_infs:
-            raise self._non_finite(loss / divisor)
-        for each in self.schedulers if not self.has_infs else ():
-            each.step()
-            note_stepped(each)
-        return StepResult(
-            loss / divisor,
-            self.total_norm,
-            window.targets,
-            window.tokens,
-            skipped=self.has_infs,
-            skip_reason="inf gradients" if self.has_infs else None,
-            router_loss=router_loss / divisor,
-            target_weight=window.weight,
-            expert_load=None if self.counter is None else self.counter.load(),
-            metrics=metrics,
-            token_accuracy=correct / window.targets if self.objective.knows_accuracy else math.nan,
-        )
-
-    def _non_finite(self, loss: float) -> NonFiniteGradientError:
-        """The error of a gradient that is not finite, with the ranks and the weights that are not.
-
-        Collective: all ranks of the mesh.
-        """
-        where = ""
-        if self.mesh is not None and self.mesh.size() > 1:
-            finite = all_gather_objects(math.isfinite(self.read[0]))
-            ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
-            where = f" (that of rank {abridged(ranks)} is not finite)" if ranks else " (finite on every rank)"
-        broken = [
-            name for one, name in self.names.items() if not bool(values_of(one.detach()).isfinite().all())
-        ]
-        advice = (
-            f"{abridged(broken)} hold values that are not finite: load the weights again"
-            if broken
-            else "Look at the last batches, lower the learning rate"
-        )
-        return NonFiniteGradientError(
-            f"the gradient norm is {self.total_norm} at a loss of {loss:.4g}{where}; parameters and "
-            f"optimizer are unchanged. {advice}, or start from the last checkpoint"
-        )
+    Collective: all ranks of the mesh.
+    """
+    where = ""
+    if mesh is not None and mesh.size() > 1:
+        finite = all_gather_objects(is_finite_here)
+        ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
+        where = f" (that of rank {abridged(ranks)} is not finite)" if ranks else " (finite on every rank)"
+    broken = [name for one, name in names.items() if not bool(values_of(one.detach()).isfinite().all())]
+    advice = (
+        f"{abridged(broken)} hold values that are not finite: load the weights again"
+        if broken
+        else "Look at the last batches, lower the learning rate"
+    )
+    return NonFiniteGradientError(
+        f"the gradient norm is {norm} at a loss of {loss:.4g}{where}; parameters and "
+        f"optimizer are unchanged. {advice}, or start from the last checkpoint"
+    )
 
 
 def _without_step(model: nn.Module, window: Window) -> StepResult:

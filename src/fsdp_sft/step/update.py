@@ -83,19 +83,6 @@ def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
         model.set_is_last_backward(True)
 
 
-def checked_norm(given: Any) -> float | None:
-    """``max_grad_norm`` as a number that ranks can compare; None clips nothing.
-
-    Raises:
-        ValueError: If it is not above 0.
-    """
-    if given is None:
-        return None
-    if not float(given) > 0:
-        raise ValueError(f"max_grad_norm must be above 0, or None to clip nothing, got {given!r}")
-    return float(given)
-
-
 def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tensor:
     """Clip the gradients in place; return their 2-norm over all ranks, a 0-dim tensor on their device.
 
@@ -103,23 +90,24 @@ def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tenso
     norm, and the norm of these norms is that of the whole gradient.
     """
     reshard(model)  # parameters that stay gathered after a backward, as FSDP2 can be told, have no gradients
-    kinds: dict[Any, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        gradient = parameter.grad
-        if gradient is not None:
-            sharded = isinstance(gradient, DTensor)
-            kind = (gradient.device_mesh, gradient.placements) if sharded else None  # type: ignore[attr-defined]
-            kinds.setdefault(kind, []).append(parameter)
-    norms = [_norm(parameters) for parameters in kinds.values()]
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for gradient in (parameter.grad for parameter in model.parameters() if parameter.grad is not None):
+        kind = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        kinds.setdefault(kind, []).append(gradient)
+    norms = [_norm(gradients) for gradients in kinds.values()]
     norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
-    for parameters in kinds.values() if max_grad_norm is not None else ():
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)  # type: ignore[arg-type]
+    if max_grad_norm is None:
+        return norm
+    for gradients in kinds.values():
+        # Of the shards themselves: the first operation on DTensors takes as long as a small model's forward.
+        shards = [local_of(gradient) for gradient in gradients]
+        factor = torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils clips
+        torch._foreach_mul_(shards, factor.to(shards[0].device))
     return norm
 
 
-def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
+def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Norm of gradients with the same mesh and placements."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
     first = gradients[0]
     placements = first.placements if isinstance(first, DTensor) else ()
     cuts = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
@@ -216,24 +204,15 @@ def prepare_scaler(
 def options_of(optimizers: list[torch.optim.Optimizer]) -> tuple[str, ...]:
     """Options of the optimizers' groups, which must be the same on every rank, as text.
 
-    A rate that is a tensor on a device is left out: the host would have to wait for it.
+    A rate that is a tensor is left out: on a device the host would have to wait for it.
     """
     return tuple(
-        f"{name}={_plain(value)} of group {number} of {type(optimizer).__name__}"
+        f"{name}={value} of group {number} of {type(optimizer).__name__}"
         for optimizer in optimizers
         for number, group in enumerate(optimizer.param_groups)
         for name, value in group.items()
-        if name not in ("params", "initial_lr") and _plain(value) is not None
+        if name not in ("params", "initial_lr") and isinstance(value, (bool, int, float, str, tuple, list))
     )
-
-
-def _plain(value: Any) -> Any:
-    """An option that can be compared; None for any other."""
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.numel() == 1 and value.device.type == "cpu" else None
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_plain, value))
-    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 def unscale(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_sft._compat.fsdp import compute_dtypes
-from fsdp_sft._model.twin import keep_config, text_config
+from fsdp_sft._model.twin import keep_config
 from fsdp_sft._model.view import base_of, unwrapped
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
@@ -52,9 +52,16 @@ def warn_of_likely_mistakes(
             "the model computes in float16 without a scaler: gradients below 6e-8 become 0. Pass "
             "scaler=torch.amp.GradScaler(), or compute in bfloat16, which needs none"
         )
-    _warn_of_lost_updates(model, optimizers)
-    if first_time(model, "end row"):
-        _warn_of_an_end_without_gradient(model)
+    # Optimizers of other libraries may round stochastically, which cannot be seen from outside.
+    for one in (each for each in optimizers if type(each).__module__.startswith("torch.optim.")):
+        kind = type(one).__name__
+        narrow = [p for p in stepped_by(one) if p.requires_grad and p.dtype is torch.bfloat16]
+        if narrow and first_time(model, f"bfloat16 by {kind}"):
+            warn_caller(
+                f"{len(narrow)} trained parameters are bfloat16, and {kind} rounds them to the nearest: an "
+                "update below 1/512 of a value is lost, as most are in fine-tuning. Use "
+                "fsdp_sft.StochasticAdamW, or float32 masters (master_dtype=torch.float32)"
+            )
     if first_time(model, "config"):
         keep_config(base_of(unwrapped(model)))
     if left_out and first_time(model, "left out"):
@@ -105,45 +112,6 @@ def _warn_of_schedules(model: nn.Module, schedulers: Sequence[Any]) -> None:
             "that its warm-up comes again: save its state_dict() in train_state, and load_state_dict() it "
             "from load_checkpoint(...).train_state, unless a new schedule is meant"
         )
-
-
-def _warn_of_an_end_without_gradient(model: nn.Module) -> None:
-    """Warn if the embedding of the end of a turn is that of padding, whose gradient torch leaves out.
-
-    With a head of its own: a head that shares the embedding trains that row.
-    """
-    end, rows = (getattr(text_config(model), name, None) for name in ("eos_token_id", "vocab_size"))
-    for module in model.modules():
-        if (
-            isinstance(module, nn.Embedding)
-            and module.padding_idx in {*(end if isinstance(end, list) else [end])} - {None}
-            and module.num_embeddings == rows
-            and module.weight.requires_grad
-            and sum(getattr(other, "weight", None) is module.weight for other in model.modules()) == 1
-        ):
-            warn_caller(
-                f"token {module.padding_idx} is both the end of a turn (eos_token_id) and padding "
-                "(pad_token_id): torch gives the input embedding of padding no gradient, so that of the end "
-                "stays as it is, and later turns are trained behind it. Padding is masked without that: set "
-                "model.get_input_embeddings().padding_idx = None before the first step"
-            )
-
-
-def _warn_of_lost_updates(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Warn if optimizers of torch train bfloat16 parameters, whose small updates they round away.
-
-    Optimizers of other libraries may round stochastically, which cannot be seen from outside.
-    """
-    for one in optimizers:
-        kind = type(one)
-        narrow = [p for p in stepped_by(one) if p.requires_grad and p.dtype is torch.bfloat16]
-        of_torch = kind.__module__.startswith("torch.optim.")
-        if narrow and of_torch and first_time(model, f"bfloat16 by {kind.__name__}"):
-            warn_caller(
-                f"{len(narrow)} trained parameters are bfloat16, and {kind.__name__} rounds them to the "
-                "nearest: an update below 1/512 of a value is lost, as most are in fine-tuning. Use "
-                "fsdp_sft.StochasticAdamW, or float32 masters (master_dtype=torch.float32)"
-            )
 
 
 def _sets_other_rates(scheduler: Any) -> bool:

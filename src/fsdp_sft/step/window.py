@@ -6,7 +6,9 @@ never does, so the job hangs, or gloo aborts it.
 """
 
 import copy
+import functools
 import hashlib
+import operator
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from fsdp_sft._process.streams import host_copies, travelling
-from fsdp_sft._ranks.agree import all_gather_objects, difference
-from fsdp_sft._ranks.mesh import raise_on_mesh, sum_over_mesh
+from fsdp_sft._ranks.agree import all_gather_objects, difference, through_rank_0
 from fsdp_sft.attention.context_parallel import SequenceGroup
 from fsdp_sft.errors import BatchError
 from fsdp_sft.jobs.preemption import keep_workers_alive
@@ -40,10 +41,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Keys = tuple[str, ...]
-# Squares of 20-bit words summed over 8,192 ranks stay below 2**53, up to which float64 is exact.
-_WORD_BITS = 20
-_WORDS = 3
 _LOOKED_AT = (*LOSS_KEYS, "input_ids", "attention_mask", "position_ids")
+_SUMMED = ("targets", "tokens", "weight", "padded_left")  # of micro-batches, over a window
 
 
 @dataclass(frozen=True)
@@ -116,42 +115,38 @@ class Window:
         tokens: Number of tokens on all ranks, without padding.
         weight: Sum of the targets' ``loss_weights`` on all ranks; without weights the number of targets.
         padded_left: Whether any rank has a row that is padded on the left.
+        num_having: Number of ranks that have a micro-batch.
+        sender: The first of them; -1 if there is none.
         micro_batches: Those of this rank.
-        anywhere: Whether any rank has a micro-batch.
-        can_stand_in: Whether the last batch of each rank has the same keys, if it has no other.
     """
 
     targets: int
     tokens: int
     weight: float
     padded_left: bool
+    num_having: int
+    sender: int
     micro_batches: list[MicroBatch]
-    anywhere: bool
-    can_stand_in: bool
 
 
 def agree_on_window(
-    micro_batches: Sequence[Any],
+    micro_batches: Iterable[Any],
     mesh: "DeviceMesh | None",
     objective: Objective,
     *,
     check: Callable[[list[Any]], None],
     group: SequenceGroup | None,
     options: dict[str, Any],
-    error: Exception | None = None,
-    last: MicroBatch | None = None,
 ) -> Window:
-    """Check the window and agree on it, or raise the same error on all ranks; one small all-reduce.
+    """Check the window and agree on it, or raise the same error on all ranks; one small exchange.
 
     Args:
-        micro_batches: This rank's micro-batches.
+        micro_batches: This rank's micro-batches; an error in reading them reaches all ranks.
         mesh: Mesh of the model, whose ranks share the window; None is this rank alone.
         objective: Definition of the loss.
         check: Function that raises if the model cannot be trained, or not with these batches on the host.
         group: Ranks that share the rows.
         options: Options of the call that must be the same on every rank.
-        error: Why this rank has no window, if it has failed before.
-        last: The batch that this rank had before, where ranks may have none.
 
     Raises:
         BatchError: If ranks differ in the options, or those that have batches in the keys of these.
@@ -159,68 +154,47 @@ def agree_on_window(
     Collective: all ranks, if there is a mesh.
     """
     batches: list[MicroBatch] = []
-    try:
-        batches = measured(micro_batches, objective, group)
+
+    def told() -> dict[str, Any]:
+        batches.extend(measured(list(micro_batches), objective, group))
         check([one.seen for one in batches])
-    except Exception as caught:
-        error = error or caught
-    keys = {f"micro-batch {index}": one.keys for index, one in enumerate(batches)}
-    last = batches[-1] if batches else last
-    own = {
-        "batches": len(batches),
-        "weight": sum(one.weight for one in batches),
-        "targets": sum(one.targets for one in batches),
-        "tokens": sum(one.tokens for one in batches),
-        "padded_left": any(one.padded_left for one in batches),
-        "failed": error is not None,
-    }
-    same = {"options": options, "keys": keys or None, "last": last.keys if last else ()}
-    total, different = agree(mesh, own, same)
-    if total["failed"]:
-        raise_on_mesh(error, "checking the window and the model", mesh)
-    if "options" in different:
-        refuse_different("options", options)
-    if "keys" in different:
-        refuse_different("keys", keys)
-    targets, tokens = round(total["targets"]), int(total["tokens"])
-    left, anywhere = total["padded_left"] > 0, total["batches"] > 0
-    return Window(targets, tokens, total["weight"], left, batches, anywhere, "last" not in different)
+        sums = [sum(getattr(one, name) for one in batches) for name in _SUMMED]
+        return {"sums": sums, "options": _digest(options), "keys": _digest(_keys_by_place(batches))}
+
+    if mesh is None:
+        total, having, sender, different = _together([told()])
+    else:
+        total, having, sender, different = through_rank_0(
+            "checking the window and the model", told, _together
+        )
+    if different:
+        refuse_different(different, options if different == "options" else _keys_by_place(batches))
+    targets, tokens, weight, padded_left = total
+    return Window(round(targets), int(tokens), weight, padded_left > 0, having, sender, batches)
 
 
-def agree(
-    mesh: "DeviceMesh | None", sums: dict[str, float], same: dict[str, Any]
-) -> tuple[dict[str, float], set[str]]:
-    """Sum numbers over the ranks and compare values between them, in one small all-reduce.
-
-    Args:
-        mesh: Mesh of the model; None is this rank alone.
-        sums: Numbers of this rank by name.
-        same: Values of this rank by name, compared by their ``repr``; None for one that it does not have.
-
-    Returns:
-        (the sums over all ranks, names of the values in which ranks that have one differ).
-
-    Collective: all ranks, if there is a mesh, with the same names.
-    """
-    own = list(sums.values())
-    for value in same.values():
-        words = [0] * _WORDS if value is None else _digest(value)
-        own += [value is not None, *words, *(word * word for word in words)]
-    totals = sum_over_mesh(own, mesh)
-    different = set()
-    for index, name in enumerate(same):
-        start = len(sums) + index * (1 + 2 * _WORDS)
-        have, *words = map(int, totals[start : start + 1 + 2 * _WORDS])
-        # The variance of equal numbers is 0.
-        if any(have * squares != total**2 for total, squares in zip(words, words[_WORDS:], strict=False)):
-            different.add(name)
-    return dict(zip(sums, totals, strict=False)), different
+def _keys_by_place(batches: list[MicroBatch]) -> dict[str, Keys]:
+    """The keys of each micro-batch."""
+    return {f"micro-batch {index}": one.keys for index, one in enumerate(batches)}
 
 
-def _digest(value: Any) -> list[int]:
-    """Three numbers below 2**20, equal for equal values and (nearly always) different for others."""
-    bits = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big")
-    return [bits >> shift & ((1 << _WORD_BITS) - 1) for shift in range(0, _WORDS * _WORD_BITS, _WORD_BITS)]
+def _together(everyone: list[dict[str, Any]]) -> tuple[list[float], int, int, str]:
+    """(sums over all ranks, number of those that have batches, the first of them, what differs or "")."""
+    columns = zip(*(one["sums"] for one in everyone), strict=True)
+    total = [functools.reduce(operator.add, column) for column in columns]
+    having = [rank for rank, one in enumerate(everyone) if one["keys"] != _NO_KEYS]
+    different = "keys" if len({everyone[rank]["keys"] for rank in having}) > 1 else ""
+    if len({one["options"] for one in everyone}) > 1:
+        different = "options"
+    return total, len(having), having[0] if having else -1, different
+
+
+def _digest(value: Any) -> bytes:
+    """Eight bytes, equal for equal values and (nearly always) different for others."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+
+
+_NO_KEYS = _digest({})
 
 
 def keys_of(batch: Any) -> Keys:
@@ -246,14 +220,9 @@ def means_over_mesh(own: dict[str, float], mesh: "DeviceMesh | None", divisor: f
 
     Collective: all ranks of the mesh.
     """
-    names = sorted(own)
-    _, different = agree(mesh, {}, {"names": names})
-    if different:
-        names = sorted(set().union(*all_gather_objects(names)))
-    if not names:
-        return {}
-    sums = sum_over_mesh([own.get(name, 0.0) for name in names], mesh)
-    return {name: total / divisor for name, total in zip(names, sums, strict=True)}
+    every = [own] if mesh is None else all_gather_objects(own)
+    names = sorted(set().union(*every))
+    return {name: sum(one.get(name, 0.0) for one in every) / divisor for name in names}
 
 
 def refuse_different(what: str, own: dict[str, Any]) -> NoReturn:
