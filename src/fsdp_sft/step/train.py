@@ -189,8 +189,8 @@ def train_step(
     max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be above 0, or None to clip nothing, got {max_grad_norm!r}")
-    objective, mesh, counter = Objective(loss_fn, count_fn), training_mesh_of(model), counter_of(model)
     optimizers, names, left_out = checked_optimizers(model, optimizer)
+    objective, mesh, counter = Objective(loss_fn, count_fn), training_mesh_of(model), counter_of(model)
     schedulers = checked_schedulers(scheduler, optimizers)
     scaler = prepare_scaler(optimizers, scaler)
     is_first = check and FIRST_WINDOW not in done_with(model)
