@@ -28,7 +28,7 @@ def _several_threads_and_small_pieces() -> None:
     """As on a node with many cores and a checkpoint of gigabytes: buffers are used again and again."""
     from fsdp_sft._tensors import stored
 
-    stored._DEVICE_BYTES = 1 << 13
+    stored._LARGE_BYTES = 1 << 13
     os.sched_getaffinity = lambda _: set(range(64))
 
 
@@ -100,7 +100,7 @@ def _memory_while_loading(folder: Path, **options: Any) -> tuple[int, int, int]:
     from fsdp_sft._tensors import stored
     from fsdp_sft.weights import finish
 
-    stored._DEVICE_BYTES = PIECE
+    stored._LARGE_BYTES = PIECE
     finish._PIECE_ELEMENTS = PIECE // 8
     fs.init_distributed()
     mesh = fs.build_mesh()
