@@ -1,5 +1,6 @@
 """A data set encoded once: the rows that `encode_chat` makes, wherever they are and whoever makes them."""
 
+import errno
 import json
 import os
 import pickle
@@ -204,7 +205,10 @@ def test_a_damaged_shard_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_systematic_refusal_ends_the_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SHARD_ROWS", 8)
     wrong = [{"messages": [{"role": "bot", "content": "x"}]}] * 3000
-    with pytest.raises(ValueError, match=r"32 of 3000 rows were refused, more than.*\n.*known roles"):
+    with pytest.raises(
+        ValueError,
+        match=r"32 of 32 rows were refused, more than max_refused=0.01 of all 3000.*\n.*known roles",
+    ):
         fs.encode_dataset(wrong, TOKENIZER, max_length=60, cache_dir=tmp_path)
     call = {"function": {"name": "f", "arguments": {"x": "y"}}}
     lossy = ct.byte_tokenizer("chatml")
@@ -235,6 +239,8 @@ def test_a_few_refusals_are_counted_and_more_than_allowed_raise(tmp_path: Path) 
         ([], ValueError, "no rows"),
         (iter([chat("a", "b")]), ValueError, "reads a sequence of rows"),
         ("there.jsonl", ValueError, "json.loads"),
+        (["there.jsonl", "here.jsonl"], ValueError, "reads rows and no files"),
+        (chat("a", "b"), ValueError, "reads a sequence of rows"),
         ([chat("a")], ValueError, "no row has a target"),
         ([{"input_ids": [1, 2], "labels": [1, 2**33]}], ValueError, "int"),
     ],
@@ -242,6 +248,22 @@ def test_a_few_refusals_are_counted_and_more_than_allowed_raise(tmp_path: Path) 
 def test_what_cannot_be_read_is_said(given: Any, kind: type[Exception], says: str, tmp_path: Path) -> None:
     with pytest.raises(kind, match=says):
         fs.encode_dataset(given, TOKENIZER, max_length=60, cache_dir=tmp_path)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    left = Path(fs.encode_dataset(rows(5), TOKENIZER, max_length=60, cache_dir=tmp_path).path)
+    stale = left / ".00000-of-00001.safetensors.killed"
+    stale.write_bytes(b"")
+    os.utime(stale, (0, 0))
+    (left / "00000-of-00001.safetensors").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "replace", full)
+        with pytest.raises(OSError, match="no space"):
+            fs.encode_dataset(rows(5), TOKENIZER, max_length=60, cache_dir=tmp_path)
+    assert list(left.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -317,6 +339,9 @@ def _differing(cache: Path) -> None:
         fs.encode_dataset(
             [] if fs.init_distributed().rank else rows(10), TOKENIZER, max_length=60, cache_dir=cache
         )
+    with pytest.raises(ValueError, match="ranks differ in the rows, the tokenizer or the options"):
+        shuffled = rows(10)[:: 1 - 2 * fs.init_distributed().rank]
+        fs.encode_dataset(shuffled, TOKENIZER, max_length=60, cache_dir=cache)
 
 
 def test_ranks_with_other_rows_are_told(tmp_path: Path) -> None:

@@ -127,4 +127,18 @@ MISTAKES = [
         "    weight = num_targets\n",
         TERMS,
     ),
+    Mistake(
+        "ranks with rows in another order share one encoding",
+        "collate/encoded.py",
+        '    agree_on("encoding", **{"the rows, the tokenizer or the options (a digest)": shared})\n',
+        "",
+        ("tests/collate/test_encoded.py",),
+    ),
+    Mistake(
+        "a write that fails leaves its file",
+        "collate/encoded.py",
+        "        temporary.unlink(missing_ok=True)\n",
+        "        pass\n",
+        ("tests/collate/test_encoded.py",),
+    ),
 ]

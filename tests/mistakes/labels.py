@@ -22,8 +22,8 @@ MISTAKES = [
     Mistake(
         "a rank other than the first warns of rows",
         "collate/notes.py",
-        '    if this_rank() == 0 and os.environ.get("RANK", "0") == "0" and is_first:',
-        "    if this_rank() == 0 and is_first:",
+        '    if this_rank() == 0 and os.environ.get("RANK", "0") == "0":',
+        "    if this_rank() == 0:",
         ("tests/collate/test_notes.py",),
     ),
     Mistake(

@@ -253,4 +253,11 @@ MISTAKES: list[Mistake] = [
         "if False:",
         ("tests/model/test_adapters.py::test_a_sharded_model_with_adapters_generates",),
     ),
+    Mistake(
+        "experts of a replica are taken for parts of those of all ranks",
+        "shard/expert_parallel.py",
+        "    if ep_size == shards and reduced not in _DIVIDED_ONCE:\n",
+        "    if ep_size == mesh.size() and reduced not in _DIVIDED_ONCE:\n",
+        ("tests/shard/test_expert_parallel.py::test_gradients_that_torch_divides_twice_are_refused",),
+    ),
 ]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,6 +55,13 @@ def _other_rate() -> Any:
     return lambda: fs.train_step(model, _mine(), optimizer)
 
 
+def _other_rate_in_a_tensor() -> Any:
+    model = _sharded()
+    rate = torch.tensor(1e-3 * (1 + dist.get_rank()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
+    return lambda: fs.train_step(model, _mine(), optimizer)
+
+
 def _other_scale() -> Any:
     model = _sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -61,7 +69,20 @@ def _other_scale() -> Any:
     return lambda: fs.train_step(model, _mine(), optimizer, scaler=scaler)
 
 
+def _replaced(name: str, gathered: bool) -> Any:
+    model = _sharded(tiny_model("qwen2-tied" if name == "lm_head" else "llama"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fs.train_step(model, _mine(), optimizer)
+    if gathered:
+        with torch.no_grad():
+            model(input_ids=_mine()[0]["input_ids"].to(device_here()))
+    module = model.get_submodule(name)
+    module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
+    return lambda: fs.train_step(model, _mine(), optimizer)
+
+
 def _values_replaced() -> None:
+    """As the message on replaced parameters advises."""
     model = _sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     fs.train_step(model, _mine(), optimizer)
@@ -111,6 +132,21 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         fs.UnsupportedModelError,
         r"2 trained parameters are not sharded \(value",
     ),
+    "a tied head that was untied": (
+        partial(_replaced, "lm_head", False),
+        fs.UnsupportedModelError,
+        "lm_head.weight were replaced",
+    ),
+    "a gathered weight that was replaced": (
+        partial(_replaced, "model.embed_tokens", True),
+        fs.UnsupportedModelError,
+        "model.embed_tokens.weight were replaced",
+    ),
+    "a weight of a block that was replaced": (
+        partial(_replaced, "model.layers.0.mlp.up_proj", False),
+        fs.UnsupportedModelError,
+        "up_proj.weight were replaced",
+    ),
     "experts watched by one rank": (_watched_by_one, fs.BatchError, "watched=True and False"),
     "all frozen": (_all_frozen, fs.OptimizerError, "no parameter is trained"),
     "all frozen on one": (_frozen_on_one, fs.OptimizerError, "no parameter is trained"),
@@ -119,6 +155,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         _frozen_by_chance,
         fs.BatchError,
         r"trained: model.layers.1.*and model.layers.0",
+    ),
+    "another rate in a tensor": (
+        _other_rate_in_a_tensor,
+        fs.BatchError,
+        r"lr=0.001\d* of group 0 of AdamW and",
     ),
     "another rate": (_other_rate, fs.BatchError, r"lr=0.001 of group 0 of AdamW and lr=0.002 of group 0"),
     "another scale": (_other_scale, fs.BatchError, r"scale=256.0 and 512.0"),

@@ -55,6 +55,24 @@ def is_broken_off(model: nn.Module) -> bool:
     return any(state._training_state.name != "IDLE" for state in _states_within(model))
 
 
+def replaced_parameters(module: Any) -> list[tuple[nn.Module, str]]:
+    """(module, name) of each parameter that has replaced one of FSDP2's; FSDP2 would put its own back."""
+    state = module._get_fsdp_state()
+    if state._is_root is None:  # before the first forward FSDP2 takes what it finds
+        return []
+    found = []
+    for group in state._fsdp_param_groups:
+        attribute = "sharded_param" if group.is_sharded else "_unsharded_param"
+        attribute = "_sharded_post_forward_param" if group.is_sharded_post_forward else attribute
+        for parameter in group.fsdp_params:
+            own, info = getattr(parameter, attribute), parameter._module_info
+            places = [(info.module, info.param_name)]
+            if info.shared_modules:
+                places += zip(info.shared_modules, info.shared_param_names, strict=True)
+            found += [place for place in places if place[0]._parameters.get(place[1]) is not own]
+    return found
+
+
 def forget_held_back(model: nn.Module) -> None:
     """Drop the unreduced gradients of an abandoned window, which FSDP2 hides from ``zero_grad``."""
     for parameter, gathered in _held_parameters(model):
@@ -173,6 +191,23 @@ def native_axes(model: nn.Module) -> list[str]:
     """
     manager: Any = getattr(model, "_mesh_manager", None)
     return [axis for axis in ("pp", "tp") if manager is not None and manager.get_mesh(axis).size() > 1]
+
+
+def reduction_dtype(module: nn.Module, gradient: torch.dtype) -> torch.dtype:
+    """The dtype in which FSDP2 reduces the gradients of a module that was given to ``fully_shard``.
+
+    The policy is read as in ``compute_dtypes``. Before torch 2.15 one without ``reduce_dtype`` reduced in
+    ``param_dtype``; now the stored shards' dtype counts (``FSDPParam.unsharded_grad_dtype``).
+
+    Args:
+        module: Module that is a group of FSDP2's.
+        gradient: Dtype of the group's stored shards, which counts if the policy says nothing.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    policy: Any = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
+    computed = None if hasattr(FSDPParam, "unsharded_grad_dtype") else policy.param_dtype
+    return policy.reduce_dtype or computed or gradient
 
 
 def split_factor_of(placement: Any) -> int | None:

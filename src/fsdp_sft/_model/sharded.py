@@ -12,6 +12,7 @@ from fsdp_sft._compat.fsdp import (
     is_broken_off,
     keep_trained_flags,
     native_axes,
+    replaced_parameters,
 )
 from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
 from fsdp_sft._model.view import known_of, record_of, replicas_of, replicated_by, unwrapped
@@ -102,18 +103,30 @@ def reshard(model: torch.nn.Module) -> None:
     reads or writes parameters calls this first. What a failed forward or backward has left is dropped.
 
     Raises:
-        UnsupportedModelError: If the model is in a wrapper that hides its parameters.
+        UnsupportedModelError: If the model is in a wrapper that hides its parameters, or parameters were
+            replaced after its first forward.
     """
     from torch.distributed.fsdp import FSDPModule
 
     replicas_of(model)
     if is_broken_off(model):
         forget_failed_iteration(model)
+    replaced: list[tuple[torch.nn.Module, str]] = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            replaced += replaced_parameters(module)
             keep_trained_flags(module)
             FSDPModule.reshard(module)  # of this module alone, so that the flags of no other are lost
             forget_inference(module)
+    if replaced:
+        fqns = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+        names = [f"{fqns.get(id(module), '?')}.{name}" for module, name in replaced]
+        raise UnsupportedModelError(
+            f"{abridged(names)} were replaced after the first forward of the sharded model: FSDP2 computes "
+            "with the parameters that it has sharded, and puts them back. Replace them before shard_model, "
+            "or change their values under torch.no_grad(): parameter.copy_(distribute_tensor(value, "
+            "parameter.device_mesh, parameter.placements)), of torch.distributed.tensor"
+        )
 
 
 def refuse_changed_gradients(model: torch.nn.Module, mesh: "DeviceMesh") -> None:

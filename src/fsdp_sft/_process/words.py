@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from typing import ParamSpec, TypeVar
 
+import torch
+
 from fsdp_sft.errors import FsdpSftError
 
 P = ParamSpec("P")
@@ -111,3 +113,16 @@ def _keywords(function: object) -> dict[str, inspect.Parameter]:
     return {
         name: each for name, each in found.items() if each.kind is not each.VAR_KEYWORD and name != "self"
     }
+
+
+def check_dtypes(**given: torch.dtype | None) -> None:
+    """Raise for an argument that is no floating-point dtype, such as the name of one; None passes.
+
+    Raises:
+        ValueError: With the argument's name.
+    """
+    for name, dtype in given.items():
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"{name} must be a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}"
+            )

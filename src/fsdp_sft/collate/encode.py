@@ -381,7 +381,8 @@ def _find_all(template: ChatTemplate, conversation: Conversation) -> Found:
     if not all(conversation.trained):
         raise ValueError(
             f'train_on="all" trains every token, and message {conversation.trained.index(False)} is not '
-            'to be trained: give the roles, such as train_on={"user", "assistant"}'
+            'to be trained (weight 0, or a message of "prompt"): give the roles, such as '
+            'train_on={"user", "assistant"}'
         )
     everyone = range(len(conversation.messages))
     try:

@@ -13,10 +13,11 @@ import errno
 import hashlib
 import json
 import os
+import time
 import uuid
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -36,7 +37,7 @@ from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._ranks.agree import agree_on, agreed, this_rank, while_others_wait, world_size
 from fsdp_sft._tensors.disk import full_path, sync_folder, write_bytes
 from fsdp_sft.collate.encode import EncodedChat
-from fsdp_sft.collate.filtering import FilterCounts, kept_rows, warn_of_notes
+from fsdp_sft.collate.filtering import REFUSALS, FilterCounts, kept_rows, warn_of_notes
 from fsdp_sft.collate.notes import WARNED_OF_ROWS, WARNED_OF_TEMPLATES
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_count, options_of
 from fsdp_sft.errors import CheckpointCorruptError, row_error
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 _FORMAT_VERSION = 4
 _SHARD_ROWS = 2048
 _MAX_SHARDS = 512  # of larger data sets the shards are larger
+_STALE_SECONDS = 24 * 3600
 _COLUMNS = ("ids", "labels", "lengths", "targets")
 # Reasons why a row cannot be encoded; a row without a target can, but is not kept.
 _REFUSED = ("malformed", "too_long", "refused_by_template", "dropped_text", "no_reasoning", "media")
@@ -83,7 +85,7 @@ def encode_dataset(
             ``~/.cache``.
         on_dropped: What to do with a row if the template leaves out a text of an answer, as in `filter_rows`.
         max_refused: Largest share of refused rows that does not raise. What is encoded is kept, so that a
-            second call with a larger share opens it.
+            second call with a larger share goes on with it.
         **options: Further options of `encode_chat`.
 
     Returns:
@@ -93,7 +95,7 @@ def encode_dataset(
         ValueError: If more rows are refused than ``max_refused`` allows, as soon as a rank has refused so
             many, with the counts and an example of each reason. According to the most frequent reason it is a
             `ChatTemplateError` or another `RowError`.
-            Also for no rows, and for ranks with different numbers of rows.
+            Also for no rows, and for ranks with different rows, tokenizers or options.
         ChatTemplateError: If there is no chat template, or it does not parse.
         OSError: If writing fails.
 
@@ -114,10 +116,13 @@ def encode_dataset(
     with agreed("looking at the rows to encode"):
         source = _readable(rows)
     agree_on("encoding", **{"number of rows": len(source)})
-    with agreed("naming the encoding", itemgetter(0)) as key:
+    keys = while_others_wait(True, partial(_keys_of, source, tokenizer, wanted), "naming the encoding")
+    own, shared = keys or ("", "")
+    agree_on("encoding", **{"the rows, the tokenizer or the options (a digest)": shared})
+    with agreed("naming the encoding", itemgetter(0)) as name:
         # Rank 0's: a data set with functions that cannot be hashed has another fingerprint in each process.
-        key.told = _key_of(source, tokenizer, wanted) if this_rank() == 0 else None
-    folder = _cache_folder(cache_dir) / key.result
+        name.told = own
+    folder = _cache_folder(cache_dir) / name.result
     work = partial(_encode_missing, source, folder, tokenizer, wanted, max_refused)
     while_others_wait(True, work, "encoding the data set")
     with agreed("opening the encoded data set"):
@@ -136,7 +141,8 @@ def _readable(given: Any) -> Any:
     Raises:
         ValueError: If they cannot be read by index, or there are none.
     """
-    if isinstance(given, str) or not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
+    is_sequence = hasattr(given, "__len__") and hasattr(given, "__getitem__")
+    if isinstance(given, (str, bytes, Mapping)) or not is_sequence:
         raise ValueError(
             "encode_dataset reads a sequence of rows or a datasets.Dataset, got "
             f"{type(given).__name__}; of a .jsonl file give [json.loads(line) for line in open(path)], and "
@@ -144,6 +150,11 @@ def _readable(given: Any) -> Any:
         )
     if not len(given):
         raise ValueError("there are no rows to encode")
+    if isinstance(given[0], (str, os.PathLike)):
+        raise ValueError(
+            f"encode_dataset reads rows and no files, got {given[0]!r}; give [json.loads(line) for path in "
+            "paths for line in open(path)]"
+        )
     if data.is_hub_dataset(given) and given.format["type"] not in (None, "custom"):
         # Slices of other formats are tables or arrays. A transform stays.
         given = given.with_format(None, columns=given.format["columns"])
@@ -167,16 +178,22 @@ def _cache_folder(given: str | os.PathLike[str] | None) -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "fsdp-sft" / "encoded"
 
 
-def _key_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions) -> str:
-    """A digest of everything that the encoded rows depend on."""
+def _keys_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions) -> tuple[str, str]:
+    """(digest of everything that the encoded rows depend on, one that is the same on all ranks).
+
+    They are one, but for a ``datasets.Dataset``, whose fingerprint stands for its rows; all ranks are to have
+    the same of 64 rows.
+    """
     # The rules for labels change with the library's version.
     from fsdp_sft import __version__
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    fingerprint = data.dataset_fingerprint(source)
+    some = range(0, len(source), max(1, len(source) // 64))
+    rows = source if fingerprint is None else [row for i in some for row in _rows_of(source, i, i + 1)]
     about = {
         "format": _FORMAT_VERSION,
         "versions": [__version__, *data.versions_of_tokenizers()],
-        "data": data.dataset_fingerprint(source) or _digest_of(source),
         "tokenizer": hashlib.sha256(backend.to_str().encode()).hexdigest()
         if backend is not None
         else repr(tokenizer),
@@ -188,7 +205,11 @@ def _key_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOpti
             for key, value in asdict(options).items()
         },
     }
-    return hashlib.sha256(json.dumps(about, default=repr).encode()).hexdigest()[:40]
+    own, shared = (
+        hashlib.sha256(json.dumps([about, content], default=repr).encode()).hexdigest()[:40]
+        for content in (fingerprint, _digest_of(rows))
+    )
+    return shared if fingerprint is None else own, shared
 
 
 def _digest_of(rows: Sequence[Any]) -> str:
@@ -223,6 +244,9 @@ def _encode_missing(
     Others work on theirs from the beginning, so theirs are taken from the end.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob(".*.safetensors.*") if this_rank() == 0 else ():
+        if time.time() - stale.stat().st_mtime > _STALE_SECONDS:  # of a job that was killed
+            stale.unlink(missing_ok=True)
     size = max(_SHARD_ROWS, -(-len(source) // _MAX_SHARDS))
     starts = range(0, len(source), size)
     jobs = list(zip(_shard_paths(folder, len(starts)), starts, strict=True))
@@ -256,8 +280,11 @@ def _encode_shard(
         for name, values in columns.items()
     }
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    write_bytes(temporary, save(tensors, {"counts": json.dumps(counts.described())}))
-    os.replace(temporary, path)
+    try:
+        write_bytes(temporary, save(tensors, {"counts": json.dumps(counts.described())}))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
     return counts
 
@@ -266,10 +293,12 @@ def _refuse_many(counts: FilterCounts, max_refused: float, number: int) -> None:
     """Raise the error of the most frequent reason if more of so many rows are refused than allowed."""
     refused = sum(counts.get(reason, 0) for reason in _REFUSED)
     if refused > max_refused * number:
+        seen = sum(counts.get(reason, 0) for reason in ("kept", *REFUSALS))
         raise row_error(
-            f"{refused} of {number} rows were refused, more than max_refused={max_refused:g} allows; counted "
-            f"{dict(counts)}{counts.first_examples()}\nLeave such rows out, change the options, or allow "
-            "more of them (max_refused=); what was encoded is kept",
+            f"{refused} of {seen} rows were refused, more than max_refused={max_refused:g} of all {number} "
+            f"allows; counted {dict(counts)}{counts.first_examples()}\n"
+            "Leave such rows out, change the options, or allow more of them (max_refused=); what was encoded "
+            "is kept",
             max(_REFUSED, key=lambda reason: counts.get(reason, 0)),
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from torch.utils.data import get_worker_info
 from typing_extensions import Unpack
 
 from fsdp_sft._model.view import tokenizer_of
@@ -82,7 +83,7 @@ class FilterCounts(dict[str, int]):
         self.indices.setdefault(reason, array("q")).append(index)
         examples = self.examples.setdefault(reason, [])
         if len(examples) < _EXAMPLES:
-            examples.append(f"row {index}: {text or REFUSALS.get(reason) or NOTES[reason]}")
+            examples.append(f"row {index}: {text or REFUSALS.get(reason) or NOTES.get(reason, reason)}")
 
     def first_examples(self) -> str:
         """The first example of each reason, a line each."""
@@ -96,6 +97,10 @@ def warn_of_notes(counts: Mapping[str, int], names: Iterable[str]) -> list[str]:
         # A few such rows do no harm: some templates end answers only if a question follows, and some answers
         # begin with white space that any tokenizer joins with the prompt's.
         is_common = name in ("no_end_of_turn", "start_in_a_token")
+        # Of those nearly all rows of a template have one or none, so the first of a loader's workers tells.
+        worker = get_worker_info()
+        if is_common and worker is not None and worker.id > 0:
+            continue
         if counts.get(name, 0) > (counts["kept"] / 2 if is_common else 0):
             warn(f"{counts[name]} of {counts['kept']} rows are counted as {name}: {NOTES[name]}")
             warned.append(name)

@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 
-from torch.utils.data import get_worker_info
-
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft.collate.layout import TextSlot
@@ -160,12 +158,8 @@ def _on_ends(template: ChatTemplate, facts: TemplateFacts) -> Iterator[str]:
 
 
 def warn(text: str) -> None:
-    """Warn at the caller's line, on rank 0 alone; a worker of a data loader knows its rank by RANK.
-
-    Of several workers the first warns, since nearly all rows of a template have a note or none.
-    """
-    is_first = getattr(get_worker_info(), "id", 0) == 0
-    if this_rank() == 0 and os.environ.get("RANK", "0") == "0" and is_first:
+    """Warn at the caller's line, on rank 0 alone; a worker of a data loader knows its rank by RANK."""
+    if this_rank() == 0 and os.environ.get("RANK", "0") == "0":
         warn_caller(text)
 
 

@@ -23,6 +23,7 @@ from fsdp_sft._model.state import ModelTensors, model_tensors
 from fsdp_sft._model.twin import keep_config, tied_meta_twin
 from fsdp_sft._model.view import inner_model
 from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._process.words import check_dtypes
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.safetensors import TensorEntry, num_bytes
 from fsdp_sft._tensors.stored import InFile, Stored
@@ -126,8 +127,7 @@ def plan_export(
             f"export_hf takes a transformers model, got {type(model).__name__}{inner_model(model)}; "
             "save_full_state_dict writes any model"
         )
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype must be a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}")
+    check_dtypes(dtype=dtype)
     refuse_quantised_model(model)
     keep_config(model)
     content = model_tensors(model)

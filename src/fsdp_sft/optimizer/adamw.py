@@ -92,12 +92,16 @@ class StochasticAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in ``torch.optim.Optimizer``; one that cannot be stepped raises."""
+        """Add a group, as in ``torch.optim.Optimizer``; one that cannot be stepped raises and is dropped."""
         super().add_param_group(param_group)
-        _check(self.param_groups[-1])
-        for parameter in self.param_groups[-1]["params"]:
-            if parameter.requires_grad:
-                _check_parameter(parameter)
+        try:
+            _check(self.param_groups[-1])
+            for parameter in self.param_groups[-1]["params"]:
+                if parameter.requires_grad:
+                    _check_parameter(parameter)
+        except Exception:
+            self.param_groups.pop()
+            raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned, with the moments in ``state_dtype``.

@@ -37,7 +37,7 @@ from fsdp_sft.shard.float32_modules import plan_float32
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_sft._process.words import answered
+from fsdp_sft._process.words import answered, check_dtypes
 from fsdp_sft.shard.packing import STORED, choose_packed, pack_loaded, packed_or_dtype
 from fsdp_sft.shard.units import (
     cast_shards,
@@ -209,6 +209,7 @@ def shard_model(
         >>> model = fs.shard_model(model, mesh=mesh, master_dtype=torch.float32)
         >>> report = fs.load_weights(model, path)
     """
+    check_dtypes(master_dtype=master_dtype)
     packed, kept_dtype = packed_or_dtype(frozen_dtype)
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(

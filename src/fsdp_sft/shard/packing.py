@@ -16,6 +16,7 @@ from fsdp_sft._compat.fsdp import adopt_shards, put_shard
 from fsdp_sft._model.adapters import copied_modules, without_adapters
 from fsdp_sft._model.towers import frozen_towers, pattern_of
 from fsdp_sft._model.view import base_of, kept_of, record_of, slot
+from fsdp_sft._process.words import check_dtypes
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._ranks.agree import all_reduce_sum
@@ -71,6 +72,7 @@ def packed_or_dtype(frozen_dtype: torch.dtype | str | None) -> tuple[str | None,
         ValueError: If it is neither.
     """
     if not isinstance(frozen_dtype, str):
+        check_dtypes(frozen_dtype=frozen_dtype)
         return None, frozen_dtype
     if frozen_dtype not in KINDS:
         raise ValueError(f"frozen_dtype must be a torch.dtype, or one of {KINDS}; got {frozen_dtype!r}")

@@ -202,17 +202,23 @@ def prepare_scaler(
 
 
 def options_of(optimizers: list[torch.optim.Optimizer]) -> tuple[str, ...]:
-    """Options of the optimizers' groups, which must be the same on every rank, as text.
-
-    A rate that is a tensor is left out: on a device the host would have to wait for it.
-    """
+    """Options of the optimizers' groups, which must be the same on every rank, as text."""
     return tuple(
-        f"{name}={value} of group {number} of {type(optimizer).__name__}"
+        f"{name}={_plain(value)} of group {number} of {type(optimizer).__name__}"
         for optimizer in optimizers
         for number, group in enumerate(optimizer.param_groups)
         for name, value in group.items()
-        if name not in ("params", "initial_lr") and isinstance(value, (bool, int, float, str, tuple, list))
+        if name not in ("params", "initial_lr") and _plain(value) is not None
     )
+
+
+def _plain(value: Any) -> Any:
+    """An option that can be compared; None for any other: for a tensor on a device the host would wait."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 and value.device.type == "cpu" else None
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 def unscale(

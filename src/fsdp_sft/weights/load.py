@@ -13,7 +13,7 @@ from fsdp_sft._model.adapters import add_adapters, refuse_initialised_from_base,
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.towers import freeze_towers as freeze_towers_of
 from fsdp_sft._model.view import base_of, inner_model, is_transformers
-from fsdp_sft._process.words import answered
+from fsdp_sft._process.words import answered, check_dtypes
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, difference
 from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.sac import Ratio, apply_sac
@@ -194,6 +194,7 @@ def load_pretrained(
         >>> model.load_report.loaded[0]
         'model.embed_tokens.weight'
     """
+    check_dtypes(master_dtype=master_dtype)
     packed_or_dtype(frozen_dtype)
     folder = resolve_folder(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     with agreed("building the model"):

@@ -22,7 +22,7 @@ from fsdp_sft._compat.models import (
 from fsdp_sft._model.configs import auto_config, check_settings, read_by_transformers, refuse_kernels
 from fsdp_sft._model.twin import keep_config, meta_twin
 from fsdp_sft._model.view import record_of
-from fsdp_sft._process.words import answered
+from fsdp_sft._process.words import answered, check_dtypes
 from fsdp_sft._quantised.find import check
 from fsdp_sft._quantised.settings import Settings, settings_of, without_settings
 from fsdp_sft._ranks.agree import tell
@@ -93,6 +93,7 @@ def build_meta_model(
         >>> shards = fs.shard_model(model, mesh=mesh)
         >>> report = fs.load_weights(model, path)  # only now do the shards have memory
     """
+    check_dtypes(dtype=dtype)
     name = os.path.expanduser(name_or_path)
     cls, config, quantised = _class_and_config(
         name, revision, attn_implementation, trust_remote_code, config_overrides

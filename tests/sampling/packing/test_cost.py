@@ -103,3 +103,9 @@ def test_the_cost_of_attention_is_counted_from_the_config() -> None:
     assert fs.attention_cost(sliding)[0] == fs.model_flops_per_token(sliding, 64)
     with pytest.raises(ValueError, match="attention must be"):
         fs.attention_cost(config, attention="dense")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cost", [(-1.0, 1.0), (float("nan"), 1.0), (0, 0), (float("inf"), 0)])
+def test_a_cost_that_cannot_be(cost: Any) -> None:
+    with pytest.raises(ValueError, match="numbers of cost must be finite"):
+        fs.PackedSampler([3], max_length=4, cost=cost)

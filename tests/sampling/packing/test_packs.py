@@ -244,6 +244,7 @@ def test_real_chats_pack_to_the_lower_bound_and_come_back_whole(name: str) -> No
     assert counted == sum(targets)
 
 
-def test_padding_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="pad_to_multiple_of"):
-        fs.PackedCollator(max_length=8, pad_to_multiple_of=0)
+@pytest.mark.parametrize("options", [{"pad_token_id": None}, {"pad_token_id": -1}, {"pad_to_multiple_of": 0}])
+def test_padding_that_cannot_be(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        fs.PackedCollator(max_length=8, **options)

@@ -232,6 +232,8 @@ def test_states_of_other_data_are_refused() -> None:
         ({"lengths": [3, 600], "targets": None}, ValueError, "row 1 has 600 tokens"),
         ({"targets": TARGETS[:-1]}, ValueError, "399 entries, lengths 400"),
         ({"targets": [0.5] * 400}, TypeError, "float"),
+        ({"targets": [10**6] * 400}, ValueError, "row 0 .*cannot have 1000000 targets"),
+        ({"targets": [-1] * 400}, ValueError, "row 0 .*cannot have -1 targets"),
         ({"max_length": 0}, ValueError, "capacity|max_length"),
     ],
 )

@@ -55,6 +55,11 @@ class PackedCollator:
         self.padding = padding
         multiple = 1 if pad_to_multiple_of is None else pad_to_multiple_of
         self.pad_to_multiple_of = check_count("pad_to_multiple_of", multiple)
+        if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int) or pad_token_id < 0:
+            raise ValueError(
+                f"pad_token_id must be an id of the vocabulary, got {pad_token_id!r}; a tokenizer without a "
+                "padding token can use its eos_token_id"
+            )
         self.pad_token_id = pad_token_id
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:

@@ -96,6 +96,8 @@ class PackedSampler(OrderedSampler[list[int]]):
         self._mixture = mixture
         self.max_length, self.shuffle, self.seed = max_length, shuffle, seed
         self._cost = None if cost is None else (float(cost[0]), float(cost[1]))
+        if self._cost and not (min(self._cost) >= 0 and 0 < sum(self._cost) < float("inf")):
+            raise ValueError(f"numbers of cost must be finite, not negative, and not both 0, got {cost!r}")
         self.epoch = 0
         self.position = 0
         self._ranks = self.num_replicas  # with which the epoch has begun
@@ -182,7 +184,7 @@ class PackedSampler(OrderedSampler[list[int]]):
         return free * _LEVELS // self.max_length, sum(self._targets[row] for row in pack)
 
     def _check_rows(self) -> None:
-        """Raise ValueError without rows, or for another number of targets."""
+        """Raise ValueError without rows, or for impossible numbers of targets."""
         if not self._lengths:
             raise ValueError("there are no rows to pack; check what filter_rows kept")
         if len(self._targets) != len(self._lengths):
@@ -190,6 +192,9 @@ class PackedSampler(OrderedSampler[list[int]]):
                 f"num_targets has {len(self._targets)} entries, lengths {len(self._lengths)}; "
                 "row_sizes returns both"
             )
+        for row, (length, targets) in enumerate(zip(self._lengths, self._targets, strict=True)):
+            if not 0 <= targets <= length:
+                raise ValueError(f"row {row} has {length} tokens and cannot have {targets} targets")
 
 
 def _shuffled(items: list[Any], generator: torch.Generator) -> list[Any]:
