@@ -346,11 +346,14 @@ def load_checkpoint(
         try:
             loaded = _load_step(folder, manifest, model, optimizer)
             note_loaded(folder, loaded.step)
-            message, took = (
+            tell(
+                _logger,
                 "resumed in %.2f s from step %d, saved on %d ranks: %s",
                 time.perf_counter() - started,
+                loaded.step,
+                loaded.world_size,
+                folder,
             )
-            tell(_logger, message, took, loaded.step, loaded.world_size, folder)
             return loaded
         except CheckpointCorruptError:
             if not deleted_meanwhile(path, folder):

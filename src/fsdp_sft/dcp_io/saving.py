@@ -303,8 +303,14 @@ def prepare_save(
     def write() -> None:
         then = partial(prune, root, keep_last=keep_last, keep_best=keep_best, just_saved=step)
         write_folder(temporary, target, manifest, parts, then)
-        message, ranks = "saved step %d on %d ranks in %.2f s: %s", world_size()
-        tell(_logger, message, step, ranks, time.perf_counter() - started, target)
+        tell(
+            _logger,
+            "saved step %d on %d ranks in %.2f s: %s",
+            step,
+            world_size(),
+            time.perf_counter() - started,
+            target,
+        )
 
     return write
 
