@@ -19,7 +19,7 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft._tensors.stored import file_header
-from fsdp_sft._tensors.torch_file import load_pickled
+from fsdp_sft.dcp_io.full_state import load_pickled
 from fsdp_sft.weights.resolve import open_checkpoint
 from tests.faults.hostile import peak, reset_peak, sign
 from tests.faults.kills import make, tensors

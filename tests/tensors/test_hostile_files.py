@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 import fsdp_sft as fs
 from fsdp_sft._tensors.safetensors import open_file, read_header
-from fsdp_sft._tensors.torch_file import load_pickled
+from fsdp_sft.dcp_io.full_state import load_pickled
 from fsdp_sft.weights.resolve import open_checkpoint
 from tests.harness.hf_folders import save_tiny
 from tests.tensors.odd_headers import ODD

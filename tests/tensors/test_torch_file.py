@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_sft._tensors.torch_file import load_pickled
+from fsdp_sft.dcp_io.full_state import load_pickled
 from fsdp_sft.errors import CheckpointFormatError
 
 

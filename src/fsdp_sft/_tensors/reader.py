@@ -151,7 +151,7 @@ class _Reader:
         except (OSError, CheckpointFormatError) as error:
             blame_no_file(error, run.file)
             raise self._damaged(
-                f"{run.file} cannot be read at byte {run.start} ({key!r}): {error}; is it complete?"
+                f"{run.file} cannot be read at byte {run.start + skipped} ({key!r}): {error}; is it complete?"
             ) from None
         return memory
 
