@@ -150,3 +150,11 @@ def test_a_collator_warns_once_that_no_answer_ends() -> None:
     heard = _Heard(fs.SFTCollator(own, max_length=99))
     loader = DataLoader([ROW] * 4, collate_fn=heard, num_workers=2, multiprocessing_context="fork")
     assert sum(loader) == 1
+
+
+def test_any_worker_warns_of_an_answer_that_is_cut_off() -> None:
+    own, _ = tokenizer_for(ct.CHATML)
+    short, long = chat("q", "a"), chat("q", "a", "q" * 90, "b")
+    heard = _Heard(fs.SFTCollator(own, max_length=60))
+    loader = DataLoader([short, long], collate_fn=heard, num_workers=2, multiprocessing_context="fork")
+    assert list(loader) == [0, 1]

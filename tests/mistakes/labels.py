@@ -27,6 +27,13 @@ MISTAKES = [
         ("tests/collate/test_notes.py",),
     ),
     Mistake(
+        "of several workers the first alone tells of cut answers",
+        "collate/filtering.py",
+        "        if is_common and worker is not None and worker.id > 0:\n",
+        "        if worker is not None and worker.id > 0:\n",
+        ("tests/collate/test_notes.py",),
+    ),
+    Mistake(
         "a text begins twice",
         "collate/encode.py",
         "    ids = ids[ids[:2] == [bos, bos] :]",
