@@ -380,9 +380,9 @@ def _find_all(template: ChatTemplate, conversation: Conversation) -> Found:
     """The rendering, all of which is trained, and the texts that it leaves out."""
     if not all(conversation.trained):
         raise ValueError(
-            f'train_on="all" trains every token, and message {conversation.trained.index(False)} (of weight '
-            '0, or of a "prompt") is not to be trained: give the roles, such as train_on={"user", '
-            '"assistant"}'
+            f'train_on="all" trains every token, and message {conversation.trained.index(False)} is not '
+            'to be trained: give the roles, such as train_on={"user", "assistant"} (a weight of 0 says so, '
+            "and a prompt that is a list of messages)"
         )
     everyone = range(len(conversation.messages))
     try:
