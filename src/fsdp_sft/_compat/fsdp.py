@@ -193,23 +193,6 @@ def native_axes(model: nn.Module) -> list[str]:
     return [axis for axis in ("pp", "tp") if manager is not None and manager.get_mesh(axis).size() > 1]
 
 
-def reduction_dtype(module: nn.Module, gradient: torch.dtype) -> torch.dtype:
-    """The dtype in which FSDP2 reduces the gradients of a module that was given to ``fully_shard``.
-
-    The policy is read as in ``compute_dtypes``. Before torch 2.15 one without ``reduce_dtype`` reduced in
-    ``param_dtype``; now the stored shards' dtype counts (``FSDPParam.unsharded_grad_dtype``).
-
-    Args:
-        module: Module that is a group of FSDP2's.
-        gradient: Dtype of the group's stored shards, which counts if the policy says nothing.
-    """
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    policy: Any = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
-    computed = None if hasattr(FSDPParam, "unsharded_grad_dtype") else policy.param_dtype
-    return policy.reduce_dtype or computed or gradient
-
-
 def split_factor_of(placement: Any) -> int | None:
     """Number of parts into which a strided shard's dimension was already cut; None for other placements.
 

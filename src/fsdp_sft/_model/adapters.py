@@ -63,8 +63,6 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
     except ImportError as error:
         raise ImportError("adapters need peft, which is not installed: pip install peft") from error
 
-    if any(p.is_meta for p in model.parameters()):
-        _refuse_unless_initialised_alone(peft_config)
     peft_config = _without_towers(peft_config, frozen_towers(model))
     with unmoved(seed=seed):  # peft draws on the CPU
         adapted = cast("PeftModel", get_peft_model(model, peft_config))
@@ -301,21 +299,6 @@ def _initialised_from_base(peft_config: Any) -> str | None:
         return "trainable_token_indices"
     how = getattr(peft_config, "init_lora_weights", True)
     return None if isinstance(how, bool) or how == "gaussian" else f"init_lora_weights={how!r}"
-
-
-def _refuse_unless_initialised_alone(peft_config: Any) -> None:
-    """Raise UnsupportedModelError if adapters are initialised from base weights."""
-    from peft import LoraConfig
-
-    variant = _initialised_from_base(peft_config)
-    if not isinstance(peft_config, LoraConfig):
-        variant = type(peft_config).__name__
-    if variant is not None:
-        other = ", or take init_lora_weights=True or 'gaussian'" if "init_lora" in variant else ""
-        raise UnsupportedModelError(
-            f"{variant} cannot be initialised on the meta device, without the base weights: load the base "
-            f"model with transformers' from_pretrained, and then call add_adapters and shard_model{other}"
-        )
 
 
 def _initialise(fqn: str, layer: Any, peft_config: Any) -> None:

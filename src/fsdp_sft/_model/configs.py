@@ -37,57 +37,33 @@ def config_of(name: str | os.PathLike[str]) -> Any:
     Raises:
         CheckpointNotFoundError: If there is no such folder, and the Hub does not give it.
     """
-    config = _named(name, partial(auto_config, trust_remote_code=False, is_plan=True), "config")
+    config = _named(name, partial(auto_config, trust_remote_code=False), "config")
     refuse_kernels(os.fspath(name), config)
     return config
 
 
-def auto_config(name: str, *, kind: str | None = None, is_plan: bool = False, **options: Any) -> Any:
+def auto_config(name: str, *, kind: str | None = None, **options: Any) -> Any:
     """What ``AutoConfig.from_pretrained`` returns, after the config's numbers have been looked at.
 
     Args:
         name: A folder or a Hub id.
         kind: Type of model to read the config as, in place of the one that it names.
-        is_plan: Whether a type that transformers does not know is read as that of the class that the config
-            names: enough for sizes, and not for weights, which another code may use otherwise.
         options: Keywords of ``AutoConfig.from_pretrained``.
 
     Raises:
         CheckpointFormatError: If it claims more layers than a model has: transformers builds lists of them.
-            If transformers does not know its type.
+            If transformers does not know ``kind``.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     revision: Any = options.get("revision")
     said = PreTrainedConfig.get_config_dict(name, revision=revision)[0]
     _check_counts(said, name)
-    own = said.get("model_type")
-    is_unknown = isinstance(own, str) and own not in CONFIG_MAPPING
-    if kind is None and is_unknown and not options.get("trust_remote_code"):
-        alike = _type_of_class(said)
-        if alike is not None and not is_plan:
-            raise CheckpointFormatError(
-                f"{name} has models of type {own!r}, which transformers does not know, and names the class "
-                f"of type {alike!r}. If it is that model under another name, as Kimi-K2 is DeepSeek-V3, say "
-                f"so: build_meta_model(..., model_type={alike!r})"
-            )
-        kind = alike
     if kind is None:
         return AutoConfig.from_pretrained(name, **options)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise CheckpointFormatError(f"transformers knows no models of type {kind!r}, as which to read {name}")
     return CONFIG_MAPPING[kind].from_pretrained(name, revision=revision, model_type=kind)
-
-
-def _type_of_class(said: dict[str, Any]) -> str | None:
-    """The type of the models of the class that a config names; None if transformers has no such class."""
-    import transformers
-
-    names = said.get("architectures")
-    first = names[0] if isinstance(names, list) and names else None
-    named = getattr(transformers, first, None) if isinstance(first, str) else None
-    config_class = getattr(named, "config_class", None)
-    return getattr(config_class, "model_type", None) or None
 
 
 def check_settings(folder: Path) -> None:

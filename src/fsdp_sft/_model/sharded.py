@@ -15,7 +15,7 @@ from fsdp_sft._compat.fsdp import (
     replaced_parameters,
 )
 from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
-from fsdp_sft._model.view import known_of, record_of, replicas_of, replicated_by, unwrapped
+from fsdp_sft._model.view import record_of, replicas_of, replicated_by, unwrapped
 from fsdp_sft._ranks.agree import world_size
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
@@ -66,7 +66,7 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
         dense = [mesh for mesh in meshes if EP not in (mesh.mesh_dim_names or ())]
         return max(dense or meshes, key=lambda mesh: mesh.size(), default=None)
 
-    mesh: DeviceMesh | None = known_of(model).mesh or of_parameters()
+    mesh: DeviceMesh | None = record_of(model).mesh or of_parameters()
     axes = set(native_axes(unwrapped(model))) | set(mesh.mesh_dim_names or () if mesh is not None else ())
     if others := axes & {PP, TP, EP}:
         raise UnsupportedModelError(

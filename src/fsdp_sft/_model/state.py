@@ -12,8 +12,6 @@ from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.packed_shard import PackedShard, bits_of
 from fsdp_sft.errors import UnstorableStateError, abridged
 
-_EXTRA_STATE = "_extra_state"  # nn.Module's name for what get_extra_state returns
-
 
 @dataclass(frozen=True)
 class ModelTensors:
@@ -89,12 +87,6 @@ def model_tensors(model: nn.Module, *, values: bool = True) -> ModelTensors:
     model = unwrapped(model)
     for key, value in model.state_dict(keep_vars=True).items():
         name = clean_name(key)
-        if name.rpartition(".")[2] == _EXTRA_STATE:
-            raise UnstorableStateError(
-                f"{name} is state that {type(model).__name__} keeps beside its tensors (get_extra_state), "
-                "and files hold tensors: keep the value in train_state or rank_state, and give it back after "
-                "loading"
-            )
         is_packed = isinstance(value, torch.Tensor) and isinstance(local_of(value), PackedShard)
         if not isinstance(value, torch.Tensor) or (is_wrapper_subclass(value) and not is_packed):
             raise UnstorableStateError(

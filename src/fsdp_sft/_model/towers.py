@@ -5,9 +5,8 @@ import re
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from fsdp_sft._model.view import base_of, known_of, record_of, unwrapped
+from fsdp_sft._model.view import base_of, record_of, unwrapped
 from fsdp_sft._ranks.agree import tell
 
 _logger = logging.getLogger(__name__)
@@ -61,9 +60,6 @@ def freeze_towers(model: nn.Module) -> list[str]:
     Returns:
         FQNs of what was frozen: towers and the projectors after them.
 
-    Raises:
-        ValueError: If the model has towers and is sharded already, or adapters are in them.
-
     Example:
         >>> model = fs.build_meta_model(path)
         >>> fs.freeze_towers(model)  # a LLaVA: ['model.vision_tower', ...]
@@ -73,19 +69,8 @@ def freeze_towers(model: nn.Module) -> list[str]:
     if not names:
         return []
     inner = base_of(unwrapped(model))
-    inside = [parameter for name in names for parameter in inner.get_submodule(name).named_parameters()]
-    if any(isinstance(parameter, DTensor) for _, parameter in inside):
-        raise ValueError(
-            f"{type(inner).__name__} is sharded already, and its towers as parts that are trained: call "
-            "freeze_towers before shard_model"
-        )
-    if any("lora_" in name for name, _ in inside):
-        raise ValueError(
-            f"there are adapters in {' and '.join(names)}, which would stay as they are: call freeze_towers "
-            "before add_adapters"
-        )
-    for _, parameter in inside:
-        parameter.requires_grad_(False)
+    for name in names:
+        inner.get_submodule(name).requires_grad_(False)
     record_of(inner).frozen_towers = tuple(names)
     tell(_logger, "%s: %s frozen", type(inner).__name__, " and ".join(names))
     return names
@@ -93,7 +78,7 @@ def freeze_towers(model: nn.Module) -> list[str]:
 
 def frozen_towers(model: nn.Module) -> tuple[str, ...]:
     """FQNs of the towers that ``freeze_towers`` has frozen."""
-    return known_of(base_of(unwrapped(model))).frozen_towers
+    return record_of(base_of(unwrapped(model))).frozen_towers
 
 
 def pattern_of(names: tuple[str, ...]) -> str:

@@ -209,10 +209,7 @@ class Record:
         self.frozen_towers: tuple[str, ...] = ()
         self.config: dict[str, Any] | None = None
 
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # copies too: a copied or unpickled model has no record
         return type(None), ()
 
     def keep(self, value: Any) -> None:
@@ -237,12 +234,6 @@ def record_of(model: nn.Module) -> Record:
     return record
 
 
-def known_of(model: nn.Module) -> Record:
-    """The record of a model to look at; an empty one, which is not kept, if there is none."""
-    inner = unwrapped(model)
-    return record_of(inner) if _NAME in inner.__dict__ else Record(inner)
-
-
 def kept_of(model: nn.Module, kind: type[T]) -> T | None:
-    """The value of that class kept for a model; None, and no record is made, if there is none."""
-    return known_of(model).kept(kind)
+    """The value of that class kept for a model; None if there is none."""
+    return record_of(model).kept(kind)

@@ -44,8 +44,7 @@ def prepare_experts(model: nn.Module, *, impl: str = "auto") -> str:
 
     Raises:
         ValueError: If ``impl`` is unknown.
-        UnsupportedModelError: If ``impl`` is ``"grouped_mm"`` and does not suit the model, or if it has no
-            experts, or some that transformers computes in one way only.
+        UnsupportedModelError: If the model has no experts, or some that transformers computes in one way only.
 
     Example:
         >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -66,9 +65,7 @@ def prepare_experts(model: nn.Module, *, impl: str = "auto") -> str:
     present = experts_implementation_of(modules[0])
     chosen = present if impl == "auto" else impl
     experts_forward(modules[0], chosen)  # raises for a name that transformers does not know
-    unfit = _why_not_grouped(modules, inner) if chosen == "grouped_mm" else ""
-    if unfit and impl != "auto":
-        raise UnsupportedModelError(f"the experts of {name} cannot be computed by impl={impl!r}: {unfit}")
+    unfit = _why_not_grouped(modules, inner) if impl == "auto" and chosen == "grouped_mm" else ""
     if unfit:
         chosen = "eager"
     if any(experts_implementation_of(module) != chosen for module in modules):

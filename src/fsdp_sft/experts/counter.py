@@ -190,21 +190,18 @@ def watch_experts(model: nn.Module) -> list[str]:
     present = counter_of(model)
     if present is not None:
         return [name for name, _ in present.experts]
-    found = {}
-    for name, module in inner.named_modules():
-        argument = _argument_of(module)
-        if argument is None:
-            continue
-        found[name] = module, _num_experts(name, module), argument
+    asked = {name: _argument_of(module) for name, module in inner.named_modules()}
+    taken = {name: argument for name, argument in asked.items() if argument is not None}
+    found = {name: inner.get_submodule(name) for name in taken}
     if not found:
         raise UnsupportedModelError(
             f"{type(inner).__name__} has no module that takes what a router has chosen (an argument "
             f"{' or '.join(_CHOICES)}), as experts of transformers do: what it gives to whom cannot be seen"
         )
-    counter = ExpertCounter({name: (module, number) for name, (module, number, _) in found.items()})
+    counter = ExpertCounter({name: (module, _num_experts(name, module)) for name, module in found.items()})
     record_of(model).keep(counter)
-    for index, (module, _, argument) in enumerate(found.values()):
-        hook = partial(_before_experts, counter.handle, index, *argument)
+    for index, (name, module) in enumerate(found.items()):
+        hook = partial(_before_experts, counter.handle, index, *taken[name])
         module.register_forward_pre_hook(hook, with_kwargs=True)
     return list(found)
 

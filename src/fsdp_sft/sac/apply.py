@@ -16,11 +16,11 @@ from fsdp_sft.sac.attach import (
     COMPILED,
     checkpoint_blocks,
     note_model,
-    restore,
+    remove_sac,
 )
 from fsdp_sft.sac.decisions import checkpoint_of
 from fsdp_sft.sac.offload import Offload
-from fsdp_sft.sac.ops import check_kept, checkpoint_keeping
+from fsdp_sft.sac.ops import checkpoint_keeping, kept_modules, refuse_inner_groups
 
 Ratio = float | str | Fraction
 Placement = Literal["even", "prefix"]
@@ -77,9 +77,9 @@ def apply_sac(
 
     Raises:
         TypeError: If ``ratio`` is neither a number nor a text, or a block neither an FQN nor a position.
-        ValueError: If an argument is out of range, or if a block is unknown or lies in another one. With
-            ``save``, also if a name matches no submodule of the chosen blocks. With ``offload``, also with
-            ``save`` or if a block is compiled.
+        ValueError: If an argument is out of range, or if a block is unknown. With ``save``, also if a name
+            matches no submodule of the chosen blocks. With ``offload``, also with ``save`` or if a block is
+            compiled.
         UnsupportedModelError: If the model has no blocks. With ``save``, if parts of a block are sharded as
             groups of their own, as modules kept in float32 are. If the model is sharded later,
             ``shard_model`` raises it.
@@ -104,9 +104,10 @@ def apply_sac(
             raise ValueError(COMPILED.format(fqn))
     options = _checkpoint_options(model, preserve_rng_state, early_stop)
     names = (save,) if isinstance(save, str) else None if save is None else tuple(save)
-    if names is not None:
-        check_kept(model, chosen, names)
-    restore(model)
+    if names is not None:  # of no block, as for a ratio of 0, a misspelt one is an error too
+        kept_modules(chosen or find_blocks(model), names)
+        refuse_inner_groups(model, list(chosen))
+    remove_sac(model)
     if not chosen:
         return []
     recompute = (
@@ -115,20 +116,6 @@ def apply_sac(
     checkpoint_blocks(chosen, recompute, Offload() if offload else None)
     note_model(model, [] if names is None else list(chosen))
     return list(chosen)
-
-
-def remove_sac(model: nn.Module) -> None:
-    """Undo ``apply_sac``; a model without it is left as it is.
-
-    Args:
-        model: Model that was given to ``apply_sac``.
-
-    Example:
-        >>> fs.apply_sac(model, blocks=[0, -1])
-        ['model.layers.0', 'model.layers.3']
-        >>> fs.remove_sac(model)
-    """
-    restore(model)
 
 
 def _chosen_blocks(
@@ -163,17 +150,11 @@ def named_blocks(model: nn.Module, blocks: Iterable[int | str]) -> dict[str, nn.
 
     Raises:
         TypeError: If an entry is neither an FQN nor a position.
-        ValueError: If one is unknown, is never called, or lies in another one.
+        ValueError: If one is unknown or is never called.
     """
     entries = [blocks] if isinstance(blocks, str) else list(blocks)
     modules = dict(model.named_modules())
     fqns = {_fqn_of(model, entry, modules) for entry in entries}
-    for fqn in fqns:
-        outer = [other for other in fqns if fqn.startswith(f"{other}.")]
-        if outer:
-            raise ValueError(
-                f"{fqn!r} lies in {outer[0]!r}, which is recomputed as a whole; name one of them"
-            )
     return {fqn: module for fqn, module in modules.items() if fqn in fqns}
 
 
@@ -201,30 +182,17 @@ def _fqn_of(model: nn.Module, entry: Any, modules: dict[str, nn.Module]) -> str:
 
 def draws_random_numbers(model: nn.Module) -> bool:
     """Whether a training forward can draw random numbers: it has a positive dropout, drop path or jitter."""
-    return any(
-        _is_noise(name, value)
-        for module in model.modules()
-        for name, value in [*vars(module).items(), *_config_items(module)]
-    ) or any(_is_dropout(module) for module in model.modules())
-
-
-def _is_noise(name: str, value: Any) -> bool:
-    """Whether an attribute is a positive rate of dropout or jitter, judged by its name."""
-    # layerdrop, which skips whole layers, counts too: it is drawn in Python, but from torch's generator.
-    noisy = "drop" in name or "jitter" in name
-    return noisy and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-
-
-def _config_items(module: nn.Module) -> list[tuple[str, Any]]:
-    """Names and values of a module's config; empty without one."""
-    config = getattr(module, "config", None)
-    return list(vars(config).items()) if config is not None and hasattr(config, "__dict__") else []
-
-
-def _is_dropout(module: nn.Module) -> bool:
-    """Whether a module is a dropout with a positive rate."""
-    # torch's dropout modules have only a private base in common, but all have p and "dropout" in their name.
-    return "dropout" in type(module).__name__.lower() and getattr(module, "p", 0) > 0
+    for module in model.modules():
+        # torch's dropout modules have only a private base in common, but all have p, and this in their name.
+        if "dropout" in type(module).__name__.lower() and getattr(module, "p", 0) > 0:
+            return True
+        # layerdrop, which skips whole layers, counts too: it is drawn in Python, but from torch's generator.
+        config = getattr(getattr(module, "config", None), "__dict__", {})
+        for name, value in [*vars(module).items(), *config.items()]:
+            is_rate = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+            if is_rate and ("drop" in name or "jitter" in name):
+                return True
+    return False
 
 
 # The blocks that a ratio selects, in exact arithmetic.
@@ -285,8 +253,6 @@ def select_block_indices(num_blocks: int, ratio: Ratio, *, placement: Placement 
         >>> fs.select_block_indices(9, "1/3", placement="prefix")
         [0, 1, 2]
     """
-    if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 0:
-        raise ValueError(f"num_blocks must be a non-negative integer, got {num_blocks!r}")
     if placement not in _PLACEMENTS:
         raise ValueError(f"placement must be one of {_PLACEMENTS}, got {placement!r}")
     numerator, denominator = parse_ratio(ratio).as_integer_ratio()

@@ -43,8 +43,17 @@ def override(module: nn.Module, **attributes: Any) -> None:
     module.__dict__.update(attributes)
 
 
-def restore(model: nn.Module) -> None:
-    """Undo everything that ``override`` has set in a model, and turn generation caches on again."""
+def remove_sac(model: nn.Module) -> None:
+    """Undo ``apply_sac``; a model without it is left as it is.
+
+    Args:
+        model: Model that was given to ``apply_sac``.
+
+    Example:
+        >>> fs.apply_sac(model, blocks=[0, -1])
+        ['model.layers.0', 'model.layers.3']
+        >>> fs.remove_sac(model)
+    """
     for module in model.modules():
         done = checkpointed(module)
         module.__dict__.pop(SAC, None)

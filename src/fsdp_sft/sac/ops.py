@@ -16,7 +16,6 @@ from fsdp_sft._compat.compile import (
     draws_random_numbers_now,
     modules_being_traced,
 )
-from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft.errors import UnsupportedModelError, abridged
 from fsdp_sft.sac.attach import override
 from fsdp_sft.sac.decisions import Contexts, decides, is_decision, with_decisions
@@ -29,20 +28,6 @@ _COSTLY = re.compile(r"aten::_?\w*(mm|attention\w*|convolution\w*)")
 _ATTENTION = re.compile(r".*(attention|attn).*")
 _RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
 _NOT_A_KERNEL = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp"}
-
-
-def check_kept(model: nn.Module, blocks: dict[str, nn.Module], names: tuple[str, ...]) -> None:
-    """Raise unless ``apply_sac(save=names)`` can keep what ``names`` stand for in these blocks.
-
-    If ``blocks`` is empty, as for a ratio of 0, names are looked up in all blocks, so that a misspelt one is
-    an error too.
-
-    Raises:
-        ValueError: If a name or the model does not allow it; ``apply_sac`` lists the reasons.
-        UnsupportedModelError: If parts of a block are sharded as groups of their own.
-    """
-    _kept_modules(blocks or find_blocks(model), names)
-    refuse_inner_groups(model, list(blocks))
 
 
 def refuse_inner_groups(model: nn.Module, blocks: list[str]) -> None:
@@ -66,7 +51,7 @@ def checkpoint_keeping(
 ) -> Callable[..., Any]:
     """A ``torch.utils.checkpoint.checkpoint`` that keeps the costly outputs of the named submodules."""
     inside = _Inside(options["preserve_rng_state"])
-    for module in _kept_modules(blocks, names):
+    for module in kept_modules(blocks, names):
         plain = module.__dict__.get("forward")
         override(module, forward=functools.partial(_forward_inside, module, inside, plain))
     policy = functools.partial(_policy, inside, names)
@@ -134,12 +119,12 @@ def _ends_with(path: str, names: tuple[str, ...]) -> bool:
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 
-def _kept_modules(blocks: dict[str, nn.Module], names: tuple[str, ...]) -> list[nn.Module]:
-    """Submodules that ``names`` stand for, each once."""
-    if not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(
-            f"save takes names of submodules such as 'o_proj', got {names!r}; leave it out to keep nothing"
-        )
+def kept_modules(blocks: dict[str, nn.Module], names: tuple[str, ...]) -> list[nn.Module]:
+    """Submodules that ``names`` stand for, each once.
+
+    Raises:
+        ValueError: For a name that none of them has.
+    """
     named = [item for block in blocks.values() for item in block.named_modules() if item[0]]
     kept: dict[int, nn.Module] = {}
     for name in names:

@@ -92,22 +92,6 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
     return type(model).save_pretrained(model, *args, **kwargs)
 
 
-def _push_to_hub(model: Any, *args: Any, **kwargs: Any) -> Any:
-    raise UnsupportedModelError(
-        "push_to_hub would send one rank's shards. Call export_hf(model, folder) on all ranks, and then on "
-        "one huggingface_hub.upload_folder(repo_id=..., folder_path=folder); nothing was sent"
-    )
-
-
-def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-    if new_num_tokens is None:
-        return model.get_input_embeddings()
-    raise UnsupportedModelError(
-        "a sharded model gets no more tokens: build it with new_vocab_size=, which build_meta_model and "
-        "load_pretrained take"
-    )
-
-
 def _state_dict(model: Any, *args: Any, **kwargs: Any) -> Any:
     found = type(model).state_dict(model, *args, **kwargs)
     if args or kwargs.get("destination") is not None or kwargs.get("prefix"):
@@ -119,8 +103,6 @@ def _state_dict(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 _INSTEAD = {
     "save_pretrained": _save_pretrained,
-    "push_to_hub": _push_to_hub,
-    "resize_token_embeddings": _resize_token_embeddings,
     "state_dict": _state_dict,
 }
 
@@ -192,7 +174,6 @@ def shard_model(
         The same model.
 
     Raises:
-        TypeError: If ``mp_policy`` is no policy.
         ValueError: If the model is sharded already, an argument is out of range, or a block is not part of
             this model.
         UnsupportedModelError: If ``blocks`` is None and none is found, if a trained parameter has hooks,
@@ -211,11 +192,6 @@ def shard_model(
     """
     check_dtypes(master_dtype=master_dtype)
     packed, kept_dtype = packed_or_dtype(frozen_dtype)
-    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(
-            f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {mp_policy!r}; the dtype "
-            "of the forward is its param_dtype"
-        )
     _refuse_sharded(model)
     base = base_of(model)
     keep_config(base)
@@ -276,14 +252,9 @@ def _refuse_sharded(model: nn.Module) -> None:
             "the model is inside DistributedDataParallel already; shard the model that it was made of, on "
             "build_mesh(dp_replicate=...) if whole replicas are wanted"
         )
-    for fqn, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            raise ValueError(
-                f"{fqn or 'the model'} is sharded already; shard_model works once, on an ordinary model"
-            )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and EP not in (parameter.device_mesh.mesh_dim_names or ()):
-            raise ValueError(f"{name} is a DTensor already; shard_model takes ordinary parameters")
+            raise ValueError(f"{name} is sharded already; shard_model works once, on ordinary parameters")
 
 
 def _check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:

@@ -7,10 +7,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._model.sharded import mesh_of, reshard
-from fsdp_sft._ranks.mesh import EP
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.packed_shard import PackedShard, bits_of
-from fsdp_sft._tensors.sharding import shard_numel
 from fsdp_sft.errors import abridged
 from fsdp_sft.shard.names import innermost, without_indices
 
@@ -48,7 +46,7 @@ def describe_sharding(model: nn.Module) -> str:
     rows: dict[tuple[str, ...], list[str]] = {}
     total_local = total = 0
     for fqn, parameters in _groups(model).items():
-        local = sum(_local_bytes(p) for p in parameters)
+        local = sum(bits_of(p).nbytes for p in parameters)
         numel = sum(p.numel() for p in parameters)
         total, total_local = total + numel, total_local + local
         dtypes = ", ".join(sorted({_form(p) for p in parameters}))
@@ -66,7 +64,7 @@ def describe_sharding(model: nn.Module) -> str:
     widths = [max(len(line[i]) for line in table) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
     axes = ", ".join(f"{n}={s}" for n, s in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    fullest = _fullest_over_mean(model, mesh.size(mesh.ndim - 1))
+    fullest = _fullest_over_mean(model)
     summary = (
         f"{total:,} parameters, {total_local:,} bytes on this rank, the fullest rank has {fullest:.2f} times "
         f"the mean, mesh ({axes}) on {mesh.device_type}"
@@ -107,26 +105,17 @@ def _groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     return {fqn: parameters for fqn, parameters in groups.items() if parameters}
 
 
-def _fullest_over_mean(model: nn.Module, num_shards: int) -> float:
-    """Elements of the fullest rank divided by the mean."""
-    cut = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
-    padded = sum(_padded_numel(parameter, num_shards) for parameter in cut)
-    return padded / (sum(parameter.numel() for parameter in cut) or 1)
-
-
-def _padded_numel(parameter: DTensor, num_shards: int) -> int:
-    """Number of elements on all ranks of a replica together, padding included."""
-    shape, mesh, cut = list(parameter.shape), parameter.device_mesh, parameter.placements[-1]
-    shared = 1
-    # Whole experts are divided among ranks first; FSDP2 then shards those of a rank.
-    if EP in (mesh.mesh_dim_names or ()) and mesh.ndim > 1:
-        shared, cut = mesh.size(mesh.ndim - 1), parameter.placements[-2]
-        shape[0], num_shards = shape[0] // shared, mesh.size(mesh.ndim - 2)
-    dim = 0 if cut.is_replicate() else cut.dim  # type: ignore[attr-defined]
-    return shard_numel(tuple(shape), num_shards, dim) * num_shards * shared
-
-
-def _local_bytes(parameter: nn.Parameter) -> int:
-    """Bytes of a parameter on this rank."""
-    local = bits_of(parameter)
-    return local.numel() * local.element_size()
+def _fullest_over_mean(model: nn.Module) -> float:
+    """Elements of the fullest rank, padding included, divided by the mean."""
+    padded = total = 0
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        shape, ranks = list(parameter.shape), 1
+        cuts = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+        for size, cut in reversed(list(cuts)):  # experts are divided by a later axis before FSDP2 shards them
+            if not cut.is_replicate():
+                dim = cut.dim  # type: ignore[attr-defined]
+                shape[dim], ranks = -(-shape[dim] // size), ranks * size
+        padded, total = padded + math.prod(shape) * ranks, total + parameter.numel()
+    return padded / (total or 1)

@@ -1,20 +1,14 @@
 """Expert parallelism: each rank holds some experts whole, and tokens travel to the ranks of their experts."""
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.experts import experts_to_place, place_experts_on
-from fsdp_sft._compat.fsdp import reduction_dtype
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import without_adapters, wrapped_names
-from fsdp_sft._model.sharded import mesh_of, reshard
-from fsdp_sft._model.view import unwrapped
 from fsdp_sft._ranks.mesh import CP, DP_REPLICATE, DP_SHARD, EP, made_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
@@ -106,41 +100,3 @@ def place_experts(
     with without_adapters(model) as base:
         place_experts_on(base, parts[EP], parts[_ALONE])
     return {id(module): parts[axes] for module in modules}
-
-
-def refuse_divided_twice(model: nn.Module) -> None:
-    """Refuse a model whose experts' gradients FSDP2 would divide twice.
-
-    Experts compute the tokens of more ranks than FSDP2 reduces their gradients over, so its divisor is set
-    explicitly. On a group of one rank FSDP2 divides while it copies the gradient. If it reduces in float16 or
-    float64, it divides again, as a guard against overflow (torch 2.13, ``foreach_reduce``).
-
-    Raises:
-        UnsupportedModelError: If a gradient would be divided twice.
-    """
-    reshard(model)  # a gathered parameter does not show the axes that it is sharded along
-    mesh = mesh_of(model)
-    alone = mesh is None or mesh.size() == 1
-    for name, module in () if alone else unwrapped(model).named_modules():
-        for parameter in module.parameters(recurse=False):
-            is_trained = isinstance(module, FSDPModule) and parameter.requires_grad
-            if not is_trained or not _is_whole_on_its_rank(parameter):
-                continue
-            dtype = reduction_dtype(module, parameter.dtype)
-            if dtype not in _DIVIDED_ONCE:
-                raise UnsupportedModelError(
-                    f"gradients of {name} would be divided by the ranks twice: its experts lie whole on a "
-                    f"rank and are reduced in {dtype}, for which torch divides them both as one rank's and "
-                    "as those of several. Take reduce_dtype=torch.float32 (or bfloat16), or an ep_size below "
-                    "the number of ranks"
-                )
-
-
-def _is_whole_on_its_rank(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is sharded along the axis of the experts and along no other."""
-    if not isinstance(parameter, DTensor):
-        return False
-    names = parameter.device_mesh.mesh_dim_names or ()
-    axes = zip(names, parameter.device_mesh.shape, parameter.placements, strict=False)
-    others = math.prod(size for name, size, p in axes if name != EP and not p.is_replicate())
-    return EP in names and others == 1

@@ -1,8 +1,6 @@
 """The FSDP2 groups of a model as a table: modules, mesh, policy, and what happens after the forward."""
 
 import functools
-import inspect
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +16,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_sft._compat.models import original_class
 from fsdp_sft._compat.modules import apply_to_tensors
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.sharding import shard_dim
@@ -225,14 +224,17 @@ def own_vocabulary(
 ) -> tuple[nn.Module | None, nn.Module | None]:
     """The input embedding and the head of a model, each None if it has to stay in the root's group.
 
-    A module stays there if it shares a parameter, has another name too, lies in another group, computes in
-    float32, or if the model may use its weight without calling it, since FSDP2 gathers at a call.
+    A module stays there if it shares a parameter, has another name too, lies in another group, or computes in
+    float32. FSDP2 gathers at a call, and only of transformers' own models is it known that they call both:
+    another may use the weight alone.
 
     Args:
         model: The model, without adapters around it.
         taken: Modules that are groups already.
         kept: Ids of parameters that compute in float32.
     """
+    if not original_class(model).__module__.startswith("transformers."):
+        return None, None
     names = all_names(model)
     inside = {id(inner) for module in taken for inner in module.modules()}
 
@@ -245,7 +247,7 @@ def own_vocabulary(
             return None
         own = [id(parameter) for parameter in module.parameters()]
         alone = bool(own) and all(len(names[one]) == 1 and one not in kept for one in own)
-        return module if alone and _is_only_called(model, module) else None
+        return module if alone else None
 
     embedding, head = found("get_input_embeddings"), found("get_output_embeddings")
     return embedding, None if head is embedding else head
@@ -281,23 +283,3 @@ def _free_early(embedding: Any) -> None:
 def _free_in_training(embedding: Any, _args: Any) -> None:
     """Keep the weight gathered without gradients: ``generate`` would gather it again for each token."""
     embedding.set_reshard_after_forward(torch.is_grad_enabled(), recurse=False)
-
-
-def _is_only_called(model: nn.Module, module: nn.Module) -> bool:
-    """Whether a module has one name, and no forward of the model uses its parameters as values."""
-    names = [name for owner in model.modules() for name, child in owner._modules.items() if child is module]
-    if len(names) != 1:
-        return False
-    used = re.compile(rf"\.{re.escape(names[0])}\.(weight|bias)\b(?!\.(dtype|device|shape|size|ndim)\b)")
-    classes = {cls for one in model.modules() for cls in type(one).__mro__}
-    return not any(used.search(code) for code in map(_forward_code, classes))
-
-
-@functools.lru_cache(maxsize=1024)
-def _forward_code(cls: type) -> str:
-    """The code of a class's forward; "" for one that is not written in Python."""
-    forward = vars(cls).get("forward")
-    try:
-        return inspect.getsource(inspect.unwrap(forward)) if forward is not None else ""
-    except (OSError, TypeError):
-        return ""

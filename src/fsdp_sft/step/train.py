@@ -22,7 +22,6 @@ from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.errors import BatchError, NonFiniteGradientError, abridged
 from fsdp_sft.experts import ExpertLoad, counter_of
 from fsdp_sft.loss import scaled_for_averaging
-from fsdp_sft.shard.expert_parallel import refuse_divided_twice
 from fsdp_sft.step.checks import (
     FIRST_WINDOW,
     check_batches,
@@ -206,8 +205,6 @@ def train_step(
             )
         if not check:
             return
-        if is_first:
-            refuse_divided_twice(model)
         refuse_untrainable(model, names, optimizers, mesh)
         warn_of_likely_mistakes(model, optimizers, schedulers, scaler, left_out)
         if is_first and objective.knows_accuracy:
