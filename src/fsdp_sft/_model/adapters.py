@@ -4,7 +4,6 @@ Only ``add_adapters`` imports peft; others know its classes by their names.
 """
 
 import copy
-import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torch import nn
 
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.towers import frozen_towers, pattern_of
-from fsdp_sft._model.view import base_of, named_tensors, slot, unwrapped
+from fsdp_sft._model.view import base_of, named_tensors, slot
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._process.words import answered
 from fsdp_sft._tensors.boxes import local_of
@@ -88,11 +87,6 @@ def _without_towers(peft_config: "PeftConfig", towers: tuple[str, ...]) -> "Peft
     changed = copy.copy(peft_config)
     changed.exclude_modules = "|".join(f"(?:{each})" for each in excluded)
     return changed
-
-
-def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Parameters of a model's forward; with adapters those of the inner model, which peft passes on."""
-    return inspect.signature(base_of(unwrapped(model)).forward).parameters
 
 
 @contextmanager

@@ -1,14 +1,20 @@
 """What a forward of a model is given besides a batch, so that it keeps the rows of a pack apart."""
 
+import inspect
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_sft._model.adapters import forward_parameters
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.view import base_of, unwrapped
+
+
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Parameters of a model's forward; with adapters those of the inner model, which peft passes on."""
+    return inspect.signature(base_of(unwrapped(model)).forward).parameters
 
 
 def no_cache(model: nn.Module) -> dict[str, Any]:
