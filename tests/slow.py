@@ -76,13 +76,6 @@ BESIDE: dict[str, str] = {
         for case in ("3-shape0-12-4", "4-shape2-8-1", "4-shape4-4-4")
     },
     f"{_STEPS}[4-shape1-options1]": (f"{_STEPS}[4-shape2-options2]"),
-    f"{_SHARED}test_with_other_features[last]": f"{_STEPS}[4-shape2-options2]",
-    f"{_SHARED}test_with_other_features[two optimizers]": f"{_SHARED}test_with_other_features[lora]",
-    f"{_SHARED}test_with_other_features[operations kept]": f"{_SHARED}test_with_other_features[host shards]",
-    f"{_SHARED}test_the_default_path[aot_eager]": f"{_STEPS}[2-shape0-options0]",
-    "tests/attention/context_parallel/test_resume.py::test_twenty_steps_move_between_meshes": (
-        f"{_SHARED}test_training_goes_on_at_another_cp"
-    ),
     f"{_LOAD}test_bitwise_what_from_pretrained_loads[3-mesh_shape2]": (
         f"{_LOAD}test_bitwise_what_from_pretrained_loads[2-mesh_shape1]"
     ),
@@ -105,9 +98,6 @@ BESIDE: dict[str, str] = {
     ),
     "tests/experts/test_experts.py::test_compiled_blocks_count_too": (
         "tests/experts/test_experts.py::test_every_choice_is_counted_once"
-    ),
-    "tests/attention/varlen/test_varlen.py::test_training_is_that_with_sdpa": (
-        "tests/attention/varlen/test_varlen.py::test_gradients_of_a_pack_are_the_sum_over_its_rows"
     ),
     "tests/attention/context_parallel/test_order.py::test_ranks_begin_their_collectives_in_one_order": (
         f"{_STEPS}[4-shape2-options2]"

