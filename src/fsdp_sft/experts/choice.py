@@ -62,8 +62,7 @@ def prepare_experts(model: nn.Module, *, impl: str = "auto") -> str:
         raise UnsupportedModelError(
             f"{name} has no experts that transformers computes in several ways; leave prepare_experts out"
         )
-    present = experts_implementation_of(modules[0])
-    chosen = present if impl == "auto" else impl
+    chosen = experts_implementation_of(modules[0]) if impl == "auto" else impl
     experts_forward(modules[0], chosen)  # raises for a name that transformers does not know
     unfit = _why_not_grouped(modules, inner) if impl == "auto" and chosen == "grouped_mm" else ""
     if unfit:

@@ -198,7 +198,7 @@ def watch_experts(model: nn.Module) -> list[str]:
             f"{type(inner).__name__} has no module that takes what a router has chosen (an argument "
             f"{' or '.join(_CHOICES)}), as experts of transformers do: what it gives to whom cannot be seen"
         )
-    counter = ExpertCounter({name: (module, _num_experts(name, module)) for name, module in found.items()})
+    counter = ExpertCounter({name: (module, _num_experts(module)) for name, module in found.items()})
     record_of(model).keep(counter)
     for index, (name, module) in enumerate(found.items()):
         hook = partial(_before_experts, counter.handle, index, *taken[name])
@@ -218,17 +218,12 @@ def _argument_of(module: nn.Module) -> tuple[str, int] | None:
     return next(((name, names.index(name)) for name in _CHOICES if name in names), None)
 
 
-def _num_experts(name: str, module: nn.Module) -> int:
+def _num_experts(module: nn.Module) -> int:
     """Number of experts of a layer on all ranks."""
     # Under expert parallelism the attribute num_experts is that of this rank. Stacked parameters are DTensors
     # with the length of all experts.
     stacked = [len(parameter) for parameter in module.parameters() if parameter.ndim > 2]
-    if not stacked:
-        number = getattr(module, "num_experts", None)
-        if isinstance(number, int):
-            return number
-        raise UnsupportedModelError(f"how many experts {name} ({type(module).__name__}) has cannot be told")
-    return stacked[0]
+    return stacked[0] if stacked else module.num_experts  # type: ignore[return-value]
 
 
 def _before_experts(

@@ -64,7 +64,9 @@ def checkpoint_of(blocks: dict[str, nn.Module], options: dict[str, Any]) -> Call
     """``torch.utils.checkpoint.checkpoint`` with ``options``; it keeps decisions if the blocks make any."""
     if not any(map(decides, blocks.values())):
         return functools.partial(checkpoint, **options)
-    return functools.partial(checkpoint, context_fn=_contexts, **options)
+    recomputes_all = functools.partial(create_selective_checkpoint_contexts, _policy)
+    contexts = functools.partial(keep_decisions, recomputes_all, (nullcontext(), nullcontext()))
+    return functools.partial(checkpoint, context_fn=contexts, **options)
 
 
 def decides(block: nn.Module) -> bool:
@@ -99,11 +101,14 @@ def with_decisions(contexts: Contexts) -> Contexts:
     return _Both(_Keep(kept), contexts[0]), _Both(_Repeat(kept), contexts[1])
 
 
-def _contexts() -> Contexts:
-    """The contexts of a checkpoint that keeps decisions and nothing else."""
-    if being_compiled():
-        return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return]
-    return with_decisions((nullcontext(), nullcontext()))
+def keep_decisions(contexts: Callable[[], Contexts], eager: Contexts | None = None) -> Contexts:
+    """The contexts of a checkpoint that keeps decisions, in compiled code by the policy of ``contexts``.
+
+    Args:
+        contexts: Makes the contexts of a selective checkpoint.
+        eager: Contexts in place of those in eager mode.
+    """
+    return contexts() if being_compiled() else with_decisions(eager or contexts())
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -18,7 +18,7 @@ from fsdp_sft._compat.compile import (
 )
 from fsdp_sft.errors import UnsupportedModelError, abridged
 from fsdp_sft.sac.attach import override
-from fsdp_sft.sac.decisions import Contexts, decides, is_decision, with_decisions
+from fsdp_sft.sac.decisions import decides, is_decision, keep_decisions
 
 SDPA = "sdpa"  # name in ``save`` of the fused attention kernels, which lie between submodules
 
@@ -57,7 +57,7 @@ def checkpoint_keeping(
     policy = functools.partial(_policy, inside, names)
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     if any(map(decides, blocks.values())):
-        contexts = functools.partial(_contexts_with_decisions, contexts)
+        contexts = functools.partial(keep_decisions, contexts)
     return functools.partial(checkpoint, context_fn=contexts, **options)
 
 
@@ -99,12 +99,6 @@ def _policy(
     if is_kept and not (inside.is_random and draws_random_numbers_now(op, args, kwargs)):
         return CheckpointPolicy.MUST_SAVE
     return _RECOMPUTE
-
-
-def _contexts_with_decisions(contexts: Callable[[], Contexts]) -> Contexts:
-    """The contexts of a selective checkpoint, which in eager mode keep decisions too."""
-    made = contexts()
-    return made if being_compiled() else with_decisions(made)
 
 
 def _is_costly(op: Any) -> bool:

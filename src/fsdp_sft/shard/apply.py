@@ -174,8 +174,7 @@ def shard_model(
         The same model.
 
     Raises:
-        ValueError: If the model is sharded already, an argument is out of range, or a block is not part of
-            this model.
+        ValueError: If the model is sharded already, or an argument is out of range.
         UnsupportedModelError: If ``blocks`` is None and none is found, if a trained parameter has hooks,
             which would not run, if transformers holds the weights quantised, if it has no plan to divide
             experts among ``ep_size`` ranks or they have adapters, or, after ``apply_sac(save=)``, if a part
@@ -202,7 +201,6 @@ def shard_model(
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     check_ranks_ascend(mesh, [Shard(0)] * mesh.ndim)
     chosen = dict(find_blocks(model) if blocks is None else blocks)
-    _check_blocks(model, chosen)
     offload = checked_offload(offload_policy)
     reduced = policy.reduce_dtype or policy.param_dtype or master_dtype
     placed = place_experts(model, given, ep_size, reduced)
@@ -211,11 +209,6 @@ def shard_model(
     plan = plan_float32(model, policy, chosen, warn=mesh.get_rank() == 0)
     by_rows = set() if packed is None else choose_packed(model, chosen, packed, plan.kept)
     kept_dtype = policy.param_dtype if packed is not None else kept_dtype
-    if packed is not None and type(reshard_after_forward) is int:
-        raise ValueError(
-            f"reshard_after_forward={reshard_after_forward} keeps gathered values sharded, which torch does "
-            f"not do for weights that are packed (frozen_dtype={packed!r}): take True or False"
-        )
     units = units_of(model, base, chosen, plan, policy, reshard_after_forward, placed)
     for unit in units:
         shard_unit(unit, mesh, offload, by_rows, policy.param_dtype)
@@ -255,14 +248,3 @@ def _refuse_sharded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and EP not in (parameter.device_mesh.mesh_dim_names or ()):
             raise ValueError(f"{name} is sharded already; shard_model works once, on ordinary parameters")
-
-
-def _check_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Raise for a block that is not the module of that name."""
-    modules = dict(model.named_modules())
-    for fqn, block in blocks.items():
-        if not fqn or modules.get(fqn) is not block:
-            raise ValueError(
-                f"blocks[{fqn!r}] is not the module of that name in {type(model).__name__}; "
-                "pass what find_blocks(model, ...) returned"
-            )

@@ -52,8 +52,6 @@ def place_experts(
 
     Collective: all ranks of the mesh.
     """
-    if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
-        raise ValueError(f"ep_size must be a number of ranks, 1 or more, got {ep_size!r}")
     if ep_size == 1:
         return {}
     names = mesh.mesh_dim_names or ()
