@@ -137,6 +137,23 @@ def wrapped_names(base: nn.Module) -> set[str]:
     return {*_tuner_layers(base), *_saved_modules(base)}
 
 
+def refuse_initialised_from_base(model: nn.Module) -> None:
+    """Refuse adapters that depend on the base weights they were made with, before others are loaded.
+
+    Raises:
+        UnsupportedModelError: For adapters that were initialised from the base weights (DoRA, PiSSA, ...).
+    """
+    configs: Any = getattr(model, "peft_config", None) if _tuner_layers(model) else None
+    for name, config in configs.items() if isinstance(configs, Mapping) else ():
+        how = _initialised_from_base(config)
+        if how is not None:
+            raise UnsupportedModelError(
+                f"adapter {name!r} was initialised from the base weights that it had ({how}), and would not "
+                "fit those that are loaded now: load the base model first, with from_pretrained, and then "
+                "call add_adapters"
+            )
+
+
 def saved_copies(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(original, copy) for each parameter and buffer of the copies of ``modules_to_save``."""
     for wrapper in _saved_modules(model).values():
@@ -266,6 +283,16 @@ def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
         f"{fqn} is a {type(wrapper).__name__} of peft, whose base weights cannot be told apart here; load "
         "the base model with from_pretrained, and export with export_adapter"
     )
+
+
+def _initialised_from_base(peft_config: Any) -> str | None:
+    """The option of a configuration that initialises adapters from the base weights; None if none does."""
+    if getattr(peft_config, "use_dora", False):
+        return "use_dora"
+    if getattr(peft_config, "trainable_token_indices", None):
+        return "trainable_token_indices"
+    how = getattr(peft_config, "init_lora_weights", True)
+    return None if isinstance(how, bool) or how == "gaussian" else f"init_lora_weights={how!r}"
 
 
 def _initialise(fqn: str, layer: Any, peft_config: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_sft._model.adapters import add_adapters, without_adapters
+from fsdp_sft._model.adapters import add_adapters, refuse_initialised_from_base, without_adapters
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.towers import freeze_towers as freeze_towers_of
 from fsdp_sft._model.view import base_of, inner_model, is_transformers
@@ -103,6 +103,7 @@ def _load(model: nn.Module, folder: Path, missing: str, unexpected: str, seed: i
     """
     started = time.perf_counter()
     with agreed("planning the load"):
+        refuse_initialised_from_base(model)
         stored = open_checkpoint(folder)
         with without_adapters(model) as base:
             make_ties(base)
