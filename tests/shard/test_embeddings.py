@@ -165,7 +165,7 @@ def test_numbers_are_those_of_the_roots_group_with_fewer_gathers() -> None:
 
 
 class _UsesWeight(nn.Module):
-    """A model that multiplies by its head's weight, and never calls the head."""
+    """A model of another library, which multiplies by its head's weight and never calls the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,37 +177,14 @@ class _UsesWeight(nn.Module):
     def get_output_embeddings(self) -> nn.Module:
         return self.head
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.embed(ids).to(self.embed.weight.dtype) @ self.head.weight.t()
-
-
-class _Around(_UsesWeight):
-    """The same where another module's forward uses the weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.embed = nn.Module(), None
-        self.body.embed = nn.Embedding(7, 4)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.body.embed
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.body.embed(ids) @ self.body.embed.weight.t()
-
 
 def test_what_may_be_used_without_a_call_stays_with_the_root() -> None:
-    model = _UsesWeight()
-    assert own_vocabulary(model, []) == (model.embed, None)
-    assert own_vocabulary(model, [model.embed]) == (None, None)
-    assert own_vocabulary(model, [], {id(model.embed.weight)}) == (None, None)
-    tied = _UsesWeight()
-    tied.head.weight = nn.Parameter(tied.embed.weight)
-    assert own_vocabulary(tied, []) == (tied.embed, None)  # two parameters: nothing is tied
-    tied.head.weight = tied.embed.weight
+    assert own_vocabulary(_UsesWeight(), []) == (None, None)
+    model, tied = tiny_model("llama"), tiny_model("qwen2-tied")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert own_vocabulary(model, []) == (embedding, head)
+    assert own_vocabulary(model, [embedding]) == (None, head)
+    assert own_vocabulary(model, [], {id(head.weight)}) == (embedding, None)
     assert own_vocabulary(tied, []) == (None, None)
-    assert own_vocabulary(_Around(), []) == (None, None)
-    twice = _UsesWeight()
-    twice.again = twice.embed
-    assert own_vocabulary(twice, []) == (None, None)
-    assert own_vocabulary(nn.Linear(2, 2), []) == (None, None)
+    model.again = embedding
+    assert own_vocabulary(model, []) == (None, head)

@@ -20,7 +20,6 @@ from tests.harness.ranks import run_distributed
 FOREIGN: dict[str, Any] = {
     "save_pretrained": lambda model, folder: model.save_pretrained(folder),
     "with its shards": lambda model, folder: model.save_pretrained(folder, state_dict=model.state_dict()),
-    "push_to_hub": lambda model, folder: model.push_to_hub(folder.name),
 }
 
 
