@@ -14,7 +14,6 @@ from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import save_tiny
 from tests.harness.models import full, largest_error, oracle_loss, ragged_batches, tiny_model
-from tests.harness.packs import drawn_rows, gradients_of_separate_rows
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import assert_same, everything
 
@@ -61,25 +60,6 @@ def _oracle_training(model: Any) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-@pytest.mark.parametrize("by_row", [False, True], ids=["sdpa", "varlen"])
-def test_packed_rows_are_kept_apart_with_adapters_too(by_row: bool) -> None:
-    rows = drawn_rows(6)
-    model = fs.add_adapters(tiny_model("qwen2", use_cache=True), _config())
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.1)
-    loss, expected = gradients_of_separate_rows(model, rows)
-    if by_row:
-        fs.use_varlen_attention(model)
-    report = fs.verify_packing(model, max_length=100)
-    assert report.error < 1e-5
-    packed = fs.causal_lm_loss(model, fs.PackedCollator(max_length=128)(rows), num_targets=1)
-    packed.backward()
-    actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert float(packed.detach()) == pytest.approx(loss, rel=1e-6)
-    assert largest_error(actual, expected) < 1e-6
 
 
 def _optimizer(model: Any) -> torch.optim.Optimizer:
@@ -138,21 +118,6 @@ def _adapters_like_the_oracle() -> None:
             _assert_frozen_cost_nothing(model, optimizer)
 
 
-def _bfloat16_like_float32(targets: Any, compiled: bool) -> None:
-    oracle = _oracle_adapters(tiny_model("llama"), 7, target_modules=targets)
-    expected = _oracle_training(oracle)
-    for ratio in ("1/3",) if compiled else (0, "1/3"):
-        model = fs.add_adapters(tiny_model("llama"), _config(target_modules=targets), seed=7)
-        if ratio:
-            fs.apply_sac(model, ratio)
-        if compiled:
-            fs.compile_blocks(model, backend="aot_eager", dynamic=True)
-        fs.shard_model(model, mesh=mesh_here(), frozen_dtype=torch.bfloat16)
-        dtypes = {(p.requires_grad, p.dtype) for p in model.parameters()}
-        assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
-        assert _train(model, _optimizer(model)) == pytest.approx(expected, rel=0.02)
-
-
 def _freeze(model: Any, how: str) -> Any:
     model.get_input_embeddings().requires_grad_(False)
     if how == "lower half":
@@ -185,14 +150,6 @@ def _frozen_parts_like_the_oracle(folder: str) -> None:
 
 def test_adapters_train_like_a_plain_loop() -> None:
     run_distributed(_adapters_like_the_oracle, 2)
-
-
-# Compiling the blocks of an adapted model takes its time for each layer with adapters.
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_adapters_in_bfloat16_follow_the_float32_loop(compiled: bool) -> None:
-    targets = ["q_proj"] if compiled else "all-linear"
-    run_distributed(_bfloat16_like_float32, 2, targets, compiled, timeout=800)
 
 
 def test_frozen_parts_train_resume_and_export_like_a_plain_loop(tmp_path: Path) -> None:
@@ -456,12 +413,6 @@ def test_a_step_is_not_continued_with_other_adapters(
     ("kind", "options", "others", "words"),
     [
         ("LoHaConfig", {"alpha": 8}, {"alpha": 16}, "alpha=8 in the step and 16 in the model"),
-        (
-            "FourierFTConfig",
-            {"n_frequency": 8},
-            {"n_frequency": 8, "scaling": 9.0},
-            "scaling=150.0 in the step",
-        ),
         ("OFTConfig", {"oft_block_size": 4}, {"oft_block_size": 4, "coft": True}, "coft=None in the step"),
     ],
 )

@@ -68,16 +68,6 @@ def test_blocks_of_decoders_encoder_decoders_and_classifiers(family: str, prefix
     assert all(model.get_submodule(fqn) is block for fqn, block in blocks.items())
 
 
-def test_sequence_classifier_on_a_decoder() -> None:
-    import transformers as tf
-
-    from tests.harness.models import tiny_config
-
-    config = tiny_config("qwen2", num_labels=3)
-    model = tf.Qwen2ForSequenceClassification(config)
-    assert list(fs.find_blocks(model)) == [f"model.layers.{i}" for i in range(3)]
-
-
 def test_by_class_takes_the_outermost() -> None:
     model = tiny_model("llama")
     attentions = fs.find_blocks(model, block_cls="LlamaAttention")

@@ -92,24 +92,6 @@ def test_wrapped_models_train_as_their_ranks_together(kinds: list[str], tmp_path
     run_distributed(_check_wrapped, 2, str(tmp_path), kinds, timeout=240)
 
 
-def _check_own_loop() -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    batches = ragged_batches(2 * ranks)
-    mine = [{name: tensor.to(device_here()) for name, tensor in b.items()} for b in batches[rank::ranks]]
-    targets = fs.count_targets(mine)
-    model = DistributedDataParallel(tiny_model("llama").to(device_here()))
-    fs.prepare_loss(model, impl="chunked")
-    for batch in mine:
-        with fs.gradient_sync(model, "all" if batch is mine[-1] else "none"):
-            fs.causal_lm_loss(model, batch, num_targets=targets).backward()
-    _, expected = oracle_gradients(tiny_model("llama"), batches)
-    assert largest_error({n: full(p.grad) for n, p in model.module.named_parameters()}, expected) <= 1e-6
-
-
-def test_a_loop_of_ones_own_around_a_wrapped_model() -> None:
-    run_distributed(_check_own_loop, 2)
-
-
 def _check_a_part_of_the_ranks() -> None:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]

@@ -102,8 +102,6 @@ def test_what_is_no_ratio_is_a_type_error(ratio: Any) -> None:
 def test_other_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="placement must be one of"):
         fs.select_block_indices(8, 0.5, placement="random")
-    with pytest.raises(ValueError, match="num_blocks"):
-        fs.select_block_indices(-1, 0.5)
 
 
 def _own_loss(model: Any, family: str) -> torch.Tensor:
@@ -297,7 +295,6 @@ def test_blocks_can_be_listed() -> None:
         (["model.layer.0"], ValueError, "did you mean one of .*model.layers.0"),
         ([""], ValueError, "no module ''"),
         (["model.layers"], ValueError, "name its elements"),
-        (["model.layers.0", "model.layers.0.mlp"], ValueError, "lies in 'model.layers.0'"),
         ([True], TypeError, "FQNs and positions"),
         ([nn.Linear(1, 1)], TypeError, "FQNs and positions"),
     ],

@@ -55,23 +55,6 @@ def test_float32_masters_and_bfloat16_compute() -> None:
     run_distributed(_check_masters, 2)
 
 
-def _check_cast_after_equals_cast_before() -> None:
-    batch = ragged_batches(2)[0]
-    gradients = []
-    for cast_first in (True, False):
-        model = tiny_model("qwen2-tied", dtype=torch.bfloat16)
-        if cast_first:
-            model.float()
-        fs.shard_model(model, mesh=_mesh())
-        fs.loss_sum(model, batch)[0].backward()
-        gradients.append({name: full(p.grad) for name, p in model.named_parameters()})
-    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
-
-
-def test_casting_the_shard_equals_casting_the_block() -> None:
-    run_distributed(_check_cast_after_equals_cast_before, 2)
-
-
 def _check_frozen() -> None:
     for frozen_dtype, expected in ((None, torch.bfloat16), (torch.float16, torch.float16)):
         model = tiny_model("llama", dtype=torch.bfloat16)
@@ -298,18 +281,6 @@ def test_description_lists_groups_with_local_bytes() -> None:
     assert root_line.split()[1:4] == ["1", f"{root:,}", f"{root - 32:,}"]
     assert "bfloat16, float32" in root_line
     assert "mesh (dp_replicate=2, dp_shard=2)" in lines[-1]
-
-
-def _check_compiled_names() -> None:
-    model = tiny_model("llama")
-    names = list(model.state_dict())
-    assert fs.compile_blocks(model, backend="aot_eager") == [f"model.layers.{i}" for i in range(3)]
-    fs.shard_model(model, mesh=_mesh())
-    assert list(model.state_dict()) == names
-
-
-def test_compiling_changes_no_names() -> None:
-    run_distributed(_check_compiled_names, 1)
 
 
 def _check_nested_groups() -> None:
