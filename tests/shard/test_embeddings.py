@@ -119,25 +119,16 @@ def _head_again(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return _loss(output.logits, ids) + _loss(model.lm_head(output.hidden_states[-1] / 2), ids)
 
 
-def _embedded_outside(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    embedded = model.get_input_embeddings()(ids)
-    return _loss(model(inputs_embeds=embedded).logits, ids) + _loss(model(input_ids=ids).logits, ids)
-
-
 def _embedded_after(model: Any, ids: torch.Tensor) -> torch.Tensor:
     output = model(input_ids=ids, output_hidden_states=True)
     apart = model.get_input_embeddings()(ids) - output.hidden_states[-1]
     return _loss(output.logits, ids) + apart.square().mean()
 
 
-def _two_forwards(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    return _loss(model(input_ids=ids).logits, ids) + _loss(model(input_ids=ids.flip(1)).logits, ids)
-
-
 def _loops_of_ones_own() -> None:
     """Loops that call parts of the model by themselves, beside one process."""
     rank = dist.get_rank()
-    for loop in (_head_again, _embedded_outside, _embedded_after, _two_forwards):
+    for loop in (_head_again, _embedded_after):
         model, plain = tiny_model("llama"), tiny_model("llama").to(device_here())
         fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
         for step in range(2):

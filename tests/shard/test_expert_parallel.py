@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -235,66 +234,6 @@ def _check_export(made: Path, original: Path, expected: dict[str, torch.Tensor])
     assert json.loads((made / "config.json").read_text()).get("distributed_config") is None
 
 
-def _disturb(model: Any, *, moved: bool) -> None:
-    """Let every second call of a router, the recomputation, move some experts by a unit in the last place."""
-    for block in model.model.layers:
-        router = block.mlp.gate
-        router.calls = 0
-
-        def forward(hidden: torch.Tensor, router: Any = router) -> Any:
-            logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
-            up = torch.nextafter(logits, torch.full_like(logits, torch.inf)) - logits
-            up[:, ::2] = 0
-            router.calls += 1
-            if moved and router.calls % 2 == 0:
-                logits = logits + up.detach()
-            values, indices = logits.softmax(-1).topk(router.top_k, dim=-1)
-            return logits, values / values.sum(-1, keepdim=True), indices
-
-        router.forward = forward
-
-
-def _check_disturbed(folder: str) -> None:
-    batches = [ragged_batches(8)[:4], ragged_batches(8, seed=2)[:4]]
-    found: list[dict[str, torch.Tensor]] = []
-    sent: list[torch.Tensor] = []
-    for options, moved in ((None, False), (EP2, True)):
-        model = load_native(folder, options)
-        if moved:
-            fs.apply_sac(model, 1)
-        model.config.output_router_logits = False
-        own = [b for window in batches for b in (window if not moved else rows_of_rank(window, EP2))]
-        _disturb(model, moved=moved)
-        experts = model.model.layers[0].mlp.experts
-        experts.register_forward_pre_hook(lambda _, args: sent.append(args[1].clone()))
-        fs.prepare_loss(model, impl="logits", router_loss="off")
-        sent.clear()
-        for block in model.model.layers:
-            block.mlp.gate.calls = 0
-        for batch in own:
-            loss, _ = fs.loss_sum(model, batch)
-            (loss / 100).backward()
-        named = model.named_parameters()
-        # FSDP2 averages over the 4 ranks.
-        found.append({n: full(p.grad) * (4 if moved else 1) for n, p in named if p.grad is not None})
-        sent = sent[-4:]
-    assert largest_error(found[1], found[0]) <= 1e-4
-    assert all(torch.equal(sent[index], sent[index + 1]) for index in (0, 2))
-
-
-def test_a_recomputed_router_sends_tokens_to_the_same_ranks(tmp_path: Path) -> None:
-    """Experts 2k and 2k + 1 lie as close as two floats can: a recomputation by itself would swap them."""
-    needs_native_sharding()
-    folder = save_mixture(tmp_path / "plain", num_local_experts=8, num_experts_per_tok=1)
-    model = load_native(folder, None)
-    for block in model.model.layers:
-        with torch.no_grad():
-            block.mlp.gate.weight.mul_(20)
-            block.mlp.gate.weight[1::2] = block.mlp.gate.weight[::2]
-    model.save_pretrained(tmp_path / "tied")
-    run_distributed(_check_disturbed, 4, str(tmp_path / "tied"))
-
-
 def _check_loaded(folder: str, ep_size: int, replicas: int) -> None:
     model = _load(folder, {"ours": ep_size, "dp_replicate_size": replicas})
     report = model.load_report
@@ -315,29 +254,6 @@ def test_each_rank_reads_its_own_experts_and_every_byte_is_read_once(
     mixtral: str, ep_size: int, replicas: int
 ) -> None:
     run_distributed(_check_loaded, 4, mixtral, ep_size, replicas)
-
-
-def _check_sixteen_bits(folder: str) -> None:
-    """In bfloat16 no further from one process's float32 than FSDP alone is."""
-    batches = ragged_batches(8)
-    _, expected = oracle_gradients(load_native(folder, None), batches)
-    errors = []
-    for ep_size in (1, 2):
-        options: dict[str, Any] = {"sac_ratio": 1, "reshard_after_forward": 2}
-        model = composed(folder, mesh=mesh_here(), ep_size=ep_size, **options)
-        batch = batches[dist.get_rank() :: 4]
-        targets = fs.count_targets(batch)
-        fs.prepare_loss(model, router_loss="off")
-        for one in batch:
-            fs.causal_lm_loss(model, one, num_targets=targets).backward()
-        found = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        difference = sum(float((found[n] - expected[n]).square().sum()) for n in expected)
-        errors.append(difference**0.5)
-    assert 0 < errors[1] < 1.5 * errors[0]
-
-
-def test_in_sixteen_bits_it_is_as_close_as_fsdp_alone(mixtral: str) -> None:
-    run_distributed(_check_sixteen_bits, 4, mixtral)
 
 
 def _check_refused(mixtral: str, without: str, dense: str) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fsdp_sft as fs
+from tests.harness.models import tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -20,27 +20,6 @@ def _fresh() -> Iterator[None]:
     torch.compiler.reset()
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4, 4)
-        self.down = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
-
-
-class Trunk(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def _compiled_variants(lengths: int) -> int:
     """Graphs compiled in training with ragged rows and evaluations in between."""
     graphs = []
@@ -49,13 +28,14 @@ def _compiled_variants(lengths: int) -> int:
         graphs.append(graph)
         return graph
 
-    model = Trunk()
+    model = tiny_model("llama")
     fs.apply_sac(model, "1/3")
     fs.compile_blocks(model, backend=backend, dynamic=False)
     for length in range(2, 2 + lengths):
-        model.train()(torch.ones(length, 4)).sum().backward()
+        ids = torch.arange(3, 3 + length)[None]
+        model.train()(input_ids=ids).logits.sum().backward()
         with torch.no_grad():
-            model.eval()(torch.ones(length, 4))
+            model.eval()(input_ids=ids)
     return len(graphs)
 
 

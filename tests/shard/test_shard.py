@@ -147,28 +147,6 @@ def test_layers_shared_across_blocks_become_a_group_of_their_own() -> None:
     run_distributed(_check_tied_across_blocks, 2, timeout=60)
 
 
-def _check_tied_head_and_embedding_as_blocks() -> None:
-    plain = tiny_model("qwen2-tied").double()
-    batch = ragged_batches(2)[0]
-    reference = copy.deepcopy(plain)
-    reference(**batch).loss.backward()
-    expected = {name: p.grad for name, p in reference.named_parameters()}
-    for names in (["model.embed_tokens"], ["lm_head"], ["model.embed_tokens", "lm_head"]):
-        model = copy.deepcopy(plain)
-        blocks = fs.find_blocks(model) | {name: model.get_submodule(name) for name in names}
-        fs.shard_model(model, mesh=_mesh(), blocks=blocks, mp_policy=FLOAT32, master_dtype=torch.float64)
-        for _ in range(2):
-            model.zero_grad()
-            model(**batch).loss.backward()
-            actual = {name: full(p.grad) for name, p in model.named_parameters()}
-            assert largest_error(actual, expected) < 1e-10, names
-        assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_tied_head_and_embedding_may_be_given_as_blocks() -> None:
-    run_distributed(_check_tied_head_and_embedding_as_blocks, 2, timeout=60)
-
-
 def _check_kept_in_float32() -> None:
     batch = {name: tensor.to(device_here()) for name, tensor in ragged_batches(2)[0].items()}
     for dtype, attribute in (
@@ -205,32 +183,6 @@ def _check_kept_in_float32() -> None:
 
 def test_modules_kept_in_float32_are_honoured_or_named() -> None:
     run_distributed(_check_kept_in_float32, 2)
-
-
-def _check_meta() -> None:
-    import transformers as tf
-
-    from tests.harness.models import tiny_config
-
-    with torch.device("meta"):
-        model = tf.LlamaForCausalLM(tiny_config("llama"))
-    model.to(torch.bfloat16)
-    fs.shard_model(model, mesh=_mesh())
-    assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
-    plain = tiny_model("llama")
-    model.to_empty(device=device_here())
-    with torch.no_grad():
-        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            offset = dist.get_rank() * -(-q.shape[0] // dist.get_world_size())
-            p.to_local().copy_(q[offset : offset + p.to_local().shape[0]])
-            assert torch.equal(full(p), q), name
-    for (_, b), c in zip(model.named_buffers(), plain.buffers(), strict=True):
-        b.copy_(c)
-    assert fs.train_step(model, ragged_batches(2)[:1], torch.optim.SGD(model.parameters(), lr=0.1)).loss > 0
-
-
-def test_meta_models_are_sharded_without_memory() -> None:
-    run_distributed(_check_meta, 2)
 
 
 def _check_refusals() -> None:

@@ -160,19 +160,6 @@ def test_dropout_is_drawn_row_by_row() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
 
 
-def test_positions_of_several_sequences() -> None:
-    model = tiny_model("qwen2", attn_implementation="sdpa")
-    batches = [packed(6, seed=seed) for seed in (3, 4)]
-    width = min(batch["input_ids"].shape[1] for batch in batches)
-    joined = {name: torch.cat([batch[name][:, :width] for batch in batches]) for name in batches[0]}
-    loss, expected = gradients(model, joined)
-    expected = copy.deepcopy(expected)
-    fs.use_varlen_attention(model)
-    actual_loss, actual = gradients(model, joined)
-    assert actual_loss == pytest.approx(loss, rel=1e-6)
-    assert largest_error(actual, expected) < 1e-6
-
-
 # --- less work --------------------------------------------------------------------------------------------
 
 
