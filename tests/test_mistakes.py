@@ -4,7 +4,6 @@ import errno
 import os
 import re
 import shutil
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,12 +108,6 @@ def test_dtypes_by_their_names(tmp_path: Path) -> None:
         fs.export_hf(tiny_model("llama"), tmp_path / "out", dtype="half a byte")
     with pytest.raises(ValueError, match="frozen_dtype must be a"):
         fs.load_pretrained(tmp_path, mesh=None, frozen_dtype="int4")
-
-
-def test_adapters_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match="adapters need peft, which is not installed: pip install peft"):
-        fs.add_adapters(tiny_model("llama"), None)
 
 
 def test_a_disk_that_has_no_room_for_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,8 +94,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "ranks of DistributedDataParallel taken for single processes",
         "_model/sharded.py",
-        "return _mesh_over(replicas, model) if replicas is not None else None",
-        "return None",
+        "    if replicas is None:\n",
+        "    if True:\n",
         WRAPPERS,
     ),
     Mistake(

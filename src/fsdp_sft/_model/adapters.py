@@ -45,7 +45,6 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
         config says so.
 
     Raises:
-        ImportError: If peft is not installed.
         UnsupportedModelError: If an adapter on the meta device can only be initialised from the base weights.
 
     Memory: The adapters, on the CPU if the base model is on the meta device.
@@ -57,10 +56,7 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
         >>> adapted = fs.shard_model(adapted, mesh=mesh)
         >>> report = fs.load_weights(adapted, path)
     """
-    try:
-        from peft import get_peft_model
-    except ImportError as error:
-        raise ImportError("adapters need peft, which is not installed: pip install peft") from error
+    from peft import get_peft_model
 
     peft_config = _without_towers(peft_config, frozen_towers(model))
     with unmoved(seed=seed):  # peft draws on the CPU
@@ -68,7 +64,7 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
         torch.default_generator.manual_seed(seed)
         layers = _tuner_layers(adapted)
         # peft makes adapters of parameters, such as those of experts, after all others.
-        for fqn in sorted(layers, key=lambda fqn: _is_of_parameter(layers[fqn])):
+        for fqn in sorted(layers, key=lambda fqn: _is_a(layers[fqn], "ParamWrapper")):
             for wrapper in reversed(_nested(layers[fqn])):
                 _initialise(fqn, wrapper, peft_config)
     return adapted
@@ -264,11 +260,6 @@ def _nested(layer: Any) -> list[Any]:
     return found
 
 
-def _is_of_parameter(layer: Any) -> bool:
-    """Whether adapters belong to a parameter, and not to what a layer computes."""
-    return _is_a(layer, "ParamWrapper")
-
-
 def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
     """The module inside a wrapper of peft."""
     if _is_a(wrapper, "ModulesToSaveWrapper"):
@@ -277,7 +268,7 @@ def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
         return cast(nn.Module, wrapper.modules_to_save[wrapper.active_adapters[0]])
     if _is_a(wrapper, "BaseTunerLayer") and getattr(wrapper, "base_layer", None) is not None:
         layer = wrapper.get_base_layer()
-        if layer is wrapper.base_layer or all(map(_is_of_parameter, _nested(wrapper))):
+        if layer is wrapper.base_layer or all(_is_a(one, "ParamWrapper") for one in _nested(wrapper)):
             return cast(nn.Module, layer)
     raise UnsupportedModelError(
         f"{fqn} is a {type(wrapper).__name__} of peft, whose base weights cannot be told apart here; load "

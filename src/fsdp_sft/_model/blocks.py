@@ -48,11 +48,11 @@ def find_blocks(
         ['model.embed_tokens']
     """
     if block_cls is not None:
-        blocks = _by_class(model, _class_names(block_cls))
-        wanted = f"of class {sorted(_class_names(block_cls))}"
+        several = [block_cls] if isinstance(block_cls, (str, type)) else list(block_cls)
+        names = {entry if isinstance(entry, str) else entry.__name__ for entry in several}
+        blocks, wanted = _by_class(model, names), f"of class {sorted(names)}"
     else:
-        blocks = _by_module_list(model)
-        wanted = "in a repeated module list"
+        blocks, wanted = _by_module_list(model), "in a repeated module list"
     if not blocks:
         seen = Counter(type(module).__name__ for module in model.modules()).most_common(12)
         raise UnsupportedModelError(
@@ -61,12 +61,6 @@ def find_blocks(
             + ", ".join(f"{name} x{count}" for name, count in seen)
         )
     return blocks
-
-
-def _class_names(block_cls: BlockClass | Iterable[BlockClass]) -> set[str]:
-    """Names of the given classes."""
-    several = [block_cls] if isinstance(block_cls, (str, type)) else list(block_cls)
-    return {entry if isinstance(entry, str) else entry.__name__ for entry in several}
 
 
 def _is_one_of(module: nn.Module, names: set[str]) -> bool:
@@ -84,7 +78,7 @@ def _by_class(model: nn.Module, names: set[str]) -> dict[str, nn.Module]:
 def _by_module_list(model: nn.Module) -> dict[str, nn.Module]:
     """The elements of the outermost module lists that hold blocks."""
     lists = dict(_outermost_lists(model))
-    names = _no_split_names(model)
+    names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     named = {fqn for fqn, m in lists.items() if any(_is_one_of(inner, names) for inner in m.modules())}
     if names and not named:
         return _by_class(model, names)
@@ -143,14 +137,6 @@ def _is_numbered(module: nn.ModuleDict) -> bool:
     names = {re.sub(r"\d+", "", name) for name in module}
     numbered = len(names) == 1 and all(re.search(r"\d", name) for name in module)
     return numbered or (len(module) > 1 and len({type(child) for child in module.values()}) == 1)
-
-
-def _no_split_names(model: nn.Module) -> set[str]:
-    """Class names in ``_no_split_modules`` of the model and of the models inside it."""
-    names: set[str] = set()
-    for module in model.modules():
-        names.update(getattr(module, "_no_split_modules", None) or ())
-    return names
 
 
 def _inside(fqn: str, outer: Iterable[str]) -> bool:

@@ -37,16 +37,10 @@ def spread_positions(model: nn.Module) -> None:
     (B, S), Qwen2.5-VL, GLM-4V and others of transformers 5.23 rotate as they should and join the rows;
     Qwen3-VL spreads them so itself. A second call adds nothing.
     """
-    inner, axes = text_model(model), _position_axes(model)
+    inner, rotary = text_model(model), getattr(text_config(model), "rope_parameters", None)
+    axes = len(rotary.get("mrope_section") or ()) if isinstance(rotary, dict) else 0
     if inner is not None and axes:
         inner.register_forward_pre_hook(partial(_spread, axes + 1), with_kwargs=True)
-
-
-def _position_axes(model: nn.Module) -> int:
-    """Number of axes of a text model's rotary positions; 0 if they are one."""
-    rotary = getattr(text_config(model), "rope_parameters", None)
-    sections = rotary.get("mrope_section") if isinstance(rotary, dict) else None
-    return len(sections) if sections else 0
 
 
 def text_model(model: nn.Module) -> nn.Module | None:

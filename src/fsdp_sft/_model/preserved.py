@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -38,41 +38,36 @@ def preserved(model: nn.Module) -> Iterator[None]:
     restored; use ``no_grad``.
     """
     reshard(model)
-    modules = list(model.modules())
-    before = [_Attributes(module) for module in modules]
     devices = {tensor.device for tensor in named_tensors(model).values()} | {compute_device(model)}
     try:
-        with unmoved(devices):
+        with unmoved(devices), ExitStack() as modules:
+            for module in list(model.modules()):
+                modules.enter_context(_unchanged(module))
             yield
     finally:
-        for attributes in before:
-            attributes.restore()
         reshard(model)
 
 
-class _Attributes:
-    """A copy of the attributes and buffers of one module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._plain = {name: value for name, value in vars(module).items() if _is_plain(value)}
-        self._buffers = dict(module._buffers)
-        self._contents = [
-            (tensor, tensor.detach().clone())
-            for tensor in (*self._plain.values(), *self._buffers.values())
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta
-        ]
-
-    def restore(self) -> None:
-        """Restore the module's attributes and buffers."""
-        own = vars(self._module)
-        for name in [name for name, value in own.items() if _is_plain(value) and name not in self._plain]:
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Context that leaves the attributes and buffers of one module as they were."""
+    own, buffers = vars(module), dict(module._buffers)
+    plain = {name: value for name, value in own.items() if _is_plain(value)}
+    contents = [
+        (tensor, tensor.detach().clone())
+        for tensor in (*plain.values(), *buffers.values())
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta
+    ]
+    try:
+        yield
+    finally:
+        for name in [name for name, value in own.items() if _is_plain(value) and name not in plain]:
             del own[name]
-        own.update(self._plain)
-        self._module._buffers.clear()
-        self._module._buffers.update(self._buffers)
+        own.update(plain)
+        module._buffers.clear()
+        module._buffers.update(buffers)
         with torch.no_grad():
-            for tensor, content in self._contents:
+            for tensor, content in contents:
                 if tensor.shape != content.shape or not torch.equal(tensor, content):
                     tensor.copy_(content)
 

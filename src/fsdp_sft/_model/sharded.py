@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from fsdp_sft._compat.fsdp import (
     forget_failed_iteration,
@@ -56,10 +55,11 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
         UnsupportedModelError: If the model is in a wrapper whose ranks cannot be determined, or is cut into
             stages of a pipeline or along layers (tensor parallelism).
     """
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    def of_parameters() -> "DeviceMesh | None":
+    def of_parameters() -> DeviceMesh | None:
         meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
         # With expert parallelism, experts are on a separate mesh, which does not show how rows are
         # distributed. The largest mesh of the other parameters does.
@@ -85,15 +85,10 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
             f"{type(unwrapped(model)).__name__} has sharded parameters inside DistributedDataParallel: ranks "
             "of two kinds, which cannot be told apart; shard on build_mesh(dp_replicate=...)"
         )
-    return _mesh_over(replicas, model) if replicas is not None else None
-
-
-def _mesh_over(group: dist.ProcessGroup, model: torch.nn.Module) -> "DeviceMesh":
-    """A mesh of one axis over a process group."""
-    from torch.distributed.device_mesh import DeviceMesh
-
+    if replicas is None:
+        return None
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(DP_REPLICATE,))
+    return DeviceMesh.from_group(replicas, device.type, mesh_dim_names=(DP_REPLICATE,))
 
 
 def reshard(model: torch.nn.Module) -> None:

@@ -8,7 +8,7 @@ model inside any wrappers. A copied or unpickled model has none.
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -155,14 +155,9 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and not isinstance(value, nn.Module):
-        inner: Iterable[Any] = ()
-        if isinstance(value, (list, tuple)):
-            inner = value
-        elif isinstance(value, dict):
-            inner = value.values()
-        elif hasattr(value, "__dict__"):
-            inner = vars(value).values()
-        for item in inner:
+        if not isinstance(value, (list, tuple)):
+            value = (value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()
+        for item in value:
             yield from tensors_in(item, depth - 1)
 
 
