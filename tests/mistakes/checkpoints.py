@@ -92,7 +92,7 @@ MISTAKES = [
         "export/hf.py",
         "] = part.clone()",
         "] = part",
-        ("tests/model/test_adapters.py",),
+        ("tests/export/test_adapters.py",),
     ),
     Mistake(
         "an export into a folder that has filled fails",

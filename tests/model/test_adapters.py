@@ -10,12 +10,11 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
 from tests.harness.hf_folders import save_tiny
 from tests.harness.models import full, largest_error, oracle_loss, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
-from tests.harness.trained import assert_same, everything
+from tests.harness.trained import assert_same
 
 pytest.importorskip("peft", reason="adapters need the 'peft' extra")
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
@@ -154,127 +153,6 @@ def test_adapters_train_like_a_plain_loop() -> None:
 
 def test_frozen_parts_train_resume_and_export_like_a_plain_loop(tmp_path: Path) -> None:
     run_distributed(_frozen_parts_like_the_oracle, 2, str(tmp_path))
-
-
-def _load_into_adapters(folder: str, mesh_shape: dict[str, int]) -> dict[str, torch.Tensor]:
-    from transformers import LlamaForCausalLM
-
-    rng = torch.get_rng_state()
-    mesh = mesh_here(**mesh_shape)
-    config = _config(target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
-    model = composed(folder, mesh=mesh, peft_config=config, adapter_seed=11)
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert model.training
-    assert model.load_report.unexpected == []
-    plain = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    oracle = _oracle_adapters(
-        plain, 11, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]
-    ).train()
-    for name, parameter in oracle.named_parameters():
-        if not parameter.requires_grad and "original_module" not in name:  # from which the copy is made
-            parameter.data = parameter.data.to(torch.bfloat16)
-    flags = {name: (p.requires_grad, p.dtype) for name, p in model.named_parameters()}
-    assert flags == {name: (p.requires_grad, p.dtype) for name, p in oracle.named_parameters()}
-    state = everything(model)
-    expected = everything(oracle)
-    assert_same({k: v for k, v in state.items() if "rotary" not in k}, expected)
-    return state
-
-
-@pytest.mark.parametrize(("ranks", "mesh_shape"), [(1, {}), (2, {}), (2, {"dp_replicate": 2, "dp_shard": 1})])
-def test_a_base_streamed_under_adapters_equals_from_pretrained(
-    tmp_path: Path, ranks: int, mesh_shape: dict[str, int]
-) -> None:
-    save_tiny(tmp_path / "base")
-    run_distributed(_load_into_adapters, ranks, str(tmp_path / "base"), mesh_shape)
-
-
-def _adapted(base: str, seed: int) -> Any:
-    mesh = mesh_here()
-    return composed(base, mesh=mesh, peft_config=_config(modules_to_save=["lm_head"]), adapter_seed=seed)
-
-
-def _save_and_export(base: str, folder: str) -> tuple[list[float], dict[str, Any]]:
-    model = _adapted(base, 3)
-    optimizer = _optimizer(model)
-    _train(model, optimizer, 0, 3)
-    fs.save_checkpoint(f"{folder}/checkpoints", 3, model=model, optimizer=optimizer)
-    losses = _train(model, optimizer, 3)
-    at_the_end = everything(model, optimizer)
-    for name, dtype in (("merged", torch.float32), ("served", torch.bfloat16)):
-        fs.export_hf(model, f"{folder}/{name}", dtype=dtype)
-    fs.export_adapter(model, f"{folder}/adapter")
-    assert_same(everything(model, optimizer), at_the_end)  # exporting changes nothing
-    with pytest.raises(FileExistsError):
-        fs.check_export(f"{folder}/adapter")
-    return losses, at_the_end
-
-
-def _resume(base: str, folder: str, losses: list[float], at_the_end: dict[str, Any]) -> None:
-    model = _adapted(base, 4)
-    optimizer = _optimizer(model)
-    fs.load_checkpoint(f"{folder}/checkpoints", model=model, optimizer=optimizer)
-    resumed = _train(model, optimizer, 3)
-    if torch.distributed.get_world_size() == 2:
-        assert resumed == losses
-        assert_same(everything(model, optimizer), at_the_end)
-    else:  # gradients of bfloat16 compute are summed in another order
-        assert resumed == pytest.approx(losses, rel=5e-3)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("adapters")
-    save_tiny(folder / "base")
-    losses, at_the_end = run_distributed(_save_and_export, 2, str(folder / "base"), str(folder))[0]
-    return folder, losses, at_the_end
-
-
-@pytest.mark.parametrize("ranks", [2, 1])
-def test_a_resumed_run_equals_one_that_never_stopped(trained: Any, ranks: int) -> None:
-    folder, losses, at_the_end = trained
-    run_distributed(_resume, ranks, str(folder / "base"), str(folder), losses, at_the_end)
-
-
-def _oracle_at_the_end(folder: Path, at_the_end: dict[str, Any], dtype: torch.dtype) -> Any:
-    """Plain peft around the plain base, with the trained weights put in."""
-    from transformers import LlamaForCausalLM
-
-    base = LlamaForCausalLM.from_pretrained(folder / "base", dtype=dtype)
-    oracle = _oracle_adapters(base, 0, modules_to_save=["lm_head"])
-    state = {name.removeprefix("model/"): t for name, t in at_the_end.items() if name.startswith("model/")}
-    oracle.load_state_dict(state)
-    return oracle
-
-
-def test_the_merged_export_is_what_peft_merges(trained: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
-    folder, _, at_the_end = trained
-    expected = _oracle_at_the_end(folder, at_the_end, torch.float32).merge_and_unload()
-    merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
-    assert merged.dtype == torch.float32
-    assert_same(everything(merged), everything(expected))
-    served = AutoModelForCausalLM.from_pretrained(folder / "served")
-    assert_same(everything(served), everything(expected.to(torch.bfloat16)))
-    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    changed = {n for n, t in everything(base).items() if not torch.equal(t, everything(merged)[n])}
-    assert len(changed) == 3 * 7 + 1  # the linear layers of three blocks, and the head
-
-
-def test_the_exported_adapter_is_read_by_peft(trained: Any) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    folder, _, at_the_end = trained
-    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    loaded = PeftModel.from_pretrained(base, folder / "adapter")
-    oracle = _oracle_at_the_end(folder, at_the_end, torch.float32)
-    assert_same(everything(loaded), everything(oracle))
-    size = sum(path.stat().st_size for path in (folder / "adapter").glob("*.safetensors"))
-    stored = [t for n, t in everything(oracle).items() if "lora_" in n or "modules_to_save" in n]
-    assert size < sum(t.numel() * 4 for t in stored) + 8192
-    assert not list(folder.glob(".tmp-*"))
 
 
 def _answers(folder: str) -> None:

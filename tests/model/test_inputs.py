@@ -51,16 +51,6 @@ def test_models_of_text_are_left_alone() -> None:
     assert no_cache(torch.nn.Linear(2, 2)) == {}
 
 
-def test_transformers_still_joins_rows_by_itself() -> None:
-    """If this fails, ``spread_positions`` can go."""
-    model = _spread_out("qwen2.5-vl").eval()
-    pack = batch_of(rows_of(LENGTHS), PACKED)
-    ids, positions = pack["input_ids"], pack["position_ids"]
-    joined = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    rows = model(input_ids=ids, position_ids=positions.expand(4, 1, -1), use_cache=False).logits
-    assert not torch.allclose(joined, rows, atol=0.1)
-
-
 def _check_step(family: str, cp: int) -> None:
     model = _spread_out(family)
     oracle = copy.deepcopy(model)

@@ -45,28 +45,19 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 
 def _state(model: nn.Module) -> dict[str, Any]:
     """All tensors and plain attributes, by name."""
-    found: dict[str, Any] = {name: full(t).detach().clone() for name, t in named_tensors(model).items()}
+    found: dict[str, Any] = dict(named_tensors(model))
     for fqn, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                found[f"{fqn}:{name}"] = value.clone()
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                found[f"{fqn}:{name}"] = value
-    return found
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return type(a) is type(b) and a == b
+        found |= {f"{fqn}:{name}": value for name, value in vars(module).items()}
+    plain = (torch.Tensor, bool, int, float, str, type(None))
+    return {
+        name: str((value.dtype, full(value).detach().tolist())) if isinstance(value, torch.Tensor) else value
+        for name, value in found.items()
+        if isinstance(value, plain)
+    }
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    return [
-        name
-        for name in sorted(before.keys() | after.keys())
-        if not _equal(before.get(name, "missing"), after.get(name, "missing"))
-    ]
+    return sorted({name for name, _ in before.items() ^ after.items()})
 
 
 def _check_look(look: str, rope: str, sharded: bool) -> tuple[list[str], bool]:
