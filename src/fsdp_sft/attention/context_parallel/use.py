@@ -239,7 +239,7 @@ def _verify(model: nn.Module, group: SequenceGroup) -> None:
         reason = "computes something else on parts of a row than on the whole"
         cause: Exception | None = None
         try:
-            differs = _part_differs(model, group)
+            differs = any([_part_differs(model, group, padded=padded) for padded in (False, True)])
         except Exception as error:
             reason = f"cannot run on parts of a row: {type(error).__name__}: {error}"
             differs, cause = True, error
@@ -253,12 +253,13 @@ def _verify(model: nn.Module, group: SequenceGroup) -> None:
     ) from cause
 
 
-def _part_differs(model: nn.Module, group: SequenceGroup) -> bool:
-    """Whether the logits of this rank's part of two rows differ by more than rounding.
+def _part_differs(model: nn.Module, group: SequenceGroup, *, padded: bool) -> bool:
+    """Whether the logits of this rank's part of a row differ by more than rounding.
 
-    The plain forward is given the rows and their mask alone. One row begins with padding, which shows a model
-    that counts positions by the mask; filler at the end, which no token may see, one whose tokens see later
-    ones.
+    The plain forward is given no positions, and no filler, which no token of the row may see. A row that
+    begins with padding shows a model that counts positions by the mask.
+
+    Collective: all ranks of the group.
     """
     device, config = compute_device(model), text_config(model)
     spread_positions(model)
@@ -268,20 +269,21 @@ def _part_differs(model: nn.Module, group: SequenceGroup) -> bool:
     own = slice(group.rank * length // group.size, (group.rank + 1) * length // group.size)
     # Ids from the middle of the vocabulary, because padding, images and the like have theirs at the ends.
     low, high = config.vocab_size // 4, max(3 * config.vocab_size // 4, 1)
-    ids = torch.randint(low, high, (2, length), generator=torch.Generator().manual_seed(0)).to(device)
-    mask = torch.ones_like(ids)
-    mask[0, : length // 4] = mask[:, -1] = 0
-    positions = torch.arange(length, device=device).repeat(2, 1)
-    positions[:, -1] = 0  # the filler's
+    ids = torch.randint(low, high, (1, length), generator=torch.Generator().manual_seed(0)).to(device)
+    positions = torch.arange(length, device=device)[None] % (length - 1)  # the filler's is 0
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, -1] = False
+    mask[:, : length // 4 if padded else 0] = False
     # The router's loss of a part is not that of the whole row, so neither forward is asked for it.
     options = no_cache(model)
     if "output_router_logits" in forward_parameters(model):
         options["output_router_logits"] = False
-    plain = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], **options).logits
-    with part_of_rows(WholeRows(group, length, positions, None, mask.bool(), filler=1)):
-        given = {"input_ids": ids[:, own], "position_ids": positions[:, own], "attention_mask": mask}
-        part = model(**given, **options).logits
-    counts = mask[:, own].bool()
+    given = {"attention_mask": mask[:, :-1].long()} if padded else {}
+    plain = model(input_ids=ids[:, :-1], **given, **options).logits
+    with part_of_rows(WholeRows(group, length, positions, None, mask if padded else None, filler=1)):
+        given = {"position_ids": positions[:, own], "attention_mask": torch.ones_like(ids)}
+        part = model(input_ids=ids[:, own], **given, **options).logits
+    counts = mask[:, own]
     # In some models tokens that see no key become NaN, and make others of their row NaN.
     found, expected = (x[counts].nan_to_num().double() for x in (part, F.pad(plain, (0, 0, 0, 1))[:, own]))
     size = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
