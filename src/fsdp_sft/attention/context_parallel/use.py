@@ -239,7 +239,8 @@ def _verify(model: nn.Module, group: SequenceGroup) -> None:
         reason = "computes something else on parts of a row than on the whole"
         cause: Exception | None = None
         try:
-            differs = any([_part_differs(model, group, padded=padded) for padded in (False, True)])
+            found = [_part_differs(model, group, padded=padded) for padded in (False, True)]
+            differs = any(found)
         except Exception as error:
             reason = f"cannot run on parts of a row: {type(error).__name__}: {error}"
             differs, cause = True, error
@@ -281,7 +282,10 @@ def _part_differs(model: nn.Module, group: SequenceGroup, *, padded: bool) -> bo
     given = {"attention_mask": mask[:, :-1].long()} if padded else {}
     plain = model(input_ids=ids[:, :-1], **given, **options).logits
     with part_of_rows(WholeRows(group, length, positions, None, mask if padded else None, filler=1)):
-        given = {"position_ids": positions[:, own], "attention_mask": torch.ones_like(ids)}
+        given = {
+            "position_ids": positions[:, own],
+            "attention_mask": mask if padded else torch.ones_like(ids),
+        }
         part = model(input_ids=ids[:, own], **given, **options).logits
     counts = mask[:, own]
     # In some models tokens that see no key become NaN, and make others of their row NaN.
