@@ -12,10 +12,10 @@ from tests.harness.places import ROOT
 
 # Names that say a feature, and the number of files to come to.
 FEATURES = {
-    "packed shards": (r"packed|unpack", 6),
-    "context parallelism": (r"^CP$|^cp$|^cp_|sequence_group|context_parallel|SequenceGroup|whole_rows", 8),
-    "expert parallelism": (r"^EP$|ep_size|expert_parallel|place_experts|^EXPERTS_SHARD$", 8),
-    "adapters": (r"adapter|peft|lora|modules_to_save", 6),
+    "packed shards": (r"Packed(Shard|Weights|Layout)|packed_(shard|weights|digest)|pack_loaded|bits_of", 6),
+    "context parallelism": (r"^(CP|cp|cp_\w+|context_parallel)$|sequence_group|SequenceGroup|WholeRows", 8),
+    "expert parallelism": (r"^EP$|ep_size|expert_parallel|place_experts|EXPERTS_SHARD", 8),
+    "adapters": (r"adapter|peft|lora_|modules_to_save", 6),
     "towers": (r"tower", 4),
     "compile": (r"is_compiling|being_compiled|is_compiled|compile_blocks|uncompiled|outside_of_graphs", 6),
 }
