@@ -1,6 +1,6 @@
 r"""How far rows of a pack are from rows alone in hybrid models, and what packs are worth there.
 
-    python -m tests.attention.hybrid_packs --output benchmarks/results/hybrid-packs.md
+    python -m tests.attention.hybrid_packs
 
 Every family is built tiny with random weights, and measured by ``verify_packing`` as transformers computes it
 and with its layers kept apart. Then a few families train, forward and backward, on rows with lengths as in
