@@ -371,6 +371,8 @@ def _check_refused(folder: Path) -> None:
         fs.load_pretrained(folder, mesh=mesh, frozen_dtype="int4", peft_config=lora("llama"))
     with pytest.raises(ValueError, match="this model was not built from one"):
         fs.load_pretrained(folder, mesh=mesh, frozen_dtype="stored", peft_config=lora("llama"))
+    with pytest.raises(ValueError, match="take True or False"):
+        composed(folder, mesh=mesh, peft_config=lora("llama"), frozen_dtype="nf4", reshard_after_forward=2)
     model = fs.add_adapters(plain(folder), lora("llama"))
     fs.shard_model(model, mesh=mesh, frozen_dtype="nf4")
     held(model)

@@ -209,6 +209,11 @@ def shard_model(
     plan = plan_float32(model, policy, chosen, warn=mesh.get_rank() == 0)
     by_rows = set() if packed is None else choose_packed(model, chosen, packed, plan.kept)
     kept_dtype = policy.param_dtype if packed is not None else kept_dtype
+    if packed is not None and type(reshard_after_forward) is int:
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward} keeps gathered values sharded, which torch does "
+            f"not do for weights that are packed (frozen_dtype={packed!r}): take True or False"
+        )
     units = units_of(model, base, chosen, plan, policy, reshard_after_forward, placed)
     for unit in units:
         shard_unit(unit, mesh, offload, by_rows, policy.param_dtype)
