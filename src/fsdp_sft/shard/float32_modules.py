@@ -7,7 +7,7 @@ float32 therefore get their own groups.
 import functools
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -181,13 +181,6 @@ class Float32Plan:
     units: dict[int, Float32Unit] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     casts_inputs: bool = True
-
-    def policies(self, policy: MixedPrecisionPolicy) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
-        """(policy of the blocks, policy of what computes in float32)."""
-        blocks = policy if self.casts_inputs else replace(policy, cast_forward_inputs=False)
-        return blocks, replace(
-            policy, cast_forward_inputs=False, param_dtype=torch.float32, output_dtype=None
-        )
 
 
 def plan_float32(

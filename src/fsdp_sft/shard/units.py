@@ -58,7 +58,8 @@ def units_of(
     placed: "Mapping[int, DeviceMesh]",
 ) -> list[Unit]:
     """The groups of a model, inner before outer, as ``fully_shard`` requires; the last is the root's."""
-    of_blocks, in_float32 = plan.policies(policy)
+    of_blocks = policy if plan.casts_inputs else replace(policy, cast_forward_inputs=False)
+    in_float32 = replace(policy, cast_forward_inputs=False, param_dtype=torch.float32, output_dtype=None)
     units = []
     for modules in _tied_across_blocks(model, blocks):
         kept = all(id(p) in plan.kept for module in modules for p in module.parameters())
