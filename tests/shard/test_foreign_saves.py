@@ -33,6 +33,9 @@ def _refused(folder: Path, *, lora: bool) -> None:
             with pytest.raises(fs.UnsupportedModelError, match="export_hf"):
                 call(one, folder / "out")
             assert not (folder / "out").exists(), name
+        with pytest.raises(fs.UnsupportedModelError, match="new_vocab_size"):
+            one.resize_token_embeddings(200)
+        assert one.resize_token_embeddings() is one.get_input_embeddings()
     (fs.export_adapter if lora else fs.export_hf)(model, folder / "exported")
 
 

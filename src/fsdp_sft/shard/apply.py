@@ -92,6 +92,15 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
     return type(model).save_pretrained(model, *args, **kwargs)
 
 
+def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    if new_num_tokens is None:
+        return model.get_input_embeddings()
+    raise UnsupportedModelError(
+        "a sharded model gets no more tokens: build it with new_vocab_size=, which build_meta_model and "
+        "load_pretrained take"
+    )
+
+
 def _state_dict(model: Any, *args: Any, **kwargs: Any) -> Any:
     found = type(model).state_dict(model, *args, **kwargs)
     if args or kwargs.get("destination") is not None or kwargs.get("prefix"):
@@ -103,6 +112,7 @@ def _state_dict(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 _INSTEAD = {
     "save_pretrained": _save_pretrained,
+    "resize_token_embeddings": _resize_token_embeddings,
     "state_dict": _state_dict,
 }
 
