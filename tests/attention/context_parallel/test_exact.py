@@ -151,3 +151,18 @@ def test_attention_by_row() -> None:
 def test_heads_and_meshes(ranks: int, shape: dict[str, int], heads: int, keys: int) -> None:
     """Query heads of 8, so that the hidden size is that of the heads."""
     _exact("qwen3", ranks, shape, num_attention_heads=heads, num_key_value_heads=keys, hidden_size=8 * heads)
+
+
+def _check_refused() -> None:
+    fs.init_distributed(device_type=device_here().type)
+    mesh = mesh_here(cp=2)
+    # Tokens that see later ones, positions counted by the mask, a recurrence.
+    for name in ("ElectraForCausalLM", "OPTForCausalLM", "MambaForCausalLM"):
+        model = _model(name).float().to(device_here())
+        fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+        with pytest.raises(fs.UnsupportedModelError, match="may meet in attention alone"):
+            fs.use_context_parallel(model, mesh=mesh)
+
+
+def test_models_that_compute_otherwise_in_parts_are_refused() -> None:
+    run_distributed(_check_refused, 2)
