@@ -24,7 +24,6 @@ from fsdp_sft.loss.counting import (
     WEIGHTS_KEY,
     Batch,
     CheckedBatch,
-    Targets,
     check_num_targets,
     counted_tokens,
     is_shifted,
@@ -35,10 +34,10 @@ from fsdp_sft.loss.counting import (
     weight_of,
     weights_of,
 )
-from fsdp_sft.loss.head import Compute, loss_at_head, wide
-from fsdp_sft.loss.linear import chunked_loss, linear_token_losses
+from fsdp_sft.loss.head import loss_at_head
+from fsdp_sft.loss.linear import head_losses
 from fsdp_sft.loss.part import OF_WHOLE_ROWS, BatchPart, own_part, whole_rows
-from fsdp_sft.loss.plain import PLAIN, Terms, num_correct, plain_token_losses, summed_loss
+from fsdp_sft.loss.plain import PLAIN, Terms, plain_losses
 from fsdp_sft.loss.prepare import ROUTER_FLAG, additions_to, choice_for, name_of, refuse_encoder_decoder
 from fsdp_sft.sampling.packing import verify_at_first_use
 
@@ -159,7 +158,7 @@ def causal_lm_loss(model: nn.Module, batch: Batch, *, num_targets: int) -> torch
 
 
 @outside_of_graphs
-def token_losses(model: nn.Module, batch: Batch, *, entropy: bool = False) -> torch.Tensor:
+def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Negative log-likelihood of each label, for a loss of your own (DPO, weights, clipped ratios).
 
     ``-token_losses(model, batch)`` are the log-probabilities of the labels. Each may get any weight, of
@@ -169,14 +168,12 @@ def token_losses(model: nn.Module, batch: Batch, *, entropy: bool = False) -> to
         model: Decoder-only language model, sharded or not. Under ``torch.no_grad`` (a reference model) the
             result costs a forward.
         batch: Batch of the form that ``loss_sum`` takes, padded or packed. ``loss_weights`` are left to you.
-        entropy: Whether to return the entropy of each prediction as well, from the same pass.
 
     Returns:
         Losses, float32 ``(B, S)`` (float64 for float64 logits), aligned with the labels: entry ``[b, s]`` is
         that of ``labels[b, s]``, which position ``s - 1`` predicts, and 0 where that is -100 or ``s`` is 0.
-        With ``shift_labels``, entry ``[b, s]`` is that of ``shift_labels[b, s]``. With ``entropy``, ``(2, B,
-        S)``: the losses and the entropies in nats, aligned alike. All are connected to the parameters even if
-        the batch has no target. A router's loss is not part of them.
+        With ``shift_labels``, entry ``[b, s]`` is that of ``shift_labels[b, s]``. They are connected to the
+        parameters even if the batch has no target. A router's loss is not part of them.
 
         Under context parallelism each rank of a group gives the whole rows and gets the values of all their
         tokens. The backward sums what the group's ranks have made of them, so a loss that each of them
@@ -202,24 +199,13 @@ def token_losses(model: nn.Module, batch: Batch, *, entropy: bool = False) -> to
     """
     refuse_encoder_decoder(model)
     part, group = _part_for(model, batch)
-    targets = targets_of(part)
-    known = _known_targets(part)
-
-    def of_logits(logits: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return plain_token_losses(logits, targets.to(logits.device), entropy), None
-
-    def at_head(**operands: Any) -> tuple[torch.Tensor, None]:
-        return linear_token_losses(labels=targets, known=known, entropy=entropy, **operands), None
-
     inputs = {}
     if ROUTER_FLAG in forward_parameters(model):
         inputs[ROUTER_FLAG] = False  # the router's loss is no part of these
-    values, *_ = _computed(model, part, targets, inputs, at_head, of_logits)
+    values, _, _ = _computed(model, part, inputs, summed=False)
     if group is not None:
         values = whole_rows(values, group)[..., : batch["input_ids"].shape[1]]
-    if not is_shifted(batch):
-        values = F.pad(values[..., :-1], (1, 0))
-    return values if entropy else values[0]
+    return values if is_shifted(batch) else F.pad(values[..., :-1], (1, 0))
 
 
 class LossParts(NamedTuple):
@@ -247,60 +233,42 @@ def loss_parts(model: nn.Module, batch: Batch, terms: Terms = PLAIN) -> LossPart
         terms: What the loss has beside the cross entropy.
     """
     refuse_encoder_decoder(model)
-    targets, weights = targets_of(batch), weights_of(batch)
-    known = _known_targets(batch)
     additions = additions_to(model)
     if additions.has_router and isinstance(batch, BatchPart):
         raise ModelLossError(
             f"the router's loss of {name_of(model)} cannot be added under context parallelism, where a rank "
             "routes a part of each row: leave it out by prepare_loss(model, router_loss='off')"
         )
-
-    def of_logits(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        flat, labels = logits.flatten(0, 1), targets.flatten().to(logits.device)
-        factors = None if weights is None else weights.flatten().to(logits.device)
-        return summed_loss(flat, labels, factors, terms), num_correct(flat, labels)
-
-    at_head = partial(chunked_loss, labels=targets, known=known, weights=weights, terms=terms)
     added = partial(additions.of, model=model)
-    summed, correct, router = _computed(model, batch, targets, additions.inputs, at_head, of_logits, added)
+    what = {"weights": weights_of(batch), "terms": terms}
+    summed, correct, router = _computed(model, batch, additions.inputs, added, **what)
     return LossParts(summed, router, correct)
-
-
-def _known_targets(batch: Batch) -> Targets | None:
-    """Facts about a batch's targets that the host knows; a batch that was not looked at is, for its mask."""
-    if isinstance(batch, CheckedBatch):
-        return batch.targets
-    refuse_masked_pack(batch)
-    return None
 
 
 def _computed(
     model: nn.Module,
     batch: Batch,
-    targets: torch.Tensor,
     inputs: dict[str, Any],
-    at_head: Compute,
-    of_logits: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]],
     added: Callable[[Any], torch.Tensor | None] = lambda output: None,
-) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
-    """One forward: (the loss, number of correct targets) at the head or of logits, and what is ``added``."""
+    **what: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """One forward: ``plain_losses`` and their arguments ``what``, at the head or of logits; what is ``added``."""
+    what["labels"] = targets_of(batch)
+    if not isinstance(batch, CheckedBatch):
+        refuse_masked_pack(batch)
     given = {name: value for name, value in batch.items() if name not in LOSS_KEYS}
     inputs = {**given, **no_cache(model), **inputs}
     choice = choice_for(model)
     head = choice.head
     with _forward_of(model, batch):
         if head is not None:
-            forward = loss_at_head(model, choice, head, inputs, at_head, added)
+            known = batch.targets if isinstance(batch, CheckedBatch) else None
+            forward = loss_at_head(
+                model, choice, head, inputs, partial(head_losses, known=known, **what), added
+            )
             return forward.loss, forward.correct, forward.added
         output = model(**inputs)
-    logits = output.logits
-    if logits.ndim != 3 or logits.shape[:2] != targets.shape:
-        raise ModelLossError(
-            f"the loss of tokens needs logits of shape (B, S, vocabulary) for labels {tuple(targets.shape)}, "
-            f"got {tuple(logits.shape)} from {name_of(model)}; for a classifier give train_step a loss_fn"
-        )
-    return *of_logits(wide(logits)), added(output)
+    return *plain_losses(output.logits, **what), added(output)
 
 
 def _part_for(model: nn.Module, batch: Batch) -> tuple[Batch, SequenceGroup | None]:

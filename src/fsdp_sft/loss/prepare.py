@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import forward_parameters
@@ -25,7 +24,8 @@ from fsdp_sft._process.generators import unmoved
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.errors import ModelLossError
-from fsdp_sft.loss.head import LossChoice, ProbeError, fusible_head, proved, tiny_ids, trying, wide
+from fsdp_sft.loss.head import LossChoice, ProbeError, fusible_head, proved, tiny_ids, trying
+from fsdp_sft.loss.plain import plain_losses
 from fsdp_sft.targets import IGNORE_INDEX, shifted
 
 LossImpl = Literal["auto", "chunked", "logits"]
@@ -304,8 +304,8 @@ def _own_loss(model: nn.Module, inputs: dict[str, Any]) -> tuple[bool, str]:
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 _logger.info("loss of %s: its forward with labels returns none to compare", name_of(model))
                 return False, ""
-            targets = shifted(labels).flatten().to(logits.device)
-            expected = float(F.cross_entropy(wide(logits).flatten(0, 1), targets, ignore_index=IGNORE_INDEX))
+            targets = shifted(labels)
+            expected = float(plain_losses(logits, targets)[0] / (targets != IGNORE_INDEX).sum())
     except ProbeError as error:
         return False, (
             f"cannot be compared, because {error}: if a forward without labels works, call "
