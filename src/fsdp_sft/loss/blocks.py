@@ -221,9 +221,8 @@ def _gain(
         return gain
     # The z-loss adds up to 2 * z_loss * log(Z); logarithms of the denominator up to 64 are allowed for.
     most = 1 + 128 * terms.z_loss
-    return (
-        gain / most if weights is None else gain / (weights[positions].abs().amax().clamp_min(1e-30) * most)
-    )
+    largest = 1.0 if weights is None else weights[positions].abs().amax().clamp_min(1e-30)
+    return gain / (most * largest)
 
 
 def _refine(logits: torch.Tensor, hidden: torch.Tensor, columns: torch.Tensor, head: Head) -> None:

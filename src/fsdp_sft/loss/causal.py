@@ -1,7 +1,7 @@
 """The causal-LM loss of a model on a batch: labels shifted once, a float32 sum, with or without logits."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from fsdp_sft._model.inputs import no_cache
 from fsdp_sft._model.sharded import refuse_changed_gradients, reshard, training_mesh_of
 from fsdp_sft._process.words import answered
 from fsdp_sft.attention.context_parallel import SequenceGroup, part_of_rows, sequence_group_of
-from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss.counting import (
@@ -36,10 +35,16 @@ from fsdp_sft.loss.counting import (
 )
 from fsdp_sft.loss.head import loss_at_head
 from fsdp_sft.loss.linear import head_losses
-from fsdp_sft.loss.part import OF_WHOLE_ROWS, BatchPart, own_part, whole_rows
+from fsdp_sft.loss.part import OF_WHOLE_ROWS, BatchPart, part_of, whole_rows
 from fsdp_sft.loss.plain import PLAIN, Terms, plain_losses
-from fsdp_sft.loss.prepare import ROUTER_FLAG, additions_to, choice_for, name_of, refuse_encoder_decoder
-from fsdp_sft.sampling.packing import verify_at_first_use
+from fsdp_sft.loss.prepare import (
+    ROUTER_FLAG,
+    additions_to,
+    choice_for,
+    name_of,
+    refuse_encoder_decoder,
+    router_loss_of,
+)
 
 
 @outside_of_graphs
@@ -131,8 +136,10 @@ def causal_lm_loss(model: nn.Module, batch: Batch, *, num_targets: int) -> torch
         >>> optimizer.step()
     """
     mesh = training_mesh_of(model)
-    if sequence_group_of(model) is None:  # else attention is the library's own, which tells rows apart
-        verify_at_first_use(model, [batch], mesh)
+    if batch.get("position_ids") is not None and sequence_group_of(model) is None:
+        from fsdp_sft.sampling.packing import verify_at_first_use
+
+        verify_at_first_use(model, [batch], mesh)  # attention of shared rows is the library's own
     weight = getattr(num_targets, "weight", None)
     if weight is None and batch.get(WEIGHTS_KEY) is not None:
         raise ValueError(
@@ -202,7 +209,7 @@ def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     inputs = {}
     if ROUTER_FLAG in forward_parameters(model):
         inputs[ROUTER_FLAG] = False  # the router's loss is no part of these
-    values, _, _ = _computed(model, part, inputs, summed=False)
+    values = _computed(model, part, inputs, summed=False).summed
     if group is not None:
         values = whole_rows(values, group)[..., : batch["input_ids"].shape[1]]
     return values if is_shifted(batch) else F.pad(values[..., :-1], (1, 0))
@@ -233,16 +240,14 @@ def loss_parts(model: nn.Module, batch: Batch, terms: Terms = PLAIN) -> LossPart
         terms: What the loss has beside the cross entropy.
     """
     refuse_encoder_decoder(model)
-    additions = additions_to(model)
-    if additions.has_router and isinstance(batch, BatchPart):
+    has_router, inputs = additions_to(model)
+    if has_router and isinstance(batch, BatchPart):
         raise ModelLossError(
             f"the router's loss of {name_of(model)} cannot be added under context parallelism, where a rank "
             "routes a part of each row: leave it out by prepare_loss(model, router_loss='off')"
         )
-    added = partial(additions.of, model=model)
-    what = {"weights": weights_of(batch), "terms": terms}
-    summed, correct, router = _computed(model, batch, additions.inputs, added, **what)
-    return LossParts(summed, router, correct)
+    added = partial(router_loss_of, model, has_router)
+    return _computed(model, batch, inputs, added, weights=weights_of(batch), terms=terms)
 
 
 def _computed(
@@ -251,42 +256,32 @@ def _computed(
     inputs: dict[str, Any],
     added: Callable[[Any], torch.Tensor | None] = lambda output: None,
     **what: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """One forward: ``plain_losses`` and their arguments ``what``, at the head or of logits; what is ``added``."""
+) -> LossParts:
+    """One forward: ``plain_losses`` of ``what``, at the head or of logits, and what is ``added``."""
     what["labels"] = targets_of(batch)
-    if not isinstance(batch, CheckedBatch):
+    if batch.get("position_ids") is not None and not isinstance(batch, CheckedBatch):
+        from fsdp_sft.collate import refuse_masked_pack
+
         refuse_masked_pack(batch)
     given = {name: value for name, value in batch.items() if name not in LOSS_KEYS}
     inputs = {**given, **no_cache(model), **inputs}
-    choice = choice_for(model)
+    choice, counter = choice_for(model), counter_of(model)
     head = choice.head
-    with _forward_of(model, batch):
+    counting = nullcontext() if counter is None else counter.counting(counted_tokens(batch))
+    sharing = part_of_rows(batch.whole) if isinstance(batch, BatchPart) else nullcontext()
+    with counting, sharing:
         if head is not None:
             known = batch.targets if isinstance(batch, CheckedBatch) else None
-            forward = loss_at_head(
-                model, choice, head, inputs, partial(head_losses, known=known, **what), added
-            )
-            return forward.loss, forward.correct, forward.added
+            compute = partial(head_losses, known=known, **what)
+            forward = loss_at_head(model, choice, head, inputs, compute, added)
+            return LossParts(forward.loss, forward.added, forward.correct)
         output = model(**inputs)
-    return *plain_losses(output.logits, **what), added(output)
+    loss, correct = plain_losses(output.logits, **what)
+    return LossParts(loss, added(output), correct)
 
 
 def _part_for(model: nn.Module, batch: Batch) -> tuple[Batch, SequenceGroup | None]:
     """(this rank's part of a batch, the ranks that share its rows or None); the model is resharded."""
     reshard(model)  # a forward before an optimizer's step leaves the root gathered, with the old values
     group = sequence_group_of(model)
-    return own_part(batch, group), group
-
-
-@contextmanager
-def _forward_of(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Context of a forward of a batch or of this rank's part of one."""
-    counter = counter_of(model)
-    with ExitStack() as contexts:
-        if isinstance(batch, BatchPart):
-            contexts.enter_context(part_of_rows(batch.whole))
-        if counter is not None:
-            # The tokens that are neither padding nor filler.
-            counted = batch.counted if isinstance(batch, BatchPart) else counted_tokens(batch)
-            contexts.enter_context(counter.counting(counted))
-        yield
+    return batch if group is None else part_of(batch, group), group
