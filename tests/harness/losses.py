@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
@@ -44,6 +45,17 @@ def leaves_of(*tensors: torch.Tensor | None, dtype: torch.dtype | None = None) -
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+class Largest(TorchDispatchMode):
+    """Counts the elements of the largest tensor that is made inside."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.numel = max(self.numel, out.numel() if isinstance(out, torch.Tensor) else 0)
+        return out
 
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -194,16 +194,10 @@ def test_the_wrong_models_and_names_are_refused() -> None:
         fs.prepare_loss(tiny_model("llama"), impl="liger")
     with pytest.raises(ValueError, match="encoder-decoder"):
         fs.prepare_loss(tiny_model("t5"))
-    with pytest.raises(ValueError, match="meta device"):
+    with pytest.raises(ValueError, match="cannot be compared.*meta tensor"):
         fs.prepare_loss(tiny_model("llama").to("meta"))
-    classifier = tiny_model("bert")
-    with pytest.raises(
-        fs.ModelLossError, match=r"cannot be compared.*Give train_step and evaluate a loss_fn"
-    ):
-        fs.loss_sum(classifier, ragged_batches(1)[0])
-    fs.prepare_loss(classifier, impl="logits", compare=False)
-    with pytest.raises(ValueError, match="for a classifier give train_step a loss_fn"):
-        fs.loss_sum(classifier, ragged_batches(1)[0])
+    with pytest.raises(fs.ModelLossError, match="cannot be compared.*Give train_step and evaluate a loss_fn"):
+        fs.loss_sum(tiny_model("bert"), ragged_batches(1)[0])
 
 
 def _check_a_failing_probe() -> None:

@@ -203,13 +203,6 @@ def test_a_window_weighs_each_target_as_asked(loss_impl: str, terms: dict[str, f
             assert float((found[kind][name] - right).norm()) <= 1e-10 * float(right.norm()), (kind, name)
 
 
-def test_without_weights_a_step_is_what_it_was() -> None:
-    model = tiny_model("llama")
-    result = fs.train_step(model, ragged_batches(2), torch.optim.SGD(model.parameters(), lr=0.0))
-    assert result.target_weight == result.num_targets > 0
-    assert fs.count_targets(ragged_batches(2)).weight == result.num_targets
-
-
 def test_a_window_that_weighs_nothing_is_skipped() -> None:
     model = tiny_model("llama")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
