@@ -92,9 +92,8 @@ def _check(shape: dict[str, int], kind: str, impl: Any) -> None:
         found = fs.evaluate(model, everything if rank == 0 else [])
         targets = fs.count_targets(window)
         for batch in window:  # a loop of one's own
-            fs.causal_lm_loss(
-                model, {k: v.to(device_here()) for k, v in batch.items()}, num_targets=targets
-            ).backward()
+            here = {name: value.to(device_here()) for name, value in batch.items()}
+            fs.causal_lm_loss(model, here, num_targets=targets).backward()
         own = gradients_of(model)
         result = fs.train_step(model, window, optimizer, max_grad_norm=None)
     assert result.num_tokens == sum(len(ids) for own in rows for ids, _ in own)

@@ -30,18 +30,6 @@ from tests.harness.ranks import run_distributed
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
 
 
-def test_a_compiled_step_breaks_its_graph_at_the_loss() -> None:
-    batch = ragged_batches(1)[0]
-    plain, compiled = tiny_model("llama"), tiny_model("llama")
-    expected, _ = fs.loss_sum(plain, batch)
-    actual = torch.compile(lambda batch: fs.loss_sum(compiled, batch)[0] * 2, backend="aot_eager")(batch)
-    expected.mul(2).backward()
-    actual.backward()
-    assert relative_error(actual.detach(), 2 * expected.detach()) <= 1e-6
-    gradients = [{n: p.grad for n, p in model.named_parameters()} for model in (plain, compiled)]
-    assert largest_error(gradients[1], gradients[0]) <= 1e-6
-
-
 def _check_families(dtype: torch.dtype) -> dict[str, float]:
     ranks = dist.get_world_size()
     errors = {}

@@ -216,11 +216,9 @@ class WithoutLogits(Changed):
 
 def test_a_loss_without_logits_is_compared_with_those_of_another_forward() -> None:
     batch = ragged_batches(2)[0]
-    torch.manual_seed(0)
-    model = WithoutLogits(tiny_config("llama", attention_dropout=0.2)).train()
+    model = WithoutLogits(tiny_config("llama")).train()
     model.own = _entropy
-    expected, _ = fs.loss_sum(copy.deepcopy(model).eval(), batch)
-    assert float(expected) > 0
+    assert float(fs.loss_sum(model, batch)[0]) > 0
     model = copy.deepcopy(model)  # a copy is another model
     model.own = _further
     with pytest.raises(fs.ModelLossError, match="on a tiny batch"):
