@@ -165,9 +165,7 @@ def test_the_wrong_models_and_names_are_refused() -> None:
         fs.prepare_loss(tiny_model("t5"))
     with pytest.raises(ValueError, match=r"cannot be compared.*meta tensor"):
         fs.prepare_loss(tiny_model("llama").to("meta"))
-    with pytest.raises(
-        fs.ModelLossError, match=r"cannot be compared.*Give train_step and evaluate a loss_fn"
-    ):
+    with pytest.raises(fs.ModelLossError, match=r"cannot be compared.*Give train_step and"):
         fs.loss_sum(tiny_model("bert"), ragged_batches(1)[0])
 
 

@@ -55,10 +55,9 @@ def test_recognised_mistakes_are_errors(mistake: str) -> None:
     assert not fs.train_step(model, [batch], optimizer, check=False).skipped
     # Few targets of each micro-batch are many of a window.
     model = tiny_model("llama")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     window = [{name: value[row : row + 1] for name, value in batch.items()} for row in (0, 1)]
     with pytest.raises(fs.BatchError, match=message):
-        fs.train_step(model, window, optimizer)
+        fs.train_step(model, window, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def _right() -> dict[str, dict[str, Any]]:

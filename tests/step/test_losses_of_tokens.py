@@ -82,26 +82,24 @@ class Preference(Case):
         return loss, {"accuracy": (margin > 0).sum(), "margin": margin.detach().sum(), "rows": len(margin)}
 
     def plain(self, model: Any, pairs: Any) -> Any:
-        loss, margin = _dpo(lambda m, b: plain_token_losses(m, b)[0], model, self.others["reference"], pairs)
+        loss, margin = _dpo(plain_token_losses, model, self.others["reference"], pairs)
         return loss, {"accuracy": (margin > 0).sum(), "margin": margin.detach().sum(), "rows": len(margin)}
 
 
 class Weighted(Case):
-    """Weights of either sign, and an entropy bonus; divided by the weights' own sum, no integer."""
+    """Weights of either sign; divided by the weights' own sum, no integer."""
 
     @staticmethod
     def count_fn(batch: Any) -> float:
         return float(_weights(batch).abs().sum()) / 3
 
     def ours(self, model: Any, batch: Any) -> Any:
-        losses, entropies = fs.token_losses(model, batch, entropy=True)
-        return (losses * _weights(batch).to(losses)).sum() - 0.1 * entropies.sum(), {
-            "entropy": entropies.sum()
-        }
+        losses = fs.token_losses(model, batch)
+        return (losses * _weights(batch).to(losses)).sum(), {"nll": losses.detach().sum()}
 
     def plain(self, model: Any, batch: Any) -> Any:
-        losses, entropies = plain_token_losses(model, batch)
-        return (losses * _weights(batch)).sum() - 0.1 * entropies.sum(), {"entropy": entropies.detach().sum()}
+        losses = plain_token_losses(model, batch)
+        return (losses * _weights(batch)).sum(), {"nll": losses.detach().sum()}
 
 
 CASES: dict[str, type[Any]] = {"dpo": Preference, "weighted": Weighted}
@@ -164,56 +162,6 @@ def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[s
     run_distributed(_check_equals_plain_training, ranks, kind, shape)
 
 
-def _values(model: nn.Module, batch: Any) -> Any:
-    """A value head: squared errors of a value of each token, and how far they are."""
-    given = {name: value for name, value in batch.items() if name != "labels"}
-    values = model(**given).logits[..., 0]
-    wanted = (batch["labels"] % 7).to(values)
-    errors = torch.where(batch["labels"] == -100, 0.0, values - wanted)
-    return errors.square().sum(), {"off": errors.detach().abs().sum()}
-
-
-def _num_values(batch: Any) -> int:
-    return int((batch["labels"] != -100).sum())
-
-
-def _check_value_head() -> None:
-    import transformers as tf
-
-    config = tiny_model("llama").config
-    config.num_labels = 1
-    torch.manual_seed(0)
-    plain = tf.LlamaForTokenClassification(config).double().train()
-    for module in plain.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    options = {"mp_policy": MixedPrecisionPolicy(), "master_dtype": torch.float64}
-    model = fs.shard_model(copy.deepcopy(plain).to(device_here()), mesh=mesh_here(), **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    other = torch.optim.SGD(plain.parameters(), lr=0.05)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for step in range(3):
-        batches = ragged_batches(4, seed=step)
-        result = fs.train_step(
-            model, batches[rank::ranks], optimizer, loss_fn=_values, count_fn=_num_values, max_grad_norm=None
-        )
-        found = [_values(plain, batch) for batch in batches]
-        divisor = sum(map(_num_values, batches))
-        loss = sum(one for one, _ in found) / divisor
-        loss.backward()
-        other.step()
-        other.zero_grad()
-        assert result.loss == pytest.approx(float(loss.detach()), rel=1e-7)
-        assert result.metrics["off"] == pytest.approx(
-            sum(float(m["off"]) for _, m in found) / divisor, rel=1e-7
-        )
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_value_head(ranks: int) -> None:
-    run_distributed(_check_value_head, ranks)
-
-
 def _check_shared_rows_of_own_loss() -> None:
     fs.init_distributed(device_type=device_here().type)
     mesh = mesh_here(cp=2)
@@ -270,8 +218,6 @@ def _check_metrics() -> None:
         assert result.metrics == {"both": 0.5, "first's": 4.0, "ones": 1.0}
     assert len(calls) == 2 * len(batches)
     assert fs.train_step(model, batches, optimizer).metrics == {}
-    with pytest.raises(TypeError, match=r"loss, \{name: summed value\}"):
-        fs.train_step(model, batches, optimizer, loss_fn=lambda m, b: (fs.token_losses(m, b).sum(), 3))
 
 
 def test_metrics_are_summed_over_window_and_ranks() -> None:
