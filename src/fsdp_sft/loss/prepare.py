@@ -8,7 +8,7 @@ added here too, as the model computes it.
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -49,16 +49,14 @@ class Prepared:
         impl: Which implementation was asked for.
         router_loss: What to do with the router's loss; None follows the config.
         compare: Whether its own loss has to be the cross entropy.
-        additions: What ``additions_to`` has found; None as long as nobody has asked.
-        configured: Whether the config asked for the router's loss when they were found.
+        additions: What ``additions_to`` has found, by whether the config asked for the router's loss.
         choice: The implementation; None as long as nobody has asked.
     """
 
     impl: LossImpl = "auto"
     router_loss: RouterLoss | None = None
     compare: bool = True
-    additions: tuple[bool, dict[str, Any]] | None = None
-    configured: bool = False
+    additions: dict[bool, tuple[bool, dict[str, Any]]] = field(default_factory=dict)
     choice: LossChoice | None = None
 
 
@@ -144,10 +142,9 @@ def additions_to(model: nn.Module) -> tuple[bool, dict[str, Any]]:
     prepared = record_of(model).kept_or_new(Prepared)
     configs = (getattr(unwrapped(model), "config", None), text_config(model))
     configured = any(getattr(each, ROUTER_FLAG, None) is True for each in configs)
-    if prepared.additions is None or prepared.configured != configured:  # the config may be changed
-        prepared.additions = _found(model, prepared.router_loss, prepared.compare, configured)
-        prepared.configured = configured
-    return prepared.additions
+    if configured not in prepared.additions:  # the config may be changed
+        prepared.additions[configured] = _found(model, prepared.router_loss, prepared.compare, configured)
+    return prepared.additions[configured]
 
 
 def _chosen(model: nn.Module, impl: LossImpl) -> LossChoice:

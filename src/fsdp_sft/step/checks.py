@@ -297,8 +297,8 @@ def look_at_labels(micro_batches: list[Any]) -> None:
     batches = [
         b for b in micro_batches if isinstance(b, Mapping) and isinstance(b.get("input_ids"), torch.Tensor)
     ]
-    _refuse_shift([batch for batch in batches if not is_shifted(batch)], "labels")
-    _refuse_shift([batch for batch in batches if is_shifted(batch)], "shift_labels")
+    for name in LABEL_KEYS:
+        _refuse_shift([one for one in batches if is_shifted(one) == (name == "shift_labels")], name)
     padding = sum(
         int(((batch["labels"] != IGNORE_INDEX) & (batch["attention_mask"] == 0)).sum())
         for batch in batches
