@@ -113,8 +113,9 @@ def evaluate(
     """Mean loss over all targets of all ranks, without gradients, in ``eval()`` mode.
 
     Ranks may have different numbers of batches, even none. A rank that has run out takes part in the others'
-    forwards with a batch that one of them sends it, whose targets do not count there. Afterwards the model is
-    in the mode it was in, and its parameters are sharded.
+    forwards with its last batch, whose targets do not count again; if that lacks their keys, or it never had
+    one, with a batch that one of them sends it by pickle. Afterwards the model is in the mode it was in, and
+    its parameters are sharded.
 
     Args:
         model: Decoder-only language model, sharded or not; with ``loss_fn``, any model.
