@@ -19,18 +19,11 @@ def spans_of(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
     return spans
 
 
-def plain_logits(model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
-    """Logits ``(S, V)`` of each row by itself, on the CPU."""
-    return [
-        model(input_ids=batch["input_ids"][row : row + 1, a:b], use_cache=False).logits[0]
-        for row, a, b in spans_of(batch)
-    ]
-
-
 def plain_token_losses(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     """Losses ``(B, S)``, aligned with the labels; 0 where nothing is predicted."""
     losses = torch.zeros(batch["labels"].shape, dtype=torch.float64)
-    for (row, a, b), logits in zip(spans_of(batch), plain_logits(model, batch), strict=True):
+    for row, a, b in spans_of(batch):
+        logits = model(input_ids=batch["input_ids"][row : row + 1, a:b], use_cache=False).logits[0]
         labels = batch["labels"][row, a + 1 : b]
         losses[row, a + 1 : b] = F.cross_entropy(logits[:-1], labels, reduction="none").double()
     return losses

@@ -224,13 +224,12 @@ def train_step(
         compare_rows(window.micro_batches, mesh)
         done_with(model).add(FIRST_WINDOW)
     if window.weight == 0:
-        if this_rank() == 0 and first_time(model, "no weight"):
-            warn_caller(
-                "a window has no target on any rank, or no weight, so its step is skipped and its loss is "
-                "NaN: look at its rows with render_labels. If max_length cuts off the answers, filter_rows "
-                "leaves such rows out"
-            )
         reason = "no weight" if window.targets else "no targets"
+        if this_rank() == 0 and first_time(model, "a skipped step"):
+            warn_caller(
+                f"a window has {reason} on any rank, so its step is skipped and its loss is NaN: look at its "
+                "rows with render_labels. If max_length cuts off the answers, filter_rows leaves such rows out"
+            )
         return StepResult(math.nan, math.nan, 0, window.tokens, skipped=True, skip_reason=reason)
     if check:
         verify_rows(model, window.micro_batches, window.padded_left, objective, mesh)
