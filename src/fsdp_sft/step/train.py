@@ -228,7 +228,8 @@ def train_step(
         if this_rank() == 0 and first_time(model, "a skipped step"):
             warn_caller(
                 f"a window has {reason} on any rank, so its step is skipped and its loss is NaN: look at its "
-                "rows with render_labels. If max_length cuts off the answers, filter_rows leaves such rows out"
+                "rows with render_labels. If max_length cuts off the answers, filter_rows leaves such rows "
+                "out"
             )
         return StepResult(math.nan, math.nan, 0, window.tokens, skipped=True, skip_reason=reason)
     if check:
