@@ -74,11 +74,10 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     each = -(-width // group.size)
     filler = each * group.size - width
     own = slice(group.rank * each, (group.rank + 1) * each)
-    positions, given_mask = batch.get("position_ids"), batch.get("attention_mask")
+    positions, given_mask = (_of_each_token(batch, name, ids) for name in ("position_ids", "attention_mask"))
     if positions is None:
-        positions = torch.arange(width, device=ids.device)
-    positions = positions.expand(ids.shape)
-    mask = torch.ones_like(ids, dtype=torch.bool) if given_mask is None else given_mask.expand(ids.shape) != 0
+        positions = torch.arange(width, device=ids.device).expand(ids.shape)
+    mask = torch.ones_like(ids, dtype=torch.bool) if given_mask is None else given_mask != 0
     begins = F.pad(positions.diff(dim=-1) != 1, (1, 0))
     filled = filler_of(batch, targets)
     counted = F.pad(mask if filled is None else mask & ~filled, (0, filler))[:, own]
@@ -146,6 +145,19 @@ def part_on_device(part: BatchPart, device: torch.device) -> BatchPart:
     )
     counted = travelling(part.counted, device)
     return BatchPart(fields, moved, counted, facts_of(part["shift_labels"].reshape(-1), device))
+
+
+def _of_each_token(batch: Batch, name: str, ids: torch.Tensor) -> torch.Tensor | None:
+    """A tensor with one value a token, ``(B, S)``, or a row of them for all; None if the batch has none."""
+    value = batch.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor) or value.ndim > 2 or value.shape[-1:] != ids.shape[1:]:
+        raise BatchError(
+            f"context parallelism cuts {name} of one value a token, {tuple(ids.shape)}, got "
+            f"{tuple(getattr(value, 'shape', ())) or type(value).__name__}"
+        )
+    return value.expand(ids.shape)
 
 
 def _cut(name: str, value: Any, shape: tuple[int, int], filler: int, own: slice) -> Any:
