@@ -124,7 +124,7 @@ def refuse_untrainable(
         if ranks > 1:
             raise UnsupportedModelError(
                 f"{type(unwrapped(model)).__name__} is neither sharded nor inside DistributedDataParallel, "
-                f"and each of {ranks} processes would train a model of its own: call init_distributed() first, "
+                f"and each of {ranks} processes would train its own: call init_distributed() first, "
                 "and shard_model(model, mesh=build_mesh()) before the optimizer is made. Processes that are "
                 "meant to be apart have no WORLD_SIZE in their environment"
             )
