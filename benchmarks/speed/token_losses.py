@@ -59,8 +59,6 @@ def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> to
     return head_losses(hidden, weight, labels, summed=False)[0]
 
 
-
-
 def run(
     name: str, inputs: tuple[torch.Tensor, ...], wanted: tuple[bool, bool], clock: Callable[[], float]
 ) -> tuple[float, torch.Tensor]:
