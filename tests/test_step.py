@@ -198,8 +198,8 @@ def _check_bad_windows() -> None:
         ([bad_labels], "aligned with input_ids"),
         ([no_labels], "needs 'labels'"),
         ([{"labels": [[1, 2]]} if rank else good], "labels of list"),
-        ([] if rank else [good], "empty window"),
-        (good if rank else [good], r"wrap a single batch as \[batch\]"),
+        ([] if rank else [good], "micro_batches=1 and 0"),
+        (good if rank else [good], "got str"),
     ):
         with pytest.raises(ValueError, match=message):
             fs.train_step(model, window, optimizer)

@@ -26,11 +26,11 @@ from torch.profiler import ProfilerActivity, profile
 import fsdp_sft as fs
 from benchmarks.speed.loss import PeakMemory, device_and_name, parser_of_shapes
 from benchmarks.tables import median_and_range, publish, table
-from fsdp_sft.loss.linear import linear_token_losses
+from fsdp_sft.loss.linear import head_losses
 
 Tokens = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 PLAIN, TRL, OURS = "log_softmax and gather", "TRL's selective_log_softmax", "token_losses"
-ENTROPY, SUM = "token_losses, entropy=True", "chunked cross entropy"
+SUM = "chunked cross entropy"
 GRADIENTS = {"trained": (True, True), "frozen": (True, False), "none": (False, False)}
 
 
@@ -56,12 +56,7 @@ def selective(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) 
 
 
 def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return linear_token_losses(hidden, weight, labels)[0]
-
-
-def with_entropy(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    losses, entropies = linear_token_losses(hidden, weight, labels, entropy=True)
-    return losses + 0.0 * entropies
+    return head_losses(hidden, weight, labels, summed=False)[0]
 
 
 def run(
@@ -70,7 +65,7 @@ def run(
     """Seconds and the losses of one forward and backward."""
     hidden, weight = (t.detach().requires_grad_(want) for t, want in zip(inputs, wanted, strict=False))
     labels, factors = inputs[2:]
-    functions = {PLAIN: plain, TRL: selective, OURS: ours, ENTROPY: with_entropy}
+    functions = {PLAIN: plain, TRL: selective, OURS: ours}
     device = hidden.device
     with torch.set_grad_enabled(any(wanted)):
         start = clock()
@@ -116,7 +111,7 @@ def compare(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) 
         ]
     )
     clock = time.process_time if args.cpu_time else time.perf_counter
-    cases = [(name, kind) for kind in GRADIENTS for name in (PLAIN, TRL, SUM, OURS, ENTROPY)]
+    cases = [(name, kind) for kind in GRADIENTS for name in (PLAIN, TRL, SUM, OURS)]
     results: dict[tuple[str, str], list[tuple[float, float]]] = {case: [] for case in cases}
     peaks = {(name, kind): peak_of(name, inputs, GRADIENTS[kind]) for name, kind in cases}
     for turn in range(args.rounds):

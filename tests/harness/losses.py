@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
@@ -14,8 +15,6 @@ from tests.harness.models import (
     full,
     tiny_model,
 )
-
-FLOAT32 = MixedPrecisionPolicy()
 
 
 def loss_of_logits(hidden, weight, labels, bias=None, softcap=None, scale=None) -> torch.Tensor:
@@ -44,6 +43,15 @@ def leaves_of(*tensors: torch.Tensor | None, dtype: torch.dtype | None = None) -
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+class Largest(TorchDispatchMode):
+    numel = 0  # of the largest tensor that is made inside
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.numel = max(self.numel, out.numel() if isinstance(out, torch.Tensor) else 0)
+        return out
 
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -91,11 +99,11 @@ def shard_by_heads(model: Any, *, own_group: bool = False, mesh_shape: Any = Non
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if own_group and head.weight is embedding.weight:  # one group of the two
         for modules in (*fs.find_blocks(model).values(), [embedding, head], model):
-            fully_shard(modules, mesh=mesh, mp_policy=options.get("mp_policy", FLOAT32))
+            fully_shard(modules, mesh=mesh, mp_policy=options.get("mp_policy", MixedPrecisionPolicy()))
         return model
     blocks = fs.find_blocks(model)
     blocks = {**blocks, "lm_head": head} if own_group else blocks
-    options = {"mp_policy": FLOAT32, "master_dtype": head.weight.dtype, **options}
+    options = {"mp_policy": MixedPrecisionPolicy(), "master_dtype": head.weight.dtype, **options}
     return fs.shard_model(model, mesh=mesh, blocks=blocks, **options)
 
 

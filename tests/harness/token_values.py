@@ -1,4 +1,4 @@
-"""Losses and entropies of tokens from plain logits, each row by itself: the oracle of losses made of them."""
+"""Losses of tokens from plain logits, each row by itself: the oracle of losses made of them."""
 
 from typing import Any
 
@@ -19,25 +19,14 @@ def spans_of(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
     return spans
 
 
-def plain_logits(model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
-    """Logits ``(S, V)`` of each row by itself, on the CPU."""
-    return [
-        model(input_ids=batch["input_ids"][row : row + 1, a:b], use_cache=False).logits[0]
-        for row, a, b in spans_of(batch)
-    ]
-
-
-def plain_token_losses(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(losses, entropies), ``(B, S)``, aligned with the labels; 0 where nothing is predicted."""
-    losses, entropies = (torch.zeros(batch["labels"].shape, dtype=torch.float64) for _ in range(2))
-    for (row, a, b), logits in zip(spans_of(batch), plain_logits(model, batch), strict=True):
-        logs = F.log_softmax(logits, -1)[:-1]
+def plain_token_losses(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """Losses ``(B, S)``, aligned with the labels; 0 where nothing is predicted."""
+    losses = torch.zeros(batch["labels"].shape, dtype=torch.float64)
+    for row, a, b in spans_of(batch):
+        logits = model(input_ids=batch["input_ids"][row : row + 1, a:b], use_cache=False).logits[0]
         labels = batch["labels"][row, a + 1 : b]
-        counts = labels != -100
-        own = -logs.gather(1, labels.clamp_min(0)[:, None])[:, 0]
-        losses[row, a + 1 : b] = torch.where(counts, own, 0.0)
-        entropies[row, a + 1 : b] = torch.where(counts, -(logs.exp() * logs).sum(-1), 0.0)
-    return losses, entropies
+        losses[row, a + 1 : b] = F.cross_entropy(logits[:-1], labels, reduction="none").double()
+    return losses
 
 
 def signed(batch: dict[str, Any], seed: int = 0) -> torch.Tensor:

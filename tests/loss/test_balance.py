@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers as tf
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
@@ -15,8 +14,9 @@ from fsdp_sft.loss import num_tokens
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of
-from tests.harness.models import VOCAB, full, largest_error, tiny_model
+from tests.harness.models import full, largest_error, tiny_model
 from tests.harness.ranks import run_distributed
+from tests.harness.token_values import gradients_of
 
 COEFFICIENT = 0.5
 # By rank and micro-batch: unequal, rows of one token, no target in the first row of each.
@@ -88,14 +88,21 @@ def _check(shape: dict[str, int], kind: str, impl: Any) -> None:
         window = [_batch(rank, m, kind) for m in range(3)]
         fs.prepare_loss(model, impl=impl, router_loss="micro_batch")
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        found = fs.evaluate(model, window)
+        everything = [_batch(r, m, kind) for r in range(ranks) for m in range(3)]
+        found = fs.evaluate(model, everything if rank == 0 else [])
+        targets = fs.count_targets(window)
+        for batch in window:  # a loop of one's own
+            here = {name: value.to(device_here()) for name, value in batch.items()}
+            fs.causal_lm_loss(model, here, num_targets=targets).backward()
+        own = gradients_of(model)
         result = fs.train_step(model, window, optimizer, max_grad_norm=None)
     assert result.num_tokens == sum(len(ids) for own in rows for ids, _ in own)
     for loss, added in ((result.loss, result.router_loss), (found.loss, found.router_loss)):
         assert loss == pytest.approx(float(entropy), rel=1e-12)
         assert added == pytest.approx(float(router), rel=1e-6)  # transformers counts choices in float32
     moved = {name: before[name] - full(p) for name, p in model.named_parameters()}
-    assert largest_error(moved, {name: p.grad for name, p in plain.named_parameters()}) <= 1e-6
+    for gradients in (moved, own):
+        assert largest_error(gradients, {name: p.grad for name, p in plain.named_parameters()}) <= 1e-6
 
 
 @pytest.mark.parametrize(
@@ -157,33 +164,6 @@ def test_what_fills_a_pack_up_is_no_token() -> None:
     told = [rows[0], {"input_ids": [9, 9], "labels": [-100, 9]}]
     assert num_tokens(fs.PackedCollator(max_length=8)(told)) == 5
     assert num_tokens({"input_ids": torch.full((2, 4), 7)}) == 8
-
-
-def test_a_models_own_function_stays_its_own() -> None:
-    """Doge's routers have keys and not experts, and a function of other arguments."""
-    torch.manual_seed(0)
-    config = tf.DogeConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        is_moe=True,
-        num_experts=16,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-        router_aux_loss_coef=COEFFICIENT,
-    )
-    model = tf.DogeForCausalLM(config)
-    rows = _rows(0, 0)
-    batch = batch_of(rows, PADDED)
-    try:
-        own = model(**batch).loss
-    except TypeError as error:
-        pytest.skip(f"this transformers cannot run its own Doge: {error}")
-    summed, targets = fs.loss_sum(model, batch)
-    assert float(summed.detach() / targets) == pytest.approx(float(own.detach()), rel=1e-5)
 
 
 def test_a_config_that_asks_later_is_heard() -> None:

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
 from tests.harness.device import mesh_here
-from tests.harness.losses import ADAPTERS, ADDED, adapted_model, with_loss
+from tests.harness.losses import ADAPTERS, ADDED, Largest, adapted_model, with_loss
 from tests.harness.models import (
     VOCAB,
     full,
@@ -36,16 +35,6 @@ def _window(model: Any, batches: list[Any]) -> tuple[float, dict[str, torch.Tens
     return total, gradients
 
 
-class _Largest(TorchDispatchMode):
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            _Largest.numel = max(_Largest.numel, out.numel())
-        return out
-
-
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_a_head_with_adapters_needs_no_logits(kind: str) -> None:
     pytest.importorskip("peft")
@@ -66,10 +55,9 @@ def test_a_head_with_adapters_needs_no_logits(kind: str) -> None:
     fs.prepare_loss(model)
     rows = torch.randint(3, VOCAB, (1, 1000), generator=torch.Generator().manual_seed(0))
     long = {"input_ids": rows[:, :100].repeat(10, 1), "labels": rows[:, :100].repeat(10, 1)}
-    _Largest.numel = 0
-    with _Largest():
+    with Largest() as largest:
         fs.loss_sum(model, long)[0].backward()
-    assert _Largest.numel < 1000 * VOCAB, "as large as the logits"
+    assert largest.numel < 1000 * VOCAB, "as large as the logits"
 
 
 @pytest.mark.parametrize("kind", ADDED)

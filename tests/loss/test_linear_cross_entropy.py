@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_sft as fs
 from tests.harness.device import device_type
 from tests.harness.losses import (
+    Largest,
     draw_head,
     leaves_of,
     loss_of_logits,
@@ -119,19 +120,9 @@ def test_only_the_gradients_that_are_wanted_are_made() -> None:
 def test_no_tensor_is_as_large_as_the_logits(dtype: torch.dtype) -> None:
     rows, vocab = 4096, 2000
     hidden, weight, labels, _ = draw_head(dtype, rows=rows, width=16, vocab=vocab, ignored=0)
-    largest = 0
-
-    class Largest(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            largest = max(largest, out.numel() if isinstance(out, torch.Tensor) else 0)
-            return out
-
-    mine = leaves_of(hidden, weight)
-    with Largest():
-        fs.linear_cross_entropy_sum(*mine, labels).backward()
-    assert 0 < largest <= 128 * vocab
+    with Largest() as largest:
+        fs.linear_cross_entropy_sum(*leaves_of(hidden, weight), labels).backward()
+    assert 0 < largest.numel <= 128 * vocab
 
 
 def test_a_scaler_prevents_underflow_in_float16() -> None:
@@ -150,20 +141,6 @@ def test_a_scaler_prevents_underflow_in_float16() -> None:
     for ours, reference in zip(mine, theirs, strict=True):
         assert relative_error(ours.grad.double() / scale, reference.grad) <= 2e-3
         assert ((ours.grad == 0) & (reference.grad.abs() > 1e-13)).sum() == 0
-
-
-def test_the_gradient_of_the_sum_may_exceed_float16() -> None:
-    """The sum over many rows of one target does; its mean does not."""
-    hidden, weight, labels, _ = draw_head(torch.float16, rows=4096, vocab=50, ignored=0)
-    hidden, labels = torch.full_like(hidden, 40.0), torch.zeros_like(labels)
-    weight = weight / 100
-    theirs = leaves_of(hidden, weight, dtype=torch.float64)
-    total = loss_of_logits(*theirs, labels)
-    total.backward()
-    assert float(theirs[1].grad.abs().max()) > torch.finfo(torch.float16).max
-    mine = leaves_of(hidden, weight)
-    (fs.linear_cross_entropy_sum(*mine, labels) / 4096).backward()
-    assert relative_error(mine[1].grad, theirs[1].grad / 4096) <= 2e-3
 
 
 def test_shapes_strides_and_autocast() -> None:
@@ -186,7 +163,7 @@ def test_shapes_strides_and_autocast() -> None:
 
 
 def test_what_cannot_be_done_is_refused() -> None:
-    hidden, weight, labels, bias = draw_head(torch.float32)
+    hidden, weight, labels, _ = draw_head(torch.float32)
     call = fs.linear_cross_entropy_sum
     for message, arguments in (
         ("one for each row of hidden", (hidden, weight, labels[1:])),
@@ -196,16 +173,6 @@ def test_what_cannot_be_done_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call(*arguments)
-    for arguments, options in (  # which torch refuses
-        ((hidden[:, :-1], weight, labels), {}),
-        ((hidden, weight.double(), labels), {}),
-        ((hidden.long(), weight, labels), {}),
-        ((hidden, weight, labels), {"bias": bias[1:]}),
-        ((hidden, weight, labels), {"chunk_size": 0}),
-        ((hidden, weight, labels), {"softcap": 0.0}),
-    ):
-        with pytest.raises((RuntimeError, ZeroDivisionError)):
-            call(*arguments, **options)
     mine = leaves_of(hidden, weight)
     loss = call(*mine, labels)
     loss.backward(retain_graph=True)

@@ -20,8 +20,6 @@ from tests.harness.losses import (
     with_loss,
 )
 from tests.harness.models import (
-    VOCAB,
-    full,
     largest_error,
     oracle_gradients,
     ragged_batches,
@@ -30,18 +28,6 @@ from tests.harness.models import (
 from tests.harness.ranks import run_distributed
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
-
-
-def test_a_compiled_step_breaks_its_graph_at_the_loss() -> None:
-    batch = ragged_batches(1)[0]
-    plain, compiled = tiny_model("llama"), tiny_model("llama")
-    expected, _ = fs.loss_sum(plain, batch)
-    actual = torch.compile(lambda batch: fs.loss_sum(compiled, batch)[0] * 2, backend="aot_eager")(batch)
-    expected.mul(2).backward()
-    actual.backward()
-    assert relative_error(actual.detach(), 2 * expected.detach()) <= 1e-6
-    gradients = [{n: p.grad for n, p in model.named_parameters()} for model in (plain, compiled)]
-    assert largest_error(gradients[1], gradients[0]) <= 1e-6
 
 
 def _check_families(dtype: torch.dtype) -> dict[str, float]:
@@ -138,22 +124,6 @@ def test_mixed_precision_agrees_with_its_own_logits() -> None:
     run_distributed(_check_mixed_precision, 2, timeout=240)
 
 
-def _check_no_targets_anywhere() -> None:
-    empty = ragged_batches(2)[-1]
-    for own_group in (False, True):
-        model = shard_by_heads(family_model("llama"), own_group=own_group)
-        total, count = fs.loss_sum(model, empty)
-        total.backward()
-        assert (float(total.detach()), count) == (0.0, 0)
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None, name
-            assert not full(parameter.grad).any(), name
-
-
-def test_a_batch_without_targets_on_any_rank_gives_zero_gradients() -> None:
-    run_distributed(_check_no_targets_anywhere, 2)
-
-
 def test_a_first_token_is_no_target() -> None:
     """Nothing stands in front of it, whatever its label says; the counts agree on that with the loss."""
     model = tiny_model("llama")
@@ -165,21 +135,6 @@ def test_a_first_token_is_no_target() -> None:
         second, same = fs.loss_sum(with_loss(model, impl=impl), without_first)
         assert count == same == fs.count_targets([all_of_them]) == 7
         assert torch.equal(first, second)
-
-
-def test_packed_batches_pass_their_positions_on() -> None:
-    model = family_model("llama")
-    ids = torch.randint(3, VOCAB, (1, 12), generator=torch.Generator().manual_seed(0))
-    labels = ids.clone()
-    labels[0, [0, 5]] = -100
-    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    packed = {"input_ids": ids, "labels": labels, "position_ids": positions}
-    rows = [{"input_ids": ids[:, a:b], "labels": labels[:, a:b]} for a, b in ((0, 5), (5, 12))]
-    assert fs.prepare_loss(model) == "chunked"
-    together, count = fs.loss_sum(model, packed)
-    apart = sum(fs.loss_sum(with_loss(model, impl="logits"), row)[0] for row in rows)
-    assert count == 10
-    assert relative_error(together.detach(), apart.detach()) <= 1e-6
 
 
 def test_tokens_are_what_a_mask_of_any_numbers_does_not_mark_as_padding() -> None:

@@ -55,12 +55,16 @@ def drawn(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
 @pytest.mark.parametrize("terms", [{}, *TERMS], ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"scale": 0.5}, {"chunk_size": 5}], ids=str)
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-2)],
+)
 def test_the_chunked_loss_is_that_of_float64(
     terms: dict[str, float], weighted: bool, options: dict[str, Any], dtype: torch.dtype, most: float
 ) -> None:
     hidden, weight, bias, labels, weights = drawn(dtype)
-    given = weights if weighted else None
+    # In 16 bits large weights do no harm.
+    given = weights * (1000 if dtype.itemsize == 2 else 1) if weighted else None
     loss = fs.linear_cross_entropy_sum(hidden, weight, labels, bias=bias, weights=given, **terms, **options)
     loss.backward()
     exact = [part.detach().double().requires_grad_() for part in (hidden, weight, bias)]
@@ -73,23 +77,7 @@ def test_the_chunked_loss_is_that_of_float64(
     for own, right in zip((hidden, weight, bias), exact, strict=True):
         assert own.grad is not None
         assert right.grad is not None
-        assert float((own.grad - right.grad).norm() / right.grad.norm()) <= most
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_16_bits_large_weights_do_no_harm(dtype: torch.dtype) -> None:
-    hidden, weight, bias, labels, weights = drawn(dtype)
-    weights = weights * 1000
-    loss = fs.linear_cross_entropy_sum(hidden, weight, labels, bias=bias, weights=weights, z_loss=1e-3)
-    loss.backward()
-    exact = [part.detach().double().requires_grad_() for part in (hidden, weight, bias)]
-    expected = oracle(exact[0] @ exact[1].T + exact[2], labels, weights, 0.0, 1e-3)
-    expected.backward()
-    assert float(abs(loss - expected).detach() / expected.detach()) <= 2e-2
-    for own, right in zip((hidden, weight, bias), exact, strict=True):
-        assert own.grad is not None
-        assert right.grad is not None
-        assert float((own.grad.double() - right.grad).norm() / right.grad.norm()) <= 2e-2
+        assert float((own.grad.double() - right.grad).norm() / right.grad.norm()) <= most
 
 
 def test_weights_of_other_labels_are_refused() -> None:
@@ -201,13 +189,6 @@ def test_a_window_weighs_each_target_as_asked(loss_impl: str, terms: dict[str, f
     for name, right in gradients.items():
         for kind in ("gradients", "own"):
             assert float((found[kind][name] - right).norm()) <= 1e-10 * float(right.norm()), (kind, name)
-
-
-def test_without_weights_a_step_is_what_it_was() -> None:
-    model = tiny_model("llama")
-    result = fs.train_step(model, ragged_batches(2), torch.optim.SGD(model.parameters(), lr=0.0))
-    assert result.target_weight == result.num_targets > 0
-    assert fs.count_targets(ragged_batches(2)).weight == result.num_targets
 
 
 def test_a_window_that_weighs_nothing_is_skipped() -> None:

@@ -120,9 +120,9 @@ MISTAKES = [
     ),
     Mistake(
         "the shift made twice, with full logits",
-        "loss/causal.py",
-        "flat, labels = logits.flatten(0, 1), targets.flatten()",
-        "flat, labels = logits.flatten(0, 1), targets.roll(-1, 1).flatten()",
+        "loss/plain.py",
+        "labels.flatten().to(logits.device)",
+        "labels.roll(-1, 1).flatten().to(logits.device)",
         ("tests/test_parity.py", "tests/loss/test_loss.py"),
     ),
     Mistake(

@@ -59,8 +59,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "millions of squares are added up one by one",
         "step/update.py",
-        "return gradient.reshape(-1).split(_PIECE)",
-        "return (gradient,)",
+        "shard.reshape(-1).split(_PIECE)",
+        "(shard,)",
         ("tests/step/test_meshes.py",),
     ),
     Mistake(
@@ -235,7 +235,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "ranks of a group train different rows",
         "step/checks.py",
-        "    if any(len(different) > 1 for different in rows_at.values()):",
+        "    if len(pairs) > len({at for at, _ in pairs}):",
         "    if False:",
         ("tests/attention/context_parallel/test_training.py::test_what_cannot_be_shared_is_refused",),
     ),

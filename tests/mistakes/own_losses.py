@@ -9,22 +9,15 @@ MISTAKES = [
     Mistake(
         "losses of tokens aligned with positions and not with labels",
         "loss/causal.py",
-        "    if not is_shifted(batch):\n        values",
-        "    if is_shifted(batch):\n        values",
+        "return values if is_shifted(batch) else",
+        "return values if not is_shifted(batch) else",
         TOKENS,
     ),
     Mistake(
         "the gradient of a frozen head's losses forgets their weights",
         "loss/linear.py",
-        "factor = (grad_output[0] * ctx.factor).unsqueeze(1)",
-        "factor = (grad_output[0].abs() * ctx.factor).unsqueeze(1)",
-        TOKENS,
-    ),
-    Mistake(
-        "an entropy's gradient without the entropy",
-        "loss/linear.py",
-        "logits.mul_(logs.add_(entropies).mul_(-own[1]).add_(own[0]))",
-        "logits.mul_(logs.mul_(-own[1]).add_(own[0]))",
+        "grad_output.reshape(-1, 1) if grad_output.ndim else",
+        "grad_output.abs().reshape(-1, 1) if grad_output.ndim else",
         TOKENS,
     ),
     Mistake(

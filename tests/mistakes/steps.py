@@ -29,7 +29,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a schedule at other rates than its optimizer is not said",
-        "step/warnings.py",
+        "step/checks.py",
         " and _sets_other_rates(one)]",
         " and False]",
         ("tests/test_mistakes.py",),
@@ -135,8 +135,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the tokens of a mask that numbers documents are summed up",
         "loss/counting.py",
-        "return int((mask != 0).sum())",
-        "return int(mask.sum())",
+        "return mask != 0 if mask.ndim == 2 else None",
+        "return mask if mask.ndim == 2 else None",
         ("tests/loss/test_loss.py",),
     ),
     Mistake(
@@ -190,16 +190,16 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a rank that has run out stands in with what it had last",
-        "step/evaluation.py",
-        "        (batch,) = own or measured([sent], objective, group)",
-        "        (batch,) = own or measured([batch], objective, group)",
+        "step/window.py",
+        'any(one["keys"] not in keys for one in everyone)',
+        "False",
         ("tests/step/test_keys.py",),
     ),
     Mistake(
         "a count of the caller's own left aside",
         "step/window.py",
-        "targets = counted(part if count_fn is None else given, count_fn)",
-        "targets = counted(part, None)",
+        "targets = num_targets(part) if count_fn is None else float(count_fn(given))",
+        "targets = num_targets(part)",
         ("tests/step/test_own_loss.py",),
     ),
     Mistake(
@@ -212,7 +212,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a router's loss computed by the model and dropped",
         "loss/prepare.py",
-        "return coefficient_of(model)[1] * aux",
+        "return coefficient_of(model)[1] * output.aux_loss if has_router else None",
         "return None",
         ("tests/loss/test_own.py",),
     ),
@@ -263,7 +263,7 @@ MISTAKES: list[Mistake] = [
         "step/train.py",
         "router = router * (batch.tokens / max(window.tokens, 1) * window.weight)",
         "router = router * (window.weight / len(window.micro_batches) / (mesh.size() if mesh else 1))",
-        ("tests/loss/test_own.py",),
+        ("tests/loss/test_balance.py",),
     ),
     Mistake(
         "a model's own loss not compared",
@@ -365,7 +365,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a schedule that the caller steps too is nobody's",
-        "step/warnings.py",
+        "step/checks.py",
         "_stepped_at.pop(one, None) == one.last_epoch - 1]",
         "_stepped_at.pop(one, None) == one.last_epoch - 9]",
         ("tests/test_mistakes.py::test_a_schedule_that_is_stepped_twice",),

@@ -12,7 +12,7 @@ MISTAKES = [
     ),
     Mistake(
         "nothing is said of parameters without an optimizer",
-        "step/warnings.py",
+        "step/checks.py",
         "    if left_out and first_time(",
         "    if False and first_time(",
         ("tests/test_mistakes.py",),
@@ -26,7 +26,7 @@ MISTAKES = [
     ),
     Mistake(
         "a model left in eval mode is trained without a word",
-        "step/warnings.py",
+        "step/checks.py",
         "    if not model.training and first_time(",
         "    if False and first_time(",
         ("tests/test_mistakes.py",),

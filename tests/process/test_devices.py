@@ -9,7 +9,7 @@ import torch
 import fsdp_sft as fs
 from fsdp_sft._process import devices
 from fsdp_sft._process.streams import LateValues, travelling
-from fsdp_sft.loss.products import products_for
+from fsdp_sft.loss.blocks import products_for
 from tests.harness.models import tiny_model
 from tests.simulated.ranks import run_simulated
 

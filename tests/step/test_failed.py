@@ -29,30 +29,22 @@ class _Planned(Exception):
     """What the tests raise."""
 
 
-class _Failure:
-    """The middle block raises in a forward, or the gradient of its output in a backward, once it is armed."""
+@contextmanager
+def _failing(model: Any, kind: str, call: int) -> Iterator[None]:
+    """The middle block raises in that forward, or that backward of its output, within the block."""
+    calls = 0
 
-    def __init__(self, model: Any, kind: str) -> None:
-        self._kind, self._left = kind, 0
-        model.model.layers[1].mlp.register_forward_hook(self._hook)
-
-    @contextmanager
-    def armed(self, call: int) -> Iterator[None]:
-        """Raise in that call within the block."""
-        self._left = call
-        yield
-        self._left = 0
-
-    def _hook(self, _: Any, __: Any, output: torch.Tensor) -> None:
-        if self._kind == "forward":
-            self._fail()
-        elif output.requires_grad:
-            output.register_hook(self._fail)
-
-    def _fail(self, *_: Any) -> None:
-        self._left -= 1
-        if self._left == 0:
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
             raise _Planned
+
+    def hook(_: Any, __: Any, output: torch.Tensor) -> None:
+        fail() if kind == "forward" else output.register_hook(fail)
+
+    with model.model.layers[1].mlp.register_forward_hook(hook):
+        yield
 
 
 FAILURES = ("forward", "backward")
@@ -68,7 +60,6 @@ def _gradients_after_a_failure(
         for call in (1, 2):
             model = tiny_model("llama").to(device_here())
             plain = copy.deepcopy(model).cpu()
-            failure = _Failure(model, name)
             if mesh is not None:
                 fs.shard_model(model, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
             rank, ranks = (mesh.get_rank(), mesh.size()) if mesh is not None else (0, 1)
@@ -76,7 +67,7 @@ def _gradients_after_a_failure(
             batches = ragged_batches(3 * ranks)
             lost = ragged_batches(3 * ranks, seed=9)
             fs.train_step(model, batches[rank::ranks], torch.optim.SGD(model.parameters(), lr=0.0))
-            with failure.armed(call), pytest.raises(_Planned):
+            with _failing(model, name, call), pytest.raises(_Planned):
                 fs.train_step(model, lost[rank::ranks], optimizer, grad_sync=grad_sync)
             assert all(parameter.grad is None for parameter in model.parameters())
             assert not is_broken_off(model), "for a loop of the caller's own that goes on"

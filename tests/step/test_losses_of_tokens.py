@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.harness.ranks import run_distributed
 from tests.harness.token_values import plain_token_losses
 
 BETA = 0.5
+LossesOf = Callable[[Any, Any], torch.Tensor]
 MESHES = [(1, {}), (2, {}), (2, {"cp": 2})]
 
 
@@ -37,8 +39,7 @@ def _pairs(seed: int) -> dict[str, Any]:
     return {"chosen": both[0], "rejected": both[1]}
 
 
-def _dpo(losses_of: Callable[[Any, Any], torch.Tensor], model: Any, reference: Any, pairs: Any) -> Any:
-    """(summed loss, margins) of pairs of rows."""
+def _dpo(losses_of: LossesOf, model: Any, reference: Any, pairs: Any) -> Any:
     logps = {}
     for name in ("chosen", "rejected"):
         policy = -losses_of(model, pairs[name]).sum(-1)
@@ -46,7 +47,8 @@ def _dpo(losses_of: Callable[[Any, Any], torch.Tensor], model: Any, reference: A
             known = -losses_of(reference, pairs[name]).sum(-1)
         logps[name] = policy - known.to(policy)
     margin = BETA * (logps["chosen"] - logps["rejected"])
-    return -F.logsigmoid(margin).sum(), margin
+    metrics = {"accuracy": (margin > 0).sum(), "margin": margin.detach().sum(), "rows": len(margin)}
+    return -F.logsigmoid(margin).sum(), metrics
 
 
 def _num_pairs(pairs: Any) -> int:
@@ -59,52 +61,25 @@ def _weights(batch: Any) -> torch.Tensor:
     return torch.where(labels == -100, 0.0, (labels % 5).double() - 1.0)
 
 
-class Case:
-    """A loss by the library and by plain code, over the same batches."""
-
-    count_fn: Any = None
-
-    def __init__(self, others: dict[str, Any]) -> None:
-        self.others = others
-
-    def batch(self, seed: int) -> Any:
-        return batch_of(rows_of([6, 15, 1, 9], seed=seed), PADDED)
+def _rows(seed: int) -> Any:
+    return batch_of(rows_of([6, 15, 1, 9], seed=seed), PADDED)
 
 
-class Preference(Case):
-    count_fn = staticmethod(_num_pairs)
-
-    def batch(self, seed: int) -> Any:
-        return _pairs(seed)
-
-    def ours(self, model: Any, pairs: Any) -> Any:
-        loss, margin = _dpo(fs.token_losses, model, self.others["reference"], pairs)
-        return loss, {"accuracy": (margin > 0).sum(), "margin": margin.detach().sum(), "rows": len(margin)}
-
-    def plain(self, model: Any, pairs: Any) -> Any:
-        loss, margin = _dpo(lambda m, b: plain_token_losses(m, b)[0], model, self.others["reference"], pairs)
-        return loss, {"accuracy": (margin > 0).sum(), "margin": margin.detach().sum(), "rows": len(margin)}
+def _weighted(losses_of: LossesOf, model: Any, reference: Any, batch: Any) -> Any:
+    losses = losses_of(model, batch)
+    return (losses * _weights(batch).to(losses)).sum(), {"nll": losses.detach().sum()}
 
 
-class Weighted(Case):
-    """Weights of either sign, and an entropy bonus; divided by the weights' own sum, no integer."""
-
-    @staticmethod
-    def count_fn(batch: Any) -> float:
-        return float(_weights(batch).abs().sum()) / 3
-
-    def ours(self, model: Any, batch: Any) -> Any:
-        losses, entropies = fs.token_losses(model, batch, entropy=True)
-        return (losses * _weights(batch).to(losses)).sum() - 0.1 * entropies.sum(), {
-            "entropy": entropies.sum()
-        }
-
-    def plain(self, model: Any, batch: Any) -> Any:
-        losses, entropies = plain_token_losses(model, batch)
-        return (losses * _weights(batch)).sum() - 0.1 * entropies.sum(), {"entropy": entropies.detach().sum()}
+def _size_of_weights(batch: Any) -> float:
+    """What weights of either sign are divided by, no integer."""
+    return float(_weights(batch).abs().sum()) / 3
 
 
-CASES: dict[str, type[Any]] = {"dpo": Preference, "weighted": Weighted}
+# (loss and metrics by whichever losses of tokens, batches by a seed, their count).
+CASES: dict[str, Any] = {
+    "dpo": (_dpo, _pairs, _num_pairs),
+    "weighted": (_weighted, _rows, _size_of_weights),
+}
 
 
 def _check_equals_plain_training(kind: str, shape: dict[str, int]) -> None:
@@ -118,17 +93,17 @@ def _check_equals_plain_training(kind: str, shape: dict[str, int]) -> None:
     reference = fs.shard_model(_reference().to(device_here()), mesh=mesh, **options)
     for one in (model, reference):
         fs.use_context_parallel(one, mesh=mesh)
-    own, oracle = CASES[kind]({"reference": reference}), CASES[kind]({"reference": _reference()})
-    counting = {} if own.count_fn is None else {"count_fn": own.count_fn}
+    loss_of, make, count = CASES[kind]
+    functions = {"loss_fn": lambda m, b: loss_of(fs.token_losses, m, reference, b), "count_fn": count}
+    oracle, known = partial(loss_of, plain_token_losses), _reference()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     other = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
     with AllFloat64():
         for step in range(6):
-            batches = [[own.batch(100 * step + 10 * s + i) for i in range(2)] for s in range(shares)]
-            result = fs.train_step(model, batches[share], optimizer, loss_fn=own.ours, **counting)
+            batches = [[make(100 * step + 10 * s + i) for i in range(2)] for s in range(shares)]
+            result = fs.train_step(model, batches[share], optimizer, **functions)
             everything = [batch for one in batches for batch in one]
-            found = [oracle.plain(plain, batch) for batch in everything]
-            count = own.count_fn or (lambda batch: int((batch["labels"][:, 1:] != -100).sum()))
+            found = [oracle(plain, known, batch) for batch in everything]
             divisor = sum(count(batch) for batch in everything)
             loss = sum(one for one, _ in found) / divisor
             loss.backward()
@@ -148,9 +123,9 @@ def _check_equals_plain_training(kind: str, shape: dict[str, int]) -> None:
             )
         uneven = batches[share][: 1 + (share == 0)]
         seen = [batch for s in range(shares) for batch in batches[s][: 1 + (s == 0)]]
-        evaluated = fs.evaluate(model, uneven, loss_fn=own.ours, **counting)
+        evaluated = fs.evaluate(model, uneven, **functions)
         with torch.no_grad():
-            found = [oracle.plain(plain.eval(), batch) for batch in seen]
+            found = [oracle(plain.eval(), known, batch) for batch in seen]
         divisor = sum(count(batch) for batch in seen)
         assert evaluated.loss == pytest.approx(float(sum(one for one, _ in found)) / divisor, rel=1e-9)
         assert evaluated.metrics == pytest.approx(
@@ -162,56 +137,6 @@ def _check_equals_plain_training(kind: str, shape: dict[str, int]) -> None:
 @pytest.mark.parametrize("kind", CASES)
 def test_six_steps_are_those_of_one_process(kind: str, ranks: int, shape: dict[str, int]) -> None:
     run_distributed(_check_equals_plain_training, ranks, kind, shape)
-
-
-def _values(model: nn.Module, batch: Any) -> Any:
-    """A value head: squared errors of a value of each token, and how far they are."""
-    given = {name: value for name, value in batch.items() if name != "labels"}
-    values = model(**given).logits[..., 0]
-    wanted = (batch["labels"] % 7).to(values)
-    errors = torch.where(batch["labels"] == -100, 0.0, values - wanted)
-    return errors.square().sum(), {"off": errors.detach().abs().sum()}
-
-
-def _num_values(batch: Any) -> int:
-    return int((batch["labels"] != -100).sum())
-
-
-def _check_value_head() -> None:
-    import transformers as tf
-
-    config = tiny_model("llama").config
-    config.num_labels = 1
-    torch.manual_seed(0)
-    plain = tf.LlamaForTokenClassification(config).double().train()
-    for module in plain.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    options = {"mp_policy": MixedPrecisionPolicy(), "master_dtype": torch.float64}
-    model = fs.shard_model(copy.deepcopy(plain).to(device_here()), mesh=mesh_here(), **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    other = torch.optim.SGD(plain.parameters(), lr=0.05)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for step in range(3):
-        batches = ragged_batches(4, seed=step)
-        result = fs.train_step(
-            model, batches[rank::ranks], optimizer, loss_fn=_values, count_fn=_num_values, max_grad_norm=None
-        )
-        found = [_values(plain, batch) for batch in batches]
-        divisor = sum(map(_num_values, batches))
-        loss = sum(one for one, _ in found) / divisor
-        loss.backward()
-        other.step()
-        other.zero_grad()
-        assert result.loss == pytest.approx(float(loss.detach()), rel=1e-7)
-        assert result.metrics["off"] == pytest.approx(
-            sum(float(m["off"]) for _, m in found) / divisor, rel=1e-7
-        )
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_value_head(ranks: int) -> None:
-    run_distributed(_check_value_head, ranks)
 
 
 def _check_shared_rows_of_own_loss() -> None:
@@ -270,8 +195,6 @@ def _check_metrics() -> None:
         assert result.metrics == {"both": 0.5, "first's": 4.0, "ones": 1.0}
     assert len(calls) == 2 * len(batches)
     assert fs.train_step(model, batches, optimizer).metrics == {}
-    with pytest.raises(TypeError, match=r"loss, \{name: summed value\}"):
-        fs.train_step(model, batches, optimizer, loss_fn=lambda m, b: (fs.token_losses(m, b).sum(), 3))
 
 
 def test_metrics_are_summed_over_window_and_ranks() -> None:

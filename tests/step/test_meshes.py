@@ -9,9 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import fsdp_sft as fs
@@ -44,28 +42,6 @@ def _check_step(model: Any, plain: Any, batches: list[Any], mine: list[Any]) -> 
     assert norm > 0.5, "it is clipped"
     moved = {name: before[name] - full(p.detach()) for name, p in model.named_parameters()}
     assert largest_error(moved, expected) <= 2e-5
-
-
-def _check_tensor_parallel(with_fsdp: bool) -> None:
-    ranks = dist.get_world_size()
-    model: Any = tiny_model("llama").to(device_here())
-    shape, names = ((ranks // 2, 2), ("fsdp", "tp")) if with_fsdp else ((ranks,), ("tp",))
-    mesh = init_device_mesh(device_type(), shape, mesh_dim_names=names)
-    for layer in model.model.layers:
-        parallelize_module(
-            layer, mesh["tp"], {"mlp.gate_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
-        )
-    if with_fsdp:
-        for module in (*model.model.layers, model):
-            fully_shard(module, mesh=mesh["fsdp"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
-    with pytest.raises(fs.UnsupportedModelError, match=r"along layers \(tp\)"):
-        fs.train_step(model, ragged_batches(2), optimizer)
-
-
-@pytest.mark.parametrize(("ranks", "with_fsdp"), [(2, False), (4, True)])
-def test_tensor_parallel_models_are_refused(ranks: int, with_fsdp: bool) -> None:
-    run_distributed(_check_tensor_parallel, ranks, with_fsdp)
 
 
 def _check_kinds() -> None:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 import fsdp_sft as fs
-from tests.harness.device import device_type, mesh_here
+from tests.harness.device import mesh_here
 from tests.harness.losses import with_loss
 from tests.harness.models import VOCAB, full, largest_error, ragged_batches, tiny_model
 from tests.harness.packs import drawn_rows, gradients_of_separate_rows
@@ -79,14 +79,6 @@ def _t5_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 
 
-def _classes(batch: dict[str, Any]) -> dict[str, Any]:
-    return {**batch, "labels": batch["input_ids"].sum(1) % 3}
-
-
-def _class_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    return F.cross_entropy(model(**batch).logits, batch["labels"], reduction="sum")
-
-
 CASES: dict[str, Any] = {
     "strange": (strange_model, strange_batches(4), strange_loss, strange_count),
     "encoder-decoder": (
@@ -94,12 +86,6 @@ CASES: dict[str, Any] = {
         _t5_batches(),
         _t5_loss,
         lambda batch: int((batch["labels"] != -100).sum()),
-    ),
-    "classifier": (
-        lambda: tiny_model("bert"),
-        [_classes(batch) for batch in ragged_batches(4)],
-        _class_loss,
-        lambda batch: len(batch["labels"]),
     ),
 }
 
@@ -141,8 +127,7 @@ def _check_equals_one_process(kind: str, mesh_shape: dict[str, int], grad_sync: 
     [
         ("strange", 2, {}, "last"),
         ("strange", 4, {"dp_replicate": 2}, "reduce_scatter"),
-        ("encoder-decoder", 2, {}, "each"),
-        ("classifier", 2, {"dp_replicate": 2, "dp_shard": 1}, "each"),
+        ("encoder-decoder", 2, {"dp_replicate": 2, "dp_shard": 1}, "each"),
     ],
 )
 def test_a_loss_of_ones_own_equals_the_single_process(
@@ -165,15 +150,9 @@ def _check_refusals() -> None:
     for options, error, message in (
         ({"loss_fn": strange_loss}, fs.BatchError, "needs 'labels'.*a count_fn"),
         ({"loss_fn": strange_loss, "count_fn": count_on_one_rank}, KeyError, "targets"),
-        ({"loss_fn": strange_loss, "count_fn": lambda b: "1"}, TypeError, "must return a number"),
-        ({"loss_fn": strange_loss, "count_fn": lambda b: -rank}, TypeError, "their weight, got -1"),
-        (
-            {"loss_fn": lambda m, b: m(b.idx), "count_fn": strange_count},
-            TypeError,
-            "a scalar, or .*got \\(2,",
-        ),
-        ({"loss_fn": lambda m, b: 0.0, "count_fn": strange_count}, TypeError, "a scalar, or .*got 0.0"),
-        ({"loss_fn": "mean", "count_fn": strange_count}, TypeError, "not callable"),
+        ({"loss_fn": strange_loss, "count_fn": lambda b: None}, TypeError, "NoneType"),
+        ({"loss_fn": strange_loss, "count_fn": lambda b: -rank}, ValueError, "their weight, got -1"),
+        ({"loss_fn": lambda m, b: m(b.idx), "count_fn": strange_count}, RuntimeError, "shape"),
     ):
         with pytest.raises(error, match=message):
             fs.train_step(model, window, optimizer, **options)
@@ -184,32 +163,6 @@ def _check_refusals() -> None:
 
 def test_functions_that_are_not_what_they_should_be_are_refused_on_all_ranks() -> None:
     run_distributed(_check_refusals, 2, timeout=30)
-
-
-def test_a_scaler_and_a_scheduler_see_a_loss_of_ones_own() -> None:
-    model = strange_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    scaler = torch.amp.GradScaler(device_type(), init_scale=64.0)
-    again = copy.deepcopy(model)
-    plain = fs.train_step(
-        again,
-        strange_batches(3),
-        torch.optim.SGD(again.parameters(), lr=0.1),
-        loss_fn=strange_loss,
-        count_fn=strange_count,
-    )
-    result = fs.train_step(
-        model,
-        strange_batches(3),
-        optimizer,
-        scaler=scaler,
-        scheduler=schedule,
-        loss_fn=strange_loss,
-        count_fn=strange_count,
-    )
-    assert result.grad_norm == pytest.approx(plain.grad_norm, rel=1e-6)
-    assert (result.loss, schedule.last_epoch) == (plain.loss, 1)
 
 
 @pytest.mark.parametrize("impl", ["chunked", "logits"])
@@ -223,29 +176,13 @@ def test_shift_labels_are_the_targets_of_each_position(impl: Any) -> None:
     own = model(**both).loss  # transformers reads shift_labels and leaves the labels alone
     count = int((shifted != -100).sum())
     for given in (both, {k: v for k, v in both.items() if k != "labels"}):
-        assert fs.count_targets([given]) == count
         total, targets = fs.loss_sum(with_loss(model, impl=impl), given)
-        assert targets == count
+        result = fs.train_step(model, [given], torch.optim.SGD(model.parameters(), lr=0.0))
+        assert fs.count_targets([given]) == targets == result.num_targets == count
         assert float(total / targets) == pytest.approx(float(own), rel=1e-6)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        fs.prepare_loss(model, impl=impl)
-        result = fs.train_step(model, [given], optimizer)
         assert result.loss == pytest.approx(float(own), rel=1e-6)
-        assert fs.evaluate(model, [given]).loss == pytest.approx(float(own), rel=1e-6)
     with pytest.raises(fs.BatchError, match=r"shift_labels .* must be aligned"):
         fs.loss_sum(with_loss(model, impl=impl), {**batch, "shift_labels": shifted[:, :-1]})
-
-
-def test_rows_of_a_pack_have_labels_that_are_not_shifted() -> None:
-    row = {"input_ids": [5, 6, 7], "labels": [5, 6, 7]}
-    with pytest.raises(ValueError, match="shift_labels of a row are not read"):
-        fs.PackedCollator(max_length=8)([row, {**row, "shift_labels": [6, 7, 4]}])
-    pack = fs.PackedCollator(max_length=8, pad_to_multiple_of=6)(
-        [row, {"input_ids": [8, 9], "labels": [8, 9]}]
-    )
-    assert pack["labels"].tolist() == [[-100, 6, 7, -100, 9, -100]]
-    assert pack["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0]]
-    assert fs.count_targets([pack]) == 3
 
 
 def _of_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -266,27 +203,3 @@ def test_rows_of_a_pack_stay_apart_in_a_loss_of_ones_own_that_leaves_caches_on(f
     result = fs.train_step(model, [pack], optimizer, loss_fn=_of_logits)
     assert result.loss == pytest.approx(loss / targets, rel=1e-5)
     assert model.config.use_cache, "the model is left as it was"
-
-
-def _sum_of_labels(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
-    return model(**inputs).loss * int((batch["labels"][:, 1:] != -100).sum())
-
-
-class _NotRows:
-    """A batch that is not made of rows."""
-
-    def __init__(self, batch: dict[str, Any]) -> None:
-        self.batch = batch
-
-
-def _of_one_object(model: nn.Module, batch: _NotRows) -> torch.Tensor:
-    return _sum_of_labels(model, batch.batch)
-
-
-def test_a_batch_that_is_not_made_of_rows_is_trained_all_the_same() -> None:
-    model = tiny_model("llama").train()
-    batches = [_NotRows(batch) for batch in ragged_batches(2)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    result = fs.train_step(model, batches, optimizer, loss_fn=_of_one_object, count_fn=lambda _: 10)
-    assert result.num_targets == 20

@@ -25,6 +25,7 @@ from fsdp_sft.loss.counting import (
     Batch as Batch,
     CheckedBatch as CheckedBatch,
     count_targets as count_targets,
+    counted_tokens as counted_tokens,
     facts_of as facts_of,
     is_shifted as is_shifted,
     num_targets as num_targets,
@@ -38,10 +39,8 @@ from fsdp_sft.loss.linear import linear_cross_entropy_sum as linear_cross_entrop
 from fsdp_sft.loss.part import (
     OF_WHOLE_ROWS as OF_WHOLE_ROWS,
     BatchPart as BatchPart,
-    own_part as own_part,
+    part_of as part_of,
     part_on_device as part_on_device,
-    tokens_of as tokens_of,
-    within as within,
 )
 from fsdp_sft.loss.prepare import (
     LossImpl as LossImpl,

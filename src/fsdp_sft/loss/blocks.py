@@ -1,8 +1,13 @@
 """The logits of a head, one block of rows at a time, and what each block is turned into.
 
-``blocks_of_logits`` is the loop: a loss turns each block of logits into what it is made of and, if a gradient
-is wanted, overwrites the block by the slopes of the logits. The gradients of the hidden states, of the weight
+``losses_by_block`` is the loop: ``losses_of`` turns each block of logits into losses and, if a gradient is
+wanted, overwrites the block by the slopes of the logits. The gradients of the hidden states, of the weight
 and of the bias are then products with these, which ``HeadGradients`` sums up.
+
+Only some accelerators, CUDA among them, multiply two bfloat16 matrices into a float32 result in torch. Each
+class of ``Products`` is a way to get float32 results (float64 for float64) in one case. All have the same
+interface: logits, gradient of the hidden states, and accumulation of the weight's gradient. Shapes: hidden
+``(C, H)``, weight ``(V, H)``, logits and their gradient ("slopes") ``(C, V)``.
 """
 
 from collections.abc import Iterator
@@ -10,8 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_sft.loss.plain import Terms
-from fsdp_sft.loss.products import Products
+from fsdp_sft._process.devices import has_mixed_products
+from fsdp_sft.loss.plain import Terms, wide_dtype
+
+_SLICE_BYTES = 8 << 20  # float32 bytes of a slice; small enough to stay in a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -114,35 +121,23 @@ def losses_of(
     return losses, is_largest
 
 
-def loss_and_entropy(
-    logits: torch.Tensor, columns: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(losses ``(C, 1)``, entropies ``(C, 1)``, logarithms of the probabilities), and ``logits`` as those.
-
-    The entropy of a row with probabilities p is ``-sum(p * log p)``.
-    """
-    logs = torch.log_softmax(logits, -1)
-    torch.exp(logs, out=logits)
-    return -logs.gather(1, columns), -(logits * logs).sum(-1, keepdim=True), logs
-
-
 class HeadGradients:
-    """Gradients of a head's operands, in float32 (float64 for float64 hidden states).
-
-    They lack the factor ``scale`` of the logits, and are multiplied by ``gain``.
+    """Gradients of a head's operands, in float32 (float64 for float64 hidden states), summed block by block.
 
     Args:
         hidden: Hidden states ``(N, H)``.
         head: The head.
         wanted: Whether the gradients of hidden states, weight and bias are wanted.
-        gain: Factor of the slopes, which keeps small ones from vanishing in float16.
+
+    Attributes:
+        any: Whether any is wanted.
+        factor: What they are to be multiplied by: the factor ``scale`` of the logits, which their slopes
+            lack, over that which kept small slopes from vanishing in float16.
     """
 
-    def __init__(
-        self, hidden: torch.Tensor, head: Head, wanted: list[bool], gain: float | torch.Tensor = 1.0
-    ) -> None:
-        self.gain = gain
+    def __init__(self, hidden: torch.Tensor, head: Head, wanted: list[bool]) -> None:
         self.any = any(wanted)
+        self.factor: float | torch.Tensor = 1.0
         self.hidden, self.weight, self.bias = (
             torch.zeros(t.shape, dtype=wide_dtype(hidden), device=t.device)
             if t is not None and want
@@ -150,8 +145,9 @@ class HeadGradients:
             for t, want in zip((hidden, head.weight, head.bias), wanted, strict=True)
         )
 
-    def scaled(self, factor: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor | None]:
-        """``factor`` times each of them, in ``dtype``; they are given away, each freed when it is rounded."""
+    def scaled(self, grad_output: torch.Tensor | float, dtype: torch.dtype) -> list[torch.Tensor | None]:
+        """Each of them for ``grad_output``, in ``dtype``; given away, each freed when it is rounded."""
+        factor = grad_output * self.factor
         found: list[torch.Tensor | None] = []
         for name in ("hidden", "weight", "bias"):
             kept: torch.Tensor | None = vars(self).pop(name)
@@ -162,44 +158,48 @@ class HeadGradients:
         return found
 
 
-def wide_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """The dtype of losses and of kept gradients: float64 for float64 hidden states, and float32."""
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
-
-
-def blocks_of_logits(
+def losses_by_block(
     hidden: torch.Tensor,
     head: Head,
+    labels: torch.Tensor,
     positions: torch.Tensor,
     chunk_size: int,
-    products: Products,
-    labels: torch.Tensor,
     gradients: HeadGradients,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (indices of some rows, their float32 logits before scale and soft cap, to be overwritten).
+    terms: Terms,
+    weights: torch.Tensor | None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield (indices of some rows, their losses, whether each has its largest logit at its target).
 
-    If gradients are wanted, a block must hold the slopes of its logits when the next one is asked for.
+    Losses and answers are ``(C, 1)``. After the last block ``gradients`` are those of the sum of all losses.
 
     Args:
         hidden: Hidden states ``(N, H)``.
         head: The head.
+        labels: Targets of all rows ``(N,)``.
         positions: Indices of the rows to go through.
         chunk_size: Number of rows whose logits exist at once.
-        products: The products for the head's weight.
-        labels: Targets of all rows ``(N,)``, whose logits are computed exactly even if products round.
         gradients: Where gradients are summed.
+        terms: Definition of the loss.
+        weights: Factors of the rows' losses, ``(N,)``, or None.
     """
+    products = products_for(head.weight, min(chunk_size, len(positions)))
+    weights = None if weights is None else weights.to(wide_dtype(hidden))
+    gain = _gain(products.gain, terms, weights, positions)
+    gradients.factor = head.transform.scale / gain
     for index in positions.split(chunk_size) if len(positions) else ():
         rows = hidden.index_select(0, index)
         logits = products.logits(rows)
         for part, block in products.blocks(logits):
+            columns = labels[index[part], None]
             if head.bias is not None:
                 block.add_(head.bias)
             if products.rounds:
-                _refine(block, rows[part], labels[index[part], None], head)
-            yield index[part], block
+                _refine(block, rows[part], columns, head)
+            factors = None if weights is None else weights[index[part], None]
+            losses, is_largest = losses_of(block, columns, head.transform, terms, factors, gradients.any)
+            yield index[part], losses, is_largest
             if gradients.any and products.gain != 1:
-                block.mul_(gradients.gain)
+                block.mul_(gain)
             if gradients.bias is not None:
                 gradients.bias.add_(block.sum(0))
         # The slopes of all blocks of the chunk are in ``logits`` now.
@@ -207,6 +207,22 @@ def blocks_of_logits(
             gradients.hidden.index_copy_(0, index, products.hidden_gradient(logits))
         if gradients.weight is not None:
             products.add_weight_gradient(logits, rows, gradients.weight)
+
+
+def _gain(
+    gain: float, terms: Terms, weights: torch.Tensor | None, positions: torch.Tensor
+) -> float | torch.Tensor:
+    """Factor of the slopes: ``gain``, divided by the largest size that weights and a z-loss can give them.
+
+    ``Products.gain`` keeps small slopes from vanishing in float16, on the assumption that the largest are of
+    size 1. The weights of a mean, or those that a GradScaler makes, can have any size.
+    """
+    if gain == 1 or not len(positions):
+        return gain
+    # The z-loss adds up to 2 * z_loss * log(Z); logarithms of the denominator up to 64 are allowed for.
+    most = 1 + 128 * terms.z_loss
+    largest = 1.0 if weights is None else weights[positions].abs().amax().clamp_min(1e-30)
+    return gain / (most * largest)
 
 
 def _refine(logits: torch.Tensor, hidden: torch.Tensor, columns: torch.Tensor, head: Head) -> None:
@@ -221,3 +237,129 @@ def _refine(logits: torch.Tensor, hidden: torch.Tensor, columns: torch.Tensor, h
         if head.bias is not None:
             exact.add_(head.bias[column])
         logits.scatter_(1, column, exact)
+
+
+class Products:
+    """The products that the loop over chunks uses; here those of float32 (or float64) operands.
+
+    Attributes:
+        gain: Factor that the caller applies to slopes before the products and divides out of their results.
+        rounds: Whether the logits have been rounded to a narrower dtype than float32.
+    """
+
+    gain = 1.0
+    rounds = False
+
+    def __init__(self, weight: torch.Tensor, rows: int, dtype: torch.dtype | None = None) -> None:
+        self.weight = weight
+        self.buffer = weight.new_empty(rows, weight.shape[0], dtype=dtype)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden @ weight.T``, which may be in a buffer that the next chunk reuses."""
+        return torch.mm(hidden, self.weight.T, out=self.buffer[: len(hidden)])
+
+    def blocks(self, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Slices of rows with their float32 logits, which the caller overwrites with slopes."""
+        for rows in _ranges(len(logits), _rows_in_cache(logits)):
+            yield rows, logits[rows]
+
+    def hidden_gradient(self, slopes: torch.Tensor) -> torch.Tensor:
+        """``slopes @ weight``, ``(C, H)``; ``slopes`` is what ``logits`` returned."""
+        return slopes @ self.weight
+
+    def add_weight_gradient(self, slopes: torch.Tensor, hidden: torch.Tensor, total: torch.Tensor) -> None:
+        """Add ``slopes.T @ hidden`` to ``total``, ``(V, H)``."""
+        total.addmm_(slopes.T, hidden)
+
+
+class _Rounded(Products):
+    """bfloat16 products whose rounded results are widened; gradients are summed over chunks in float32."""
+
+    rounds = True
+
+    def blocks(self, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        for rows in _ranges(len(logits), _rows_in_cache(logits)):
+            wide = logits[rows].float()
+            yield rows, wide
+            logits[rows] = wide
+
+    def hidden_gradient(self, slopes: torch.Tensor) -> torch.Tensor:
+        return (slopes @ self.weight).float()
+
+    def add_weight_gradient(self, slopes: torch.Tensor, hidden: torch.Tensor, total: torch.Tensor) -> None:
+        for part in _slices(self.weight):
+            total[part].add_((slopes[:, part].T @ hidden).float())
+
+
+class _Mixed(Products):
+    """Products of half-precision operands with float32 results, as tensor cores compute them."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight, 0)
+        # The smallest float16 is 6e-8, and many slopes of a large vocabulary are smaller. They are at most 1
+        # in size, so a factor of 2**15 keeps them below the largest float16, 65504.
+        self.gain = 2.0**15 if weight.dtype == torch.float16 else 1.0
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.mm(hidden, self.weight.T, out_dtype=torch.float32)
+
+    def blocks(self, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        yield slice(0, len(logits)), logits
+
+    def hidden_gradient(self, slopes: torch.Tensor) -> torch.Tensor:
+        return torch.mm(slopes.to(self.weight.dtype), self.weight, out_dtype=torch.float32)
+
+    def add_weight_gradient(self, slopes: torch.Tensor, hidden: torch.Tensor, total: torch.Tensor) -> None:
+        for part in _slices(self.weight, 32 * _SLICE_BYTES):
+            narrow = slopes[:, part].to(self.weight.dtype)
+            total[part].add_(torch.mm(narrow.T, hidden, out_dtype=torch.float32))
+
+
+class _Upcast(Products):
+    """float32 products for any other dtype and device; the weight is widened one slice at a time."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = self.buffer[: len(hidden)]
+        for part in _slices(self.weight):
+            out[:, part] = hidden.float() @ self.weight[part].float().T
+        return out
+
+    def hidden_gradient(self, slopes: torch.Tensor) -> torch.Tensor:
+        total = slopes.new_zeros(len(slopes), self.weight.shape[1])
+        for part in _slices(self.weight):
+            total.addmm_(slopes[:, part], self.weight[part].float())
+        return total
+
+    def add_weight_gradient(self, slopes: torch.Tensor, hidden: torch.Tensor, total: torch.Tensor) -> None:
+        for part in _slices(self.weight):
+            total[part].addmm_(slopes[:, part].T, hidden.float())
+
+
+def products_for(weight: torch.Tensor, rows: int) -> Products:
+    """The products for ``weight`` and chunks of at most ``rows`` rows."""
+    if weight.dtype in (torch.float32, torch.float64):
+        return Products(weight, rows)
+    # Which products are fast on a CPU is known, whether it has mixed ones or not.
+    if weight.device.type not in ("cpu", "meta") and has_mixed_products(weight.device, weight.dtype):
+        return _Mixed(weight)
+    # On a CPU bfloat16 matrices are fast; float16 ones are not, and their range is too small for slopes.
+    if weight.dtype == torch.bfloat16:
+        return _Rounded(weight, rows)
+    return _Upcast(weight, rows, torch.float32)
+
+
+def _rows_in_cache(logits: torch.Tensor) -> int:
+    """Rows of logits whose float32 values fit a CPU's cache; on an accelerator all of them."""
+    if logits.device.type != "cpu":
+        return max(len(logits), 1)
+    return max(1, _SLICE_BYTES // (4 * max(logits.shape[1], 1)))
+
+
+def _slices(weight: torch.Tensor, most_bytes: int = _SLICE_BYTES) -> list[slice]:
+    """Slices of the vocabulary of at most ``most_bytes`` of float32 each."""
+    return _ranges(weight.shape[0], max(1, most_bytes // (4 * max(weight.shape[1], 1))))
+
+
+def _ranges(length: int, step: int) -> list[slice]:
+    """Slices of at most ``step`` that cover ``length``."""
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]

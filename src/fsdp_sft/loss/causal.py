@@ -1,7 +1,7 @@
 """The causal-LM loss of a model on a batch: labels shifted once, a float32 sum, with or without logits."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ from fsdp_sft._model.inputs import forward_parameters, no_cache
 from fsdp_sft._model.sharded import refuse_changed_gradients, reshard, training_mesh_of
 from fsdp_sft._process.words import answered
 from fsdp_sft.attention.context_parallel import SequenceGroup, part_of_rows, sequence_group_of
-from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss.counting import (
@@ -23,7 +22,6 @@ from fsdp_sft.loss.counting import (
     WEIGHTS_KEY,
     Batch,
     CheckedBatch,
-    Targets,
     check_num_targets,
     counted_tokens,
     is_shifted,
@@ -34,12 +32,18 @@ from fsdp_sft.loss.counting import (
     weight_of,
     weights_of,
 )
-from fsdp_sft.loss.head import Compute, loss_at_head, wide
-from fsdp_sft.loss.linear import chunked_loss, linear_token_losses
-from fsdp_sft.loss.part import OF_WHOLE_ROWS, BatchPart, own_part, whole_rows
-from fsdp_sft.loss.plain import PLAIN, Terms, num_correct, plain_token_losses, summed_loss
-from fsdp_sft.loss.prepare import ROUTER_FLAG, additions_to, choice_for, name_of, refuse_encoder_decoder
-from fsdp_sft.sampling.packing import verify_at_first_use
+from fsdp_sft.loss.head import loss_at_head
+from fsdp_sft.loss.linear import head_losses
+from fsdp_sft.loss.part import OF_WHOLE_ROWS, BatchPart, part_of, whole_rows
+from fsdp_sft.loss.plain import PLAIN, Terms, plain_losses
+from fsdp_sft.loss.prepare import (
+    ROUTER_FLAG,
+    additions_to,
+    choice_for,
+    name_of,
+    refuse_encoder_decoder,
+    router_loss_of,
+)
 
 
 @outside_of_graphs
@@ -131,8 +135,10 @@ def causal_lm_loss(model: nn.Module, batch: Batch, *, num_targets: int) -> torch
         >>> optimizer.step()
     """
     mesh = training_mesh_of(model)
-    if sequence_group_of(model) is None:  # else attention is the library's own, which tells rows apart
-        verify_at_first_use(model, [batch], mesh)
+    if batch.get("position_ids") is not None and sequence_group_of(model) is None:
+        from fsdp_sft.sampling.packing import verify_at_first_use
+
+        verify_at_first_use(model, [batch], mesh)  # attention of shared rows is the library's own
     weight = getattr(num_targets, "weight", None)
     if weight is None and batch.get(WEIGHTS_KEY) is not None:
         raise ValueError(
@@ -158,7 +164,7 @@ def causal_lm_loss(model: nn.Module, batch: Batch, *, num_targets: int) -> torch
 
 
 @outside_of_graphs
-def token_losses(model: nn.Module, batch: Batch, *, entropy: bool = False) -> torch.Tensor:
+def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Negative log-likelihood of each label, for a loss of your own (DPO, weights, clipped ratios).
 
     ``-token_losses(model, batch)`` are the log-probabilities of the labels. Each may get any weight, of
@@ -168,14 +174,12 @@ def token_losses(model: nn.Module, batch: Batch, *, entropy: bool = False) -> to
         model: Decoder-only language model, sharded or not. Under ``torch.no_grad`` (a reference model) the
             result costs a forward.
         batch: Batch of the form that ``loss_sum`` takes, padded or packed. ``loss_weights`` are left to you.
-        entropy: Whether to return the entropy of each prediction as well, from the same pass.
 
     Returns:
         Losses, float32 ``(B, S)`` (float64 for float64 logits), aligned with the labels: entry ``[b, s]`` is
         that of ``labels[b, s]``, which position ``s - 1`` predicts, and 0 where that is -100 or ``s`` is 0.
-        With ``shift_labels``, entry ``[b, s]`` is that of ``shift_labels[b, s]``. With ``entropy``, ``(2, B,
-        S)``: the losses and the entropies in nats, aligned alike. All are connected to the parameters even if
-        the batch has no target. A router's loss is not part of them.
+        With ``shift_labels``, entry ``[b, s]`` is that of ``shift_labels[b, s]``. They are connected to the
+        parameters even if the batch has no target. A router's loss is not part of them.
 
         Under context parallelism each rank of a group gives the whole rows and gets the values of all their
         tokens. The backward sums what the group's ranks have made of them, so a loss that each of them
@@ -201,24 +205,13 @@ def token_losses(model: nn.Module, batch: Batch, *, entropy: bool = False) -> to
     """
     refuse_encoder_decoder(model)
     part, group = _part_for(model, batch)
-    targets = targets_of(part)
-    known = _known_targets(part)
-
-    def of_logits(logits: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return plain_token_losses(logits, targets.to(logits.device), entropy), None
-
-    def at_head(**operands: Any) -> tuple[torch.Tensor, None]:
-        return linear_token_losses(labels=targets, known=known, entropy=entropy, **operands), None
-
     inputs = {}
     if ROUTER_FLAG in forward_parameters(model):
         inputs[ROUTER_FLAG] = False  # the router's loss is no part of these
-    values, *_ = _computed(model, part, targets, inputs, at_head, of_logits)
+    values = _computed(model, part, inputs, summed=False).summed
     if group is not None:
         values = whole_rows(values, group)[..., : batch["input_ids"].shape[1]]
-    if not is_shifted(batch):
-        values = F.pad(values[..., :-1], (1, 0))
-    return values if entropy else values[0]
+    return values if is_shifted(batch) else F.pad(values[..., :-1], (1, 0))
 
 
 class LossParts(NamedTuple):
@@ -246,78 +239,48 @@ def loss_parts(model: nn.Module, batch: Batch, terms: Terms = PLAIN) -> LossPart
         terms: What the loss has beside the cross entropy.
     """
     refuse_encoder_decoder(model)
-    targets, weights = targets_of(batch), weights_of(batch)
-    known = _known_targets(batch)
-    additions = additions_to(model)
-    if additions.has_router and isinstance(batch, BatchPart):
+    has_router, inputs = additions_to(model)
+    if has_router and isinstance(batch, BatchPart):
         raise ModelLossError(
             f"the router's loss of {name_of(model)} cannot be added under context parallelism, where a rank "
             "routes a part of each row: leave it out by prepare_loss(model, router_loss='off')"
         )
-
-    def of_logits(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        flat, labels = logits.flatten(0, 1), targets.flatten().to(logits.device)
-        factors = None if weights is None else weights.flatten().to(logits.device)
-        return summed_loss(flat, labels, factors, terms), num_correct(flat, labels)
-
-    at_head = partial(chunked_loss, labels=targets, known=known, weights=weights, terms=terms)
-    added = partial(additions.of, model=model)
-    summed, correct, router = _computed(model, batch, targets, additions.inputs, at_head, of_logits, added)
-    return LossParts(summed, router, correct)
-
-
-def _known_targets(batch: Batch) -> Targets | None:
-    """Facts about a batch's targets that the host knows; a batch that was not looked at is, for its mask."""
-    if isinstance(batch, CheckedBatch):
-        return batch.targets
-    refuse_masked_pack(batch)
-    return None
+    added = partial(router_loss_of, model, has_router)
+    return _computed(model, batch, inputs, added, weights=weights_of(batch), terms=terms)
 
 
 def _computed(
     model: nn.Module,
     batch: Batch,
-    targets: torch.Tensor,
     inputs: dict[str, Any],
-    at_head: Compute,
-    of_logits: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]],
     added: Callable[[Any], torch.Tensor | None] = lambda output: None,
-) -> tuple[torch.Tensor, Any, torch.Tensor | None]:
-    """One forward: (the loss, number of correct targets) at the head or of logits, and what is ``added``."""
+    **what: Any,
+) -> LossParts:
+    """One forward: ``plain_losses`` of ``what``, at the head or of logits, and what is ``added``."""
+    what["labels"] = targets_of(batch)
+    if batch.get("position_ids") is not None and not isinstance(batch, CheckedBatch):
+        from fsdp_sft.collate import refuse_masked_pack
+
+        refuse_masked_pack(batch)
     given = {name: value for name, value in batch.items() if name not in LOSS_KEYS}
     inputs = {**given, **no_cache(model), **inputs}
-    choice = choice_for(model)
+    choice, counter = choice_for(model), counter_of(model)
     head = choice.head
-    with _forward_of(model, batch):
+    counting = nullcontext() if counter is None else counter.counting(counted_tokens(batch))
+    sharing = part_of_rows(batch.whole) if isinstance(batch, BatchPart) else nullcontext()
+    with counting, sharing:
         if head is not None:
-            forward = loss_at_head(model, choice, head, inputs, at_head, added)
-            return forward.loss, forward.correct, forward.added
+            known = batch.targets if isinstance(batch, CheckedBatch) else None
+            compute = partial(head_losses, known=known, **what)
+            forward = loss_at_head(model, choice, head, inputs, compute, added)
+            return LossParts(forward.loss, forward.added, forward.correct)
         output = model(**inputs)
-    logits = output.logits
-    if logits.ndim != 3 or logits.shape[:2] != targets.shape:
-        raise ModelLossError(
-            f"the loss of tokens needs logits of shape (B, S, vocabulary) for labels {tuple(targets.shape)}, "
-            f"got {tuple(logits.shape)} from {name_of(model)}; for a classifier give train_step a loss_fn"
-        )
-    return *of_logits(wide(logits)), added(output)
+    loss, correct = plain_losses(output.logits, **what)
+    return LossParts(loss, added(output), correct)
 
 
 def _part_for(model: nn.Module, batch: Batch) -> tuple[Batch, SequenceGroup | None]:
     """(this rank's part of a batch, the ranks that share its rows or None); the model is resharded."""
     reshard(model)  # a forward before an optimizer's step leaves the root gathered, with the old values
     group = sequence_group_of(model)
-    return own_part(batch, group), group
-
-
-@contextmanager
-def _forward_of(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Context of a forward of a batch or of this rank's part of one."""
-    counter = counter_of(model)
-    with ExitStack() as contexts:
-        if isinstance(batch, BatchPart):
-            contexts.enter_context(part_of_rows(batch.whole))
-        if counter is not None:
-            # The tokens that are neither padding nor filler.
-            counted = batch.counted if isinstance(batch, BatchPart) else counted_tokens(batch)
-            contexts.enter_context(counter.counting(counted))
-        yield
+    return batch if group is None else part_of(batch, group), group

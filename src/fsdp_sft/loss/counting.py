@@ -11,7 +11,6 @@ from fsdp_sft._process.streams import travelling
 from fsdp_sft._ranks.agree import all_reduce_sum, world_size
 from fsdp_sft._ranks.mesh import mesh_of_job, sum_over_mesh
 from fsdp_sft.attention.context_parallel import sequence_group_in
-from fsdp_sft.collate import filler_of
 from fsdp_sft.errors import BatchError
 from fsdp_sft.targets import IGNORE_INDEX, shifted
 
@@ -65,7 +64,10 @@ class CheckedBatch(dict[str, Any]):
 
     Attributes:
         targets: Facts about its targets; None if not known.
+        counted: Mask of its tokens that are neither padding nor filler; None if not known.
     """
+
+    counted: torch.Tensor | None = None
 
     def __init__(self, fields: Batch, targets: Targets | None) -> None:
         super().__init__(fields)
@@ -127,29 +129,33 @@ def num_tokens(batch: Any, needs_ids: bool = True) -> int:
     Raises:
         BatchError: If it has neither a mask nor ``input_ids``; 0 tokens instead if not ``needs_ids``.
     """
-    fields = batch if isinstance(batch, Mapping) else {}
-    mask, ids = fields.get("attention_mask"), fields.get("input_ids")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-        return int((mask != 0).sum())
-    if isinstance(ids, torch.Tensor):
-        labels = fields.get("shift_labels" if is_shifted(batch) else "labels")
-        counted = None
-        if isinstance(labels, torch.Tensor) and labels.dtype == torch.int64 and labels.shape == ids.shape:
-            counted = counted_tokens(batch)
-        return ids.numel() if counted is None else int(counted.sum())
-    if needs_ids:
+    counted = counted_tokens(batch)
+    if counted is not None:
+        return int(counted.sum())
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if needs_ids and not isinstance(ids, torch.Tensor):
         raise BatchError(f"a batch needs 'input_ids', got {_seen(batch)}")
-    return 0
+    return ids.numel() if isinstance(ids, torch.Tensor) else 0
 
 
-def counted_tokens(batch: Batch) -> torch.Tensor | None:
+def counted_tokens(batch: Any) -> torch.Tensor | None:
     """Mask of the tokens that are not padding, bool ``(B, S)``; None if no token is known to be padding.
 
     It is computed on the batch's device, and the host does not wait for it.
     """
-    mask = batch.get("attention_mask")
+    if isinstance(batch, CheckedBatch) and batch.counted is not None:
+        return batch.counted
+    fields = batch if isinstance(batch, Mapping) else {}
+    mask, ids = fields.get("attention_mask"), fields.get("input_ids")
     if isinstance(mask, torch.Tensor):
         return mask != 0 if mask.ndim == 2 else None
+    labels = fields.get("shift_labels" if is_shifted(batch) else "labels")
+    if fields.get("position_ids") is None or not isinstance(labels, torch.Tensor):
+        return None
+    if labels.dtype != torch.int64 or labels.shape != getattr(ids, "shape", None):
+        return None
+    from fsdp_sft.collate import filler_of
+
     filler = filler_of(batch, targets_of(batch))
     return None if filler is None else ~filler
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from fsdp_sft._compat.compile import is_compiled
 from fsdp_sft._compat.models import original_class
@@ -32,10 +31,11 @@ from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.view import base_of, replicated_by, unwrapped, with_wrappers
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss.blocks import AS_IT_IS, Transform
-from fsdp_sft.loss.linear import chunked_loss
+from fsdp_sft.loss.linear import head_losses
+from fsdp_sft.loss.plain import plain_losses, wide_dtype
 from fsdp_sft.targets import IGNORE_INDEX
 
-Compute = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+Compute = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 # What configs call the factor of the logits, or its inverse, and their soft cap.
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
@@ -137,9 +137,8 @@ def proved(model: nn.Module, head: nn.Module) -> LossChoice:
     with trying(model):
         raw, logits = _observe(model, head, inputs)
         choice = LossChoice(_transform_of(model, raw, logits), weakref.ref(head))
-        expected = F.cross_entropy(wide(logits[0]), targets[0], reduction="sum", ignore_index=IGNORE_INDEX)
-
-        actual = loss_at_head(model, choice, head, inputs, partial(chunked_loss, labels=targets)).loss
+        expected, _ = plain_losses(logits[:1], targets[:1])
+        actual = loss_at_head(model, choice, head, inputs, partial(head_losses, labels=targets)).loss
     error = float((actual - expected).abs() / expected.abs().clamp_min(1e-6))
     if not error <= _TOLERANCE.get(raw.dtype, 1e-2):
         raise ProbeError(f"the fused loss differs from that of the logits by {error:.1e}, relatively")
@@ -204,11 +203,11 @@ def _transform_of(model: nn.Module, raw: torch.Tensor, logits: torch.Tensor) -> 
     factors = [named[name] for name in _SCALES if name in named]
     scales = [1.0, *factors, *(1 / factor for factor in factors)]  # some families divide
     soft_caps = [None, *(named[name] for name in _SOFT_CAPS if name in named)]
-    errors: dict[Transform, float] = {}
+    wide, errors = logits.to(wide_dtype(logits)), dict[Transform, float]()
     for one in (Transform(scale, cap) for scale in scales for cap in soft_caps):
-        made = wide(raw).clone()
+        made = raw.to(wide_dtype(raw), copy=True)
         one.of_(made)
-        errors[one] = float((made - wide(logits)).abs().max() / wide(logits).abs().max())
+        errors[one] = float((made - wide).abs().max() / wide.abs().max())
     best = min(errors, key=lambda one: errors[one])
     # What rounding can explain.
     if not errors[best] <= 16 * max(torch.finfo(raw.dtype).eps, torch.finfo(logits.dtype).eps):
@@ -219,17 +218,12 @@ def _transform_of(model: nn.Module, raw: torch.Tensor, logits: torch.Tensor) -> 
     return best
 
 
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` in float32, or in float64 if it is."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
 class Forward:
     """One forward of a model that returns its loss, computed where the model calls its head: the result.
 
     Attributes:
         loss: The loss, or the losses of tokens.
-        correct: Number of targets whose logit is the largest; None for losses of tokens.
+        correct: Number of targets whose logit is the largest.
         added: What the model adds to its loss; None for nothing.
         calls: Number of calls of the head.
     """
@@ -238,8 +232,7 @@ class Forward:
         self, compute: Compute, added_in: Callable[[Any], torch.Tensor | None], choice: LossChoice
     ) -> None:
         self._compute, self._added_in, self._transform = compute, added_in, choice.transform
-        self.loss: torch.Tensor = torch.empty(())
-        self.correct: torch.Tensor | None = None
+        self.loss = self.correct = torch.empty(())
         self.added: torch.Tensor | None = None
         self.calls = self._num_logits = 0
 

@@ -12,11 +12,9 @@ of 10 tokens on 3 ranks ("." is filler, "-" a position without a target)::
     rank 2              i j . .     j - - -
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,13 +30,10 @@ from fsdp_sft.loss.counting import (
     CheckedBatch,
     Targets,
     facts_of,
-    num_tokens,
     targets_of,
     weights_of,
 )
 from fsdp_sft.targets import IGNORE_INDEX
-
-T = TypeVar("T")
 
 
 class BatchPart(CheckedBatch):
@@ -47,7 +42,6 @@ class BatchPart(CheckedBatch):
     Attributes:
         whole: Facts about the whole rows that every rank of the group knows.
         counted: Mask of the part's tokens that are neither padding nor filler, bool.
-        num_tokens: Number of those tokens.
     """
 
     def __init__(
@@ -55,13 +49,11 @@ class BatchPart(CheckedBatch):
         fields: Batch,
         whole: WholeRows,
         counted: torch.Tensor,
-        tokens: int,
         targets: Targets | None = None,
     ) -> None:
         super().__init__(fields, targets)
         self.whole = whole
-        self.counted = counted
-        self.num_tokens = tokens
+        self.counted: torch.Tensor = counted
 
 
 def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
@@ -89,7 +81,7 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     begins = F.pad(positions.diff(dim=-1) != 1, (1, 0))
     filled = filler_of(batch, targets)
     counted = F.pad(mask if filled is None else mask & ~filled, (0, filler))[:, own]
-    seen_begins, seen_mask, seen_counted = host_copies([begins, mask, counted])
+    seen_begins, seen_mask = host_copies([begins, mask])
     rows = None
     # Positions that restart mark packed rows. transformers heeds them only where there is no mask.
     if bool(seen_begins.any()) and given_mask is None:
@@ -117,21 +109,11 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     fields["shift_labels"] = F.pad(targets, (0, filler), value=IGNORE_INDEX)[:, own]
     if weights is not None:
         fields[WEIGHTS_KEY] = F.pad(weights, (0, filler))[:, own]
-    return BatchPart(fields, whole, counted, int(seen_counted.sum()))
+    return BatchPart(fields, whole, counted)
 
 
 # Whether a caller's loss is computed: of whole rows, the same on all ranks that share them.
 OF_WHOLE_ROWS: ContextVar[bool] = ContextVar("fsdp_sft_whole_rows_of_a_loss", default=False)
-
-
-@contextmanager
-def within(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Give a context variable a value within the block."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 def whole_rows(values: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
@@ -144,16 +126,6 @@ def whole_rows(values: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
     """
     each = values.unsqueeze(0).expand(group.size, *values.shape).contiguous()
     return group.exchange(each).movedim(0, -2).flatten(-2)
-
-
-def own_part(batch: Any, group: SequenceGroup | None) -> Any:
-    """This rank's part of a batch; the batch itself if no ranks share rows."""
-    return batch if group is None else part_of(batch, group)
-
-
-def tokens_of(batch: Any, needs_ids: bool = True) -> int:
-    """Number of tokens that this rank computes of a batch, without padding; ``num_tokens`` if it is whole."""
-    return batch.num_tokens if isinstance(batch, BatchPart) else num_tokens(batch, needs_ids)
 
 
 def part_on_device(part: BatchPart, device: torch.device) -> BatchPart:
@@ -172,9 +144,7 @@ def part_on_device(part: BatchPart, device: torch.device) -> BatchPart:
         padding=None if whole.padding is None else travelling(whole.padding, device),
     )
     counted = travelling(part.counted, device)
-    return BatchPart(
-        fields, moved, counted, part.num_tokens, facts_of(part["shift_labels"].reshape(-1), device)
-    )
+    return BatchPart(fields, moved, counted, facts_of(part["shift_labels"].reshape(-1), device))
 
 
 def _of_each_token(batch: Batch, name: str, ids: torch.Tensor) -> torch.Tensor | None:

@@ -38,57 +38,40 @@ class Terms:
 PLAIN = Terms()
 
 
-def summed_loss(
-    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None, terms: Terms
-) -> torch.Tensor:
-    """The loss summed over targets, from full logits.
+def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of losses and of kept gradients: float64 for float64 inputs, and float32."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def plain_losses(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    weights: torch.Tensor | None = None,
+    terms: Terms = PLAIN,
+    summed: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the loss, the number of targets whose logit is the largest of their row), from full logits.
 
     Args:
-        logits: Logits ``(N, V)``, float32 or float64.
-        targets: Target ids, int64 ``(N,)``; -100 does not count.
-        weights: Factors of the targets' losses, ``(N,)``; None is 1.
+        logits: Logits ``(B, S, V)``.
+        labels: Target ids, int64 ``(B, S)``; -100 does not count.
+        weights: Factors of the targets' losses, ``(B, S)``; None is 1.
         terms: What the loss has beside the cross entropy.
+        summed: Whether the loss is summed; if not, it is ``(B, S)``, and 0 where a label does not count.
     """
-    if weights is None and terms == PLAIN:
-        return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-    losses = F.cross_entropy(
-        logits, targets, ignore_index=IGNORE_INDEX, reduction="none", label_smoothing=terms.label_smoothing
-    )
+    flat, targets = logits.to(wide_dtype(logits)).flatten(0, 1), labels.flatten().to(logits.device)
     counts = targets != IGNORE_INDEX
+    with torch.no_grad():
+        own = flat.gather(1, targets.clamp_min(0)[:, None])[:, 0]
+        correct = ((own == flat.amax(-1)) & counts).sum()
+    if summed and weights is None and terms == PLAIN:
+        return F.cross_entropy(flat, targets, ignore_index=IGNORE_INDEX, reduction="sum"), correct
+    losses = F.cross_entropy(
+        flat, targets, ignore_index=IGNORE_INDEX, reduction="none", label_smoothing=terms.label_smoothing
+    )
     if terms.z_loss:
-        losses = losses + terms.z_loss * torch.where(counts, logits.logsumexp(-1), 0.0).square()
+        losses = losses + terms.z_loss * torch.where(counts, flat.logsumexp(-1), 0.0).square()
     if weights is not None:
-        losses = losses * torch.where(counts, weights.to(losses), 0.0)
-    return losses.sum(dtype=torch.float64).to(logits.dtype)
-
-
-@torch.no_grad()
-def num_correct(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Number of targets whose logit is the largest of their row, from full logits; int64, 0-dim.
-
-    Args:
-        logits: Logits ``(N, V)``.
-        targets: Target ids, int64 ``(N,)``; -100 does not count.
-    """
-    own = logits.gather(1, targets.clamp_min(0)[:, None])[:, 0]
-    return ((own == logits.amax(-1)) & (targets != IGNORE_INDEX)).sum()
-
-
-def plain_token_losses(logits: torch.Tensor, targets: torch.Tensor, entropy: bool) -> torch.Tensor:
-    """The loss of each target and, with ``entropy``, the entropy of its prediction; 0 where there is none.
-
-    Args:
-        logits: Logits ``(B, S, V)``, float32 or float64.
-        targets: Target ids, int64 ``(B, S)``; -100 does not count.
-        entropy: Whether the entropies are wanted, too.
-
-    Returns:
-        ``(1, B, S)`` or ``(2, B, S)``.
-    """
-    flat = logits.flatten(0, 1), targets.flatten()
-    losses = F.cross_entropy(*flat, ignore_index=IGNORE_INDEX, reduction="none").view(targets.shape)
-    if not entropy:
-        return losses[None]
-    logs = logits.log_softmax(-1)
-    entropies = torch.where(targets != IGNORE_INDEX, -(logs.exp() * logs).sum(-1), 0.0)
-    return torch.stack([losses, entropies])
+        losses = losses * torch.where(counts, weights.flatten().to(losses), 0.0)
+    return losses.sum(dtype=torch.float64).to(flat.dtype) if summed else losses.view(labels.shape), correct

@@ -8,12 +8,11 @@ added here too, as the model computes it.
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.inputs import forward_parameters, no_cache
@@ -24,7 +23,8 @@ from fsdp_sft._process.generators import unmoved
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.errors import ModelLossError
-from fsdp_sft.loss.head import LossChoice, ProbeError, fusible_head, proved, tiny_ids, trying, wide
+from fsdp_sft.loss.head import LossChoice, ProbeError, fusible_head, proved, tiny_ids, trying
+from fsdp_sft.loss.plain import plain_losses
 from fsdp_sft.targets import IGNORE_INDEX, shifted
 
 LossImpl = Literal["auto", "chunked", "logits"]
@@ -40,42 +40,6 @@ _TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-5}
 _logger = logging.getLogger("fsdp_sft.loss")
 
 
-@dataclass(frozen=True)
-class Additions:
-    """What is added to a model's cross entropy.
-
-    Attributes:
-        has_router: Whether that is the router's loss; if not, nothing is.
-        inputs: Arguments of the forward that make it compute the router's loss, or not.
-    """
-
-    has_router: bool
-    inputs: dict[str, Any]
-
-    def of(self, output: Any, model: nn.Module) -> torch.Tensor | None:
-        """The router's loss in a forward's output, times its coefficient; None if it is not added.
-
-        Raises:
-            ModelLossError: If the forward returned a loss although it got no labels, or lacks the router's
-                loss that is to be added.
-        """
-        if isinstance(getattr(output, "loss", None), torch.Tensor):
-            raise ModelLossError(
-                f"{name_of(model)} returned a loss although it was given no labels: something in the batch "
-                f"makes it add to its loss what is not computed here. {_WAY_OUT}"
-            )
-        if not self.has_router:
-            return None
-        aux = getattr(output, "aux_loss", None)
-        if not isinstance(aux, torch.Tensor):
-            raise ModelLossError(
-                f"{name_of(model)} returned no router's loss (aux_loss) in this forward, although it did "
-                "when it was asked on a tiny batch: its blocks may be compiled in a way that drops what "
-                "routers say. Compile it otherwise, or take prepare_loss(model, router_loss='off')"
-            )
-        return coefficient_of(model)[1] * aux
-
-
 @dataclass
 class Prepared:
     """What was said of a model's loss by ``prepare_loss``, and found out about it at its first use.
@@ -84,16 +48,14 @@ class Prepared:
         impl: Which implementation was asked for.
         router_loss: What to do with the router's loss; None follows the config.
         compare: Whether its own loss has to be the cross entropy.
-        additions: Terms that it adds; None as long as nobody has asked.
-        configured: Whether the config asked for the router's loss when they were found.
+        additions: What ``additions_to`` has found, by whether the config asked for the router's loss.
         choice: The implementation; None as long as nobody has asked.
     """
 
     impl: LossImpl = "auto"
     router_loss: RouterLoss | None = None
     compare: bool = True
-    additions: Additions | None = None
-    configured: bool = False
+    additions: dict[bool, tuple[bool, dict[str, Any]]] = field(default_factory=dict)
     choice: LossChoice | None = None
 
 
@@ -168,8 +130,8 @@ def choice_for(model: nn.Module) -> LossChoice:
     return prepared.choice
 
 
-def additions_to(model: nn.Module) -> Additions:
-    """What the loss of ``model`` has beside the cross entropy, found now if it has not been.
+def additions_to(model: nn.Module) -> tuple[bool, dict[str, Any]]:
+    """(whether a model's loss has a router's, arguments of its forward for that), found now if they were not.
 
     Raises:
         ModelLossError: If the model's own loss is not the cross entropy.
@@ -177,17 +139,11 @@ def additions_to(model: nn.Module) -> Additions:
     Collective: all ranks of the model's mesh, the first time.
     """
     prepared = record_of(model).kept_or_new(Prepared)
-    configured = _asks_for_router(model)
-    if prepared.additions is None or prepared.configured != configured:  # the config may be changed
-        prepared.additions = _found(model, prepared.router_loss, prepared.compare, configured)
-        prepared.configured = configured
-    return prepared.additions
-
-
-def _asks_for_router(model: nn.Module) -> bool:
-    """Whether a config has ``output_router_logits``."""
-    configs = [getattr(unwrapped(model), "config", None), text_config(model)]
-    return any(getattr(each, ROUTER_FLAG, None) is True for each in configs)
+    configs = (getattr(unwrapped(model), "config", None), text_config(model))
+    configured = any(getattr(each, ROUTER_FLAG, None) is True for each in configs)
+    if configured not in prepared.additions:  # the config may be changed
+        prepared.additions[configured] = _found(model, prepared.router_loss, prepared.compare, configured)
+    return prepared.additions[configured]
 
 
 def _chosen(model: nn.Module, impl: LossImpl) -> LossChoice:
@@ -195,13 +151,15 @@ def _chosen(model: nn.Module, impl: LossImpl) -> LossChoice:
     mesh, choice = training_mesh_of(model), LossChoice()
     # Ranks agree before the proof, because its forwards are collective, and again on its outcome.
     head, reason = fusible_head(model)
-    reason = _agreed(reason, mesh)
+    reason = _agreed(reason, mesh, "{} other ranks of the mesh could not compute it from the hidden states")
     if head is not None and not reason:
         try:
             choice = proved(model, head)
         except ProbeError as error:
             reason = str(error)
-        reason = _agreed(reason, mesh)
+        reason = _agreed(
+            reason, mesh, "{} other ranks of the mesh could not compute it from the hidden states"
+        )
     if reason and impl != "auto":
         raise ModelLossError(f"the loss of {name_of(model)} cannot be computed by impl={impl!r}: {reason}")
     if mesh is None or mesh.get_rank() == 0:
@@ -210,11 +168,24 @@ def _chosen(model: nn.Module, impl: LossImpl) -> LossChoice:
     return LossChoice() if reason else choice
 
 
-def _agreed(reason: str, mesh: Any) -> str:
-    """This rank's reason, or the number of other ranks that have one; empty if no rank has."""
-    failed = sum_over_mesh([bool(reason)], mesh)[0]
-    others = f"{int(failed)} other ranks of the mesh could not compute it from the hidden states"
-    return reason or others * bool(failed)
+def _agreed(reason: str, mesh: Any, others: str) -> str:
+    """This rank's reason, or ``others`` with the number of ranks that have one; empty if no rank has."""
+    failed = int(sum_over_mesh([bool(reason)], mesh)[0])
+    return reason or others.format(failed) * bool(failed)
+
+
+def router_loss_of(model: nn.Module, has_router: bool, output: Any) -> torch.Tensor | None:
+    """The router's loss in a forward's output, times its coefficient; None if it is not added.
+
+    Raises:
+        ModelLossError: If the forward returned a loss although it got no labels.
+    """
+    if isinstance(getattr(output, "loss", None), torch.Tensor):
+        raise ModelLossError(
+            f"{name_of(model)} returned a loss although it was given no labels: something in the batch "
+            f"makes it add to its loss what is not computed here. {_WAY_OUT}"
+        )
+    return coefficient_of(model)[1] * output.aux_loss if has_router else None
 
 
 def refuse_encoder_decoder(model: nn.Module) -> None:
@@ -242,7 +213,9 @@ def name_of(model: nn.Module) -> str:
     return original_class(unwrapped(model)).__name__
 
 
-def _found(model: nn.Module, router_loss: RouterLoss | None, compare: bool, configured: bool) -> Additions:
+def _found(
+    model: nn.Module, router_loss: RouterLoss | None, compare: bool, configured: bool
+) -> tuple[bool, dict[str, Any]]:
     """What is added to the cross entropy: nothing, or the router's loss; all ranks of the mesh take part."""
     takes_flag = ROUTER_FLAG in forward_parameters(model)
     wanted = configured if router_loss is None else router_loss == "micro_batch"
@@ -262,11 +235,10 @@ def _found(model: nn.Module, router_loss: RouterLoss | None, compare: bool, conf
     has_aux, reason = _own_loss(model, inputs) if compare else (False, "")
     if router_loss == "micro_batch" and not has_aux and not reason:
         reason = "has no router's loss (aux_loss) to add, or compare=False leaves it out"
-    failed = sum_over_mesh([bool(reason)], mesh)[0]
-    if failed:
-        reason = reason or "is another than what is computed here on another rank of the mesh"
+    reason = _agreed(reason, mesh, "is another than what is computed here on {} other ranks of the mesh")
+    if reason:
         raise ModelLossError(f"the own loss of {name_of(model)} {reason}. {_WAY_OUT}")
-    return Additions(wanted and has_aux, inputs)
+    return wanted and has_aux, inputs
 
 
 def _own_loss(model: nn.Module, inputs: dict[str, Any]) -> tuple[bool, str]:
@@ -280,8 +252,6 @@ def _own_loss(model: nn.Module, inputs: dict[str, Any]) -> tuple[bool, str]:
     kinds = forward_parameters(model)
     if "labels" not in kinds and not any(each.kind is each.VAR_KEYWORD for each in kinds.values()):
         return False, ""
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError(f"{name_of(model)} has parameters on the meta device: load its weights first")
     ids = tiny_ids(model)
     # Labels in which losses may differ: unequal numbers of targets a row, special tokens, -100.
     labels = ids.roll(1, dims=0)
@@ -303,8 +273,8 @@ def _own_loss(model: nn.Module, inputs: dict[str, Any]) -> tuple[bool, str]:
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 _logger.info("loss of %s: its forward with labels returns none to compare", name_of(model))
                 return False, ""
-            targets = shifted(labels).flatten().to(logits.device)
-            expected = float(F.cross_entropy(wide(logits).flatten(0, 1), targets, ignore_index=IGNORE_INDEX))
+            targets = shifted(labels)
+            expected = float(plain_losses(logits, targets)[0] / (targets != IGNORE_INDEX).sum())
     except ProbeError as error:
         return False, (
             f"cannot be compared, because {error}: if a forward without labels works, call "

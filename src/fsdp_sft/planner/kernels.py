@@ -23,7 +23,7 @@ from fsdp_sft.loss.linear import default_chunk_size
 from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Ledger
 from fsdp_sft.planner.run import Run
 
-# Bytes of the slices in which loss/products.py works: on a CPU, of each float32 slice; elsewhere, of the
+# Bytes of the slices in which loss/blocks.py works: on a CPU, of each float32 slice; elsewhere, of the
 # slice of the weight's float32 gradient.
 _SLICE_BYTES_CPU = 8 << 20
 _SLICE_BYTES = 256 << 20
@@ -180,7 +180,7 @@ def _chunk_buffers(
     """Allocate and drop what one pass through the chunk loop holds, so that the ledger sees its peak.
 
     No value is computed. The lists below keep tensors alive as long as ``loss/linear.py`` and
-    ``loss/products.py`` do, with a ``del`` where those free one: the peak of a chunk is the largest set of
+    ``loss/blocks.py`` do, with a ``del`` where those free one: the peak of a chunk is the largest set of
     buffers that is alive at once.
 
     Args:
@@ -188,7 +188,7 @@ def _chunk_buffers(
         weight: Weight of the head, ``(V, H)``.
         rows: Rows of a chunk.
         wide: Dtype of the logits and of the sums.
-        gpu: The device, which decides between the ways of ``loss/products.py``.
+        gpu: The device, which decides between the ways of ``loss/blocks.py``.
     """
     width, vocabulary = weight.shape[1], weight.shape[0]
     taken = hidden.new_empty(rows, width)  # the chunk's rows of the hidden states

@@ -6,36 +6,35 @@ that is trained, and a trained parameter outside the shards. Labels and rows are
 window, the rest in each.
 """
 
-import hashlib
 import logging
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_sft._compat.attention import attention_of
+from fsdp_sft._compat.fsdp import compute_dtypes
 from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.sharded import refuse_changed_gradients
-from fsdp_sft._model.twin import text_config
-from fsdp_sft._model.view import record_of, replicated_by, unwrapped
+from fsdp_sft._model.twin import keep_config, text_config
+from fsdp_sft._model.view import base_of, record_of, replicated_by, unwrapped
 from fsdp_sft._model.vocabulary import vocabulary_of
 from fsdp_sft._process.callers import warn_caller
-from fsdp_sft._process.streams import host_copies
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank, world_size
 from fsdp_sft._ranks.mesh import CP, has_made_cp
-from fsdp_sft._tensors.safetensors import bytes_of
-from fsdp_sft.collate import refuse_masked_pack
+from fsdp_sft.dcp_io.model_state import loaded_step
 from fsdp_sft.errors import BatchError, OptimizerError, UnsupportedModelError, abridged
 from fsdp_sft.loss import LABEL_KEYS, is_shifted
-from fsdp_sft.sampling.packing import verify_at_first_use
-from fsdp_sft.sampling.padding import verify_left_padding
-from fsdp_sft.step.objective import Objective
+from fsdp_sft.sac import draws_random_numbers
 from fsdp_sft.step.update import stepped_by
-from fsdp_sft.step.window import MicroBatch, tensors_in
+from fsdp_sft.step.window import MicroBatch, digest_of_rows
 from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -48,6 +47,8 @@ _SHARE = 0.99  # share of the targets that must show the mistake
 _OFF = "; check=False if that is meant"
 
 _logger = logging.getLogger("fsdp_sft.step")
+# Where train_step has left each of torch's schedules; looked up, and forgotten, in the next step.
+_stepped_at: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
 
 
 class _Done(set[Any]):
@@ -118,7 +119,15 @@ def refuse_untrainable(
         )
     refuse_merged(model, "training")
     if mesh is None:
-        _refuse_alone(model)
+        started = os.environ.get("WORLD_SIZE", "1")
+        ranks = world_size() if dist.is_initialized() else int(started) if started.isdecimal() else 1
+        if ranks > 1:
+            raise UnsupportedModelError(
+                f"{type(unwrapped(model)).__name__} is neither sharded nor inside DistributedDataParallel, "
+                f"and each of {ranks} processes would train its own: call init_distributed() first, "
+                "and shard_model(model, mesh=build_mesh()) before the optimizer is made. Processes that are "
+                "meant to be apart have no WORLD_SIZE in their environment"
+            )
         return
     refuse_changed_gradients(model, mesh)
     if mesh.size() == 1:
@@ -132,21 +141,103 @@ def refuse_untrainable(
         )
 
 
-def _refuse_alone(model: nn.Module) -> None:
-    """Refuse a model of this process alone in a job of several."""
-    name, started = type(unwrapped(model)).__name__, os.environ.get("WORLD_SIZE", "1")
-    if world_size() > 1:
-        raise UnsupportedModelError(
-            f"{name} is neither sharded nor inside DistributedDataParallel, so that each of the "
-            f"{world_size()} ranks would train a model of its own: call shard_model(model, "
-            "mesh=build_mesh()) before the optimizer is made"
+def warn_of_likely_mistakes(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    scaler: torch.amp.GradScaler | None,
+    left_out: list[str],
+) -> None:
+    """Warn, on rank 0, of what makes a training wrong or useless, unless it is meant.
+
+    Args:
+        model: Model that is to be trained.
+        optimizers: Those that step it.
+        schedulers: Those of their learning rates.
+        scaler: Scaler of the loss; None without one.
+        left_out: Names of parameters that require gradients and are in no optimizer.
+    """
+    if this_rank() != 0:
+        return
+    if not model.training and first_time(model, "eval()") and draws_random_numbers(model):
+        warn_caller(
+            "the model is in eval() mode, in which it is trained without its dropout: call model.train() "
+            "after what has put it there"
         )
-    if not dist.is_initialized() and started.isdecimal() and int(started) > 1:
-        raise UnsupportedModelError(
-            f"{started} processes were started (WORLD_SIZE) and have not met, so that each would train a "
-            "model of its own: call init_distributed() first, and shard the model. Processes that are meant "
-            "to be apart have no WORLD_SIZE in their environment"
+    if scaler is None and first_time(model, "float16") and torch.float16 in compute_dtypes(model):
+        warn_caller(
+            "the model computes in float16 without a scaler: gradients below 6e-8 become 0. Pass "
+            "scaler=torch.amp.GradScaler(), or compute in bfloat16, which needs none"
         )
+    # Optimizers of other libraries may round stochastically, which cannot be seen from outside.
+    for one in (each for each in optimizers if type(each).__module__.startswith("torch.optim.")):
+        kind = type(one).__name__
+        narrow = [p for p in stepped_by(one) if p.requires_grad and p.dtype is torch.bfloat16]
+        if narrow and first_time(model, f"bfloat16 by {kind}"):
+            warn_caller(
+                f"{len(narrow)} trained parameters are bfloat16, and {kind} rounds them to the nearest: an "
+                "update below 1/512 of a value is lost, as most are in fine-tuning. Use "
+                "fsdp_sft.StochasticAdamW, or float32 masters (master_dtype=torch.float32)"
+            )
+    if first_time(model, "config"):
+        keep_config(base_of(unwrapped(model)))
+    if left_out and first_time(model, "left out"):
+        warn_caller(
+            f"{len(left_out)} parameters that require gradients are in no optimizer ({abridged(left_out)}): "
+            "they stay as they are, and their gradients cost memory and count in the norm that is clipped. "
+            "Give them to the optimizer, or freeze them with requires_grad_(False)"
+        )
+    _warn_of_schedules(model, schedulers)
+    step = loaded_step(model, with_optimizer=False)
+    if step is not None and not any(one.state for one in optimizers) and first_time(model, f"step {step}"):
+        warn_caller(
+            f"the model was loaded from step {step} without the optimizer that was saved with it, and is "
+            "trained on with one that begins anew. To continue that run, pass load_checkpoint(..., "
+            "optimizer=optimizer)"
+        )
+
+
+def note_stepped(scheduler: Any) -> None:
+    """Remember that ``train_step`` has stepped a schedule; of another kind than torch's nothing is known."""
+    if isinstance(scheduler, LRScheduler):
+        _stepped_at[scheduler] = scheduler.last_epoch
+
+
+def _warn_of_schedules(model: nn.Module, schedulers: Sequence[Any]) -> None:
+    """Warn of schedules that are stepped twice, or were made anew beside an optimizer that was loaded."""
+    of_torch = [one for one in schedulers if isinstance(one, LRScheduler)]
+    twice = [one for one in of_torch if _stepped_at.pop(one, None) == one.last_epoch - 1]
+    if twice and first_time(model, "stepped twice"):
+        warn_caller(
+            f"the {type(twice[0]).__name__} was stepped once since the last train_step, which had stepped it "
+            "too, so that the learning rate runs through its schedule twice as fast: leave out "
+            "scheduler.step(), or scheduler= of train_step"
+        )
+    apart = [one for one in schedulers if getattr(one, "last_epoch", 0) and _sets_other_rates(one)]
+    if apart and first_time(model, "other rates"):
+        warn_caller(
+            f"the learning rates are {[group['lr'] for group in apart[0].optimizer.param_groups]}, and "
+            f"{type(apart[0]).__name__} stands at {apart[0].get_last_lr()}: a schedule that is made after "
+            "load_checkpoint sets its first rates again. Make it before load_checkpoint, and call its "
+            "load_state_dict after it"
+        )
+    resumed = loaded_step(model, with_optimizer=True)
+    behind = [one for one in schedulers if getattr(one, "last_epoch", None) == 0]
+    if resumed and behind and first_time(model, f"scheduler {resumed}"):
+        warn_caller(
+            f"the optimizer goes on from step {resumed} and its {type(behind[0]).__name__} begins at 0, so "
+            "that its warm-up comes again: save its state_dict() in train_state, and load_state_dict() it "
+            "from load_checkpoint(...).train_state, unless a new schedule is meant"
+        )
+
+
+def _sets_other_rates(scheduler: Any) -> bool:
+    """Whether a schedule's last rates are not those of its optimizer, as far as both are on the host."""
+    last: list[Any] = getattr(scheduler, "get_last_lr", list)()
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", [])
+    pairs = [(rate, group["lr"]) for rate, group in zip(last, groups, strict=False)]
+    on_host = [pair for pair in pairs if all(getattr(rate, "is_cpu", True) for rate in pair)]
+    return any(not math.isclose(a, b, rel_tol=1e-6) for a, b in on_host)
 
 
 def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> None:
@@ -167,8 +258,10 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
         vocabulary.check_ids(batch)
         if isinstance(batch, Mapping):
             _warn_of_length(model, batch)
-        if knows_packs:
-            refuse_masked_pack(batch)
+            if knows_packs and batch.get("position_ids") is not None:
+                from fsdp_sft.collate import refuse_masked_pack
+
+                refuse_masked_pack(batch)
         if not own_loss:
             vocabulary.check_labels(batch, LABEL_KEYS, IGNORE_INDEX)
 
@@ -204,8 +297,8 @@ def look_at_labels(micro_batches: list[Any]) -> None:
     batches = [
         b for b in micro_batches if isinstance(b, Mapping) and isinstance(b.get("input_ids"), torch.Tensor)
     ]
-    _refuse_shift([batch for batch in batches if not is_shifted(batch)], "labels")
-    _refuse_shift([batch for batch in batches if is_shifted(batch)], "shift_labels")
+    for name in LABEL_KEYS:
+        _refuse_shift([one for one in batches if is_shifted(one) == (name == "shift_labels")], name)
     padding = sum(
         int(((batch["labels"] != IGNORE_INDEX) & (batch["attention_mask"] == 0)).sum())
         for batch in batches
@@ -260,61 +353,24 @@ def compare_rows(micro_batches: list[MicroBatch], mesh: "DeviceMesh | None") -> 
     place: Any = mesh.get_coordinate() or ()
     names = mesh.mesh_dim_names or ("",) * len(place)  # a mesh of torch need not have names
     own_place = tuple(at for name, at in zip(names, place, strict=True) if name != CP)
-    own = own_place, _digest_of_rows(micro_batches), any(one.targets for one in micro_batches)
-    places: dict[bytes, dict[tuple[int, ...], list[int]]] = {}
-    rows_at: dict[tuple[int, ...], set[bytes]] = {}
-    for rank, (at, rows, has_targets) in enumerate(all_gather_objects(own)):
-        rows_at.setdefault(at, set()).add(rows)
-        if rows and has_targets:
-            places.setdefault(rows, {}).setdefault(at, []).append(rank)
-    if any(len(different) > 1 for different in rows_at.values()):
+    own = own_place, digest_of_rows(micro_batches), any(one.targets for one in micro_batches)
+    everyone = all_gather_objects(own)
+    pairs = {(at, rows) for at, rows, _ in everyone}
+    if len(pairs) > len({at for at, _ in pairs}):
         raise BatchError(
             "ranks of one cp group have different batches, and each computes a part of the same rows: "
             "iterate with windows(loader, n, mesh=mesh), whose first rank of a group reads for all of it, or "
             "give samplers mesh=mesh, and collators nothing random that ranks draw by themselves. Ranks of "
             "one tp group need the same batches too: give samplers num_replicas= and rank= without tp"
         )
-    for same in places.values():
-        if len(same) > 1 and mesh.get_rank() == 0:
+    for rows in {rows for _, rows, has_targets in everyone if rows and has_targets}:
+        same = [(str(rank), at) for rank, (at, one, _) in enumerate(everyone) if one == rows]
+        if len({at for _, at in same}) > 1 and mesh.get_rank() == 0:
             _logger.warning(
                 "ranks %s have the same rows in the first window: each gradient counts them so often. %s",
-                abridged(str(rank) for rank in sorted(rank for ranks in same.values() for rank in ranks)),
+                abridged(rank for rank, _ in same),
                 "Samplers and windows without mesh= follow the mesh with cp that this process has made, and "
                 "this model is not on it: give them mesh=build_mesh()"
                 if CP not in names and has_made_cp()
                 else "Give the loader a sampler that shares rows out, such as ResumableSampler",
             )
-
-
-def verify_at_first_use_of(
-    model: nn.Module,
-    micro_batches: list[MicroBatch],
-    padded_left: bool,
-    objective: Objective,
-    mesh: "DeviceMesh | None",
-) -> None:
-    """Verify, once for a model, that it takes packs and rows that are padded on the left.
-
-    Args:
-        model: Model that gets the batches.
-        micro_batches: Batches of this rank.
-        padded_left: Whether any rank has a row that is padded on the left.
-        objective: Definition of the loss; the caller's own reads padding as it likes.
-        mesh: Ranks that share the batches.
-
-    Collective: all ranks of the mesh.
-    """
-    verify_at_first_use(model, [one.seen for one in micro_batches], mesh, own_loss=objective.is_own)
-    if padded_left and not objective.is_own:
-        verify_left_padding(model, mesh, with_positions="position_ids" in micro_batches[0].keys)
-
-
-def _digest_of_rows(micro_batches: list[MicroBatch]) -> bytes:
-    """Digest of the tensors of a window, eight bytes; empty if there is none."""
-    tensors = [tensor for one in micro_batches for tensor in tensors_in(one.seen)]
-    rows = [row for tensor in tensors for row in (tensor.unbind() if tensor.is_nested else (tensor,))]
-    digest = hashlib.blake2b(digest_size=8)
-    for row in host_copies(rows):
-        digest.update(f"{row.dtype} {tuple(row.shape)}".encode())
-        digest.update(bytes_of(row.contiguous()))
-    return digest.digest() if rows else b""

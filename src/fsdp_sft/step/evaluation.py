@@ -13,19 +13,20 @@ from torch import nn
 from fsdp_sft._model.sharded import compute_device, reshard, training_mesh_of
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import all_gather_objects, this_rank, world_size
+from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup, sequence_group_of
 from fsdp_sft.errors import BatchError
-from fsdp_sft.step.checks import check_batches, verify_at_first_use_of
+from fsdp_sft.step.checks import check_batches
 from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums
 from fsdp_sft.step.window import (
     MicroBatch,
     agree_on_window,
     begun_late,
-    means_over_mesh,
     measured,
+    metrics_over_mesh,
     to_device,
+    verify_rows,
 )
 
 if TYPE_CHECKING:
@@ -36,14 +37,14 @@ def in_step(
     batches: Iterable[Any],
     mesh: "DeviceMesh | None",
     objective: Objective,
-    check: Callable[[list[Any]], None],
+    check: Callable[[list[Any]], None] | None,
     group: SequenceGroup | None,
     options: dict[str, Any],
 ) -> Iterator[tuple[MicroBatch, bool, bool]]:
     """Yield this rank's batches and then stand-ins, until every rank has run out.
 
-    A stand-in is a batch that a rank which still has some sends to those that have none in that round. Each
-    round costs one small exchange.
+    A stand-in is the rank's last batch, as long as it has the keys of the others'. If one rank's has not, a
+    rank that still has some sends one to all. Each round costs one small exchange.
 
     Args:
         batches: This rank's batches.
@@ -62,18 +63,19 @@ def in_step(
     Collective: all ranks, if there is a mesh.
     """
     source = begun_late(batches)
+    held: list[MicroBatch] = []
     while True:
         read = itertools.islice(source, 1)
-        window = agree_on_window(read, mesh, objective, check=check, group=group, options=options)
-        if not window.num_having:
+        window = agree_on_window(read, mesh, objective, check=check, group=group, options=options, held=held)
+        if window.sender < 0:
             return
         own = window.micro_batches
-        sent = None
-        if mesh is not None and window.num_having < world_size():
+        held = own or held
+        if window.lacks:
             sends = to_device(own[0].given, torch.device("cpu")) if this_rank() == window.sender else None
             sent = all_gather_objects(sends)[window.sender]
-        (batch,) = own or measured([sent], objective, group)
-        yield batch, bool(own), window.padded_left
+            held = own or measured([sent], objective, group)
+        yield held[0], bool(own), window.padded_left
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,9 @@ def evaluate(
     """Mean loss over all targets of all ranks, without gradients, in ``eval()`` mode.
 
     Ranks may have different numbers of batches, even none. A rank that has run out takes part in the others'
-    forwards with a batch that one of them sends it, whose targets do not count there. Afterwards the model is
-    in the mode it was in, and its parameters are sharded.
+    forwards with its last batch, whose targets do not count again; if that lacks their keys, or it never had
+    one, with a batch that one of them sends it by pickle. Afterwards the model is in the mode it was in, and
+    its parameters are sharded.
 
     Args:
         model: Decoder-only language model, sharded or not; with ``loss_fn``, any model.
@@ -144,7 +147,7 @@ def evaluate(
     reshard(model)  # a forward before an optimizer's step leaves the root gathered, with the old values
     modes = {module: module.training for module in model.modules()}
     sums, targets, weight, tokens = Sums(device), 0.0, 0.0, 0
-    look = partial(check_batches, model, own_loss=objective.is_own) if check else lambda batches: None
+    look = partial(check_batches, model, own_loss=objective.is_own) if check else None
     options = {"check": check, "loss_fn": objective.is_own}
     model.eval()
     try:
@@ -152,7 +155,7 @@ def evaluate(
         with torch.inference_mode(mode=False), torch.no_grad():
             for batch, counts, left in in_step(batches, mesh, objective, look, group, options):
                 if check:
-                    verify_at_first_use_of(model, [batch], left, objective, mesh)
+                    verify_rows(model, [batch], left, objective, mesh)
                 moved = batch.on_device(device, own_loss=objective.is_own)
                 found = objective.of(model, moved)
                 if counts:
@@ -173,12 +176,12 @@ def evaluate(
     if all_weight == 0:
         raise BatchError(f"evaluate: the loss_weights of all {int(all_targets)} targets are 0")
     loss = loss / all_weight
-    metrics = dict(zip(sums.metrics, read[3:], strict=True))
+    metrics = metrics_over_mesh(sums.metrics, read[3:], mesh) if objective.is_own else {}
     return EvalResult(
         loss,
         math.exp(loss) if loss < 709 else math.inf,
         round(all_targets),
         router_loss / max(all_tokens, 1),
-        means_over_mesh(metrics, mesh, all_weight) if objective.is_own else {},
+        {name: value / all_weight for name, value in metrics.items()},
         correct / all_targets if objective.knows_accuracy else math.nan,
     )

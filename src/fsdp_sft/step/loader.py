@@ -72,13 +72,12 @@ def windows(
     """
     if (grad_accum_steps is None) == (global_batch is None):
         raise ValueError("windows takes grad_accum_steps or global_batch: one of the two")
-    for name, value in {"grad_accum_steps": grad_accum_steps, "global_batch": global_batch}.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
     mesh = mesh_of_job(mesh)
     if loader is None and cp_rank(mesh) == 0:
         raise ValueError("this rank reads for itself, or for its cp group, and needs a loader; got None")
-    accumulated = grad_accum_steps or _accumulated(loader, global_batch or 0, mesh)
+    accumulated = _accumulated(loader, global_batch, mesh) if global_batch is not None else grad_accum_steps
+    if not isinstance(accumulated, int) or accumulated < 1:
+        raise ValueError(f"a window has a positive number of micro-batches, got {accumulated!r}")
     return _windows(loader, accumulated, mesh, map_fn, meter)
 
 

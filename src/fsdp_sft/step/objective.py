@@ -1,7 +1,5 @@
 """The loss of a batch and its targets: the library's, or the caller's own, and the metrics it returns."""
 
-import math
-import numbers
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,13 +11,7 @@ from torch import nn
 from fsdp_sft._model.blocks import without_caches
 from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.experts import counter_of
-from fsdp_sft.loss import (
-    OF_WHOLE_ROWS,
-    LossParts,
-    loss_parts,
-    num_targets,
-    within,
-)
+from fsdp_sft.loss import OF_WHOLE_ROWS, LossParts, counted_tokens, loss_parts
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]]
 CountFn = Callable[[Any], float]
@@ -55,48 +47,23 @@ class Objective:
         if self.loss_fn is None:
             return loss_parts(model, batch)
         counter, group = counter_of(model), sequence_group_of(model)
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        counted = mask != 0 if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
-        with (
-            nullcontext() if counter is None else counter.counting(counted),
-            within(OF_WHOLE_ROWS, group is not None),
-            without_caches(model),
-        ):
-            summed, metrics = _checked(self.loss_fn(model, batch))
+        counting = nullcontext() if counter is None else counter.counting(counted_tokens(batch))
+        before = OF_WHOLE_ROWS.set(group is not None)
+        try:
+            with counting, without_caches(model):
+                result = self.loss_fn(model, batch)
+        finally:
+            OF_WHOLE_ROWS.reset(before)
+        loss, named = result if isinstance(result, tuple) else (result, {})
+        summed = loss.reshape(())
+        metrics = {
+            name: torch.as_tensor(value, dtype=torch.float64, device=summed.device).detach().reshape(())
+            for name, value in named.items()
+        }
         if group is not None:
             summed = summed / group.size
             metrics = {name: value / group.size for name, value in metrics.items()}
         return LossParts(summed, None, torch.zeros_like(summed, dtype=torch.int64), metrics)
-
-
-def counted(batch: Any, count_fn: CountFn | None) -> float:
-    """Number of targets of a batch, or their weight: by ``count_fn``, or by its labels."""
-    if count_fn is None:
-        return num_targets(batch)
-    count: Any = count_fn(batch)
-    if isinstance(count, torch.Tensor) and count.numel() == 1:
-        count = count.item()
-    if isinstance(count, bool) or not isinstance(count, numbers.Real) or not 0 <= float(count) < math.inf:
-        raise TypeError(f"count_fn must return a number, a batch's targets or their weight, got {count!r}")
-    return float(count)
-
-
-def _checked(result: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Result of a ``loss_fn``: a scalar, and float64 metrics."""
-    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not isinstance(metrics, Mapping):
-        got = [tuple(one.shape) if isinstance(one, torch.Tensor) else one for one in (loss, metrics)]
-        raise TypeError(
-            "loss_fn must return the loss summed over the batch's targets, a scalar, or (loss, {name: summed "
-            f"value}}), got {got[0]!r} and {got[1]!r}"
-        )
-    sums = {
-        name: value.detach().to(torch.float64).reshape(())
-        if isinstance(value, torch.Tensor)
-        else torch.tensor(float(value), dtype=torch.float64, device=loss.device)
-        for name, value in metrics.items()
-    }
-    return loss.reshape(()), sums
 
 
 class Sums:

@@ -19,7 +19,7 @@ from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft.attention.context_parallel import sequence_group_of
-from fsdp_sft.errors import BatchError, NonFiniteGradientError, abridged
+from fsdp_sft.errors import NonFiniteGradientError, abridged
 from fsdp_sft.experts import ExpertLoad, counter_of
 from fsdp_sft.loss import scaled_for_averaging
 from fsdp_sft.step.checks import (
@@ -29,9 +29,10 @@ from fsdp_sft.step.checks import (
     done_with,
     first_time,
     look_at_labels,
+    note_stepped,
     refuse_beside,
     refuse_untrainable,
-    verify_at_first_use_of,
+    warn_of_likely_mistakes,
 )
 from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums
 from fsdp_sft.step.update import (
@@ -46,8 +47,7 @@ from fsdp_sft.step.update import (
     step_all,
     unscale,
 )
-from fsdp_sft.step.warnings import note_stepped, warn_of_likely_mistakes
-from fsdp_sft.step.window import Window, agree_on_window, means_over_mesh
+from fsdp_sft.step.window import Window, agree_on_window, metrics_over_mesh, verify_rows
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -194,17 +194,8 @@ def train_step(
     schedulers = checked_schedulers(scheduler, optimizers)
     scaler = prepare_scaler(optimizers, scaler)
     is_first = check and FIRST_WINDOW not in done_with(model)
-    is_window = isinstance(micro_batches, (list, tuple)) and len(micro_batches) > 0
 
-    def check_window(seen: list[Any]) -> None:
-        if not is_window:
-            raise BatchError(
-                "train_step takes the window as a list of batches, at least one micro-batch, got "
-                f"{type(micro_batches).__name__ if micro_batches else 'an empty window'}; wrap a single "
-                "batch as [batch]"
-            )
-        if not check:
-            return
+    def look(seen: list[Any]) -> None:
         refuse_untrainable(model, names, optimizers, mesh)
         warn_of_likely_mistakes(model, optimizers, schedulers, scaler, left_out)
         if is_first and objective.knows_accuracy:
@@ -220,23 +211,26 @@ def train_step(
         "optimizers": options_of(optimizers),
         "scale": None if scaler is None else known_scale(scaler),
         "watched": counter is not None,
-        "micro_batches": len(micro_batches) if is_window else 0,
+        "micro_batches": len(micro_batches),
     }
+    group = sequence_group_of(model)
     window = agree_on_window(
-        micro_batches if is_window else [],
-        mesh,
-        objective,
-        check=check_window,
-        group=sequence_group_of(model),
-        options=options,
+        micro_batches, mesh, objective, check=look if check else None, group=group, options=options
     )
     if is_first:
         compare_rows(window.micro_batches, mesh)
         done_with(model).add(FIRST_WINDOW)
     if window.weight == 0:
-        return _without_step(model, window)
+        reason = "no weight" if window.targets else "no targets"
+        if this_rank() == 0 and first_time(model, "a skipped step"):
+            warn_caller(
+                f"a window has {reason} on any rank, so its step is skipped and its loss is NaN: look at its "
+                "rows with render_labels. If max_length cuts off the answers, filter_rows leaves such rows "
+                "out"
+            )
+        return StepResult(math.nan, math.nan, 0, window.tokens, skipped=True, skip_reason=reason)
     if check:
-        verify_at_first_use_of(model, window.micro_batches, window.padded_left, objective, mesh)
+        verify_rows(model, window.micro_batches, window.padded_left, objective, mesh)
     try:
         sums = _forward_and_backward(model, window, objective, scaler, grad_sync)
         if check:
@@ -264,8 +258,7 @@ def train_step(
         model.zero_grad(set_to_none=True)  # also gradients of parameters that no optimizer holds
     loss, router_loss, correct = sum_over_mesh(read[:3], mesh)
     loss, router_loss = loss / window.weight, router_loss / window.weight
-    metrics = dict(zip(sums.metrics, read[3:], strict=True))
-    metrics = means_over_mesh(metrics, mesh, window.weight) if objective.is_own else {}
+    metrics = metrics_over_mesh(sums.metrics, read[3:], mesh) if objective.is_own else {}
     if skipped and not has_infs:
         raise _non_finite(total_norm, loss, math.isfinite(read[0]), names, mesh)
     for each in schedulers if not has_infs else ():
@@ -281,7 +274,7 @@ def train_step(
         router_loss=router_loss,
         target_weight=window.weight,
         expert_load=None if counter is None else counter.load(),
-        metrics=metrics,
+        metrics={name: value / window.weight for name, value in metrics.items()},
         token_accuracy=correct / window.targets if objective.knows_accuracy else math.nan,
     )
 
@@ -340,14 +333,3 @@ def _non_finite(
         f"the gradient norm is {norm} at a loss of {loss:.4g}{where}; parameters and "
         f"optimizer are unchanged. {advice}, or start from the last checkpoint"
     )
-
-
-def _without_step(model: nn.Module, window: Window) -> StepResult:
-    """Result of a window without weight, whose step is skipped before the forward."""
-    reason = "no weight" if window.targets else "no targets"
-    if this_rank() == 0 and first_time(model, reason):
-        warn_caller(
-            f"a window has {reason} on any rank, so its step is skipped and its loss is NaN: look at its "
-            "rows with render_labels. If max_length cuts off the answers, filter_rows leaves such rows out"
-        )
-    return StepResult(math.nan, math.nan, 0, window.tokens, skipped=True, skip_reason=reason)

@@ -6,15 +6,15 @@ never does, so the job hangs, or gloo aborts it.
 """
 
 import copy
-import functools
 import hashlib
-import operator
+import math
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import nn
 
 from fsdp_sft._process.streams import host_copies, travelling
 from fsdp_sft._ranks.agree import all_gather_objects, difference, through_rank_0
@@ -28,14 +28,15 @@ from fsdp_sft.loss import (
     BatchPart,
     CheckedBatch,
     facts_of,
-    own_part,
+    num_targets,
+    num_tokens,
+    part_of,
     part_on_device,
     targets_of,
-    tokens_of,
     weight_of,
 )
-from fsdp_sft.sampling.padding import is_padded_on_left
-from fsdp_sft.step.objective import Objective, counted
+from fsdp_sft.sampling.padding import is_padded_on_left, verify_left_padding
+from fsdp_sft.step.objective import Objective
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -95,12 +96,14 @@ def measured(batches: Sequence[Any], objective: Objective, group: SequenceGroup 
     first = group is None or group.rank == 0
     found = []
     for given, seen in zip(batches, on_host(batches), strict=True):
-        part = seen if is_own else own_part(seen, group)
-        targets = counted(part if count_fn is None else given, count_fn)
+        part = seen if is_own or group is None else part_of(seen, group)
+        targets = num_targets(part) if count_fn is None else float(count_fn(given))
+        if not 0 <= targets < math.inf:
+            raise ValueError(f"count_fn must return a batch's targets, or their weight, got {targets}")
         targets = targets if first or objective.knows_accuracy else 0.0
         weighted = not is_own and isinstance(part, Mapping) and part.get(WEIGHTS_KEY) is not None
         weight = weight_of(part) if weighted else targets
-        tokens = tokens_of(part, needs_ids=not is_own) if first or not is_own else 0
+        tokens = num_tokens(part, needs_ids=not is_own) if first or not is_own else 0
         left = is_padded_on_left(seen)
         found.append(MicroBatch(given, seen, part, keys_of(seen), targets, weight, tokens, left))
     return found
@@ -115,8 +118,8 @@ class Window:
         tokens: Number of tokens on all ranks, without padding.
         weight: Sum of the targets' ``loss_weights`` on all ranks; without weights the number of targets.
         padded_left: Whether any rank has a row that is padded on the left.
-        num_having: Number of ranks that have a micro-batch.
-        sender: The first of them; -1 if there is none.
+        sender: The first rank that has a micro-batch; -1 if none has.
+        lacks: Whether a rank has neither a micro-batch nor one ``held`` with the keys of the others'.
         micro_batches: Those of this rank.
     """
 
@@ -124,8 +127,8 @@ class Window:
     tokens: int
     weight: float
     padded_left: bool
-    num_having: int
     sender: int
+    lacks: bool
     micro_batches: list[MicroBatch]
 
 
@@ -134,9 +137,10 @@ def agree_on_window(
     mesh: "DeviceMesh | None",
     objective: Objective,
     *,
-    check: Callable[[list[Any]], None],
+    check: Callable[[list[Any]], None] | None,
     group: SequenceGroup | None,
     options: dict[str, Any],
+    held: Sequence[MicroBatch] = (),
 ) -> Window:
     """Check the window and agree on it, or raise the same error on all ranks; one small exchange.
 
@@ -147,6 +151,7 @@ def agree_on_window(
         check: Function that raises if the model cannot be trained, or not with these batches on the host.
         group: Ranks that share the rows.
         options: Options of the call that must be the same on every rank.
+        held: What this rank can run, without counting it, if it has no micro-batch.
 
     Raises:
         BatchError: If ranks differ in the options, or those that have batches in the keys of these.
@@ -157,44 +162,44 @@ def agree_on_window(
 
     def told() -> dict[str, Any]:
         batches.extend(measured(list(micro_batches), objective, group))
-        check([one.seen for one in batches])
-        sums = [sum(getattr(one, name) for one in batches) for name in _SUMMED]
-        return {"sums": sums, "options": _digest(options), "keys": _digest(_keys_by_place(batches))}
+        if check is not None:
+            check([one.seen for one in batches])
+        runs = batches or held
+        return {
+            "sums": [sum(getattr(one, name) for one in batches) for name in _SUMMED],
+            "options": _digest(options),
+            "has": bool(batches),
+            "keys": _digest(_keys_by_place(runs)),
+        }
 
-    if mesh is None:
-        total, having, sender, different = _together([told()])
-    else:
-        total, having, sender, different = through_rank_0(
-            "checking the window and the model", told, _together
-        )
+    phase = "checking the window and the model"
+    told_all = _together([told()]) if mesh is None else through_rank_0(phase, told, _together)
+    total, sender, lacks, different = told_all
     if different:
         refuse_different(different, options if different == "options" else _keys_by_place(batches))
     targets, tokens, weight, padded_left = total
-    return Window(round(targets), int(tokens), weight, padded_left > 0, having, sender, batches)
+    return Window(round(targets), int(tokens), weight, padded_left > 0, sender, lacks, batches)
 
 
-def _keys_by_place(batches: list[MicroBatch]) -> dict[str, Keys]:
+def _keys_by_place(batches: Sequence[MicroBatch]) -> dict[str, Keys]:
     """The keys of each micro-batch."""
     return {f"micro-batch {index}": one.keys for index, one in enumerate(batches)}
 
 
-def _together(everyone: list[dict[str, Any]]) -> tuple[list[float], int, int, str]:
-    """(sums over all ranks, number of those that have batches, the first of them, what differs or "")."""
-    columns = zip(*(one["sums"] for one in everyone), strict=True)
-    total = [functools.reduce(operator.add, column) for column in columns]
-    having = [rank for rank, one in enumerate(everyone) if one["keys"] != _NO_KEYS]
-    different = "keys" if len({everyone[rank]["keys"] for rank in having}) > 1 else ""
+def _together(everyone: list[dict[str, Any]]) -> tuple[list[float], int, bool, str]:
+    """(sums over all ranks, the first with batches or -1, whether a rank lacks one, what differs or "")."""
+    total = [sum(column) for column in zip(*(one["sums"] for one in everyone), strict=True)]
+    sender = next((rank for rank, one in enumerate(everyone) if one["has"]), -1)
+    keys = {one["keys"] for one in everyone if one["has"]}
+    different = "keys" if len(keys) > 1 else ""
     if len({one["options"] for one in everyone}) > 1:
         different = "options"
-    return total, len(having), having[0] if having else -1, different
+    return total, sender, any(one["keys"] not in keys for one in everyone), different
 
 
 def _digest(value: Any) -> bytes:
     """Eight bytes, equal for equal values and (nearly always) different for others."""
     return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
-
-
-_NO_KEYS = _digest({})
 
 
 def keys_of(batch: Any) -> Keys:
@@ -215,14 +220,15 @@ def keys_of(batch: Any) -> Keys:
     return (f"a {type(batch).__name__}{size}",)
 
 
-def means_over_mesh(own: dict[str, float], mesh: "DeviceMesh | None", divisor: float) -> dict[str, float]:
-    """The sums of metrics over all ranks, over ``divisor``; a name counts as 0 where a rank lacks it.
+def metrics_over_mesh(names: Iterable[str], sums: list[float], mesh: "DeviceMesh | None") -> dict[str, float]:
+    """The sums of metrics over all ranks; a name counts as 0 where a rank lacks it.
 
     Collective: all ranks of the mesh.
     """
+    own = dict(zip(names, sums, strict=True))
     every = [own] if mesh is None else all_gather_objects(own)
-    names = sorted(set().union(*every))
-    return {name: sum(one.get(name, 0.0) for one in every) / divisor for name in names}
+    everywhere = sorted(set().union(*every))
+    return {name: sum(one.get(name, 0.0) for one in every) for name in everywhere}
 
 
 def refuse_different(what: str, own: dict[str, Any]) -> NoReturn:
@@ -272,29 +278,24 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     What is none of these and can move itself, such as a TensorDict, is moved by its own ``to``.
     """
-    if isinstance(batch, torch.Tensor):
-        return travelling(batch, device)
     if isinstance(batch, UserDict):
         made = copy.copy(batch)  # a BatchEncoding, whose parts are its attributes too
         made.data = to_device(batch.data, device)
         return made
-    if callable(getattr(batch, "to", None)):
+    if callable(getattr(batch, "to", None)) and not isinstance(batch, torch.Tensor):
         return copy.copy(batch).to(device)
     if isinstance(batch, Mapping):
         return {name: to_device(value, device) for name, value in batch.items()}
-    if not isinstance(batch, (list, tuple)):
-        return batch
-    parts = [to_device(value, device) for value in batch]
-    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if isinstance(batch, (list, tuple)):
+        parts = [to_device(value, device) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return travelling(batch, device) if isinstance(batch, torch.Tensor) else batch
 
 
 def num_rows(batch: Any) -> int:
     """Number of rows of a batch: the length of its ``input_ids``, or else of the first tensor in it."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    first = ids if isinstance(ids, torch.Tensor) else next(tensors_in(batch), None)
-    if first is None:
-        raise BatchError(f"the rows of a batch without a tensor cannot be counted: {type(batch).__name__}")
-    return len(first)
+    return len(ids if isinstance(ids, torch.Tensor) else next(tensors_in(batch)))
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
@@ -305,3 +306,41 @@ def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     elif isinstance(batch, (Mapping, list, tuple)):
         for part in batch.values() if isinstance(batch, Mapping) else batch:
             yield from tensors_in(part)
+
+
+def digest_of_rows(micro_batches: list[MicroBatch]) -> bytes:
+    """Digest of the tensors of a window, eight bytes; empty if there is none."""
+    tensors = [tensor for one in micro_batches for tensor in tensors_in(one.seen)]
+    rows = [row for tensor in tensors for row in (tensor.unbind() if tensor.is_nested else (tensor,))]
+    digest = hashlib.blake2b(digest_size=8)
+    for row in host_copies(rows):
+        digest.update(f"{row.dtype} {tuple(row.shape)}".encode())
+        digest.update(row.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest() if rows else b""
+
+
+def verify_rows(
+    model: nn.Module,
+    micro_batches: list[MicroBatch],
+    padded_left: bool,
+    objective: Objective,
+    mesh: "DeviceMesh | None",
+) -> None:
+    """Verify, once for a model, that it takes packs and rows that are padded on the left.
+
+    Args:
+        model: Model that gets the batches.
+        micro_batches: Batches of this rank.
+        padded_left: Whether any rank has a row that is padded on the left.
+        objective: Definition of the loss; the caller's own reads padding as it likes.
+        mesh: Ranks that share the batches.
+
+    Collective: all ranks of the mesh.
+    """
+    has_positions = "position_ids" in micro_batches[0].keys
+    if has_positions:
+        from fsdp_sft.sampling.packing import verify_at_first_use
+
+        verify_at_first_use(model, [one.seen for one in micro_batches], mesh, own_loss=objective.is_own)
+    if padded_left and not objective.is_own:
+        verify_left_padding(model, mesh, with_positions=has_positions)
