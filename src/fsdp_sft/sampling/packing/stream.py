@@ -82,8 +82,7 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
         self.rows = rows
         self.max_length = check_count("max_length", max_length)
         self.buffer_size = check_count("buffer_size", buffer_size)
-        self.epoch = 0
-        self.position = 0
+        self._source = {"max_length": max_length, "buffer_size": buffer_size}
 
     def __iter__(self) -> Iterator[list[Row]]:
         if get_worker_info() is not None:
@@ -108,9 +107,6 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
         """Advance the position by ``num_packs`` packs on this rank and on every other."""
         self._drawn = 0
         self.position += num_packs * self.num_replicas
-
-    def _source(self) -> dict[str, Any]:
-        return {"max_length": self.max_length, "buffer_size": self.buffer_size}
 
     def _rounds(self) -> Iterator[list[list[Row]]]:
         """Rounds from the position on; packs of a short last one are split."""
