@@ -1,6 +1,5 @@
 """Data sets, loaders, chat templates and tokenizers."""
 
-import functools
 import re
 from typing import Any
 
@@ -58,7 +57,7 @@ def render_chat(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     # A template without the tag is not asked for spans, since transformers would log a warning.
-    tagged = _has_generation_tag(template)
+    tagged = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
     render: Any = render_jinja_template  # annotated as returning a str; returns a pair, at least up to 5.23
     texts, spans = render(
         [messages],
@@ -69,11 +68,6 @@ def render_chat(
         **variables,
     )
     return texts[0], [(int(start), int(end)) for start, end in (spans[0] if tagged else ())]
-
-
-@functools.lru_cache(maxsize=64)
-def _has_generation_tag(template: str) -> bool:
-    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
 
 def versions_of_tokenizers() -> list[str]:

@@ -46,7 +46,7 @@ def pack_lengths(lengths: Iterable[int], capacity: int) -> list[list[int]]:
     for size in sorted(rows_of, reverse=True):
         rows, taken = rows_of[size], 0
         while taken < len(rows):
-            # The smallest number that is at least a row's length belongs to the fullest pack that can take it.
+            # The smallest number that is at least a row's length is of the fullest pack with room for it.
             fullest = bisect_left(free_sizes, size)
             if fullest == len(free_sizes):
                 free, pack = capacity, list[int]()

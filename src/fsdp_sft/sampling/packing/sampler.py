@@ -2,8 +2,8 @@
 
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -180,21 +180,17 @@ def _shuffled(items: list[Any], generator: torch.Generator) -> list[Any]:
     return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]
 
 
-def attention_cost(
-    config: "PreTrainedConfig", *, attention: Literal["varlen", "full"] = "varlen"
-) -> tuple[float, float]:
+def attention_cost(config: "PreTrainedConfig") -> tuple[float, float]:
     """Coefficients ``(a, b)`` of a pack's cost, ``a * tokens + b * sum(length ** 2)``, for ``PackedSampler``.
 
     They are training FLOPs, counted as by ``model_flops_per_token`` except that a token attends only to those
     before it, half of its row on average. Layers with a sliding window or chunks count as if every row were
-    longer than the window.
+    longer than the window. They are for attention within each row (``use_varlen_attention``, flash
+    attention): where scores of the whole pack are computed, as by "sdpa", packs of equally many tokens cost
+    the same, and ``PackedSampler`` needs no ``cost``.
 
     Args:
         config: A transformers config of a decoder-only model.
-        attention: Attention scores that are computed. ``"varlen"``: those within each row, as with
-            ``use_varlen_attention`` or flash attention. ``"full"``: those of the whole pack, most of them
-            masked, as with transformers' "sdpa"; packs of equally many tokens then cost the same, and ``b``
-            is 0.
 
     Returns:
         (FLOPs per token, FLOPs per squared token).
@@ -211,9 +207,6 @@ def attention_cost(
         3072.0
         >>> sampler = fs.PackedSampler([4096] + [64] * 99, max_length=4096, cost=(a, b))
     """
-    if attention not in ("varlen", "full"):
-        raise ValueError(f"attention must be 'varlen' or 'full', got {attention!r}")
     near, far = (model_flops_per_token(config, length) for length in (_LONG, 2 * _LONG))
     growth = (far - near) / _LONG
-    per_token = near - growth * _LONG
-    return (per_token, growth / 2 if attention == "varlen" else 0.0)
+    return near - growth * _LONG, growth / 2
