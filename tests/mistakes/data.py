@@ -5,6 +5,7 @@ from tests.mistakes.mistake import Mistake
 COLLATOR = ("tests/collate/test_collator.py",)
 ENCODED = ("tests/collate/test_encoded.py",)
 MIXING = ("tests/sampling/test_mixing.py",)
+ORDERS = ("tests/sampling/test_orders.py",)
 COST = ("tests/sampling/packing/test_cost.py",)
 TERMS = ("tests/loss/test_terms.py",)
 MISTAKES = [
@@ -76,7 +77,7 @@ MISTAKES = [
         "sampling/sampler.py",
         '{"sizes": mixture.sizes, "counts": mixture.counts}',
         '{"sizes": mixture.sizes}',
-        MIXING,
+        ORDERS,
     ),
     Mistake(
         "a resumed stream goes on by the skip of its rows, which has no epoch",

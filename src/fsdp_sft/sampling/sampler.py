@@ -120,9 +120,12 @@ class Placed:
         Raises:
             ValueError: If the state belongs to other data or another order, so that other rows would be left.
         """
-        missing = [key for key in self.position_state() if key not in state]
-        if missing:
-            raise ValueError(f"the state lacks {missing}; expected what state_dict() returned")
+        unlike = sorted(state.keys() ^ self.position_state().keys())
+        if unlike:
+            raise ValueError(
+                f"the state is of another kind of order, which alone has {unlike}, or this one does; expected "
+                f"what state_dict() of such a {type(self).__name__} returned"
+            )
         for key, own in self._source.items():
             if state[key] != own:
                 raise ValueError(
