@@ -173,6 +173,5 @@ def test_an_adapter_likewise(tmp_path: Path) -> None:
         assert fs.export_adapter(model, tmp_path / "out") == tmp_path / "out-2"
     for _ in range(2):
         assert fs.export_adapter(model, tmp_path / "out", overwrite=True) == tmp_path / "out"
-    assert {"checkpoints", "log.jsonl", "adapter_model.safetensors"} <= set(os.listdir(tmp_path / "out"))
     assert sorted(os.listdir(tmp_path)) == ["out", "out-2"]
     peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "out")

@@ -1,9 +1,7 @@
-"""Waiting for other ranks' data, aggregation over ranks, the picture of a run and the page on trackers."""
+"""Waiting for other ranks' data, aggregation over ranks and the picture of a run."""
 
 import math
-import sys
 import time
-import types
 import warnings
 
 import pytest
@@ -13,7 +11,6 @@ import fsdp_sft as fs
 from fsdp_sft.metrics.log import MetricLogger, aggregate_metrics
 from fsdp_sft.metrics.plot import plot_run
 from fsdp_sft.metrics.throughput import ThroughputMeter
-from tests.harness.places import ROOT
 from tests.harness.ranks import run_distributed
 
 
@@ -176,38 +173,3 @@ class TestPlotRun:
         before = dict.copy(matplotlib.rcParams)["backend"]
         drawn([(1, {"loss": 1.0})])
         assert dict.copy(matplotlib.rcParams)["backend"] == before
-
-
-class Tracker(types.ModuleType):
-    """A module in the place of wandb, trackio or tensorboard, which keeps what it is given."""
-
-    def __init__(self, name):
-        super().__init__(name)
-        self.rows = []
-
-    def init(self, **options):
-        return self
-
-    def log(self, metrics, step):
-        self.rows.append((step, metrics))
-
-    def SummaryWriter(self, folder):
-        return self
-
-    def add_scalar(self, name, value, step):
-        self.rows.append((step, {name: value}))
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio", "torch.utils.tensorboard"])
-def test_the_pages_lines_for_a_tracker_log_to_it(name, tmp_path, monkeypatch):
-    page = (ROOT / "docs" / "how-to" / "watch-a-run.md").read_text(encoding="utf-8")
-    section = page.partition("## Weights and Biases")[2].partition("```text\n")[2].partition("```")[0]
-    (lines,) = [part for part in section.split("\n\n") if part.startswith((f"import {name}", f"from {name}"))]
-    tracker = Tracker(name)
-    monkeypatch.setitem(sys.modules, name, tracker)
-    monkeypatch.chdir(tmp_path)
-    scope = {"fs": fs, "context": types.SimpleNamespace(is_main=True)}
-    exec(lines, scope)
-    with scope["logger"] as logger:
-        logger.log({"loss": 0.5, "mfu": None}, 3)
-    assert tracker.rows == [(3, {"loss": 0.5})]
