@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import fsdp_sft as fs
 from tests.harness.ranks import run_distributed
@@ -67,23 +67,6 @@ def test_windows_report_rows_and_a_resumed_loop_continues(rows: int) -> None:
         assert start + run(second, 7 - stop) == whole, stop
 
 
-def test_rows_are_counted_however_a_collator_joins_them() -> None:
-    def row(index: int) -> dict[str, list[int]]:
-        return {"input_ids": [index + 5] * 3, "labels": [index + 5] * 3}
-
-    rows = [row(index) for index in range(10)]
-    sampler = fs.ResumableSampler(rows, seed=1)
-    packed = DataLoader(rows, 4, sampler=sampler, collate_fn=fs.PackedCollator(max_length=64))
-    positions = [(sampler.epoch, sampler.position) for _ in fs.windows(packed, 1)]
-    assert positions == [(0, 4), (0, 8), (1, 0)]
-
-    inner = fs.ResumableSampler(rows, seed=1)
-    batches = torch.utils.data.BatchSampler(inner, 4, drop_last=True)
-    nested = DataLoader(rows, batch_sampler=batches, collate_fn=fs.PackedCollator(max_length=64))
-    assert [inner.position for _ in fs.windows(nested, 1)] == [4, 8]
-    assert (inner.epoch, inner.position) == (1, 0)
-
-
 # --- what a loader took, whatever its batches look like ---
 
 
@@ -132,6 +115,7 @@ def _loader(kind: str, workers: int = 0) -> tuple[Any, DataLoader[Any]]:
         "packs that are padded": (packs, {"batch_sampler": packs}),
         "packs for a data set": (packs, {"batch_size": None, "sampler": packs, "dataset": _Batches()}),
         "a batch sampler of one's own": (sampler, {"batch_sampler": _Pairs(sampler)}),
+        "torch's batch sampler": (sampler, {"batch_sampler": BatchSampler(sampler, 2, drop_last=True)}),
     }
     source, options = kinds[kind]
     return source, DataLoader(**{"dataset": _Rows(), **options}, num_workers=workers)
@@ -146,6 +130,7 @@ def _loader(kind: str, workers: int = 0) -> tuple[Any, DataLoader[Any]]:
         "packs that are padded",
         "packs for a data set",
         "a batch sampler of one's own",
+        "torch's batch sampler",
     ],
 )
 def test_no_batch_is_lost_after_a_resume(kind: str, workers: int) -> None:

@@ -36,14 +36,6 @@ def rows_of(rounds: list[list[list[int]]]) -> Counter[int]:
     return Counter(row for one in rounds for pack in one for row in pack)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_fewer_rows_than_ranks_need(ranks: int) -> None:
-    (rounds,) = take(samplers(ranks, lengths=[3, 4], targets=[1, 1], max_length=8))
-    assert sorted(map(len, rounds)) == [0] * (ranks - 2) + [1, 1]
-    batch = fs.PackedCollator(max_length=8)([])
-    assert (batch["labels"] == -100).all()
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_data_on_any_ranks(data: Any) -> None:

@@ -90,18 +90,24 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
                 "PackedStream packs in the consuming process: use num_workers=0 here, and for tokenising in "
                 "the background PackedStream(DataLoader(rows, batch_size=None, num_workers=...), ...)"
             )
-        self._refuse_split_rows()
+        rows = self.rows.dataset if isinstance(self.rows, DataLoader) else self.rows
+        shares = data.shares_of_stream(rows)
+        if shares > 1 and self.num_replicas > 1:
+            raise ValueError(
+                f"the rows are one of {shares} shares already (split_dataset_by_node), and each of "
+                f"{self.num_replicas} ranks would take a share of that share: rows would be lost. Give "
+                "PackedStream the whole stream, or num_replicas=1, rank=0"
+            )
         if self.is_passed_over:
             return
-        rounds = self._rounds()
-        first = next(rounds, None)
-        if first is None and self.position:
-            self.end_epoch()
-            rounds = self._rounds()
-            first = next(rounds, None)
-        for packs in itertools.chain([first] if first is not None else [], rounds):
+        has_rounds = False
+        for packs in self._rounds():
+            has_rounds = True
             self._drawn += 1
             yield packs[self.rank]
+        if not has_rounds and self.position:  # it was consumed to its end
+            self.end_epoch()
+            yield from self
 
     def mark_consumed(self, num_packs: int) -> None:
         """Advance the position by ``num_packs`` packs on this rank and on every other."""
@@ -115,17 +121,6 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
             if len(dealt) < self.num_replicas:
                 dealt = deal(dealt, lambda row: row_sizes([row])[0][0], self.num_replicas)
             yield dealt
-
-    def _refuse_split_rows(self) -> None:
-        """Raise ValueError if the rows are split by rank already and would be split a second time."""
-        rows = self.rows.dataset if isinstance(self.rows, DataLoader) else self.rows
-        shares = data.shares_of_stream(rows)
-        if shares > 1 and self.num_replicas > 1:
-            raise ValueError(
-                f"the rows are one of {shares} shares already (split_dataset_by_node), and each of "
-                f"{self.num_replicas} ranks would take a share of that share: rows would be lost. Give "
-                "PackedStream the whole stream, or num_replicas=1, rank=0"
-            )
 
     def _all_packs(self) -> Iterator[list[Row]]:
         """Packs of the epoch, those of consumed buffers too: reading their rows takes far longer."""
