@@ -123,8 +123,8 @@ class Placed:
         unlike = sorted(state.keys() ^ self.position_state().keys())
         if unlike:
             raise ValueError(
-                f"the state and this {type(self).__name__} do not both have {unlike}: give what state_dict() of "
-                "the same kind returned, with or without a mixture as here"
+                f"the state and this {type(self).__name__} do not both have {unlike}: give what state_dict() "
+                "of the same kind returned, with or without a mixture as here"
             )
         for key, own in self._source.items():
             if state[key] != own:
