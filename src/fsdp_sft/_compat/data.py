@@ -68,10 +68,3 @@ def render_chat(
         **variables,
     )
     return texts[0], [(int(start), int(end)) for start, end in (spans[0] if tagged else ())]
-
-
-def versions_of_tokenizers() -> list[str]:
-    """Versions of the libraries that turn a conversation into ids: transformers and tokenizers."""
-    from importlib.metadata import version
-
-    return [version("transformers"), version("tokenizers")]
