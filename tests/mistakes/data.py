@@ -80,6 +80,13 @@ MISTAKES = [
         ORDERS,
     ),
     Mistake(
+        "a sampler of rows goes on from a position in packs",
+        "sampling/sampler.py",
+        "unlike = sorted(state.keys() ^ self.position_state().keys())",
+        "unlike = sorted(self.position_state().keys() - state.keys())",
+        ORDERS,
+    ),
+    Mistake(
         "a resumed stream goes on by the skip of its rows, which has no epoch",
         "sampling/packing/stream.py",
         "        source, number = _rows_from(self.rows, epoch=self.epoch), 0\n",

@@ -1,5 +1,6 @@
 """Data sets, loaders, chat templates and tokenizers."""
 
+import functools
 import re
 from typing import Any
 
@@ -57,7 +58,7 @@ def render_chat(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     # A template without the tag is not asked for spans, since transformers would log a warning.
-    tagged = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+    tagged = _has_generation_tag(template)
     render: Any = render_jinja_template  # annotated as returning a str; returns a pair, at least up to 5.23
     texts, spans = render(
         [messages],
@@ -68,3 +69,8 @@ def render_chat(
         **variables,
     )
     return texts[0], [(int(start), int(end)) for start, end in (spans[0] if tagged else ())]
+
+
+@functools.lru_cache(maxsize=64)
+def _has_generation_tag(template: str) -> bool:
+    return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None

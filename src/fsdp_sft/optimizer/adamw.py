@@ -200,23 +200,37 @@ def _step_one(
     flat = [t.reshape(-1) for t in targets]  # copies, if they are not contiguous
     gradient = local_of(parameter.grad).reshape(-1)  # type: ignore[arg-type]
     box, shape = box_of(parameter), tuple(parameter.shape)
-    wide = torch.promote_types(parameter.dtype, torch.float32)
+    is_rounded = any(target.dtype is torch.bfloat16 for target in targets)
     for start in range(0, len(gradient), CHUNK):
         stop = min(start + CHUNK, len(gradient))
-        parts = [t[start:stop] for t in flat]
-        bits: torch.Tensor | None = None
-        if any(part.dtype is torch.bfloat16 for part in parts):
-            bits = random_bits(key, numbers_in_whole(box, shape, start, stop, gradient.device))
-        values = [part.to(wide) for part in parts]  # a part that has this dtype is not copied
-        _apply(group, rate, step, values[0], gradient[start:stop].to(wide), values[1], values[2])
-        for lane, (part, value) in enumerate(zip(parts, values, strict=True)):
-            if part.dtype is torch.bfloat16 and bits is not None:
-                round_into(part, value.to(torch.float32), sixteen_of(bits, lane))
-            elif part.dtype is not wide:
-                part.copy_(value)
+        _step_part(
+            [t[start:stop] for t in flat],
+            gradient[start:stop],
+            (group, rate, step),
+            random_bits(key, numbers_in_whole(box, shape, start, stop, gradient.device))
+            if is_rounded
+            else None,
+        )
     for target, whole in zip(targets, flat, strict=True):
         if not target.is_contiguous():
             target.copy_(whole.view(target.shape))
+
+
+def _step_part(
+    parts: list[torch.Tensor],
+    gradient: torch.Tensor,
+    rule: tuple[dict[str, Any], float, int],
+    bits: torch.Tensor | None,
+) -> None:
+    """Update ``parts`` (of parameter and moments) in place; what it makes is gone before the next part."""
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    values = [part.to(wide) for part in parts]  # a part that has this dtype is not copied
+    _apply(*rule, values[0], gradient.to(wide), values[1], values[2])
+    for lane, (part, value) in enumerate(zip(parts, values, strict=True)):
+        if part.dtype is torch.bfloat16 and bits is not None:
+            round_into(part, value.to(torch.float32), sixteen_of(bits, lane))
+        elif part.dtype is not wide:
+            part.copy_(value)
 
 
 def _check_parameter(parameter: torch.Tensor) -> None:

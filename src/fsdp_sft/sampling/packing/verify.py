@@ -146,9 +146,9 @@ def verify_at_first_use(
         and batch.get("attention_mask") is None
         for batch in batches
     )
-    if not can_be_packs or (own_loss and attention_of(unwrapped(model)) == "its own"):
-        return
     attention, passed = attention_of(unwrapped(model)), record_of(model).kept_or_new(_Passed).attentions
+    if not can_be_packs or (own_loss and attention == "its own"):
+        return
     done, limit = attention in passed, row_limit(model)
     if (done and limit is None) or torch.compiler.is_compiling():
         return
@@ -269,7 +269,8 @@ class _Probe:
         self.model, self.device = model, compute_device(model)
         self._generator = torch.Generator().manual_seed(0)
         config, limit = text_config(model), row_limit(model)
-        self._vocabulary, most = config.vocab_size, getattr(config, "max_position_embeddings", None)
+        self._vocabulary = getattr(config, "vocab_size", 8)
+        most = getattr(config, "max_position_embeddings", None)
         if not isinstance(most, int) or most < max(_EARLIER):
             most = length
         self.longest = min(most, limit or length, length)
