@@ -4,7 +4,6 @@ from tests.mistakes.mistake import Mistake
 
 COLLATOR = ("tests/collate/test_collator.py",)
 ENCODED = ("tests/collate/test_encoded.py",)
-MIXING = ("tests/sampling/test_mixing.py",)
 ORDERS = ("tests/sampling/test_orders.py",)
 COST = ("tests/sampling/packing/test_cost.py",)
 TERMS = ("tests/loss/test_terms.py",)
@@ -63,14 +62,14 @@ MISTAKES = [
         "sampling/mixing.py",
         "rows.append(self._rows_of(number, epoch * count, seed, shuffle))",
         "rows.append(self._rows_of(number, 0, seed, shuffle))",
-        MIXING,
+        ORDERS,
     ),
     Mistake(
         "a data set comes in the same order each time",
         "sampling/mixing.py",
         '_generator("rows", seed, number, turn)',
         '_generator("rows", seed, number, 0)',
-        MIXING,
+        ORDERS,
     ),
     Mistake(
         "a mixture goes on from another one's position",

@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
@@ -194,7 +193,7 @@ def _keys_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOpt
     rows = source if fingerprint is None else [row for i in some for row in _rows_of(source, i, i + 1)]
     about = {
         "format": _FORMAT_VERSION,
-        "versions": [__version__, *map(version, ("transformers", "tokenizers"))],
+        "versions": [__version__, *data.versions_of_tokenizers()],
         "tokenizer": hashlib.sha256(backend.to_str().encode()).hexdigest()
         if backend is not None
         else repr(tokenizer),
