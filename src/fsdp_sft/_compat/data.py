@@ -71,14 +71,13 @@ def render_chat(
     return texts[0], [(int(start), int(end)) for start, end in (spans[0] if tagged else ())]
 
 
-<<<<<<< HEAD
 @functools.lru_cache(maxsize=64)
 def _has_generation_tag(template: str) -> bool:
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-=======
+
+
 def versions_of_tokenizers() -> list[str]:
     """Versions of the libraries that turn a conversation into ids: transformers and tokenizers."""
     from importlib.metadata import version
 
     return [version("transformers"), version("tokenizers")]
->>>>>>> parent of d9f92cf0 (Versions of tokenizers are no private name)
