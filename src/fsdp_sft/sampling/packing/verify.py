@@ -146,10 +146,10 @@ def verify_at_first_use(
         and batch.get("attention_mask") is None
         for batch in batches
     )
-    attention, passed = attention_of(unwrapped(model)), record_of(model).kept_or_new(_Passed).attentions
+    attention = attention_of(unwrapped(model))
     if not can_be_packs or (own_loss and attention == "its own"):
         return
-    done, limit = attention in passed, row_limit(model)
+    done, limit = attention in record_of(model).kept_or_new(_Passed).attentions, row_limit(model)
     if (done and limit is None) or torch.compiler.is_compiling():
         return
     own = [pack_size(batch) for batch in batches]
