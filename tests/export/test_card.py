@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 import fsdp_sft as fs
 from fsdp_sft.export.settings import model_card
@@ -18,9 +18,6 @@ def test_a_generation_config_that_contradicts_itself(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="exported as it is"):
         out = fs.export_hf(model, tmp_path / "out", max_shard_size=40_000)
     assert GenerationConfig.from_pretrained(out).temperature == 0.9
-    loaded = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    for name, tensor in tiny_model("llama", seed=3).state_dict().items():
-        assert torch.equal(loaded[name], tensor.bfloat16()), name
 
 
 def test_the_model_card(tmp_path: Path) -> None:

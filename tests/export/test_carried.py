@@ -52,16 +52,12 @@ def test_an_auto_map_names_nothing_that_is_not_there(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("load", ["transformers", "here"])
-def test_files_of_the_processor_come_along(load: str, tmp_path: Path) -> None:
+def test_files_of_the_processor_come_along(tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "model")
     for name in ("preprocessor_config.json", "processor_config.json", "notes.json"):
         (source / name).write_text(json.dumps({"from": name}))
-    if load == "here":
-        model: Any = fs.build_meta_model(source)
-        fs.load_weights(model, source)
-    else:
-        model = transformers.LlamaForCausalLM.from_pretrained(source)
+    model: Any = fs.build_meta_model(source)
+    fs.load_weights(model, source)
     out = fs.export_hf(model, tmp_path / "out")
     for name in ("preprocessor_config.json", "processor_config.json"):
         assert (out / name).read_text() == (source / name).read_text()

@@ -115,15 +115,11 @@ class _WithoutTemplates:
         (folder / "tekken.json").write_text("{}")
 
 
-def test_a_template_beside_a_tokenizer_that_saves_none(tmp_path: Path) -> None:
-    fs.export_hf(_model(), tmp_path / "out", tokenizer=_WithoutTemplates(), chat_template=CHATML)
+@pytest.mark.parametrize("tokenizer", [None, _WithoutTemplates()])
+def test_a_template_that_no_tokenizer_saves(tokenizer: Any, tmp_path: Path) -> None:
+    fs.export_hf(_model(), tmp_path / "out", tokenizer=tokenizer, chat_template=CHATML)
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == CHATML
-    assert (tmp_path / "out" / "tekken.json").exists()
-
-
-def test_a_template_without_a_tokenizer(tmp_path: Path) -> None:
-    fs.export_hf(_model(), tmp_path / "out", chat_template=CHATML)
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == CHATML
+    assert (tmp_path / "out" / "tekken.json").exists() == (tokenizer is not None)
 
 
 def _export_adapters(folder: str) -> None:

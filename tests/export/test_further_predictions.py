@@ -106,14 +106,6 @@ def test_a_trained_model_keeps_them_byte_for_byte(kind: str, tmp_path: Path) -> 
     assert (told["missing_keys"], told["unexpected_keys"]) == (set(), set())
 
 
-def test_transformers_decodes_with_them(tmp_path: Path) -> None:
-    _write(tmp_path / "base", "deepseek")
-    model = plain(_export(tmp_path)).eval()
-    ids = torch.arange(3, 13)[None]
-    asked: Any = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, use_mtp=True, **asked), model.generate(ids, **asked))
-
-
 @KINDS
 def test_a_changed_vocabulary(kind: str, tmp_path: Path) -> None:
     """DeepSeek's have an embedding of their own, of as many rows as the base's."""
@@ -165,15 +157,6 @@ def test_of_a_quantised_base_their_values(tmp_path: Path) -> None:
     base, out = _further(tmp_path / "values"), _further(_export(tmp_path))
     assert base.keys() == out.keys()
     assert all(torch.equal(out[name], tensor.bfloat16()) for name, tensor in base.items())
-
-
-def test_a_tuned_adapter_is_merged_beside_them(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    _write(tmp_path / "base", "qwen")
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    model = fs.add_adapters(tf.Qwen3NextForCausalLM.from_pretrained(tmp_path / "base"), lora)
-    out = _further(fs.export_hf(model, tmp_path / "out"))
-    assert all(torch.equal(out[name], tensor) for name, tensor in _further(tmp_path / "base").items())
 
 
 def test_nothing_is_said_of_a_model_that_never_had_any(tmp_path: Path) -> None:

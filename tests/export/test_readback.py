@@ -74,14 +74,6 @@ def _beside(model: Any) -> None:
         layer.self_attn.q_proj = _LoraBeside(layer.self_attn.q_proj)
 
 
-def _another_head(model: Any) -> None:
-    model.value_head = nn.Linear(model.config.hidden_size, 1)
-
-
-def _no_norm(model: Any) -> None:
-    model.model.norm = nn.Identity()
-
-
 def _wider(model: Any) -> None:
     model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size + 3, bias=False)
 
@@ -89,8 +81,6 @@ def _wider(model: Any) -> None:
 PUT_IN = {
     _around: "no values for model.layers.0.self_attn.q_proj.weight",
     _beside: "no place for model.layers.0.self_attn.q_proj.lora_a",
-    _another_head: "no place for value_head.bias, value_head.weight",
-    _no_norm: "no values for model.norm.weight",
     _wider: "'lm_head.weight' has shape",
 }
 

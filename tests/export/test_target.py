@@ -69,18 +69,16 @@ def test_a_place_that_may_not_be_written_is_found(tmp_path: Path, monkeypatch: p
 def test_a_full_disk_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, usage = tiny_model("llama"), shutil.disk_usage(tmp_path)
     need = sum(p.numel() * 2 for p in model.parameters())
-    for free, fits in ((need, True), (need - 1, False)):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
-        fs.check_export(tmp_path / "out")
-        if fits:
-            fs.check_export(tmp_path / "out", model=model)
-            continue
-        for call in (fs.check_export, fs.export_hf):
-            with pytest.raises(
-                OSError, match=r"the export to .*out takes .* GiB and .* has .* GiB free"
-            ) as caught:
-                call(out_dir=tmp_path / "out", model=model)
-            assert caught.value.errno == errno.ENOSPC
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=need))
+    fs.check_export(tmp_path / "out", model=model)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=need - 1))
+    fs.check_export(tmp_path / "out")
+    for call in (fs.check_export, fs.export_hf):
+        with pytest.raises(
+            OSError, match=r"the export to .*out takes .* GiB and .* has .* GiB free"
+        ) as found:
+            call(out_dir=tmp_path / "out", model=model)
+        assert found.value.errno == errno.ENOSPC
     assert not list(tmp_path.iterdir())
 
 
@@ -173,6 +171,5 @@ def test_an_adapter_likewise(tmp_path: Path) -> None:
         assert fs.export_adapter(model, tmp_path / "out") == tmp_path / "out-2"
     for _ in range(2):
         assert fs.export_adapter(model, tmp_path / "out", overwrite=True) == tmp_path / "out"
-    assert {"checkpoints", "log.jsonl", "adapter_model.safetensors"} <= set(os.listdir(tmp_path / "out"))
     assert sorted(os.listdir(tmp_path)) == ["out", "out-2"]
     peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "out")

@@ -130,13 +130,6 @@ MISTAKES = [
         ("tests/sampling/test_sampler.py",),
     ),
     Mistake(
-        "a loop that counts epochs from 0 after a resume goes back",
-        "sampling/sampler.py",
-        "self.is_passed_over = epoch < self._restored_epoch",
-        "self.is_passed_over = False",
-        ("tests/sampling/test_sampler.py",),
-    ),
-    Mistake(
         "a step that is pruned while it is read is taken for damaged",
         "dcp_io/checkpoint.py",
         "return folder != path and all_reduce_max(not folder.exists()) > 0",

@@ -4,7 +4,7 @@ from tests.mistakes.mistake import Mistake
 
 COLLATOR = ("tests/collate/test_collator.py",)
 ENCODED = ("tests/collate/test_encoded.py",)
-MIXING = ("tests/sampling/test_mixing.py",)
+ORDERS = ("tests/sampling/test_orders.py",)
 COST = ("tests/sampling/packing/test_cost.py",)
 TERMS = ("tests/loss/test_terms.py",)
 MISTAKES = [
@@ -62,21 +62,28 @@ MISTAKES = [
         "sampling/mixing.py",
         "rows.append(self._rows_of(number, epoch * count, seed, shuffle))",
         "rows.append(self._rows_of(number, 0, seed, shuffle))",
-        MIXING,
+        ORDERS,
     ),
     Mistake(
         "a data set comes in the same order each time",
         "sampling/mixing.py",
         '_generator("rows", seed, number, turn)',
         '_generator("rows", seed, number, 0)',
-        MIXING,
+        ORDERS,
     ),
     Mistake(
         "a mixture goes on from another one's position",
         "sampling/sampler.py",
         '{"sizes": mixture.sizes, "counts": mixture.counts}',
         '{"sizes": mixture.sizes}',
-        MIXING,
+        ORDERS,
+    ),
+    Mistake(
+        "a sampler of rows goes on from a position in packs",
+        "sampling/sampler.py",
+        "unlike = sorted(state.keys() ^ self.position_state().keys())",
+        "unlike = sorted(self.position_state().keys() - state.keys())",
+        ORDERS,
     ),
     Mistake(
         "a resumed stream goes on by the skip of its rows, which has no epoch",

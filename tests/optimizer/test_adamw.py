@@ -115,20 +115,6 @@ def test_small_updates_arrive_on_average_and_are_lost_without() -> None:
     assert 0.3 * spread < float(ours.detach().double().std()) < spread
 
 
-def test_second_moments_decay_in_bfloat16() -> None:
-    """With 0.999 a step takes off less than half of a last digit, so rounding to the nearest would stop."""
-    parameter = nn.Parameter(torch.ones(4096, dtype=BF16))
-    optimizer = fs.StochasticAdamW([parameter], lr=0.0)
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    before = float(optimizer.state[parameter]["exp_avg_sq"].double().mean())
-    for _ in range(500):
-        parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-    after = float(optimizer.state[parameter]["exp_avg_sq"].double().mean())
-    assert abs(after / before - 0.999**500) < 0.02
-
-
 def test_rounding_depends_on_seed_step_and_place_alone() -> None:
     def run(seed: int, extra: bool = False) -> list[torch.Tensor]:
         own = _parameters([(50, 20)] * 2, [BF16] * 2)
@@ -153,42 +139,21 @@ def test_rounding_depends_on_seed_step_and_place_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_a_layout_does_not_matter(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("how", ["transposed in memory", "in parts"])
+def test_a_layout_and_parts_do_not_matter(how: str, dtype: torch.dtype, monkeypatch: Any) -> None:
     results = []
-    for turned in (False, True):
-        (parameter,) = _parameters([(30, 20)], [dtype])
-        if turned:
-            parameter = nn.Parameter(parameter.detach().t().contiguous().t())
-            assert not parameter.is_contiguous()
-        optimizer = fs.StochasticAdamW([parameter], lr=1e-2)
-        for step in range(3):
-            _gradients([parameter], step)
-            optimizer.step()
-        results.append((parameter, optimizer.state[parameter]["exp_avg_sq"]))
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_parts_of_a_large_tensor_are_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = []
-    for chunk in (CHUNK, 64):
-        monkeypatch.setattr("fsdp_sft.optimizer.adamw.CHUNK", chunk)
-        own = _parameters([(33, 17), (5,)], [BF16, torch.float32])
+    for is_other in (False, True):
+        own = _parameters([(33, 17), (5,)], [dtype] * 2)
+        if is_other and how == "in parts":
+            monkeypatch.setattr("fsdp_sft.optimizer.adamw.CHUNK", 64)
+        elif is_other:
+            own[0] = nn.Parameter(own[0].detach().t().contiguous().t())
         optimizer = fs.StochasticAdamW(own, lr=1e-2)
         for step in range(3):
             _gradients(own, step)
             optimizer.step()
-        results.append(own)
+        results.append([*own, *(optimizer.state[p]["exp_avg_sq"] for p in own)])
     assert all(map(torch.equal, *results))
-
-
-def test_gradients_that_are_not_finite_stay_visible() -> None:
-    parameter = nn.Parameter(torch.ones(4, dtype=BF16))
-    parameter.grad = torch.tensor([math.nan, math.inf, -math.inf, 1.0], dtype=BF16)
-    optimizer = fs.StochasticAdamW([parameter], lr=1e-3)
-    optimizer.step()
-    assert parameter.isnan().tolist() == [True, True, True, False]
-    assert optimizer.state[parameter]["exp_avg"].tolist()[1:3] == [math.inf, -math.inf]
 
 
 def test_state_dict_pickle_and_copy_go_on_as_the_original() -> None:
@@ -226,10 +191,6 @@ def test_the_state_of_torchs_adamw_is_taken() -> None:
     assert ours.param_groups[0]["lr"] == 1e-2
     assert ours.param_groups[0]["seed"] == 3
     ours.step()
-    amsgrad = torch.optim.AdamW(own, lr=1e-2, amsgrad=True)
-    with pytest.raises(ValueError, match="no amsgrad"):
-        ours.load_state_dict(amsgrad.state_dict())
-    assert not ours.param_groups[0]["amsgrad"]
 
 
 def test_schedulers_closures_and_tensor_rates() -> None:
@@ -267,29 +228,11 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
         fs.StochasticAdamW([{"params": parameters, **options}])
 
 
-def test_what_is_not_offered() -> None:
-    (parameter,) = _parameters([(3,)], [BF16])
-    for name in ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable"):
-        with pytest.raises(TypeError, match=name):
-            fs.StochasticAdamW([parameter], **{name: True})
-        with pytest.raises(ValueError, match=f"no {name}"):
-            fs.StochasticAdamW([{"params": [parameter], name: True}])
-    for dtype in (torch.float16, torch.complex64):
-        other = nn.Parameter(torch.zeros(3, dtype=dtype))
-        with pytest.raises(ValueError, match=str(dtype)):
-            fs.StochasticAdamW([other])
-        optimizer = fs.StochasticAdamW([parameter])
-        with pytest.raises(ValueError, match=str(dtype)):
-            optimizer.add_param_group({"params": [other]})
-    embedding = nn.Embedding(5, 4, sparse=True)
-    optimizer = fs.StochasticAdamW(embedding.parameters())
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises((RuntimeError, TypeError)):
-        optimizer.step()
-
-
-def test_what_is_frozen_may_be_anything_until_it_is_trained() -> None:
-    frozen = nn.Parameter(torch.zeros(3, dtype=torch.float16), requires_grad=False)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64])
+def test_other_dtypes_are_refused_once_they_are_trained(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=str(dtype)):
+        fs.StochasticAdamW([nn.Parameter(torch.zeros(3, dtype=dtype))])
+    frozen = nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False)
     codes = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
     (trained,) = _parameters([(3,)], [BF16])
     optimizer = fs.StochasticAdamW([frozen, codes, trained])
@@ -298,7 +241,7 @@ def test_what_is_frozen_may_be_anything_until_it_is_trained() -> None:
     assert list(optimizer.state) == [trained]
     frozen.requires_grad_(True)
     frozen.grad = torch.zeros_like(frozen)
-    with pytest.raises(ValueError, match="float16"):
+    with pytest.raises(ValueError, match=str(dtype)):
         optimizer.step()
 
 
@@ -466,24 +409,3 @@ def _other_seeds() -> None:
 
 def test_other_seeds_on_other_ranks_are_refused() -> None:
     run_distributed(_other_seeds, 2)
-
-
-def _adapted(root: Path) -> None:
-    import peft
-
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    model = fs.load_pretrained(root / "base", mesh=mesh_here(), master_dtype=BF16, peft_config=lora)
-    optimizer = fs.StochasticAdamW(model.parameters(), lr=1e-2)
-    before = {n: full(p).clone() for n, p in model.named_parameters()}
-    for window in _windows(2):
-        fs.train_step(model, window, optimizer)
-    moved = {n for n, p in model.named_parameters() if not torch.equal(full(p), before[n])}
-    assert moved == {n for n, p in model.named_parameters() if p.requires_grad}
-    fs.save_checkpoint(root / "lora", 1, model=model, optimizer=optimizer)
-    fs.load_checkpoint(root / "lora", model=model, optimizer=optimizer)
-
-
-def test_adapters(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    save_tiny(tmp_path / "base", "llama")
-    run_distributed(_adapted, 2, tmp_path)

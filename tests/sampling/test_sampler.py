@@ -1,11 +1,10 @@
 """ResumableSampler: every row once, and exact resumption at any number of ranks."""
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import fsdp_sft as fs
 from tests.harness.ranks import run_distributed
@@ -13,15 +12,6 @@ from tests.harness.ranks import run_distributed
 
 def _samplers(ranks: int, num_rows: int = 23, **options: object) -> list[fs.ResumableSampler]:
     return [fs.ResumableSampler(num_rows, num_replicas=ranks, rank=r, **options) for r in range(ranks)]
-
-
-def _take(samplers: list[fs.ResumableSampler], rows: int) -> list[int]:
-    """``rows`` rows from each rank in step, in the global order."""
-    iterators = [iter(sampler) for sampler in samplers]
-    taken = [[next(iterator) for iterator in iterators] for _ in range(rows)]
-    for sampler in samplers:
-        sampler.mark_consumed(rows)
-    return [row for step in taken for row in step]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -43,41 +33,6 @@ def test_one_epoch_is_a_fair_share_of_every_row(ranks: int, drop_last: bool, shu
             for r in range(ranks)
         ]
         assert shares == expected, "the shares are DistributedSampler's"
-
-
-@pytest.mark.parametrize("later", [1, 2, 3, 4])
-def test_resuming_at_another_number_of_ranks_loses_and_repeats_nothing(later: int) -> None:
-    before = _samplers(2, num_rows=24)
-    seen = _take(before, 5)
-    assert len({tuple(sorted(s.state_dict().items())) for s in before}) == 1, "the state is global"
-    after = _samplers(later, num_rows=24)
-    for sampler in after:
-        sampler.load_state_dict(before[0].state_dict())
-    rest = [list(sampler) for sampler in after]
-    rows = {row for share in rest for row in share}
-    left = set(range(24)) - set(seen)
-    assert rows >= left
-    padding = sum(map(len, rest)) - len(left)
-    assert padding == -len(left) % later, "only a last round that does not divide is filled up"
-    in_order = list(fs.ResumableSampler(24, num_replicas=1, rank=0))
-    merged = [share[i] for i in range(max(map(len, rest))) for share in rest if i < len(share)]
-    assert (seen + merged)[:24] == in_order
-
-
-def test_epochs_differ_follow_by_themselves_and_can_be_set() -> None:
-    (sampler,) = _samplers(1)
-    first = list(sampler)
-    assert _take([sampler], 23) == first
-    assert (sampler.epoch, sampler.position) == (1, 0)
-    second = list(sampler)
-    assert second != first
-    assert sorted(second) == sorted(first)
-    sampler.set_epoch(0)
-    assert list(sampler) == first
-    sampler.mark_consumed(4)
-    sampler.set_epoch(0)
-    assert list(sampler) == first[4:], "setting the current epoch does not restart it"
-    assert len(sampler) == 19
 
 
 @pytest.mark.parametrize("rows", [10, 11], ids=["all rows", "a tail that the loader drops"])
@@ -110,56 +65,6 @@ def test_windows_report_rows_and_a_resumed_loop_continues(rows: int) -> None:
         second = fs.ResumableSampler(rows, seed=3)
         second.load_state_dict(first.state_dict())
         assert start + run(second, 7 - stop) == whole, stop
-
-
-def test_a_loader_that_drops_its_tail_goes_on_to_the_next_epoch() -> None:
-    sampler = fs.ResumableSampler(5, shuffle=False)
-    loader = DataLoader(
-        range(5),
-        batch_size=2,
-        sampler=sampler,
-        drop_last=True,
-        collate_fn=lambda rows: {"input_ids": torch.tensor([rows]), "labels": torch.tensor([rows])},
-    )
-    assert len(list(fs.windows(loader, 1))) == 2
-    assert (sampler.epoch, sampler.position) == (1, 0)
-    assert len(list(fs.windows(loader, 1))) == 2
-
-
-def test_states_of_other_data_are_refused() -> None:
-    (sampler,) = _samplers(1)
-    for key, value in (("num_rows", 24), ("seed", 1), ("shuffle", 0)):
-        with pytest.raises(ValueError, match=f"{key}={value}"):
-            sampler.load_state_dict({**sampler.state_dict(), key: value})
-    with pytest.raises(ValueError, match="lacks"):
-        sampler.load_state_dict({"epoch": 1})
-
-
-def test_impossible_samplers_are_refused() -> None:
-    with pytest.raises(ValueError, match="0 rows cannot give"):
-        fs.ResumableSampler(0)
-    with pytest.raises(ValueError, match="use more rows"):
-        fs.ResumableSampler(3, num_replicas=4, rank=0, drop_last=True)
-    with pytest.raises(ValueError, match="rank must be in"):
-        fs.ResumableSampler(3, num_replicas=2, rank=2)
-    assert [list(s) for s in _samplers(4, num_rows=1)] == [[0]] * 4
-
-
-def test_rows_are_counted_however_a_collator_joins_them() -> None:
-    def row(index: int) -> dict[str, list[int]]:
-        return {"input_ids": [index + 5] * 3, "labels": [index + 5] * 3}
-
-    rows = [row(index) for index in range(10)]
-    sampler = fs.ResumableSampler(rows, seed=1)
-    packed = DataLoader(rows, 4, sampler=sampler, collate_fn=fs.PackedCollator(max_length=64))
-    positions = [(sampler.epoch, sampler.position) for _ in fs.windows(packed, 1)]
-    assert positions == [(0, 4), (0, 8), (1, 0)]
-
-    inner = fs.ResumableSampler(rows, seed=1)
-    batches = torch.utils.data.BatchSampler(inner, 4, drop_last=True)
-    nested = DataLoader(rows, batch_sampler=batches, collate_fn=fs.PackedCollator(max_length=64))
-    assert [inner.position for _ in fs.windows(nested, 1)] == [4, 8]
-    assert (inner.epoch, inner.position) == (1, 0)
 
 
 # --- what a loader took, whatever its batches look like ---
@@ -210,6 +115,7 @@ def _loader(kind: str, workers: int = 0) -> tuple[Any, DataLoader[Any]]:
         "packs that are padded": (packs, {"batch_sampler": packs}),
         "packs for a data set": (packs, {"batch_size": None, "sampler": packs, "dataset": _Batches()}),
         "a batch sampler of one's own": (sampler, {"batch_sampler": _Pairs(sampler)}),
+        "torch's batch sampler": (sampler, {"batch_sampler": BatchSampler(sampler, 2, drop_last=True)}),
     }
     source, options = kinds[kind]
     return source, DataLoader(**{"dataset": _Rows(), **options}, num_workers=workers)
@@ -224,6 +130,7 @@ def _loader(kind: str, workers: int = 0) -> tuple[Any, DataLoader[Any]]:
         "packs that are padded",
         "packs for a data set",
         "a batch sampler of one's own",
+        "torch's batch sampler",
     ],
 )
 def test_no_batch_is_lost_after_a_resume(kind: str, workers: int) -> None:
@@ -243,74 +150,14 @@ def test_no_batch_is_lost_after_a_resume(kind: str, workers: int) -> None:
     assert (again.epoch, again.position) == (1, 0)
 
 
-# --- epochs of a resumed loop ---
-
-
-def _epochs(make: Any, stop: tuple[int, int] | None, state: Any) -> tuple[list[tuple[int, list[Any]]], Any]:
-    """A loop over three epochs as people write it: (epoch, ids) of each window, and the state at ``stop``."""
-    sampler, options = make()
-    if state is not None:
-        sampler.load_state_dict(state)
-    loader = DataLoader(_Rows(), **options)
-    seen = []
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        for number, window in enumerate(fs.windows(loader, 2)):
-            seen.append((epoch, [batch["input_ids"].tolist() for batch in window]))
-            if stop == (epoch, number):
-                return seen, sampler.state_dict()
-    return seen, sampler.state_dict()
-
-
 def _rows() -> Any:
     sampler = fs.ResumableSampler(16, seed=2)
     return sampler, {"sampler": sampler, "batch_size": 2}
 
 
-def _tail() -> Any:
-    sampler = fs.ResumableSampler(15, seed=2)
-    return sampler, {"sampler": sampler, "batch_size": 2, "drop_last": True}
-
-
 def _packs() -> Any:
     sampler = fs.PackedSampler([4] * 16, max_length=8, seed=2)
     return sampler, {"batch_sampler": sampler}
-
-
-@pytest.mark.parametrize("make", [_rows, _tail, _packs])
-def test_a_loop_that_counts_epochs_from_0_goes_on_where_it_was(make: Any) -> None:
-    whole, end = _epochs(make, None, None)
-    for stop in [(0, 1), (0, 3), (1, 0), (1, 3), (2, 2)]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            start, state = _epochs(make, stop, None)
-            rest, after = _epochs(make, None, state)
-        assert start + rest == whole, stop
-        assert after == end
-        told = [str(w.message) for w in caught if "passed over" in str(w.message)]
-        assert len(told) == state["epoch"], "each epoch before the checkpoint's, once"
-
-
-def test_epochs_may_be_gone_back_to_without_a_resume() -> None:
-    sampler = fs.ResumableSampler(6)
-    first = list(sampler)
-    sampler.set_epoch(2)
-    sampler.set_epoch(0)
-    assert list(sampler) == first
-
-
-@pytest.mark.parametrize("kind", ["packing collator", "packs that are padded"])
-def test_a_position_that_nobody_moves_is_warned_about(kind: str) -> None:
-    sampler, loader = _loader(kind)
-    sampler.state_dict()
-    for _ in iter(loader):
-        pass
-    with pytest.warns(UserWarning, match="not marked as consumed"):
-        sampler.state_dict()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in fs.windows(loader, 2):
-            sampler.state_dict()
 
 
 # --- made before there is a process group ---
@@ -337,5 +184,3 @@ def test_a_sampler_made_before_the_process_group_serves_all_ranks(make: Any) -> 
     shares = [share for (share,) in run_distributed(_made_before, 2, make)]
     seen = [str(row) for share in shares for row in share]
     assert len(seen) == len(set(seen)), "ranks have different rows"
-    with pytest.raises(ValueError, match="rank must be in"):
-        fs.ResumableSampler(16, num_replicas=2, rank=2)

@@ -47,12 +47,10 @@ def is_dequantised(model: nn.Module) -> bool:
     https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/core_model_loading.py, in
     ``revert_weight_conversion``. ``save_pretrained(save_original_format=False)`` leaves all of them out.
     """
-    conversions = getattr(model, "_weight_conversions", None) or []
-    return any(map(_is_of_quantiser, conversions)) and not getattr(model, "is_quantized", False)
-
-
-def _is_of_quantiser(conversion: Any) -> bool:
-    return any(hasattr(operation, "hf_quantizer") for operation in getattr(conversion, "operations", ()))
+    used = getattr(model, "_weight_conversions", None) or []
+    operations = [operation for entry in used for operation in getattr(entry, "operations", ())]
+    is_quantised = getattr(model, "is_quantized", False)
+    return not is_quantised and any(hasattr(operation, "hf_quantizer") for operation in operations)
 
 
 def _without_quantiser(twin: nn.Module, used: list[Any]) -> list[Any]:

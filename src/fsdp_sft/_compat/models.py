@@ -72,16 +72,6 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
-def drop_tie(model: nn.Module, target: str) -> None:
-    """Forget one tie, as ``tie_weights`` does if a checkpoint has two different tensors for it."""
-    model.all_tied_weights_keys.pop(target, None)  # type: ignore[operator,union-attr]
-
-
-def tie_by_names(model: nn.Module) -> None:
-    """Tie what ``tied_names`` lists; without the argument ``tie_weights`` would read the config again."""
-    model.tie_weights(recompute_mapping=False)  # type: ignore[operator]
-
-
 def initialise_computed(twin: nn.Module, missing: set[str]) -> dict[str, torch.Tensor]:
     """Run the model's own initialisation on the CPU for its computed buffers and the missing keys.
 

@@ -141,26 +141,22 @@ def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> 
     name_or_path = model.name_or_path or ""
     is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name_or_path) and not Path(name_or_path).exists()
     base = name_or_path if is_id else None  # a Hub id
-    metadata = ["library_name: transformers"]
-    metadata += [f"base_model: {base}"] if base else []
     origin = f", fine-tuned from [{base}](https://huggingface.co/{base})" if base else ", fine-tuned"
     quantised = kept_of(model, Settings)
     if quantised is not None:
         origin += f", of which the checkpoint is published quantised ({quantised.method}),"
-    lines = [
-        "---",
-        *metadata,
-        "tags:",
-        "- sft",
-        "---",
-        "",
-        f"# {name}",
-        "",
-        f"`{architecture}` of {model.num_parameters():,} parameters in {str(dtype).removeprefix('torch.')}"
-        f"{origin} and exported with fsdp_sft {__version__}.",
-        "",
-    ]
-    return "\n".join(lines)
+    base_line = f"base_model: {base}\n" if base else ""
+    size, in_files = model.num_parameters(), str(dtype).removeprefix("torch.")
+    return f"""---
+library_name: transformers
+{base_line}tags:
+- sft
+---
+
+# {name}
+
+`{architecture}` of {size:,} parameters in {in_files}{origin} and exported with fsdp_sft {__version__}.
+"""
 
 
 def export_config(model: Any, content: ModelTensors, dtype: torch.dtype | None) -> Any:

@@ -12,8 +12,6 @@ from fsdp_sft._tensors.boxes import Box, box_of, local_of
 CHUNK = 1 << 22  # most elements of a shard that are in float32 at a time
 _STATES = ("exp_avg", "exp_avg_sq")
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-_NOT_OFFERED = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable")
-Rule = tuple[dict[str, Any], float, int]  # options of a group, its learning rate, number of the step
 _BITS = 1 << 64
 # SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 _GAMMA = 0x9E3779B97F4A7C15
@@ -49,10 +47,8 @@ class StochasticAdamW(torch.optim.Optimizer):
             ``torch.float32``. None takes each parameter's own dtype.
 
     Raises:
-        ValueError: If a value is out of range; if a parameter has another dtype (the range of float16 is too
-            small for second moments) or is complex; or if a group or a loaded state has an option of
-            ``torch.optim.AdamW`` that is not offered here (``amsgrad``, ``maximize``, ``foreach``, ``fused``,
-            ``capturable``, ``differentiable``).
+        ValueError: If a value is out of range, or if a parameter has another dtype (the range of float16 is
+            too small for second moments) or is complex.
 
     Collective: none.
     Memory: A parameter and its two moments take 6 bytes with bfloat16 masters, and 10 with float32 moments;
@@ -92,16 +88,18 @@ class StochasticAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in ``torch.optim.Optimizer``; one that cannot be stepped raises and is dropped."""
+        """Add a group, as in ``torch.optim.Optimizer``; one that cannot be stepped raises."""
+        group = {**self.defaults, **param_group}
+        numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        torch.optim.AdamW([torch.empty(0, requires_grad=True)], foreach=False, **numbers)  # refuses them
+        if group["state_dtype"] not in (None, torch.bfloat16, torch.float32):
+            raise ValueError(
+                f"state_dtype must be torch.bfloat16, torch.float32 or None, got {group['state_dtype']!r}"
+            )
         super().add_param_group(param_group)
-        try:
-            _check(self.param_groups[-1])
-            for parameter in self.param_groups[-1]["params"]:
-                if parameter.requires_grad:
-                    _check_parameter(parameter)
-        except Exception:
-            self.param_groups.pop()
-            raise
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.requires_grad:
+                _check_parameter(parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned, with the moments in ``state_dtype``.
@@ -109,8 +107,6 @@ class StochasticAdamW(torch.optim.Optimizer):
         ``torch.optim.Optimizer`` would cast the moments to the dtype of the parameter.
         """
         groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
-        for group in groups:
-            _check(group)
         super().load_state_dict({**state_dict, "param_groups": groups})
         numbers = [number for group in groups for number in group["params"]]
         for number, (_, parameter, group) in zip(numbers, self._parameters(), strict=True):
@@ -147,9 +143,7 @@ class StochasticAdamW(torch.optim.Optimizer):
                 state["step"] = torch.tensor(0.0)
                 state.update({name: torch.zeros_like(parameter, dtype=dtype) for name in _STATES})
             state["step"] += 1
-            step = int(state["step"])
-            rule = group, rates[id(group)], step
-            _step_one(parameter, state, rule, key_of(group["seed"], step, place))
+            _step_one(parameter, state, group, rates[id(group)], place)
         return loss
 
     def _parameters(self) -> Iterator[tuple[int, torch.Tensor, dict[str, Any]]]:
@@ -196,33 +190,40 @@ def _apply(
     value.addcdiv_(mean, denominator, value=-rate / (1 - first**step))
 
 
-def _step_one(parameter: torch.Tensor, state: dict[str, Any], rule: Rule, key: int) -> None:
+def _step_one(
+    parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any], rate: float, place: int
+) -> None:
     """Update one parameter and its moments, ``CHUNK`` elements at a time."""
+    step = int(state["step"])
+    key = key_of(group["seed"], step, place)
     targets = [local_of(t) for t in (parameter, *(state[name] for name in _STATES))]
     flat = [t.reshape(-1) for t in targets]  # copies, if they are not contiguous
     gradient = local_of(parameter.grad).reshape(-1)  # type: ignore[arg-type]
     box, shape = box_of(parameter), tuple(parameter.shape)
+    is_rounded = any(target.dtype is torch.bfloat16 for target in targets)
     for start in range(0, len(gradient), CHUNK):
         stop = min(start + CHUNK, len(gradient))
-        parts = [t[start:stop] for t in flat]
-        _step_part(parts, gradient[start:stop], rule, key, (box, shape, start, stop))
-    for target, values in zip(targets, flat, strict=True):
+        _step_part(
+            [t[start:stop] for t in flat],
+            gradient[start:stop],
+            (group, rate, step),
+            random_bits(key, numbers_in_whole(box, shape, start, stop, gradient.device))
+            if is_rounded
+            else None,
+        )
+    for target, whole in zip(targets, flat, strict=True):
         if not target.is_contiguous():
-            target.copy_(values.view(target.shape))
+            target.copy_(whole.view(target.shape))
 
 
 def _step_part(
     parts: list[torch.Tensor],
     gradient: torch.Tensor,
-    rule: Rule,
-    key: int,
-    where: tuple[Box, tuple[int, ...], int, int],
+    rule: tuple[dict[str, Any], float, int],
+    bits: torch.Tensor | None,
 ) -> None:
-    """Update ``parts`` (of parameter and moments) in place; ``where`` says where they lie in the whole."""
+    """Update ``parts`` (of parameter and moments) in place; what it makes is gone before the next part."""
     wide = torch.promote_types(parts[0].dtype, torch.float32)
-    bits: torch.Tensor | None = None
-    if any(part.dtype is torch.bfloat16 for part in parts):
-        bits = random_bits(key, numbers_in_whole(*where, gradient.device))
     values = [part.to(wide) for part in parts]  # a part that has this dtype is not copied
     _apply(*rule, values[0], gradient.to(wide), values[1], values[2])
     for lane, (part, value) in enumerate(zip(parts, values, strict=True)):
@@ -241,19 +242,6 @@ def _check_parameter(parameter: torch.Tensor) -> None:
             f"{parameter.dtype}{reason}: keep them in one of these; "
             "a GradScaler's float16 is for the compute (mp_policy) alone"
         )
-
-
-def _check(group: dict[str, Any]) -> None:
-    """Raise for options of a group that are out of range or not offered."""
-    numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-    torch.optim.AdamW([torch.empty(0, requires_grad=True)], foreach=False, **numbers)  # refuses them
-    if group["state_dtype"] not in (None, torch.bfloat16, torch.float32):
-        raise ValueError(
-            f"state_dtype must be torch.bfloat16, torch.float32 or None, got {group['state_dtype']!r}"
-        )
-    asked = [name for name in _NOT_OFFERED if group.get(name)]
-    if asked:
-        raise ValueError(f"StochasticAdamW has no {', '.join(asked)}; leave it out, or use torch.optim.AdamW")
 
 
 def key_of(*numbers: int) -> int:

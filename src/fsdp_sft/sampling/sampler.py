@@ -36,11 +36,7 @@ def place_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     return replicas, place
 
 
-# Of a sampler's source, what its repr shows; the rest are checksums.
-_SHOWN = {"num_rows", "max_length", "seed", "shuffle", "buffer_size"}
-
-
-class Placed(ABC):
+class Placed:
     """Base of samplers and streams that keep a position: rank, epochs, what a state must have.
 
     The rank is looked up on each use, so an object made before ``init_distributed`` gets that of the process
@@ -53,9 +49,6 @@ class Placed(ABC):
             takes the one that ``build_mesh`` has made.
     """
 
-    epoch: int
-    position: int
-
     def __init__(self, num_replicas: int | None, rank: int | None, mesh: "DeviceMesh | None" = None) -> None:
         if mesh is not None:
             if num_replicas is not None or rank is not None:
@@ -64,19 +57,16 @@ class Placed(ABC):
             rank, num_replicas = data_parallel_place(mesh)
         self._given_place = num_replicas, rank
         place_of(*self._given_place)  # raises for a rank that is out of range
-        self._restored_epoch = 0
+        self.epoch = self.position = self._restored_epoch = 0
         self._drawn = 0  # rows or packs drawn since ``mark_consumed``
+        # What the order depends on, which a restored state must have in common with this object.
+        self._source: dict[str, Any] = {}
         self.is_passed_over = False
 
     def __getstate__(self) -> dict[str, Any]:
         """The attributes, with this rank's place, since a spawned worker has no process group."""
         place = place_of(*self._given_place) if world_size() > 1 else self._given_place
         return {**self.__dict__, "_given_place": place}
-
-    def __repr__(self) -> str:
-        source = ", ".join(f"{name} {value}" for name, value in self._source().items() if name in _SHOWN)
-        place = f"rank {self.rank} of {self.num_replicas}, epoch {self.epoch}, position {self.position}"
-        return f"<{type(self).__name__}: {source}; {place}>"
 
     @property
     def num_replicas(self) -> int:
@@ -130,10 +120,13 @@ class Placed(ABC):
         Raises:
             ValueError: If the state belongs to other data or another order, so that other rows would be left.
         """
-        missing = [key for key in self.position_state() if key not in state]
-        if missing:
-            raise ValueError(f"the state lacks {missing}; expected what state_dict() returned")
-        for key, own in self._source().items():
+        unlike = sorted(state.keys() ^ self.position_state().keys())
+        if unlike:
+            raise ValueError(
+                f"the state and this {type(self).__name__} do not both have {unlike}: give what state_dict() "
+                "of the same kind returned, with or without a mixture as here"
+            )
+        for key, own in self._source.items():
             if state[key] != own:
                 raise ValueError(
                     f"the state has {key}={state[key]}, and here it is {own}: the order would differ; use "
@@ -144,11 +137,7 @@ class Placed(ABC):
 
     def position_state(self) -> dict[str, Any]:
         """``state_dict`` without its warning about uncounted rows."""
-        return {"epoch": self.epoch, "position": self.position, **self._source()}
-
-    @abstractmethod
-    def _source(self) -> dict[str, Any]:
-        """What the order depends on, which a restored state must have in common with this object."""
+        return {"epoch": self.epoch, "position": self.position, **self._source}
 
     def _restored(self, state: Mapping[str, Any]) -> None:
         """Record that a state has been loaded."""
@@ -160,7 +149,7 @@ def source_of(mixture: Mixture | None) -> dict[str, Any]:
     return {} if mixture is None else {"sizes": mixture.sizes, "counts": mixture.counts}
 
 
-class OrderedSampler(Placed, Sampler[T]):
+class OrderedSampler(Placed, Sampler[T], ABC):
     """Base of samplers that deal the items of an epoch's order, rows or packs, to any number of ranks.
 
     The order is a function of the epoch, and each *round* of it gives every rank one item. The position
@@ -168,10 +157,12 @@ class OrderedSampler(Placed, Sampler[T]):
     """
 
     def __iter__(self) -> Iterator[T]:
-        if not self.is_passed_over:
-            for item in self._share():
-                self._drawn += 1
-                yield item
+        if self.is_passed_over:
+            return
+        order, first, (ranks, rank) = self._order(), self.position, place_of(*self._given_place)
+        for start in range(first, first + self._rounds_left() * ranks, ranks):
+            self._drawn += 1
+            yield self._dealt(order, start, ranks, rank)
 
     def __len__(self) -> int:
         """Number of rows or packs that this rank has left in the current epoch."""
@@ -191,12 +182,16 @@ class OrderedSampler(Placed, Sampler[T]):
         super()._restored(state)
 
     @abstractmethod
-    def _share(self) -> Iterator[T]:
-        """What this rank gets of each round that is left."""
+    def _order(self) -> list[T]:
+        """The items of the epoch, for all ranks."""
 
     @abstractmethod
+    def _dealt(self, order: list[T], start: int, ranks: int, rank: int) -> T:
+        """What a rank gets of the round that begins at ``start``."""
+
     def _rounds_left(self) -> int:
         """Number of rounds from the position to the end of the epoch."""
+        return max(-(-(len(self._order()) - self.position) // self.num_replicas), 0)
 
 
 class ResumableSampler(OrderedSampler[int]):
@@ -250,31 +245,15 @@ class ResumableSampler(OrderedSampler[int]):
         self.num_rows = data if isinstance(data, int) else len(data)
         self._mixture = data if isinstance(data, Mixture) else None
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.epoch = 0
-        self.position = 0
-        self._check_rows()
-
-    def _source(self) -> dict[str, Any]:
-        own = {"num_rows": self.num_rows, "seed": self.seed, "shuffle": int(self.shuffle)}
-        return {**own, **source_of(self._mixture)}
-
-    def _check_rows(self) -> None:
-        """Raise ValueError if there are fewer rows than needed."""
-        if self.num_rows < (self.num_replicas if self.drop_last else 1):
+        if self.num_rows < (self.num_replicas if drop_last else 1):
             raise ValueError(
                 f"{self.num_rows} rows cannot give a row to each of {self.num_replicas} ranks; "
                 "use more rows, fewer ranks, or drop_last=False"
             )
-
-    def _share(self) -> Iterator[int]:
-        self._check_rows()  # again, since the number of ranks may have changed
-        order, end = self._order(), self.position + self._rounds_left() * self.num_replicas
-        while len(order) < end:  # the first rows fill the last round
-            order += order[: end - len(order)]
-        return iter(order[self.position + self.rank : end : self.num_replicas])
+        own = {"num_rows": self.num_rows, "seed": seed, "shuffle": int(shuffle)}
+        self._source = {**own, **source_of(self._mixture)}
 
     def _order(self) -> list[int]:
-        """Indices of the rows of the epoch, in order."""
         if self._mixture is not None:
             return self._mixture.rows(self.epoch, seed=self.seed, shuffle=self.shuffle)
         if not self.shuffle:
@@ -282,6 +261,9 @@ class ResumableSampler(OrderedSampler[int]):
         generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
         rows: list[int] = torch.randperm(self.num_rows, generator=generator).tolist()
         return rows
+
+    def _dealt(self, order: list[int], start: int, ranks: int, rank: int) -> int:
+        return order[(start + rank) % len(order)]  # the first rows fill the last round
 
     def _rounds_left(self) -> int:
         left = max(self.num_rows - self.position, 0)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.fsdp import keeps_shards_on_host
-from fsdp_sft._compat.models import initialise_computed, tie_by_names, tied_names
+from fsdp_sft._compat.models import initialise_computed, tied_names
 from fsdp_sft._compat.modules import apply_to_tensors
 from fsdp_sft._model.adapters import saved_copies
 from fsdp_sft._model.sharded import compute_device
@@ -42,7 +42,7 @@ def make_ties(model: nn.Module) -> None:
             "call model.tie_weights() before shard_model, or set config.tie_word_embeddings = False"
         )
     if apart:
-        tie_by_names(model)
+        model.tie_weights(recompute_mapping=False)  # type: ignore[operator]
 
 
 def materialise(model: nn.Module, packed: Collection[int] = ()) -> torch.device:

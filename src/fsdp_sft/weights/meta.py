@@ -14,9 +14,7 @@ from fsdp_sft._compat.attention import ask_for_attention
 from fsdp_sft._compat.conversions import match_checkpoint_keys, weight_conversions
 from fsdp_sft._compat.models import (
     build_like_from_pretrained,
-    drop_tie,
     initialise_computed,
-    tie_by_names,
     tied_names,
 )
 from fsdp_sft._model.configs import auto_config, check_settings, read_by_transformers, refuse_kernels
@@ -268,8 +266,9 @@ def _tie(model: nn.Module, folder: Path) -> None:
     keys = {name: next(iter(s.values()))[0] for name, (c, s) in matched.items() if c is None}
     for target, source in ties.items():
         if target in keys and source in keys and _differ(stored, keys[target], keys[source]):
-            drop_tie(model, target)
-    tie_by_names(model)
+            # transformers drops such a tie too. Without the argument below it would read the config again.
+            model.all_tied_weights_keys.pop(target, None)  # type: ignore[operator,union-attr]
+    model.tie_weights(recompute_mapping=False)  # type: ignore[operator]
 
 
 def _differ(stored: Mapping[str, Stored], *names: str) -> bool:

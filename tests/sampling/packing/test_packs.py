@@ -1,21 +1,13 @@
 """Packing: every row once, apart from its neighbours, fairly dealt, and resumed at any number of ranks."""
 
 import copy
-import itertools
-import json
-import math
-import os
 import random
 import time
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
-from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
 from tests.harness.models import largest_error, tiny_model
@@ -34,22 +26,6 @@ def naive_best_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:
     return sorted(capacity - space for space in free)
 
 
-def fewest_packs(lengths: list[int], capacity: int) -> int:
-    """By trying every assignment."""
-
-    def search(rest: tuple[int, ...], loads: tuple[int, ...]) -> int:
-        if not rest:
-            return len(loads)
-        best = len(loads) + len(rest)
-        for i in range(len(loads) + 1):
-            load = (loads[i] if i < len(loads) else 0) + rest[0]
-            if load <= capacity:
-                best = min(best, search(rest[1:], (*loads[:i], load, *loads[i + 1 :])))
-        return best
-
-    return search(tuple(lengths), ())
-
-
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 3000), st.data())
 def test_packs_are_those_of_best_fit_decreasing(capacity: int, data: Any) -> None:
@@ -61,54 +37,12 @@ def test_packs_are_those_of_best_fit_decreasing(capacity: int, data: Any) -> Non
     assert packs == fs.pack_lengths(torch.tensor(lengths, dtype=torch.int32), capacity)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.integers(1, 12), max_size=7))
-def test_few_packs_more_than_the_fewest_possible(lengths: list[int]) -> None:
-    best = fewest_packs(lengths, 12)
-    assert best <= len(fs.pack_lengths(lengths, 12)) <= 11 * best / 9 + 6 / 9
-
-
-@pytest.mark.parametrize("capacity", [1023, 1024, 1025, 4096, 1 << 20])
-def test_many_rows_fill_packs(capacity: int) -> None:
-    generator = random.Random(0)
-    lengths = [generator.randint(1, capacity // 3) for _ in range(5000)]
-    packs = fs.pack_lengths(lengths, capacity)
-    assert max(sum(lengths[row] for row in pack) for pack in packs) <= capacity
-    assert sorted(itertools.chain(*packs)) == list(range(5000))
-    assert len(packs) <= math.ceil(sum(lengths) / capacity) + 5
-
-
 def test_a_quarter_of_a_million_lengths_take_no_quadratic_time() -> None:
     generator = random.Random(0)
     lengths = [generator.randint(1, 4096) for _ in range(250_000)]
     start = time.process_time()
     fs.pack_lengths(lengths, 4096)
     assert time.process_time() - start < 2, "about 0.3 s; benchmarks/speed/packing.py measures"
-
-
-@pytest.mark.parametrize(
-    ("lengths", "capacity", "error", "match"),
-    [
-        ([3, 9], 8, ValueError, "row 1 has 9 tokens, a pack holds 1 to 8; truncate"),
-        ([3, 0], 8, ValueError, "row 1 has 0 tokens.*empty rows"),
-        ([-1], 8, ValueError, "row 0 has -1 tokens"),
-        ([3.0], 8, TypeError, "float"),
-        (["3"], 8, TypeError, "str"),
-        (torch.tensor([1.5]), 8, TypeError, "float"),
-        (torch.ones(2, 2, dtype=torch.int64), 8, TypeError, "list"),
-        ([1], 0, ValueError, "capacity"),
-        ([1], True, ValueError, "capacity"),
-        ([1], 8.0, ValueError, "capacity"),
-        ([10**30], 8, ValueError, "row 0"),
-    ],
-)
-def test_bad_lengths_are_refused(lengths: Any, capacity: Any, error: type, match: str) -> None:
-    with pytest.raises(error, match=match):
-        fs.pack_lengths(lengths, capacity)
-
-
-def test_no_lengths_give_no_packs() -> None:
-    assert fs.pack_lengths([], 8) == []
 
 
 def as_lists(batch: dict[str, torch.Tensor]) -> dict[str, list[int]]:
@@ -170,21 +104,6 @@ def test_bad_rows_are_refused(rows: Any, match: str) -> None:
         fs.PackedCollator(max_length=4)(rows)
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"max_length": 0}, ValueError),
-        ({"max_length": True}, ValueError),
-        ({"max_length": 4.0}, ValueError),
-        ({"max_length": 4, "padding": "fixed"}, ValueError),
-        ({"max_length": 4, "pad_to_multiple_of": -8}, ValueError),
-    ],
-)
-def test_bad_collator_options_are_refused(options: dict[str, Any], error: type) -> None:
-    with pytest.raises(error, match=next(reversed(options))):
-        fs.PackedCollator(**options)
-
-
 def test_sizes_of_rows() -> None:
     assert fs.row_sizes([row(5, 6, 7), row(8), row(9, 10, targets=0)]) == ([3, 1, 2], [2, 0, 0])
     with pytest.raises(ValueError, match="row 1: "):
@@ -206,45 +125,3 @@ def test_gradients_of_a_pack_are_the_sum_over_its_rows(family: str, attention: s
     assert model.config.use_cache is True
     assert float(packed.detach()) == pytest.approx(loss, rel=1e-6)
     assert largest_error(actual, expected) < 1e-6
-
-
-def test_the_plain_call_leaks_so_that_the_test_above_can_fail() -> None:
-    model = tiny_model("llama", use_cache=True)
-    rows = drawn_rows(6)
-    _, expected = gradients_of_separate_rows(model, rows)
-    batch = fs.PackedCollator(max_length=128)(rows)
-    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
-    F.cross_entropy(logits[0, :-1], batch["labels"][0, 1:], reduction="sum").backward()
-    actual = {name: p.grad for name, p in model.named_parameters()}
-    assert largest_error(actual, expected) > 1e-2, "with a cache, transformers does not look at position_ids"
-
-
-@pytest.mark.skipif("FSDP_SFT_DATA" not in os.environ, reason="FSDP_SFT_DATA names no folder of chat data")
-@pytest.mark.parametrize("name", ["alpaca_en_demo.json", "v1_sft_demo.jsonl"])
-def test_real_chats_pack_to_the_lower_bound_and_come_back_whole(name: str) -> None:
-    from tests.harness import chat_templates as ct
-
-    text = (Path(os.environ["FSDP_SFT_DATA"]) / name).read_text()
-    chats = json.loads(text) if name.endswith(".json") else list(map(json.loads, text.splitlines()))
-    tokenizer = ct.byte_tokenizer("chatml")
-    rows = [fs.encode_chat(chat, tokenizer, max_length=8192) for chat in chats[:300]]
-    lengths, targets = fs.row_sizes(rows)
-    assert targets == [one.num_targets for one in rows]
-    packs = fs.pack_lengths(lengths, 8192)
-    assert len(packs) <= math.ceil(sum(lengths) / 8192) + 1
-    sampler = fs.PackedSampler(lengths, max_length=8192, num_targets=targets, num_replicas=1, rank=0)
-    loader = DataLoader(rows, batch_sampler=sampler, collate_fn=fs.PackedCollator(max_length=8192))
-    seen: Counter[Any] = Counter()
-    counted = 0
-    for batch in loader:
-        starts = (batch["position_ids"][0] == 0).nonzero()[:, 0].tolist()
-        seen.update(tuple(part.tolist()) for part in batch["input_ids"][0].tensor_split(starts[1:]))
-        counted += fs.count_targets([batch])
-    assert seen == Counter(tuple(one.input_ids) for one in rows)
-    assert counted == sum(targets)
-
-
-@pytest.mark.parametrize("options", [{"pad_token_id": None}, {"pad_token_id": -1}, {"pad_to_multiple_of": 0}])
-def test_padding_that_cannot_be(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        fs.PackedCollator(max_length=8, **options)

@@ -57,25 +57,6 @@ def test_a_stream_is_packed_within_its_buffer(ranks: int) -> None:
     assert source.read == 17
 
 
-@pytest.mark.parametrize("later", [1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("kind", [list, Source])
-def test_a_resumed_stream_loses_no_row_and_repeats_none(kind: Any, ranks: int, later: int) -> None:
-    whole = take_rows(streams(ranks, STREAMED))
-    for done in range(0, len(whole), 3):
-        first = streams(ranks, kind(STREAMED))
-        start = take_rows(first, done)
-        state = json.loads(json.dumps(first[-1].state_dict()))
-        source = kind(STREAMED)
-        second = streams(later, source)
-        for stream in second:
-            stream.load_state_dict(state)
-        rest = take_rows(second)
-        assert ids_of(start) + ids_of(rest) == ALL_IDS
-        if ranks == later:
-            assert start + rest == whole
-
-
 def test_a_stream_goes_on_to_its_next_epoch() -> None:
     (stream,) = streams(1, STREAMED)
     whole = take_rows([stream])
@@ -102,19 +83,6 @@ def test_a_stream_feeds_a_loader_and_tokenised_rows_may_come_from_workers() -> N
         list(DataLoader(stream, batch_size=None, collate_fn=collator, num_workers=1))
 
 
-def test_windows_report_the_packs_of_a_stream() -> None:
-    (stream,) = streams(1, STREAMED)
-    loader = DataLoader(stream, batch_size=None, collate_fn=fs.PackedCollator(max_length=48))
-    whole = [[b["input_ids"].tolist() for b in window] for window in fs.windows(loader, 2)]
-    assert (stream.epoch, stream.position) == (1, 0)
-    next(itertools.islice(fs.windows(loader, 2), 4, None))
-    assert stream.position == 10
-    (resumed,) = streams(1, STREAMED)
-    resumed.load_state_dict(stream.state_dict())
-    loader = DataLoader(resumed, batch_size=None, collate_fn=fs.PackedCollator(max_length=48))
-    assert [[b["input_ids"].tolist() for b in window] for window in fs.windows(loader, 2)] == whole[5:]
-
-
 def test_a_bad_row_of_a_stream_is_named() -> None:
     rows = [*STREAMED[:20], row(*range(1, 60))]
     with pytest.raises(ValueError, match="row 3 has 59 tokens") as caught:
@@ -122,37 +90,6 @@ def test_a_bad_row_of_a_stream_is_named() -> None:
     assert "from row 17 of the stream" in caught.value.__notes__[0]
     with pytest.raises(ValueError, match="labels"):
         list(streams(1, [{"input_ids": [1]}])[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"buffer_size": 0}, ValueError),
-        ({"buffer_size": True}, ValueError),
-        ({"max_length": 1.5}, ValueError),
-    ],
-)
-def test_impossible_streams_are_refused(options: dict[str, Any], error: type) -> None:
-    with pytest.raises(error, match=next(iter(options))):
-        streams(1, STREAMED, **options)
-    with pytest.raises(ValueError, match="rank must be in"):
-        fs.PackedStream(STREAMED, max_length=48, num_replicas=2, rank=-1)
-
-
-def test_states_of_other_streams_are_refused() -> None:
-    (stream,) = streams(1, STREAMED)
-    state = stream.state_dict()
-    for key in ("max_length", "buffer_size"):
-        with pytest.raises(ValueError, match=f"{key}={state[key] + 1}"):
-            stream.load_state_dict({**state, key: state[key] + 1})
-    with pytest.raises(ValueError, match="lacks"):
-        stream.load_state_dict({"epoch": 1})
-
-
-def test_a_generator_which_is_empty_in_the_second_epoch_is_refused() -> None:
-    for rows in ((one for one in STREAMED), iter(STREAMED), map(dict, STREAMED)):
-        with pytest.raises(TypeError, match="read again in each epoch"):
-            fs.PackedStream(rows, max_length=48)
 
 
 class Shuffling(Source):
@@ -165,23 +102,6 @@ class Shuffling(Source):
 
     def __iter__(self) -> Any:
         return iter(self.rows[self.epoch :] + self.rows[: self.epoch])
-
-
-def test_the_stream_is_told_its_epoch() -> None:
-    rows = [row(*[number] * 7) for number in range(12)]
-    (stream,) = streams(1, Shuffling(rows), max_length=7)
-    for epoch in range(3):
-        packs = list(stream)
-        assert [pack[0]["input_ids"] for pack in packs] == [
-            one["input_ids"] for one in rows[epoch:] + rows[:epoch]
-        ]
-        stream.mark_consumed(len(packs))
-    stream.end_epoch()
-    stream.set_epoch(1)
-    assert next(iter(stream))[0]["input_ids"] == rows[1]["input_ids"]
-    stream.mark_consumed(3)
-    stream.set_epoch(1)
-    assert stream.position == 3
 
 
 class Files(Shuffling):

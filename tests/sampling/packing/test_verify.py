@@ -88,24 +88,12 @@ class CountsByIndex(Wrapped):
         return {**inputs, "position_ids": index**2 // 16, "attention_mask": seen}
 
 
-class NoPositions(tf.LlamaForCausalLM):
-    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> Any:  # type: ignore[override]
-        return super().forward(input_ids, use_cache=use_cache)
-
-
-class Breaks(Wrapped):
-    def changed(self, input_ids: torch.Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
-        raise RuntimeError("no kernel for this")
-
-
 @pytest.mark.parametrize(
     ("cls", "match"),
     [
         (Deaf, "not kept apart by Deaf"),
         (Caching, "not kept apart by Caching"),
         (CountsByIndex, "not kept apart by CountsByIndex"),
-        (NoPositions, "NoPositions .* cannot run a pack of 64 tokens with position_ids"),
-        (Breaks, "Breaks with sdpa attention cannot run a pack of 64 tokens.*no kernel for this"),
     ],
 )
 def test_what_a_forward_may_do_wrong_is_found(cls: type, match: str) -> None:
@@ -137,17 +125,6 @@ def test_weights_that_tell_nothing_are_refused() -> None:
         model.lm_head.weight.fill_(math.nan)
     with pytest.raises(fs.PackingError, match="not finite"):
         fs.verify_packing(model, max_length=64)
-
-
-def test_a_model_without_weights_is_refused() -> None:
-    with pytest.raises(fs.PackingError, match="cannot run a pack"):
-        fs.verify_packing(tiny_model("llama").to("meta"), max_length=64)
-
-
-@pytest.mark.parametrize("max_length", [0, True, 4.0, None])
-def test_bad_lengths_of_the_probe_are_refused(max_length: Any) -> None:
-    with pytest.raises(ValueError, match="max_length"):
-        fs.verify_packing(tiny_model("llama"), max_length=max_length)
 
 
 def test_a_pack_may_be_longer_than_the_positions_a_model_has() -> None:
@@ -276,17 +253,6 @@ def test_a_refusal_leaves_the_process_able_to_compile() -> None:
             fs.verify_packing(model, max_length=64)
     torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2))
     assert len(compiled) == 2
-
-
-def test_a_token_that_goes_to_another_expert_for_a_rounding_is_no_leak() -> None:
-    # Which model has a token so near to another expert depends on how the processor's kernels round.
-    experts = {"num_local_experts": 64, "num_hidden_layers": 6, "dtype": torch.bfloat16}
-    for seed in range(40):
-        report = fs.verify_packing(tiny_model("mixtral", seed=seed, **experts), max_length=100)
-        assert report.leak == 0
-        if report.error > report.tolerance:
-            break
-    assert report.tolerance < report.error < report.unpacked / 4
 
 
 @pytest.mark.parametrize(

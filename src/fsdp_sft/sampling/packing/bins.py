@@ -40,22 +40,32 @@ def pack_lengths(lengths: Iterable[int], capacity: int) -> list[list[int]]:
     for row, size in enumerate(sizes):
         rows_of.setdefault(size, []).append(row)
     packs: list[list[int]] = []
-    # Packs with room left, by their free tokens: the smallest number that is at least a row's length belongs
-    # to the fullest pack that can take the row.
-    open_packs = _Fullest()
+    # Packs with room left, by their free tokens; of several with equally many the last is found first.
+    open_packs: dict[int, list[list[int]]] = {}
+    free_sizes: list[int] = []  # of these packs, each number once, ascending
     for size in sorted(rows_of, reverse=True):
         rows, taken = rows_of[size], 0
         while taken < len(rows):
-            free, pack = open_packs.pop(size) or (capacity, [])
-            if not pack:
+            # The smallest number that is at least a row's length is of the fullest pack with room for it.
+            fullest = bisect_left(free_sizes, size)
+            if fullest == len(free_sizes):
+                free, pack = capacity, list[int]()
                 packs.append(pack)
+            else:
+                free = free_sizes[fullest]
+                pack = open_packs[free].pop()
+                if not open_packs[free]:
+                    del open_packs[free], free_sizes[fullest]
             # Of all packs with room for this length, this one is the fullest even after it has taken a row,
             # so it takes all further rows of the same length that fit.
             fitting = rows[taken : taken + free // size]
             taken += len(fitting)
             pack += fitting
-            if free > size * len(fitting):
-                open_packs.add(free - size * len(fitting), pack)
+            left = free - size * len(fitting)
+            if left:
+                if left not in open_packs:
+                    insort(free_sizes, left)
+                open_packs.setdefault(left, []).append(pack)
     return packs
 
 
@@ -109,29 +119,3 @@ def as_ints(values: Iterable[int]) -> list[int]:
     """The values, of a list, a tensor or an array, as a list of ints; TypeError if one is no integer."""
     listed: list[Any] = values.tolist() if hasattr(values, "tolist") else list(values)
     return listed if set(map(type, listed)) <= {int} else [operator.index(value) for value in listed]
-
-
-class _Fullest:
-    """Packs with room left, by their free tokens; of several with equally many the last is found first."""
-
-    def __init__(self) -> None:
-        self._free: list[int] = []  # each number once, ascending
-        self._packs: dict[int, list[list[int]]] = {}
-
-    def add(self, free: int, pack: list[int]) -> None:
-        """Add a pack with so many free tokens."""
-        same = self._packs.setdefault(free, [])
-        if not same:
-            insort(self._free, free)
-        same.append(pack)
-
-    def pop(self, least: int) -> tuple[int, list[int]] | None:
-        """(free tokens, pack) of the fullest pack with at least so many, which is removed; None without."""
-        index = bisect_left(self._free, least)
-        if index == len(self._free):
-            return None
-        free = self._free[index]
-        pack = self._packs[free].pop()
-        if not self._packs[free]:
-            del self._free[index]
-        return free, pack

@@ -83,7 +83,9 @@ class PackedCollator:
                 f"the {len(rows)} rows of a pack have {total} tokens, max_length is "
                 f"{self.max_length}; give PackedSampler the same max_length, and the lengths of these rows"
             )
-        filler = self._padding(total)
+        # At least two tokens, the fewest with which a loss has something to shift.
+        target = self.max_length if self.padding == "max_length" else max(total, 2)
+        filler = target + -target % self.pad_to_multiple_of - total
         # Arrays, since torch.tensor(lists) converts item by item and takes several times as long.
         input_ids, labels = array("q"), array("q")
         for chat in chats:
@@ -97,12 +99,6 @@ class PackedCollator:
             "labels": torch.frombuffer(labels, dtype=torch.int64)[None],
             "position_ids": positions[None],
         }
-
-    def _padding(self, length: int) -> int:
-        """Number of padding tokens for a pack of ``length`` tokens."""
-        # At least two tokens, the fewest with which a loss has something to shift.
-        target = self.max_length if self.padding == "max_length" else max(length, 2)
-        return target + -target % self.pad_to_multiple_of - length
 
 
 def row_sizes(rows: Iterable[Row]) -> tuple[list[int], list[int]]:

@@ -2,8 +2,8 @@
 
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -88,7 +88,13 @@ class PackedSampler(OrderedSampler[list[int]]):
         super().__init__(num_replicas, rank, mesh)
         self._lengths = array("q", check_lengths(lengths, max_length))
         self._targets = array("q", self._lengths if num_targets is None else as_ints(num_targets))
-        self._check_rows()
+        if not self._lengths:
+            raise ValueError("there are no rows to pack; check what filter_rows kept")
+        if len(self._targets) != len(self._lengths):
+            raise ValueError(
+                f"num_targets has {len(self._targets)} entries, lengths {len(self._lengths)}; "
+                "row_sizes returns both"
+            )
         if mixture is not None and sum(mixture.sizes) != len(self._lengths):
             raise ValueError(
                 f"lengths has {len(self._lengths)} entries, the data sets have {mixture.sizes} rows"
@@ -96,10 +102,15 @@ class PackedSampler(OrderedSampler[list[int]]):
         self._mixture = mixture
         self.max_length, self.shuffle, self.seed = max_length, shuffle, seed
         self._cost = None if cost is None else (float(cost[0]), float(cost[1]))
-        if self._cost and not (min(self._cost) >= 0 and 0 < sum(self._cost) < float("inf")):
-            raise ValueError(f"numbers of cost must be finite, not negative, and not both 0, got {cost!r}")
-        self.epoch = 0
-        self.position = 0
+        self._source = {
+            "num_rows": len(self._lengths),
+            "max_length": max_length,
+            "seed": seed,
+            "shuffle": int(shuffle),
+            "cost": None if self._cost is None else list(self._cost),
+            "rows_crc32": zlib.crc32(self._targets.tobytes(), zlib.crc32(self._lengths.tobytes())),
+            **source_of(mixture),
+        }
         self._ranks = self.num_replicas  # with which the epoch has begun
         self._packs: tuple[tuple[int, int], list[list[int]]] | None = None
 
@@ -111,29 +122,12 @@ class PackedSampler(OrderedSampler[list[int]]):
         self._ranks = int(state["ranks"])
         super()._restored(state)
 
-    def _share(self) -> Iterator[list[int]]:
-        packs, ranks = self._order(), self.num_replicas
-        for start in range(self.position, len(packs), ranks):
-            dealt = deal(packs[start : start + ranks], self._weight, ranks)
-            # A round's packs are roughly sorted by size; ranks take turns, so that none gets all large ones.
-            yield dealt[(self.rank + start // ranks) % ranks]
-
-    def _rounds_left(self) -> int:
-        return max(-(-(len(self._order()) - self.position) // self.num_replicas), 0)
-
-    def _source(self) -> dict[str, Any]:
-        return {
-            "num_rows": len(self._lengths),
-            "max_length": self.max_length,
-            "seed": self.seed,
-            "shuffle": int(self.shuffle),
-            "cost": None if self._cost is None else list(self._cost),
-            "rows_crc32": zlib.crc32(self._targets.tobytes(), zlib.crc32(self._lengths.tobytes())),
-            **source_of(self._mixture),
-        }
+    def _dealt(self, order: list[list[int]], start: int, ranks: int, rank: int) -> list[int]:
+        dealt = deal(order[start : start + ranks], self._weight, ranks)
+        # A round's packs are roughly sorted by size; ranks take turns, so that none gets all large ones.
+        return dealt[(rank + start // ranks) % ranks]
 
     def _order(self) -> list[list[int]]:
-        """Packs of the epoch for all ranks, in order."""
         if not self.position:
             self._ranks = self.num_replicas
         # An epoch of a mixture continues where the previous one ended, even without shuffling.
@@ -141,17 +135,14 @@ class PackedSampler(OrderedSampler[list[int]]):
         key = epoch, self._ranks
         if self._packs is None or self._packs[0] != key:
             generator = torch.Generator().manual_seed(self.seed + 1_000_003 * epoch)
-            rows = self._rows(epoch, generator)
+            if self._mixture is not None:
+                rows = self._mixture.rows(epoch, seed=self.seed, shuffle=self.shuffle)
+            else:
+                rows = torch.randperm(len(self._lengths), generator=generator).tolist()
             packs = pack_lengths([self._lengths[row] for row in rows], self.max_length)
             packs = [[rows[i] for i in pack] for pack in _shuffled(packs, generator)]
             self._packs = key, self._balanced(packs, self._ranks, generator)
         return self._packs[1]
-
-    def _rows(self, epoch: int, generator: torch.Generator) -> list[int]:
-        """Indices of the rows of an epoch, in the order in which they are packed."""
-        if self._mixture is not None:
-            return self._mixture.rows(epoch, seed=self.seed, shuffle=self.shuffle)
-        return torch.randperm(len(self._lengths), generator=generator).tolist()
 
     def _weight(self, row: int) -> float:
         """Weight of a row when the packs of a short round are split."""
@@ -183,40 +174,23 @@ class PackedSampler(OrderedSampler[list[int]]):
         free = self.max_length - sum(self._lengths[row] for row in pack)
         return free * _LEVELS // self.max_length, sum(self._targets[row] for row in pack)
 
-    def _check_rows(self) -> None:
-        """Raise ValueError without rows, or for impossible numbers of targets."""
-        if not self._lengths:
-            raise ValueError("there are no rows to pack; check what filter_rows kept")
-        if len(self._targets) != len(self._lengths):
-            raise ValueError(
-                f"num_targets has {len(self._targets)} entries, lengths {len(self._lengths)}; "
-                "row_sizes returns both"
-            )
-        for row, (length, targets) in enumerate(zip(self._lengths, self._targets, strict=True)):
-            if not 0 <= targets <= length:
-                raise ValueError(f"row {row} has {length} tokens and cannot have {targets} targets")
-
 
 def _shuffled(items: list[Any], generator: torch.Generator) -> list[Any]:
     """The items in random order."""
     return [items[i] for i in torch.randperm(len(items), generator=generator).tolist()]
 
 
-def attention_cost(
-    config: "PreTrainedConfig", *, attention: Literal["varlen", "full"] = "varlen"
-) -> tuple[float, float]:
+def attention_cost(config: "PreTrainedConfig") -> tuple[float, float]:
     """Coefficients ``(a, b)`` of a pack's cost, ``a * tokens + b * sum(length ** 2)``, for ``PackedSampler``.
 
     They are training FLOPs, counted as by ``model_flops_per_token`` except that a token attends only to those
     before it, half of its row on average. Layers with a sliding window or chunks count as if every row were
-    longer than the window.
+    longer than the window. They are for attention within each row (``use_varlen_attention``, flash
+    attention): where scores of the whole pack are computed, as by "sdpa", packs of equally many tokens cost
+    the same, and ``PackedSampler`` needs no ``cost``.
 
     Args:
         config: A transformers config of a decoder-only model.
-        attention: Attention scores that are computed. ``"varlen"``: those within each row, as with
-            ``use_varlen_attention`` or flash attention. ``"full"``: those of the whole pack, most of them
-            masked, as with transformers' "sdpa"; packs of equally many tokens then cost the same, and ``b``
-            is 0.
 
     Returns:
         (FLOPs per token, FLOPs per squared token).
@@ -233,9 +207,6 @@ def attention_cost(
         3072.0
         >>> sampler = fs.PackedSampler([4096] + [64] * 99, max_length=4096, cost=(a, b))
     """
-    if attention not in ("varlen", "full"):
-        raise ValueError(f"attention must be 'varlen' or 'full', got {attention!r}")
     near, far = (model_flops_per_token(config, length) for length in (_LONG, 2 * _LONG))
     growth = (far - near) / _LONG
-    per_token = near - growth * _LONG
-    return (per_token, growth / 2 if attention == "varlen" else 0.0)
+    return near - growth * _LONG, growth / 2

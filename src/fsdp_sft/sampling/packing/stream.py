@@ -82,8 +82,7 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
         self.rows = rows
         self.max_length = check_count("max_length", max_length)
         self.buffer_size = check_count("buffer_size", buffer_size)
-        self.epoch = 0
-        self.position = 0
+        self._source = {"max_length": max_length, "buffer_size": buffer_size}
 
     def __iter__(self) -> Iterator[list[Row]]:
         if get_worker_info() is not None:
@@ -91,37 +90,6 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
                 "PackedStream packs in the consuming process: use num_workers=0 here, and for tokenising in "
                 "the background PackedStream(DataLoader(rows, batch_size=None, num_workers=...), ...)"
             )
-        self._refuse_split_rows()
-        if self.is_passed_over:
-            return
-        rounds = self._rounds()
-        first = next(rounds, None)
-        if first is None and self.position:
-            self.end_epoch()
-            rounds = self._rounds()
-            first = next(rounds, None)
-        for packs in itertools.chain([first] if first is not None else [], rounds):
-            self._drawn += 1
-            yield packs[self.rank]
-
-    def mark_consumed(self, num_packs: int) -> None:
-        """Advance the position by ``num_packs`` packs on this rank and on every other."""
-        self._drawn = 0
-        self.position += num_packs * self.num_replicas
-
-    def _source(self) -> dict[str, Any]:
-        return {"max_length": self.max_length, "buffer_size": self.buffer_size}
-
-    def _rounds(self) -> Iterator[list[list[Row]]]:
-        """Rounds from the position on; packs of a short last one are split."""
-        packs = itertools.islice(self._all_packs(), self.position, None)
-        while dealt := list(itertools.islice(packs, self.num_replicas)):
-            if len(dealt) < self.num_replicas:
-                dealt = deal(dealt, lambda row: row_sizes([row])[0][0], self.num_replicas)
-            yield dealt
-
-    def _refuse_split_rows(self) -> None:
-        """Raise ValueError if the rows are split by rank already and would be split a second time."""
         rows = self.rows.dataset if isinstance(self.rows, DataLoader) else self.rows
         shares = data.shares_of_stream(rows)
         if shares > 1 and self.num_replicas > 1:
@@ -130,6 +98,29 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
                 f"{self.num_replicas} ranks would take a share of that share: rows would be lost. Give "
                 "PackedStream the whole stream, or num_replicas=1, rank=0"
             )
+        if self.is_passed_over:
+            return
+        has_rounds = False
+        for packs in self._rounds():
+            has_rounds = True
+            self._drawn += 1
+            yield packs[self.rank]
+        if not has_rounds and self.position:  # it was consumed to its end
+            self.end_epoch()
+            yield from self
+
+    def mark_consumed(self, num_packs: int) -> None:
+        """Advance the position by ``num_packs`` packs on this rank and on every other."""
+        self._drawn = 0
+        self.position += num_packs * self.num_replicas
+
+    def _rounds(self) -> Iterator[list[list[Row]]]:
+        """Rounds from the position on; packs of a short last one are split."""
+        packs = itertools.islice(self._all_packs(), self.position, None)
+        while dealt := list(itertools.islice(packs, self.num_replicas)):
+            if len(dealt) < self.num_replicas:
+                dealt = deal(dealt, lambda row: row_sizes([row])[0][0], self.num_replicas)
+            yield dealt
 
     def _all_packs(self) -> Iterator[list[Row]]:
         """Packs of the epoch, those of consumed buffers too: reading their rows takes far longer."""

@@ -43,9 +43,9 @@ _logger = logging.getLogger("fsdp_sft.sampling.packing")
 
 @dataclass
 class _Passed:
-    """Most tokens of packs for which no probe of the model has failed, by the attention that it ran."""
+    """Kept on a model: the attentions with which no probe of it has failed."""
 
-    lengths: dict[str, int] = field(default_factory=dict)
+    attentions: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,10 @@ def verify_at_first_use(
         and batch.get("attention_mask") is None
         for batch in batches
     )
-    if not can_be_packs or (own_loss and attention_of(unwrapped(model)) == "its own"):
+    attention = attention_of(unwrapped(model))
+    if not can_be_packs or (own_loss and attention == "its own"):
         return
-    done, limit = verified_length(model), row_limit(model)
+    done, limit = attention in record_of(model).kept_or_new(_Passed).attentions, row_limit(model)
     if (done and limit is None) or torch.compiler.is_compiling():
         return
     own = [pack_size(batch) for batch in batches]
@@ -167,13 +168,8 @@ def verify_at_first_use(
             "%s with %s attention gets packs, and it cannot be told whether it keeps their rows apart: with "
             "these weights rows hardly matter to each other. Call verify_packing when it has been trained",
             type(unwrapped(model)).__name__,
-            attention_of(unwrapped(model)),
+            attention,
         )
-
-
-def verified_length(model: nn.Module) -> int:
-    """Most tokens of packs for which no probe of the model has failed; 0 without a probe."""
-    return record_of(model).kept_or_new(_Passed).lengths.get(attention_of(unwrapped(model)), 0)
 
 
 def row_limit(model: nn.Module) -> int | None:
@@ -213,52 +209,31 @@ def verify(
         untold_is_error: Whether to raise if the test is inconclusive.
 
     Raises:
-        PackingError: If rows are not kept apart, or the model cannot run a pack.
+        PackingError: If rows are not kept apart.
 
     Collective: all ranks of the mesh.
     """
     report = error = None
-    told = True
-    passed, attention = record_of(model).kept_or_new(_Passed).lengths, attention_of(unwrapped(model))
+    told, limit = True, row_limit(model)
     try:
-        _check_rotations(model, longest)
+        if limit is not None and longest > limit:
+            raise PackingError(
+                f"packed rows are not kept apart by {_name(model)}: it rotates them as the longest row of "
+                f"their pack asks for, and one of {longest} tokens is beyond the {limit} up to which its "
+                "rotary embeddings (dynamic NTK, LongRoPE) do not depend on the length. Keep rows below "
+                "that, or train without packing"
+            )
         separate_rows(model)
         with preserved(model), torch.no_grad(), uncompiled():
             model.eval()
-            report = _run_probe(model, max(max_length, _SHORTEST_PROBE))
+            report = _measure(model, max(max_length, _SHORTEST_PROBE))
         told = _judge(model, report, untold_is_error)
     except Exception as caught:
         error = caught
     raise_on_mesh(error, "verifying that packed rows are kept apart", mesh)
     assert report is not None
-    passed[attention] = max(max_length, passed.get(attention, 0))
+    record_of(model).kept_or_new(_Passed).attentions.add(attention_of(unwrapped(model)))
     return report, told
-
-
-def _check_rotations(model: nn.Module, longest: int) -> None:
-    """Refuse a model that rotates all rows otherwise where one is as long as ``longest``."""
-    limit = row_limit(model)
-    if limit is not None and longest > limit:
-        raise PackingError(
-            f"packed rows are not kept apart by {_name(model)}: it rotates them as the longest row of their "
-            f"pack asks for, and one of {longest} tokens is beyond the {limit} up to which its rotary "
-            "embeddings (dynamic NTK, LongRoPE) do not depend on the length. Keep rows below that, or train "
-            "without packing"
-        )
-
-
-def _run_probe(model: nn.Module, length: int) -> PackingReport:
-    """``_measure``, with a ``PackingError`` if the model cannot run the probe."""
-    try:
-        return _measure(model, length)
-    except (PackingError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise PackingError(
-            f"{_name(model)} with {attention_of(unwrapped(model))} attention cannot run a pack "
-            f"of {length} tokens with position_ids and without a mask ({type(error).__name__}: {error}); "
-            "train it with SFTCollator, without packing, or with a shorter max_length"
-        ) from error
 
 
 def _measure(model: nn.Module, length: int) -> PackingReport:
@@ -292,9 +267,12 @@ class _Probe:
     def __init__(self, model: nn.Module, length: int) -> None:
         self.model, self.device = model, compute_device(model)
         self._generator = torch.Generator().manual_seed(0)
-        self._vocabulary, most = _text_sizes(model)
-        limit = row_limit(model)
-        self.longest = min(most or length, limit or length, length)
+        config, limit = text_config(model), row_limit(model)
+        self._vocabulary = getattr(config, "vocab_size", 8)
+        most = getattr(config, "max_position_embeddings", None)
+        if not isinstance(most, int) or most < max(_EARLIER):
+            most = length
+        self.longest = min(most, limit or length, length)
         left = length - sum(_EARLIER) - _LATER
         long_rows = [self.longest] * (left // self.longest) + [left % self.longest] * (
             left % self.longest > 0
@@ -349,7 +327,13 @@ def _judge(model: nn.Module, report: PackingReport, untold_is_error: bool) -> bo
         PackingError: If rows are not kept apart, or if it is inconclusive and ``untold_is_error``.
     """
     measured = f"{_name(model)} with {attention_of(unwrapped(model))} attention: {report}"
-    if report.error <= _most(report) and report.leak <= max(_LEAK_TOLERANCE, _TIMES_NOISE * report.noise):
+    # In a mixture of experts rounding can route a token to another expert, which changes logits by far more.
+    # If no bit of a row changes with the rows before it, a model that computes in 16 bits is therefore
+    # allowed a quarter of the difference of joined rows, which wrong positions would cause.
+    most = report.tolerance
+    if report.leak == 0 and report.tolerance >= TOLERANCES[torch.float16]:
+        most = max(report.tolerance, report.unpacked / 4)
+    if report.error <= most and report.leak <= max(_LEAK_TOLERANCE, _TIMES_NOISE * report.noise):
         if report.unpacked > _TIMES_NOISE * report.tolerance:
             return True
         if not untold_is_error:
@@ -365,25 +349,6 @@ def _judge(model: nn.Module, report: PackingReport, untold_is_error: bool) -> bo
         "another attn_implementation, or a shorter max_length if only long packs fail. Models that do not "
         "heed position_ids, or mix tokens by a recurrence or convolution unknown here, cannot be packed"
     )
-
-
-def _most(report: PackingReport) -> float:
-    """Largest ``error`` that is accepted.
-
-    In a mixture of experts, rounding can route a token to another expert, which changes logits by far more.
-    If no bit of a row changes with the rows before it, a model that computes in 16 bits is therefore allowed
-    a quarter of the difference of joined rows, which wrong positions would cause.
-    """
-    if report.leak == 0 and report.tolerance >= TOLERANCES[torch.float16]:
-        return max(report.tolerance, report.unpacked / 4)
-    return report.tolerance
-
-
-def _text_sizes(model: nn.Module) -> tuple[int, int | None]:
-    """(number of token ids; most positions of a row, or None if the model has no limit)."""
-    config = text_config(model)
-    positions = getattr(config, "max_position_embeddings", None)
-    return config.vocab_size, positions if isinstance(positions, int) and positions >= max(_EARLIER) else None
 
 
 def _name(model: nn.Module) -> str:
