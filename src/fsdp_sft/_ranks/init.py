@@ -143,7 +143,7 @@ def _existing_launch() -> Launch:
     names = [name for name in ("LOCAL_RANK", "SLURM_LOCALID")[: 1 + is_slurm_step()] if name in os.environ]
     # Without a launcher's word, assume that ranks are assigned to the node's devices in order.
     local_rank = env_int(names[0]) if names else rank % (torch.accelerator.device_count() or size)
-    local_size = env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else size
+    local_size = env_int("LOCAL_WORLD_SIZE", size)
     return Launch("existing", rank, local_rank, size, local_size, None)
 
 

@@ -213,23 +213,15 @@ def load_pretrained(
             apply_sac(model, sac_ratio)
         if compile:
             compile_blocks(model)
-    is_frozen = bool(towers) or peft_config is not None
+    if frozen_dtype is None and (towers or peft_config is not None):
+        frozen_dtype = mp_policy.param_dtype if mp_policy is not None else torch.bfloat16
     shard_model(
         model,
         mesh=mesh,
         master_dtype=master_dtype,
-        frozen_dtype=_frozen_dtype(frozen_dtype, is_frozen, mp_policy),
+        frozen_dtype=frozen_dtype,
         mp_policy=mp_policy,
         reshard_after_forward=reshard_after_forward,
     )
     model.load_report = _load(model, folder, missing="error", unexpected="error", seed=0)
     return model.train()  # type: ignore[no-any-return]
-
-
-def _frozen_dtype(
-    frozen_dtype: torch.dtype | str | None, is_frozen: bool, mp_policy: MixedPrecisionPolicy | None
-) -> torch.dtype | str | None:
-    """The dtype in which frozen shards are stored: if some were frozen, the compute dtype by default."""
-    if frozen_dtype is not None or not is_frozen:
-        return frozen_dtype
-    return mp_policy.param_dtype if mp_policy is not None else torch.bfloat16
