@@ -153,6 +153,8 @@ def test_slurm_addresses(environment: Any, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("SLURM_LAUNCH_NODE_IPADDR")
     with pytest.raises(ValueError, match=r"'no-such-node1.invalid'.*set MASTER_ADDR"):
         detect_launch()
+    with pytest.raises(ValueError, match=r"rack\[1-2\]n\[3\]' does not say the first node; set MASTER_ADDR"):
+        launches._first_host("rack[1-2]n[3]")
 
 
 @pytest.mark.parametrize(

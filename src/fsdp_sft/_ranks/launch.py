@@ -65,7 +65,7 @@ def detect_launch() -> Launch:
 
 def env_int(name: str, default: int | None = None) -> int:
     """An environment variable that must be a number, and must be set unless there is a default."""
-    found = os.environ.get(name, "" if default is None else str(default))
+    found = os.environ.get(name) or ("" if default is None else str(default))
     try:
         return int(found)
     except ValueError:
