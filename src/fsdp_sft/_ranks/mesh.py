@@ -189,7 +189,9 @@ def build_mesh(
     if cp > 1:
         connect_neighbours(whole.get_group(CP))
         made_of(whole)[_PARAMETERS] = mesh
-    _made.setdefault(world, []).append(whole)
+    made = [*_present(), whole]
+    _made.clear()  # a mesh keeps its group alive, also one that has ended
+    _made[world] = made
     return whole
 
 
