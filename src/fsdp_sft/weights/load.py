@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_sft._model.adapters import add_adapters, refuse_initialised_from_base, without_adapters
-from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.sharded import mesh_of, reshard
 from fsdp_sft._model.towers import freeze_towers as freeze_towers_of
 from fsdp_sft._model.view import base_of, inner_model, is_transformers
 from fsdp_sft._process.words import answered, check_dtypes
@@ -63,7 +63,8 @@ def load_weights(
             own does.
         CheckpointMismatchError: If the model has a tensor on the meta device that nothing has values for,
             such as adapters that ``peft.get_peft_model`` made there. Nothing has been read then.
-        UnsupportedModelError: If the adapters were initialised from other base weights.
+        UnsupportedModelError: If the adapters were initialised from other base weights, or the model is cut
+            into stages or along layers.
         ValueError: If an argument is out of range.
         TypeError: If the model is none of transformers; if it has one inside, the message names it.
 
@@ -92,6 +93,7 @@ def load_weights(
             "load_full_state_dict reads a module of one's own"
         )
     reshard(model)
+    mesh_of(model)  # refuses a model that is cut into stages or along layers
     folder = resolve_folder(name_or_path, revision=revision)
     return _load(model, folder, missing, unexpected, seed)
 
