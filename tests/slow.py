@@ -6,8 +6,6 @@ A slow test without such a one is marked in its module. On simulated devices, al
 _SHARED = "tests/attention/context_parallel/test_training.py::"
 _STEPS = f"{_SHARED}test_steps_are_those_of_one_process"
 _LAYOUTS = "tests/weights/test_load.py::test_layouts_of_older_checkpoints"
-_LAUNCH = "tests/ranks/test_distributed.py::test_a_real_launch"
-_ADDRESSES = "tests/ranks/test_distributed.py::test_slurm_addresses"
 _LOAD = "tests/weights/test_load.py::"
 _KILL = "tests/faults/test_checkpoints.py::test_a_kill_at_a_named_moment"
 _FAULTS = "tests/faults/test_checkpoints.py::"
@@ -127,8 +125,9 @@ BESIDE: dict[str, str] = {
         )
     },
     "tests/test_ports.py::": "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]",
-    f"{_LAUNCH}[slurm-2]": _ADDRESSES,
-    "tests/ranks/test_launch.py::test_torchrun_trains_as_plain_python_does": (f"{_LAUNCH}[torchrun-2]"),
+    "tests/ranks/test_launch.py::test_torchrun_trains_as_plain_python_does": (
+        "tests/ranks/test_distributed.py::test_torchrun"
+    ),
     "tests/test_long_context.py::test_two_ranks_share_rows": (f"{_STEPS}[2-shape0-options0]"),
     # Processes that are killed at every moment, or in every way, of which some stay.
     **{

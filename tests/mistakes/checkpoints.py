@@ -132,7 +132,7 @@ MISTAKES = [
     Mistake(
         "a step that is pruned while it is read is taken for damaged",
         "dcp_io/checkpoint.py",
-        "return folder != path and all_reduce_max(not folder.exists()) > 0",
+        "return folder != path and any(all_gather_objects(not folder.exists()))",
         "return False",
         ("tests/dcp_io/test_pruned.py",),
     ),
@@ -202,8 +202,8 @@ MISTAKES = [
     Mistake(
         "a rank that misses another tells nobody",
         "_ranks/tree.py",
-        "            message = self._send(child, [message]) or message",
-        "            self._send(child, [self._message(_FINE, message[_HEAD.size :])])",
+        "            message = self._send(child, message) or message",
+        "            self._send(child, (None, message[1]))",
         ("tests/ranks/test_tree.py",),
     ),
     Mistake(

@@ -100,7 +100,7 @@ MISTAKES = [
         "_ranks/rendezvous.py",
         'meeting = restart.add(f"meetings-of-{rank}", 1)',
         'meeting = _own_keys.__dict__["met"] = _own_keys.__dict__.get("met", 0) + 1',
-        ("tests/ranks/test_rendezvous.py",),
+        ("tests/ranks/test_distributed.py",),
     ),
     Mistake(
         "the value of a token is shown",

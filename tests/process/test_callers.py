@@ -1,4 +1,4 @@
-"""Warnings point at the caller's line, and errors of ranks in different calls name the public function."""
+"""Warnings point at the caller's line."""
 
 import operator
 import warnings
@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fsdp_sft as fs
 from fsdp_sft._process.callers import warn_caller
-from tests.harness.device import mesh_here
 from tests.harness.models import ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
 
 HERE = Path(__file__).name
 
@@ -45,17 +42,3 @@ def test_a_warning_outside_of_the_library_is_of_its_line() -> None:
     with pytest.warns(UserWarning, match="text") as caught:
         warn_caller("text")
     assert Path(caught[0].filename).name == HERE
-
-
-def _check_different_calls() -> None:
-    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
-    batch = ragged_batches(1)[0]
-    with pytest.raises(fs.RemoteRankError, match=rf"train_step \({HERE}:\d+\).*evaluate \({HERE}:\d+\)"):
-        if dist.get_rank() == 0:
-            fs.train_step(model, [batch], torch.optim.SGD(model.parameters(), lr=0.1))
-        else:
-            fs.evaluate(model, [batch])
-
-
-def test_ranks_in_different_calls_are_told_the_public_names() -> None:
-    run_distributed(_check_different_calls, 2)

@@ -150,4 +150,5 @@ def test_gloo_without_descriptors_is_no_lost_rank() -> None:
         agree.answered(),
     ):
         raise error
-    assert not limits.says_too_many_files(RuntimeError("Connection closed by peer"))
+    with pytest.raises(fs.LostRankError), agree.answered():
+        raise RuntimeError("Connection closed by peer")

@@ -108,9 +108,3 @@ def _check_a_part() -> None:
 
 def test_a_mesh_of_some_ranks_is_refused() -> None:
     run_distributed(_check_a_part, 4)
-
-
-def test_what_is_no_mesh_is_refused() -> None:
-    for call in _calls_without_a_model(mesh=2):
-        with pytest.raises(TypeError, match="mesh must be a DeviceMesh"):
-            call()

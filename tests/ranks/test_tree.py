@@ -1,11 +1,9 @@
-"""The tree over which ranks agree: what comes around, how many messages it takes, and a rank that is lost."""
+"""The tree over which ranks agree: what comes around, and a rank that is lost."""
 
-import math
 import os
 import re
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -28,39 +26,6 @@ def _come_around() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_what_all_ranks_have_comes_around_in_their_order(world_size: int) -> None:
     run_distributed(_come_around, world_size, timeout=60)
-
-
-def _messages_of(action: object) -> int:
-    """How many messages this rank sends or receives."""
-    with mock.patch.object(Tree, "_pass", autospec=True, side_effect=Tree._pass) as passed:
-        action()  # type: ignore[operator]
-        return sum(len(call.args[2]) > 0 for call in passed.call_args_list)
-
-
-def _no_error() -> None:
-    with agree.agreed("doing nothing"):
-        pass
-
-
-def _count() -> list[int]:
-    actions = [
-        lambda: agree.all_reduce_sum([0.1] * 32),  # a step's have fewer
-        _no_error,
-        lambda: agree.all_gather_objects(None),
-        lambda: agree.through_rank_0("deciding", lambda: 1, sum),
-        lambda: agree.share("x"),
-    ]
-    agree.control_group()
-    return [_messages_of(action) for action in actions]
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 6])
-def test_messages_grow_with_the_logarithm(world_size: int) -> None:
-    by_rank = run_distributed(_count, world_size, timeout=60)
-    for way, of_ranks in enumerate(zip(*by_rank, strict=True)):
-        # Each of the N - 1 edges is used once up and once down, by two ranks.
-        assert sum(of_ranks) == 4 * (world_size - 1), way
-        assert max(of_ranks) <= 2 * math.ceil(math.log2(world_size)), way
 
 
 def _lose(lost: int, folder: Path) -> None:

@@ -42,29 +42,17 @@ def check_sizes(numbers: Any, what: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def parse_json(text: bytes, what: str, *, finite: bool = False, **hooks: Any) -> Any:
-    """The value of a JSON text.
-
-    Args:
-        text: The text, in UTF-8.
-        what: What it is, for the message.
-        finite: Whether NaN and infinities are refused, which JSON does not have and Python writes.
-        hooks: Further arguments of ``json.loads``.
+def parse_json(text: bytes, what: str) -> Any:
+    """The value of a JSON text in UTF-8.
 
     Raises:
         ValueError: If it is not JSON, is nested too deeply, or has half of a surrogate pair in a text; the
             message begins with ``what``.
     """
-    if finite:
-        hooks["parse_constant"] = _refuse_constant
     try:
-        value = json.loads(text.decode(), **hooks)
+        value = json.loads(text.decode())
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} is not JSON: {error}") from None
     return value
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number in JSON")

@@ -104,21 +104,13 @@ def _decode_tagged(value: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -
         return tensors[value["key"]]
     if kind == "bytes":
         return base64.b64decode(value["base64"], validate=True)
-    if kind == "dtype":
-        return _dtype(str(value["name"]))
+    if kind == "dtype" and isinstance(dtype := getattr(torch, str(value["name"])), torch.dtype):
+        return dtype  # and no other attribute of torch
     if kind in ("dict", "Counter"):
         pairs = {_checked(decode(key)): decode(item, tensors) for key, item in value["items"]}
         return pairs if kind == "dict" else Counter(pairs)
     sequences = {cls.__name__: cls for cls in _SEQUENCES}
     return sequences[kind](decode(item, tensors) for item in value["items"])
-
-
-def _dtype(name: str) -> torch.dtype:
-    """The dtype of that name; other attributes of torch are refused."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
-    return dtype
 
 
 def _checked(key: Any) -> Any:

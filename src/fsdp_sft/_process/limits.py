@@ -27,22 +27,17 @@ def blame_no_file(error: BaseException, path: object) -> None:
     Raises:
         OSError: If there are no descriptors or memory left, or the process may not read the file.
     """
-    if says_too_many_files(error):
-        raise too_many_files(f"reading {path}") from error
+    blame_the_limit(error, f"reading {path}")
     if isinstance(error, OSError) and error.errno in _OF_THE_PROCESS:
         raise error
 
 
-def says_too_many_files(error: BaseException) -> bool:
-    """Whether an error's text says that there are no descriptors left; some libraries raise no OSError."""
-    return os.strerror(errno.EMFILE).lower() in str(error).lower()
-
-
-def too_many_files(doing: str) -> OSError:
-    """The error to raise when descriptors have run out."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return OSError(
-        errno.EMFILE,
-        f"too many open files while {doing}: this process may have {soft}; raise the limit before the start "
-        "(ulimit -n, LimitNOFILE= of a service, --ulimit nofile= of a container)",
-    )
+def blame_the_limit(error: BaseException, doing: str) -> None:
+    """Raise an ``OSError`` if an error, of whatever type, says that there are no descriptors left."""
+    if os.strerror(errno.EMFILE).lower() in str(error).lower():
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise OSError(
+            errno.EMFILE,
+            f"too many open files while {doing}: this process may have {soft}; raise the limit before the "
+            "start (ulimit -n, LimitNOFILE= of a service, --ulimit nofile= of a container)",
+        ) from error

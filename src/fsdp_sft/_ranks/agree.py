@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from fsdp_sft._compat.groups import careful_gloo
 from fsdp_sft._process.callers import outermost_call
-from fsdp_sft._process.limits import says_too_many_files, too_many_files
+from fsdp_sft._process.limits import blame_the_limit
 from fsdp_sft._ranks.tree import Tree
 from fsdp_sft.errors import LostRankError, RemoteRankError, abridged
 
@@ -135,8 +135,7 @@ def answered() -> Iterator[None]:
         raise
     except RuntimeError as error:  # gloo's errors have no type of their own
         detail = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
-        if says_too_many_files(error):
-            raise too_many_files(f"connecting to another rank ({detail})") from error
+        blame_the_limit(error, f"connecting to another rank ({detail})")
         raise LostRankError(
             f"another rank has died, or has not answered within {_timeout.total_seconds():g} s ({detail}); "
             "end the job and start it again: it continues from its last checkpoint. If that rank came to the "
@@ -175,14 +174,6 @@ def all_reduce_sum(values: list[float]) -> list[float]:
 
     own = list(map(float, values))
     return _decided(f"sum of {len(own)}", "adding", None, own, added)
-
-
-def all_reduce_max(value: int) -> int:
-    """The largest of all ranks' values.
-
-    Collective: all ranks.
-    """
-    return _decided("most", "comparing", None, value, lambda everyone: int(max(everyone)))
 
 
 def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | None:

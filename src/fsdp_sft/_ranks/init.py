@@ -113,7 +113,10 @@ def init_distributed(
             *(launch.rank, launch.world_size, socket.gethostname(), device),
             f"{launch.launcher} {launch.details}".strip(),
         )
-        meet(launch, backend or _default_backend(device_type), timeout)
+        if backend is None:  # gloo serves CPU tensors beside an accelerator's too
+            default = dist.get_default_backend_for_device(device_type)
+            backend = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:{default}"
+        meet(launch, backend, timeout)
     if is_distributed():
         control_group(timeout)
     return DistributedContext(
@@ -143,7 +146,7 @@ def _existing_launch() -> Launch:
     names = [name for name in ("LOCAL_RANK", "SLURM_LOCALID")[: 1 + is_slurm_step()] if name in os.environ]
     # Without a launcher's word, assume that ranks are assigned to the node's devices in order.
     local_rank = env_int(names[0]) if names else rank % (torch.accelerator.device_count() or size)
-    local_size = env_int("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else size
+    local_size = env_int("LOCAL_WORLD_SIZE", size)
     return Launch("existing", rank, local_rank, size, local_size, None)
 
 
@@ -169,13 +172,6 @@ def _select_device(device_type: str, launch: Launch) -> torch.device:
         )
     torch.accelerator.set_device_index(index)
     return torch.device(device_type, index)
-
-
-def _default_backend(device_type: str) -> str:
-    """Backend for a device type: gloo for the CPU, and torch's default for an accelerator beside it."""
-    if device_type == "cpu":
-        return "gloo"
-    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 def _backend_name() -> str:

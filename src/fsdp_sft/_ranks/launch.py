@@ -3,8 +3,8 @@
 import os
 import re
 import socket
-import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 # Slurm numbers steps that srun did not start (batch script, interactive shell, ...) from here up:
@@ -63,9 +63,9 @@ def detect_launch() -> Launch:
     return Launch("single", 0, 0, 1, 1, None)
 
 
-def env_int(name: str) -> int:
-    """An environment variable that must be a number."""
-    found = os.environ.get(name, "")
+def env_int(name: str, default: int | None = None) -> int:
+    """An environment variable that must be a number, and must be set unless there is a default."""
+    found = os.environ.get(name) or ("" if default is None else str(default))
     try:
         return int(found)
     except ValueError:
@@ -94,19 +94,12 @@ def restarts_to_set_apart() -> int:
     (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). With this number in them keys are new after each restart. Agents of
     several nodes may count differently, so with several agents this is 0.
     """
-    is_alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    return (
-        env_int("TORCHELASTIC_RESTART_COUNT")
-        if is_alone and "TORCHELASTIC_RESTART_COUNT" in os.environ
-        else 0
-    )
+    return env_int("TORCHELASTIC_RESTART_COUNT", 0) if env_int("GROUP_WORLD_SIZE", 1) == 1 else 0
 
 
 def _torchrun_launch() -> Launch:
     """The place that torchrun's variables give, or those of a launcher that sets the same."""
-    rank, world_size = env_int("RANK"), env_int("WORLD_SIZE")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"RANK={rank} is not in [0, WORLD_SIZE={world_size})")
+    rank, world_size = _rank_of("RANK", "WORLD_SIZE")
     ranks = [env_int(name) for name in _LOCAL_RANKS if os.environ.get(name)]
     sizes = [env_int(name) for name in _LOCAL_SIZES if os.environ.get(name)]
     if not ranks and sizes and sizes[0] != 1:
@@ -126,70 +119,55 @@ def _torchrun_launch() -> Launch:
 def _slurm_launch() -> Launch:
     """This task's place in its Slurm step, and where the step's ranks meet."""
     tasks = "SLURM_NTASKS" if "SLURM_STEP_NUM_TASKS" not in os.environ else "SLURM_STEP_NUM_TASKS"
-    rank, local_rank, world_size = env_int("SLURM_PROCID"), env_int("SLURM_LOCALID"), env_int(tasks)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"SLURM_PROCID={rank} is not in [0, {tasks}={world_size})")
+    rank, world_size = _rank_of("SLURM_PROCID", tasks)
     where = f"job {os.environ.get('SLURM_JOB_ID', '?')}, step {os.environ['SLURM_STEP_ID']}"
     if world_size == 1:
         return Launch("slurm", 0, 0, 1, 1, None, where)
     address = (os.environ.get("MASTER_ADDR") or _master_address()).strip("[]")
-    port = env_int("MASTER_PORT") if os.environ.get("MASTER_PORT") else _port()
+    # By job and step, so that ranks of neighbouring jobs on shared nodes do not meet.
+    port = 20000 + (env_int("SLURM_JOB_ID", 0) * 7 + env_int("SLURM_STEP_ID")) % 20000
+    port = env_int("MASTER_PORT", port)
     meeting = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
     details = f"{where}, node {os.environ.get('SLURMD_NODENAME', '?')}, meeting at {meeting}"
-    return Launch("slurm", rank, local_rank, world_size, _local_world_size(), meeting, details)
+    return Launch("slurm", rank, env_int("SLURM_LOCALID"), world_size, _local_world_size(), meeting, details)
+
+
+def _rank_of(rank_name: str, size_name: str) -> tuple[int, int]:
+    """(rank, world size) of two variables."""
+    rank, world_size = env_int(rank_name), env_int(size_name)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"{rank_name}={rank} is not in [0, {size_name}={world_size})")
+    return rank, world_size
 
 
 def _local_world_size() -> int:
     """This node's entry of a list such as ``4(x2),3``: four tasks on two nodes, then three on one."""
     listed = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
     counts: list[int] = []
-    for part in listed.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={listed!r} is not a list such as '4(x2),3'")
-        counts += [int(match[1])] * int(match[2] or 1)
-    node = env_int("SLURM_NODEID") if "SLURM_NODEID" in os.environ else 0
-    return counts[min(node, len(counts) - 1)]
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):
+        counts += [int(count)] * int(times or 1)
+    return counts[min(env_int("SLURM_NODEID", 0), len(counts) - 1)]
 
 
 def _master_address() -> str:
     """The address of rank 0's node."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
-    if not nodes:
-        raise ValueError("inside a Slurm step, but SLURM_STEP_NODELIST is not set; set MASTER_ADDR")
     first = _first_host(nodes)
-    try:
+    with suppress(OSError):
         socket.getaddrinfo(first, None)
-    except OSError:
-        # A node's name may not resolve (several slurmd on one host). Then srun's address is used.
-        launch = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
-        if not launch:
-            raise ValueError(
-                f"the first node {first!r} of SLURM_STEP_NODELIST={nodes!r} has no address; set MASTER_ADDR"
-            ) from None
-        return launch
-    return first
+        return first
+    # A node's name may not resolve (several slurmd on one host). Then srun's address is used.
+    launch = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    if not launch:
+        raise ValueError(
+            f"the first node {first!r} of SLURM_STEP_NODELIST={nodes!r} has no address; set MASTER_ADDR"
+        )
+    return launch
 
 
 def _first_host(nodes: str) -> str:
     """The first name of a Slurm node list such as ``gpu[03-05,9],login1``."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", nodes)
-    if match is None:
-        raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} is not a Slurm node list; set MASTER_ADDR")
-    prefix, numbers, suffix = match[1], match[2], match[3]
-    if numbers is None:
-        return prefix
-    if "[" in suffix:  # a name with several bracketed parts is left to Slurm's own expansion
-        listed = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True, timeout=30
-        )
-        return listed.stdout.split()[0]
-    return prefix + re.split(r"[,-]", numbers)[0] + suffix
-
-
-def _port() -> int:
-    """The port at which the ranks of this step meet."""
-    # By job and step, so that ranks of neighbouring jobs on shared nodes do not meet.
-    job = env_int("SLURM_JOB_ID") if "SLURM_JOB_ID" in os.environ else 0
-    step = env_int("SLURM_STEP_ID")
-    return 20000 + (job * 7 + step) % 20000
+    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\])?([^,\[]*)(?=,|$)", nodes)
+    if match is None:  # or a name has several parts in brackets
+        raise ValueError(f"SLURM_STEP_NODELIST={nodes!r} does not say the first node; set MASTER_ADDR")
+    return "".join(match.groups(""))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import all_reduce_sum, raise_first, world_size
+from fsdp_sft._ranks.agree import all_reduce_sum, raise_first, this_rank, world_size
 from fsdp_sft._ranks.rendezvous import connect_neighbours
 
 if TYPE_CHECKING:
@@ -26,11 +26,10 @@ DP_SHARD_CP = "dp_shard_cp"  # dp_shard and cp flattened to one axis
 _MADE_OF = "_fsdp_sft_made_of"  # attribute of a mesh
 _PARAMETERS = "parameters"
 
-# The meshes that build_mesh has made in the current default process group. They are kept even if the caller
+# The meshes that build_mesh has made, by the default process group of then. They are kept even if the caller
 # has dropped them: torch's caches hold some of them anyway, and Python collects the others at different times
 # on different ranks, which would then share rows in different ways.
-_made: "list[DeviceMesh]" = []
-_made_in: "weakref.ref[dist.ProcessGroup] | None" = None
+_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[DeviceMesh]]" = weakref.WeakKeyDictionary()
 
 
 def made_of(mesh: "DeviceMesh") -> dict[Any, Any]:
@@ -43,15 +42,6 @@ def made_of(mesh: "DeviceMesh") -> dict[Any, Any]:
     return found
 
 
-def remember_made(mesh: "DeviceMesh") -> None:
-    """Note a mesh for calls that get no model and no mesh."""
-    global _made_in
-    _made[:] = [*_present(), mesh]
-    world = dist.group.WORLD
-    assert world is not None  # a mesh has groups
-    _made_in = weakref.ref(world)
-
-
 def mesh_of_job(given: "DeviceMesh | None" = None) -> "DeviceMesh | None":
     """The mesh of a call without a model: the given one, or the one that ``build_mesh`` has made.
 
@@ -59,13 +49,10 @@ def mesh_of_job(given: "DeviceMesh | None" = None) -> "DeviceMesh | None":
         A mesh over all ranks of the job; None if none was made, and all ranks have different rows.
 
     Raises:
-        TypeError: If ``given`` is not a mesh.
-        ValueError: If it leaves out ranks of the job; or if none is given and several were made with
+        ValueError: If ``given`` leaves out ranks of the job; or if none is given and several were made with
             different ``cp``, since a call without a model cannot know which is meant.
     """
     if given is not None:
-        if not hasattr(given, "mesh_dim_names"):
-            raise TypeError(f"mesh must be a DeviceMesh, as build_mesh() makes one, got {given!r}")
         if given.size() != world_size():
             raise ValueError(
                 f"{given} leaves out some of the {world_size()} ranks, which all train together: "
@@ -89,8 +76,8 @@ def has_made_cp() -> bool:
 
 def _present() -> "list[DeviceMesh]":
     """The meshes made in the current process group."""
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return _made if world is not None and _made_in is not None and _made_in() is world else []
+    world = dist.group.WORLD
+    return [] if world is None else _made.get(world, [])
 
 
 def parameter_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
@@ -139,12 +126,7 @@ def data_parallel_place(mesh: "DeviceMesh") -> tuple[int, int]:
     Raises:
         ValueError: If this rank is not in the mesh, or ``cp_size`` refuses the mesh.
     """
-    coordinate, each = mesh.get_coordinate(), cp_size(mesh)
-    if coordinate is None:
-        raise ValueError(f"this rank is not in {mesh}")
-    place = 0
-    for size, index in zip(mesh.shape, coordinate, strict=True):
-        place = place * size + index
+    place, each = mesh.mesh.flatten().tolist().index(this_rank()), cp_size(mesh)
     return place // each, mesh.size() // each  # cp is the last axis
 
 
@@ -180,12 +162,10 @@ def build_mesh(
         >>> mesh.mesh_dim_names, mesh.size()
         (('dp_shard',), 1)
     """
-    if not dist.is_initialized():
+    world = dist.group.WORLD
+    if world is None:
         raise RuntimeError("build_mesh needs a process group: call fsdp_sft.init_distributed() first")
     num_ranks = world_size()
-    for name, value in ((DP_REPLICATE, dp_replicate), (DP_SHARD, dp_shard), (CP, cp)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
     if dp_shard is None:
         dp_shard = max(1, num_ranks // (cp * dp_replicate))
     if dp_replicate * dp_shard * cp != num_ranks:
@@ -209,7 +189,9 @@ def build_mesh(
     if cp > 1:
         connect_neighbours(whole.get_group(CP))
         made_of(whole)[_PARAMETERS] = mesh
-    remember_made(whole)
+    made = [*_present(), whole]
+    _made.clear()  # a mesh keeps its group alive, also one that has ended
+    _made[world] = made
     return whole
 
 

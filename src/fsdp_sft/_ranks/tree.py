@@ -13,8 +13,7 @@ bit, and all that lies below r follows it without a gap. Eight ranks::
                 +-- 6 --- 7
 """
 
-import struct
-import zlib
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +22,10 @@ import torch.distributed as dist
 
 from fsdp_sft.errors import RemoteRankError
 
-_HEAD = struct.Struct("<BIQ96p")  # how it is; the call by number; bytes that follow; the call's place
-_FINE, _LOST, _APART = range(3)
+_LENGTH_BYTES = 8
 _BLOCK = 512  # bytes of a message's first part, which both ends know; short ones fit into it
 _MOST_BYTES = 1 << 28  # at a time, which gloo limits
+_Message = tuple[type[Exception] | None, Any]  # an error for all ranks and its text; or None and content
 
 
 class Tree:
@@ -42,29 +41,31 @@ class Tree:
     """
 
     def __init__(self, group: dist.ProcessGroup, kind: str = "", site: str = "") -> None:
-        self._group, self._size, self.rank = group, group.size(), group.rank()
-        self._call = zlib.crc32(kind.encode()), site.encode()[:95]
-        self._answer = b""  # what goes down in place of an answer: that a rank is lost, or in another call
+        self._group, self.rank, size = group, group.rank(), group.size()
+        self._kind, self._site = kind, site
+        self._failed: _Message | None = None  # goes down in place of an answer
         # The lowest set bit. Rank 0, the root, has none: all powers of 2 are its children.
-        self._below = self.rank & -self.rank or 1 << (self._size - 1).bit_length()
-        bits = range(self._below.bit_length() - 1)
-        self._children = [self.rank + (1 << bit) for bit in bits if self.rank + (1 << bit) < self._size]
+        below = self.rank & -self.rank or 1 << (size - 1).bit_length()
+        self._parent = self.rank - below
+        bits = range(below.bit_length() - 1)
+        self._children = [self.rank + (1 << bit) for bit in bits if self.rank + (1 << bit) < size]
 
     def up(self, own: bytes) -> list[bytes]:
         """On rank 0 all ranks' messages, in their order; else, or if the exchange fails, none."""
-        messages = [self._message(_FINE, own)]
-        for child in self._children:
-            messages += self._receive(child, min(child & -child, self._size - child))
+        by_rank = [(self._kind, self._site, own)]
+        for error, content in map(self._receive, self._children):
+            if error is None:
+                by_rank += content
+            else:
+                self._failed = error, content
         if self.rank:
-            self._send(self.rank - self._below, messages)  # if this fails, so does receiving the answer
+            # If this fails, so does receiving the answer.
+            self._send(self._parent, self._failed or (None, by_rank))
             return []
-        told = [_HEAD.unpack_from(message) for message in messages]
-        lost = next((message for message, head in zip(messages, told, strict=True) if head[0] == _LOST), b"")
-        apart = next((rank for rank, head in enumerate(told) if head[1] != told[0][1]), 0)
-        if lost or apart:
-            self._answer = lost or self._message(_APART, _different(apart, told[0][3], told[apart][3]))
-            return []
-        return [message[_HEAD.size :] for message in messages]
+        apart = next((rank for rank, (kind, *_) in enumerate(by_rank) if kind != self._kind), 0)
+        if apart and self._failed is None:
+            self._failed = RemoteRankError, _different(apart, self._site, by_rank[apart][1])
+        return [] if self._failed else [own for *_, own in by_rank]
 
     def down(self, answer: bytes) -> bytes:
         """Rank 0's answer, on every rank.
@@ -73,49 +74,36 @@ class Tree:
             RuntimeError: If a rank cannot be reached; on every rank that can be.
             RemoteRankError: If ranks are in different calls; likewise.
         """
-        if self.rank:
-            (message,) = self._receive(self.rank - self._below, 1)
-        else:
-            message = self._answer or self._message(_FINE, answer)
+        message = self._receive(self._parent) if self.rank else self._failed or (None, answer)
         for child in reversed(self._children):
-            message = self._send(child, [message]) or message
-        state, payload = message[0], message[_HEAD.size :]
-        if state != _FINE:
-            raise (RemoteRankError if state == _APART else RuntimeError)(payload.decode())
+            message = self._send(child, message) or message
+        error, content = message
+        if error is not None:
+            raise error(content)
+        payload: bytes = content
         return payload
 
-    def _message(self, state: int, payload: bytes) -> bytes:
-        return _HEAD.pack(state, self._call[0], len(payload), self._call[1]) + payload
-
-    def _send(self, peer: int, messages: list[bytes]) -> bytes:
-        """Send messages; returns one that says that the rank is lost, or nothing."""
-        blocks = b"".join(message[:_BLOCK].ljust(_BLOCK, b"\0") for message in messages)
+    def _send(self, peer: int, message: _Message) -> _Message | None:
+        """Send a message; returns one that says that the rank is lost, or None."""
+        content = pickle.dumps(message)
+        framed = len(content).to_bytes(_LENGTH_BYTES) + content
         try:
-            for part in (blocks, b"".join(message[_BLOCK:] for message in messages)):
+            for part in (framed[:_BLOCK].ljust(_BLOCK, b"\0"), framed[_BLOCK:]):
                 self._pass(self._group.send, bytearray(part), peer)
         except RuntimeError as error:  # gloo's errors have no type of their own
-            return self._lost(peer, error)
-        return b""
+            return _lost(peer, error)
+        return None
 
-    def _receive(self, peer: int, count: int) -> list[bytes]:
-        """Receive so many messages; where the rank is lost, as many that say so."""
+    def _receive(self, peer: int) -> _Message:
+        """Receive a message; where the rank is lost, one that says so."""
         try:
-            blocks = self._pass(self._group.recv, bytearray(count * _BLOCK), peer)
-            firsts = [blocks[at : at + _BLOCK] for at in range(0, len(blocks), _BLOCK)]
-            lengths = [_HEAD.size + _HEAD.unpack_from(first)[2] for first in firsts]
-            rest = self._pass(self._group.recv, bytearray(sum(max(0, n - _BLOCK) for n in lengths)), peer)
+            first = self._pass(self._group.recv, bytearray(_BLOCK), peer)
+            more = _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES]) - _BLOCK
+            rest = self._pass(self._group.recv, bytearray(max(0, more)), peer)
         except RuntimeError as error:
-            return [self._lost(peer, error)] * count
-        messages, at = [], 0
-        for first, length in zip(firsts, lengths, strict=True):
-            end = at + max(0, length - _BLOCK)
-            messages.append(bytes(first[:length] + rest[at:end]))
-            at = end
-        return messages
-
-    def _lost(self, peer: int, error: RuntimeError) -> bytes:
-        """The message that a rank is lost: its number and gloo's reason."""
-        return self._message(_LOST, f"rank {peer}: {error}"[:300].encode())
+            return _lost(peer, error)
+        message: _Message = pickle.loads(first[_LENGTH_BYTES:] + rest)
+        return message
 
     def _pass(self, way: Callable[..., Any], memory: bytearray, peer: int) -> bytearray:
         """Send or receive a block of memory in pieces that gloo takes; nothing if it is empty.
@@ -129,13 +117,17 @@ class Tree:
         return memory
 
 
-def _different(rank: int, root: bytes, site: bytes) -> bytes:
+def _lost(peer: int, error: RuntimeError) -> _Message:
+    """The message that a rank is lost: its number and gloo's reason."""
+    return RuntimeError, f"rank {peer}: {error}"[:300]
+
+
+def _different(rank: int, root: str, site: str) -> str:
     """What rank 0 and another rank are told that are in different calls."""
-    here, there = (place.decode(errors="replace") or "another call" for place in (root, site))
+    here, there = root or "another call", site or "another call"
     again = ", which one of them has come to more often (other numbers of rows, micro-batches or steps)"
-    text = (
+    return (
         f"rank 0 is in {here} and rank {rank} is in {there}{again * (here == there)}: all ranks have to make "
         "the same calls in the same order. A call that is for all of them, made by one (if rank == 0: ...), "
         "is the usual reason"
     )
-    return text.encode()

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from fsdp_sft._ranks.agree import this_rank, world_size
 from fsdp_sft._tensors.boxes import Box, box_at, check_ranks_ascend, chunk_of, cuts_of, whole
+from fsdp_sft._tensors.stored import contiguous_strides
 
 
 @dataclass(frozen=True)
@@ -120,21 +121,15 @@ class Sharding:
 
     def _rank_at(self, place: Sequence[int]) -> int:
         """The rank at a coordinate of the mesh."""
-        index = 0
-        for size, at in zip(self.mesh_shape, place, strict=True):
-            index = index * size + at
-        return self._order[index]
+        strides = contiguous_strides(self.mesh_shape)
+        return self._order[sum(at * step for at, step in zip(place, strides, strict=True))]
 
     def _coordinate(self, rank: int) -> list[int] | None:
         """The coordinate of a rank in the mesh; None if it is not in the mesh."""
         if rank not in self._order:
             return None
-        index = self._order.index(rank)
-        place: list[int] = []
-        for size in reversed(self.mesh_shape):
-            index, at = divmod(index, size)
-            place.insert(0, at)
-        return place
+        index, strides = self._order.index(rank), contiguous_strides(self.mesh_shape)
+        return [index // step % size for size, step in zip(self.mesh_shape, strides, strict=True)]
 
 
 def sharding_of(tensor: torch.Tensor) -> Sharding:

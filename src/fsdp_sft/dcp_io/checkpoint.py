@@ -20,7 +20,7 @@ from fsdp_sft._process.generators import set_generator_states
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import (
     agreed,
-    all_reduce_max,
+    all_gather_objects,
     background_group,
     difference,
     is_distributed,
@@ -94,7 +94,7 @@ def deleted_meanwhile(path: Path, folder: Path) -> bool:
 
     Collective: all ranks.
     """
-    return folder != path and all_reduce_max(not folder.exists()) > 0
+    return folder != path and any(all_gather_objects(not folder.exists()))
 
 
 def _candidates(paths: list[Path]) -> list[Path]:

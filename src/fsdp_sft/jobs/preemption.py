@@ -9,7 +9,7 @@ from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
-from fsdp_sft._ranks.agree import all_reduce_max
+from fsdp_sft._ranks.agree import all_gather_objects
 
 _T = TypeVar("_T")
 
@@ -83,7 +83,7 @@ class PreemptionGuard:
                 "a PreemptionGuard notes signals within its block: `with PreemptionGuard() as guard:`"
             )
         if self.signal is None:
-            number = all_reduce_max(self._noted)
+            number = max(all_gather_objects(self._noted))
             self.signal = signal.Signals(number) if number else None
         return self.signal is not None
 

@@ -12,8 +12,8 @@ from fsdp_sft._compat.fsdp import keeps_shards_on_host
 from fsdp_sft._compat.models import initialise_computed, tied_names
 from fsdp_sft._compat.modules import apply_to_tensors
 from fsdp_sft._model.adapters import saved_copies
-from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.view import inner_model, named_tensors, slot
+from fsdp_sft._process.devices import resolve_device
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._ranks.agree import all_reduce_sum
 from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of
@@ -55,11 +55,14 @@ def materialise(model: nn.Module, packed: Collection[int] = ()) -> torch.device:
     Returns:
         The device of the shards.
     """
-    device = compute_device(model)
-    if device.type == "meta":
+    named = named_tensors(model)
+    sharded = [tensor for tensor in named.values() if isinstance(tensor, DTensor)]
+    device = next(iter(named.values())).device
+    if sharded and sharded[0].device_mesh.device_type != "cpu":
+        device = resolve_device(None)  # a mesh says only the type
+    elif sharded or device.type == "meta":
         device = torch.device("cpu")
     shard_device = torch.device("cpu") if keeps_shards_on_host(model) else device
-    named = named_tensors(model)
     made: dict[int, torch.Tensor] = {}
     for name, tensor in named.items():
         if tensor.is_meta and not isinstance(tensor, DTensor):
@@ -75,7 +78,7 @@ def materialise(model: nn.Module, packed: Collection[int] = ()) -> torch.device:
         # Not DTensor.from_local, which moves shards that stay on the host to the mesh's device.
         return torch.empty_like(tensor, device=shard_device)
 
-    if any(isinstance(tensor, DTensor) and tensor.is_meta for tensor in named.values()):
+    if any(tensor.is_meta for tensor in sharded):
         apply_to_tensors(model, fill)
     return shard_device
 

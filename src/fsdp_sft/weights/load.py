@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_sft._model.adapters import add_adapters, refuse_initialised_from_base, without_adapters
-from fsdp_sft._model.sharded import reshard
+from fsdp_sft._model.sharded import mesh_of, reshard
 from fsdp_sft._model.towers import freeze_towers as freeze_towers_of
 from fsdp_sft._model.view import base_of, inner_model, is_transformers
 from fsdp_sft._process.words import answered, check_dtypes
@@ -63,7 +63,8 @@ def load_weights(
             own does.
         CheckpointMismatchError: If the model has a tensor on the meta device that nothing has values for,
             such as adapters that ``peft.get_peft_model`` made there. Nothing has been read then.
-        UnsupportedModelError: If the adapters were initialised from other base weights.
+        UnsupportedModelError: If the adapters were initialised from other base weights, or the model is cut
+            into stages or along layers.
         ValueError: If an argument is out of range.
         TypeError: If the model is none of transformers; if it has one inside, the message names it.
 
@@ -92,6 +93,7 @@ def load_weights(
             "load_full_state_dict reads a module of one's own"
         )
     reshard(model)
+    mesh_of(model)  # refuses a model that is cut into stages or along layers
     folder = resolve_folder(name_or_path, revision=revision)
     return _load(model, folder, missing, unexpected, seed)
 
@@ -213,23 +215,15 @@ def load_pretrained(
             apply_sac(model, sac_ratio)
         if compile:
             compile_blocks(model)
-    is_frozen = bool(towers) or peft_config is not None
+    if frozen_dtype is None and (towers or peft_config is not None):
+        frozen_dtype = mp_policy.param_dtype if mp_policy is not None else torch.bfloat16
     shard_model(
         model,
         mesh=mesh,
         master_dtype=master_dtype,
-        frozen_dtype=_frozen_dtype(frozen_dtype, is_frozen, mp_policy),
+        frozen_dtype=frozen_dtype,
         mp_policy=mp_policy,
         reshard_after_forward=reshard_after_forward,
     )
     model.load_report = _load(model, folder, missing="error", unexpected="error", seed=0)
     return model.train()  # type: ignore[no-any-return]
-
-
-def _frozen_dtype(
-    frozen_dtype: torch.dtype | str | None, is_frozen: bool, mp_policy: MixedPrecisionPolicy | None
-) -> torch.dtype | str | None:
-    """The dtype in which frozen shards are stored: if some were frozen, the compute dtype by default."""
-    if frozen_dtype is not None or not is_frozen:
-        return frozen_dtype
-    return mp_policy.param_dtype if mp_policy is not None else torch.bfloat16
