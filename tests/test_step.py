@@ -13,7 +13,6 @@ import fsdp_sft as fs
 from tests.harness.device import device_type, mesh_here
 from tests.harness.models import (
     full,
-    largest_error,
     oracle_gradients,
     oracle_loss,
     ragged_batches,
@@ -221,26 +220,6 @@ def _hang_if_uneven() -> None:
 def test_the_harness_names_the_rank_that_failed_first() -> None:
     with pytest.raises(RankFailedError, match=r"rank 0 failed first[\s\S]*rank 0 gave up"):
         run_distributed(_hang_if_uneven, 2, timeout=60)
-
-
-def _check_own_loop_matches_train_step() -> None:
-    batches = ragged_batches(6)
-    mine = _mine(batches)
-    mesh = mesh_here()
-    expected = oracle_gradients(tiny_model("llama"), batches)[1]
-    model = fs.shard_model(tiny_model("llama"), mesh=mesh, mp_policy=FLOAT32)
-    n = fs.count_targets(window for window in mine)
-    for index, batch in enumerate(mine):
-        with fs.gradient_sync(model, "all" if index == len(mine) - 1 else "none"):
-            total, targets = fs.loss_sum(model, batch)
-            assert targets == int((batch["labels"][:, 1:] != -100).sum())
-            fs.scale_for_backward(total, num_targets=n).backward()
-    actual = {name: full(p.grad) for name, p in model.named_parameters()}
-    assert largest_error(actual, expected) <= 1e-6
-
-
-def test_a_loop_of_ones_own_without_passing_a_mesh() -> None:
-    run_distributed(_check_own_loop_matches_train_step, 2)
 
 
 def _check_early_optimizer() -> None:

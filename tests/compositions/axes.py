@@ -24,26 +24,23 @@ AXES: dict[str, tuple[str, ...]] = {
     "precision": ("float32", "bfloat16", "float16 with scaler"),
     "sac": ("0", "1/3", "1", "operations", "2/3 operations", "1/3 offloaded"),
     "compile": ("no", "blocks", "fullgraph"),
-    "adapters": ("none", "lora", "dora", "lora and saved modules", "lora and tokens", "two adapters"),
+    "adapters": ("none", "lora", "dora", "lora and saved modules", "lora and tokens"),
     "adapted by": ("add_adapters", "peft"),
     "frozen": ("in its dtype", "nf4", "stored"),
     "loss": ("auto", "chunked", "logits", "loss_fn", "tokens"),
-    "experts": ("unseen", "watched", "one by one"),
+    "experts": ("grouped", "one by one"),
     "expert ranks": ("1", "2"),
     "loss terms": ("plain", "weights", "smoothing and z-loss"),
     "batches": ("padded", "packed", "packed with a mask"),
     "varlen": ("no", "yes"),
     "accumulation": ("1", "3 each", "3 last", "3 reduce_scatter"),
-    "optimizer": ("sgd", "adamw", "muon and adamw", "adamw in a wrapper", "stochastic adamw"),
-    "scheduler": ("none", "linear"),
+    "optimizer": ("sgd", "adamw", "muon and adamw", "stochastic adamw"),
     "clip": ("none", "1e-2"),
-    "rows": ("in memory", "on the disk"),
     "loader": (
         *("list", "sampler", "sampler and workers", "sampler of batches", "sampler of a mixture"),
         *("sampler by cost", "stream"),
     ),
     "evaluate": ("no", "before", "between"),
-    "answers": ("no", "between"),
     "resume": ("no", "same ranks", "other ranks", "twice"),
     "save": ("synchronous", "asynchronous"),
     "export": ("no", "float32", "bfloat16", "into a full folder"),
@@ -51,9 +48,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "twist": (
         "none",
         "hook on the head",
-        "set_epoch in the loop",
         "keys differ",
-        "chat template",
     ),
 }
 
@@ -77,7 +72,7 @@ def settled(draw: Draw) -> dict[str, str]:
     if own["architecture"] not in TRANSFORMERS_CAUSAL:
         own["loss"] = "loss_fn"
         plainest("batches", "varlen", "adapters", "vocabulary")
-        if own["twist"] in ("hook on the head", "chat template"):
+        if own["twist"] == "hook on the head":
             plainest("twist")
     if own["architecture"] not in ("moe", "moe with router loss"):
         plainest("experts")
@@ -93,8 +88,6 @@ def settled(draw: Draw) -> dict[str, str]:
         own["resume"] = "same ranks"
     if own["sac"] == "1/3 offloaded":
         plainest("compile")  # which offloaded blocks are refused with
-    if own["loss terms"] == "weights":
-        plainest("rows")  # encoded rows have none
     if own["compile"] != "no" and ROUTING & {own["architecture"]}:
         own["compile"] = "blocks"  # torch breaks the graph where tokens are dealt to experts
     if own["adapters"] == "dora" and ROUTING & {own["architecture"]}:
@@ -113,9 +106,6 @@ def settled(draw: Draw) -> dict[str, str]:
         plainest("vocabulary")
         if own["stored"] != "bfloat16":
             plainest("stored")
-    if own["adapters"] == "two adapters":  # peft takes the second where the first is
-        own["start"] = "materialised"
-        plainest("stored", "vocabulary")
     if own["adapters"] == "none" or own["start"] == "load_pretrained":
         plainest("adapted by")
     names_it = own["architecture"] in TRANSFORMERS_CAUSAL - {"learned positions"}
@@ -134,18 +124,10 @@ def settled(draw: Draw) -> dict[str, str]:
         plainest("varlen")
         if own["loader"] in ("sampler by cost", "stream"):  # they are for packs
             own["loader"] = "sampler of a mixture"
-    if own["architecture"] in ("classifier", "encoder-decoder"):
-        plainest("rows")  # whose labels are not the rows' own tokens
     if own["accumulation"] == "3 reduce_scatter" and own["mesh"] != "hsdp 2x2":
         own["accumulation"] = "3 last"
-    if own["architecture"] not in TRANSFORMERS_CAUSAL or own["compile"] != "no":
-        plainest("answers")  # compiled blocks compile anew for each length of the cache
     if own["resume"] == "no":
         plainest("save")
-    if own["twist"] == "set_epoch in the loop" and not own["loader"].startswith("sampler"):
-        plainest("twist")
-    if own["twist"] == "chat template" and own["export"] == "no":
-        plainest("twist")
     if own["twist"] == "keys differ" and (
         own["mesh"] in ("single", "1", "cp 2") or own["batches"] != "padded"
     ):

@@ -20,7 +20,6 @@ from tests.compositions import architectures, options
 from tests.compositions.axes import Draw
 from tests.compositions.plain import Tensors, Trained
 from tests.compositions.rows import Row
-from tests.harness.chat_templates import byte_tokenizer
 from tests.harness.composed import composed
 from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.models import full
@@ -42,7 +41,6 @@ class Told:
         start: Parameters and buffers before the first step.
         epochs: Which epoch each window belongs to.
         windows: This rank's micro-batches, by step.
-        expert_loads: Tokens of each step, and how many of them each expert was given, by layer.
         steps: The steps that were there at the end.
         exported: The folder, or None.
     """
@@ -51,7 +49,6 @@ class Told:
     start: Tensors = field(default_factory=dict)
     epochs: list[int] = field(default_factory=list)
     windows: list[list[dict[str, torch.Tensor]]] = field(default_factory=list)
-    expert_loads: list[tuple[int, Any]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     exported: str | None = None
 
@@ -85,8 +82,6 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
     told = Told()
     mesh = _mesh(draw, first)
     model = _model(draw, folder, mesh, seed=first)
-    if draw["experts"] == "watched":
-        fs.watch_experts(model)
     if draw["experts"] == "one by one":
         fs.prepare_experts(model, impl="eager")
     inner = model.module if draw["mesh"] == "torch DDP 2" else model
@@ -99,19 +94,13 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
         fs.prepare_loss(model, impl=draw["loss"])  # type: ignore[arg-type]
     told.start = _tensors(inner)
     made = options.optimizers(draw, inner, fs.StochasticAdamW)
-    stepped = options.schedulers(draw, made)
-    if draw["rows"] == "on the disk":
-        rows = _from_the_disk(draw, rows, folder)
     loop = _Loop(draw, rows, first, mesh)
     given: Any = made if len(made) > 1 else made[0]
     if first > 1:
         loaded = fs.load_checkpoint(folder / "checkpoints", model=model, optimizer=given)
         assert loaded.step == first - 1
-        state = loaded.train_state
-        loop.load(state["loop"])
-        for one, saved in zip(stepped, state["schedulers"], strict=True):
-            one.load_state_dict(saved)
-    _train(draw, folder, told, (model, inner, given, made, stepped), loop, held_out, first, last)
+        loop.load(loaded.train_state["loop"])
+    _train(draw, folder, told, (model, inner, given, made), loop, held_out, first, last)
     told.trained.parameters = _tensors(inner, buffers=False)
     told.steps = (
         [info.step for info in fs.find_checkpoints(folder / "checkpoints")] if draw["resume"] != "no" else []
@@ -125,13 +114,13 @@ def _train(
     draw: Draw,
     folder: Path,
     told: Told,
-    parts: tuple[Any, Any, Any, list[Any], list[Any]],
+    parts: tuple[Any, Any, Any, list[Any]],
     loop: "_Loop",
     held_out: list[Row],
     first: int,
     last: int,
 ) -> None:
-    model, inner, given, made, stepped = parts
+    model, inner, given, made = parts
     for one in made if first == 1 else []:
         one.register_step_pre_hook(partial(_keep_gradients, told, inner))
     scaler = (
@@ -143,8 +132,6 @@ def _train(
     for step, (epoch, window) in zip(range(first, last + 1), loop, strict=False):
         if (draw["evaluate"], step) in (("before", 1), ("between", 2)):
             told.trained.evaluations.append(_evaluated(draw, model, held_out, loop))
-        if (draw["answers"], step) == ("between", 2):
-            _answer(draw, inner)
         told.epochs.append(epoch)
         told.windows.append([dict(batch) for batch in window] if loop.is_first else [])
         result = fs.train_step(
@@ -152,40 +139,28 @@ def _train(
             window,
             given,
             max_grad_norm=options.max_norm(draw),
-            scheduler=_one_or_list(stepped),
             scaler=scaler,
             grad_sync=draw["accumulation"].partition(" ")[2] or "each",
             **_loss_options(draw),
         )
-        _note(told, result)
+        assert not result.skipped, result
+        told.trained.losses.append(result.loss)
+        told.trained.norms.append(result.grad_norm)
+        told.trained.router_losses.append(result.router_loss)
         if draw["resume"] != "no":
             if pending is not None:
                 pending.wait()
-            state = {"loop": loop.state(), "schedulers": [one.state_dict() for one in stepped]}
             pending = fs.save_checkpoint(
                 folder / "checkpoints",
                 step,
                 model=model,
                 optimizer=given,
-                train_state=state,
+                train_state={"loop": loop.state()},
                 async_=draw["save"] == "asynchronous",
                 include_base=draw["save"] == "asynchronous",  # of what is packed
             )
     if pending is not None:
         pending.wait()
-
-
-def _note(told: Told, result: Any) -> None:
-    assert not result.skipped, result
-    if result.expert_load is not None:
-        told.expert_loads.append((result.num_tokens, result.expert_load.counts))
-    told.trained.losses.append(result.loss)
-    told.trained.norms.append(result.grad_norm)
-    told.trained.router_losses.append(result.router_loss)
-
-
-def _one_or_list(items: list[Any]) -> Any:
-    return None if not items else items[0] if len(items) == 1 else items
 
 
 def _loss_options(draw: Draw) -> dict[str, Any]:
@@ -205,25 +180,6 @@ def _loss_options(draw: Draw) -> dict[str, Any]:
 def _evaluated(draw: Draw, model: nn.Module, held_out: list[Row], loop: "_Loop") -> float:
     batches = [options.collated(draw, [row]) for row in held_out]
     return fs.evaluate(model, batches[loop.rank :: loop.ranks], **_loss_options(draw)).loss
-
-
-def _answer(draw: Draw, model: Any) -> None:
-    """Generate in the middle of the training: each token is the likeliest after a forward without a cache.
-
-    What comes after it is compared with training that has generated nothing.
-    """
-    prompt = torch.arange(3, 13, device=device_here()).view(2, 5)
-    model.eval()
-    found = model.generate(
-        input_ids=prompt, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None
-    )
-    with torch.no_grad():
-        logits = model(input_ids=found, use_cache=False).logits[:, 4:-1].float()
-    model.train()
-    assert found.shape == (2, 9)
-    chosen = logits.gather(-1, found[:, 5:, None])[..., 0]
-    behind = float((logits.amax(-1) - chosen).max() / logits.abs().max())
-    assert behind <= (1e-4 if draw["precision"] == "float32" else 0.1), f"a token is {behind:.2g} behind"
 
 
 def _mesh(draw: Draw, first: int) -> Any:
@@ -305,28 +261,19 @@ def _adapted(draw: Draw, model: Any, config: Any, seed: int) -> Any:
         model = get_peft_model(model, config)
     else:
         model = fs.add_adapters(model, config, seed=seed)
-    if draw["adapters"] == "two adapters":
-        torch.manual_seed(seed + 1)
-        model.add_adapter("other", options.adapter_config(draw, name="other"))
     return model
 
 
 def _tensors(model: nn.Module, *, buffers: bool = True) -> Tensors:
     found: dict[str, Any] = dict(model.named_parameters())
     found |= dict(model.named_buffers()) if buffers else {}
-    return {name: _full(tensor).detach().clone().cpu() for name, tensor in found.items()}
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    whole = full(tensor)
-    assert whole is not None
-    return whole
+    return {name: full(tensor).detach().clone() for name, tensor in found.items()}
 
 
 def _keep_gradients(told: Told, model: nn.Module, *_: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and name not in told.trained.gradients and len(told.windows) == 1:
-            told.trained.gradients[name] = _full(parameter.grad).detach().clone()
+            told.trained.gradients[name] = full(parameter.grad).detach().clone()
 
 
 def _export(draw: Draw, folder: Path, model: Any) -> Path:
@@ -336,22 +283,8 @@ def _export(draw: Draw, folder: Path, model: Any) -> Path:
             out.mkdir()
             (out / "notes.txt").write_text("of the caller")
         dist.barrier()
-    chat: dict[str, Any] = {}
-    if draw["twist"] == "chat template":
-        tokenizer = byte_tokenizer("chatml")
-        chat = {"tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
-        tokenizer.chat_template = None  # it was given to the collator alone
     dtype = torch.float32 if draw["export"] == "float32" else torch.bfloat16
-    return fs.export_hf(model, out, dtype=dtype, **chat)
-
-
-def _from_the_disk(draw: Draw, rows: list[Row], folder: Path) -> Any:
-    """The rows as encode_dataset keeps them; those without a target are left out."""
-    tokenizer, most = byte_tokenizer("chatml"), options.PACK_TOKENS
-    encoded = fs.encode_dataset(rows, tokenizer, max_length=most, cache_dir=folder / "encoded")
-    if draw["batches"] != "padded":
-        return encoded
-    return [{key: value for key, value in vars(row).items() if value and key != "notes"} for row in encoded]
+    return fs.export_hf(model, out, dtype=dtype)
 
 
 class _Loop:
@@ -430,16 +363,12 @@ class _Loop:
     def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
         if self.sampler is None:
             yield from self._by_hand()
-        epoch = 0
         while True:
-            if self.draw["twist"] == "set_epoch in the loop":
-                self.sampler.set_epoch(epoch)
             own = self.sampler.epoch
             for window in fs.windows(self.loader, options.micro_batches(self.draw), **self.mesh):
                 if isinstance(self.sampler, fs.PackedStream):
                     own = self.sampler.epoch  # a stream finds out that it was at its end when it is read
                 yield own, [self._twisted(batch) for batch in window]
-            epoch += 1
 
     def _by_hand(self) -> Iterator[tuple[int, list[Any]]]:
         """Slices of the rows, dealt in turn; an epoch ends where a step would not be full."""

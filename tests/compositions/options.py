@@ -1,6 +1,5 @@
 """What both sides of a comparison are given: adapters, optimizers, schedulers, batches."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ def collated(draw: Draw, rows: list[Row]) -> dict[str, torch.Tensor]:
     return makers.get(draw["architecture"], make.padded)(rows)
 
 
-def adapter_config(draw: Draw, *, name: str = "default") -> Any:
+def adapter_config(draw: Draw) -> Any:
     """A peft config, or None."""
     kind = draw["adapters"]
     if kind == "none":
@@ -65,7 +64,7 @@ def adapter_config(draw: Draw, *, name: str = "default") -> Any:
     if draw["architecture"] == "vision and text":
         more["exclude_modules"] = rf".*({'|'.join(TOWERS)}).*"
     return LoraConfig(
-        r=4 if name == "default" else 2,
+        r=4,
         lora_alpha=8,
         target_modules="all-linear",
         task_type="CAUSAL_LM",
@@ -96,49 +95,7 @@ def optimizers(draw: Draw, model: nn.Module, rounded: Any = None) -> list[torch.
         return [*made, torch.optim.AdamW(rest, **options)] if rest else made
     if kind == "stochastic adamw" and rounded is not None:
         return [rounded(named.values(), **options)]
-    adamw = torch.optim.AdamW(named.values(), **options)
-    return [Wrapper(adamw)] if kind == "adamw in a wrapper" else [adamw]
-
-
-class Wrapper(torch.optim.Optimizer):
-    """An optimizer around another, as accelerate and others make them: its state is the inner one's."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-        self.defaults = inner.defaults
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
-
-    def state_dict(self) -> Any:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.inner.load_state_dict(state_dict)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        return self.inner.step(closure)
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        return self.inner.register_step_pre_hook(hook)
-
-
-def schedulers(draw: Draw, made: Iterable[torch.optim.Optimizer]) -> list[Any]:
-    """One for each optimizer, or none."""
-    from torch.optim import lr_scheduler
-
-    made = [getattr(one, "inner", one) for one in made]
-    if draw["scheduler"] == "linear":
-        return [lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step)) for one in made]
-    return []
+    return [torch.optim.AdamW(named.values(), **options)]
 
 
 def kept_name(draw: Draw) -> str:

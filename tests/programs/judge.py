@@ -5,8 +5,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import fsdp_sft as fs
 from tests.compositions.judge import Outcome
 from tests.harness.ranks import run_distributed
@@ -39,15 +37,15 @@ def _judged(program: Program, folder: Path) -> None:
     for index, step in enumerate(program.steps):
         where = f"step {index}, {step}"
         told = [told[index] for told, _, _ in results]
-        expected = plain.refusal(step)
+        expected = plain.refusals(step)
         names = {name for name, _ in told}
         assert len(names) == 1, f"{where}: the ranks ended in {names}: {told}"
         [name] = names
         if name != "value":
-            assert name in expected.errors, f"{where} ended in {told[0]}, expected {expected}"
+            assert name in expected, f"{where} ended in {told[0]}, expected {expected}"
             plain.refuse(step)
             continue
-        assert not (expected.errors and expected.is_sure), f"{where} gave {told[0]}, expected {expected}"
+        assert not expected, f"{where} gave {told[0]}, expected {expected}"
         value = plain.perform(step)
         for _, own in told:
             _compare(own, value, where)
@@ -70,17 +68,7 @@ def _all_refused(program: Program, told: list[list[Told]]) -> None:
 def _compare(own: Any, expected: Any, where: str) -> None:
     if isinstance(expected, float):
         assert abs(own - expected) <= TOLERANCE * max(abs(expected), 1e-3), f"{where}: {own}, not {expected}"
-    elif isinstance(expected, dict):
-        assert set(own) == set(expected), where
-        for name, tensor in own.items():
-            off = float((tensor - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1e-3))
-            assert off <= TOLERANCE, f"{where}: {name} is {off:.2g} off"
     elif isinstance(expected, (list, tuple)):
-        if expected and isinstance(expected[0], list) and isinstance(expected[0][0], float):
-            a, b = torch.tensor(own), torch.tensor(expected)
-            off = float((a - b).abs().max() / b.abs().max())
-            assert off <= TOLERANCE, f"{where}: logits are {off:.2g} off"
-            return
         assert len(own) == len(expected), where
         for one, other in zip(own, expected, strict=True):
             _compare(one, other, where)

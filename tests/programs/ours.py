@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
 
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
-from tests.harness.hf_folders import tensors_of
 from tests.harness.models import full
 from tests.programs.rows import BATCH_ROWS, PROMPT, collated, held_out, names_of, rows_for
 from tests.programs.user import PlantedError, User
@@ -50,8 +48,7 @@ class Ours(User):
 
     def __init__(self, program: Program, folder: Path) -> None:
         super().__init__(program)
-        self.folder, self.saved, self.exports = folder, 0, 0
-        self.extra: dict[str, Any] = {}
+        self.folder, self.saved = folder, 0
         settings = program.settings
         if settings["at first"] != "nothing":
             self.toggle(settings["at first"])
@@ -79,7 +76,7 @@ class Ours(User):
         own = dist.get_rank() if program.ranks > 1 else 0
         self.held_out = held_out(program)[own :: program.ranks]
         self.windows: list[Any] = []
-        self.coming = self._by_hand() if settings["loader"] == "by hand" else self._windows()
+        self.coming = self._windows()
 
     def _mesh(self) -> Any:
         replicas = self.program.settings["mesh"] == "replicas 2"
@@ -88,17 +85,6 @@ class Ours(User):
     def _windows(self) -> Iterator[list[Any]]:
         while True:
             yield from fs.windows(self.loader, int(self.program.settings["window"]))
-
-    def _by_hand(self) -> Iterator[list[Any]]:
-        """Without ``windows``: the loop counts what it takes."""
-        while True:
-            window = []
-            for batch in self.loader:
-                window.append(batch)
-                if len(window) == int(self.program.settings["window"]):
-                    self.sampler.mark_consumed(BATCH_ROWS * len(window))
-                    yield window
-                    window = []
 
     def told(self, step: Step, odd: str) -> Told:
         """What a step gives, or the error that it ends with."""
@@ -136,9 +122,6 @@ class Ours(User):
     def _generate(self) -> Any:
         return self.say(PROMPT.to(device_here()))
 
-    def _reference(self) -> Any:
-        return self.ask(PROMPT.to(device_here()))
-
     def _toggle(self, name: str) -> None:
         self.toggle(name)
         if name in OF_THE_FORWARD:
@@ -161,11 +144,7 @@ class Ours(User):
         saved = fs.find_checkpoints(self.folder / "steps")[which % self.saved]
         state = fs.load_checkpoint(saved.path, model=self.model, optimizer=self.optimizer)
         self.sampler.load_state_dict(state.train_state["sampler"])
-        self._begin_again()
-
-    def _begin_again(self) -> None:
-        by_hand = self.program.settings["loader"] == "by hand"
-        self.coming = self._by_hand() if by_hand else self._windows()
+        self.coming = self._windows()
 
     def _fail(self, way: str, layer: int, place: int) -> None:
         """A step in which the user's own code raises, in a micro-batch of the window."""
@@ -191,42 +170,8 @@ class Ours(User):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
-    def _stray(self) -> Any:
-        """Train with a parameter beside the model in the optimizer, and take it out again."""
-        stray = self.stray = torch.nn.Parameter(torch.ones(3, device=device_here()))
-        self.optimizer.add_param_group({"params": [stray]})
-        try:
-            return self._train("stray")
-        finally:
-            self.optimizer.param_groups.pop()
-            self.optimizer.state.pop(stray, None)
-
-    def _leave_uncompared(self) -> None:
-        self._prepare(compare=False)
-
-    def _prepare(self, **options: Any) -> None:
-        fs.prepare_loss(self.model, impl=self.program.settings["loss"], **options)  # type: ignore[arg-type]
-
-    def _checkpointing(self, ratio: str) -> None:
-        fs.apply_sac(self.model, ratio)
-
-    def _export(self) -> dict[str, torch.Tensor]:
-        self.exports += 1
-        folder = fs.export_hf(self.model, self.folder / f"export-{self.exports}", dtype=torch.float32)
-        written = tensors_of(folder)
-        handed = dict(fs.iter_hf_tensors(self.model, dtype=torch.float32))
-        assert sorted(handed) == sorted(written)
-        assert all(torch.equal(handed[name].cpu(), tensor) for name, tensor in written.items())
-        return AutoModelForCausalLM.from_pretrained(folder).state_dict()  # type: ignore[no-any-return]
-
-    def _epoch(self) -> None:
-        """The loop over epochs from 0, as a restarted script has it, up to its first window."""
-        for epoch in range(self.sampler.epoch + 1):
-            self.sampler.set_epoch(epoch)
-            if not self.sampler.is_passed_over:
-                break
-            assert not list(self.loader)
-        self._begin_again()
+    def _prepare(self) -> None:
+        fs.prepare_loss(self.model, impl=self.program.settings["loss"])  # type: ignore[arg-type]
 
     def _odd(self, what: str, args: Any) -> Any:
         """What this rank alone does, at a step that trains on the others."""

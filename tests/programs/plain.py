@@ -1,29 +1,15 @@
 """The same program in one process and plain PyTorch, and which of its steps the library has to refuse."""
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from tests import plain
-from tests.programs.rows import BATCH_ROWS, NUM_ROWS, PROMPT, collated, held_out, names_of, rows_for
+from tests.programs.rows import BATCH_ROWS, NUM_ROWS, PROMPT, collated, held_out, rows_for
 from tests.programs.user import User
-from tests.programs.writing import OF_THE_FORWARD, Program, Step
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """What a step has to end with.
-
-    Attributes:
-        errors: Names of the errors; of several that apply the first met is raised.
-        is_sure: Whether it must be refused; otherwise it may.
-    """
-
-    errors: tuple[str, ...] = ()
-    is_sure: bool = True
+from tests.programs.writing import Program, Step
 
 
 class Plain(User):
@@ -43,51 +29,34 @@ class Plain(User):
         self.rows = {(row["input_ids"][0], row["input_ids"][1]): row for row in rows_for(program)}
         self.held_out = held_out(program)
         self.windows = windows
-        self.epoch = self.taken = self.restored = 0
+        self.epoch = self.taken = 0
         self.seen: dict[tuple[int, int], Any] = {}
         self.saves: list[Any] = []
-        self.uncompared = "no"
 
     # -- what is refused
 
-    def refusal(self, step: Step) -> Refusal:
-        """What the library has to say of a step, as things are."""
+    def refusals(self, step: Step) -> tuple[str, ...]:
+        """Names of the errors, of which the first met is raised, that the library has to end a step with."""
         name, *args = step
-        if name in ("save", "load"):
-            nothing = name == "load" and not self.saves
-            return Refusal(("UnsupportedModelError",) if "merged" in self.on and not nothing else ())
+        merged = ("UnsupportedModelError",) if "merged" in self.on else ()
+        if name == "save" or (name == "load" and self.saves):
+            return merged
         if name == "evaluate":
             return self._of_loss(args[0])
-        if name not in ("train", "fail", "stray"):
-            return Refusal()
-        loss = args[0] if name == "train" else name
         if name == "fail":
             loss = "sum" if args[0] == "loss_fn" else "own"
-        found = list(self._of_training())
-        if name == "stray" and self.is_sharded:
-            found.append("OptimizerError")
-        of_loss = self._of_loss(loss)
-        is_sure = bool(found) or of_loss.is_sure
-        found += of_loss.errors
-        if name == "fail":
-            return Refusal((*found, "PlantedError"))
-        return Refusal(tuple(found), is_sure)
+            return (*merged, *self._of_hooks(), *self._of_loss(loss), "PlantedError")
+        if name == "train":
+            return (*merged, *self._of_hooks(), *self._of_loss(args[0]))
+        return ()
 
-    def _of_training(self) -> list[str]:
-        found = ["UnsupportedModelError"] if "merged" in self.on else []
-        if self.is_sharded and "hook on a weight" in self.on:
-            found.append("UnsupportedModelError")
-        return found
+    def _of_hooks(self) -> tuple[str, ...]:
+        hooked = self.is_sharded and "hook on a weight" in self.on
+        return ("UnsupportedModelError",) if hooked else ()
 
-    def _of_loss(self, loss: str) -> Refusal:
-        if loss != "own" or not self.own_loss_differs or self.uncompared == "yes":
-            return Refusal()
-        return Refusal(("ModelLossError",))
-
-    @property
-    def own_loss_differs(self) -> bool:
-        adds = self.program.settings["model"] == "adalora"
-        return adds or "wrapped model" in self.on or "another loss of the model" in self.on
+    def _of_loss(self, loss: str) -> tuple[str, ...]:
+        differs = "wrapped model" in self.on or "another loss of the model" in self.on
+        return ("ModelLossError",) if loss == "own" and differs else ()
 
     # -- what it computes
 
@@ -98,7 +67,7 @@ class Plain(User):
 
     def refuse(self, step: Step) -> None:
         """What a refused step does all the same: its window was taken."""
-        if step[0] in ("train", "fail", "stray"):
+        if step[0] in ("train", "fail"):
             self.coefficient += 0.25 if step[0] != "fail" or step[1] != "loss_fn" else 0
             self._window()
 
@@ -148,13 +117,8 @@ class Plain(User):
     def _generate(self) -> Any:
         return self.say(PROMPT)
 
-    def _reference(self) -> Any:
-        return self.ask(PROMPT)
-
     def _toggle(self, name: str) -> None:
         self.toggle(name)
-        if name in OF_THE_FORWARD:
-            self.uncompared = "no"  # what has changed is prepared again
 
     def _save(self) -> None:
         state = self.model.state_dict(), self.optimizer.state_dict()
@@ -166,32 +130,10 @@ class Plain(User):
         (model, optimizer), self.epoch, self.taken = self.saves[which % len(self.saves)]
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(copy.deepcopy(optimizer))
-        self.restored = self.epoch
 
     def _rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
-    def _stray(self) -> Any:
-        return self._train("stray")
-
-    def _leave_uncompared(self) -> None:
-        self.uncompared = "yes"
-
-    def _checkpointing(self, ratio: str) -> None:
-        """Changes nothing of what is computed."""
-
-    def _export(self) -> dict[str, torch.Tensor]:
-        model = copy.deepcopy(self.model)
-        model = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
-        return {name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-    def _epoch(self) -> None:
-        if self.restored != self.epoch:
-            self.epoch, self.taken = self.restored, 0
-
     def whole(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
-
-
-__all__ = ["Plain", "Refusal", "names_of"]

@@ -1,5 +1,6 @@
 """What a user writes with torch, transformers and peft alone: the same beside either training."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,19 +19,14 @@ class PlantedError(Exception):
 def built(program: Program) -> Any:
     """The model before anything is done to it."""
     kind = program.settings["model"]
-    families = {"tied": "qwen2-tied", "lora": "llama", "adalora": "llama"}
+    families = {"tied": "qwen2-tied", "lora": "llama"}
     model = tiny_model(families.get(kind, kind), seed=program.seed, num_hidden_layers=LAYERS)
-    if kind not in ("lora", "adalora"):
+    if kind != "lora":
         return model
     import peft
 
     torch.manual_seed(program.seed)
-    if kind == "lora":
-        config: Any = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, task_type="CAUSAL_LM")
-    else:
-        config = peft.AdaLoraConfig(
-            target_modules=["q_proj"], init_r=4, target_r=2, total_step=1000, task_type="CAUSAL_LM"
-        )
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(program.seed)
     with torch.no_grad():
@@ -82,7 +78,6 @@ class User:
             layer.mlp.register_forward_hook(bomb)
         self.on: dict[str, Any] = {}
         self.coefficient = 1.0
-        self.stray = torch.nn.Parameter(torch.ones(3))
 
     @property
     def base(self) -> Any:
@@ -113,7 +108,7 @@ class User:
     def _wrapped_head(self) -> Any:
         forward = self.head.forward
         self.head.forward = lambda hidden: 0.7 * forward(hidden)
-        return lambda: self._unwrap(self.head)
+        return partial(delattr, self.head, "forward")
 
     def _wrapped_model(self) -> Any:
         base, forward = self.base, self.base.forward
@@ -124,19 +119,12 @@ class User:
             return output
 
         base.forward = wrapped
-        return lambda: self._unwrap(base)
-
-    def _unwrap(self, module: Any) -> None:
-        del module.forward
+        return partial(delattr, base, "forward")
 
     def _another_loss_of_the_model(self) -> Any:
         base, own = self.base, self.base.loss_function
         base.loss_function = lambda *args, **kwargs: 2 * own(*args, **kwargs)
-
-        def back() -> None:
-            base.loss_function = own
-
-        return back
+        return partial(setattr, base, "loss_function", own)
 
     def _frozen_layer(self) -> Any:
         return self.freeze(0)
@@ -167,25 +155,10 @@ class User:
         """A loss of the user's own, by its name; None for that of the library."""
         if name == "own":
             return None
-        return {"sum": _sum, "coefficient": self._scaled, "stray": self._with_stray}[name]
-
-    def _with_stray(self, model: Any, batch: Any) -> torch.Tensor:
-        return self.stray.mean() * _sum(model, batch)
+        return {"sum": _sum, "coefficient": self._scaled}[name]
 
     def _scaled(self, model: Any, batch: Any) -> torch.Tensor:
         return self.coefficient * _sum(model, batch)
-
-    def ask(self, ids: torch.Tensor) -> list[list[float]]:
-        """Logits of a forward beside the training, without adapters if there are any.
-
-        Not while they are merged: peft would take them out of the weights that FSDP2 has gathered, and of
-        these alone.
-        """
-        adapters = hasattr(self.model, "disable_adapter") and "merged" not in self.on
-        off = self.model.disable_adapter() if adapters else torch.no_grad()
-        with torch.no_grad(), off:
-            logits = self.model(input_ids=ids, use_cache=False).logits
-        return logits[:, -1].tolist()  # type: ignore[no-any-return]
 
     def say(self, ids: torch.Tensor) -> list[list[int]]:
         """The likeliest next tokens."""
@@ -197,10 +170,7 @@ class User:
         return found.tolist()  # type: ignore[no-any-return]
 
 
-def _logits_and_targets(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    return logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-
-
 def _sum(model: Any, batch: Any) -> torch.Tensor:
-    return F.cross_entropy(*_logits_and_targets(model, batch), reduction="sum", label_smoothing=0.1)
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    targets = batch["labels"][:, 1:].flatten()
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="sum", label_smoothing=0.1)
