@@ -49,7 +49,7 @@ STOREYS = [
 TESTS = Path(__file__).parent
 BENCHMARKS = TESTS.parent / "benchmarks"
 # Folders of tests that are no room of the library.
-NO_ROOMS = {"compositions", "faults", "harness", "mistakes", "ports", "programs", "simulated"}
+NO_ROOMS = {"compositions", "faults", "harness", "mistakes", "ports", "simulated"}
 
 # A fact, as a pattern of the code that states it, and the files that own it.
 OWNERS = {

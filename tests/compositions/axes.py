@@ -8,6 +8,19 @@ from typing import Any
 
 from tests.harness.native import has_native_sharding
 
+# What the caller does between two steps that train.
+BETWEEN = (
+    *("nothing", "evaluate", "generate", "fail in a forward", "fail in a backward", "fail in the loss"),
+    *("freeze or thaw a block", "a hook on a block", "another rate", "load"),
+)
+GAPS = tuple(f"before step {number}" for number in (1, 2, 3, 4))
+# What one rank does at the second step, where the others train. A hook is none of it: what only watches a
+# model, as `wandb.watch` does, is put on one rank, and what a hook does cannot be told.
+DIFFERENCES = (
+    *("none", "leaves a step out", "evaluates", "saves", "another rate", "another clip"),
+    *("another block frozen", "one batch less", "another loss"),
+)
+
 AXES: dict[str, tuple[str, ...]] = {
     "architecture": (
         *("dense", "tied", "moe", "moe with router loss", "sliding window", "soft cap", "learned positions"),
@@ -40,7 +53,8 @@ AXES: dict[str, tuple[str, ...]] = {
         *("list", "sampler", "sampler and workers", "sampler of batches", "sampler of a mixture"),
         *("sampler by cost", "stream"),
     ),
-    "evaluate": ("no", "before", "between"),
+    **dict.fromkeys(GAPS, BETWEEN),
+    "odd rank": DIFFERENCES,
     "resume": ("no", "same ranks", "other ranks", "twice"),
     "save": ("synchronous", "asynchronous"),
     "export": ("no", "float32", "bfloat16", "into a full folder"),
@@ -63,6 +77,10 @@ CAUSAL = {*TRANSFORMERS_CAUSAL, "not of transformers"}
 def settled(draw: Draw) -> dict[str, str]:
     """The draw with options that mean nothing beside the others put to their plainest."""
     own = dict(draw)
+    if own["odd rank"] != "none":  # among ranks of the library, which steps with a loss of its own
+        own["loss"] = "auto"
+        if own["architecture"] not in TRANSFORMERS_CAUSAL:
+            own["architecture"] = "dense"
 
     def plainest(*axes: str) -> None:
         own.update({axis: AXES[axis][0] for axis in axes})
@@ -132,7 +150,28 @@ def settled(draw: Draw) -> dict[str, str]:
         own["mesh"] in ("single", "1", "cp 2") or own["batches"] != "padded"
     ):
         plainest("twist")
+    if own["odd rank"] != "none":
+        plainest("resume", "save")
+        if own["mesh"] not in ("fsdp 2", "fsdp 3", "hsdp 2x2", "replicas 2"):
+            own["mesh"] = "fsdp 2"
+    for gap in GAPS:
+        if _means_nothing(own, gap):
+            plainest(gap)
     return own
+
+
+def _means_nothing(own: Mapping[str, str], gap: str) -> bool:
+    """Whether what is done between two steps cannot be done in such a draw."""
+    what, compiled = own[gap], own["compile"] != "no"
+    by_torch = own["mesh"] == "torch DDP 2"
+    return (
+        # Compiled blocks compile anew for each length of the cache.
+        (what == "generate" and (compiled or own["architecture"] not in TRANSFORMERS_CAUSAL))
+        or (what == "a hook on a block" and compiled)
+        or (what.startswith("fail") and (compiled or by_torch or gap == GAPS[0]))
+        or (what == "freeze or thaw a block" and (compiled or by_torch))
+        or (what == "load" and (own["resume"] == "no" or gap == GAPS[0]))
+    )
 
 
 def differences(draw: Draw) -> dict[str, str]:

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import assume, strategies as st
 
 from tests.compositions import reasons
-from tests.compositions.axes import AXES, full, settled
+from tests.compositions.axes import AXES, DIFFERENCES, full, settled
 
 # Options that take three to twenty times as long as others: a draw has one where a number to this is 0.
 COSTLY: dict[tuple[str, str], int] = {
@@ -15,6 +15,7 @@ COSTLY: dict[tuple[str, str], int] = {
     ("mesh", "hsdp 2x2"): 12,
     ("mesh", "cp 2 fsdp 2"): 12,
     ("optimizer", "muon and adamw"): 10,
+    **{("odd rank", what): 30 for what in DIFFERENCES[1:]},
 }
 REFUSED = 10  # in one draw of so many something may be refused: it is soon known, and stops all else
 

@@ -12,6 +12,8 @@ EQUAL: list[dict[str, str]] = [
         "loader": "sampler",
         "export": "float32",
         "vocabulary": "grown",
+        "before step 2": "freeze or thaw a block",
+        "before step 3": "freeze or thaw a block",
     },
     {
         "architecture": "tied",
@@ -25,12 +27,14 @@ EQUAL: list[dict[str, str]] = [
         "optimizer": "stochastic adamw",
         "clip": "1e-2",
         "loader": "stream",
-        "evaluate": "before",
+        "before step 1": "evaluate",
         "resume": "other ranks",
         "save": "asynchronous",
         "export": "into a full folder",
         "vocabulary": "grown",
         "twist": "hook on the head",
+        "before step 3": "another rate",
+        "before step 4": "load",
     },
     {
         "architecture": "soft cap",
@@ -41,10 +45,11 @@ EQUAL: list[dict[str, str]] = [
         "accumulation": "3 last",
         "optimizer": "adamw",
         "loader": "sampler of batches",
-        "evaluate": "between",
+        "before step 2": "evaluate",
         "resume": "twice",
         "save": "asynchronous",
         "export": "into a full folder",
+        "before step 3": "a hook on a block",
     },
     {
         "architecture": "soft cap",
@@ -59,6 +64,7 @@ EQUAL: list[dict[str, str]] = [
         "resume": "same ranks",
         "save": "asynchronous",
         "export": "into a full folder",
+        "before step 3": "another rate",
     },
     {
         "sharding": "kept after the forward",
@@ -74,8 +80,10 @@ EQUAL: list[dict[str, str]] = [
         "varlen": "yes",
         "optimizer": "adamw",
         "clip": "1e-2",
-        "evaluate": "before",
+        "before step 1": "evaluate",
         "vocabulary": "grown",
+        "before step 2": "fail in a forward",
+        "before step 4": "generate",
     },
     {
         "architecture": "sliding window",
@@ -90,10 +98,11 @@ EQUAL: list[dict[str, str]] = [
         "optimizer": "adamw",
         "clip": "1e-2",
         "loader": "sampler of a mixture",
-        "evaluate": "between",
+        "before step 2": "evaluate",
         "resume": "other ranks",
         "export": "bfloat16",
         "vocabulary": "grown",
+        "before step 3": "fail in a backward",
     },
     {
         "architecture": "convolution",
@@ -113,7 +122,7 @@ EQUAL: list[dict[str, str]] = [
         "optimizer": "adamw",
         "clip": "1e-2",
         "loader": "sampler of batches",
-        "evaluate": "before",
+        "before step 1": "evaluate",
     },
     {
         "sharding": "offloaded",
@@ -128,7 +137,7 @@ EQUAL: list[dict[str, str]] = [
         "optimizer": "adamw",
         "clip": "1e-2",
         "loader": "sampler of batches",
-        "evaluate": "between",
+        "before step 2": "evaluate",
         "export": "float32",
     },
     {
@@ -137,6 +146,7 @@ EQUAL: list[dict[str, str]] = [
         "loss": "loss_fn",
         "accumulation": "3 each",
         "optimizer": "adamw",
+        "before step 3": "fail in the loss",
     },
     {
         "architecture": "float32 modules",
@@ -145,7 +155,7 @@ EQUAL: list[dict[str, str]] = [
         "optimizer": "adamw",
         "clip": "1e-2",
         "loader": "sampler",
-        "evaluate": "between",
+        "before step 2": "evaluate",
         "twist": "hook on the head",
     },
     {
@@ -167,7 +177,8 @@ EQUAL: list[dict[str, str]] = [
         "batches": "packed",
         "varlen": "yes",
         "accumulation": "3 last",
-        "evaluate": "between",
+        "before step 2": "evaluate",
+        "before step 3": "freeze or thaw a block",
     },
     {
         "architecture": "moe",
@@ -183,6 +194,7 @@ EQUAL: list[dict[str, str]] = [
         "clip": "1e-2",
         "resume": "twice",
         "export": "float32",
+        "before step 3": "fail in a backward",
     },
     {
         "architecture": "soft cap",
@@ -192,7 +204,8 @@ EQUAL: list[dict[str, str]] = [
         "batches": "packed",
         "accumulation": "3 each",
         "clip": "1e-2",
-        "evaluate": "between",
+        "before step 2": "evaluate",
+        "before step 3": "fail in the loss",
     },
 ]
 

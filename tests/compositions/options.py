@@ -1,5 +1,6 @@
 """What both sides of a comparison are given: adapters, optimizers, schedulers, batches."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -124,3 +125,40 @@ def twist(draw: Draw, model: Any) -> None:
 def loss_terms(draw: Draw) -> dict[str, float]:
     """What the loss has beside the cross entropy."""
     return {"label_smoothing": 0.1, "z_loss": 0.01} if draw["loss terms"] == "smoothing and z-loss" else {}
+
+
+def block_of(model: nn.Module, index: int) -> nn.Module:
+    """A block of the model's (first) trunk of text."""
+    trunks = (
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and not any(tower in name for tower in TOWERS)
+    )
+    return next(trunks)[index]
+
+
+def change(draw: Draw, step: int, made: Sequence[torch.optim.Optimizer], *models: nn.Module) -> None:
+    """What a caller changes before a step, the same beside either training.
+
+    Made again after a resume, it comes to the same. Only the last model's forward runs.
+    """
+    what = draw[f"before step {step}"]
+    if what == "another rate":
+        for group in (group for one in made for group in one.param_groups):
+            group["lr"] = 1e-3 * step
+    if what == "a hook on a block":
+        block_of(models[-1], -1).register_forward_hook(_scaled)
+    for model in models if what == "freeze or thaw a block" else ():
+        switch(block_of(model, 0))
+
+
+def switch(block: nn.Module) -> None:
+    """Freeze what is trained of a block, or train it again: what has been trained is known by a mark."""
+    for parameter in block.parameters():
+        if parameter.requires_grad or getattr(parameter, "is_frozen_now", False):
+            parameter.is_frozen_now = parameter.requires_grad  # type: ignore[attr-defined]
+            parameter.requires_grad_(not parameter.requires_grad)
+
+
+def _scaled(module: nn.Module, args: Any, output: Any) -> Any:
+    return (0.9 * output[0], *output[1:]) if isinstance(output, tuple) else 0.9 * output

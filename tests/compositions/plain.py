@@ -96,10 +96,10 @@ def train(
     options.twist(draw, call.copy if isinstance(call, _Lower) else model)
     made = options.optimizers(draw, model)
     found = Trained(start={name: p.detach().clone() for name, p in model.named_parameters()})
-    if draw["evaluate"] == "before":
-        found.evaluations.append(_evaluated(draw, model, call, held_out))
-    for step, window in enumerate(windows):
-        if draw["evaluate"] == "between" and step == 1:
+    changed = (model, call.copy) if isinstance(call, _Lower) else (model,)
+    for step, window in enumerate(windows, start=1):
+        options.change(draw, step, made, *changed)
+        if draw[f"before step {step}"] == "evaluate":
             found.evaluations.append(_evaluated(draw, model, call, held_out))
         _step(draw, model, call, window, made, found)
         if isinstance(call, _Lower):

@@ -11,14 +11,11 @@ from hypothesis import HealthCheck, Phase, settings
 from tests.compositions.axes import differences
 from tests.compositions.drawing import compositions
 from tests.compositions.judge import judge
-from tests.programs.judge import judge as judge_program
-from tests.programs.writing import programs
 
 
 def search(arguments: argparse.Namespace, worker: int) -> str:
     """One worker's share of the draws: how they ended, or the fault."""
     ends: Counter[str] = Counter()
-    strategy = programs() if arguments.programs else compositions(json.loads(arguments.where))
 
     @hypothesis.seed(arguments.seed * arguments.workers + worker)
     @settings(
@@ -28,12 +25,11 @@ def search(arguments: argparse.Namespace, worker: int) -> str:
         suppress_health_check=list(HealthCheck),
         print_blob=False,
     )
-    @hypothesis.given(strategy)
+    @hypothesis.given(compositions(json.loads(arguments.where)))
     def trial(drawn: Any) -> None:
-        outcome = judge_program(drawn) if arguments.programs else judge(drawn, arguments.seed)
+        outcome = judge(drawn, arguments.seed)
         ends[f"{outcome.kind} {outcome.reason}".strip() if outcome.kind == "refused" else outcome.kind] += 1
-        what = drawn if arguments.programs else json.dumps(differences(drawn))
-        assert outcome.kind != "fault", f"FAULT {what}\n{outcome.reason}"
+        assert outcome.kind != "fault", f"FAULT {json.dumps(differences(drawn))}\n{outcome.reason}"
 
     try:
         trial()

@@ -1,43 +1,13 @@
-"""Losses and entropies of tokens from plain logits, each row by itself: the oracle of losses made of them."""
+"""What tests of the losses of tokens share, beside their plain losses in ``tests/plain.py``."""
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from tests.harness.models import full
+from tests.plain import plain_logits, plain_token_losses
 
-
-def spans_of(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """(row of the batch, first token, end) of each row, without padding; a pack has several."""
-    ids, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-    spans = []
-    for row in range(len(ids)):
-        width = ids.shape[1] if mask is None else int(mask[row].sum())
-        starts = [0] if positions is None else (positions[row, :width] == 0).nonzero().flatten().tolist()
-        spans += [(row, a, b) for a, b in zip(starts, [*starts[1:], width], strict=True)]
-    return spans
-
-
-def plain_logits(model: Any, batch: dict[str, Any]) -> list[torch.Tensor]:
-    """Logits ``(S, V)`` of each row by itself, on the CPU."""
-    return [
-        model(input_ids=batch["input_ids"][row : row + 1, a:b], use_cache=False).logits[0]
-        for row, a, b in spans_of(batch)
-    ]
-
-
-def plain_token_losses(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(losses, entropies), ``(B, S)``, aligned with the labels; 0 where nothing is predicted."""
-    losses, entropies = (torch.zeros(batch["labels"].shape, dtype=torch.float64) for _ in range(2))
-    for (row, a, b), logits in zip(spans_of(batch), plain_logits(model, batch), strict=True):
-        logs = F.log_softmax(logits, -1)[:-1]
-        labels = batch["labels"][row, a + 1 : b]
-        counts = labels != -100
-        own = -logs.gather(1, labels.clamp_min(0)[:, None])[:, 0]
-        losses[row, a + 1 : b] = torch.where(counts, own, 0.0)
-        entropies[row, a + 1 : b] = torch.where(counts, -(logs.exp() * logs).sum(-1), 0.0)
-    return losses, entropies
+__all__ = ["gradients_of", "plain_logits", "plain_token_losses", "signed"]
 
 
 def signed(batch: dict[str, Any], seed: int = 0) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -176,26 +177,36 @@ def _plain_gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def test_blocks_of_other_origin_are_wrapped_without_renaming() -> None:
+@pytest.mark.parametrize(
+    ("way", "runs"),
+    [
+        ({"ratio": 0.5}, [0, 0, 1, 2, 2, 3]),
+        ({"save": "up", "blocks": [0, 2]}, [0, 1, 2, 3]),
+        ({"save": ["up", "drop"], "ratio": 0.5}, [0, 1, 2, 3]),
+    ],
+    ids=["recomputed", "a product kept", "random numbers kept"],
+)
+def test_blocks_of_other_origin_are_wrapped_without_renaming(way: dict[str, Any], runs: list[int]) -> None:
     torch.manual_seed(0)
     model = Plain()
     expected = _plain_gradients(model)
     names = list(model.state_dict())
-    assert fs.apply_sac(model, 0.5) == ["trunk.0", "trunk.2"]
+    assert fs.apply_sac(model, **way) == ["trunk.0", "trunk.2"]
     assert list(model.state_dict()) == names
+    for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(map(torch.equal, _plain_gradients(clone), expected))
+        with torch.no_grad():
+            clone.trunk[0].up.weight.zero_()
+        assert not all(map(torch.equal, _plain_gradients(clone), expected)), "the copy runs its own weights"
     calls = []
     for i, block in enumerate(model.trunk):
         block.up.register_forward_pre_hook(lambda *_, i=i: calls.append(i))
     assert all(map(torch.equal, _plain_gradients(model), expected))
-    assert sorted(calls) == [0, 0, 1, 2, 2, 3]
-    clone = copy.deepcopy(model)
-    with torch.no_grad():
-        clone.trunk[0].up.weight.zero_()
-    assert not all(map(torch.equal, _plain_gradients(clone), expected)), "the copy runs its own weights"
-    assert all(map(torch.equal, _plain_gradients(model), expected))
+    assert sorted(calls) == runs
     fs.remove_sac(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
     calls.clear()
-    _plain_gradients(model)
+    assert all(map(torch.equal, _plain_gradients(model), expected))
     assert sorted(calls) == [0, 1, 2, 3]
 
 

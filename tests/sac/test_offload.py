@@ -154,6 +154,7 @@ class _Changing(nn.Module):
         torch.manual_seed(0)
         self.form, self.embed, self.bias = form, nn.Embedding(100, HIDDEN), nn.Parameter(torch.ones(HIDDEN))
         self.embed.requires_grad_(form != "frozen")
+        self.bias.requires_grad_(form != "frozen")
         self.layers = nn.ModuleList(self.Block(form) for _ in range(BLOCKS))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
