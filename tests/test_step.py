@@ -1,6 +1,5 @@
 """train_step against the plain single process."""
 
-import copy
 import math
 from typing import Any
 
@@ -14,7 +13,6 @@ from tests.harness.device import device_type, mesh_here
 from tests.harness.models import (
     full,
     oracle_gradients,
-    oracle_loss,
     ragged_batches,
     tiny_model,
 )
@@ -66,28 +64,6 @@ def _check_window_loss_and_norm(accumulation: int) -> list[str]:
 def test_loss_and_norm_of_unequal_micro_batches_equal_the_whole_batch(ranks: int, accumulation: int) -> None:
     done = run_distributed(_check_window_loss_and_norm, ranks, accumulation)
     assert len(done[0]) == {1: 1, 2: 2, 4: 3}[ranks] * 3
-
-
-def _check_optimizer_steps() -> None:
-    batches = ragged_batches(6)
-    for make, tolerance in (
-        (lambda p: torch.optim.SGD(p, lr=0.1), 1e-6),
-        (lambda p: torch.optim.AdamW(p, lr=1e-3), 0.05 * 1e-3),
-    ):
-        plain = tiny_model("llama")
-        sharded = fs.shard_model(copy.deepcopy(plain), mesh=mesh_here(), mp_policy=FLOAT32)
-        optimizer = make(plain.parameters())
-        oracle_loss(plain, batches).backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        optimizer.step()
-        fs.train_step(sharded, _mine(batches), make(sharded.parameters()))
-        for (name, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
-            assert (full(p) - q).abs().max() <= tolerance, name
-
-
-@pytest.mark.accelerator
-def test_optimizer_steps_equal_the_single_process() -> None:
-    run_distributed(_check_optimizer_steps, 2)
 
 
 def test_without_a_process_group_the_plain_model_trains() -> None:

@@ -10,8 +10,8 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 from tests.compositions.axes import full, settled
+from tests.compositions.drawing import search
 from tests.compositions.judge import judge
-from tests.compositions.search import search
 from tests.harness.architectures import quiet, quiet_for_good
 
 

@@ -24,7 +24,7 @@ DIFFERENCES = (
 AXES: dict[str, tuple[str, ...]] = {
     "architecture": (
         *("dense", "tied", "moe", "moe with router loss", "sliding window", "soft cap", "learned positions"),
-        *("convolution", "float32 modules", "vision and text", "encoder-decoder", "classifier"),
+        *("convolution", "float32 modules", "vision and text", "encoder-decoder"),
         "not of transformers",
     ),
     "start": ("materialised", "load_pretrained", "meta"),
@@ -69,7 +69,7 @@ AXES: dict[str, tuple[str, ...]] = {
 Draw = Mapping[str, str]
 
 PLAINEST: Draw = {axis: options[0] for axis, options in AXES.items()}
-TRANSFORMERS_CAUSAL = set(AXES["architecture"]) - {"encoder-decoder", "classifier", "not of transformers"}
+TRANSFORMERS_CAUSAL = set(AXES["architecture"]) - {"encoder-decoder", "not of transformers"}
 ROUTING = {"moe", "moe with router loss", "float32 modules"}
 CAUSAL = {*TRANSFORMERS_CAUSAL, "not of transformers"}
 

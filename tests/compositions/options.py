@@ -45,8 +45,7 @@ def micro_batches(draw: Draw) -> int:
 
 def collated(draw: Draw, rows: list[Row]) -> dict[str, torch.Tensor]:
     """A padded batch, for what the architecture learns."""
-    makers = {"encoder-decoder": make.of_answers, "classifier": make.of_classes}
-    return makers.get(draw["architecture"], make.padded)(rows)
+    return (make.of_answers if draw["architecture"] == "encoder-decoder" else make.padded)(rows)
 
 
 def adapter_config(draw: Draw) -> Any:
@@ -105,7 +104,6 @@ def kept_name(draw: Draw) -> str:
         "learned positions": "c_attn",
         "convolution": "w2",
         "encoder-decoder": "wi",
-        "classifier": "query",
         "not of transformers": "qkv",
     }
     return names.get(draw["architecture"], "o_proj")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 import fsdp_sft
-from tests.compositions import fixed, page, plain, reasons
+from tests.compositions import fixed, plain, reasons
 from tests.compositions.axes import AXES, DIFFERENCES, PLAINEST, full, settled
 from tests.compositions.drawing import allowed_pairs, compositions
 from tests.compositions.judge import Outcome, judge
@@ -71,7 +71,7 @@ def test_pairs_that_are_refused_are_not_allowed() -> None:
 
 
 def test_the_page_of_refusals_is_made_of_the_list() -> None:
-    assert page.PAGE.read_text() == page.text(), "run python -m tests.compositions.page"
+    assert reasons.PAGE.read_text() == reasons.page(), "run python -m tests.compositions.reasons"
 
 
 def test_one_draw_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
