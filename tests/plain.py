@@ -1,6 +1,6 @@
 """The plain training that others are compared with: one process, torch alone, no code of the library.
 
-Losses are those of each row by itself, from plain logits, whether a batch is padded or a pack.
+Losses are the cross entropy of plain logits; those of tokens are of each row by itself, padded or in a pack.
 """
 
 import copy
@@ -80,11 +80,14 @@ def plain_token_losses(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor,
 
 
 def mean_loss(model: nn.Module, batches: Iterable[dict[str, Any]]) -> torch.Tensor:
-    """Mean over all targets of all batches."""
+    """Mean over all targets of all batches, padded or of one row."""
     total, targets = torch.zeros((), dtype=torch.float64), 0
     for batch in batches:
-        total = total + plain_token_losses(model, batch)[0].sum()
-        targets += int((batch["labels"][:, 1:] != -100).sum())
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
+        labels = batch["labels"][:, 1:]
+        losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="none")
+        total = total + losses.double().sum()
+        targets += int((labels != -100).sum())
     return total / targets
 
 

@@ -226,16 +226,6 @@ def test_activations_are_what_a_real_model_saves(
 # --- in itself --------------------------------------------------------------------------------------------
 
 
-def test_the_breakdown_adds_up_and_reads_well() -> None:
-    found = estimate_memory(QWEN_14B, fs.Run(num_gpus=64, micro_batch_size=2, seq_length=4096))
-    assert sum(found.breakdown.values()) == found.peak_bytes
-    assert min(found.breakdown.values()) > 0
-    first, *_, last = str(found).splitlines()
-    assert first.startswith("activations kept")
-    assert last.split() == ["in", "all", f"{found.peak_bytes / GIB:.2f}", "GiB"]
-    assert found.parameters == found.active_parameters == 14_770_033_664
-
-
 @pytest.mark.parametrize("seq_length", [1024, 65536])
 @pytest.mark.parametrize("ratio", [0, 1])
 def test_no_part_is_less_than_nothing(seq_length: int, ratio: int) -> None:
@@ -245,6 +235,8 @@ def test_no_part_is_less_than_nothing(seq_length: int, ratio: int) -> None:
     )
     assert sum(found.breakdown.values()) == found.peak_bytes
     assert min(found.breakdown.values()) > 0
+    assert str(found).split()[-4:] == ["in", "all", f"{found.peak_bytes / GIB:.2f}", "GiB"]
+    assert found.parameters == found.active_parameters
 
 
 def test_states_are_counted_from_the_parameters() -> None:
@@ -384,25 +376,6 @@ def test_the_estimate_leaves_the_model_and_the_config_alone() -> None:
     estimate_memory(TINY, fs.Run(**SMALL, cp=2))
     assert estimate_memory(TINY, fs.Run(**SMALL)) == first
     assert TINY.to_dict() == before
-
-
-def test_gradients_reduced_in_the_last_micro_batch_have_shards() -> None:
-    """They are there beside the whole ones of blocks to come, and in the update."""
-    config = tf.LlamaConfig(
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        vocab_size=512,
-    )
-    common: dict[str, Any] = {"num_gpus": 2, "micro_batch_size": 1, "seq_length": 16, "sac_ratio": 1}
-    last = estimate_memory(config, fs.Run(**common, grad_accum_steps=3, grad_sync="last"))
-    block = sum(p.numel() for p in tf.LlamaForCausalLM(config).model.layers[0].parameters())
-    # The head and some blocks have been reduced when the next one's whole gradient and its copy are there.
-    head = config.vocab_size * config.hidden_size * 4 // 2
-    assert (last.breakdown["gradients (shards)"] - head) % (block * 4 // 2) == 0
-    assert last.breakdown["gradients (shards)"] >= head + block * 4 // 2
 
 
 def test_checkpointed_blocks_keep_the_masks_that_they_get() -> None:
