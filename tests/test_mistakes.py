@@ -261,7 +261,7 @@ def test_an_optimizer_of_a_part() -> None:
 def test_a_schedule_of_a_loaded_optimizer(tmp_path: Path, way: str, words: str | None) -> None:
     def begun() -> tuple[Any, Any]:
         model = tiny_model("llama")
-        return model, torch.optim.SGD(model.parameters(), lr=0.01)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def scheduled(optimizer: Any) -> LambdaLR:
         return LambdaLR(optimizer, lambda step: 0.5**step)
