@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 DEMO_ARGS ?=
 
-.PHONY: help lock demo test lint size format test-slow test-faults compositions programs test-accelerator test-gpu test-floor test-latest docs clean
+.PHONY: help lock demo test lint size format test-slow test-faults compositions test-accelerator test-gpu test-floor test-latest docs clean
 help:
 	@grep -E '^# make' Makefile | cut -c3-
 
@@ -63,12 +63,8 @@ SEED ?= 0
 compositions: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.compositions --number $(N) --seed $(SEED) --workers $(WORKERS)
 
-# make programs   lists of steps in random order, N of them from SEED, each beside the same in plain PyTorch
-programs: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.compositions --programs --number $(N) --seed $(SEED) --workers $(WORKERS)
-
 # make test-accelerator   the tests of several ranks, each with a simulated device (see tests/simulated)
-ON_DEVICES = $(addprefix tests/,attention check compositions dcp_io export loss programs ranks/test_agree.py ranks/test_distributed.py \
+ON_DEVICES = $(addprefix tests/,attention check compositions dcp_io export loss ranks/test_agree.py ranks/test_distributed.py \
 	ranks/test_launch.py jobs model/test_adapters.py model/test_expert_adapters.py model/test_model.py model/test_towers.py model/test_vocabulary.py model/test_wrappers.py \
 	process/test_random_state.py quantised sac sampling/packing sampling/test_sampler.py shard/test_embeddings.py shard/test_kept.py shard/test_packed.py shard/test_policies.py shard/test_shard.py step \
 	tensors/test_placement.py test_default_path.py test_example.py test_parity.py test_step.py weights)

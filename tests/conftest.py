@@ -35,7 +35,7 @@ def pytest_testnodedown(node: Any) -> None:
     """Of a worker of pytest-xdist."""
     from tests.harness import budget
 
-    budget.add(getattr(node, "workeroutput", {}).get("budget", {"counts": {}, "reasons": {}}))
+    budget.add(getattr(node, "workeroutput", {}).get("budget", {}))
 
 
 @pytest.hookimpl(hookwrapper=True)

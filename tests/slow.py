@@ -13,6 +13,7 @@ _SYNCS = "tests/step/test_host_syncs.py::test_the_host_waits_once_in_a_step_and_
 _WATCH = "tests/jobs/test_watchdog.py::test_the_rank_is_named_on_all_that_live_within_the_set_time"
 _HEALTHY = "tests/check/test_planted.py::test_healthy_ranks_are_accused_of_nothing"
 _ASKED = "tests/check/test_planted.py::test_what_is_asked_for_trains_as_in_one_process"
+_DEVICE = "tests/planner/test_on_a_device.py::test_the_estimate_is_what_a_device_has_in_use"
 _ASKED_FOR = ("replicas", "windows", "tied", "fp8", "compiled", "dense first", "random routing", "a tower")
 
 # Beginnings of test ids, and the test that stays.
@@ -102,14 +103,9 @@ BESIDE: dict[str, str] = {
     ),
     # More draws of the planner's configurations.
     **{
-        f"tests/planner/test_tracker.py::test_the_estimate_is_what_the_tracker_sees[{case}]": (
-            "tests/planner/test_tracker.py::test_the_estimate_is_what_the_tracker_sees[optimizer-0]"
-        )
-        for case in ("loss-0", "loss-1", "backward-0", "backward-1", "optimizer-1")
+        f"{_DEVICE}[{case}]": f"{_DEVICE}[cut_case]"
+        for case in ("random_case", "shared_case", "experts_case", "shared_out_case")
     },
-    "tests/planner/test_on_a_device.py::test_the_estimate_is_what_a_device_has_in_use": (
-        "tests/planner/test_tracker.py::test_the_estimate_is_what_the_tracker_sees[optimizer-0]"
-    ),
     **{
         f"tests/planner/test_search.py::test_more_memory_never_gives_a_slower_plan[{index}]": (
             "tests/planner/test_search.py::test_more_memory_never_gives_a_slower_plan[0]"
@@ -119,16 +115,12 @@ BESIDE: dict[str, str] = {
     # Whole loops of others, and launchers beyond torchrun.
     **{
         f"tests/ports/{test}": "tests/ports/test_differences.py::test_what_did_not_work_at_first"
-        for test in (
-            "test_training.py::",
-            "test_differences.py::test_verl_",
-        )
+        for test in ("test_training.py::",)
     },
     "tests/test_ports.py::": "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]",
     "tests/ranks/test_launch.py::test_torchrun_trains_as_plain_python_does": (
         "tests/ranks/test_distributed.py::test_torchrun"
     ),
-    "tests/test_long_context.py::test_two_ranks_share_rows": (f"{_STEPS}[2-shape0-options0]"),
     # Processes that are killed at every moment, or in every way, of which some stay.
     **{
         f"{_KILL}[{moment}]": f"{_KILL}[mid-manifest]"

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fsdp_sft as fs
 from tests.harness.models import oracle_gradients, ragged_batches, tiny_model
@@ -82,11 +81,3 @@ def test_a_copy_is_found_out_about_anew() -> None:
     with pytest.raises(fs.ModelLossError):
         _step(other, batches)
     _step(model, batches)
-
-
-def test_a_look_makes_no_record() -> None:
-    from fsdp_sft._model.view import kept_of
-
-    layer = nn.Linear(2, 2)
-    assert kept_of(layer, fs.StepResult) is None
-    assert not [name for name in vars(layer) if name.startswith("_fsdp_sft")]

@@ -95,24 +95,3 @@ def test_evaluate_save_load_continue_export(ranks: int, packed: str | None, tmp_
         pytest.importorskip("peft", reason="adapters need the 'peft' extra")
     results = run_distributed(_check, ranks, tmp_path / "checkpoints", packed, timeout=240)
     assert all(result == results[0] for result in results), "every rank reports the same"
-
-
-def _check_inductor() -> float:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    windows = [ragged_batches(2 * ranks, seed=step)[rank::ranks] for step in range(3)]
-    losses = []
-    for compiled in (False, True):
-        model = tiny_model("llama")
-        fs.apply_sac(model, "1/3")
-        if compiled:
-            fs.compile_blocks(model)
-        fs.shard_model(model, mesh=mesh_here())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses.append([fs.train_step(model, window, optimizer).loss for window in windows])
-    return max(abs(a - b) for a, b in zip(*losses, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_inductor_trains_like_eager() -> None:
-    assert max(run_distributed(_check_inductor, 2, timeout=800)) < 5e-3

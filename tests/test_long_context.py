@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import fsdp_sft as fs
 from tests.harness import launches
 from tests.harness.forks import Program
 from tests.harness.places import EXAMPLES, script
@@ -46,18 +45,6 @@ def _cut_back_to(output: Path, step: int) -> None:
         if int(folder.name.removeprefix("step-")) > step:
             shutil.rmtree(folder)
     (output / "log.jsonl").unlink()
-
-
-def test_two_ranks_share_rows(tmp_path: Path) -> None:
-    """The example's end, which ``test_two_ranks_share_rows_and_one_goes_on_alone`` compares with one rank."""
-    text = launches.run(_command(tmp_path / "shared", *_data(tmp_path), "--cp", "2"))
-    losses = _losses(tmp_path / "shared")
-    assert list(losses) == [1, 2, 3, 4]
-    assert losses[4] < losses[1]
-    assert "cp=2" in text
-    assert "peak memory of a rank in training:" in text
-    assert len(_held_out(text)) > 0
-    assert (tmp_path / "shared" / "export" / "config.json").exists()
 
 
 def _data(folder: Path) -> list[str]:
@@ -108,24 +95,6 @@ def test_data_that_cannot_be_read_is_named(
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_bundled_run_learns(tmp_path: Path) -> None:
-    text = launches.run(_command(tmp_path / "out", "--cp", "2"), timeout=800)
-    (before, _), (after, _) = _held_out(text)
-    assert after < before - 1
-
-
-@pytest.mark.slow
-def test_one_rank_begins_and_two_go_on(tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    _alone(output, *SHORT)
-    whole = _losses(output)
-    _cut_back_to(output, 2)
-    launches.run(_command(output, *SHORT, "--cp", "2", "--resume"))
-    assert _losses(output) == pytest.approx({step: whole[step] for step in (3, 4)}, rel=1e-5)
-
-
 def _tokenizer() -> Any:
     return script("tiny_model").make_tokenizer(["The sky is blue. Here we go."])
 
@@ -140,29 +109,6 @@ def test_documents_are_cut_and_every_token_is_trained() -> None:
     assert joined == [token for text in texts for token in tokenizer(text).input_ids + ends]
     with pytest.raises(SystemExit, match="row 1 has none"):
         example.encode([{"text": "a"}, {"messages": []}], tokenizer, 32)
-
-
-def test_both_ways_of_looking_at_second_halves_have_the_same_targets() -> None:
-    example = script("long_context")
-    rows = [fs.EncodedChat(list(range(length)), list(range(length))) for length in (2, 3, 8, 9)]
-    whole, half = (example.second_halves(rows, whole=whole) for whole in (True, False))
-    assert [row.num_targets for row in whole] == [row.num_targets for row in half]
-    for seen, cut in zip(whole, half, strict=True):
-        assert seen.input_ids[-len(cut.input_ids) :] == cut.input_ids
-        targets = [label for label in seen.labels if label != fs.IGNORE_INDEX]
-        assert targets == [label for label in cut.labels if label != fs.IGNORE_INDEX]
-        assert len(cut.input_ids) >= len(seen.input_ids) / 2
-
-
-def test_a_tenth_is_held_out() -> None:
-    example = script("long_context")
-    row = fs.EncodedChat([1, 2], [1, 2])
-    for number, held_out in ((2, 1), (10, 1), (25, 3), (10_000, 64)):
-        train, held = example.hold_out([row] * number)
-        assert len(held) == held_out
-        assert len(train) + len(held) == number
-    with pytest.raises(SystemExit, match="none is left"):
-        example.hold_out([row])
 
 
 @pytest.mark.parametrize(

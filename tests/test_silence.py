@@ -87,32 +87,6 @@ def test_an_option_that_does_not_exist(call: str, tmp_path: Path) -> None:
         calls[call](colour="red")
 
 
-def test_a_schedule_that_begins_anew(tmp_path: Path) -> None:
-    def made() -> tuple[Any, Any, Any]:
-        model = tiny_model("llama")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        return model, optimizer, LambdaLR(optimizer, lambda step: min(1.0, 0.1 + step / 10))
-
-    model, optimizer, schedule = made()
-    for _ in range(2):
-        fs.train_step(model, ragged_batches(1), optimizer, scheduler=schedule)
-    state = {"schedule": schedule.state_dict()}
-    fs.save_checkpoint(tmp_path, 2, model=model, optimizer=optimizer, train_state=state)
-    for with_schedule in (False, True):
-        model, optimizer, schedule = made()
-        loaded = fs.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
-        if with_schedule:
-            schedule.load_state_dict(loaded.train_state["schedule"])
-        told = [
-            text
-            for _ in range(2)
-            for text in _told(lambda: fs.train_step(model, ragged_batches(1), optimizer, scheduler=schedule))
-        ]
-        assert ["goes on from step 2 and its LambdaLR begins at 0" in one for one in told] == (
-            [] if with_schedule else [True]
-        )
-
-
 def _shown(row: dict[str, Any], template: str | None = None, **options: Any) -> str:
     tokenizer = TOKENIZERS["chatml"]
     encoded = fs.encode_chat(row, tokenizer, chat_template=template, **options)

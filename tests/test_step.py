@@ -1,6 +1,5 @@
 """train_step against the plain single process."""
 
-import copy
 import math
 from typing import Any
 
@@ -13,9 +12,7 @@ import fsdp_sft as fs
 from tests.harness.device import device_type, mesh_here
 from tests.harness.models import (
     full,
-    largest_error,
     oracle_gradients,
-    oracle_loss,
     ragged_batches,
     tiny_model,
 )
@@ -67,28 +64,6 @@ def _check_window_loss_and_norm(accumulation: int) -> list[str]:
 def test_loss_and_norm_of_unequal_micro_batches_equal_the_whole_batch(ranks: int, accumulation: int) -> None:
     done = run_distributed(_check_window_loss_and_norm, ranks, accumulation)
     assert len(done[0]) == {1: 1, 2: 2, 4: 3}[ranks] * 3
-
-
-def _check_optimizer_steps() -> None:
-    batches = ragged_batches(6)
-    for make, tolerance in (
-        (lambda p: torch.optim.SGD(p, lr=0.1), 1e-6),
-        (lambda p: torch.optim.AdamW(p, lr=1e-3), 0.05 * 1e-3),
-    ):
-        plain = tiny_model("llama")
-        sharded = fs.shard_model(copy.deepcopy(plain), mesh=mesh_here(), mp_policy=FLOAT32)
-        optimizer = make(plain.parameters())
-        oracle_loss(plain, batches).backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        optimizer.step()
-        fs.train_step(sharded, _mine(batches), make(sharded.parameters()))
-        for (name, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
-            assert (full(p) - q).abs().max() <= tolerance, name
-
-
-@pytest.mark.accelerator
-def test_optimizer_steps_equal_the_single_process() -> None:
-    run_distributed(_check_optimizer_steps, 2)
 
 
 def test_without_a_process_group_the_plain_model_trains() -> None:
@@ -221,26 +196,6 @@ def _hang_if_uneven() -> None:
 def test_the_harness_names_the_rank_that_failed_first() -> None:
     with pytest.raises(RankFailedError, match=r"rank 0 failed first[\s\S]*rank 0 gave up"):
         run_distributed(_hang_if_uneven, 2, timeout=60)
-
-
-def _check_own_loop_matches_train_step() -> None:
-    batches = ragged_batches(6)
-    mine = _mine(batches)
-    mesh = mesh_here()
-    expected = oracle_gradients(tiny_model("llama"), batches)[1]
-    model = fs.shard_model(tiny_model("llama"), mesh=mesh, mp_policy=FLOAT32)
-    n = fs.count_targets(window for window in mine)
-    for index, batch in enumerate(mine):
-        with fs.gradient_sync(model, "all" if index == len(mine) - 1 else "none"):
-            total, targets = fs.loss_sum(model, batch)
-            assert targets == int((batch["labels"][:, 1:] != -100).sum())
-            fs.scale_for_backward(total, num_targets=n).backward()
-    actual = {name: full(p.grad) for name, p in model.named_parameters()}
-    assert largest_error(actual, expected) <= 1e-6
-
-
-def test_a_loop_of_ones_own_without_passing_a_mesh() -> None:
-    run_distributed(_check_own_loop_matches_train_step, 2)
 
 
 def _check_early_optimizer() -> None:

@@ -1,4 +1,4 @@
-"""Try what hypothesis draws: ``python -m tests.compositions --number 500 --seed 1``, or with ``--programs``.
+"""Try what hypothesis draws: ``python -m tests.compositions --number 500 --seed 1``.
 
 A fault is shrunk, printed and kept in ``.hypothesis``, from where it is tried first the next time. The exit
 code is the number of workers that have found one.
@@ -10,8 +10,8 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 from tests.compositions.axes import full, settled
+from tests.compositions.drawing import search
 from tests.compositions.judge import judge
-from tests.compositions.search import search
 from tests.harness.architectures import quiet, quiet_for_good
 
 
@@ -21,7 +21,6 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=100, help="of draws")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="draws at a time")
-    parser.add_argument("--programs", action="store_true", help="steps in random order, and not options")
     parser.add_argument("--no-shrink", action="store_true", help="leave faults as they were drawn")
     parser.add_argument("--where", default="{}", help="only draws with these options, as JSON")
     parser.add_argument("--draw", help="one draw alone: its options that are not the plainest, as JSON")

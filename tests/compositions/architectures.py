@@ -73,7 +73,6 @@ def build(architecture: str, *, seed: int = 0) -> Any:
         # At 1 its first loss is twice that of guessing, and a rounding turns its gradients over.
         # Smooth, not T5's ReLU: a unit that rounding switches on or off is no rounding error.
         "encoder-decoder": ("t5", {"initializer_factor": 0.3, "feed_forward_proj": "gelu"}),
-        "classifier": ("bert", {}),
     }
     if architecture in families:
         family, overrides = families[architecture]
@@ -123,7 +122,6 @@ def auto_class(architecture: str) -> Any:
 
     return {
         "encoder-decoder": tf.AutoModelForSeq2SeqLM,
-        "classifier": tf.AutoModelForSequenceClassification,
         "vision and text": tf.AutoModelForImageTextToText,
     }.get(architecture, tf.AutoModelForCausalLM)
 
@@ -141,7 +139,7 @@ def read(folder: Path, architecture: str) -> Any:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not any(part in name for part in TOWERS))
     for parameter in model.parameters():
-        # It maps the file, where tensors begin anywhere. A product with one row (a classifier's pooler) adds
+        # It maps the file, where tensors begin anywhere. A product with one row adds
         # up in another order there than in memory of its own, which every other way of training has.
         parameter.data = parameter.data.clone()
     return model
@@ -187,10 +185,6 @@ def summed_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         logits = model(**inputs, decoder_input_ids=shifted, use_cache=False).logits
     else:
         logits = model(**inputs).logits
-    if logits.ndim == 2:
-        return F.cross_entropy(
-            logits.float() if logits.dtype != torch.float64 else logits, labels, reduction="sum"
-        )
     if not getattr(config, "is_encoder_decoder", False):
         logits, labels = logits[:, :-1], labels[:, 1:]
     logits = _upcast(logits.flatten(0, 1))
@@ -219,6 +213,4 @@ def _upcast(logits: torch.Tensor) -> torch.Tensor:
 def count(batch: dict[str, Any], architecture: str) -> int:
     """Targets of a batch, as ``summed_loss`` sums over them."""
     labels = batch["labels"]
-    if architecture == "classifier":
-        return int(labels.numel())
     return int((labels if architecture == "encoder-decoder" else labels[:, 1:]).ne(-100).sum())

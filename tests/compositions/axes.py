@@ -8,10 +8,23 @@ from typing import Any
 
 from tests.harness.native import has_native_sharding
 
+# What the caller does between two steps that train.
+BETWEEN = (
+    *("nothing", "evaluate", "generate", "fail in a forward", "fail in a backward", "fail in the loss"),
+    *("freeze or thaw a block", "a hook on a block", "another rate", "load"),
+)
+GAPS = tuple(f"before step {number}" for number in (1, 2, 3, 4))
+# What one rank does at the second step, where the others train. A hook is none of it: what only watches a
+# model, as `wandb.watch` does, is put on one rank, and what a hook does cannot be told.
+DIFFERENCES = (
+    *("none", "leaves a step out", "evaluates", "saves", "another rate", "another clip"),
+    *("another block frozen", "one batch less", "another loss"),
+)
+
 AXES: dict[str, tuple[str, ...]] = {
     "architecture": (
         *("dense", "tied", "moe", "moe with router loss", "sliding window", "soft cap", "learned positions"),
-        *("convolution", "float32 modules", "vision and text", "encoder-decoder", "classifier"),
+        *("convolution", "float32 modules", "vision and text", "encoder-decoder"),
         "not of transformers",
     ),
     "start": ("materialised", "load_pretrained", "meta"),
@@ -24,26 +37,24 @@ AXES: dict[str, tuple[str, ...]] = {
     "precision": ("float32", "bfloat16", "float16 with scaler"),
     "sac": ("0", "1/3", "1", "operations", "2/3 operations", "1/3 offloaded"),
     "compile": ("no", "blocks", "fullgraph"),
-    "adapters": ("none", "lora", "dora", "lora and saved modules", "lora and tokens", "two adapters"),
+    "adapters": ("none", "lora", "dora", "lora and saved modules", "lora and tokens"),
     "adapted by": ("add_adapters", "peft"),
     "frozen": ("in its dtype", "nf4", "stored"),
     "loss": ("auto", "chunked", "logits", "loss_fn", "tokens"),
-    "experts": ("unseen", "watched", "one by one"),
+    "experts": ("grouped", "one by one"),
     "expert ranks": ("1", "2"),
     "loss terms": ("plain", "weights", "smoothing and z-loss"),
     "batches": ("padded", "packed", "packed with a mask"),
     "varlen": ("no", "yes"),
     "accumulation": ("1", "3 each", "3 last", "3 reduce_scatter"),
-    "optimizer": ("sgd", "adamw", "muon and adamw", "adamw in a wrapper", "stochastic adamw"),
-    "scheduler": ("none", "linear"),
+    "optimizer": ("sgd", "adamw", "muon and adamw", "stochastic adamw"),
     "clip": ("none", "1e-2"),
-    "rows": ("in memory", "on the disk"),
     "loader": (
         *("list", "sampler", "sampler and workers", "sampler of batches", "sampler of a mixture"),
         *("sampler by cost", "stream"),
     ),
-    "evaluate": ("no", "before", "between"),
-    "answers": ("no", "between"),
+    **dict.fromkeys(GAPS, BETWEEN),
+    "odd rank": DIFFERENCES,
     "resume": ("no", "same ranks", "other ranks", "twice"),
     "save": ("synchronous", "asynchronous"),
     "export": ("no", "float32", "bfloat16", "into a full folder"),
@@ -51,16 +62,14 @@ AXES: dict[str, tuple[str, ...]] = {
     "twist": (
         "none",
         "hook on the head",
-        "set_epoch in the loop",
         "keys differ",
-        "chat template",
     ),
 }
 
 Draw = Mapping[str, str]
 
 PLAINEST: Draw = {axis: options[0] for axis, options in AXES.items()}
-TRANSFORMERS_CAUSAL = set(AXES["architecture"]) - {"encoder-decoder", "classifier", "not of transformers"}
+TRANSFORMERS_CAUSAL = set(AXES["architecture"]) - {"encoder-decoder", "not of transformers"}
 ROUTING = {"moe", "moe with router loss", "float32 modules"}
 CAUSAL = {*TRANSFORMERS_CAUSAL, "not of transformers"}
 
@@ -68,6 +77,10 @@ CAUSAL = {*TRANSFORMERS_CAUSAL, "not of transformers"}
 def settled(draw: Draw) -> dict[str, str]:
     """The draw with options that mean nothing beside the others put to their plainest."""
     own = dict(draw)
+    if own["odd rank"] != "none":  # among ranks of the library, which steps with a loss of its own
+        own["loss"] = "auto"
+        if own["architecture"] not in TRANSFORMERS_CAUSAL:
+            own["architecture"] = "dense"
 
     def plainest(*axes: str) -> None:
         own.update({axis: AXES[axis][0] for axis in axes})
@@ -77,7 +90,7 @@ def settled(draw: Draw) -> dict[str, str]:
     if own["architecture"] not in TRANSFORMERS_CAUSAL:
         own["loss"] = "loss_fn"
         plainest("batches", "varlen", "adapters", "vocabulary")
-        if own["twist"] in ("hook on the head", "chat template"):
+        if own["twist"] == "hook on the head":
             plainest("twist")
     if own["architecture"] not in ("moe", "moe with router loss"):
         plainest("experts")
@@ -93,8 +106,6 @@ def settled(draw: Draw) -> dict[str, str]:
         own["resume"] = "same ranks"
     if own["sac"] == "1/3 offloaded":
         plainest("compile")  # which offloaded blocks are refused with
-    if own["loss terms"] == "weights":
-        plainest("rows")  # encoded rows have none
     if own["compile"] != "no" and ROUTING & {own["architecture"]}:
         own["compile"] = "blocks"  # torch breaks the graph where tokens are dealt to experts
     if own["adapters"] == "dora" and ROUTING & {own["architecture"]}:
@@ -113,9 +124,6 @@ def settled(draw: Draw) -> dict[str, str]:
         plainest("vocabulary")
         if own["stored"] != "bfloat16":
             plainest("stored")
-    if own["adapters"] == "two adapters":  # peft takes the second where the first is
-        own["start"] = "materialised"
-        plainest("stored", "vocabulary")
     if own["adapters"] == "none" or own["start"] == "load_pretrained":
         plainest("adapted by")
     names_it = own["architecture"] in TRANSFORMERS_CAUSAL - {"learned positions"}
@@ -134,23 +142,36 @@ def settled(draw: Draw) -> dict[str, str]:
         plainest("varlen")
         if own["loader"] in ("sampler by cost", "stream"):  # they are for packs
             own["loader"] = "sampler of a mixture"
-    if own["architecture"] in ("classifier", "encoder-decoder"):
-        plainest("rows")  # whose labels are not the rows' own tokens
     if own["accumulation"] == "3 reduce_scatter" and own["mesh"] != "hsdp 2x2":
         own["accumulation"] = "3 last"
-    if own["architecture"] not in TRANSFORMERS_CAUSAL or own["compile"] != "no":
-        plainest("answers")  # compiled blocks compile anew for each length of the cache
     if own["resume"] == "no":
         plainest("save")
-    if own["twist"] == "set_epoch in the loop" and not own["loader"].startswith("sampler"):
-        plainest("twist")
-    if own["twist"] == "chat template" and own["export"] == "no":
-        plainest("twist")
     if own["twist"] == "keys differ" and (
         own["mesh"] in ("single", "1", "cp 2") or own["batches"] != "padded"
     ):
         plainest("twist")
+    if own["odd rank"] != "none":
+        plainest("resume", "save")
+        if own["mesh"] not in ("fsdp 2", "fsdp 3", "hsdp 2x2", "replicas 2"):
+            own["mesh"] = "fsdp 2"
+    for gap in GAPS:
+        if _means_nothing(own, gap):
+            plainest(gap)
     return own
+
+
+def _means_nothing(own: Mapping[str, str], gap: str) -> bool:
+    """Whether what is done between two steps cannot be done in such a draw."""
+    what, compiled = own[gap], own["compile"] != "no"
+    by_torch = own["mesh"] == "torch DDP 2"
+    return (
+        # Compiled blocks compile anew for each length of the cache.
+        (what == "generate" and (compiled or own["architecture"] not in TRANSFORMERS_CAUSAL))
+        or (what == "a hook on a block" and compiled)
+        or (what.startswith("fail") and (compiled or by_torch or gap == GAPS[0]))
+        or (what == "freeze or thaw a block" and (compiled or by_torch))
+        or (what == "load" and (own["resume"] == "no" or gap == GAPS[0]))
+    )
 
 
 def differences(draw: Draw) -> dict[str, str]:

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
-from tests.compositions import architectures, options
+from tests.compositions import architectures, between, options
 from tests.compositions.axes import Draw
+from tests.compositions.loop import Loop
 from tests.compositions.plain import Tensors, Trained
 from tests.compositions.rows import Row
-from tests.harness.chat_templates import byte_tokenizer
 from tests.harness.composed import composed
 from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.models import full
@@ -42,7 +41,6 @@ class Told:
         start: Parameters and buffers before the first step.
         epochs: Which epoch each window belongs to.
         windows: This rank's micro-batches, by step.
-        expert_loads: Tokens of each step, and how many of them each expert was given, by layer.
         steps: The steps that were there at the end.
         exported: The folder, or None.
     """
@@ -51,7 +49,6 @@ class Told:
     start: Tensors = field(default_factory=dict)
     epochs: list[int] = field(default_factory=list)
     windows: list[list[dict[str, torch.Tensor]]] = field(default_factory=list)
-    expert_loads: list[tuple[int, Any]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     exported: str | None = None
 
@@ -85,8 +82,6 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
     told = Told()
     mesh = _mesh(draw, first)
     model = _model(draw, folder, mesh, seed=first)
-    if draw["experts"] == "watched":
-        fs.watch_experts(model)
     if draw["experts"] == "one by one":
         fs.prepare_experts(model, impl="eager")
     inner = model.module if draw["mesh"] == "torch DDP 2" else model
@@ -99,19 +94,15 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
         fs.prepare_loss(model, impl=draw["loss"])  # type: ignore[arg-type]
     told.start = _tensors(inner)
     made = options.optimizers(draw, inner, fs.StochasticAdamW)
-    stepped = options.schedulers(draw, made)
-    if draw["rows"] == "on the disk":
-        rows = _from_the_disk(draw, rows, folder)
-    loop = _Loop(draw, rows, first, mesh)
+    loop = Loop(draw, rows, mesh)
     given: Any = made if len(made) > 1 else made[0]
     if first > 1:
         loaded = fs.load_checkpoint(folder / "checkpoints", model=model, optimizer=given)
         assert loaded.step == first - 1
-        state = loaded.train_state
-        loop.load(state["loop"])
-        for one, saved in zip(stepped, state["schedulers"], strict=True):
-            one.load_state_dict(saved)
-    _train(draw, folder, told, (model, inner, given, made, stepped), loop, held_out, first, last)
+        loop.load(loaded.train_state["loop"])
+        for step in range(1, first):
+            between.change(draw, step, made, model, inner)
+    _train(draw, folder, told, (model, inner, given, made), loop, held_out, first, last)
     told.trained.parameters = _tensors(inner, buffers=False)
     told.steps = (
         [info.step for info in fs.find_checkpoints(folder / "checkpoints")] if draw["resume"] != "no" else []
@@ -125,13 +116,13 @@ def _train(
     draw: Draw,
     folder: Path,
     told: Told,
-    parts: tuple[Any, Any, Any, list[Any], list[Any]],
-    loop: "_Loop",
+    parts: tuple[Any, Any, Any, list[Any]],
+    loop: Loop,
     held_out: list[Row],
     first: int,
     last: int,
 ) -> None:
-    model, inner, given, made, stepped = parts
+    model, inner, given, made = parts
     for one in made if first == 1 else []:
         one.register_step_pre_hook(partial(_keep_gradients, told, inner))
     scaler = (
@@ -139,53 +130,56 @@ def _train(
         if draw["precision"].startswith("float16")
         else None
     )
+    step_options = {
+        "max_grad_norm": options.max_norm(draw),
+        "scaler": scaler,
+        "grad_sync": draw["accumulation"].partition(" ")[2] or "each",
+        **_loss_options(draw),
+    }
+    is_odd = draw["odd rank"] != "none" and dist.get_rank() == dist.get_world_size() - 1
     pending = None
     for step, (epoch, window) in zip(range(first, last + 1), loop, strict=False):
-        if (draw["evaluate"], step) in (("before", 1), ("between", 2)):
+        what = draw[f"before step {step}"]
+        between.change(draw, step, made, model, inner)
+        if what == "evaluate":
             told.trained.evaluations.append(_evaluated(draw, model, held_out, loop))
-        if (draw["answers"], step) == ("between", 2):
-            _answer(draw, inner)
+        elif what == "generate":
+            between.answer(draw, inner)
+        elif what.startswith("fail"):
+            between.fail(
+                what, model, inner, given, options.collated(draw, [held_out[loop.rank]]), step_options
+            )
+        elif what == "load" and pending is not None:
+            pending.wait()
+            assert fs.load_checkpoint(folder / "checkpoints", model=model, optimizer=given).step == step - 1
         told.epochs.append(epoch)
         told.windows.append([dict(batch) for batch in window] if loop.is_first else [])
-        result = fs.train_step(
-            model,
-            window,
-            given,
-            max_grad_norm=options.max_norm(draw),
-            scheduler=_one_or_list(stepped),
-            scaler=scaler,
-            grad_sync=draw["accumulation"].partition(" ")[2] or "each",
-            **_loss_options(draw),
-        )
-        _note(told, result)
+        if is_odd and step == 2:
+            between.be_odd(
+                draw, folder, parts, window, partial(_evaluated, draw, model, held_out, loop), step_options
+            )
+            continue
+        result = fs.train_step(model, window, given, **step_options)
+        assert not result.skipped, result
+        told.trained.losses.append(result.loss)
+        told.trained.norms.append(result.grad_norm)
+        told.trained.router_losses.append(result.router_loss)
         if draw["resume"] != "no":
             if pending is not None:
                 pending.wait()
-            state = {"loop": loop.state(), "schedulers": [one.state_dict() for one in stepped]}
             pending = fs.save_checkpoint(
                 folder / "checkpoints",
                 step,
                 model=model,
                 optimizer=given,
-                train_state=state,
+                train_state={"loop": loop.state()},
                 async_=draw["save"] == "asynchronous",
                 include_base=draw["save"] == "asynchronous",  # of what is packed
             )
     if pending is not None:
         pending.wait()
-
-
-def _note(told: Told, result: Any) -> None:
-    assert not result.skipped, result
-    if result.expert_load is not None:
-        told.expert_loads.append((result.num_tokens, result.expert_load.counts))
-    told.trained.losses.append(result.loss)
-    told.trained.norms.append(result.grad_norm)
-    told.trained.router_losses.append(result.router_loss)
-
-
-def _one_or_list(items: list[Any]) -> Any:
-    return None if not items else items[0] if len(items) == 1 else items
+    if draw["odd rank"] != "none":  # a rank that is a step behind is met in another call at the latest here
+        _evaluated(draw, model, held_out, loop)
 
 
 def _loss_options(draw: Draw) -> dict[str, Any]:
@@ -202,28 +196,9 @@ def _loss_options(draw: Draw) -> dict[str, Any]:
     }
 
 
-def _evaluated(draw: Draw, model: nn.Module, held_out: list[Row], loop: "_Loop") -> float:
+def _evaluated(draw: Draw, model: nn.Module, held_out: list[Row], loop: Loop) -> float:
     batches = [options.collated(draw, [row]) for row in held_out]
     return fs.evaluate(model, batches[loop.rank :: loop.ranks], **_loss_options(draw)).loss
-
-
-def _answer(draw: Draw, model: Any) -> None:
-    """Generate in the middle of the training: each token is the likeliest after a forward without a cache.
-
-    What comes after it is compared with training that has generated nothing.
-    """
-    prompt = torch.arange(3, 13, device=device_here()).view(2, 5)
-    model.eval()
-    found = model.generate(
-        input_ids=prompt, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None
-    )
-    with torch.no_grad():
-        logits = model(input_ids=found, use_cache=False).logits[:, 4:-1].float()
-    model.train()
-    assert found.shape == (2, 9)
-    chosen = logits.gather(-1, found[:, 5:, None])[..., 0]
-    behind = float((logits.amax(-1) - chosen).max() / logits.abs().max())
-    assert behind <= (1e-4 if draw["precision"] == "float32" else 0.1), f"a token is {behind:.2g} behind"
 
 
 def _mesh(draw: Draw, first: int) -> Any:
@@ -305,28 +280,19 @@ def _adapted(draw: Draw, model: Any, config: Any, seed: int) -> Any:
         model = get_peft_model(model, config)
     else:
         model = fs.add_adapters(model, config, seed=seed)
-    if draw["adapters"] == "two adapters":
-        torch.manual_seed(seed + 1)
-        model.add_adapter("other", options.adapter_config(draw, name="other"))
     return model
 
 
 def _tensors(model: nn.Module, *, buffers: bool = True) -> Tensors:
     found: dict[str, Any] = dict(model.named_parameters())
     found |= dict(model.named_buffers()) if buffers else {}
-    return {name: _full(tensor).detach().clone().cpu() for name, tensor in found.items()}
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    whole = full(tensor)
-    assert whole is not None
-    return whole
+    return {name: full(tensor).detach().clone() for name, tensor in found.items()}
 
 
 def _keep_gradients(told: Told, model: nn.Module, *_: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and name not in told.trained.gradients and len(told.windows) == 1:
-            told.trained.gradients[name] = _full(parameter.grad).detach().clone()
+            told.trained.gradients[name] = full(parameter.grad).detach().clone()
 
 
 def _export(draw: Draw, folder: Path, model: Any) -> Path:
@@ -336,142 +302,5 @@ def _export(draw: Draw, folder: Path, model: Any) -> Path:
             out.mkdir()
             (out / "notes.txt").write_text("of the caller")
         dist.barrier()
-    chat: dict[str, Any] = {}
-    if draw["twist"] == "chat template":
-        tokenizer = byte_tokenizer("chatml")
-        chat = {"tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
-        tokenizer.chat_template = None  # it was given to the collator alone
     dtype = torch.float32 if draw["export"] == "float32" else torch.bfloat16
-    return fs.export_hf(model, out, dtype=dtype, **chat)
-
-
-def _from_the_disk(draw: Draw, rows: list[Row], folder: Path) -> Any:
-    """The rows as encode_dataset keeps them; those without a target are left out."""
-    tokenizer, most = byte_tokenizer("chatml"), options.PACK_TOKENS
-    encoded = fs.encode_dataset(rows, tokenizer, max_length=most, cache_dir=folder / "encoded")
-    if draw["batches"] != "padded":
-        return encoded
-    return [{key: value for key, value in vars(row).items() if value and key != "notes"} for row in encoded]
-
-
-class _Loop:
-    """The caller's loop over epochs: (epoch, window) without end, and where it stands."""
-
-    def __init__(self, draw: Draw, rows: list[Row], first: int, mesh: Any) -> None:
-        self.draw, self.rows = draw, rows
-        shared = mesh is not None and "cp" in mesh.mesh_dim_names
-        self.mesh: dict[str, Any] = {"mesh": mesh} if shared else {}
-        each = 2 if shared else 1  # ranks that share rows
-        self.ranks, self.rank = dist.get_world_size() // each, dist.get_rank() // each
-        self.is_first = dist.get_rank() % each == 0
-        self.epoch = self.taken = 0
-        self.sampler: Any = None
-        self.loader: Any = None
-        if draw["loader"] != "list":
-            self.loader = self._made()
-
-    def _made(self) -> Any:
-        workers = 2 if self.draw["loader"] == "sampler and workers" else 0
-        if self.draw["batches"] != "padded":
-            collate: Any = fs.PackedCollator(max_length=options.PACK_TOKENS)
-            if self.draw["loader"] == "stream":
-                self.sampler = self._stream()
-                return DataLoader(self.sampler, None, collate_fn=partial(_packed, self.draw, collate))
-            self.sampler = self._sampler_of_packs()
-            return DataLoader(
-                self.rows,  # type: ignore[arg-type]
-                batch_sampler=self.sampler,
-                collate_fn=partial(_packed, self.draw, collate),
-                num_workers=workers,
-            )
-        collate = partial(options.collated, self.draw)
-        if self.draw["loader"] == "sampler of batches":
-            self.sampler = fs.ResumableSampler(len(self.rows), **self.mesh)
-            batches = [collate([row]) for row in self.rows]
-            return DataLoader(batches, batch_size=None, sampler=self.sampler)  # type: ignore[arg-type]
-        mixed = self.draw["loader"] == "sampler of a mixture"
-        given = self._halves() if mixed else len(self.rows)
-        self.sampler = fs.ResumableSampler(given, **self.mesh)
-        return DataLoader(
-            self.rows,  # type: ignore[arg-type]
-            options.BATCH_ROWS,
-            sampler=self.sampler,
-            collate_fn=collate,
-            num_workers=workers,
-        )
-
-    def _sampler_of_packs(self) -> Any:
-        lengths, targets = fs.row_sizes(self.rows)
-        given: dict[str, Any] = {"max_length": options.PACK_TOKENS, "num_targets": targets, **self.mesh}
-        if self.draw["loader"] == "sampler of a mixture":
-            return fs.PackedSampler(lengths, mixture=self._halves(), **given)
-        by_cost = self.draw["loader"] == "sampler by cost"
-        return fs.PackedSampler(lengths, **given, cost=(1.0, 0.5) if by_cost else None)
-
-    def _stream(self) -> Any:
-        return fs.PackedStream(self.rows, max_length=options.PACK_TOKENS, buffer_size=9, **self.mesh)
-
-    def _halves(self) -> fs.Mixture:
-        return fs.Mixture([len(self.rows) // 3, len(self.rows) - len(self.rows) // 3])
-
-    def state(self) -> Any:
-        """For the checkpoint; the same on all ranks."""
-        if self.sampler is not None:
-            return self.sampler.state_dict()
-        return {"epoch": self.epoch, "taken": self.taken}
-
-    def load(self, state: Any) -> None:
-        """Go on from a state, at any number of ranks."""
-        if self.sampler is not None:
-            self.sampler.load_state_dict(state)
-        else:
-            self.epoch, self.taken = state["epoch"], state["taken"]
-
-    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
-        if self.sampler is None:
-            yield from self._by_hand()
-        epoch = 0
-        while True:
-            if self.draw["twist"] == "set_epoch in the loop":
-                self.sampler.set_epoch(epoch)
-            own = self.sampler.epoch
-            for window in fs.windows(self.loader, options.micro_batches(self.draw), **self.mesh):
-                if isinstance(self.sampler, fs.PackedStream):
-                    own = self.sampler.epoch  # a stream finds out that it was at its end when it is read
-                yield own, [self._twisted(batch) for batch in window]
-            epoch += 1
-
-    def _by_hand(self) -> Iterator[tuple[int, list[Any]]]:
-        """Slices of the rows, dealt in turn; an epoch ends where a step would not be full."""
-        window = options.micro_batches(self.draw)
-        each = window * self.ranks
-        size = options.BATCH_ROWS
-        while True:
-            if self.taken + each * size > len(self.rows):
-                self.epoch, self.taken = self.epoch + 1, 0
-            chosen = self.rows[self.taken : self.taken + each * size]
-            self.taken += each * size
-            parts = [chosen[place * size : (place + 1) * size] for place in range(each)]
-            yield self.epoch, [self._twisted(self._batch(part)) for part in parts[self.rank :: self.ranks]]
-
-    def _batch(self, rows: list[Row]) -> Any:
-        if self.draw["batches"] == "padded":
-            return options.collated(self.draw, rows)
-        return _packed(self.draw, fs.PackedCollator(max_length=options.PACK_TOKENS), rows)
-
-    def _twisted(self, batch: Any) -> Any:
-        if self.draw["twist"] == "keys differ" and self.rank == 0:
-            return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
-        return batch
-
-
-def _packed(draw: Draw, collate: Any, rows: list[Row]) -> Any:
-    batch = collate(rows)
-    if draw["loss terms"] == "weights":
-        weights = [row.get("token_weights", [1.0] * len(row["input_ids"])) for row in rows]
-        flat = torch.tensor([weight for of_row in weights for weight in of_row])
-        batch["loss_weights"] = torch.ones(batch["labels"].shape)
-        batch["loss_weights"][0, : len(flat)] = flat
-    if draw["batches"] == "packed with a mask":
-        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    return batch
+    return fs.export_hf(model, out, dtype=dtype)

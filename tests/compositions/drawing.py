@@ -1,11 +1,16 @@
-"""Draws of hypothesis: an option of each axis, of which few are refused."""
+"""Draws of hypothesis: an option of each axis, of which few are refused; and a worker's share of a search."""
 
+import argparse
+import json
+from collections import Counter
 from typing import Any
 
-from hypothesis import assume, strategies as st
+import hypothesis
+from hypothesis import HealthCheck, Phase, assume, settings, strategies as st
 
 from tests.compositions import reasons
-from tests.compositions.axes import AXES, full, settled
+from tests.compositions.axes import AXES, DIFFERENCES, differences, full, settled
+from tests.compositions.judge import judge
 
 # Options that take three to twenty times as long as others: a draw has one where a number to this is 0.
 COSTLY: dict[tuple[str, str], int] = {
@@ -15,6 +20,7 @@ COSTLY: dict[tuple[str, str], int] = {
     ("mesh", "hsdp 2x2"): 12,
     ("mesh", "cp 2 fsdp 2"): 12,
     ("optimizer", "muon and adamw"): 10,
+    **{("odd rank", what): 30 for what in DIFFERENCES[1:]},
 }
 REFUSED = 10  # in one draw of so many something may be refused: it is soon known, and stops all else
 
@@ -60,3 +66,28 @@ def allowed_pairs() -> set[tuple[tuple[str, str], tuple[str, str]]]:
                     if (draw[axis], draw[other]) == (option, second) and not reasons.applying(draw):
                         allowed.add(((axis, option), (other, second)))
     return allowed
+
+
+def search(arguments: argparse.Namespace, worker: int) -> str:
+    """One worker's share of the draws: how they ended, or the fault."""
+    ends: Counter[str] = Counter()
+
+    @hypothesis.seed(arguments.seed * arguments.workers + worker)
+    @settings(
+        max_examples=-(-arguments.number // arguments.workers),
+        deadline=None,
+        phases=set(Phase) - ({Phase.shrink, Phase.reuse} if arguments.no_shrink else {Phase.explain}),
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    @hypothesis.given(compositions(json.loads(arguments.where)))
+    def trial(drawn: Any) -> None:
+        outcome = judge(drawn, arguments.seed)
+        ends[f"{outcome.kind} {outcome.reason}".strip() if outcome.kind == "refused" else outcome.kind] += 1
+        assert outcome.kind != "fault", f"FAULT {json.dumps(differences(drawn))}\n{outcome.reason}"
+
+    try:
+        trial()
+    except AssertionError as fault:
+        return f"{fault}\nfound in {ends.total()} draws"
+    return "\n".join(f"{count:6} {end}" for end, count in ends.most_common())

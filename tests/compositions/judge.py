@@ -18,7 +18,6 @@ from tests.compositions.caller import Told, run
 from tests.compositions.plain import Tensors, Trained
 from tests.compositions.rows import VOCABULARY, Row, drawn_rows, rows_of
 from tests.harness import device
-from tests.harness.chat_templates import byte_tokenizer
 from tests.harness.poison import poisoned
 from tests.harness.ranks import run_distributed
 
@@ -80,7 +79,7 @@ def _judge(draw: Draw, seed: int, folder: Path) -> Outcome:
             return _refused(draw, refusals, len(results))
         told.append(results)
     expected = [reason.name for reason in reasons.applying(draw) if not reason.sometimes]
-    if expected:
+    if expected or draw["odd rank"] != "none":
         raise _DifferentError(f"expected a refusal ({expected}), but it ran")
     _compare(draw, told, held_out, folder)
     return Outcome("equal")
@@ -100,6 +99,8 @@ def _refused(draw: Draw, refusals: list[tuple[str, str]], ranks: int) -> Outcome
     error, message = refusals[0]
     if len(refusals) != ranks:
         raise _DifferentError(f"{len(refusals)} of {ranks} ranks raised {error}: {message}")
+    if draw["odd rank"] != "none":  # of the library, as what a rank returns is: see caller.run
+        return Outcome("refused", "a rank that differs")
     given = reasons.of(error, message)
     if not given:
         raise _DifferentError(f"refused for no reason that is listed: {error}: {message}")
@@ -126,7 +127,6 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
     ]
     if len(windows) != options.STEPS:
         raise _DifferentError(f"{len(windows)} steps of {options.STEPS}")
-    _check_loads(draw, told)
     _check_rows(draw, windows, [epoch for results in told for epoch in results[0].epochs])
     if draw["twist"] == "keys differ":
         windows = [
@@ -253,25 +253,9 @@ def _check_start(draw: Draw, start: Tensors, folder: Path) -> None:
             raise _DifferentError(f"{name} starts at other values, by up to {float(off):.2g}")
 
 
-def _check_loads(draw: Draw, told: list[list[Told]]) -> None:
-    """Each token of each step went to two experts of each layer."""
-    if draw["experts"] != "watched":
-        return
-    loads = [load for results in told for load in results[0].expert_loads]
-    if len(loads) != options.STEPS:
-        raise _DifferentError(f"{len(loads)} loads of experts for {options.STEPS} steps")
-    for tokens, layers in loads:
-        filled = draw["loss"] == "loss_fn" and draw["batches"] != "padded"  # which is the caller's to know
-        if any(sum(layer) < 2 * tokens or (sum(layer) > 2 * tokens and not filled) for layer in layers):
-            raise _DifferentError(f"{tokens} tokens, and experts were given {[sum(own) for own in layers]}")
-    if any(results[0].expert_loads != other.expert_loads for results in told for other in results[1:]):
-        raise _DifferentError("ranks were told different loads of experts")
-
-
 def _check_rows(draw: Draw, windows: Any, epochs: list[int]) -> None:
     """Within an epoch no row is trained twice, but for what fills up its last round; none is left out."""
-    rows = drawn_rows(0)
-    total = len(rows) if draw["rows"] == "in memory" else sum(max(row["labels"][1:]) >= 0 for row in rows)
+    total = len(drawn_rows(0))
     for epoch in sorted(set(epochs)):
         own = [window for window, number in zip(windows, epochs, strict=True) if number == epoch]
         trained = [tuple(row[:2]) for window in own for batch in window for row in rows_of(batch)]
@@ -348,19 +332,5 @@ def _check_export(draw: Draw, exported: Path, ours: Mapping[str, Any], exact: An
         error = _largest(found[name].double() - tensor.double()) / scale
         if not error <= (1e-6 if dtype == torch.float32 else 2**-8):
             raise _DifferentError(f"the export's {name} is off by {error:.2e}")
-    if draw["twist"] == "chat template":
-        _check_chat(exported)
     if draw["export"] == "into a full folder" and not (folder / "exported" / "notes.txt").exists():
         raise _DifferentError("the export deleted what was in the folder")
-
-
-def _check_chat(exported: Path) -> None:
-    from transformers import AutoTokenizer, GenerationConfig
-
-    tokenizer = AutoTokenizer.from_pretrained(exported)
-    if tokenizer.chat_template != byte_tokenizer("chatml").chat_template:
-        raise _DifferentError("the export lacks the chat template")
-    stops = GenerationConfig.from_pretrained(exported).eos_token_id
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    if end not in (stops if isinstance(stops, list) else [stops]):
-        raise _DifferentError(f"the export stops at {stops}, not at the trained end of turn {end}")

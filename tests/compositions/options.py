@@ -1,6 +1,6 @@
 """What both sides of a comparison are given: adapters, optimizers, schedulers, batches."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,11 +45,10 @@ def micro_batches(draw: Draw) -> int:
 
 def collated(draw: Draw, rows: list[Row]) -> dict[str, torch.Tensor]:
     """A padded batch, for what the architecture learns."""
-    makers = {"encoder-decoder": make.of_answers, "classifier": make.of_classes}
-    return makers.get(draw["architecture"], make.padded)(rows)
+    return (make.of_answers if draw["architecture"] == "encoder-decoder" else make.padded)(rows)
 
 
-def adapter_config(draw: Draw, *, name: str = "default") -> Any:
+def adapter_config(draw: Draw) -> Any:
     """A peft config, or None."""
     kind = draw["adapters"]
     if kind == "none":
@@ -65,7 +64,7 @@ def adapter_config(draw: Draw, *, name: str = "default") -> Any:
     if draw["architecture"] == "vision and text":
         more["exclude_modules"] = rf".*({'|'.join(TOWERS)}).*"
     return LoraConfig(
-        r=4 if name == "default" else 2,
+        r=4,
         lora_alpha=8,
         target_modules="all-linear",
         task_type="CAUSAL_LM",
@@ -96,49 +95,7 @@ def optimizers(draw: Draw, model: nn.Module, rounded: Any = None) -> list[torch.
         return [*made, torch.optim.AdamW(rest, **options)] if rest else made
     if kind == "stochastic adamw" and rounded is not None:
         return [rounded(named.values(), **options)]
-    adamw = torch.optim.AdamW(named.values(), **options)
-    return [Wrapper(adamw)] if kind == "adamw in a wrapper" else [adamw]
-
-
-class Wrapper(torch.optim.Optimizer):
-    """An optimizer around another, as accelerate and others make them: its state is the inner one's."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-        self.defaults = inner.defaults
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
-
-    def state_dict(self) -> Any:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.inner.load_state_dict(state_dict)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        return self.inner.step(closure)
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        return self.inner.register_step_pre_hook(hook)
-
-
-def schedulers(draw: Draw, made: Iterable[torch.optim.Optimizer]) -> list[Any]:
-    """One for each optimizer, or none."""
-    from torch.optim import lr_scheduler
-
-    made = [getattr(one, "inner", one) for one in made]
-    if draw["scheduler"] == "linear":
-        return [lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step)) for one in made]
-    return []
+    return [torch.optim.AdamW(named.values(), **options)]
 
 
 def kept_name(draw: Draw) -> str:
@@ -147,7 +104,6 @@ def kept_name(draw: Draw) -> str:
         "learned positions": "c_attn",
         "convolution": "w2",
         "encoder-decoder": "wi",
-        "classifier": "query",
         "not of transformers": "qkv",
     }
     return names.get(draw["architecture"], "o_proj")
@@ -167,3 +123,40 @@ def twist(draw: Draw, model: Any) -> None:
 def loss_terms(draw: Draw) -> dict[str, float]:
     """What the loss has beside the cross entropy."""
     return {"label_smoothing": 0.1, "z_loss": 0.01} if draw["loss terms"] == "smoothing and z-loss" else {}
+
+
+def block_of(model: nn.Module, index: int) -> nn.Module:
+    """A block of the model's (first) trunk of text."""
+    trunks = (
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and not any(tower in name for tower in TOWERS)
+    )
+    return next(trunks)[index]
+
+
+def change(draw: Draw, step: int, made: Sequence[torch.optim.Optimizer], *models: nn.Module) -> None:
+    """What a caller changes before a step, the same beside either training.
+
+    Made again after a resume, it comes to the same. Only the last model's forward runs.
+    """
+    what = draw[f"before step {step}"]
+    if what == "another rate":
+        for group in (group for one in made for group in one.param_groups):
+            group["lr"] = 1e-3 * step
+    if what == "a hook on a block":
+        block_of(models[-1], -1).register_forward_hook(_scaled)
+    for model in models if what == "freeze or thaw a block" else ():
+        switch(block_of(model, 0))
+
+
+def switch(block: nn.Module) -> None:
+    """Freeze what is trained of a block, or train it again: what has been trained is known by a mark."""
+    for parameter in block.parameters():
+        if parameter.requires_grad or getattr(parameter, "is_frozen_now", False):
+            parameter.is_frozen_now = parameter.requires_grad  # type: ignore[attr-defined]
+            parameter.requires_grad_(not parameter.requires_grad)
+
+
+def _scaled(module: nn.Module, args: Any, output: Any) -> Any:
+    return (0.9 * output[0], *output[1:]) if isinstance(output, tuple) else 0.9 * output

@@ -50,8 +50,6 @@ def adapted(draw: Draw, model: Any, start: Tensors) -> Any:
     from peft import get_peft_model
 
     model = get_peft_model(model, config)
-    if draw["adapters"] == "two adapters":
-        model.add_adapter("other", options.adapter_config(draw, name="other"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if is_random(name):
@@ -97,16 +95,13 @@ def train(
     call = _Lower(model, precision) if precision.itemsize == 2 else model
     options.twist(draw, call.copy if isinstance(call, _Lower) else model)
     made = options.optimizers(draw, model)
-    stepped = options.schedulers(draw, made)
     found = Trained(start={name: p.detach().clone() for name, p in model.named_parameters()})
-    if draw["evaluate"] == "before":
-        found.evaluations.append(_evaluated(draw, model, call, held_out))
-    for step, window in enumerate(windows):
-        if draw["evaluate"] == "between" and step == 1:
+    changed = (model, call.copy) if isinstance(call, _Lower) else (model,)
+    for step, window in enumerate(windows, start=1):
+        options.change(draw, step, made, *changed)
+        if draw[f"before step {step}"] == "evaluate":
             found.evaluations.append(_evaluated(draw, model, call, held_out))
         _step(draw, model, call, window, made, found)
-        for one in stepped:
-            one.step()
         if isinstance(call, _Lower):
             call.refresh()
     found.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -1,8 +1,12 @@
-"""Why a combination is refused: the committed list, from which docs/reference/errors.md is made."""
+"""Why a combination is refused: the list of which the end of docs/reference/errors.md is made.
+
+``python -m tests.compositions.reasons`` makes it.
+"""
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.compositions.axes import Draw
 
@@ -162,3 +166,32 @@ def applying(draw: Draw) -> list[Reason]:
 def of(error: str, message: str) -> list[Reason]:
     """The listed reasons that an error may give."""
     return [reason for reason in REASONS if reason.error == error and re.search(reason.message, message)]
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "errors.md"
+
+_HEAD = """## What is refused
+
+<!-- Made by `python -m tests.compositions.reasons` from tests/compositions/reasons.py; change it there. -->
+
+Features are tried together at random, each draw beside plain training in one process: it has to come out
+equal, or be refused by one of these errors, before anything has been trained. Each is an `FsdpSftError`, and
+its message says what was expected, what was got and what to do.
+
+| What is refused | Error | Do this instead |
+| --- | --- | --- |
+"""
+
+
+def page() -> str:
+    """The page as it has to be."""
+    rows = [f"| {_capital(r.name)} | `{r.error}` | {_capital(r.instead)} |" for r in REASONS]
+    return PAGE.read_text().partition("## What is refused\n")[0] + _HEAD + "\n".join(rows) + "\n"
+
+
+def _capital(sentence: str) -> str:
+    return sentence if sentence.startswith("`") else sentence[0].upper() + sentence[1:]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -53,13 +53,6 @@ def padded(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     return batch
 
 
-def of_classes(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """A batch for a classifier: one of three classes a row."""
-    batch = padded(rows)
-    batch["labels"] = torch.tensor([sum(row["input_ids"]) % 3 for row in rows])
-    return batch
-
-
 def of_answers(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     """A batch for an encoder-decoder: the labels are what the decoder says, and are not shifted."""
     batch = padded(rows)
@@ -89,8 +82,6 @@ def _split(batch: dict[str, Any], key: str) -> list[Any]:
     ids, values = batch["input_ids"].tolist(), batch[key].tolist()
     if "position_ids" not in batch:
         lengths = batch["attention_mask"].sum(1).tolist()
-        if batch[key].ndim == 1:  # of a classifier
-            values = [[value] * length for value, length in zip(values, lengths, strict=True)]
         return [own[:n] for own, n in zip(values, lengths, strict=True)]
     starts = [place for place, position in enumerate(batch["position_ids"][0].tolist()) if position == 0]
     bounds = list(zip(starts, [*starts[1:], len(ids[0])], strict=True))

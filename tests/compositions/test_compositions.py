@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 import fsdp_sft
-from tests.compositions import fixed, page, reasons
-from tests.compositions.axes import AXES, PLAINEST, full, settled
+from tests.compositions import fixed, plain, reasons
+from tests.compositions.axes import AXES, DIFFERENCES, PLAINEST, full, settled
 from tests.compositions.drawing import allowed_pairs, compositions
 from tests.compositions.judge import Outcome, judge
 from tests.harness.native import needs_native_sharding
@@ -28,6 +28,20 @@ def test_a_composition_is_equal(number: int) -> None:
 @pytest.mark.parametrize("reason", fixed.REFUSED)
 def test_a_composition_is_refused(reason: str) -> None:
     assert judge(settled(full(fixed.REFUSED[reason]))) == Outcome("refused", reason)
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES[1:])
+def test_a_rank_that_differs_is_an_error_on_every_rank(difference: str) -> None:
+    draw = full({"mesh": "fsdp 2", "odd rank": difference, "accumulation": "3 last", "sac": "1/3"})
+    assert judge(draw, seed=len(difference)) == Outcome("refused", "a rank that differs")
+
+
+def test_what_comes_out_otherwise_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = plain._weight
+    monkeypatch.setattr(plain, "_weight", lambda draw, batch: weight(draw, batch) + 1)
+    outcome = judge(full({"mesh": "fsdp 2"}))
+    assert outcome.kind == "fault"
+    assert outcome.reason.startswith("losses[0] is ")
 
 
 @settings(max_examples=60, derandomize=True, database=None, deadline=None)
@@ -57,7 +71,7 @@ def test_pairs_that_are_refused_are_not_allowed() -> None:
 
 
 def test_the_page_of_refusals_is_made_of_the_list() -> None:
-    assert page.PAGE.read_text() == page.text(), "run python -m tests.compositions.page"
+    assert reasons.PAGE.read_text() == reasons.page(), "run python -m tests.compositions.reasons"
 
 
 def test_one_draw_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,21 +171,6 @@ def test_biases_stay_in_float32_as_in_a_plain_model(tmp_path: Path) -> None:
     run_distributed(_check_bias_under_bfloat16_compute, 1, tmp_path)
 
 
-def test_a_loss_of_ones_own_is_watched() -> None:
-    model = tiny_model("mixtral").to(device_here())
-    fs.watch_experts(model)
-    batch = {name: value.to(device_here()) for name, value in _batch(0, 0, PADDED).items()}
-    fs.prepare_loss(model, impl="logits")
-    result = fs.train_step(
-        model,
-        [batch],
-        torch.optim.SGD(model.parameters(), lr=0.0),
-        loss_fn=lambda m, b: fs.loss_sum(m, b)[0],
-    )
-    assert result.expert_load is not None
-    assert sum(result.expert_load.counts[0]) == 2 * 12
-
-
 def test_what_a_copy_computes_beside_the_model_is_not_counted() -> None:
     model = tiny_model("mixtral").to(device_here())
     fs.watch_experts(model)

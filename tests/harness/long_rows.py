@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.harness.models import VOCAB
+from tests.plain import gradients, mean_loss
 
 PACKED, PADDED, PLAIN = "packed", "padded", "plain"
 
@@ -44,21 +45,11 @@ def batch_of(rows: list[tuple[torch.Tensor, torch.Tensor]], kind: str) -> dict[s
 
 def plain_loss(model: Any, rows: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """The mean over all targets, each row by itself through a plain model."""
-    total, targets = torch.zeros((), dtype=torch.float64), 0
-    for ids, labels in rows:
-        logits = model(input_ids=ids[None], use_cache=False).logits[0]
-        wanted = labels[1:]
-        total = total + F.cross_entropy(logits[:-1], wanted, ignore_index=-100, reduction="sum")
-        targets += int((wanted != -100).sum())
-    return total / targets
+    return mean_loss(model, [batch_of([row], PLAIN) for row in rows])
 
 
 def plain_gradients(
     model: Any, rows: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss, and its gradient of each parameter by name."""
-    loss = plain_loss(model, rows)
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return loss.item(), gradients
+    return gradients(model, [batch_of([row], PLAIN) for row in rows])

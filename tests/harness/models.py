@@ -1,11 +1,10 @@
-"""Tiny models of many families, ragged batches, and the plain single-process oracle."""
+"""Tiny models of many families, and ragged batches."""
 
-import copy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
+
+from tests.plain import gradients as oracle_gradients, mean_loss as oracle_loss  # noqa: F401  by these names
 
 VOCAB = 101  # not divisible by any number of ranks used here
 TINY: dict[str, Any] = {
@@ -153,30 +152,6 @@ def windows_of_rank(micro_batches: int, device: torch.device | None = None) -> l
             del batch["attention_mask"]
             batch.update({name: value.to(device) for name, value in batch.items()} if device else {})
     return drawn
-
-
-def oracle_loss(model: nn.Module, batches: list[dict[str, Any]]) -> torch.Tensor:
-    """Mean over all targets of all batches, written out plainly."""
-    total, targets = torch.zeros((), dtype=torch.float64), 0
-    for batch in batches:
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        for row in range(logits.shape[0]):
-            for position in range(1, logits.shape[1]):
-                label = int(batch["labels"][row, position])
-                if label != -100:
-                    total = total - F.log_softmax(logits[row, position - 1], dim=-1)[label]
-                    targets += 1
-    return total / targets
-
-
-def oracle_gradients(
-    model: nn.Module, batches: list[dict[str, Any]]
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the unsharded model over all batches, by name; the model is left alone."""
-    model = copy.deepcopy(model)
-    loss = oracle_loss(model, batches)
-    loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def full(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,13 +1,12 @@
 """Rows to pack, and what they give one by one: the oracle of the packing tests."""
 
-import copy
 import random
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from tests.harness.models import VOCAB
+from tests.plain import gradients
 
 
 def row(*ids: int, targets: int | None = None) -> dict[str, list[int]]:
@@ -38,15 +37,10 @@ def chat_lengths(count: int, *, seed: int = 0, longest: int = 512) -> tuple[list
 
 def gradients_of_separate_rows(model: Any, rows: list[dict[str, list[int]]]) -> tuple[float, dict[str, Any]]:
     """Sum over the targets of rows that go through the model one by one, written out plainly."""
-    model = copy.deepcopy(model)
-    total = torch.zeros(())
-    for one in rows:
-        logits = model(input_ids=torch.tensor([one["input_ids"]])).logits[0]
-        for position in range(1, len(one["labels"])):
-            if one["labels"][position] != -100:
-                total = total - F.log_softmax(logits[position - 1], -1)[one["labels"][position]]
-    total.backward()
-    return float(total.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    batches = [{name: torch.tensor([ids]) for name, ids in one.items()} for one in rows]
+    targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    loss, found = gradients(model, batches)
+    return loss * targets, {name: gradient * targets for name, gradient in found.items()}
 
 
 def assert_same(a: Any, b: Any) -> None:

@@ -92,7 +92,7 @@ _alone: list[Rank] = []  # idle ranks that are in no group
 def meeting_of(devices: Sequence[Simulated | None], *, fresh: bool) -> Meeting:
     """Ranks with these devices: those that are in a group together if there are, or ``fresh`` ones."""
     if fresh:
-        budget.count("purpose", len(devices))
+        budget.count("started", len(devices))
         return Meeting([Rank(own) for own in devices])
     with _lock:
         for meeting in _standing:
@@ -109,7 +109,6 @@ def _idle(own: Simulated | None) -> Rank:
         if member.device == own:
             _alone.remove(member)
             return member
-    budget.count("pool")
     return Rank(own)
 
 
@@ -131,7 +130,7 @@ def give_back(meeting: Meeting, *, fresh: bool) -> None:
         if member not in clean:
             member.end()
             if not fresh:
-                budget.count_replaced(member.done.changed)
+                budget.count("started")
     with _lock:
         if len(clean) == len(meeting.ranks) and meeting.stands:
             _standing.append(meeting)

@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tests.harness import budget, device
+from tests.harness import device
 from tests.harness.pool import Rank, give_back, meeting_of
 from tests.harness.serving import Task
 from tests.simulated.device import Simulated
@@ -51,7 +51,6 @@ def run_task(task: Task, devices: Sequence[Simulated | None], *, fresh: bool) ->
     """Run a task on a rank for each device: on ranks that have served before, or ``fresh`` ones for once."""
     meeting = meeting_of(devices, fresh=fresh)
     ranks = meeting.ranks
-    budget.count("cases")
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         try:
@@ -61,7 +60,6 @@ def run_task(task: Task, devices: Sequence[Simulated | None], *, fresh: bool) ->
             _raise_earliest(folder, ranks, task.timeout)
             return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(len(ranks))]
         finally:
-            budget.count("cpu", sum(member.done.cpu for member in ranks))
             give_back(meeting, fresh=fresh)
 
 

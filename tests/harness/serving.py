@@ -54,14 +54,12 @@ class Done:
     Attributes:
         changed: What is not as it was before.
         launches: On its simulated device.
-        cpu: Seconds of it.
         is_in_group: Whether it is still in the process group.
         groups: How many groups it has made.
     """
 
     changed: tuple[str, ...] = ("died",)
     launches: int = 0
-    cpu: float = 0.0
     is_in_group: bool = False
     groups: int = -1
 
@@ -95,7 +93,7 @@ class _Served:
         import torch
         import torch.distributed as dist
 
-        own, started = self._own, time.process_time()
+        own = self._own
         launched = 0 if own is None else own.launches()
         os.environ.update(
             LOCAL_RANK=str(rank if own is None else own.index), LOCAL_WORLD_SIZE=str(world_size)
@@ -133,7 +131,7 @@ class _Served:
         self._state = after
         launches = 0 if own is None else own.launches() - launched
         groups = dist.distributed_c10d._world.group_count
-        return Done(tuple(changed), launches, time.process_time() - started, is_in_group, groups)
+        return Done(tuple(changed), launches, is_in_group, groups)
 
     def _meet(self, store: Path, rank: int, world_size: int, timeout: timedelta) -> None:
         """Be in the process group that meets over a file: the present one, or a new one in its place."""

@@ -28,7 +28,8 @@ from tests.harness.losses import (
 )
 from tests.harness.models import VOCAB, largest_error, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
-from tests.harness.token_values import gradients_of, plain_token_losses, signed
+from tests.harness.token_values import gradients_of, signed
+from tests.plain import plain_token_losses
 
 BATCHES = {kind: batch_of(rows_of([6, 15, 1, 9], seed=2), kind) for kind in (PACKED, PADDED)}
 Found = tuple[torch.Tensor, dict[str, torch.Tensor]]

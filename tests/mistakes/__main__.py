@@ -10,13 +10,17 @@ print: labels that were the attention mask, and a loss divided by the world size
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.harness.places import ROOT
 from tests.mistakes import MISTAKES, Mistake
-from tests.mistakes.copies import made
 
 
 def cannot_be_made(mistake: Mistake) -> str:
@@ -28,8 +32,27 @@ def cannot_be_made(mistake: Mistake) -> str:
     return f"{mistake.name}: no {missing[0]}" if missing else ""
 
 
+@contextmanager
+def made(mistake: Mistake) -> Iterator[dict[str, str]]:
+    """A copy of the library with the mistake in it; the environment in which that is what is imported."""
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name) / "src"
+        shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        path = copy / "fsdp_sft" / mistake.file
+        path.write_text(path.read_text().replace(mistake.old, mistake.new))
+        environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        where = "import fsdp_sft, pathlib; print(pathlib.Path(fsdp_sft.__file__).parent.parent)"
+        found = subprocess.run(
+            [sys.executable, "-c", where], env=environment, capture_output=True, text=True, check=True
+        )
+        assert Path(found.stdout.strip()).samefile(copy), "the copy is not what is imported"
+        yield environment
+
+
 def noticed_by(mistake: Mistake) -> str:
     """The first test that fails for a mistake; "" if none does. The library has to import with it."""
+    if reason := cannot_be_made(mistake):
+        raise SystemExit(reason)
     with made(mistake) as environment:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mistake.tests]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

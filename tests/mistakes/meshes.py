@@ -131,7 +131,7 @@ MISTAKES: list[Mistake] = [
         "planner/parameters.py",
         "moved=sum(p.elements for p in moved) * compute,",
         "moved=0,",
-        ("tests/planner/test_tracker.py",),
+        ("tests/planner/test_on_a_device.py",),
     ),
     Mistake(
         "filler of rows that ranks share left out of the plan",

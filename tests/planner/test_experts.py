@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 import transformers as tf
 
 import fsdp_sft as fs
@@ -36,56 +35,6 @@ def _config(**overrides: Any) -> Any:
     config = tf.Qwen3MoeConfig(**fields)
     config._experts_implementation = "grouped_mm"
     return config
-
-
-def test_experts_keep_what_real_ones_keep() -> None:
-    """Over a layer without experts, so that what belongs to the rest of a block is left out."""
-
-    def saved(model: Any) -> int:
-        storages: dict[int, int] = {}
-        inputs = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in inputs:
-                storages[storage.data_ptr()] = storage.nbytes()
-                held.append(tensor)
-            return tensor
-
-        held: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(torch.randn(1, TOKENS, 128, dtype=torch.bfloat16, requires_grad=True))
-        return sum(storages.values())
-
-    torch.manual_seed(0)
-    dtype = torch.bfloat16
-    block = tf.AutoModelForCausalLM.from_config(_config(), dtype=dtype).model.layers[0].mlp
-    measured = saved(block)
-
-    def kept(**more: Any) -> int:
-        options = {**OPTIONS, "num_gpus": 1, "gpu": "cpu", "param_dtype": dtype, **more}
-        four, two = (
-            fs.estimate_memory(_config(num_hidden_layers=n), fs.Run(**options)).activation_bytes
-            for n in (4, 2)
-        )
-        return (four - two) // 2
-
-    dense_mlp = kept() - _dense(dtype)
-    print(f"measured {measured}, estimated {dense_mlp}")
-    assert abs(dense_mlp / measured - 1) <= 0.03
-
-
-def _dense(dtype: torch.dtype) -> int:
-    """What a block keeps whose feed-forward keeps known tensors, without these."""
-    options = {**OPTIONS, "num_gpus": 1, "gpu": "cpu", "param_dtype": dtype}
-    four, two = (
-        fs.estimate_memory(
-            _config(num_hidden_layers=n, mlp_only_layers=list(range(4))), fs.Run(**options)
-        ).activation_bytes
-        for n in (4, 2)
-    )
-    # Its input (the norm's output), gate, up, their activation and product.
-    return (four - two) // 2 - TOKENS * (128 + 4 * 256) * dtype.itemsize
 
 
 def test_checkpointed_blocks_keep_what_their_routers_chose() -> None:

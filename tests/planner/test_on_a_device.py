@@ -11,7 +11,6 @@ import torch
 
 import fsdp_sft as fs
 from fsdp_sft._process.gpus import gpu_named
-from fsdp_sft.shard.expert_parallel import place_experts
 from tests.harness.native import needs_native_sharding
 from tests.planner.families import FAMILIES, family_config
 from tests.simulated.ranks import run_simulated
@@ -105,6 +104,16 @@ def shared_out_case(seed: int) -> tuple[Any, dict[str, Any]]:
     return config, options
 
 
+def cut_case(seed: int) -> tuple[Any, dict[str, Any]]:
+    """Stacks of fewer experts than ranks, which are cut along another dimension and copied when gathered."""
+    _, options = random_case(seed)
+    draw = random.Random(f"cut {seed}")
+    config = family_config("mixtral", draw, vocab=512, hidden=256, layers=2)
+    config.num_local_experts = 2
+    options |= {"num_gpus": 4, "dp_replicate": 1, "micro_batch_size": 1, "seq_length": 64, "sac_ratio": "1"}
+    return config, options | {"grad_accum_steps": 1, "reshard_after_forward": True}
+
+
 def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
     """(most bytes in use in a step of the steady state, devices touched)."""
     from transformers import AutoModelForCausalLM
@@ -115,13 +124,13 @@ def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
     shares = options.get("ep_size", 1)
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     model = copy.deepcopy(plain).to("meta") if shares > 1 else plain
-    place_experts(model, mesh, shares)
     fs.apply_sac(model, options["sac_ratio"])
     fs.shard_model(
         model,
         mesh=mesh,
         master_dtype=options["master_dtype"],
         reshard_after_forward=options["reshard_after_forward"],
+        ep_size=shares,
     )
     if shares > 1:
         model.to_empty(device=context.device)
@@ -176,9 +185,12 @@ def _compare(seed: int, draw: Callable[[int], tuple[Any, dict[str, Any]]]) -> tu
 @pytest.mark.parametrize(
     "draw",
     [
+        random_case,
         shared_case,
         stochastic_case,
-        *(pytest.param(d, marks=pytest.mark.slow) for d in (random_case, experts_case, shared_out_case)),
+        cut_case,
+        experts_case,
+        shared_out_case,
     ],
 )
 def test_the_estimate_is_what_a_device_has_in_use(draw: Any) -> None:
@@ -198,6 +210,7 @@ def _bound(draw: Any) -> float:
         random_case,
         shared_case,
         stochastic_case,
+        cut_case,
         experts_case,
         shared_out_case,
     ],

@@ -1,21 +1,18 @@
 """A recomputed router sends every token where its forward has sent it."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import CheckpointError
 
 import fsdp_sft as fs
 from fsdp_sft.sac.decisions import decides
 from tests.harness.architectures import quiet, tiny_architecture
-from tests.harness.device import device_here, mesh_here
+from tests.harness.device import device_here
 from tests.harness.losses import with_loss
 from tests.harness.models import full, largest_error, ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
 
 
 class Disturbed(nn.Module):
@@ -84,51 +81,6 @@ def test_a_recomputed_router_decides_as_before(chosen: str) -> None:
     assert all(map(torch.equal, forward, reversed(again)))
     assert largest_error(found, plain) <= 1e-5
     assert {int(i) for indices in forward for i in indices.flatten()} <= {0, 1, 3}
-
-
-def test_torchs_own_checkpoint_decides_otherwise() -> None:
-    """What the test above is about: without decisions kept, the same model gets another gradient or fails."""
-    plain = _gradients(_tied(disturb=False))
-    model = _tied(disturb=True)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for block in model.model.layers:
-        block.mlp.gate.calls = 0
-    try:
-        found = _gradients(model)
-        for block in model.model.layers:
-            block.mlp.gate.calls = 0
-        model.zero_grad()
-        found = _gradients(model)
-    except CheckpointError:
-        return
-    assert largest_error(found, plain) > 1e-2
-
-
-def test_what_is_kept_is_small_and_the_gradient_is_that_of_torchs() -> None:
-    model = tiny_model("mixtral").to(device_here())
-    other = copy.deepcopy(model)
-    fs.apply_sac(model, 1)
-    other.gradient_checkpointing_enable({"use_reentrant": False})
-    found, expected = _gradients(model), _gradients(other)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
-
-
-def _check_sharded(options: str) -> None:
-    plain = tiny_model("mixtral").to(device_here())
-    model = copy.deepcopy(plain)
-    fs.apply_sac(model, 1)
-    if "compile" in options:
-        fs.compile_blocks(model, backend="aot_eager")
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy())
-    found = _gradients(model)
-    expected = _gradients(plain)
-    assert largest_error(found, expected) <= 1e-5
-
-
-@pytest.mark.parametrize("options", ["", pytest.param("compile", marks=pytest.mark.slow)])
-def test_sharded_blocks_keep_them_too(options: str) -> None:
-    run_distributed(_check_sharded, 2, options)
 
 
 def test_a_second_backward_decides_the_same() -> None:

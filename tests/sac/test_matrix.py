@@ -22,6 +22,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "t5": {"dropout_rate": 0.2},
     "bert": {"hidden_dropout_prob": 0.2},
 }
+# Submodules that are kept where the rest of their blocks is recomputed.
+KEPT: dict[str, Any] = {
+    "llama": "self_attn",
+    "gpt2": ["c_proj", "sdpa"],
+    "mixtral": ["self_attn", "mlp"],
+}
 HYBRIDS = ("BambaForCausalLM", "JambaForCausalLM", "Zamba2ForCausalLM", "FalconH1ForCausalLM")
 
 
@@ -39,7 +45,7 @@ def _one(family: str, ratio: Any, order: str, backend: str | None) -> dict[str, 
     model = tiny_model(family, **FAMILIES[family])
     for step in order:
         if step == "s":
-            fs.apply_sac(model, ratio)
+            fs.apply_sac(model, **(ratio if isinstance(ratio, dict) else {"ratio": ratio}))
         elif step == "f":
             fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
         elif backend is not None:
@@ -56,7 +62,8 @@ def _check_matrix(
         expected = {
             order.replace("s", ""): _one(family, 0, order.replace("s", ""), backend) for order in orders
         }
-        for ratio, order in itertools.product(ratios, orders):
+        kept = [{"save": KEPT[family]}] if family in KEPT and backend is None else []
+        for ratio, order in itertools.product([*ratios, *kept], orders):
             gradients = _one(family, ratio, order, backend)
             plain = expected[order.replace("s", "")]
             assert gradients.keys() == plain.keys()

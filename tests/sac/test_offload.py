@@ -280,6 +280,8 @@ def test_compiled_blocks_are_refused_in_either_order() -> None:
     fs.compile_blocks(model, backend="eager")
     with pytest.raises(ValueError, match=r"'model.layers.0' is compiled, and offload=True"):
         fs.apply_sac(model, 1, offload=True)
+    with pytest.raises(ValueError, match="leave out save="):
+        fs.apply_sac(_model(), save="o_proj", offload=True)
 
 
 def test_on_a_cpu_nothing_moves() -> None:
@@ -292,12 +294,6 @@ def test_on_a_cpu_nothing_moves() -> None:
         torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
     )
     assert _offload_of(model).latest == []
-
-
-def test_arguments() -> None:
-    model = _model()
-    with pytest.raises(ValueError, match="leave out save="):
-        fs.apply_sac(model, save="o_proj", offload=True)
 
 
 def _sharded() -> bool:

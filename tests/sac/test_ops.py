@@ -1,14 +1,10 @@
 """Recomputing all but named submodules, and what checkpointing costs and saves, counted."""
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_sft as fs
@@ -111,11 +107,6 @@ def test_a_ratio_chooses_the_blocks_that_keep_something() -> None:
         assert _equal(gradients, expected)
     assert fs.apply_sac(model, "1/2", save="self_attn", placement="prefix") == every[:2]
     assert fs.apply_sac(model, save="self_attn", blocks=[0, -1]) == [every[0], every[3]]
-    for arguments in ((1,), (None,)):
-        blocks = [0] if arguments[0] else None
-        save = "self_attn" if arguments[0] else None
-        with pytest.raises(ValueError, match="give either a ratio such as '1/3' or blocks="):
-            fs.apply_sac(model, *arguments, save=save, blocks=blocks)
     with pytest.raises(ValueError, match="no submodule of these blocks is called 'out_proj'"):
         fs.apply_sac(model, 0, save="out_proj")
 
@@ -124,72 +115,6 @@ def test_chosen_blocks_are_compiled_alone() -> None:
     model = tiny_model("llama")
     assert fs.compile_blocks(model, blocks=[-1], backend="aot_eager") == ["model.layers.2"]
     assert [vars(block).get("_compiled_call_impl") is not None for block in model.model.layers] == [0, 0, 1]
-
-
-def _check_sharded() -> None:
-    policy = MixedPrecisionPolicy()
-    for family, save in (
-        ("llama", "self_attn"),
-        ("gpt2", ["c_proj", "sdpa"]),
-        ("mixtral", ["self_attn", "mlp"]),
-    ):
-        dropout = {"resid_pdrop": 0.2, "embd_pdrop": 0.2} if family == "gpt2" else {"attention_dropout": 0.2}
-        found = []
-        for order in ("f", "of", "fo"):
-            model = tiny_model(family, **dropout)
-            for step in order:
-                if step == "o":
-                    fs.apply_sac(model, save=save)
-                else:
-                    fs.shard_model(model, mesh=mesh_here(), mp_policy=policy)
-            torch.manual_seed(7)
-            model(**ragged_batches(2)[0], use_cache=False).loss.backward()
-            found.append({name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None})
-        assert _equal(found[0], found[1]), family
-        assert _equal(found[0], found[2]), family
-
-
-def test_gradients_are_bit_equal_with_dropout_when_sharded_in_both_orders() -> None:
-    run_distributed(_check_sharded, 2)
-
-
-class Drawing(nn.Module):
-    """A block with a random kernel inside of the part that is kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
-        self.outer = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8), nn.Tanh())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.outer(self.inner(x))
-
-
-def _own_gradients(model: nn.Module) -> list[torch.Tensor]:
-    torch.manual_seed(3)
-    model.zero_grad()
-    x = torch.linspace(-1, 1, 24).view(3, 8)
-    for block in model.children():
-        x = block(x)
-    x.square().sum().backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-def test_models_of_other_origin_copies_and_removal() -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleList([nn.ModuleList(Drawing() for _ in range(2))])
-    trunk = model[0]
-    expected = _own_gradients(trunk)
-    assert fs.apply_sac(model, save="inner") == ["0.0", "0.1"]
-    assert all(map(torch.equal, _own_gradients(trunk), expected))
-    for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert all(map(torch.equal, _own_gradients(clone[0]), expected))
-        with torch.no_grad():
-            clone[0][0].inner[0].weight.zero_()
-        assert not all(map(torch.equal, _own_gradients(clone[0]), expected)), "the copy runs its own weights"
-    fs.remove_sac(model)
-    assert not any("forward" in module.__dict__ for module in model.modules())
-    assert all(map(torch.equal, _own_gradients(trunk), expected))
 
 
 def test_the_last_call_of_a_kind_counts() -> None:
@@ -282,12 +207,7 @@ def _collectives(family: str, ratio: Any, order: str) -> dict[str, int]:
     for _ in range(2):  # the first step of FSDP2 learns the order of its groups
         with _Counts() as counts:
             model(**batch).loss.backward()
-    by_name = {name: count for name, count in counts.by_name.items() if name.startswith("c10d")}
-    if family != "t5":  # CommDebugMode loses track of the stack that T5's encoder and decoder share
-        with CommDebugMode() as comms:
-            model(**batch).loss.backward()
-        assert sum(comms.get_comm_counts().values()) == sum(by_name.values())
-    return by_name
+    return {name: count for name, count in counts.by_name.items() if name.startswith("c10d")}
 
 
 def _check_collectives() -> list[str]:
@@ -305,54 +225,3 @@ def _check_collectives() -> list[str]:
 
 def test_checkpointing_adds_no_collective() -> None:
     print("\n".join(run_distributed(_check_collectives, 2)[0]))
-
-
-def _saved_bytes(model: Any, ids: torch.Tensor) -> int:
-    """Bytes of what autograd keeps for the backward, parameters left out, each storage once."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(input_ids=ids, use_cache=False).logits.sum()
-    total = sum(storage.nbytes() for storage in storages.values())
-    loss.backward()
-    model.zero_grad()
-    return total
-
-
-def test_saved_bytes_fall_as_the_model_says() -> None:
-    layers, tokens = 4, 2 * 64
-    shape: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 80, "head_dim": 16}
-    model = tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=layers, **shape)
-    ids = torch.arange(tokens).view(2, -1) % 90 + 3
-
-    def estimated(ratio: Any) -> int:
-        estimate = fs.estimate_memory(
-            model.config,
-            fs.Run(
-                num_gpus=1,
-                micro_batch_size=2,
-                seq_length=64,
-                sac_ratio=ratio,
-                attention_mask=False,
-                gpu="cpu",
-            ),
-        )
-        return estimate.activation_bytes
-
-    plain, said = _saved_bytes(model, ids), estimated(0)
-    per_block = said / layers
-    inputs = 2 * tokens * shape["hidden_size"]
-    for k in range(1, layers + 1):
-        fs.apply_sac(model, f"{k}/{layers}")
-        fell = plain - _saved_bytes(model, ids)
-        predicted = said - estimated(f"{k}/{layers}")
-        print(f"{k} of {layers} blocks: saved bytes fall by {fell}, the planner says {predicted}")
-        assert fell == pytest.approx(predicted, rel=0.03)
-        assert fell == pytest.approx(k * (per_block - inputs), rel=0.03), "a block keeps its input only"

@@ -1,6 +1,5 @@
 """What the simulated device counts: waits of the host, memory, collectives."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,22 +116,6 @@ def test_memory_is_counted_as_the_caching_allocator_of_cuda_counts_it() -> None:
             "on the other": 0,
         }
     ]
-
-
-def _fill() -> int:
-    os.environ["SIM_MEMORY_MB"] = "4"  # read when the first memory is asked for
-    device = torch.device("sim", 0)
-    torch.empty(3 << 20, dtype=torch.uint8, device=device)  # cached: given back before the device is full
-    kept = torch.empty(2 << 20, dtype=torch.uint8, device=device)
-    try:
-        torch.empty(3 << 20, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError:
-        return len(kept)
-    return 0
-
-
-def test_a_full_device_is_out_of_memory() -> None:
-    assert run_simulated(_fill, 1, fresh=True) == [2 << 20]
 
 
 def _collectives() -> tuple[dict[str, tuple[int, int]], dict[str, int]]:

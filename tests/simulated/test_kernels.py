@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from tests.harness.models import ragged_batches, tiny_model
-from tests.harness.ranks import run_distributed
 from tests.simulated.ranks import run_simulated
 
 SLOW = 0.3  # seconds that a copy to the device takes
@@ -92,21 +90,6 @@ def _errors_of_attention(window: tuple[int, int]) -> list[float]:
 def test_attention_of_rows_of_unequal_lengths(window: tuple[int, int]) -> None:
     (errors,) = run_simulated(_errors_of_attention, 1, window)
     assert max(errors) < 0.05, errors  # bfloat16 of values around 1 to 4
-
-
-def _mixture(device: str, experts: str) -> dict[str, torch.Tensor]:
-    model = tiny_model("mixtral").to(device)
-    model.set_experts_implementation(experts)
-    batch = {name: value.to(device) for name, value in ragged_batches(1)[0].items()}
-    model(**batch).loss.backward()
-    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
-def test_a_mixture_of_experts(experts: str) -> None:
-    (expected,) = run_distributed(_mixture, 1, "cpu", experts)
-    (actual,) = run_simulated(_mixture, 1, "sim", experts)
-    assert {name for name in expected if not torch.equal(actual[name], expected[name])} == set()
 
 
 def _ahead() -> tuple[float, bool, list[str]]:

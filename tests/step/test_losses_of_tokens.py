@@ -18,7 +18,7 @@ from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PADDED, batch_of, rows_of
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
-from tests.harness.token_values import plain_token_losses
+from tests.plain import plain_token_losses
 
 BETA = 0.5
 LossesOf = Callable[[Any, Any], torch.Tensor]
