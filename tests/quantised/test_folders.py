@@ -129,13 +129,6 @@ def test_tied_names_of_different_values_stay_apart(tmp_path: Path) -> None:
     assert difference(model, plain(tmp_path / "published")) == []
 
 
-def test_one_process(folders: Path) -> None:
-    for name in ("fp8 block", "mxfp4", "nf4 nested"):
-        model = fs.build_meta_model(folders / name / "stored")
-        fs.load_weights(model, folders / name / "stored")
-        assert difference(model, plain(folders / name / "published")) == [], name
-
-
 def test_the_report_counts_formats(folders: Path) -> None:
     model = fs.build_meta_model(folders / "fp8 block" / "stored")
     report = fs.load_weights(model, folders / "fp8 block" / "stored")

@@ -13,11 +13,10 @@ from transformers import T5ForConditionalGeneration
 
 import fsdp_sft as fs
 from fsdp_sft._tensors import reader as read
-from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights, provenance
+from fsdp_sft.weights import build_meta_model, load_weights, provenance
 from fsdp_sft.weights.load import load_pretrained
 from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
-from tests.harness.forks import Program
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
 from tests.harness.layouts import register_layout
 from tests.harness.models import full, ragged_batches
@@ -109,11 +108,11 @@ def _check_stored(folder: Path) -> None:
 
 
 def test_replicas_of_any_stored_dtype(tmp_path: Path) -> None:
-    """bfloat16, float16 and float32 in one checkpoint, into each of them."""
-    dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    """Four dtypes in one checkpoint, into those that a model is trained in."""
+    dtypes = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
     stored = tensors_of(save_tiny(tmp_path, "mixtral"))  # some of one expert are merged with others'
     stored = {
-        name: (tensor.float() * 1.001).to(dtypes[i % 3])  # more digits than bfloat16 has
+        name: (tensor.float() * 1.001).to(dtypes[i % 4])  # more digits than bfloat16 has
         for i, (name, tensor) in enumerate(sorted(stored.items()))
     }
     rewrite(tmp_path, stored)
@@ -311,22 +310,6 @@ def test_a_tied_head(tmp_path: Path, head: str) -> None:
     run_distributed(_check_loads, 2, tmp_path, {})
 
 
-def test_a_tied_head_that_differs_where_no_sample_looks(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "qwen2-tied", vocab_size=200_000)
-    tensors = tensors_of(tmp_path)
-    head = tensors["model.embed_tokens.weight"].clone()
-    head[300] += 1
-    tensors["lm_head.weight"] = head
-    rewrite(tmp_path, tensors)
-    model = build_meta_model(tmp_path)
-    if model.lm_head.weight is model.model.embed_tokens.weight:
-        with pytest.raises(CheckpointFormatError, match="tie_word_embeddings=False"):
-            load_weights(model, tmp_path)
-    model = build_meta_model(tmp_path, tie_word_embeddings=False)
-    load_weights(model, tmp_path)
-    assert torch.equal(model.lm_head.weight, head.float())
-
-
 def test_missing_keys_are_initialised_alike(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     tensors = tensors_of(tmp_path)
@@ -337,14 +320,6 @@ def test_missing_keys_are_initialised_alike(tmp_path: Path) -> None:
     for world_size, shape in [(2, {}), (4, {"dp_replicate": 2})]:
         for initialised in run_distributed(_check_loads, world_size, tmp_path, shape, missing="initialise"):
             assert sorted(initialised) == sorted(missing)
-
-
-def test_mixed_dtypes_in_one_file(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama")
-    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-    tensors = {n: t.to(dtypes[i % 4]) for i, (n, t) in enumerate(sorted(tensors_of(tmp_path).items()))}
-    rewrite(tmp_path, tensors)
-    run_distributed(_check_loads, 2, tmp_path, {})
 
 
 def _check_frozen_and_offloaded(folder: Path) -> None:
@@ -394,26 +369,14 @@ def test_loading_again_after_an_evaluation(tmp_path: Path) -> None:
     run_distributed(_check_evaluate_then_load, 2, tmp_path)
 
 
-def test_a_model_changed_after_building_is_refused(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama")
-    model = build_meta_model(tmp_path)
-    model.lm_head = torch.nn.Linear(32, 7, bias=False, device="meta")
-    with pytest.raises(fs.CheckpointFormatError, match="lm_head"):
-        load_weights(model, tmp_path)
-
-
-def _check_saved_again(folder: Path) -> None:
-    model = build_meta_model(folder)
-    load_weights(model, folder)
-    model.to(torch.bfloat16).save_pretrained(folder / "again")
-    before, after = tensors_of(folder), tensors_of(folder / "again")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
 def test_a_loaded_model_is_saved_in_the_layout_it_came_in(tmp_path: Path) -> None:
     save_tiny(tmp_path, "mixtral")
-    _check_saved_again(tmp_path)
+    model = build_meta_model(tmp_path)
+    load_weights(model, tmp_path)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "again")
+    before, after = tensors_of(tmp_path), tensors_of(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def _check_pretrained(folder: Path) -> None:
@@ -432,30 +395,3 @@ def _check_pretrained(folder: Path) -> None:
 def test_load_pretrained_composes_the_steps(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     run_distributed(_check_pretrained, 2, tmp_path)
-
-
-def test_planning_for_ranks_that_are_not_there(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama")
-    code = (
-        "import sys, torch.distributed as dist, fsdp_sft as fs\n"
-        "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
-        "from pathlib import Path\n"
-        "from fsdp_sft._tensors.sharding import sharding_of\n"
-        "from fsdp_sft.weights import build_meta_model\n"
-        "from fsdp_sft.weights.plan import make_plan\n"
-        "from fsdp_sft._tensors.stored import intersect\n"
-        "from fsdp_sft.weights.resolve import open_checkpoint\n"
-        "dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=64)\n"
-        "model = fs.shard_model(build_meta_model(sys.argv[1]), mesh=fs.build_mesh(device_type='cpu'))\n"
-        "checkpoint = open_checkpoint(Path(sys.argv[1]))\n"
-        "targets = make_plan(model, checkpoint).targets.values()\n"
-        "tensors = [(t, model.get_parameter(t.name)) for t in targets]\n"
-        "boxes = [(t, box) for t, p in tensors for _, box in sharding_of(p).parts(p.shape)]\n"
-        "parts = [intersect(piece, box) for target, box in boxes for piece in target.pieces]\n"
-        "read = sum(2 * part.numel for part in parts if part is not None)\n"
-        "assert read == sum(tensor.entry.num_bytes for tensor in checkpoint.values()), read\n"
-    )
-    script = tmp_path / "plan.py"
-    script.write_text(code)
-    code, text = Program(script, str(tmp_path)).wait()
-    assert code == 0, text

@@ -50,6 +50,9 @@ def _check_different(folder: Path, mesh_shape: dict[str, int]) -> None:
     meta._PROBES = 1  # the first row only is seen
     with pytest.raises(fs.CheckpointFormatError, match=r"lm_head.*tie_word_embeddings=False"):
         _load(folder, mesh_shape)
+    model = fs.build_meta_model(folder, tie_word_embeddings=False)
+    fs.load_weights(model, folder)
+    assert torch.equal(model.lm_head.weight, tensors_of(folder)[HEAD].float())
 
 
 def test_values_that_differ_where_no_sample_looks(tmp_path: Path) -> None:
