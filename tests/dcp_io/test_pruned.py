@@ -74,10 +74,10 @@ def test_damage_that_stays_is_damage(tmp_path: Path) -> None:
 
 def test_a_path_to_one_step_takes_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fs.save_checkpoint(tmp_path, 1, model=_model(1))
-    real = checkpoint.open_folder
+    real, steps = checkpoint.open_folder, itertools.count(2)
 
     def pruned_first(*args: Any, **kwargs: Any) -> Any:
-        _prune_aside(tmp_path, 2)
+        _prune_aside(tmp_path, next(steps))
         return real(*args, **kwargs)
 
     monkeypatch.setattr(checkpoint, "open_folder", pruned_first)
@@ -104,8 +104,9 @@ def test_two_ranks_read_while_another_job_saves_and_prunes(tmp_path: Path) -> No
     ended = threading.Event()
 
     def save() -> None:
-        for step in itertools.takewhile(lambda _: not ended.wait(0.01), itertools.count(1)):
-            _prune_aside(tmp_path, step)
+        steps = itertools.count(1)
+        while not ended.wait(0.01):
+            _prune_aside(tmp_path, next(steps))
 
     writer = threading.Thread(target=save)
     writer.start()

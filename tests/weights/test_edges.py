@@ -25,7 +25,7 @@ from fsdp_sft.weights import (
 from fsdp_sft.weights.resolve import open_checkpoint, resolve_folder
 from tests.harness.architectures import tiny_architecture
 from tests.harness.device import mesh_here
-from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
+from tests.harness.hf_folders import difference, loaded, plain, rewrite, save_tiny, tensors_of
 from tests.harness.hub_server import COMMIT, serve, use_hub
 from tests.harness.ranks import run_distributed
 from tests.harness.remote_code import keep_code_in, plain_with_code, save_with_code
@@ -33,15 +33,8 @@ from tests.harness.remote_code import keep_code_in, plain_with_code, save_with_c
 FLOAT32 = MixedPrecisionPolicy()
 
 
-def _mesh(**shape: int) -> Any:
-    return mesh_here(**shape)
-
-
 def _check(folder: Path, mesh_shape: dict[str, int]) -> None:
-    model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
-    load_weights(model, folder)
-    assert difference(model, plain(folder)) == []
+    assert difference(loaded(folder, mesh_shape), plain(folder)) == []
 
 
 # --- meshes and shapes ------------------------------------------------------------------------------------
@@ -63,7 +56,7 @@ def test_more_experts_than_one_digit(tmp_path: Path) -> None:
 def _check_columns(folder: Path) -> None:
     """A model that someone sharded by columns, with replicas, without this library."""
     model = build_meta_model(folder)
-    options: Any = {"mesh": _mesh(dp_replicate=2), "shard_placement_fn": lambda p: Shard(p.ndim - 1)}
+    options: Any = {"mesh": mesh_here(dp_replicate=2), "shard_placement_fn": lambda p: Shard(p.ndim - 1)}
     for layer in model.model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
@@ -82,7 +75,7 @@ def test_shards_of_columns(tmp_path: Path) -> None:
 
 def _check_default_policy(folder: Path) -> None:
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh())
+    fs.shard_model(model, mesh=mesh_here())
     load_weights(model, folder)
     assert difference(model, plain(folder)) == []
 
@@ -122,7 +115,7 @@ def _check_buffers(folder: Path, modules: Path) -> None:
     keep_code_in(modules / str(dist.get_rank()))
     model = build_meta_model(folder, trust_remote_code=True)
     blocks = dict(fs.find_blocks(model))
-    fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32, blocks=blocks)
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32, blocks=blocks)
     load_weights(model, folder)
     assert difference(model, plain_with_code(folder)) == []
 
@@ -246,9 +239,7 @@ def test_a_name_in_two_files_is_the_one_that_the_index_says(tmp_path: Path) -> N
     for name in sorted(set(weight_map.values()) - {owner}):
         tensors = load_file(folder / name)
         save_file({**tensors, key: torch.full((1,), 7.0)}, folder / name, metadata={"format": "pt"})
-    model = build_meta_model(folder)
-    load_weights(model, folder)
-    assert difference(model, oracle) == []
+    assert difference(loaded(folder), oracle) == []
 
 
 # --- the Hub's cache --------------------------------------------------------------------------------------
@@ -274,9 +265,7 @@ def test_a_snapshot_whose_blobs_lie_on_another_disk(tmp_path: Path) -> None:
     blobs.symlink_to(tmp_path / "disk")
     (tmp_path / "shortcut").symlink_to(snapshot)
     for name in (snapshot, tmp_path / "shortcut"):
-        model = build_meta_model(name)
-        load_weights(model, name)
-        assert difference(model, plain(folder)) == []
+        assert difference(loaded(name), plain(folder)) == []
     victim = next(snapshot.glob("*.safetensors"))
     victim.unlink()
     victim.symlink_to(next(folder.glob("*.safetensors")))
@@ -284,19 +273,48 @@ def test_a_snapshot_whose_blobs_lie_on_another_disk(tmp_path: Path) -> None:
         open_checkpoint(snapshot)
 
 
-def _check_without_the_hub(address: str, cache: Path, folder: Path) -> None:
-    use_hub(address, cache)
+def _from_the_hub(address: str, cache: Path, shared: bool, folder: Path) -> str:
+    use_hub(address, cache if shared else cache / str(dist.get_rank()))
     found = resolve_folder("someone/model")
-    model = build_meta_model(found)
-    load_weights(model, found)
-    assert difference(model, plain(folder)) == []
+    assert difference(loaded(found, {}), plain(folder)) == []
+    return str(found)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_each_cache_gets_each_file_once(tmp_path: Path, shared: bool) -> None:
+    folder = save_tiny(tmp_path / "model")
+    (folder / "unrelated.safetensors").write_bytes(b"not to be downloaded")
+    with serve(folder) as (address, downloads):
+        found = run_distributed(_from_the_hub, 2, address, tmp_path / "cache", shared, folder)
+    assert all(path.endswith(COMMIT) for path in found)
+    assert (len(set(found)) == 1) == shared
+    weights_files = [name for name in downloads if name.endswith(".safetensors")]
+    assert "unrelated.safetensors" not in weights_files
+    caches = 1 if shared else 2
+    assert len(weights_files) == caches * (len(list(folder.glob("*.safetensors"))) - 1)
+
+
+def _check_hub_error(address: str, cache: Path) -> str:
+    use_hub(address, cache)
+    with pytest.raises(Exception) as caught:  # whatever huggingface_hub raises, the same everywhere
+        resolve_folder("someone/model")
+    return type(caught.value).__name__
+
+
+def test_a_repository_without_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with serve(folder) as (address, _):
+        names = run_distributed(_check_hub_error, 2, address, tmp_path / "cache")
+    assert names == ["CheckpointFormatError"] * 2
 
 
 def test_what_is_cached_loads_when_the_hub_is_gone(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model")
     with serve(folder) as (address, _):
-        run_distributed(_check_without_the_hub, 2, address, tmp_path / "cache", folder)
-    run_distributed(_check_without_the_hub, 2, address, tmp_path / "cache", folder)
+        run_distributed(_from_the_hub, 2, address, tmp_path / "cache", True, folder)
+    run_distributed(_from_the_hub, 2, address, tmp_path / "cache", True, folder)
 
 
 def test_a_hub_with_a_single_file_and_an_index(tmp_path: Path) -> None:
@@ -310,7 +328,7 @@ def test_a_hub_with_a_single_file_and_an_index(tmp_path: Path) -> None:
     for name, data in parts.items():
         (folder / name).write_bytes(data)
     with serve(folder) as (address, downloads):
-        run_distributed(_check_without_the_hub, 2, address, tmp_path / "cache", folder)
+        run_distributed(_from_the_hub, 2, address, tmp_path / "cache", True, folder)
     assert [name for name in downloads if name.endswith(".safetensors")] == ["model.safetensors"]
 
 
@@ -358,7 +376,7 @@ def _check_padded(folder: Path) -> None:
     converter = WeightConverter("mlp.short.weight", "mlp.up_proj.weight", [Pad()])
     conversion_mapping.register_checkpoint_conversion_mapping("LlamaForCausalLM", [converter], overwrite=True)
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
     with pytest.raises(CheckpointFormatError, match=r"up_proj.*save_original_format=False"):
         load_weights(model, folder)
     # The way that the message shows.
@@ -367,10 +385,7 @@ def _check_padded(folder: Path) -> None:
         model.save_pretrained(folder / "once", save_original_format=False)
     dist.barrier()
     oracle = plain(folder)
-    model = build_meta_model(folder / "once")
-    fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32)
-    load_weights(model, folder / "once")
-    assert difference(model, oracle) == []
+    assert difference(loaded(folder / "once", {}), oracle) == []
 
 
 def test_a_conversion_that_adds_numbers_of_its_own_is_refused(tmp_path: Path) -> None:

@@ -26,14 +26,10 @@ FLOAT32 = MixedPrecisionPolicy()
 FAMILIES = ["llama", "qwen2", "qwen2-tied", "gemma3", "mixtral", "gpt2", "t5", "bert"]
 
 
-def _mesh(**shape: int) -> Any:
-    return mesh_here(**shape)
-
-
 def _check_families(folder: Path, families: list[str], mesh_shape: dict[str, int]) -> None:
     for family in families:
         model = build_meta_model(folder / family)
-        fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
+        fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
         report = load_weights(model, folder / family)
         oracle = plain(folder / family)
         assert difference(model, oracle) == [], family
@@ -77,7 +73,7 @@ def _counted_load(model: Any, folder: Path, **options: Any) -> tuple[Any, int]:
 
 def _check_bytes(folder: Path, mesh_shape: dict[str, int]) -> list[int]:
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
     report, counted = _counted_load(model, folder)
     assert report.bytes_read == counted
     assert difference(model, plain(folder)) == []
@@ -102,7 +98,7 @@ def test_every_byte_is_read_once(tmp_path: Path, family: str) -> None:
 def _check_stored(folder: Path) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         model = build_meta_model(folder)
-        fs.shard_model(model, mesh=_mesh(dp_replicate=2), mp_policy=FLOAT32, master_dtype=dtype)
+        fs.shard_model(model, mesh=mesh_here(dp_replicate=2), mp_policy=FLOAT32, master_dtype=dtype)
         load_weights(model, folder)
         assert (found := difference(model, plain(folder, dtype=dtype))) == [], found
 
@@ -121,7 +117,7 @@ def test_replicas_of_any_stored_dtype(tmp_path: Path) -> None:
 
 def _check_told(folder: Path) -> None:
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(dp_replicate=2), mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=mesh_here(dp_replicate=2), mp_policy=FLOAT32)
     told: dict[str, Any]
     for name, values in {
         "missing": ("error", "initialise"),
@@ -141,7 +137,7 @@ def test_ranks_that_are_told_otherwise_are_refused(tmp_path: Path) -> None:
 
 def _check_memory(folder: Path) -> None:
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(dp_replicate=2), mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=mesh_here(dp_replicate=2), mp_policy=FLOAT32)
     original = torch.empty
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -163,7 +159,7 @@ def test_no_memory_on_one_rank_fails_on_all(tmp_path: Path) -> None:
 
 def _check_experts(folder: Path, experts: int, reshard_after_forward: bool | int) -> None:
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32, reshard_after_forward=reshard_after_forward)
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32, reshard_after_forward=reshard_after_forward)
     report = load_weights(model, folder)
     assert report.job_bytes_read <= 1.05 * report.checkpoint_bytes
     assert difference(model, plain(folder)) == []
@@ -214,7 +210,7 @@ def _check_layout(folder: Path, layout: str, mesh_shape: dict[str, int]) -> str 
         return refusal[0]
     oracle = plain(folder)
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
     report = load_weights(model, folder)
     assert difference(model, oracle) == [], layout
     assert report.bytes_read < report.checkpoint_bytes, "each rank reads what its shards are made of"
@@ -287,7 +283,7 @@ def _move(generator: random.Random, real: torch.Tensor, trace: Any) -> tuple[tor
 
 def _check_loads(folder: Path, mesh_shape: dict[str, int], **options: Any) -> Any:
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
     torch.manual_seed(dist.get_rank())
     report = load_weights(model, folder, **options)
     assert difference(model, plain(folder)) == []
@@ -326,7 +322,7 @@ def _check_frozen_and_offloaded(folder: Path) -> None:
     model = build_meta_model(folder, dtype=torch.bfloat16)
     model.model.embed_tokens.requires_grad_(False)
     model.eval()
-    fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32, offload_policy=CPUOffloadPolicy())
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32, offload_policy=CPUOffloadPolicy())
     load_weights(model, folder)
     oracle = plain(folder)
     assert not model.training
@@ -353,7 +349,7 @@ def test_modules_kept_in_float32(tmp_path: Path) -> None:
 
 def _check_evaluate_then_load(folder: Path) -> None:
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
     load_weights(model, folder)
     batch = {name: value for name, value in ragged_batches(2)[0].items() if name != "labels"}
     with torch.no_grad():
@@ -380,8 +376,8 @@ def test_a_loaded_model_is_saved_in_the_layout_it_came_in(tmp_path: Path) -> Non
 
 
 def _check_pretrained(folder: Path) -> None:
-    model = load_pretrained(folder, mesh=_mesh(), mp_policy=FLOAT32, sac_ratio="1/3")
-    parts = composed(folder, mesh=_mesh(), mp_policy=FLOAT32, sac_ratio="1/3")
+    model = load_pretrained(folder, mesh=mesh_here(), mp_policy=FLOAT32, sac_ratio="1/3")
+    parts = composed(folder, mesh=mesh_here(), mp_policy=FLOAT32, sac_ratio="1/3")
     assert difference(model, plain(folder)) == []
     assert difference(model, parts) == []
     assert model.load_report.sources == parts.load_report.sources
