@@ -113,7 +113,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "a truncated file": (_truncated, ("model-00002-of-", "damaged")),
     "a missing file": (lambda f: _files(f)[1].unlink(), ("complete",)),
     "no weights": (_without_weights, ("model.safetensors.index.json", "config.json")),
-    "pickled weights": (_pickled, ("pickled", "save_pretrained")),
+    "pickled weights": (_pickled, ("Pickled weights", "save_pretrained")),
     "another shape": (lambda f: _changed(f, _higher), (Q_PROJ, "(33, 32)", "(32, 32)")),
     "an index with a name too many": (_a_name_too_many, ("model.ghost",)),
     "a path up": (lambda f: _led_out(f, "../outside.safetensors"), ("leads out",)),
