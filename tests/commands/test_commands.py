@@ -109,31 +109,23 @@ def test_data_for_a_base_model(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("name", "text", "said"),
     [
-        ("", "no row has a target"),
-        ('{"messages": []}\n{"mess', r"line 2: .*a .jsonl file has one row a line"),
-        ('{"messages": []}', "no row has a target"),
-        ("17", "no row has a target"),
+        ("rows.jsonl", "", "no row has a target"),
+        ("rows.jsonl", '{"messages": []}\n{"mess', r"line 2: .*a .jsonl file has one row a line"),
+        ("rows.jsonl", '{"messages": []}', "no row has a target"),
+        ("rows.jsonl", "17", "no row has a target"),
+        ("rows.json", "5", "rows.json must hold a list of rows, got"),
+        ("rows.json", '{"messages": []}', "rows.json must hold a list of rows, got"),
     ],
 )
 def test_data_that_cannot_be_used(
-    model: Path, tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, name: str, text: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "rows.jsonl"
+    path = tmp_path / name
     path.write_text(text)
     assert main(["inspect-data", str(path), "--tokenizer", str(model)]) == 2
     assert re.search(said, capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("text", ["5", '{"messages": []}'])
-def test_json_that_is_no_list(
-    model: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text(text)
-    assert main(["inspect-data", str(path), "--tokenizer", str(model)]) == 2
-    assert "rows.json must hold a list of rows, got" in capsys.readouterr().err
 
 
 def test_bad_input(model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,6 @@ import torch
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
 from fsdp_sft.dcp_io import folder
-from tests.harness.device import mesh_here
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import assert_same, everything, make_adamw, make_model, this_rank, train
 
@@ -142,41 +141,6 @@ def _async(root: str) -> None:
 @pytest.mark.accelerator
 def test_async_saves_on_two_ranks(tmp_path: Path) -> None:
     run_distributed(_async, 2, str(tmp_path))
-
-
-def _default_path(root: str) -> list[float]:
-    """bf16, checkpointing, compiled blocks, ragged batches: evaluate, save while training, load, go on."""
-    from tests.harness.models import ragged_batches, tiny_model
-
-    batches = ragged_batches(6)
-
-    def build(seed: int) -> Any:
-        model = tiny_model("llama", seed=seed)
-        fs.apply_sac(model, "1/3")
-        fs.compile_blocks(model, backend="aot_eager")
-        fs.shard_model(model, mesh=mesh_here())
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step(model: Any, optimizer: Any, index: int) -> float:
-        return fs.train_step(model, [batches[index]], optimizer).loss
-
-    model, optimizer = build(0)
-    step(model, optimizer, 0)
-    fs.evaluate(model, batches[4:])
-    saved = fs.save_checkpoint(root, 1, model=model, optimizer=optimizer, async_=True)
-    expected = [step(model, optimizer, index) for index in (1, 2)]
-    saved.wait()
-    model, optimizer = build(1)
-    fs.evaluate(model, batches[4:])
-    fs.load_checkpoint(root, model=model, optimizer=optimizer)
-    assert [step(model, optimizer, index) for index in (1, 2)] == expected
-    return expected
-
-
-@pytest.mark.slow
-def test_async_save_on_the_default_path(tmp_path: Path) -> None:
-    losses = run_distributed(_default_path, 2, str(tmp_path))
-    assert losses[0] == losses[1]
 
 
 PROGRAM = """

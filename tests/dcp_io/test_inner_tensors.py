@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
 from tests.harness.eight_bit import ClosedMomentum, EightBitMomentum, Quantised, inner_state, own_of
-from tests.harness.hf_folders import save_tiny
-from tests.harness.models import full, ragged_batches
+from tests.harness.models import full
 from tests.harness.ranks import run_distributed
+from tests.harness.trained import assert_same
 
 FITTING = [(16, 16), (16, 8), (1, 5)]  # the last has fewer rows than ranks, and no whole block
 MIXED = [(7, 4)]  # of two shards one is made of whole blocks
@@ -46,13 +46,7 @@ def _train(model: Any, optimizer: Any, first: int, count: int) -> None:
 def _same(actual: Any, expected: Any) -> None:
     assert len(actual) == len(expected)
     for one, other in zip(actual, expected, strict=True):
-        assert one.keys() == other.keys()
-        for name, value in other.items():
-            if isinstance(value, torch.Tensor):
-                assert one[name].dtype == value.dtype, name
-                assert torch.equal(one[name], value), name
-            else:
-                assert one[name] == value, name
+        assert_same(one, other)
 
 
 def _floats(optimizer: Any) -> list[torch.Tensor]:
@@ -140,20 +134,6 @@ def test_from_one_rank_and_from_replicas(tmp_path: Path) -> None:
     run_distributed(_load_elsewhere, 2, str(tmp_path / "hsdp"), FITTING, {})
 
 
-def test_beside_another_optimizer(tmp_path: Path) -> None:
-    model = Products([(16, 16), (3, 5)])
-    first, second = model.weights
-    optimizers = [torch.optim.AdamW([second]), EightBitMomentum([first])]
-    model(1.0).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizers)
-    fresh = [EightBitMomentum([first]), torch.optim.AdamW([second])]
-    fs.load_checkpoint(tmp_path, model=model, optimizer=fresh)
-    _same(inner_state(fresh[0]), inner_state(optimizers[1]))
-    assert torch.equal(fresh[1].state[second]["exp_avg"], optimizers[0].state[second]["exp_avg"])
-
-
 def test_what_says_nothing_of_itself_is_refused_when_it_is_saved(tmp_path: Path) -> None:
     model, optimizer = _make([(16, 16)], None, ClosedMomentum)
     _train(model, optimizer, 0, 1)
@@ -186,39 +166,6 @@ def test_torchao(name: str, tmp_path: Path) -> None:
     train(second, steps)
     assert all(torch.equal(a, b) for a, b in zip(weights, after[0], strict=True))
     _same(inner_state(second), after[1])
-
-
-def _torchao_end_to_end(root: str) -> None:
-    from torchao.optim import AdamW8bit
-
-    def make() -> tuple[Any, Any]:
-        model = fs.load_pretrained(f"{root}/base", mesh=mesh_here())
-        return model, AdamW8bit(model.parameters(), lr=1e-3)
-
-    def train(model: Any, optimizer: Any, count: int) -> None:
-        for batch in ragged_batches(count + 1)[:count]:
-            assert fs.train_step(model, [batch], optimizer, check=False).loss > 0
-
-    with torch.compiler.set_stance("force_eager"):
-        model, optimizer = make()
-        train(model, optimizer, 2)
-        kinds = {type(own_of(state["exp_avg"])).__name__ for state in optimizer.state.values()}
-        assert "OptimState8bit" in kinds
-        fs.save_checkpoint(f"{root}/out", 1, model=model, optimizer=optimizer)
-        again, fresh = make()
-        fs.load_checkpoint(f"{root}/out", model=again, optimizer=fresh)
-        _same(inner_state(fresh), inner_state(optimizer))
-        for each, one in ((model, optimizer), (again, fresh)):
-            train(each, one, 3)
-    _same(inner_state(fresh), inner_state(optimizer))
-    for a, b in zip(again.parameters(), model.parameters(), strict=True):
-        assert torch.equal(own_of(a), own_of(b))
-
-
-def test_torchao_from_a_checkpoint_through_steps_and_back(tmp_path: Path) -> None:
-    pytest.importorskip("torchao.optim")
-    save_tiny(tmp_path / "base", "llama", hidden_size=128, intermediate_size=256)
-    run_distributed(_torchao_end_to_end, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize("several", [False, True])

@@ -1,5 +1,6 @@
 """A reader beside a job that saves and prunes: it takes the next step and never a torn one."""
 
+import itertools
 import shutil
 import threading
 import warnings
@@ -25,10 +26,9 @@ def _value(model: torch.nn.Module) -> float:
     return float(torch.cat([p.detach().flatten() for p in model.parameters()]).unique().item())
 
 
-def _advance(root: Path) -> None:
+def _prune_aside(root: Path, step: int) -> None:
     """As another job does between two looks: a newer step, and all older ones gone."""
-    (newest,) = [info.step for info in fs.find_checkpoints(root)][-1:]
-    fs.save_checkpoint(root, newest + 1, model=_model(newest + 1), keep_last=1)
+    fs.save_checkpoint(root, step, model=_model(step), train_state={"step": step}, keep_last=1)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,6 @@ def test_a_step_that_goes_is_no_damage(
     assert _value(model) == loaded.step == 4
 
 
-def _prune_aside(root: Path, step: int) -> None:
-    fs.save_checkpoint(root, step, model=_model(step), train_state={"step": step}, keep_last=1)
-
-
 def test_damage_that_stays_is_damage(tmp_path: Path) -> None:
     fs.save_checkpoint(tmp_path, 1, model=_model(1))
     (tmp_path / "step-1" / "shards" / "00000.safetensors").unlink()
@@ -78,10 +74,10 @@ def test_damage_that_stays_is_damage(tmp_path: Path) -> None:
 
 def test_a_path_to_one_step_takes_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fs.save_checkpoint(tmp_path, 1, model=_model(1))
-    real = checkpoint.open_folder
+    real, steps = checkpoint.open_folder, itertools.count(2)
 
     def pruned_first(*args: Any, **kwargs: Any) -> Any:
-        _advance(tmp_path)
+        _prune_aside(tmp_path, next(steps))
         return real(*args, **kwargs)
 
     monkeypatch.setattr(checkpoint, "open_folder", pruned_first)
@@ -108,8 +104,9 @@ def test_two_ranks_read_while_another_job_saves_and_prunes(tmp_path: Path) -> No
     ended = threading.Event()
 
     def save() -> None:
+        steps = itertools.count(1)
         while not ended.wait(0.01):
-            _advance(tmp_path)
+            _prune_aside(tmp_path, next(steps))
 
     writer = threading.Thread(target=save)
     writer.start()

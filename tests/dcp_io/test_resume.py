@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
@@ -106,28 +105,3 @@ def _same_ranks(root: str) -> None:
 
 def test_bit_for_bit_at_the_same_number_of_ranks(tmp_path: Path) -> None:
     run_distributed(_same_ranks, 2, str(tmp_path))
-
-
-def _save(root: str, mesh_shape: dict[str, int]) -> dict[str, list[float]]:
-    losses = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        run = _Run("adamw", mesh_shape, dtype, dropout=0.0)
-        losses[str(dtype)] = run.train(f"{root}/{dtype}", 0, 6, save_at=3)[3:]
-    return losses
-
-
-def _resume(root: str, mesh_shape: dict[str, int], expected: dict[str, list[float]]) -> None:
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 5e-3)):
-        run = _Run("adamw", mesh_shape, dtype, dropout=0.0)
-        assert run.resume(f"{root}/{dtype}") == 3
-        losses = run.train("", 3, 6)
-        assert losses == pytest.approx(expected[str(dtype)], rel=tolerance, abs=tolerance), dtype
-
-
-@pytest.mark.slow
-def test_the_same_losses_at_other_numbers_of_ranks_and_meshes(tmp_path: Path) -> None:
-    expected = run_distributed(_save, 2, str(tmp_path / "fsdp"), {})[0]
-    for ranks, mesh_shape in ((1, {}), (3, {}), (4, HSDP)):
-        run_distributed(_resume, ranks, str(tmp_path / "fsdp"), mesh_shape, expected)
-    expected = run_distributed(_save, 4, str(tmp_path / "hsdp"), HSDP)[0]
-    run_distributed(_resume, 2, str(tmp_path / "hsdp"), {}, expected)

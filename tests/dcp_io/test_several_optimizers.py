@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import fsdp_sft as fs
-from tests.harness.models import full
 from tests.harness.ranks import run_distributed
-from tests.harness.trained import BATCHES, HSDP, make_model, this_rank
+from tests.harness.trained import BATCHES, HSDP, assert_same, everything, make_model, this_rank
 
 
 def _optimizers(model: Any) -> list[torch.optim.Optimizer]:
@@ -34,25 +33,11 @@ def _train(model: Any, optimizers: list[Any], first: int, count: int) -> list[fl
 
 
 def _everything(model: Any, optimizers: list[Any]) -> dict[str, Any]:
-    from fsdp_sft._model.sharded import reshard
-
-    reshard(model)
-    state: dict[str, Any] = {n: full(p).detach().clone() for n, p in model.named_parameters()}
-    for optimizer in optimizers:
-        kind = type(optimizer).__name__
-        for name, parameter in model.named_parameters():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                state[f"{kind}/{name}/{key}"] = full(value).detach().clone()
-        for group in optimizer.param_groups:
-            state.update({f"{kind}/{k}": v for k, v in group.items() if k != "params"})
-    return state
-
-
-def _assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
-    for name, value in expected.items():
-        same = torch.equal(actual[name], value) if isinstance(value, torch.Tensor) else actual[name] == value
-        assert same, name
+    return {
+        f"{type(optimizer).__name__}/{name}": value
+        for optimizer in optimizers
+        for name, value in everything(model, optimizer).items()
+    }
 
 
 def _save(root: str, mesh: dict[str, int] | None) -> None:
@@ -77,15 +62,15 @@ def _load(root: str, mesh: dict[str, int] | None, exact: bool) -> None:
     model = make_model(7, mesh, family="llama", wrap=False)
     optimizers = _optimizers(model)
     fs.load_checkpoint(f"{root}/step-3", model=model, optimizer=optimizers[::-1])
-    _assert_same(_everything(model, optimizers), expected["all"])
+    assert_same(_everything(model, optimizers), expected["all"])
     fs.load_checkpoint(f"{root}/step-2", model=model, optimizer=optimizers)
-    _assert_same(_everything(model, optimizers), expected["half"])
+    assert_same(_everything(model, optimizers), expected["half"])
     fs.load_checkpoint(f"{root}/step-1", model=model, optimizer=optimizers)
     assert not any(optimizer.state for optimizer in optimizers)
     fs.load_checkpoint(f"{root}/step-3", model=model, optimizer=optimizers)
     if exact:
         assert _train(model, optimizers, 2, 2) == expected["losses"]
-        _assert_same(_everything(model, optimizers), expected["after"])
+        assert_same(_everything(model, optimizers), expected["after"])
 
 
 def _mismatches(root: str, mesh: dict[str, int] | None) -> None:
@@ -105,7 +90,7 @@ def _mismatches(root: str, mesh: dict[str, int] | None) -> None:
     for optimizer, message in cases:
         with pytest.raises(fs.CheckpointMismatchError, match=message):
             fs.load_checkpoint(f"{root}/step-3", model=model, optimizer=optimizer)
-    _assert_same(_everything(model, optimizers), before)
+    assert_same(_everything(model, optimizers), before)
     with pytest.raises(ValueError, match="empty list"):
         fs.save_checkpoint(root, 9, model=model, optimizer=[])
     with pytest.raises(TypeError, match="list of them, got dict"):

@@ -45,7 +45,7 @@ def points(root: Path, number: int) -> Ended:
 def flips(root: Path, number: int) -> Ended:
     """Single flipped bits, uniform over all bytes of all files of a step."""
     run_distributed(damage.save, 2, str(root))
-    (silent, touched, kinds, _), _ = run_distributed(damage.flip_jobs, 2, str(root), number, timeout=3600)
+    (silent, touched, kinds), _ = run_distributed(damage.flip_jobs, 2, str(root), number, timeout=3600)
     return kinds, [f"{silent} loaded, {touched} touched the live model"] if silent + touched else []
 
 

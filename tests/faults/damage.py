@@ -101,12 +101,10 @@ def _all(value: bool) -> bool:
     return all(found)
 
 
-def flip_jobs(root: str, count: int) -> tuple[int, int, collections.Counter, dict[str, int]]:
+def flip_jobs(root: str, count: int) -> tuple[int, int, collections.Counter]:
+    """(loads that were not refused, loads that touched the model, flips by kind of file)"""
     step = Path(root, "step-2")
     files = sorted(path for path in step.rglob("*") if path.is_file())
-    sizes: dict[str, int] = collections.Counter()
-    for path in files:
-        sizes[kind_of(str(path.relative_to(step)))] += path.stat().st_size
     live, draw = Live(), random.Random(1)
     silent = touched = 0
     by_kind: collections.Counter = collections.Counter()
@@ -122,7 +120,7 @@ def flip_jobs(root: str, count: int) -> tuple[int, int, collections.Counter, dic
             print(f"{path} {place}: {verdict}", flush=True)
         touched += not live.is_untouched()
         _flip(path, *place)
-    return silent, touched, by_kind, dict(sizes)
+    return silent, touched, by_kind
 
 
 def _flip(path: Path, position: int, bit: int) -> None:

@@ -7,11 +7,10 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,7 +37,6 @@ def disks(root: Path) -> list[Result]:
             (disk / "filler").unlink(missing_ok=True)
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
             results += run_distributed(_read_only, 2, str(disk / "root"), timeout=300)[0]
-    results += run_distributed(_failing_sync, 2, str(root / "sync"), timeout=300)[0]
     for async_ in (False, True):
         results += stopped(root / f"stopped-{async_}", async_=async_)
     return results
@@ -118,23 +116,6 @@ def _read_only(root: str) -> list[Result]:
         results.append(("read-only disk", "async" if async_ else "sync", raised, "EROFS" in raised))
     fs.load_checkpoint(root, model=live.model, optimizer=live.optimizer)
     return [(fault, mode, raised, fine and _is_fine(root, 3)) for fault, mode, raised, fine in results]
-
-
-def _failing_sync(root: str) -> list[Result]:
-    live, results = Live(), []
-    _save(root, 1, live)
-
-    def fail(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    for step, (rank, async_) in enumerate(((0, False), (1, False), (0, True), (1, True)), start=2):
-        with mock.patch.object(os, "fsync", fail) if dist.get_rank() == rank else nullcontext():
-            raised = _raised(lambda step=step, async_=async_: _save(root, 10 * step, live, async_=async_))
-        fine = raised == "OSError EIO" and _is_fine(root, step - 1)
-        _save(root, step, live)
-        mode = f"{'async' if async_ else 'sync'}, rank {rank}"
-        results.append(("fsync fails (EIO)", mode, raised, fine and _is_fine(root, step)))
-    return results
 
 
 def stopped(root: Path, *, async_: bool) -> list[Result]:

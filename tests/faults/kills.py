@@ -71,7 +71,6 @@ class Outcome:
 
     verdict: str
     inside: bool
-    left: str
     survivor: str = "-"
     loaded: Key | None = None
 
@@ -157,46 +156,48 @@ def is_bad(outcome: Outcome) -> bool:
 
 def run_trial(trial: Trial, folder: Path) -> Outcome:
     """Start the ranks, strike, and load what is there in this process."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    ranks = [forks.process(_save_forever, folder, rank, trial) for rank in range(WORLD_SIZE)]
-    for process in ranks:
-        process.start()
+    ranks = _start(_save_forever, folder, trial)
     _wait(lambda: len(list(folder.glob("log-*"))) == WORLD_SIZE or not all(p.is_alive() for p in ranks), 60)
     if trial.seconds is not None:
         time.sleep(trial.seconds)
         order = [trial.victim, *(r for r in range(WORLD_SIZE) if r != trial.victim and trial.everyone)]
         for rank in order:
             os.kill(ranks[rank].pid, signal.SIGKILL)
-    _wait(lambda: not any(process.is_alive() for process in ranks), SURVIVOR_SECONDS)
-    hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-    for process in ranks:
-        process.kill()
-        process.join()
+    hung = _end(ranks, SURVIVOR_SECONDS)
     log = _read_logs(folder)
     last = log.last[trial.victim]
     inside = last.startswith("begin")
     survivors = {line.split()[1] for line in log.last if line.startswith("error")}
-    left = _left_behind(folder / "root")
     verdict, loaded = judge(folder / "root", log, trial.keep_last)
     survivor = "hung" if hung else ", ".join(sorted(survivors)) or "-"
-    return Outcome(verdict, inside, left, survivor, loaded)
+    return Outcome(verdict, inside, survivor, loaded)
+
+
+def _start(work: Callable[..., None], folder: Path, how: Any) -> list[Any]:
+    """The ranks, each a process of its own, in an empty folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    ranks = [forks.process(work, folder, rank, how) for rank in range(WORLD_SIZE)]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def _end(ranks: list[Any], seconds: float) -> bool:
+    """Wait for the ranks, and end those that have not: whether there were any."""
+    _wait(lambda: not any(process.is_alive() for process in ranks), seconds)
+    hung = any(process.is_alive() for process in ranks)
+    for process in ranks:
+        process.kill()
+        process.join()
+    return hung
 
 
 def run_export_trial(folder: Path, everyone: bool) -> str:
     """Kill ranks that export, and export there again: "exact", or what is wrong."""
     from transformers import AutoModelForCausalLM
 
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    ranks = [forks.process(_export, folder, rank, everyone) for rank in range(WORLD_SIZE)]
-    for process in ranks:
-        process.start()
-    _wait(lambda: not any(process.is_alive() for process in ranks), 60)
-    hung = any(process.is_alive() for process in ranks)
-    for process in ranks:
-        process.kill()
-        process.join()
+    hung = _end(_start(_export, folder, everyone), 60)
     if hung or (folder / "out").exists() or not list(folder.glob(".tmp-out-*")):
         return f"WRONG: hung {hung}, there is {sorted(path.name for path in folder.iterdir())}"
     model = tiny_model("llama", seed=3)
@@ -262,17 +263,6 @@ def _read_logs(folder: Path) -> _Log:
                 kind = {"begin": log.begun, "ack": log.acked, "damage": log.damaged}[word]
                 kind.add((int(numbers[0]), int(numbers[1])))
     return log
-
-
-def _left_behind(root: Path) -> str:
-    temporary = list(root.glob(".tmp-step-*"))
-    if any((path / "MANIFEST.json").exists() for path in temporary):
-        return "with manifest"
-    if any(list(path.glob("*/*")) for path in temporary):
-        return "with data"
-    if temporary:
-        return "empty folder"
-    return "half deleted" if list(root.glob(".tmp-pruned-*")) else "nothing"
 
 
 def _join(folder: Path, rank: int) -> None:

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import fsdp_sft as fs
+from tests.harness.device import mesh_here
 from tests.harness.models import full, tiny_model
 
 
@@ -47,6 +50,15 @@ def plain(folder: Path, *, dtype: torch.dtype = torch.float32, **kwargs: Any) ->
     cls = getattr(transformers, config.architectures[0])
     torch.manual_seed(0)  # for keys that are initialised
     return cls.from_pretrained(folder, dtype=dtype, **kwargs).train()
+
+
+def loaded(folder: Path, mesh_shape: dict[str, int] | None = None, **options: Any) -> Any:
+    """A model in float32 that is loaded into shards on a mesh of that shape, or as a whole."""
+    model = fs.build_meta_model(folder)
+    if mesh_shape is not None:
+        fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=MixedPrecisionPolicy())
+    fs.load_weights(model, folder, **options)
+    return model
 
 
 def state_of(model: Any) -> dict[str, torch.Tensor]:

@@ -1,8 +1,7 @@
-"""A stand-in for the Hub on localhost: one repository, byte ranges, and connections that break."""
+"""A stand-in for the Hub on localhost: one repository."""
 
 import hashlib
 import json
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,14 +13,13 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @contextmanager
-def serve(folder: Path, *, drops: int) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
-    """Serve a folder as any repository; the first ``drops`` downloads of weights break half way.
+def serve(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Serve a folder as any repository.
 
     Yields:
-        (address, list of (file, range header) of each download, filled as they come).
+        (address, list of the file of each download, filled as they come).
     """
-    downloads: list[tuple[str, str | None]] = []
-    left = [drops]
+    downloads: list[str] = []
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
     class Handler(BaseHTTPRequestHandler):
@@ -47,26 +45,14 @@ def serve(folder: Path, *, drops: int) -> Iterator[tuple[str, list[tuple[str, st
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
-            asked = self.headers.get("Range")
-            start = int(re.match(r"bytes=(\d+)-", asked).group(1)) if asked else 0  # type: ignore[union-attr]
-            self.send_response(206 if asked else 200)
+            self.send_response(200)
             self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
             self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("Accept-Ranges", "bytes")
-            if asked:
-                self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
-            self.send_header("Content-Length", str(len(data) - start))
+            self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            if not body:
-                return
-            downloads.append((name, asked))
-            if name.endswith(".safetensors") and left[0] > 0:
-                left[0] -= 1
-                self.wfile.write(data[start : start + (len(data) - start) // 2])
-                self.wfile.flush()
-                self.close_connection = True
-                return
-            self.wfile.write(data[start:])
+            if body:
+                downloads.append(name)
+                self.wfile.write(data)
 
         def do_HEAD(self) -> None:
             self._file(self.path.rpartition("/")[2], body=False)
@@ -94,5 +80,4 @@ def use_hub(address: str, cache: Path) -> None:
     from huggingface_hub import constants
 
     constants.ENDPOINT, constants.HF_HUB_CACHE = address, str(cache)
-    constants.DOWNLOAD_CHUNK_SIZE = 1024  # what is lost when a connection breaks
     constants.HUGGINGFACE_CO_URL_TEMPLATE = address + "/{repo_id}/resolve/{revision}/{filename}"

@@ -1,7 +1,6 @@
 """Folders in quantised formats, written by hand, and the values that they hold."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,19 +23,9 @@ _BLOCK = 16
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def _save(folder: Path, model: Any, settings: dict[str, Any], stored: dict[str, torch.Tensor]) -> None:
-    model.save_pretrained(folder)
-    rewrite(folder, stored)
-    configure(folder, quantization_config=settings)
-
-
 def configure(folder: Path, **fields: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-def _spread(scale: torch.Tensor) -> torch.Tensor:
-    return scale.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
 
 
 def fp8_folder(folder: Path) -> dict[str, torch.Tensor]:
@@ -44,18 +33,8 @@ def fp8_folder(folder: Path) -> dict[str, torch.Tensor]:
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
     )
-    model = transformers.LlamaForCausalLM(config)
-    stored, values = {}, {}
-    for name, weight in model.state_dict().items():
-        stored[name] = values[name] = weight.bfloat16()
-        if "_proj" in name:
-            scale = torch.rand(*(size // _BLOCK for size in weight.shape)) / 10 + 0.01
-            stored[name] = (weight / _spread(scale)).to(torch.float8_e4m3fn)
-            stored[f"{name}_scale_inv"] = scale
-            values[name] = (stored[name].float() * _spread(scale)).bfloat16()
-    settings = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK], "activation_scheme": "dynamic"}
-    _save(folder, model, settings, stored)
-    return values
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    return quantise(folder)
 
 
 def mxfp4_folder(folder: Path) -> dict[str, torch.Tensor]:
@@ -76,7 +55,9 @@ def mxfp4_folder(folder: Path) -> dict[str, torch.Tensor]:
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         nibbles = torch.stack([_E2M1[(blocks & 15).long()], _E2M1[(blocks >> 4).long()]], -1).flatten(-2)
         values[name] = (nibbles * torch.exp2(scales.float() - 127)[..., None]).flatten(-2).mT.bfloat16()
-    _save(folder, model, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, stored)
+    model.save_pretrained(folder)
+    rewrite(folder, stored)
+    configure(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     return values
 
 
@@ -86,17 +67,8 @@ def fp8_experts_folder(folder: Path) -> None:
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=64,
         num_key_value_heads=2, num_local_experts=2,
     )  # fmt: skip
-    transformers.MixtralForCausalLM(config).save_pretrained(folder)
-    stored = {}
-    for name, weight in tensors_of(folder).items():
-        stored[name] = weight.bfloat16()
-        if "_proj" in name or "experts" in name:
-            scale = torch.rand(*(size // _BLOCK for size in weight.shape)) / 10 + 0.01
-            stored[name] = (weight / _spread(scale)).to(torch.float8_e4m3fn)
-            stored[f"{name}_scale_inv"] = scale
-    rewrite(folder, stored)
-    settings = {"quant_method": "fp8", "weight_block_size": [_BLOCK, _BLOCK], "activation_scheme": "dynamic"}
-    configure(folder, quantization_config=settings)
+    transformers.MixtralForCausalLM(config).bfloat16().save_pretrained(folder)
+    quantise(folder)
 
 
 def quantised(
@@ -142,17 +114,19 @@ def _in_blocks(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Te
     return stored, scale, stored.float() * spread
 
 
-def quantise(folder: Path, values: Path, *, block: int = 16) -> None:
-    """Put projections and experts of a folder into FP8, and what they hold into ``values``, in float32."""
+def quantise(folder: Path, values: Path | None = None, *, block: int = _BLOCK) -> dict[str, torch.Tensor]:
+    """Put projections and experts of a folder into FP8; what they hold in float32, also as a folder."""
     stored, plain = {}, {}
     for name, weight in tensors_of(folder).items():
         stored[name] = plain[name] = weight
         if weight.ndim == 2 and ("_proj" in name or ".experts." in name):
             stored[name], stored[f"{name}_scale_inv"], plain[name] = _in_blocks(weight, block)
     rewrite(folder, stored, files=3)
-    rewrite(values, plain)
+    if values is not None:
+        rewrite(values, plain)
     settings = {"quant_method": "fp8", "weight_block_size": [block, block], "activation_scheme": "dynamic"}
     configure(folder, quantization_config=settings)
+    return plain
 
 
 def deepseek_folder(folder: Path) -> dict[str, torch.Tensor]:
@@ -165,12 +139,7 @@ def deepseek_folder(folder: Path) -> dict[str, torch.Tensor]:
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.DeepseekV3ForCausalLM(config).bfloat16().save_pretrained(folder)
-    values = folder.with_name(f"{folder.name}-values")
-    values.mkdir()
-    quantise(folder, values, block=128)
-    found = {name: tensor.float() for name, tensor in tensors_of(values).items()}
-    shutil.rmtree(values)
-    return found
+    return {name: tensor.float() for name, tensor in quantise(folder, block=128).items()}
 
 
 def opened(folder: Path, made: Written, name: str = "m") -> dict[str, Stored]:

@@ -1,19 +1,19 @@
 """Mixtures in quantised formats: experts stored one by one, or as one tensor, and whole families."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from fsdp_sft._tensors.boxes import Box, whole
 from tests.harness.quantised_folders import opened, read
-from tests.harness.quantised_weights import Written, fp8_block
+from tests.harness.quantised_weights import Written, fp8_block, fp8_tensor
 
 
-def stacked(count: int, rows: int, columns: int, **options: Any) -> Written:
+def stacked(make: Callable[[int, int], Written], count: int, rows: int, columns: int) -> Written:
     """Experts of one tensor in FP8, whose blocks begin anew with each expert."""
-    each = [fp8_block(rows, columns, **options) for _ in range(count)]
+    each = [make(rows, columns) for _ in range(count)]
     tensors = {
         "": torch.stack([one.tensors[".weight"].view(torch.uint8) for one in each]).view(torch.float8_e4m3fn),
         "_scale_inv": torch.stack([one.tensors[".weight_scale_inv"] for one in each]),
@@ -23,7 +23,7 @@ def stacked(count: int, rows: int, columns: int, **options: Any) -> Written:
 
 @pytest.mark.parametrize("rows", [160, 128, 40])
 def test_experts_of_one_tensor(rows: int, tmp_path: Path) -> None:
-    made = stacked(3, rows, 192)
+    made = stacked(fp8_block, 3, rows, 192)
     (source,) = opened(tmp_path, made, "experts.gate_up_proj").values()
     assert source.entry.shape == (3, rows, 192)
     for box in (
@@ -33,3 +33,11 @@ def test_experts_of_one_tensor(rows: int, tmp_path: Path) -> None:
     ):
         for at_once in (1 << 20, 3000):
             assert torch.equal(read(source, box, at_once)[0], made.values[box.slices]), box
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1, 1)])
+def test_one_scale_for_each_expert(shape: tuple[int, ...], tmp_path: Path) -> None:
+    made = stacked(fp8_tensor, 3, 24, 32)
+    made.tensors["_scale_inv"] = made.tensors["_scale_inv"].view(shape)
+    (source,) = opened(tmp_path, made, "experts.down_proj").values()
+    assert torch.equal(read(source, whole((3, 24, 32)))[0], made.values)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 import fsdp_sft as fs
 from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
-from tests.harness.hf_folders import difference, plain, rewrite, state_of, tensors_of
+from tests.harness.hf_folders import difference, loaded, plain, rewrite, state_of, tensors_of
 from tests.harness.quantised_folders import configure, quantised
 from tests.harness.quantised_weights import FORMATS, fp8_block, int4
 from tests.harness.ranks import run_distributed
@@ -124,16 +124,7 @@ def test_tied_names_of_different_values_stay_apart(tmp_path: Path) -> None:
     rewrite(tmp_path / "stored", tensors_of(tmp_path / "stored") | own)
     published = tensors_of(tmp_path / "published") | {"lm_head.weight": head.values}
     rewrite(tmp_path / "published", published)
-    model = fs.build_meta_model(tmp_path / "stored")
-    fs.load_weights(model, tmp_path / "stored")
-    assert difference(model, plain(tmp_path / "published")) == []
-
-
-def test_one_process(folders: Path) -> None:
-    for name in ("fp8 block", "mxfp4", "nf4 nested"):
-        model = fs.build_meta_model(folders / name / "stored")
-        fs.load_weights(model, folders / name / "stored")
-        assert difference(model, plain(folders / name / "published")) == [], name
+    assert difference(loaded(tmp_path / "stored"), plain(tmp_path / "published")) == []
 
 
 def test_the_report_counts_formats(folders: Path) -> None:
@@ -167,6 +158,4 @@ def test_a_file_of_its_own_says_it(folders: Path, tmp_path: Path) -> None:
     (folder / "hf_quant_config.json").write_text(
         json.dumps({"producer": {"name": "modelopt"}, "quantization": inner})
     )
-    model = fs.build_meta_model(folder)
-    fs.load_weights(model, folder)
-    assert difference(model, plain(folders / method / "published")) == []
+    assert difference(loaded(folder), plain(folders / method / "published")) == []

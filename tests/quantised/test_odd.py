@@ -11,7 +11,7 @@ import fsdp_sft as fs
 from fsdp_sft._tensors.boxes import whole
 from tests.harness.hf_folders import difference, plain, rewrite, tensors_of
 from tests.harness.quantised_folders import configure, opened, quantised, read
-from tests.harness.quantised_weights import FORMATS, Written, fp8_block, fp8_tensor, int4, nf4
+from tests.harness.quantised_weights import FORMATS, Written, fp8_block, int4, nf4
 
 
 def _values(folder: Path, made: Written, name: str = "m") -> torch.Tensor:
@@ -30,18 +30,6 @@ def test_integers_that_are_shifted_or_in_another_order(
     made.tensors[end] = tensor
     with pytest.raises(fs.CheckpointFormatError, match=f"m{end} belong to no weight"):
         _values(tmp_path, made)
-
-
-@pytest.mark.parametrize("shape", [(3,), (3, 1, 1)])
-def test_one_scale_for_each_expert(shape: tuple[int, ...], tmp_path: Path) -> None:
-    each = [fp8_tensor(24, 32) for _ in range(3)]
-    weights = torch.stack([one.tensors[".weight"].view(torch.uint8) for one in each])
-    tensors = {
-        "": weights.view(torch.float8_e4m3fn),
-        "_scale_inv": torch.stack([one.tensors[".weight_scale_inv"] for one in each]).view(shape),
-    }
-    made = Written(tensors, torch.stack([one.values for one in each]), each[0].settings)
-    assert torch.equal(_values(tmp_path, made, "experts.down_proj"), made.values)
 
 
 def test_scales_of_a_cache_beside_attention_in_16_bits(tmp_path: Path) -> None:

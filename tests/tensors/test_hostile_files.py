@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 
 import fsdp_sft as fs
@@ -102,24 +101,6 @@ def test_pickles_that_cost_more_than_they_are(name: str, tmp_path: Path) -> None
     finally:
         tracemalloc.stop()
     assert time.perf_counter() - started < 5
-
-
-def test_what_torch_saves(tmp_path: Path) -> None:
-    value = {
-        "bf16": torch.randn(3, 4).bfloat16(),
-        "transposed": torch.randn(3, 4).t(),
-        "part": torch.arange(10)[3:7],
-        "float8": torch.randn(4).to(torch.float8_e4m3fn),
-        "uint16": torch.tensor([1, 2], dtype=torch.uint16),
-        "parameter": torch.nn.Parameter(torch.randn(2)),
-        "scalar": torch.tensor(1.5),
-        "empty": torch.empty(0, 3),
-    }
-    torch.save(value, tmp_path / "file.pt")
-    found = load_pickled(tmp_path / "file.pt")
-    for name, tensor in value.items():
-        assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
-        assert found[name].float().tolist() == tensor.float().tolist(), name
 
 
 def test_a_compressed_entry_is_not_unpacked(tmp_path: Path) -> None:

@@ -1,10 +1,7 @@
 """The byte level: against the reference implementation, and against damaged and hostile headers."""
 
-import json
 import os
-import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -81,55 +78,6 @@ def test_every_tensor_is_aligned(tmp_path: Path) -> None:
     _write(tmp_path / "a.safetensors", _tensors())
     for entry in _header_of(tmp_path / "a.safetensors").entries.values():
         assert entry.start % entry.dtype.itemsize == 0
-
-
-ENTRY: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-@pytest.mark.parametrize(
-    ("header", "size"),
-    [
-        ({"a": ENTRY}, 7),
-        ({"a": ENTRY}, 9),
-        ({"a": {**ENTRY, "shape": [3]}}, 8),
-        ({"a": {**ENTRY, "shape": [-2]}}, 8),
-        ({"a": {**ENTRY, "shape": [True, 2]}}, 8),
-        ({"a": {**ENTRY, "shape": "ab"}}, 8),
-        ({"a": {**ENTRY, "dtype": "F4", "shape": [16]}}, 8),
-        ({"a": {**ENTRY, "dtype": ["F32"]}}, 8),
-        ({"a": {**ENTRY, "data_offsets": [8, 0]}}, 8),
-        ({"a": {"dtype": "F32"}}, 8),
-        ({"a": 1}, 8),
-        ({"a": ENTRY, "b": ENTRY}, 8),
-        ({"a": {**ENTRY, "data_offsets": [8, 16]}}, 16),
-        ({"__metadata__": {"x": 1}}, 0),
-        ([1], 0),
-    ],
-)
-def test_a_header_that_lies_is_refused(header: Any, size: int, tmp_path: Path) -> None:
-    text = json.dumps(header).encode()
-    (tmp_path / "a").write_bytes(struct.pack("<Q", len(text)) + text + bytes(size))
-    with pytest.raises(st.CheckpointFormatError, match="no safetensors file"):
-        _header_of(tmp_path / "a")
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"1234567",
-        struct.pack("<Q", 100) + b"{}",
-        struct.pack("<Q", 2**63) + b"{}",
-        struct.pack("<Q", 2) + b"{]",
-        struct.pack("<Q", 2) + b"\xff\xfe",
-        struct.pack("<Q", 200_000) + b"[" * 200_000,
-        struct.pack("<Q", 17) + b'{"a":{},  "a":{}}',
-    ],
-)
-def test_a_file_that_is_no_safetensors_is_refused(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(content)
-    with pytest.raises(st.CheckpointFormatError):
-        _header_of(tmp_path / "a")
 
 
 def test_links_and_special_files_are_not_opened(tmp_path: Path) -> None:

@@ -73,10 +73,6 @@ def _truncated(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1000)
 
 
-def _without_tail(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
 def _empty(path: Path) -> None:
     path.write_bytes(b"")
 
@@ -116,7 +112,6 @@ def _a_list(path: Path) -> None:
 
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (_truncated, "cannot be used"),
-    (_without_tail, "cannot be used"),
     (_empty, "not a zip archive"),
     (_legacy, "before torch 1.6"),
     (_compressed, "compressed"),
@@ -134,15 +129,30 @@ def test_what_cannot_be_used(tmp_path: Path, damage: Callable[[Path], None], wor
         load_pickled(path)
 
 
-def test_tensors_that_are_stored_otherwise(tmp_path: Path) -> None:
+def test_what_torch_saves(tmp_path: Path) -> None:
+    base = torch.randn(6, 5)
     state = {
-        "w": torch.randn(3, 5).t(),
+        "first": base[:2],
+        "rest": base[2:],
+        "again": base,
+        "transposed": torch.randn(3, 5).t(),
         "expanded": torch.ones(1).expand(32),
         "negated": torch.ones(32, dtype=torch.complex64).conj().imag,
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+        "bools": torch.tensor([True, False]),
+        "half": torch.randn(3).half(),
+        "bf16": torch.randn(3, 4).bfloat16(),
+        "float8": torch.randn(4).to(torch.float8_e4m3fn),
+        "uint16": torch.tensor([1, 2], dtype=torch.uint16),
     }
     torch.save(state, tmp_path / "model.pt")
     found = load_pickled(tmp_path / "model.pt")
-    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
+        assert found[name].float().tolist() == tensor.float().tolist(), name
 
 
 def test_an_archive_that_others_wrote(tmp_path: Path) -> None:
@@ -153,22 +163,3 @@ def test_an_archive_that_others_wrote(tmp_path: Path) -> None:
     found = load_pickled(path)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_views_of_one_storage_scalars_and_nothing_at_all(tmp_path: Path) -> None:
-    base = torch.randn(6, 5)
-    state = {
-        "first": base[:2],
-        "rest": base[2:],
-        "again": base,
-        "parameter": torch.nn.Parameter(torch.randn(3)),
-        "scalar": torch.tensor(2.5),
-        "empty": torch.empty(0, 4),
-        "bools": torch.tensor([True, False]),
-        "half": torch.randn(3).half(),
-    }
-    torch.save(state, tmp_path / "file.bin")
-    found = load_pickled(tmp_path / "file.bin")
-    assert found.keys() == state.keys()
-    for name, tensor in found.items():
-        assert torch.equal(tensor, state[name]), name

@@ -26,11 +26,9 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor
-from transformers import AutoProcessor
 
 import fsdp_sft as fs
 from tests.harness.architectures import class_names, quiet_for_good, tiny_architecture
-from tests.harness.chat_templates import byte_tokenizer
 from tests.harness.hf_folders import difference, plain, tensors_of
 from tests.harness.models import full
 from tests.harness.vision import beside_text
@@ -44,7 +42,6 @@ CELLS = {
     "loss": "own loss",
     "step": "a step beside one process",
     "export": "export",
-    "processor": "processor",
     "packs": "packs",
     "refused": "refused",
 }
@@ -108,49 +105,6 @@ def plainly(name: str, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
         return loss.item(), {name: p.detach() for name, p in model.named_parameters()}
 
 
-# What processors ask of their tokenizer.
-SPECIAL_TOKENS = ("image", "boi", "eoi", "audio", "boa", "eoa", "start_image", "end_image", "context_image")
-
-
-def save_processor(name: str, folder: Path) -> bool:
-    """Write the processor of a class with its defaults; False if it has none, or needs torchvision."""
-    from transformers.models.auto import feature_extraction_auto, image_processing_auto, processing_auto
-
-    kind = getattr(transformers, name).config_class.model_type
-    tokenizer = byte_tokenizer()
-    tokens = {f"{token}_token": f"<{token}>" for token in SPECIAL_TOKENS}
-    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens.values())})
-    for key, token in tokens.items():
-        setattr(tokenizer, key, token)
-        setattr(tokenizer, f"{key}_id", tokenizer.convert_tokens_to_ids(token))
-    tokenizer.init_kwargs |= tokens
-    try:
-        cls = getattr(transformers, processing_auto.PROCESSOR_MAPPING_NAMES[kind])
-        parts: dict[str, Any] = {}
-        for attribute in cls.get_attributes():
-            if attribute == "tokenizer":
-                parts[attribute] = tokenizer
-            elif attribute == "image_processor":
-                named = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES[kind]
-                parts[attribute] = getattr(transformers, named["pil"] if isinstance(named, dict) else named)()
-            elif attribute == "feature_extractor":
-                parts[attribute] = getattr(
-                    transformers, feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING_NAMES[kind]
-                )()
-        cls(**parts).save_pretrained(folder)
-        AutoProcessor.from_pretrained(folder)
-    except Exception:
-        return False
-    return True
-
-
-def processor_comes_back(folder: Path, out: Path) -> str:
-    """What ``AutoProcessor`` reads from an export beside the folder's."""
-    before, after = (AutoProcessor.from_pretrained(path) for path in (folder, out))
-    is_same = type(before) is type(after) and before.to_dict() == after.to_dict()
-    return "same" if is_same else "OTHER"
-
-
 def try_one(name: str, root: Path, mesh: Any) -> dict[str, str]:
     """The row of a class, or under "not" the reason why it is not tried."""
     if name in NOT_TRIED:
@@ -176,8 +130,6 @@ def try_one(name: str, root: Path, mesh: Any) -> dict[str, str]:
         return {"not": begun[0]}
     loss, expected = begun[0]
     row = {"class": name}
-    has = [rank == 0 and save_processor(name, folder)]
-    dist.broadcast_object_list(has)
     try:
         model = fs.build_meta_model(folder)
         towers = fs.freeze_towers(model)
@@ -205,13 +157,11 @@ def try_one(name: str, root: Path, mesh: Any) -> dict[str, str]:
             change = (full(parameter) - expected[key]).abs().max() / expected[key].abs().max().clamp_min(1e-6)
             worst = max(worst, change.item())
         row["step"] = f"loss {abs(result.loss - loss) / abs(loss):.0e}, parameters {worst:.0e}"
-        processor = AutoProcessor.from_pretrained(folder) if has[0] else None
-        fs.export_hf(model, out, dtype=torch.bfloat16, tokenizer=processor)
+        fs.export_hf(model, out, dtype=torch.bfloat16)
         trained = {key: full(parameter).detach().clone() for key, parameter in model.named_parameters()}
         row["packs"] = "-" if "loss" in row else packs(model)
         if rank == 0:  # no exchange follows
             row["export"] = exported(folder, out, trained)
-            row["processor"] = processor_comes_back(folder, out) if has[0] else "-"
     except Exception as error:
         row["refused"] = f"{type(error).__name__}: {str(error)[:160]}".replace("\n", " ").replace("|", "/")
     for path in (folder, out):
@@ -298,29 +248,16 @@ def main() -> None:
             if "not" in row:
                 left.append(f"{name} ({row['not']})")
             else:
-                cells = (
-                    "class",
-                    "towers",
-                    "bitwise",
-                    "loss",
-                    "step",
-                    "export",
-                    "processor",
-                    "packs",
-                    "refused",
-                )
-                rows.append([row.get(cell, "") for cell in cells])
+                rows.append([row.get(cell, "") for cell in CELLS])
                 if dist.get_rank() == 0:
                     print(rows[-1], flush=True)
         whole = sum(row[2] == "yes" and not row[-1] for row in rows)
-        apart = sum(row[7] == "yes" for row in rows)
-        processors = sum(row[6] == "same" for row in rows)
+        apart = sum(row[6] == "yes" for row in rows)
         lines += [
             f"## {kind}",
             "",
-            f"{len(rows)} tried on {dist.get_world_size()} ranks: {whole} load bitwise, train and come back, "
-            f"{processors} with a processor that could be built here (not without torchvision); {apart} keep "
-            "the rows of a pack apart.",
+            f"{len(rows)} tried on {dist.get_world_size()} ranks: {whole} load bitwise, train and come back; "
+            f"{apart} keep the rows of a pack apart.",
             "",
             f"| {' | '.join(CELLS.values())} |",
             f"|{'---|' * len(CELLS)}",

@@ -2,7 +2,6 @@
 
 import json
 import os
-import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,8 @@ import torch.distributed as dist
 import fsdp_sft as fs
 from fsdp_sft import weights
 from fsdp_sft.weights import build_meta_model, load_weights
-from fsdp_sft.weights.resolve import resolve_folder
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
-from tests.harness.hub_server import COMMIT, serve, use_hub
 from tests.harness.ranks import run_distributed
 
 _SECONDS = 10
@@ -29,22 +26,26 @@ def _sharded(folder: Path) -> Any:
     return fs.shard_model(model, mesh=mesh_here())
 
 
-def _try(folder: Path, kind: str, **options: Any) -> tuple[str, str, float]:
+def _refused(folder: Path, what: str) -> tuple[str, float]:
+    """What a load that has to fail says, and its seconds; a bad disk is that of rank 1."""
+    original = os.preadv
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        # Headers are read through a buffer of their own size; the shards through pieces.
+        if what == "a disk that fails" and offset > 5000:
+            raise OSError(5, "Input/output error")
+        return 0 if what == "a disk that ends early" and offset > 5000 else original(fd, buffers, offset)
+
     model = _sharded(folder)
     dist.barrier()
     started = time.monotonic()
-    with pytest.raises(getattr(weights, kind)) as caught:
-        load_weights(model, folder, **options)
-    return type(caught.value).__name__, str(caught.value), time.monotonic() - started
-
-
-def _expect(folder: Path, kind: str, *words: str, **options: Any) -> None:
-    results = run_distributed(_try, 2, folder, kind, **options)
-    for name, message, seconds in results:
-        assert name == kind
-        assert all(word in message for word in words), message
-        assert seconds < _SECONDS
-    assert results[0][1] == results[1][1]
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(os, "preadv", preadv)
+        with pytest.raises(weights.CheckpointFormatError) as caught:
+            load_weights(model, folder)
+    assert type(caught.value) is weights.CheckpointFormatError
+    return str(caught.value), time.monotonic() - started
 
 
 def _files(folder: Path) -> list[Path]:
@@ -58,137 +59,89 @@ def _edit_index(folder: Path, edit: Callable[[dict[str, str]], Any]) -> None:
     path.write_text(json.dumps(index))
 
 
-def test_a_truncated_file(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    victim = _files(tmp_path)[1]
-    os.truncate(victim, victim.stat().st_size - 10)
-    _expect(tmp_path, "CheckpointFormatError", victim.name, "damaged")
+def _truncated(folder: Path) -> None:
+    os.truncate(_files(folder)[1], _files(folder)[1].stat().st_size - 10)
 
 
-def test_a_file_truncated_after_its_header_was_checked(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    _expect_injected(tmp_path, "end_early", "CheckpointFormatError", "ends at byte")
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    _files(tmp_path)[1].unlink()
-    _expect(tmp_path, "CheckpointFormatError", "complete")
-
-
-def test_no_weights_at_all(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    for path in [*_files(tmp_path), *tmp_path.glob("*.index.json")]:
+def _without_weights(folder: Path) -> None:
+    for path in [*_files(folder), *folder.glob("*.index.json")]:
         path.unlink()
-    _expect(tmp_path, "CheckpointFormatError", "model.safetensors.index.json", "config.json")
 
 
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    tensors = tensors_of(tmp_path)
-    for path in [*_files(tmp_path), *tmp_path.glob("*.index.json")]:
-        path.unlink()
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
-    _expect(tmp_path, "CheckpointFormatError", "pickled", "save_pretrained")
+def _pickled(folder: Path) -> None:
+    tensors = tensors_of(folder)
+    _without_weights(folder)
+    torch.save(tensors, folder / "pytorch_model.bin")
 
 
-def test_a_tensor_of_another_shape(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    tensors = tensors_of(tmp_path)
-    name = "model.layers.1.self_attn.q_proj.weight"
-    tensors[name] = torch.cat([tensors[name], tensors[name][:1]])
-    assert tensors[name].shape == (33, 32)
-    rewrite(tmp_path, tensors)
-    _expect(tmp_path, "CheckpointFormatError", name, "(33, 32)", "(32, 32)")
+def _a_name_too_many(folder: Path) -> None:
+    _edit_index(folder, lambda names: names.update({"model.ghost": next(iter(names.values()))}))
 
 
-def test_a_header_longer_than_the_file(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    victim = _files(tmp_path)[0]
-    data = victim.read_bytes()
-    victim.write_bytes(struct.pack("<Q", len(data)) + data[8:])
-    _expect(tmp_path, "CheckpointFormatError", victim.name, "no safetensors file")
-
-
-def test_an_index_that_names_an_absent_key(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    _edit_index(tmp_path, lambda names: names.update({"model.ghost": next(iter(names.values()))}))
-    _expect(tmp_path, "CheckpointFormatError", "model.ghost")
-
-
-@pytest.mark.parametrize(
-    "name", ["../outside.safetensors", "/etc/outside.safetensors", "a/../../b.safetensors"]
-)
-def test_an_index_that_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
-    folder = save_tiny(tmp_path / "inside")
-    (tmp_path / "outside.safetensors").write_bytes(_files(folder)[0].read_bytes())
+def _led_out(folder: Path, name: str) -> None:
+    (folder.parent / "outside.safetensors").write_bytes(_files(folder)[0].read_bytes())
     _edit_index(folder, lambda names: names.update(dict.fromkeys(list(names)[:1], name)))
-    _expect(folder, "CheckpointFormatError", "leads out")
 
 
-def test_a_link_that_leads_out_of_the_folder(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "inside")
+def _linked_out(folder: Path) -> None:
     victim = _files(folder)[0]
-    victim.rename(tmp_path / "outside.safetensors")
-    victim.symlink_to(tmp_path / "outside.safetensors")
-    _expect(folder, "CheckpointFormatError", "leads out")
+    victim.rename(folder.parent / "outside.safetensors")
+    victim.symlink_to(folder.parent / "outside.safetensors")
 
 
-def test_missing_and_unexpected_keys(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    tensors = tensors_of(tmp_path)
-    name = "model.layers.1.mlp.up_proj.weight"
-    kept = tensors.pop(name)
-    rewrite(tmp_path, tensors)
-    _expect(tmp_path, "CheckpointFormatError", name, "initialise")
-    rewrite(tmp_path, {**tensors, name: kept, "model.extra": kept})
-    _expect(tmp_path, "CheckpointFormatError", "model.extra", "ignore")
+Q_PROJ, UP_PROJ, DOWN_PROJ = (
+    f"model.layers.1.{name}.weight" for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj")
+)
 
 
-def test_a_quantised_checkpoint(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    tensors = tensors_of(tmp_path)
-    name = "model.layers.2.mlp.down_proj.weight"
-    tensors[name] = tensors[name].to(torch.int8)
-    rewrite(tmp_path, tensors)
-    _expect(tmp_path, "CheckpointFormatError", name, "quantised")
+def _changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = tensors_of(folder)
+    change(tensors)
+    rewrite(folder, tensors)
 
 
-def _try_injected(folder: Path, what: str, kind: str) -> tuple[str, str, float]:
-    original = os.preadv
-    armed = dist.get_rank() == 1
-
-    def preadv(fd: int, buffers: Any, offset: int) -> int:
-        # Headers are read through a buffer of their own size; the shards through pieces.
-        if armed and offset > 5000 and what == "fail":
-            raise OSError(5, "Input/output error")
-        if armed and offset > 5000 and what == "end_early":
-            return 0
-        return original(fd, buffers, offset)
-
-    model = _sharded(folder)
-    os.preadv = preadv
-    try:
-        dist.barrier()
-        started = time.monotonic()
-        with pytest.raises(getattr(weights, kind)) as caught:
-            load_weights(model, folder)
-        return type(caught.value).__name__, str(caught.value), time.monotonic() - started
-    finally:
-        os.preadv = original
+def _higher(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[Q_PROJ] = torch.cat([tensors[Q_PROJ], tensors[Q_PROJ][:1]])
 
 
-def _expect_injected(folder: Path, what: str, kind: str, *words: str) -> None:
-    results = run_distributed(_try_injected, 2, folder, what, kind)
-    for name, message, seconds in results:
-        assert name == kind
+def _in_integers(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[DOWN_PROJ] = tensors[DOWN_PROJ].to(torch.int8)
+
+
+# What is done to a folder, and what the load then says.
+DAMAGES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "a truncated file": (_truncated, ("model-00002-of-", "damaged")),
+    "a missing file": (lambda f: _files(f)[1].unlink(), ("complete",)),
+    "no weights": (_without_weights, ("model.safetensors.index.json", "config.json")),
+    "pickled weights": (_pickled, ("Pickled weights", "save_pretrained")),
+    "another shape": (lambda f: _changed(f, _higher), (Q_PROJ, "(33, 32)", "(32, 32)")),
+    "an index with a name too many": (_a_name_too_many, ("model.ghost",)),
+    "a path up": (lambda f: _led_out(f, "../outside.safetensors"), ("leads out",)),
+    "a path from the root": (lambda f: _led_out(f, "/etc/outside.safetensors"), ("leads out",)),
+    "a path down and up": (lambda f: _led_out(f, "a/../../b.safetensors"), ("leads out",)),
+    "a link": (_linked_out, ("leads out",)),
+    "a missing key": (lambda f: _changed(f, lambda t: t.pop(UP_PROJ)), (UP_PROJ, "initialise")),
+    "a key too many": (
+        lambda f: _changed(f, lambda t: t.update({"model.extra": t[UP_PROJ]})),
+        ("model.extra", "ignore"),
+    ),
+    "integers": (lambda f: _changed(f, _in_integers), (DOWN_PROJ, "quantised")),
+    "a disk that fails": (lambda f: None, ("Input/output error", "cannot be read")),
+    "a disk that ends early": (lambda f: None, ("ends at byte",)),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_one_error_on_all_ranks_and_soon(name: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "inside")
+    damage, words = DAMAGES[name]
+    damage(folder)
+    results = run_distributed(_refused, 2, folder, name)
+    for message, seconds in results:
         assert all(word in message for word in words), message
         assert seconds < _SECONDS
-
-
-def test_one_rank_whose_disk_fails(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    _expect_injected(tmp_path, "fail", "CheckpointFormatError", "Input/output error", "cannot be read")
+    if not name.startswith("a disk"):  # of which the other ranks are told
+        assert results[0][0] == results[1][0]
 
 
 def _check_different_folders(folder: Path) -> None:
@@ -235,11 +188,9 @@ def _check_short_reads(folder: Path) -> None:
     def preadv(fd: int, buffers: Any, offset: int) -> int:
         return original(fd, [buffers[0][: max(1, len(buffers[0]) // 3)]], offset)
 
-    os.preadv = preadv
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", preadv)
         _check_loads(folder)
-    finally:
-        os.preadv = original
 
 
 def test_a_disk_that_returns_less_than_asked(tmp_path: Path) -> None:
@@ -261,44 +212,3 @@ def test_arguments_out_of_range_are_named(tmp_path: Path) -> None:
         build_meta_model(tmp_path, no_such_field=1)
     with pytest.raises(weights.CheckpointFormatError, match="no Hub id"):
         load_weights(model, tmp_path / "absent")
-
-
-def _check_hub(address: str, cache: Path, shared: bool, folder: Path) -> str:
-    own = cache if shared else cache / str(dist.get_rank())
-    use_hub(address, own)
-    found = resolve_folder("someone/model")
-    model = build_meta_model(found)
-    fs.shard_model(model, mesh=mesh_here())
-    load_weights(model, found)
-    assert difference(model, plain(folder)) == []
-    return str(found)
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_each_cache_gets_each_file_once(tmp_path: Path, shared: bool) -> None:
-    folder = save_tiny(tmp_path / "model")
-    (folder / "unrelated.safetensors").write_bytes(b"not to be downloaded")
-    with serve(folder, drops=0) as (address, downloads):
-        found = run_distributed(_check_hub, 2, address, tmp_path / "cache", shared, folder)
-    assert all(path.endswith(COMMIT) for path in found)
-    assert (len(set(found)) == 1) == shared
-    weights_files = [name for name, _ in downloads if name.endswith(".safetensors")]
-    assert "unrelated.safetensors" not in weights_files
-    caches = 1 if shared else 2
-    assert len(weights_files) == caches * (len(_files(folder)) - 1)
-
-
-def _check_hub_error(address: str, cache: Path) -> str:
-    use_hub(address, cache)
-    with pytest.raises(Exception) as caught:  # whatever huggingface_hub raises, the same everywhere
-        resolve_folder("someone/model")
-    return type(caught.value).__name__
-
-
-def test_a_repository_without_weights(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    with serve(folder, drops=0) as (address, _):
-        names = run_distributed(_check_hub_error, 2, address, tmp_path / "cache")
-    assert names == ["CheckpointFormatError"] * 2

@@ -13,11 +13,10 @@ from transformers import T5ForConditionalGeneration
 
 import fsdp_sft as fs
 from fsdp_sft._tensors import reader as read
-from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights, provenance
+from fsdp_sft.weights import build_meta_model, load_weights, provenance
 from fsdp_sft.weights.load import load_pretrained
 from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
-from tests.harness.forks import Program
 from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
 from tests.harness.layouts import register_layout
 from tests.harness.models import full, ragged_batches
@@ -27,14 +26,10 @@ FLOAT32 = MixedPrecisionPolicy()
 FAMILIES = ["llama", "qwen2", "qwen2-tied", "gemma3", "mixtral", "gpt2", "t5", "bert"]
 
 
-def _mesh(**shape: int) -> Any:
-    return mesh_here(**shape)
-
-
 def _check_families(folder: Path, families: list[str], mesh_shape: dict[str, int]) -> None:
     for family in families:
         model = build_meta_model(folder / family)
-        fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
+        fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
         report = load_weights(model, folder / family)
         oracle = plain(folder / family)
         assert difference(model, oracle) == [], family
@@ -78,7 +73,7 @@ def _counted_load(model: Any, folder: Path, **options: Any) -> tuple[Any, int]:
 
 def _check_bytes(folder: Path, mesh_shape: dict[str, int]) -> list[int]:
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
     report, counted = _counted_load(model, folder)
     assert report.bytes_read == counted
     assert difference(model, plain(folder)) == []
@@ -103,17 +98,17 @@ def test_every_byte_is_read_once(tmp_path: Path, family: str) -> None:
 def _check_stored(folder: Path) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         model = build_meta_model(folder)
-        fs.shard_model(model, mesh=_mesh(dp_replicate=2), mp_policy=FLOAT32, master_dtype=dtype)
+        fs.shard_model(model, mesh=mesh_here(dp_replicate=2), mp_policy=FLOAT32, master_dtype=dtype)
         load_weights(model, folder)
         assert (found := difference(model, plain(folder, dtype=dtype))) == [], found
 
 
 def test_replicas_of_any_stored_dtype(tmp_path: Path) -> None:
-    """bfloat16, float16 and float32 in one checkpoint, into each of them."""
-    dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    """Four dtypes in one checkpoint, into those that a model is trained in."""
+    dtypes = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
     stored = tensors_of(save_tiny(tmp_path, "mixtral"))  # some of one expert are merged with others'
     stored = {
-        name: (tensor.float() * 1.001).to(dtypes[i % 3])  # more digits than bfloat16 has
+        name: (tensor.float() * 1.001).to(dtypes[i % 4])  # more digits than bfloat16 has
         for i, (name, tensor) in enumerate(sorted(stored.items()))
     }
     rewrite(tmp_path, stored)
@@ -122,7 +117,7 @@ def test_replicas_of_any_stored_dtype(tmp_path: Path) -> None:
 
 def _check_told(folder: Path) -> None:
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(dp_replicate=2), mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=mesh_here(dp_replicate=2), mp_policy=FLOAT32)
     told: dict[str, Any]
     for name, values in {
         "missing": ("error", "initialise"),
@@ -142,7 +137,7 @@ def test_ranks_that_are_told_otherwise_are_refused(tmp_path: Path) -> None:
 
 def _check_memory(folder: Path) -> None:
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(dp_replicate=2), mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=mesh_here(dp_replicate=2), mp_policy=FLOAT32)
     original = torch.empty
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -164,7 +159,7 @@ def test_no_memory_on_one_rank_fails_on_all(tmp_path: Path) -> None:
 
 def _check_experts(folder: Path, experts: int, reshard_after_forward: bool | int) -> None:
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32, reshard_after_forward=reshard_after_forward)
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32, reshard_after_forward=reshard_after_forward)
     report = load_weights(model, folder)
     assert report.job_bytes_read <= 1.05 * report.checkpoint_bytes
     assert difference(model, plain(folder)) == []
@@ -215,7 +210,7 @@ def _check_layout(folder: Path, layout: str, mesh_shape: dict[str, int]) -> str 
         return refusal[0]
     oracle = plain(folder)
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
     report = load_weights(model, folder)
     assert difference(model, oracle) == [], layout
     assert report.bytes_read < report.checkpoint_bytes, "each rank reads what its shards are made of"
@@ -288,7 +283,7 @@ def _move(generator: random.Random, real: torch.Tensor, trace: Any) -> tuple[tor
 
 def _check_loads(folder: Path, mesh_shape: dict[str, int], **options: Any) -> Any:
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(**mesh_shape), mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
     torch.manual_seed(dist.get_rank())
     report = load_weights(model, folder, **options)
     assert difference(model, plain(folder)) == []
@@ -311,22 +306,6 @@ def test_a_tied_head(tmp_path: Path, head: str) -> None:
     run_distributed(_check_loads, 2, tmp_path, {})
 
 
-def test_a_tied_head_that_differs_where_no_sample_looks(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "qwen2-tied", vocab_size=200_000)
-    tensors = tensors_of(tmp_path)
-    head = tensors["model.embed_tokens.weight"].clone()
-    head[300] += 1
-    tensors["lm_head.weight"] = head
-    rewrite(tmp_path, tensors)
-    model = build_meta_model(tmp_path)
-    if model.lm_head.weight is model.model.embed_tokens.weight:
-        with pytest.raises(CheckpointFormatError, match="tie_word_embeddings=False"):
-            load_weights(model, tmp_path)
-    model = build_meta_model(tmp_path, tie_word_embeddings=False)
-    load_weights(model, tmp_path)
-    assert torch.equal(model.lm_head.weight, head.float())
-
-
 def test_missing_keys_are_initialised_alike(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     tensors = tensors_of(tmp_path)
@@ -339,19 +318,11 @@ def test_missing_keys_are_initialised_alike(tmp_path: Path) -> None:
             assert sorted(initialised) == sorted(missing)
 
 
-def test_mixed_dtypes_in_one_file(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama")
-    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-    tensors = {n: t.to(dtypes[i % 4]) for i, (n, t) in enumerate(sorted(tensors_of(tmp_path).items()))}
-    rewrite(tmp_path, tensors)
-    run_distributed(_check_loads, 2, tmp_path, {})
-
-
 def _check_frozen_and_offloaded(folder: Path) -> None:
     model = build_meta_model(folder, dtype=torch.bfloat16)
     model.model.embed_tokens.requires_grad_(False)
     model.eval()
-    fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32, offload_policy=CPUOffloadPolicy())
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32, offload_policy=CPUOffloadPolicy())
     load_weights(model, folder)
     oracle = plain(folder)
     assert not model.training
@@ -378,7 +349,7 @@ def test_modules_kept_in_float32(tmp_path: Path) -> None:
 
 def _check_evaluate_then_load(folder: Path) -> None:
     model = build_meta_model(folder)
-    fs.shard_model(model, mesh=_mesh(), mp_policy=FLOAT32)
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
     load_weights(model, folder)
     batch = {name: value for name, value in ragged_batches(2)[0].items() if name != "labels"}
     with torch.no_grad():
@@ -394,31 +365,19 @@ def test_loading_again_after_an_evaluation(tmp_path: Path) -> None:
     run_distributed(_check_evaluate_then_load, 2, tmp_path)
 
 
-def test_a_model_changed_after_building_is_refused(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama")
+def test_a_loaded_model_is_saved_in_the_layout_it_came_in(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "mixtral")
     model = build_meta_model(tmp_path)
-    model.lm_head = torch.nn.Linear(32, 7, bias=False, device="meta")
-    with pytest.raises(fs.CheckpointFormatError, match="lm_head"):
-        load_weights(model, tmp_path)
-
-
-def _check_saved_again(folder: Path) -> None:
-    model = build_meta_model(folder)
-    load_weights(model, folder)
-    model.to(torch.bfloat16).save_pretrained(folder / "again")
-    before, after = tensors_of(folder), tensors_of(folder / "again")
+    load_weights(model, tmp_path)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "again")
+    before, after = tensors_of(tmp_path), tensors_of(tmp_path / "again")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_loaded_model_is_saved_in_the_layout_it_came_in(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "mixtral")
-    _check_saved_again(tmp_path)
-
-
 def _check_pretrained(folder: Path) -> None:
-    model = load_pretrained(folder, mesh=_mesh(), mp_policy=FLOAT32, sac_ratio="1/3")
-    parts = composed(folder, mesh=_mesh(), mp_policy=FLOAT32, sac_ratio="1/3")
+    model = load_pretrained(folder, mesh=mesh_here(), mp_policy=FLOAT32, sac_ratio="1/3")
+    parts = composed(folder, mesh=mesh_here(), mp_policy=FLOAT32, sac_ratio="1/3")
     assert difference(model, plain(folder)) == []
     assert difference(model, parts) == []
     assert model.load_report.sources == parts.load_report.sources
@@ -432,30 +391,3 @@ def _check_pretrained(folder: Path) -> None:
 def test_load_pretrained_composes_the_steps(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     run_distributed(_check_pretrained, 2, tmp_path)
-
-
-def test_planning_for_ranks_that_are_not_there(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "llama")
-    code = (
-        "import sys, torch.distributed as dist, fsdp_sft as fs\n"
-        "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
-        "from pathlib import Path\n"
-        "from fsdp_sft._tensors.sharding import sharding_of\n"
-        "from fsdp_sft.weights import build_meta_model\n"
-        "from fsdp_sft.weights.plan import make_plan\n"
-        "from fsdp_sft._tensors.stored import intersect\n"
-        "from fsdp_sft.weights.resolve import open_checkpoint\n"
-        "dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=64)\n"
-        "model = fs.shard_model(build_meta_model(sys.argv[1]), mesh=fs.build_mesh(device_type='cpu'))\n"
-        "checkpoint = open_checkpoint(Path(sys.argv[1]))\n"
-        "targets = make_plan(model, checkpoint).targets.values()\n"
-        "tensors = [(t, model.get_parameter(t.name)) for t in targets]\n"
-        "boxes = [(t, box) for t, p in tensors for _, box in sharding_of(p).parts(p.shape)]\n"
-        "parts = [intersect(piece, box) for target, box in boxes for piece in target.pieces]\n"
-        "read = sum(2 * part.numel for part in parts if part is not None)\n"
-        "assert read == sum(tensor.entry.num_bytes for tensor in checkpoint.values()), read\n"
-    )
-    script = tmp_path / "plan.py"
-    script.write_text(code)
-    code, text = Program(script, str(tmp_path)).wait()
-    assert code == 0, text

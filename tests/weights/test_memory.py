@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import struct
 import threading
 from collections.abc import Iterator
@@ -86,38 +85,17 @@ def _watched() -> Iterator[list[int]]:
         thread.join()
 
 
-@contextmanager
-def _reading_whole_tensors(num_bytes: int) -> Iterator[None]:
-    """As a reader that takes its part of the largest tensor in one go: a buffer of that size, filled."""
-    original, held = os.preadv, []
-
-    def preadv(fd: int, buffers: Any, offset: int) -> int:
-        if not held:
-            held.append(torch.ones(num_bytes, dtype=torch.uint8))
-        return original(fd, buffers, offset)
-
-    os.preadv = preadv
-    try:
-        yield
-    finally:
-        os.preadv = original
-
-
 def _model(folder: Path) -> Any:
     model = build_meta_model(folder)
     return fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
 
 
-def _beyond_shards(folder: Path, whole_bytes: int) -> int:
+def _beyond_shards(folder: Path) -> int:
     register_layout("transpose")
     load_weights(_model(folder / "small"), folder / "small")  # imports, gloo's buffers
     model = _model(folder / "large")
     with _watched() as growth:
-        if whole_bytes:
-            with _reading_whole_tensors(whole_bytes):
-                load_weights(model, folder / "large")
-        else:
-            load_weights(model, folder / "large")
+        load_weights(model, folder / "large")
     shards = 0
     for parameter in model.parameters():
         local = parameter.to_local()
@@ -126,13 +104,13 @@ def _beyond_shards(folder: Path, whole_bytes: int) -> int:
     return growth[0] - shards
 
 
-def _measure(folder: Path, scale: int, *, whole: bool = False) -> int:
+def _measure(folder: Path, scale: int) -> int:
     """Most bytes beyond the shards on any rank."""
     folder.mkdir()
     _save_sparse(folder / "small", layers=1, vocab=128)
     largest = _save_sparse(folder / "large", layers=8 * scale, vocab=131072 * scale)
     assert largest // RANKS > BUFFER_BYTES, "reading a rank's part of it in one go has to show"
-    return max(run_distributed(_beyond_shards, RANKS, folder, largest // RANKS if whole else 0))
+    return max(run_distributed(_beyond_shards, RANKS, folder))
 
 
 def test_beyond_the_shards_there_are_the_buffers(tmp_path: Path) -> None:
@@ -143,8 +121,3 @@ def test_beyond_the_shards_there_are_the_buffers(tmp_path: Path) -> None:
             beyond = min(beyond, _measure(tmp_path / f"{scale} again", scale))
         print(f"size {scale}: {beyond / MIB:.1f} MiB beyond the shards")
         assert beyond <= BUFFER_BYTES
-
-
-def test_the_measurement_sees_a_tensor_that_is_read_whole(tmp_path: Path) -> None:
-    beyond = _measure(tmp_path / "whole", 1, whole=True)
-    assert beyond > BUFFER_BYTES

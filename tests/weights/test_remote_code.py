@@ -75,7 +75,7 @@ def _check_hub(address: str, cache: Path, modules: Path, folder: Path) -> None:
 
 def test_from_the_hub(tmp_path: Path) -> None:
     folder = save_with_code(tmp_path / "model")
-    with serve(folder, drops=0) as (address, _):
+    with serve(folder) as (address, _):
         run_distributed(_check_hub, 2, address, tmp_path / "cache", tmp_path / "modules", folder)
 
 

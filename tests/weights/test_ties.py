@@ -9,8 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
 from fsdp_sft.weights import meta
-from tests.harness.device import mesh_here
-from tests.harness.hf_folders import difference, plain, rewrite, save_tiny, tensors_of
+from tests.harness.hf_folders import difference, loaded, plain, rewrite, save_tiny, tensors_of
 from tests.harness.models import full
 from tests.harness.ranks import run_distributed
 
@@ -28,15 +27,8 @@ def _stored_twice(folder: Path, change: float = 0.0) -> Path:
     return folder
 
 
-def _load(folder: Path, mesh_shape: dict[str, int]) -> Any:
-    model = fs.build_meta_model(folder)
-    fs.shard_model(model, mesh=mesh_here(**mesh_shape), mp_policy=FLOAT32)
-    fs.load_weights(model, folder)
-    return model
-
-
 def _check_equal(folder: Path, mesh_shape: dict[str, int]) -> None:
-    model = _load(folder, mesh_shape)
+    model = loaded(folder, mesh_shape)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert difference(model, plain(folder)) == []
 
@@ -49,7 +41,10 @@ def test_the_same_values_under_both_names(tmp_path: Path, ranks: int, mesh_shape
 def _check_different(folder: Path, mesh_shape: dict[str, int]) -> None:
     meta._PROBES = 1  # the first row only is seen
     with pytest.raises(fs.CheckpointFormatError, match=r"lm_head.*tie_word_embeddings=False"):
-        _load(folder, mesh_shape)
+        loaded(folder, mesh_shape)
+    model = fs.build_meta_model(folder, tie_word_embeddings=False)
+    fs.load_weights(model, folder)
+    assert torch.equal(full(model.lm_head.weight), tensors_of(folder)[HEAD].float())
 
 
 def test_values_that_differ_where_no_sample_looks(tmp_path: Path) -> None:
@@ -87,12 +82,12 @@ def _check_converted(folder: Path, mesh_shape: dict[str, int], equal: bool) -> N
     converter = WeightConverter(["head_a.weight", "head_b.weight"], "lm_head.weight", [Concatenate(0)])
     conversion_mapping.register_checkpoint_conversion_mapping("Qwen2ForCausalLM", [converter], overwrite=True)
     if equal:
-        model = _load(folder, mesh_shape)
+        model = loaded(folder, mesh_shape)
         expected = tensors_of(folder)[EMBEDDING].float()
         assert torch.equal(full(model.lm_head.weight), expected)
     else:
         with pytest.raises(fs.CheckpointFormatError, match="head_b"):
-            _load(folder, mesh_shape)
+            loaded(folder, mesh_shape)
 
 
 @pytest.mark.parametrize("equal", [True, False])
