@@ -149,8 +149,8 @@ MISTAKES = [
     Mistake(
         "a reasoning that the template drops is taken for printed",
         "collate/layout.py",
-        "            if leaf.message in wanted and number not in printed:",
-        "            if leaf.in_call and leaf.message in wanted and number not in printed:",
+        "            if leaf.message in wanted and id(leaf) not in printed:",
+        "            if leaf.part == 'tool call' and leaf.message in wanted and id(leaf) not in printed:",
         ("tests/collate/test_dropped.py",),
     ),
     Mistake(

@@ -96,7 +96,7 @@ def _on_dropped(found: Found, template: ChatTemplate, options: EncodeOptions) ->
         return
     last_question = max((i for i, m in enumerate(found.messages) if m["role"] == "user"), default=-1)
     # Reasoning before the last question is left out by design.
-    kept = (item for item in found.dropped if not item.is_reasoning or item.message >= last_question)
+    kept = (item for item in found.dropped if item.part != "reasoning" or item.message >= last_question)
     lost = next(kept, None)
     if lost is not None:
         if options.on_dropped == "error":

@@ -51,8 +51,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from fsdp_sft.collate.layout import THINK, Layout, MessageSpan, SlotSpan, TextSlot, lay_out, mark_text
+from fsdp_sft.collate.layout import Layout, MessageSpan, Place, TextSlot, lay_out
 from fsdp_sft.collate.literals import (
+    CLOSE,
     CLOSED_REASONING,
     OPEN,
     OPENED_REASONING,
@@ -149,10 +150,9 @@ def find_turns(
         raise template.error(f"the conversation holds the private-use character {OPEN!r}")
     facts = template.facts()
     layout = lay_out(template, messages, conversation.tools, wanted or printed, text)
-    layout.check(template, wanted)
+    extents = layout.extents(template, wanted)
     owned = _tags_by_message(tags, layout.places, messages)
     finder = _TurnFinder(template, facts, messages, owned, layout, conversation.tools, empty_blocks)
-    extents = list(layout.extents(wanted))
     finder.find_starts(text, extents)
     turns = [turn for extent in extents for turn in finder.find(text, extent)]
     if not reasoning:
@@ -164,7 +164,7 @@ def find_turns(
     return Found(
         text,
         sorted(turns, key=lambda turn: turn.start),
-        dropped=tuple(leaf for leaf in layout.dropped(printed) if reasoning or not leaf.is_reasoning),
+        dropped=tuple(leaf for leaf in layout.dropped(printed) if reasoning or leaf.part != "reasoning"),
         differing=finder.differing,
         context=(*layout.dropped(others & located), *missing),
         empty_reasoning=finder.empty,
@@ -177,15 +177,15 @@ def not_in_the_text(messages: list[Message], indices: Iterable[int], text: str) 
     for index in indices:
         content = str(messages[index]["content"]).strip()
         if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
-            yield TextSlot(index, (content,), in_call=False)
+            yield TextSlot(index, (content,))
 
 
-def _without_reasoning(turn: Turn, places: list[SlotSpan], text: str) -> Iterator[Turn]:
+def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[Turn]:
     """The parts of a turn without its reasoning and without the tags right before and after reasoning."""
     mine = [place for place in places if turn.start <= place.start and place.end <= turn.stop_start]
     start = turn.start
     for number, place in enumerate(mine):
-        if not place.is_reasoning:
+        if place.leaf.part != "reasoning":
             continue
         before = mine[number - 1].end if number else turn.start
         after = mine[number + 1].start if number + 1 < len(mine) else turn.stop_start
@@ -234,29 +234,20 @@ def _with_reasoning_apart(template: ChatTemplate, messages: list[Message]) -> It
 
 def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
     """An assistant's message with its reasoning out of its content, unless the template finds it there."""
-    opening, thought, answer = (
-        _inline(message["content"]) if message["role"] == "assistant" else ("", "", None)
-    )
+    head, closing, answer = message["content"].partition("</think>")
+    before, opening, thought = head.partition("<think>")
     if (
-        answer is None
+        message["role"] != "assistant"
+        or not closing
+        or (opening and before.strip())
         or opening in facts.reads_tags
         or any(key in message for key in REASONING_KEYS)
         # With a closing tag alone, a line must end behind it: else the answer may speak of the tag.
         or (not opening and re.match(r"[^\S\n]*(?:\n|$)", answer) is None)
     ):
         return message
-    return {**message, facts.reasoning_key: thought.strip(), "content": answer.lstrip()}
-
-
-def _inline(content: str) -> tuple[str, str, str | None]:
-    """(tag that opens reasoning at the beginning, the reasoning, the answer; None without reasoning)."""
-    head, closing, answer = content.partition("</think>")
-    before, opening, thought = head.partition("<think>")
-    return (
-        opening,
-        thought if opening else head,
-        answer if closing and not (opening and before.strip()) else None,
-    )
+    reasoning = thought if opening else head
+    return {**message, facts.reasoning_key: reasoning.strip(), "content": answer.lstrip()}
 
 
 @dataclass(slots=True)
@@ -296,12 +287,12 @@ class _TurnFinder:
         if own is None:
             return self._find_blank(text, index, floor, ceiling)
         first, last = own
-        message, tags = self.messages[index], self.tags.get(index, [])
+        tags = self.tags.get(index, [])
         start = self.starts[index]
         if start is None and tags and index and self.messages[index - 1]["role"] == "assistant":
             # Between two consecutive answers there is no generation prompt to mark the start.
             start = max(0, tags[0][0] - floor)
-        stop = self._stop(message, text[last:ceiling]) or self._end_of_ending(index, last, text[last:ceiling])
+        stop = self._stop(index, text[last:ceiling]) or self._end_of_ending(index, last, text[last:ceiling])
         if stop is not None and self.facts.stop_has_more:
             stop = stop[0], self._through_the_stop(index, last, text[last:ceiling], stop[1])
         if start is None:
@@ -353,7 +344,7 @@ class _TurnFinder:
         length = max((n for n in lengths if before[:n].strip()), default=0)
         if not length or self.messages[index]["role"] != "assistant":
             return 0
-        if any(place.start == first and place.is_reasoning for place in self.layout.places):
+        if any(place.start == first and place.leaf.part == "reasoning" for place in self.layout.places):
             return length
         self.empty = index if self.empty is None else self.empty
         return 0 if self.empty_blocks else length
@@ -398,10 +389,10 @@ class _TurnFinder:
                 self.differing = self.differing or (prompt, before)
             # A number that only the row has would be trained.
             numbered = prompt is not None and _NUMBER.sub("0", before).startswith(_NUMBER.sub("0", prompt))
-            return None if numbered else self._end_of_header(self.messages[index], before)
+            return None if numbered else self._end_of_header(index, before)
         return start
 
-    def _end_of_header(self, message: Message, before: str) -> int | None:
+    def _end_of_header(self, index: int, before: str) -> int | None:
         """The end in `before` of a header that a question's prompt writes; None if there is none.
 
         For an answer that opens the conversation or follows messages that the template does not take alone,
@@ -413,7 +404,7 @@ class _TurnFinder:
             at = before.rfind(header)
             if at >= 0:
                 return at + len(header)
-        unknown = self.facts.always_headed or _edges(message)[0] or not message["content"]
+        unknown = self.facts.always_headed or self._edges(index)[0] or not self.messages[index]["content"]
         return None if unknown else len(before)
 
     def _end_of_ending(self, index: int, last: int, after: str) -> tuple[int, int] | None:
@@ -447,10 +438,18 @@ class _TurnFinder:
         pieces, numbers = split_at_sentinels(marked)
         if not numbers:
             return pieces[0] if position == 0 else None
-        ends_here = any(p.leaf == numbers[-1] and p.end == position for p in self.layout.places)
+        last = self.layout.leaves[numbers[-1]]
+        ends_here = any(p.leaf is last and p.end == position for p in self.layout.places)
         return pieces[-1] if ends_here else None
 
-    def _stop(self, message: Message, after: str) -> tuple[int, int] | None:
+    def _edges(self, index: int) -> tuple[str, str]:
+        """White space and think tags of a content before its first sentinel and behind its last one."""
+        content = self.layout.marked[index]["content"]
+        if OPEN not in content or "tool_calls" in self.messages[index]:
+            return "", ""
+        return content.partition(OPEN)[0], content.rpartition(CLOSE)[2]
+
+    def _stop(self, index: int, after: str) -> tuple[int, int] | None:
         """Start and end of the end-of-turn token in `after`, the literal behind the last leaf.
 
         They are equal if the template writes no such token. None after a tool call without a stop token,
@@ -459,11 +458,11 @@ class _TurnFinder:
         found = [(after.find(stop), -len(stop)) for stop in self.facts.stop_tokens if stop in after]
         if found:
             at, length = min(found)
-            if message["role"] == "assistant" or not after[:at].strip():
+            if self.messages[index]["role"] == "assistant" or not after[:at].strip():
                 return at, at - length
-        if "tool_calls" in message:
+        if "tool_calls" in self.messages[index]:
             return None
-        tail = _edges(message)[1]
+        tail = self._edges(index)[1]
         endings = (tail + self.facts.after_answer, tail + self.facts.after_past_answer)
         kept = len(tail) if after.startswith(endings) else 0
         return kept, kept
@@ -483,19 +482,8 @@ def _end_of_prompt(prompt: str, before: str) -> int | None:
     return len(shared) if opens and shared.strip() else None
 
 
-def _edges(message: Message) -> tuple[str, str]:
-    """White space and think tags of a content before its first sentinel and behind its last one."""
-    if "tool_calls" in message:
-        return "", ""
-    for pattern in (THINK, None):
-        marked = mark_text(message["content"], lambda *_: OPEN, pattern)
-        if OPEN in marked:
-            return marked.partition(OPEN)[0], marked.rpartition(OPEN)[2]
-    return "", ""
-
-
 def _tags_by_message(
-    tags: list[tuple[int, int]], places: list[SlotSpan], messages: list[Message]
+    tags: list[tuple[int, int]], places: list[Place], messages: list[Message]
 ) -> dict[int, list[tuple[int, int]]]:
     """Spans of the template's generation tags by assistant message.
 
@@ -504,7 +492,7 @@ def _tags_by_message(
     owned: dict[int, list[tuple[int, int]]] = {}
     for start, end in tags:
         inside = [place for place in places if place.start < end and place.end > start]
-        owners = {place.message for place in inside}
+        owners = {place.leaf.message for place in inside}
         whole = all(start <= place.start and place.end <= end for place in inside)
         if not whole or len(owners) > 1 or any(messages[index]["role"] != "assistant" for index in owners):
             return {}
