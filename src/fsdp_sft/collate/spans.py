@@ -57,7 +57,6 @@ from fsdp_sft.collate.literals import (
     CLOSED_REASONING,
     OPEN,
     OPENED_REASONING,
-    common_length,
     overlap,
     shared_header,
     split_at_sentinels,
@@ -152,9 +151,11 @@ def find_turns(
     layout = lay_out(template, messages, conversation.tools, wanted or printed, text)
     extents = layout.extents(template, wanted)
     owned = _tags_by_message(tags, layout.places, messages)
-    finder = _TurnFinder(template, facts, messages, owned, layout, conversation.tools, empty_blocks)
-    finder.find_starts(text, extents)
-    turns = [turn for extent in extents for turn in finder.find(text, extent)]
+    finder = _TurnFinder(template, facts, messages, conversation.tools, layout, empty_blocks)
+    starts = finder.starts(text, extents)
+    turns = []
+    for extent in extents:
+        turns += finder.find(text, extent, starts[extent.message], owned.get(extent.message, []))
     if not reasoning:
         turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
     others = {i for i, message in enumerate(messages) if message["role"] != "assistant"} - printed
@@ -258,52 +259,73 @@ class _TurnFinder:
         template: The chat template.
         facts: Its stop tokens, and its header for where no prompt can be rendered.
         messages: Messages of the conversation, in the form that the template accepts.
-        tags: Spans of the template's generation tags, by message.
-        layout: Places of the texts in the rendering.
         tools: Tool schemas of the conversation.
+        layout: Places of the texts in the rendering.
         empty_blocks: Whether an empty block of reasoning is part of a turn.
-        starts: Offset of each turn's start in the literal in front of its first leaf; None if unknown.
         differing: The first prompt, and the text in front of the answer to the question, which does not
             begin with it.
-        empty: The first message with an empty block.
+        empty: The first message with an empty block of reasoning.
     """
 
     template: ChatTemplate
     facts: TemplateFacts
     messages: list[Message]
-    tags: dict[int, list[tuple[int, int]]]
-    layout: Layout
     tools: list[dict[str, Any]] | None
-    empty_blocks: bool = True
-    starts: dict[int, int | None] = field(default_factory=dict)
+    layout: Layout
+    empty_blocks: bool
     differing: tuple[str, str] | None = None
     empty: int | None = None
 
-    def find(self, text: str, extent: MessageSpan) -> list[Turn]:
-        """The turns of the message at `extent`."""
-        # The turn starts somewhere in text[floor:first] and ends somewhere in text[last:ceiling]: the
-        # literals before the message's first leaf and behind its last one.
+    def starts(self, text: str, extents: list[MessageSpan]) -> dict[int, int | None]:
+        """Where each message begins behind its `floor`, by the generation prompt; None if unknown.
+
+        Rendering a prompt for each answer takes time quadratic in their number. So of answers with the same
+        literal in front of them, behind messages of one role, those between the first and the last start
+        there if both of these do.
+        """
+        starts: dict[int, int | None] = {}
+        alike: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        for index, floor, own, ceiling in extents:
+            before = text[floor : own[0] if own else ceiling]
+            if self.messages[index]["role"] != "assistant":
+                starts[index] = len(before) if own else None
+            else:
+                role = self.messages[index - 1]["role"] if index else ""
+                alike.setdefault((role, before), []).append((index, floor))
+        for (_, before), answers in reversed(alike.items()):
+            first, last = (self._start(*answers[place], before) for place in (0, -1))
+            for index, floor in answers:
+                starts[index] = first if first == last else self._start(index, floor, before)
+        return starts
+
+    def find(
+        self, text: str, extent: MessageSpan, start: int | None, tags: list[tuple[int, int]]
+    ) -> list[Turn]:
+        """The turns of the message at `extent`.
+
+        Args:
+            text: The rendering.
+            extent: Position of the message.
+            start: Where it begins behind its `floor`; None if unknown.
+            tags: Spans of the template's generation tags in it.
+
+        Raises:
+            ChatTemplateError: If its start or its end cannot be told.
+        """
         index, floor, own, ceiling = extent
-        if own is None:
-            return self._find_blank(text, index, floor, ceiling)
-        first, last = own
-        tags = self.tags.get(index, [])
-        start = self.starts[index]
         if start is None and tags and index and self.messages[index - 1]["role"] == "assistant":
             # Between two consecutive answers there is no generation prompt to mark the start.
             start = max(0, tags[0][0] - floor)
-        stop = self._stop(index, text[last:ceiling]) or self._end_of_ending(index, last, text[last:ceiling])
-        if stop is not None and self.facts.stop_has_more:
-            stop = stop[0], self._through_the_stop(index, last, text[last:ceiling], stop[1])
         if start is None:
             raise self.template.error(
                 f"message {index} does not come after the generation prompt or anything like it; "
                 "is it a second assistant message in a row, or one that follows a tool's?"
             )
-        if stop is None:
-            raise self.template.error(f"no end-of-turn token comes after the tool calls of message {index}")
-        start += self._supplied(index, text[floor + start : first], first)
-        begin, stop_start, end = floor + start, last + stop[0], last + stop[1]
+        begin = floor + start
+        first, last = own or (ceiling, begin)
+        begin += self._supplied(index, text[begin:first], own)
+        last = max(begin, last)
+        stop_start, end = (last + edge for edge in self._stop(index, last, text[last:ceiling]))
         # What lies between two {% generation %} blocks of one turn is not trained. The end of the last block
         # is not the end of the turn: the end-of-turn token may follow.
         gaps = [(left[1], right[0]) for left, right in pairwise(tags)]
@@ -313,91 +335,22 @@ class _TurnFinder:
         turns = [Turn(index, left, right, right) for left, right in spans[:-1]]
         return [*turns, Turn(index, spans[-1][0], stop_start, end)]
 
-    def _find_blank(self, text: str, index: int, floor: int, ceiling: int) -> list[Turn]:
-        """The turn of a message whose printed texts are empty or white space."""
-        between = text[floor:ceiling]
-        start = self._end_of_prompt(index, floor, between)
-        ending = self._rendered_after(index + 1, floor, prompt=False)
-        if start is None or ending is None or not between.startswith(ending) or len(ending) < start:
-            raise self.template.error(
-                f"message {index} is blank, and its turn cannot be located in what it prints"
-            )
-        start += self._supplied(index, ending[start:], None)
-        found = [(at, -len(stop)) for stop in self.facts.stop_tokens if (at := ending.find(stop, start)) >= 0]
-        if found:
-            at, length = min(found)
-            return [Turn(index, floor + start, floor + at, floor + at - length)]
-        end = floor + max(start, len(ending.rstrip()))
-        return [Turn(index, floor + start, end, end)] if end > floor + start else []
-
-    def _supplied(self, index: int, before: str, first: int | None) -> int:
-        """Number of characters of an answer, up to its first leaf, that a prompt supplies in some mode.
-
-        They open reasoning or, where none follows, are an empty block of it.
-
-        Args:
-            index: Index of the message.
-            before: The text from the start of its turn to its first leaf.
-            first: Position of that leaf; None if the message has none.
-        """
-        lengths = (overlap(prompt, before) for prompt in self.facts.supplied)
-        length = max((n for n in lengths if before[:n].strip()), default=0)
-        if not length or self.messages[index]["role"] != "assistant":
-            return 0
-        if any(place.start == first and place.leaf.part == "reasoning" for place in self.layout.places):
-            return length
-        self.empty = index if self.empty is None else self.empty
-        return 0 if self.empty_blocks else length
-
-    def find_starts(self, text: str, extents: list[MessageSpan]) -> None:
-        """Set ``starts``, from the generation prompts of the answers.
-
-        Rendering a prompt for each answer takes time quadratic in their number. So of answers with the same
-        literal in front of them, behind messages of one role, those between the first and the last start
-        there if both of these do.
-        """
-        alike: dict[tuple[str, str], list[tuple[int, int]]] = {}
-        for index, floor, own, _ in extents:
-            if own is None:
-                continue
-            before = text[floor : own[0]]
-            if self.messages[index]["role"] != "assistant":
-                self.starts[index] = len(before)
-            else:
-                role = self.messages[index - 1]["role"] if index else ""
-                alike.setdefault((role, before), []).append((index, floor))
-        for (_, before), answers in reversed(alike.items()):
-            first, last = (self._end_of_prompt(*answers[place], before) for place in (0, -1))
-            for index, floor in answers:
-                start = first if first == last else self._end_of_prompt(index, floor, before)
-                self.starts[index] = start
-
-    def _end_of_prompt(self, index: int, floor: int, before: str) -> int | None:
-        """Offset at which the generation prompt for message `index` and `before` part; None if unknown.
+    def _start(self, index: int, floor: int, before: str) -> int | None:
+        """Offset at which the generation prompt for an answer and `before` part; None if unknown.
 
         `differing` is set by the way.
         """
         prompt = self._rendered_after(index, floor, prompt=True)
-        if prompt is not None and not before.startswith(prompt):  # it may be in the cache from another day
-            prompt = self._rendered_after(index, floor, prompt=True, renew=True)
-        start = None if prompt is None else _end_of_prompt(prompt, before)
-        if start is None and self.messages[index]["role"] != "assistant":
-            return None
-        asks = index > 0 and self.messages[index - 1]["role"] != "assistant"
-        if prompt is None or start is None:
-            if asks and prompt is not None:
+        if prompt is not None:
+            start = _end_of_prompt(prompt, before)
+            if start is not None:
+                return start
+            if index and self.messages[index - 1]["role"] != "assistant":
                 self.differing = self.differing or (prompt, before)
-            # A number that only the row has would be trained.
-            numbered = prompt is not None and _NUMBER.sub("0", before).startswith(_NUMBER.sub("0", prompt))
-            return None if numbered else self._end_of_header(index, before)
-        return start
-
-    def _end_of_header(self, index: int, before: str) -> int | None:
-        """The end in `before` of a header that a question's prompt writes; None if there is none.
-
-        For an answer that opens the conversation or follows messages that the template does not take alone,
-        so that no prompt can be rendered; and where the prompt is not what stands in front of the answer.
-        """
+            if _NUMBER.sub("0", before).startswith(_NUMBER.sub("0", prompt)):
+                return None  # a number that only the row has would be trained
+        # The answer opens the conversation, or follows messages that the template does not take alone; or
+        # the prompt is not what stands in front of it. Then it begins with the header of any question's.
         if self.facts.prompt_varies:
             return None
         for header in self.facts.headers:
@@ -407,22 +360,61 @@ class _TurnFinder:
         unknown = self.facts.always_headed or self._edges(index)[0] or not self.messages[index]["content"]
         return None if unknown else len(before)
 
-    def _end_of_ending(self, index: int, last: int, after: str) -> tuple[int, int] | None:
-        """Like `_stop`, but read off a rendering of the conversation that ends with this message."""
+    def _stop(self, index: int, last: int, after: str) -> tuple[int, int]:
+        """Start and end of the end-of-turn token in `after`, the text behind an answer that ends at `last`.
+
+        They are equal if the template writes no such token.
+
+        Raises:
+            ChatTemplateError: If nothing tells the end of a call from the end of its turn.
+        """
+        found = [(at, -len(stop)) for stop in self.facts.stop_tokens if (at := after.find(stop)) >= 0]
+        if found:
+            at, length = min(found)
+            if self.messages[index]["role"] == "assistant" or not after[:at].strip():
+                end = at - length
+                if self.facts.stop_has_more and (more := after.find(self.facts.end_of_turn or "", end)) >= 0:
+                    end = more + len(self.facts.end_of_turn or "")
+                return at, end
+        if "tool_calls" not in self.messages[index]:
+            tail = self._edges(index)[1]
+            endings = (tail + self.facts.after_answer, tail + self.facts.after_past_answer)
+            kept = len(tail) if after.startswith(endings) else 0
+            return kept, kept
         ending = self._rendered_after(index + 1, last, prompt=False)
         if ending is None or not after.startswith(ending):
-            return None
+            raise self.template.error(f"no end-of-turn token comes after the tool calls of message {index}")
         ending = ending.rstrip()
-        token = self.template.last_special_token(ending)
-        return len(ending) - len(token or ""), len(ending)
+        return len(ending) - len(self.template.last_special_token(ending) or ""), len(ending)
 
-    def _through_the_stop(self, index: int, last: int, after: str, end: int) -> int:
-        """End of the token on which generation stops, if that token closes this turn as well; else `end`."""
-        ending, stop = self._rendered_after(index + 1, last, prompt=False), self.facts.end_of_turn or ""
-        at = after.find(stop, 0, common_length(ending, after)) if ending is not None else -1
-        return max(end, at + len(stop)) if at >= 0 else end
+    def _supplied(self, index: int, before: str, own: tuple[int, int] | None) -> int:
+        """Number of characters of an answer that a prompt supplies in some mode, and that are not trained.
 
-    def _rendered_after(self, count: int, position: int, *, prompt: bool, renew: bool = False) -> str | None:
+        They open reasoning or, where none follows, are an empty block of it; `empty` is set by the way.
+
+        Args:
+            index: Index of the message.
+            before: The text from the start of its turn to its first leaf.
+            own: Start of that leaf, and end of the last one; None if the message has none.
+        """
+        lengths = (overlap(prompt, before) for prompt in self.facts.supplied)
+        length = max((n for n in lengths if before[:n].strip()), default=0)
+        if not length or self.messages[index]["role"] != "assistant":
+            return 0
+        thoughts = (place.start for place in self.layout.places if place.leaf.part == "reasoning")
+        if own and own[0] in thoughts:
+            return length
+        self.empty = index if self.empty is None else self.empty
+        return 0 if self.empty_blocks else length
+
+    def _edges(self, index: int) -> tuple[str, str]:
+        """White space and think tags of a content before its first sentinel and behind its last one."""
+        content = self.layout.marked[index]["content"]
+        if OPEN not in content or "tool_calls" in self.messages[index]:
+            return "", ""
+        return content.partition(OPEN)[0], content.rpartition(CLOSE)[2]
+
+    def _rendered_after(self, count: int, position: int, *, prompt: bool) -> str | None:
         """The text that follows the last leaf when only the first `count` messages are rendered.
 
         None if that leaf is not the one that ends at `position` of the whole conversation: the two renderings
@@ -432,7 +424,7 @@ class _TurnFinder:
         if not messages:
             return None
         try:
-            marked = self.template.skeleton(messages, self.tools, prompt=prompt, renew=renew)
+            marked = self.template.skeleton(messages, self.tools, prompt=prompt)
         except ChatTemplateError:
             return None
         pieces, numbers = split_at_sentinels(marked)
@@ -441,31 +433,6 @@ class _TurnFinder:
         last = self.layout.leaves[numbers[-1]]
         ends_here = any(p.leaf is last and p.end == position for p in self.layout.places)
         return pieces[-1] if ends_here else None
-
-    def _edges(self, index: int) -> tuple[str, str]:
-        """White space and think tags of a content before its first sentinel and behind its last one."""
-        content = self.layout.marked[index]["content"]
-        if OPEN not in content or "tool_calls" in self.messages[index]:
-            return "", ""
-        return content.partition(OPEN)[0], content.rpartition(CLOSE)[2]
-
-    def _stop(self, index: int, after: str) -> tuple[int, int] | None:
-        """Start and end of the end-of-turn token in `after`, the literal behind the last leaf.
-
-        They are equal if the template writes no such token. None after a tool call without a stop token,
-        where the end of the call cannot be told from the end of the turn.
-        """
-        found = [(after.find(stop), -len(stop)) for stop in self.facts.stop_tokens if stop in after]
-        if found:
-            at, length = min(found)
-            if self.messages[index]["role"] == "assistant" or not after[:at].strip():
-                return at, at - length
-        if "tool_calls" in self.messages[index]:
-            return None
-        tail = self._edges(index)[1]
-        endings = (tail + self.facts.after_answer, tail + self.facts.after_past_answer)
-        kept = len(tail) if after.startswith(endings) else 0
-        return kept, kept
 
 
 def _end_of_prompt(prompt: str, before: str) -> int | None:
