@@ -51,15 +51,6 @@ def test_a_header_that_ends_with_a_space_is_noted() -> None:
             assert expected in shown(row, own)
 
 
-def test_a_single_answer_that_begins_with_white_space_is_counted_only() -> None:
-    own = joining("ĊĊ")
-    own.chat_template = turns("message.role + '\n'", "</s>\n")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, counts = filter_rows([chat("q", "\nHello"), ROW, ROW], own)
-    assert counts == {"kept": 3, "start_in_a_token": 1}
-
-
 @pytest.mark.parametrize("more", ["", "and messages|length > 1"])
 def test_a_header_that_no_prompt_writes_is_the_models(more: str) -> None:
     template = turns("'<|' + message.role + '|>\n'", "<|end|>").replace("else ''", "else '<|end|>'")

@@ -31,7 +31,7 @@ end-of-turn token, which is the first stop token in the literal behind leaf 1: t
 66. The line break after it is not trained, because generation has stopped by then.
 
 The prompt is rendered for the messages in front of the answer, since it may depend on anything: a system
-message, tools, the number of the turn (``_TurnFinder.find_starts``). Where it cannot be rendered, as for an
+message, tools, the number of the turn (``_TurnFinder.starts``). Where it cannot be rendered, as for an
 answer that opens the conversation, or is not what stands there, the header counts with which the prompt of a
 question ends. Stop tokens are properties of the template and not of the row. `ChatTemplate.facts` learns them
 once, from a probe of four messages whose contents are sentinels: the end-of-turn token is, as a rule, the
@@ -61,7 +61,7 @@ from fsdp_sft.collate.literals import (
     shared_header,
     split_at_sentinels,
 )
-from fsdp_sft.collate.messages import REASONING_KEYS, Message
+from fsdp_sft.collate.messages import REASONING_KEYS, Message, other_forms
 from fsdp_sft.collate.rows import Conversation
 from fsdp_sft.collate.template import ChatTemplate, TemplateFacts
 from fsdp_sft.errors import ChatTemplateError
@@ -204,7 +204,7 @@ def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[T
 def _render_any(
     template: ChatTemplate, conversation: Conversation
 ) -> tuple[str, list[tuple[int, int]], list[Message]]:
-    """Render the messages in the first form that the template accepts: theirs, or one of `_other_forms`.
+    """Render the messages in the first form that the template accepts: theirs, or one of `other_forms`.
 
     Reasoning at the beginning of a content goes where the template wants it, unless it refuses that.
 
@@ -213,7 +213,7 @@ def _render_any(
     """
     refused = None
     for messages in _with_reasoning_apart(template, conversation.messages):
-        for form in (messages, *_other_forms(messages)):
+        for form in (messages, *other_forms(messages)):
             try:
                 return *template.render(form, tools=conversation.tools), form
             except ChatTemplateError as error:
@@ -322,10 +322,9 @@ class _TurnFinder:
                 "is it a second assistant message in a row, or one that follows a tool's?"
             )
         begin = floor + start
-        first, last = own or (ceiling, begin)
-        begin += self._supplied(index, text[begin:first], own)
-        last = max(begin, last)
-        stop_start, end = (last + edge for edge in self._stop(index, last, text[last:ceiling]))
+        begin += self._supplied(index, text[begin : own[0] if own else ceiling], own)
+        last = own[1] if own else floor
+        stop_start, end = (last + edge for edge in self._stop(index, text[last:ceiling], last, begin, own))
         # What lies between two {% generation %} blocks of one turn is not trained. The end of the last block
         # is not the end of the turn: the end-of-turn token may follow.
         gaps = [(left[1], right[0]) for left, right in pairwise(tags)]
@@ -351,8 +350,6 @@ class _TurnFinder:
                 return None  # a number that only the row has would be trained
         # The answer opens the conversation, or follows messages that the template does not take alone; or
         # the prompt is not what stands in front of it. Then it begins with the header of any question's.
-        if self.facts.prompt_varies:
-            return None
         for header in self.facts.headers:
             at = before.rfind(header)
             if at >= 0:
@@ -360,32 +357,43 @@ class _TurnFinder:
         unknown = self.facts.always_headed or self._edges(index)[0] or not self.messages[index]["content"]
         return None if unknown else len(before)
 
-    def _stop(self, index: int, last: int, after: str) -> tuple[int, int]:
-        """Start and end of the end-of-turn token in `after`, the text behind an answer that ends at `last`.
+    def _stop(
+        self, index: int, after: str, last: int, begin: int, own: tuple[int, int] | None
+    ) -> tuple[int, int]:
+        """Start and end of the end-of-turn token in `after`; equal if the template writes no such token.
 
-        They are equal if the template writes no such token.
+        Args:
+            index: Index of the message.
+            after: The text behind its last leaf or, if it has none, behind the leaf in front of it.
+            last: Position of that text.
+            begin: Position of the first character of the turn.
+            own: Positions of the message's leaves; None if it has none.
 
         Raises:
-            ChatTemplateError: If nothing tells the end of a call from the end of its turn.
+            ChatTemplateError: If nothing tells where a call or a blank answer ends.
         """
-        found = [(at, -len(stop)) for stop in self.facts.stop_tokens if (at := after.find(stop)) >= 0]
+        first = max(0, begin - last)
+        found = [(at, -len(stop)) for stop in self.facts.stop_tokens if (at := after.find(stop, first)) >= 0]
         if found:
             at, length = min(found)
             if self.messages[index]["role"] == "assistant" or not after[:at].strip():
                 end = at - length
-                if self.facts.stop_has_more and (more := after.find(self.facts.end_of_turn or "", end)) >= 0:
-                    end = more + len(self.facts.end_of_turn or "")
+                final = self.facts.end_of_turn or ""
+                if self.facts.stop_has_more and (more := after.find(final, end)) >= 0:
+                    end = more + len(final)
                 return at, end
-        if "tool_calls" not in self.messages[index]:
+        if own and "tool_calls" not in self.messages[index]:
             tail = self._edges(index)[1]
             endings = (tail + self.facts.after_answer, tail + self.facts.after_past_answer)
             kept = len(tail) if after.startswith(endings) else 0
             return kept, kept
         ending = self._rendered_after(index + 1, last, prompt=False)
         if ending is None or not after.startswith(ending):
-            raise self.template.error(f"no end-of-turn token comes after the tool calls of message {index}")
+            what = "the tool calls of message" if own else "the blank message"
+            raise self.template.error(f"no end-of-turn token comes after {what} {index}")
         ending = ending.rstrip()
-        return len(ending) - len(self.template.last_special_token(ending) or ""), len(ending)
+        end = max(first, len(ending))
+        return max(first, end - len(self.template.last_special_token(ending) or "")), end
 
     def _supplied(self, index: int, before: str, own: tuple[int, int] | None) -> int:
         """Number of characters of an answer that a prompt supplies in some mode, and that are not trained.
@@ -466,59 +474,3 @@ def _tags_by_message(
         for index in owners:
             owned.setdefault(index, []).append((start, end))
     return owned
-
-
-def _other_forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """Yield alternative forms of the messages, the smallest change first; none without tool calls.
-
-    - Arguments of tool calls as a JSON string, for templates that concatenate them with other strings.
-    - Ids of nine characters for tool calls, and for each result the id and the name of its call, which the
-      templates of Mistral's models require and most data sets lack.
-    - Both.
-    """
-    if not any("tool_calls" in message for message in messages):
-        return
-    as_json = _with_json_arguments(messages)
-    yield as_json
-    yield _with_call_ids(messages)
-    yield _with_call_ids(as_json)
-
-
-def _with_json_arguments(messages: list[Message]) -> list[Message]:
-    """The messages with arguments of tool calls as JSON strings."""
-
-    def changed(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
-
-    return [
-        {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
-        if "tool_calls" in message
-        else message
-        for message in messages
-    ]
-
-
-def _with_call_ids(messages: list[Message]) -> list[Message]:
-    """Give each call an id, and each result the id and name of its call.
-
-    A result belongs to the call with the same id in the row, or else to the first call without a result.
-    """
-    changed: list[Message] = []
-    waiting: list[tuple[Any, str, str]] = []  # (id in the row, id for the template, name)
-    count = 0
-    for message in messages:
-        if "tool_calls" in message:
-            calls = []
-            for call in message["tool_calls"]:
-                calls.append({**call, "id": f"call{count:05d}"})
-                waiting.append((call.get("id"), calls[-1]["id"], call["function"]["name"]))
-                count += 1
-            message = {**message, "tool_calls": calls}
-        elif message["role"] == "tool" and waiting:
-            given = message.get("tool_call_id")
-            found = next((item for item in waiting if given is not None and item[0] == given), waiting[0])
-            waiting.remove(found)
-            message = {"name": found[2], **message, "tool_call_id": found[1]}
-        changed.append(message)
-    return changed
