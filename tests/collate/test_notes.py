@@ -43,7 +43,7 @@ WRITTEN = {
     "always prompted": ALWAYS_PROMPTED,
     "opened": OPENED,
     "reasoning": ct.CHATML_REASONING,
-    **{name: family.template for name, family in ct.FAMILIES.items()},
+    **{name: family.template for name, family in ct.FAMILIES.items() if name != "glm"},  # it ends no answer
 }
 WITHOUT_AN_END = turns(_HEADED, "")
 WITH_A_TEXT_FOR_AN_END = turns(_HEADED, "@END@\n")
@@ -51,7 +51,7 @@ WITH_A_TEXT_FOR_AN_END = turns(_HEADED, "@END@\n")
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_template_that_does_as_it_prompts_has_no_note(name: str) -> None:
-    own, _ = tokenizer_for(WRITTEN[name], pairs=True)
+    own, _ = tokenizer_for(WRITTEN[name])
     thinking = chat("q", "a")
     thinking["messages"][1]["reasoning_content"] = "why"
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"x": "y"}}]}
