@@ -84,12 +84,14 @@ def test_headers_that_number_the_turns(first: int) -> None:
 
 def test_numbers_that_only_rows_have_are_refused() -> None:
     """The prompt has another number than the row, so no rendering shows where the answer begins."""
-    template = turns("'<|' + message.role + '|> ' ~ loop.index ~ '\n'", "<|end|>").replace(
-        "'<|' + 'assistant' + '|> ' ~ loop.index ~ '\n'", "'<|assistant|> ' ~ (messages|length + 2) ~ '\n'"
-    )
+    numbered = "'|> ' ~ (NUMBER if messages[0].role == 'system' else '')"
+    header = "'<|' + message.role + " + numbered
+    template = turns(header, "<|end|>").replace("'assistant' + '|> ' ~ (NUMBER", "'assistant|> ' ~ (LATER")
+    template = template.replace("NUMBER", "loop.index").replace("LATER", "messages|length + 2")
     own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+    assert shown(ROW, own).endswith("<|assistant|> ⟦two<|end|>⟧")
     with pytest.raises(ChatTemplateError, match="does not come after the generation prompt"):
-        encode_chat(ROW, own)
+        encode_chat(chat(("system", "s"), "q", "one", "r", "two"), own)
 
 
 def test_a_prompt_that_opens_reasoning_as_rows_with_reasoning_do() -> None:

@@ -263,7 +263,7 @@ MISTAKES = [
         "collate/spans.py",
         "for place in (0, -1))",
         "for place in (-1, -1))",
-        ("tests/collate/test_prompts.py::test_a_generation_prompt_for_later_questions_only_is_noted",),
+        ("tests/collate/test_prompts.py::test_a_header_that_no_prompt_writes_is_the_models",),
     ),
     Mistake(
         "what two prompts have in common is a header",
