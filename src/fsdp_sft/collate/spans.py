@@ -57,6 +57,7 @@ from fsdp_sft.collate.literals import (
     CLOSED_REASONING,
     OPEN,
     OPENED_REASONING,
+    common_length,
     overlap,
     shared_header,
     split_at_sentinels,
@@ -324,12 +325,12 @@ class _TurnFinder:
         begin = floor + start
         begin += self._supplied(index, text[begin : own[0] if own else ceiling], own)
         last = own[1] if own else floor
-        stop_start, end = (last + edge for edge in self._stop(index, text[last:ceiling], last, begin, own))
+        edges = self._stop(index, text[last:ceiling], last, max(0, begin - last), own)
+        stop_start, end = (last + edge for edge in edges)
         # What lies between two {% generation %} blocks of one turn is not trained. The end of the last block
         # is not the end of the turn: the end-of-turn token may follow.
-        gaps = [(left[1], right[0]) for left, right in pairwise(tags)]
         begin = max(begin, tags[0][0]) if tags else begin
-        cuts = [begin, *(edge for gap in gaps for edge in gap), end]
+        cuts = [begin, *(edge for left, right in pairwise(tags) for edge in (left[1], right[0])), end]
         spans = list(zip(cuts[::2], cuts[1::2], strict=True))
         turns = [Turn(index, left, right, right) for left, right in spans[:-1]]
         return [*turns, Turn(index, spans[-1][0], stop_start, end)]
@@ -358,7 +359,7 @@ class _TurnFinder:
         return None if unknown else len(before)
 
     def _stop(
-        self, index: int, after: str, last: int, begin: int, own: tuple[int, int] | None
+        self, index: int, after: str, last: int, first: int, own: tuple[int, int] | None
     ) -> tuple[int, int]:
         """Start and end of the end-of-turn token in `after`; equal if the template writes no such token.
 
@@ -366,21 +367,21 @@ class _TurnFinder:
             index: Index of the message.
             after: The text behind its last leaf or, if it has none, behind the leaf in front of it.
             last: Position of that text.
-            begin: Position of the first character of the turn.
+            first: Offset in it from which the turn's characters count.
             own: Positions of the message's leaves; None if it has none.
 
         Raises:
             ChatTemplateError: If nothing tells where a call or a blank answer ends.
         """
-        first = max(0, begin - last)
         found = [(at, -len(stop)) for stop in self.facts.stop_tokens if (at := after.find(stop, first)) >= 0]
         if found:
             at, length = min(found)
             if self.messages[index]["role"] == "assistant" or not after[:at].strip():
                 end = at - length
-                final = self.facts.end_of_turn or ""
-                if self.facts.stop_has_more and (more := after.find(final, end)) >= 0:
-                    end = more + len(final)
+                if self.facts.stop_has_more:  # the last of them, if it closes this turn and not a later one
+                    ending = self._rendered_after(index + 1, last, prompt=False) or ""
+                    more = after.find(str(self.facts.end_of_turn), end, common_length(ending, after))
+                    end = more + len(str(self.facts.end_of_turn)) if more >= 0 else end
                 return at, end
         if own and "tool_calls" not in self.messages[index]:
             tail = self._edges(index)[1]
