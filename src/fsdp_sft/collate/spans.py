@@ -379,8 +379,8 @@ class _TurnFinder:
             if self.messages[index]["role"] == "assistant" or not after[:at].strip():
                 end = at - length
                 if self.facts.stop_has_more:  # the last of them, if it closes this turn and not a later one
-                    ending = self._rendered_after(index + 1, last, prompt=False) or ""
-                    more = after.find(str(self.facts.end_of_turn), end, common_length(ending, after))
+                    closing = self._rendered_after(index + 1, last, prompt=False) or ""
+                    more = after.find(str(self.facts.end_of_turn), end, common_length(closing, after))
                     end = more + len(str(self.facts.end_of_turn)) if more >= 0 else end
                 return at, end
         if own and "tool_calls" not in self.messages[index]:
