@@ -80,12 +80,6 @@ def test_parts_cannot_be_switched_off(part):
         encode_chat(row, TOKENIZERS["chatml"])
 
 
-def test_weights_of_tokens_are_not_read():
-    row = {"input_ids": [1, 2], "labels": [1, 2], "loss_weights": [1.0, 0.5]}
-    with pytest.raises(ValueError, match="loss_weights of a row are not read"):
-        SFTCollator(TOKENIZERS["chatml"], max_length=9)([row])
-
-
 def test_truncation():
     tokenizer, row = TOKENIZERS["chatml"], chat("a", "hello", "b", "c")
     whole = encode_chat(row, tokenizer)

@@ -81,14 +81,6 @@ def test_a_last_answer_without_an_end_is_counted() -> None:
         assert "pass a chat_template= that writes the token there" in counts.examples["no_end_of_turn"][0]
 
 
-def test_half_of_the_rows_may_be_without_an_end() -> None:
-    own = tokenizer(turns("'<|' + message.role + '|>\n'", "<|end|>", ""), "<|end|>")
-    ended = chat("q", "one", "r", ("user", "s"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert filter_rows([ROW, ended], own)[1] == {"kept": 2, "no_end_of_turn": 1}
-
-
 def test_a_tag_of_the_answer_that_begins_like_one_of_the_prompt_is_trained() -> None:
     template = (
         "{% for message in messages %}{{ '<|' + message.role + '|>' }}{% if message.role == 'assistant' %}"

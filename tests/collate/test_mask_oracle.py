@@ -1,18 +1,14 @@
-"""The labels of every chat template at hand against the brute force of ``mask_oracle``.
+"""The labels of the templates written for these tests against the brute force of ``mask_oracle``.
 
-The templates written for these tests run always. The public ones are those that ``trl`` carries; they are
-found where it is installed, or in the folder that FSDP_SFT_TEMPLATES names.
+``python -m tests.collate.corpus FOLDER`` does the same on public templates.
 """
 
-import importlib.util
 import json
-import os
 import re
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,37 +19,13 @@ from tests.collate import mask_oracle as oracle
 from tests.collate.template_tokenizers import byte_tokenizer, forms
 from tests.harness import chat_templates as ct
 
-# On which tokens a model stops, by the beginning of its template's name: model cards and generation configs.
-STOPS = {
-    "cohere": ["<|END_OF_TURN_TOKEN|>"],
-    "deepseek": ["<｜end▁of▁sentence｜>"],
-    "diffusion_gemma": ["<turn|>", "<|tool_response>"],
-    "gemma4": ["<turn|>", "<|tool_response>"],
-    "gemma": ["<end_of_turn>"],
-    "glm4moe_training": ["<|user|>", "<|observation|>"],
-    "glm4moe": [],  # stops on the next header, which is no part of the turn
-    "gptoss": ["<|return|>", "<|call|>"],
-    "idefics3": ["<end_of_utterance>"],
-    "smolvlm": ["<end_of_utterance>"],
-    "lfm2": ["<|im_end|>"],
-    "llama3": ["<|eot_id|>", "<|eom_id|>"],
-    "llava": ["</s>"],
-    "muse": ["<|eot|>", "<|eom|>"],
-    "nemotron": ["<|im_end|>"],
-    "phi3": ["<|end|>"],
-    "qwen": ["<|im_end|>"],
-}
-EOS = {"gemma4": "<eos>", "gemma": "<eos>", "glm4moe": "<|endoftext|>", "phi3": "<|endoftext|>"}
+# On which tokens a model stops, by its template.
 OWN_STOPS = {
     "chatml": ["<|im_end|>"], "chatml-eos": ["<|im_end|>"], "chatml-tagged": ["<|im_end|>"],
     "chatml-tagged-badly": ["<|im_end|>"], "chatml-tagged-in-macro": ["<|im_end|>"],
     "llama3": ["<|eot_id|>"], "gemma": ["<end_of_turn>"], "zephyr": ["</s>"], "mistral": ["</s>"],
     "llama2": ["</s>"], "glm": [], "phi3": ["<|end|>"], "qwen3": ["<|im_end|>"],
 }  # fmt: skip
-
-
-def _lookup(table: dict[str, Any], name: str) -> Any:
-    return next((table[key] for key in sorted(table, key=len, reverse=True) if name.startswith(key)), None)
 
 
 def _expected(
@@ -131,35 +103,6 @@ def _check(name: str, tokenizer: PreTrainedTokenizerFast, stops: list[str]) -> C
 def test_labels_are_those_of_the_brute_force(name: str) -> None:
     assert OWN_STOPS.keys() == ct.FAMILIES.keys()
     _check(name, ct.byte_tokenizer(name), OWN_STOPS[name])
-
-
-def _public_templates() -> list[Path]:
-    folder = os.environ.get("FSDP_SFT_TEMPLATES")
-    if folder is None:
-        found = importlib.util.find_spec("trl")
-        folder = str(Path(found.origin).parent / "chat_templates") if found and found.origin else ""
-    return sorted(Path(folder).glob("*.jinja")) if folder else []
-
-
-@pytest.mark.slow
-def test_public_templates() -> None:
-    paths = _public_templates()
-    if not paths:
-        pytest.skip("install trl, or set FSDP_SFT_TEMPLATES to a folder of *.jinja files")
-    total: Counter[str] = Counter()
-    failed = []
-    for path in paths:
-        stops = _lookup(STOPS, path.stem)
-        assert stops is not None, f"on which tokens does {path.stem} stop? Add it to STOPS"
-        eos = _lookup(EOS, path.stem) or (stops[0] if stops else "<|endoftext|>")
-        template = path.read_text()
-        try:
-            total += _check(path.stem, byte_tokenizer(template, stops, eos), stops)
-            total += _check_reasoning(byte_tokenizer(template, stops, eos), stops)
-        except AssertionError as error:
-            failed.append(f"{path.stem}: {error}")
-    print(f"{len(paths)} templates, {dict(total)}")
-    assert not failed, "\n".join(failed)
 
 
 @pytest.mark.parametrize("mistake", ["one token late", "header trained", "stop left out", "all"])

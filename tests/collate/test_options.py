@@ -19,15 +19,6 @@ from tests.harness import chat_templates as ct
 
 QWEN3 = ct.byte_tokenizer("qwen3")
 CHATML = ct.byte_tokenizer("chatml")
-# As gpt-oss writes it: reasoning in a channel that a special token closes, the answer in another.
-CHANNELS = (
-    "{% for message in messages %}{% if message.role == 'assistant' %}"
-    "{% if message.thinking %}"
-    "{{ '<|im_start|>assistant<|think|>' + message.thinking + '<|end|>' }}{% endif %}"
-    "{{ '<|im_start|>assistant<|final|>' + message.content + '<|im_end|>' }}"
-    "{% else %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
-)
 
 
 def shown(row: dict[str, Any], tokenizer: Any, **options: Any) -> str:
@@ -85,12 +76,6 @@ def test_reasoning_in_front_of_a_tool_call() -> None:
     assert '"x"' in calls
     assert calls.endswith("<|im_end|>⟧\n")
     assert whole == f"{head}⟦{thought}{calls}"
-
-
-def test_reasoning_in_a_channel() -> None:
-    row = answer("yes", thinking="hm")
-    text = shown(row, CHATML, chat_template=CHANNELS, train_reasoning=False)
-    assert text.endswith("<|think|>hm<|end|>⟦<|im_start|>assistant<|final|>yes<|im_end|>⟧")
 
 
 def test_reasoning_that_is_not_printed_changes_nothing() -> None:
@@ -185,11 +170,4 @@ def test_a_skeleton_that_is_out_of_date_is_rendered_anew() -> None:
     for key in known:
         known[key] = "Today is another day. " + known[key]
     assert shown(answer("b"), tokenizer) == expected.replace("⟦a", "⟦b")
-    assert not any("another day" in text for (prompt, *_), text in known.items() if not prompt)
-    # A prompt that is not in front of the answer is rendered anew as well.
-    for key in known:
-        known[key] = (
-            known[key].replace("<|im_start|>assistant\n", "<|im_start|>bot\n") if key[0] else known[key]
-        )
-    assert shown(answer("c"), tokenizer) == expected.replace("⟦a", "⟦c")
-    assert not any("bot" in text for text in known.values())
+    assert not any("another day" in text for text in known.values())

@@ -51,15 +51,6 @@ def test_a_header_that_ends_with_a_space_is_noted() -> None:
             assert expected in shown(row, own)
 
 
-def test_a_single_answer_that_begins_with_white_space_is_counted_only() -> None:
-    own = joining("ĊĊ")
-    own.chat_template = turns("message.role + '\n'", "</s>\n")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, counts = filter_rows([chat("q", "\nHello"), ROW, ROW], own)
-    assert counts == {"kept": 3, "start_in_a_token": 1}
-
-
 @pytest.mark.parametrize("more", ["", "and messages|length > 1"])
 def test_a_header_that_no_prompt_writes_is_the_models(more: str) -> None:
     template = turns("'<|' + message.role + '|>\n'", "<|end|>").replace("else ''", "else '<|end|>'")
@@ -93,12 +84,14 @@ def test_headers_that_number_the_turns(first: int) -> None:
 
 def test_numbers_that_only_rows_have_are_refused() -> None:
     """The prompt has another number than the row, so no rendering shows where the answer begins."""
-    template = turns("'<|' + message.role + '|> ' ~ loop.index ~ '\n'", "<|end|>").replace(
-        "'<|' + 'assistant' + '|> ' ~ loop.index ~ '\n'", "'<|assistant|> ' ~ (messages|length + 2) ~ '\n'"
-    )
+    numbered = "'|> ' ~ (NUMBER if messages[0].role == 'system' else '')"
+    header = "'<|' + message.role + " + numbered
+    template = turns(header, "<|end|>").replace("'assistant' + '|> ' ~ (NUMBER", "'assistant|> ' ~ (LATER")
+    template = template.replace("NUMBER", "loop.index").replace("LATER", "messages|length + 2")
     own = tokenizer(template, "<|user|>", "<|assistant|>", "<|end|>")
+    assert shown(ROW, own).endswith("<|assistant|> ⟦two<|end|>⟧")
     with pytest.raises(ChatTemplateError, match="does not come after the generation prompt"):
-        encode_chat(ROW, own)
+        encode_chat(chat(("system", "s"), "q", "one", "r", "two"), own)
 
 
 def test_a_prompt_that_opens_reasoning_as_rows_with_reasoning_do() -> None:

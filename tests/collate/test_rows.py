@@ -94,12 +94,6 @@ def test_openai_tool_calls(arguments):
     )
 
 
-def test_null_that_is_written_as_json_is_kept():
-    call = {"function": {"name": "f", "arguments": '{"a": null}'}}
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert '"arguments": {"a": null}' in shown({"messages": messages})
-
-
 def test_tool_calls_that_a_template_joins_as_text():
     tokenizer = ct.byte_tokenizer("mistral")
     tokenizer.chat_template = ct.MISTRAL.replace(
@@ -142,16 +136,6 @@ def test_contents_are_given_in_parts_to_templates_that_take_nothing_else():
     tokenizer.chat_template = ct.CHATML.replace("{{ message.content }}", "{{ message.content[0]['text'] }}")
     row = chat("hi", "hello", "more", "")
     assert shown(row, tokenizer) == shown(row)
-
-
-def test_reasoning_is_trained_where_the_template_prints_it():
-    tokenizer = ct.byte_tokenizer("chatml")
-    tokenizer.chat_template = ct.CHATML_REASONING
-    parts = [{"type": "reasoning", "value": "hm"}, {"type": "text", "value": "b"}]
-    text = shown(
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": parts}]}, tokenizer
-    )
-    assert text.endswith("⟦<think>\nhm\n</think>\n\nb<|im_end|>⟧\n")
 
 
 def test_encoded_rows_pass_through_with_truncation():

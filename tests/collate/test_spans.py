@@ -191,18 +191,6 @@ def test_tags_leave_out_what_they_do_not_cover():
     assert shown(row, tokenizer).endswith("(note)⟦b⟧(note)⟦why<|im_end|>⟧\n")
 
 
-def test_tags_inside_a_macro_are_ignored():
-    tokenizer = ct.byte_tokenizer("chatml")
-    new = "{{ message.content }}{% endgeneration %}(note){% generation %}{{ message.reasoning_content }}"
-    tokenizer.chat_template = ct.CHATML_TAGGED_IN_MACRO.replace("{{ message.content }}", new, 1)
-    row = chat("a", "hello there, all of you out there", "a", "general")
-    for message in row["messages"][1::2]:
-        message["reasoning_content"] = "for a long and winding reason"
-    text = shown(row, tokenizer)
-    assert "⟦hello there, all of you out there(note)for a long and winding reason<|im_end|>⟧\n" in text
-    assert text.endswith("⟦general(note)for a long and winding reason<|im_end|>⟧\n")
-
-
 @pytest.mark.parametrize("capture", ["macro", "set", None])
 def test_tags_that_count_from_elsewhere_do_not_tell_a_start(capture):
     """Without a header only the tag tells where the second answer starts, if its offset can be trusted."""

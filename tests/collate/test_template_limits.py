@@ -38,15 +38,6 @@ def test_a_template_that_does_not_end(name: str, monkeypatch: pytest.MonkeyPatch
     assert fs.encode_chat(chat("q", "a"), _with("")).num_targets, "the limit has outlived its template"
 
 
-def test_what_only_some_rows_set_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "_SECONDS", 0.3)
-    endless = ENDLESS["nested ranges"]
-    own = _with("{% if messages[0].content|length > 5 %}" + endless + "{% endif %}{{ '-' * 3 }}")
-    assert own.decode(fs.encode_chat(chat("q", "a"), own).input_ids).startswith("---")
-    with pytest.raises(fs.ChatTemplateError, match="a program that does not end"):
-        fs.encode_chat(chat("a long question", "a"), own)
-
-
 def test_a_text_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "_MAX_CHARACTERS", 1000)
     own = _with("{% if messages[0].content|length > 5 %}{{ 'x' * 1000 }}{% endif %}")

@@ -149,8 +149,8 @@ MISTAKES = [
     Mistake(
         "a reasoning that the template drops is taken for printed",
         "collate/layout.py",
-        "            if leaf.message in wanted and number not in printed:",
-        "            if leaf.in_call and leaf.message in wanted and number not in printed:",
+        "            if leaf.message in wanted and id(leaf) not in printed:",
+        "            if leaf.part == 'tool call' and leaf.message in wanted and id(leaf) not in printed:",
         ("tests/collate/test_dropped.py",),
     ),
     Mistake(
@@ -226,8 +226,8 @@ MISTAKES = [
     Mistake(
         "numbers that no prompt has are trained",
         "collate/spans.py",
-        "            return None if numbered else self._end_of_header(",
-        "            return self._end_of_header(",
+        '            if _NUMBER.sub("0", before).startswith(_NUMBER.sub("0", prompt)):',
+        "            if False:",
         ("tests/collate/test_prompts.py::test_numbers_that_only_rows_have_are_refused",),
     ),
     Mistake(
@@ -254,8 +254,8 @@ MISTAKES = [
     Mistake(
         "the prompt of every turn is taken for that of the probe",
         "collate/spans.py",
-        "        start = None if prompt is None else _end_of_prompt(prompt, before)\n",
-        "        start = None\n",
+        "            start = _end_of_prompt(prompt, before)\n",
+        "            start = None\n",
         ("tests/collate/test_prompts.py::test_a_prompt_may_depend_on_anything",),
     ),
     Mistake(
@@ -263,13 +263,13 @@ MISTAKES = [
         "collate/spans.py",
         "for place in (0, -1))",
         "for place in (-1, -1))",
-        ("tests/collate/test_prompts.py::test_a_generation_prompt_for_later_questions_only_is_noted",),
+        ("tests/collate/test_prompts.py::test_a_header_that_no_prompt_writes_is_the_models",),
     ),
     Mistake(
         "what two prompts have in common is a header",
-        "collate/spans.py",
-        "if self.facts.prompt_varies:",
-        "if False:",
+        "collate/template.py",
+        "        varies = not (",
+        "        varies = prompted is None and not (",
         ("tests/collate/test_prompts.py::test_of_prompts_that_vary_from_turn_to_turn_no_part_is_trained",),
     ),
 ]

@@ -17,7 +17,7 @@ import time
 import uuid
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -136,25 +136,13 @@ def encode_dataset(
 
 
 def _readable(given: Any) -> Any:
-    """The rows that the user has given, as a sequence or a ``datasets.Dataset`` of plain rows.
+    """The rows that the user has given, a ``datasets.Dataset`` as one of plain rows.
 
     Raises:
-        ValueError: If they cannot be read by index, or there are none.
+        ValueError: If there are none.
     """
-    is_sequence = hasattr(given, "__len__") and hasattr(given, "__getitem__")
-    if isinstance(given, (str, bytes, Mapping)) or not is_sequence:
-        raise ValueError(
-            "encode_dataset reads a sequence of rows or a datasets.Dataset, got "
-            f"{type(given).__name__}; of a .jsonl file give [json.loads(line) for line in open(path)], and "
-            "encode the rows of a stream with encode_chat, for PackedStream"
-        )
     if not len(given):
         raise ValueError("there are no rows to encode")
-    if isinstance(given[0], (str, os.PathLike)):
-        raise ValueError(
-            f"encode_dataset reads rows and no files, got {given[0]!r}; give [json.loads(line) for path in "
-            "paths for line in open(path)]"
-        )
     if data.is_hub_dataset(given) and given.format["type"] not in (None, "custom"):
         # Slices of other formats are tables or arrays. A transform stays.
         given = given.with_format(None, columns=given.format["columns"])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -34,21 +34,14 @@ class TextSlot:
     Attributes:
         message: Index of the message.
         texts: The text as the row has it, and further forms in which a template may print it.
-        in_call: Whether it belongs to a tool call.
-        is_reasoning: Whether it is reasoning.
+        part: Kind of the text: "content", "reasoning" or "tool call".
         is_name: Whether it is the name of a function, which is a leaf only if the call's arguments hold none.
     """
 
     message: int
     texts: tuple[str, ...]
-    in_call: bool
-    is_reasoning: bool = False
+    part: str = "content"
     is_name: bool = False
-
-    @property
-    def part(self) -> str:
-        """Kind of the text: "reasoning", "tool call" or "content"."""
-        return "reasoning" if self.is_reasoning else "tool call" if self.in_call else "content"
 
     def spellings(self) -> Iterator[str]:
         """The texts, and the first one as JSON and as Python's repr print it, without the quotes."""
@@ -57,23 +50,12 @@ class TextSlot:
         yield repr(self.texts[0])[1:-1]
 
 
-@dataclass(slots=True)
-class SlotSpan:
-    """Position of a leaf in the true rendering: characters [start, end).
+class Place(NamedTuple):
+    """A leaf and its position in the true rendering: characters [start, end)."""
 
-    Attributes:
-        leaf: Number of the leaf.
-        message: Index of the leaf's message.
-        start: First character.
-        end: The character after the last one.
-        is_reasoning: Whether the leaf is reasoning.
-    """
-
-    leaf: int
-    message: int
+    leaf: TextSlot
     start: int
     end: int
-    is_reasoning: bool = False
 
 
 class MessageSpan(NamedTuple):
@@ -110,59 +92,46 @@ class Layout:
     """
 
     leaves: list[TextSlot]
-    places: list[SlotSpan]
+    places: list[Place]
     length: int
     marked: list[Message]
 
-    def check(self, template: ChatTemplate, wanted: set[int]) -> None:
-        """Check that each wanted message is printed once and in one piece.
-
-        Raises:
-            ChatTemplateError: If one is missing, printed twice, or interrupted by another.
-        """
-        printed: set[int] = set()
-        begun: set[int] = set()
-        before = None
-        for place in self.places:
-            index = place.message
-            if index in wanted and place.leaf in printed:
-                raise template.error(f"it prints message {index} more than once")
-            if index in wanted and index != before and index in begun:
-                raise template.error(f"it prints another message in the middle of message {index}")
-            printed.add(place.leaf)
-            begun.add(index)
-            before = index
-        for index in sorted(self.absent(wanted))[:1]:
-            raise template.error(f"it does not print message {index}")
-
-    def absent(self, messages: set[int]) -> set[int]:
-        """Those of `messages` that have texts, none of which is printed."""
-        printed = {place.message for place in self.places}
-        return (messages & {leaf.message for leaf in self.leaves}) - printed
-
     def dropped(self, wanted: set[int]) -> Iterator[TextSlot]:
         """Texts of the wanted messages that are not printed."""
-        printed = {place.leaf for place in self.places}
-        for number, leaf in enumerate(self.leaves):
-            if leaf.message in wanted and number not in printed:
+        printed = {id(place.leaf) for place in self.places}
+        for leaf in self.leaves:
+            if leaf.message in wanted and id(leaf) not in printed:
                 yield leaf
 
-    def extents(self, wanted: set[int]) -> Iterator[MessageSpan]:
-        """Positions of the wanted messages: first those not printed, then the others in text order."""
-        printed = {place.message for place in self.places}
-        for index in sorted(wanted - printed):
-            floor = max((p.end for p in self.places if p.message < index), default=0)
-            ceiling = min((p.start for p in self.places if p.message > index), default=self.length)
-            yield MessageSpan(index, floor, None, ceiling)
-        # Neighbouring places of one message are a run. A message printed in two pieces has two runs, which
-        # `check` refuses for wanted messages. The literal before a run begins at the end of the previous run,
-        # or with the text; the one behind it ends at the start of the next run, or at the end of the text.
-        runs = [list(run) for _, run in groupby(self.places, key=lambda place: place.message)]
+    def extents(self, template: ChatTemplate, wanted: set[int]) -> list[MessageSpan]:
+        """Positions of the wanted messages: first of those without a printed text, then in text order.
+
+        Raises:
+            ChatTemplateError: If a message with texts is missing, printed twice, or interrupted by another.
+        """
+        # Neighbouring places of one message are a run. The literal before a run begins at the end of the
+        # previous run, or with the text; the one behind it ends at the next run, or at the end of the text.
+        runs = [list(run) for _, run in groupby(self.places, key=lambda place: place.leaf.message)]
         floors = [0, *(run[-1].end for run in runs)]
         ceilings = [*(run[0].start for run in runs[1:]), self.length]
+        found: dict[int, MessageSpan] = {}
         for run, floor, ceiling in zip(runs, floors, ceilings, strict=False):
-            if run[0].message in wanted:
-                yield MessageSpan(run[0].message, floor, (run[0].start, run[-1].end), ceiling)
+            index = run[0].leaf.message
+            if index not in wanted:
+                continue
+            if len({id(place.leaf) for place in run}) < len(run):
+                raise template.error(f"it prints message {index} more than once")
+            if index in found:
+                raise template.error(f"it prints another message in the middle of message {index}")
+            found[index] = MessageSpan(index, floor, (run[0].start, run[-1].end), ceiling)
+        blank = []
+        for index in sorted(wanted - set(found)):
+            if any(leaf.message == index for leaf in self.leaves):
+                raise template.error(f"it does not print message {index}")
+            floor = max((place.end for place in self.places if place.leaf.message < index), default=0)
+            after = (place.start for place in self.places if place.leaf.message > index)
+            blank.append(MessageSpan(index, floor, None, min(after, default=self.length)))
+        return [*blank, *found.values()]
 
 
 def lay_out(
@@ -217,7 +186,7 @@ def _mimics(messages: list[Message], template: ChatTemplate) -> bool:
     return any(mark in content for content in others for mark in marks)
 
 
-def _align(marked: str, text: str, leaves: Sequence[TextSlot]) -> list[SlotSpan] | None:
+def _align(marked: str, text: str, leaves: Sequence[TextSlot]) -> list[Place] | None:
     """The place of each leaf in `text`, found by putting leaves back for their sentinels.
 
     None unless the result is `text`, character for character.
@@ -226,8 +195,8 @@ def _align(marked: str, text: str, leaves: Sequence[TextSlot]) -> list[SlotSpan]
     (literal, *literals), numbers = split_at_sentinels(marked)
     if not text.startswith(literal):
         return None
-    position, places = len(literal), []
-    named = set()
+    position = len(literal)
+    places: list[Place] = []
     for number, literal in zip(numbers, literals, strict=True):
         leaf = leaves[number]
         for spelling in leaf.spellings():
@@ -238,17 +207,17 @@ def _align(marked: str, text: str, leaves: Sequence[TextSlot]) -> list[SlotSpan]
             return None
         # Some templates print a call's name a second time, in front of the call's result, where it is not
         # written by the assistant: only the first place counts.
-        if number not in named:
-            places.append(SlotSpan(number, leaf.message, position, end, leaf.is_reasoning))
-        if leaf.is_name:
-            named.add(number)
+        if not (leaf.is_name and any(place.leaf is leaf for place in places)):
+            places.append(Place(leaf, position, end))
         position = end + len(literal)
     return places if position == len(text) else None
 
 
 @dataclass(slots=True)
 class _Marker:
-    """Copies messages with sentinels instead of their texts, and collects the texts as leaves.
+    """Copies a message with sentinels instead of its texts, and collects the texts as leaves.
+
+    White space at the edges of a text stays, so that a template strips it in both renderings.
 
     Attributes:
         message: Index of the message.
@@ -268,28 +237,32 @@ class _Marker:
         known, marked = len(self.leaves), dict(message)
         for key in (*REASONING_KEYS, "content"):
             if key in marked:
-                pattern = THINK if "think>" in marked[key] else None
-                marked[key] = mark_text(marked[key], self._adder(is_reasoning=key != "content"), pattern)
-                if pattern and key == "content":
-                    _note_reasoning(marked[key], self.leaves)
+                marked[key] = self._mark_around_tags(marked[key], thought=key != "content")
         if "tool_calls" in marked:
             marked["tool_calls"] = [self._mark_call(call) for call in marked["tool_calls"]]
         if blanks and len(self.leaves) == known and message["role"] == "assistant":
-            content, add = message["content"], self._adder()
+            content = message["content"]
             # A template that strips the content treats white space beside a sentinel differently from white
             # space alone. So the sentinel replaces it, and each way of stripping it is a spelling.
             stripped = (content, content.lstrip("\n"), content.rstrip("\n"), content.strip("\n"), "")
-            marked["content"] = mark_text(content, add) if content.strip() else add(*dict.fromkeys(stripped))
+            marked["content"] = self._mark_text(content) if content.strip() else self._add(stripped)
         return marked
 
-    def _adder(self, **kind: bool) -> Callable[..., str]:
-        """A function that adds a leaf of this kind, given its spellings, and returns its sentinel."""
-
-        def add(*texts: str) -> str:
-            self.leaves.append(TextSlot(self.message, texts, **{"in_call": False, **kind}))
-            return sentinel(len(self.leaves) - 1)
-
-        return add
+    def _mark_around_tags(self, text: str, *, thought: bool) -> str:
+        """The text with a sentinel for each part between think tags; inside them it is reasoning."""
+        # A content that closes a think block without opening it begins inside: the prompt has opened it.
+        closing = text.find("</think>")
+        inside = closing >= 0 and not 0 <= text.find("<think>") < closing
+        marked, position = "", 0
+        for part in THINK.split(text):
+            position += len(part)
+            if THINK.fullmatch(part):
+                # An opening tag that nothing closes is quoted text.
+                inside = part == "<think>" and "</think>" in text[position:]
+                marked += part
+            else:
+                marked += self._mark_text(part, "reasoning" if thought or inside else "content")
+        return marked
 
     def _mark_call(self, call: dict[str, Any]) -> dict[str, Any]:
         """The call with sentinels in its arguments, or for its name if the arguments hold no leaf."""
@@ -297,48 +270,28 @@ class _Marker:
         function = dict(call["function"])
         function["arguments"] = self._mark_argument(function["arguments"])
         if len(self.leaves) == known:
-            function["name"] = mark_text(function["name"], self._adder(in_call=True, is_name=True))
+            function["name"] = self._mark_text(function["name"], "tool call", is_name=True)
         return {**call, "function": function}
 
     def _mark_argument(self, value: Any) -> Any:
         """The argument with a sentinel for each string in it."""
         if isinstance(value, str):
-            return mark_text(value, self._adder(in_call=True))
+            return self._mark_text(value, "tool call")
         if isinstance(value, dict):
             return {key: self._mark_argument(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._mark_argument(item) for item in value]
         return value
 
+    def _mark_text(self, text: str, part: str = "content", **kind: bool) -> str:
+        """The text with a sentinel for all of it but white space at its edges."""
+        core = text.strip()
+        if not core:
+            return text
+        head, _, tail = text.partition(core)
+        return head + self._add((core,), part, **kind) + tail
 
-def mark_text(text: str, add: Callable[..., str], pattern: re.Pattern[str] | None = None) -> str:
-    """Replace each part of a text between matches of `pattern` by what `add` returns for it.
-
-    Matches stay, and so does white space at the edges of a part, so that a template strips it in both
-    renderings.
-    """
-    parts = []
-    for part in pattern.split(text) if pattern else [text]:
-        core = part.strip()
-        if not core or (pattern and pattern.fullmatch(part)):
-            parts.append(part)
-        else:
-            head, _, tail = part.partition(core)
-            parts.append(head + add(core) + tail)
-    return "".join(parts)
-
-
-def _note_reasoning(marked: str, leaves: list[TextSlot]) -> None:
-    """Mark the leaves of a content that are inside think tags as reasoning."""
-    # A content that closes a think block without opening it begins inside: the prompt has opened it.
-    end = marked.find("</think>")
-    inside = end >= 0 and not 0 <= marked.find("<think>") < end
-    position = 0
-    for part in THINK.split(marked):
-        position += len(part)
-        if THINK.fullmatch(part):
-            # An opening tag that nothing closes is quoted text.
-            inside = part == "<think>" and "</think>" in marked[position:]
-        else:
-            for number in split_at_sentinels(part)[1]:
-                leaves[number].is_reasoning = inside
+    def _add(self, texts: tuple[str, ...], part: str = "content", **kind: bool) -> str:
+        """Add a leaf with its spellings, and return its sentinel."""
+        self.leaves.append(TextSlot(self.message, texts, part, **kind))
+        return sentinel(len(self.leaves) - 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
@@ -13,7 +12,7 @@ from fsdp_sft.collate.messages import REASONING_KEYS
 from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.collate.rows import Conversation, tool_name
 from fsdp_sft.collate.spans import Found
-from fsdp_sft.collate.template import ChatTemplate, TemplateFacts, describe_tokenizer
+from fsdp_sft.collate.template import ChatTemplate, describe_tokenizer
 from fsdp_sft.errors import ChatTemplateError
 
 NOTES = {
@@ -72,7 +71,16 @@ def notes_of(
         yield "special_tokens"
     yield from _on_dropped(found, template, options)
     yield from _on_context(found, template, conversation, options)
-    yield from _on_prompts(found, template)
+    if found.differing:
+        yield "prompt_differs"
+        _warn(
+            template,
+            f"ends a question with {found.differing[0]!r} when it asks for an answer "
+            f"(add_generation_prompt=True), and prints {found.differing[1]!r} in front of the answer that is "
+            "trained: the model will be asked otherwise than it was trained; pass a chat_template= that "
+            "prints the same for both, unless they differ on purpose (a prompt that opens reasoning does not "
+            "count)",
+        )
     if found.empty_reasoning is not None:
         if options.empty_reasoning == "error":
             raise ChatTemplateError(
@@ -86,8 +94,15 @@ def notes_of(
         last = found.turns[-1]
         if conversation.messages[last.message]["role"] == "assistant" and last.stop_start == last.end:
             yield "no_end_of_turn"
-        with suppress(ChatTemplateError):
-            yield from _on_ends(template, template.facts())
+        facts = template.facts()
+        if not facts.stop_is_token:
+            yield "end_of_turn_is_text"
+            warn(
+                f"answers end with {facts.end_of_turn!r}, which is no token of "
+                f"{describe_tokenizer(template.tokenizer)}: it is trained as text, and generation must be "
+                "told to stop on it; better, add it with tokenizer.add_special_tokens and load the model "
+                "with new_vocab_size=len(tokenizer)"
+            )
 
 
 def _on_dropped(found: Found, template: ChatTemplate, options: EncodeOptions) -> Iterator[str]:
@@ -96,7 +111,7 @@ def _on_dropped(found: Found, template: ChatTemplate, options: EncodeOptions) ->
         return
     last_question = max((i for i, m in enumerate(found.messages) if m["role"] == "user"), default=-1)
     # Reasoning before the last question is left out by design.
-    kept = (item for item in found.dropped if not item.is_reasoning or item.message >= last_question)
+    kept = (item for item in found.dropped if item.part != "reasoning" or item.message >= last_question)
     lost = next(kept, None)
     if lost is not None:
         if options.on_dropped == "error":
@@ -128,32 +143,6 @@ def _on_context(
             template,
             f"does not print what some conversations have in a message of role {role!r}: the model is "
             "trained without it; pass a chat_template= that prints it",
-        )
-
-
-def _on_prompts(found: Found, template: ChatTemplate) -> Iterator[str]:
-    """The note on a generation prompt that is not the text in front of the answer."""
-    if found.differing:
-        yield "prompt_differs"
-        _warn(
-            template,
-            f"ends a question with {found.differing[0]!r} when it asks for an answer "
-            f"(add_generation_prompt=True), and prints {found.differing[1]!r} in front of the answer that is "
-            "trained: the model will be asked otherwise than it was trained; pass a chat_template= that "
-            "prints the same for both, unless they differ on purpose (a prompt that opens reasoning does not "
-            "count)",
-        )
-
-
-def _on_ends(template: ChatTemplate, facts: TemplateFacts) -> Iterator[str]:
-    """The note on an end of turn that is no token."""
-    if not facts.stop_is_token:
-        yield "end_of_turn_is_text"
-        warn(
-            f"answers end with {facts.end_of_turn!r}, which is no token of "
-            f"{describe_tokenizer(template.tokenizer)}: it is trained as text, and generation must be "
-            "told to stop on it; better, add it with tokenizer.add_special_tokens and load the model "
-            "with new_vocab_size=len(tokenizer)"
         )
 
 

@@ -35,25 +35,6 @@ SHAREGPT_ROLES = {
 }
 
 
-@dataclass(frozen=True)
-class RowShape:
-    """A shape of chat rows.
-
-    Attributes:
-        key: The key by which a row is recognised.
-        says: The keys in words, for messages.
-        read: Function from a row to its messages.
-        answer: The key of what is trained.
-        others: Further keys that ``read`` looks at.
-    """
-
-    key: str
-    says: str
-    read: Callable[[Mapping[str, Any]], list[Message]]
-    answer: str
-    others: tuple[str, ...] = ()
-
-
 def _read_messages(row: Mapping[str, Any]) -> list[Message]:
     items = as_list(row["messages"], "messages")
     return _with_system(row, [read_message(item, f"messages[{i}]") for i, item in enumerate(items)])
@@ -134,17 +115,13 @@ def _pair(user: Any, assistant: Any, where: str) -> list[Message]:
     ]
 
 
-SHAPES = (
-    RowShape("messages", '"messages" (role/content)', _read_messages, "messages"),
-    RowShape("conversations", '"conversations" (from/value)', _read_conversations, "conversations"),
-    RowShape(
-        "instruction", '"instruction" + "output" (Alpaca)', _read_alpaca, "output", ("input", "history")
-    ),
-    RowShape("prompt", '"prompt" + "completion"', _read_prompt, "completion"),
-)
-"""Every shape of chat rows, in the order in which they are tried; tokenised rows come before, texts after."""
-MESSAGE_LISTS = {key for shape in SHAPES for key in (shape.key, shape.answer)}
-"""Keys of a row that may hold a list of messages."""
+SHAPES: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
+    "messages": _read_messages,
+    "conversations": _read_conversations,
+    "instruction": _read_alpaca,
+    "prompt": _read_prompt,
+}
+"""Readers of chat rows, by the key that shows the shape; tokenised rows come before, texts after."""
 
 _TOKENIZED = "input_ids"
 _OF_THE_ROW = ("label", "kto_tag")  # TRL's, LLaMA-Factory's: whether the answer is one to learn
@@ -152,10 +129,12 @@ _TAKEN = {
     *("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message"),
     *("chat_template", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
 }
-_READ = {"system", "tools", "chat_template_kwargs"}.union(
-    *((one.key, one.answer, *one.others) for one in SHAPES)
+_MESSAGE_LISTS = {*SHAPES, "completion", "output"}  # keys of a row that may hold a list of messages
+_READ = {*_MESSAGE_LISTS, "input", "history", "system", "tools", "chat_template_kwargs"}
+_ACCEPTED = (
+    '"messages" (role/content), "conversations" (from/value), "instruction" + "output" (Alpaca), '
+    '"prompt" + "completion", "text", or "input_ids" + "labels"'
 )
-_ACCEPTED = f'{", ".join(shape.says for shape in SHAPES)}, "text", or "input_ids" + "labels"'
 _PLAIN = {str, int, float, bool, type(None)}
 
 
@@ -188,7 +167,7 @@ def is_text(row: Any) -> bool:
     """Whether `row` is one text: it has no key of another shape."""
     if not isinstance(row, Mapping) or row.get("text") is None:
         return False
-    return _TOKENIZED not in row and all(row.get(shape.key) is None for shape in SHAPES)
+    return _TOKENIZED not in row and all(row.get(key) is None for key in SHAPES)
 
 
 def read_text(row: Mapping[str, Any]) -> str:
@@ -261,17 +240,17 @@ def read_row(row: Any) -> Conversation:
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict, got {type(row).__name__}; accepted shapes: {_ACCEPTED}")
     _refuse_undesired(row)
-    shape = next((shape for shape in SHAPES if row.get(shape.key) is not None), None)
-    if shape is None:
+    key = next((key for key in SHAPES if row.get(key) is not None), None)
+    if key is None:
         raise ValueError(
             f"no known row shape in the keys {sorted(map(str, row))}; accepted shapes: {_ACCEPTED}. Rename "
             "the columns, or make messages of them"
         )
     refuse_media(row)
     try:
-        plain = {key: _plain(value) if key in _READ else value for key, value in row.items()}
+        plain = {name: _plain(value) if name in _READ else value for name, value in row.items()}
         row = _without_fillers(plain)
-        messages = shape.read(row)
+        messages = SHAPES[key](row)
     except RecursionError:
         raise ValueError("the row is nested too deeply to be read") from None
     if not messages:
@@ -296,7 +275,7 @@ def _without_fillers(row: dict[str, Any]) -> dict[str, Any]:
     Args:
         row: A chat row of plain Python data, which is not modified.
     """
-    lists = {key: _dicts(row[key]) for key in MESSAGE_LISTS if isinstance(row.get(key), list)}
+    lists = {key: _dicts(row[key]) for key in _MESSAGE_LISTS if isinstance(row.get(key), list)}
     keys = {(key, *message) for key, messages in lists.items() for message in messages}
     values = [item for messages in lists.values() for message in messages for item in message.items()]
     from_table = len(keys) == len(lists) and any(item is None for key, item in values if key != "content")

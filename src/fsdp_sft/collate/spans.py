@@ -31,7 +31,7 @@ end-of-turn token, which is the first stop token in the literal behind leaf 1: t
 66. The line break after it is not trained, because generation has stopped by then.
 
 The prompt is rendered for the messages in front of the answer, since it may depend on anything: a system
-message, tools, the number of the turn (``_TurnFinder.find_starts``). Where it cannot be rendered, as for an
+message, tools, the number of the turn (``_TurnFinder.starts``). Where it cannot be rendered, as for an
 answer that opens the conversation, or is not what stands there, the header counts with which the prompt of a
 question ends. Stop tokens are properties of the template and not of the row. `ChatTemplate.facts` learns them
 once, from a probe of four messages whose contents are sentinels: the end-of-turn token is, as a rule, the
@@ -51,8 +51,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from fsdp_sft.collate.layout import THINK, Layout, MessageSpan, SlotSpan, TextSlot, lay_out, mark_text
+from fsdp_sft.collate.layout import Layout, MessageSpan, Place, TextSlot, lay_out
 from fsdp_sft.collate.literals import (
+    CLOSE,
     CLOSED_REASONING,
     OPEN,
     OPENED_REASONING,
@@ -61,7 +62,7 @@ from fsdp_sft.collate.literals import (
     shared_header,
     split_at_sentinels,
 )
-from fsdp_sft.collate.messages import REASONING_KEYS, Message
+from fsdp_sft.collate.messages import REASONING_KEYS, Message, other_forms
 from fsdp_sft.collate.rows import Conversation
 from fsdp_sft.collate.template import ChatTemplate, TemplateFacts
 from fsdp_sft.errors import ChatTemplateError
@@ -149,12 +150,13 @@ def find_turns(
         raise template.error(f"the conversation holds the private-use character {OPEN!r}")
     facts = template.facts()
     layout = lay_out(template, messages, conversation.tools, wanted or printed, text)
-    layout.check(template, wanted)
+    extents = layout.extents(template, wanted)
     owned = _tags_by_message(tags, layout.places, messages)
-    finder = _TurnFinder(template, facts, messages, owned, layout, conversation.tools, empty_blocks)
-    extents = list(layout.extents(wanted))
-    finder.find_starts(text, extents)
-    turns = [turn for extent in extents for turn in finder.find(text, extent)]
+    finder = _TurnFinder(template, facts, messages, conversation.tools, layout, empty_blocks)
+    starts = finder.starts(text, extents)
+    turns = []
+    for extent in extents:
+        turns += finder.find(text, extent, starts[extent.message], owned.get(extent.message, []))
     if not reasoning:
         turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
     others = {i for i, message in enumerate(messages) if message["role"] != "assistant"} - printed
@@ -164,7 +166,7 @@ def find_turns(
     return Found(
         text,
         sorted(turns, key=lambda turn: turn.start),
-        dropped=tuple(leaf for leaf in layout.dropped(printed) if reasoning or not leaf.is_reasoning),
+        dropped=tuple(leaf for leaf in layout.dropped(printed) if reasoning or leaf.part != "reasoning"),
         differing=finder.differing,
         context=(*layout.dropped(others & located), *missing),
         empty_reasoning=finder.empty,
@@ -177,15 +179,15 @@ def not_in_the_text(messages: list[Message], indices: Iterable[int], text: str) 
     for index in indices:
         content = str(messages[index]["content"]).strip()
         if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
-            yield TextSlot(index, (content,), in_call=False)
+            yield TextSlot(index, (content,))
 
 
-def _without_reasoning(turn: Turn, places: list[SlotSpan], text: str) -> Iterator[Turn]:
+def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[Turn]:
     """The parts of a turn without its reasoning and without the tags right before and after reasoning."""
     mine = [place for place in places if turn.start <= place.start and place.end <= turn.stop_start]
     start = turn.start
     for number, place in enumerate(mine):
-        if not place.is_reasoning:
+        if place.leaf.part != "reasoning":
             continue
         before = mine[number - 1].end if number else turn.start
         after = mine[number + 1].start if number + 1 < len(mine) else turn.stop_start
@@ -203,7 +205,7 @@ def _without_reasoning(turn: Turn, places: list[SlotSpan], text: str) -> Iterato
 def _render_any(
     template: ChatTemplate, conversation: Conversation
 ) -> tuple[str, list[tuple[int, int]], list[Message]]:
-    """Render the messages in the first form that the template accepts: theirs, or one of `_other_forms`.
+    """Render the messages in the first form that the template accepts: theirs, or one of `other_forms`.
 
     Reasoning at the beginning of a content goes where the template wants it, unless it refuses that.
 
@@ -212,7 +214,7 @@ def _render_any(
     """
     refused = None
     for messages in _with_reasoning_apart(template, conversation.messages):
-        for form in (messages, *_other_forms(messages)):
+        for form in (messages, *other_forms(messages)):
             try:
                 return *template.render(form, tools=conversation.tools), form
             except ChatTemplateError as error:
@@ -234,29 +236,20 @@ def _with_reasoning_apart(template: ChatTemplate, messages: list[Message]) -> It
 
 def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
     """An assistant's message with its reasoning out of its content, unless the template finds it there."""
-    opening, thought, answer = (
-        _inline(message["content"]) if message["role"] == "assistant" else ("", "", None)
-    )
+    head, closing, answer = message["content"].partition("</think>")
+    before, opening, thought = head.partition("<think>")
     if (
-        answer is None
+        message["role"] != "assistant"
+        or not closing
+        or (opening and before.strip())
         or opening in facts.reads_tags
         or any(key in message for key in REASONING_KEYS)
         # With a closing tag alone, a line must end behind it: else the answer may speak of the tag.
         or (not opening and re.match(r"[^\S\n]*(?:\n|$)", answer) is None)
     ):
         return message
-    return {**message, facts.reasoning_key: thought.strip(), "content": answer.lstrip()}
-
-
-def _inline(content: str) -> tuple[str, str, str | None]:
-    """(tag that opens reasoning at the beginning, the reasoning, the answer; None without reasoning)."""
-    head, closing, answer = content.partition("</think>")
-    before, opening, thought = head.partition("<think>")
-    return (
-        opening,
-        thought if opening else head,
-        answer if closing and not (opening and before.strip()) else None,
-    )
+    reasoning = thought if opening else head
+    return {**message, facts.reasoning_key: reasoning.strip(), "content": answer.lstrip()}
 
 
 @dataclass(slots=True)
@@ -267,171 +260,170 @@ class _TurnFinder:
         template: The chat template.
         facts: Its stop tokens, and its header for where no prompt can be rendered.
         messages: Messages of the conversation, in the form that the template accepts.
-        tags: Spans of the template's generation tags, by message.
-        layout: Places of the texts in the rendering.
         tools: Tool schemas of the conversation.
+        layout: Places of the texts in the rendering.
         empty_blocks: Whether an empty block of reasoning is part of a turn.
-        starts: Offset of each turn's start in the literal in front of its first leaf; None if unknown.
         differing: The first prompt, and the text in front of the answer to the question, which does not
             begin with it.
-        empty: The first message with an empty block.
+        empty: The first message with an empty block of reasoning.
     """
 
     template: ChatTemplate
     facts: TemplateFacts
     messages: list[Message]
-    tags: dict[int, list[tuple[int, int]]]
-    layout: Layout
     tools: list[dict[str, Any]] | None
-    empty_blocks: bool = True
-    starts: dict[int, int | None] = field(default_factory=dict)
+    layout: Layout
+    empty_blocks: bool
     differing: tuple[str, str] | None = None
     empty: int | None = None
 
-    def find(self, text: str, extent: MessageSpan) -> list[Turn]:
-        """The turns of the message at `extent`."""
-        # The turn starts somewhere in text[floor:first] and ends somewhere in text[last:ceiling]: the
-        # literals before the message's first leaf and behind its last one.
-        index, floor, own, ceiling = extent
-        if own is None:
-            return self._find_blank(text, index, floor, ceiling)
-        first, last = own
-        message, tags = self.messages[index], self.tags.get(index, [])
-        start = self.starts[index]
-        if start is None and tags and index and self.messages[index - 1]["role"] == "assistant":
-            # Between two consecutive answers there is no generation prompt to mark the start.
-            start = max(0, tags[0][0] - floor)
-        stop = self._stop(message, text[last:ceiling]) or self._end_of_ending(index, last, text[last:ceiling])
-        if stop is not None and self.facts.stop_has_more:
-            stop = stop[0], self._through_the_stop(index, last, text[last:ceiling], stop[1])
-        if start is None:
-            raise self.template.error(
-                f"message {index} does not come after the generation prompt or anything like it; "
-                "is it a second assistant message in a row, or one that follows a tool's?"
-            )
-        if stop is None:
-            raise self.template.error(f"no end-of-turn token comes after the tool calls of message {index}")
-        start += self._supplied(index, text[floor + start : first], first)
-        begin, stop_start, end = floor + start, last + stop[0], last + stop[1]
-        # What lies between two {% generation %} blocks of one turn is not trained. The end of the last block
-        # is not the end of the turn: the end-of-turn token may follow.
-        gaps = [(left[1], right[0]) for left, right in pairwise(tags)]
-        begin = max(begin, tags[0][0]) if tags else begin
-        cuts = [begin, *(edge for gap in gaps for edge in gap), end]
-        spans = list(zip(cuts[::2], cuts[1::2], strict=True))
-        turns = [Turn(index, left, right, right) for left, right in spans[:-1]]
-        return [*turns, Turn(index, spans[-1][0], stop_start, end)]
-
-    def _find_blank(self, text: str, index: int, floor: int, ceiling: int) -> list[Turn]:
-        """The turn of a message whose printed texts are empty or white space."""
-        between = text[floor:ceiling]
-        start = self._end_of_prompt(index, floor, between)
-        ending = self._rendered_after(index + 1, floor, prompt=False)
-        if start is None or ending is None or not between.startswith(ending) or len(ending) < start:
-            raise self.template.error(
-                f"message {index} is blank, and its turn cannot be located in what it prints"
-            )
-        start += self._supplied(index, ending[start:], None)
-        found = [(at, -len(stop)) for stop in self.facts.stop_tokens if (at := ending.find(stop, start)) >= 0]
-        if found:
-            at, length = min(found)
-            return [Turn(index, floor + start, floor + at, floor + at - length)]
-        end = floor + max(start, len(ending.rstrip()))
-        return [Turn(index, floor + start, end, end)] if end > floor + start else []
-
-    def _supplied(self, index: int, before: str, first: int | None) -> int:
-        """Number of characters of an answer, up to its first leaf, that a prompt supplies in some mode.
-
-        They open reasoning or, where none follows, are an empty block of it.
-
-        Args:
-            index: Index of the message.
-            before: The text from the start of its turn to its first leaf.
-            first: Position of that leaf; None if the message has none.
-        """
-        lengths = (overlap(prompt, before) for prompt in self.facts.supplied)
-        length = max((n for n in lengths if before[:n].strip()), default=0)
-        if not length or self.messages[index]["role"] != "assistant":
-            return 0
-        if any(place.start == first and place.is_reasoning for place in self.layout.places):
-            return length
-        self.empty = index if self.empty is None else self.empty
-        return 0 if self.empty_blocks else length
-
-    def find_starts(self, text: str, extents: list[MessageSpan]) -> None:
-        """Set ``starts``, from the generation prompts of the answers.
+    def starts(self, text: str, extents: list[MessageSpan]) -> dict[int, int | None]:
+        """Where each message begins behind its `floor`, by the generation prompt; None if unknown.
 
         Rendering a prompt for each answer takes time quadratic in their number. So of answers with the same
         literal in front of them, behind messages of one role, those between the first and the last start
         there if both of these do.
         """
+        starts: dict[int, int | None] = {}
         alike: dict[tuple[str, str], list[tuple[int, int]]] = {}
-        for index, floor, own, _ in extents:
-            if own is None:
-                continue
-            before = text[floor : own[0]]
+        for index, floor, own, ceiling in extents:
+            before = text[floor : own[0] if own else ceiling]
             if self.messages[index]["role"] != "assistant":
-                self.starts[index] = len(before)
+                starts[index] = len(before) if own else None
             else:
                 role = self.messages[index - 1]["role"] if index else ""
                 alike.setdefault((role, before), []).append((index, floor))
         for (_, before), answers in reversed(alike.items()):
-            first, last = (self._end_of_prompt(*answers[place], before) for place in (0, -1))
+            first, last = (self._start(*answers[place], before) for place in (0, -1))
             for index, floor in answers:
-                start = first if first == last else self._end_of_prompt(index, floor, before)
-                self.starts[index] = start
+                starts[index] = first if first == last else self._start(index, floor, before)
+        return starts
 
-    def _end_of_prompt(self, index: int, floor: int, before: str) -> int | None:
-        """Offset at which the generation prompt for message `index` and `before` part; None if unknown.
+    def find(
+        self, text: str, extent: MessageSpan, start: int | None, tags: list[tuple[int, int]]
+    ) -> list[Turn]:
+        """The turns of the message at `extent`.
+
+        Args:
+            text: The rendering.
+            extent: Position of the message.
+            start: Where it begins behind its `floor`; None if unknown.
+            tags: Spans of the template's generation tags in it.
+
+        Raises:
+            ChatTemplateError: If its start or its end cannot be told.
+        """
+        index, floor, own, ceiling = extent
+        if start is None and tags and index and self.messages[index - 1]["role"] == "assistant":
+            # Between two consecutive answers there is no generation prompt to mark the start.
+            start = max(0, tags[0][0] - floor)
+        if start is None:
+            raise self.template.error(
+                f"message {index} does not come after the generation prompt or anything like it; "
+                "is it a second assistant message in a row, or one that follows a tool's?"
+            )
+        begin = floor + start
+        begin += self._supplied(index, text[begin : own[0] if own else ceiling], own)
+        last = own[1] if own else floor
+        edges = self._stop(index, text[last:ceiling], last, max(0, begin - last), own)
+        stop_start, end = (last + edge for edge in edges)
+        # What lies between two {% generation %} blocks of one turn is not trained. The end of the last block
+        # is not the end of the turn: the end-of-turn token may follow.
+        begin = max(begin, tags[0][0]) if tags else begin
+        cuts = [begin, *(edge for left, right in pairwise(tags) for edge in (left[1], right[0])), end]
+        spans = list(zip(cuts[::2], cuts[1::2], strict=True))
+        turns = [Turn(index, left, right, right) for left, right in spans[:-1]]
+        return [*turns, Turn(index, spans[-1][0], stop_start, end)]
+
+    def _start(self, index: int, floor: int, before: str) -> int | None:
+        """Offset at which the generation prompt for an answer and `before` part; None if unknown.
 
         `differing` is set by the way.
         """
         prompt = self._rendered_after(index, floor, prompt=True)
-        if prompt is not None and not before.startswith(prompt):  # it may be in the cache from another day
-            prompt = self._rendered_after(index, floor, prompt=True, renew=True)
-        start = None if prompt is None else _end_of_prompt(prompt, before)
-        if start is None and self.messages[index]["role"] != "assistant":
-            return None
-        asks = index > 0 and self.messages[index - 1]["role"] != "assistant"
-        if prompt is None or start is None:
-            if asks and prompt is not None:
+        if prompt is not None:
+            start = _end_of_prompt(prompt, before)
+            if start is not None:
+                return start
+            if index and self.messages[index - 1]["role"] != "assistant":
                 self.differing = self.differing or (prompt, before)
-            # A number that only the row has would be trained.
-            numbered = prompt is not None and _NUMBER.sub("0", before).startswith(_NUMBER.sub("0", prompt))
-            return None if numbered else self._end_of_header(self.messages[index], before)
-        return start
-
-    def _end_of_header(self, message: Message, before: str) -> int | None:
-        """The end in `before` of a header that a question's prompt writes; None if there is none.
-
-        For an answer that opens the conversation or follows messages that the template does not take alone,
-        so that no prompt can be rendered; and where the prompt is not what stands in front of the answer.
-        """
-        if self.facts.prompt_varies:
-            return None
+            if _NUMBER.sub("0", before).startswith(_NUMBER.sub("0", prompt)):
+                return None  # a number that only the row has would be trained
+        # The answer opens the conversation, or follows messages that the template does not take alone; or
+        # the prompt is not what stands in front of it. Then it begins with the header of any question's.
         for header in self.facts.headers:
             at = before.rfind(header)
             if at >= 0:
                 return at + len(header)
-        unknown = self.facts.always_headed or _edges(message)[0] or not message["content"]
+        unknown = self.facts.always_headed or self._edges(index)[0] or not self.messages[index]["content"]
         return None if unknown else len(before)
 
-    def _end_of_ending(self, index: int, last: int, after: str) -> tuple[int, int] | None:
-        """Like `_stop`, but read off a rendering of the conversation that ends with this message."""
+    def _stop(
+        self, index: int, after: str, last: int, first: int, own: tuple[int, int] | None
+    ) -> tuple[int, int]:
+        """Start and end of the end-of-turn token in `after`; equal if the template writes no such token.
+
+        Args:
+            index: Index of the message.
+            after: The text behind its last leaf or, if it has none, behind the leaf in front of it.
+            last: Position of that text.
+            first: Offset in it from which the turn's characters count.
+            own: Positions of the message's leaves; None if it has none.
+
+        Raises:
+            ChatTemplateError: If nothing tells where a call or a blank answer ends.
+        """
+        found = [(at, -len(stop)) for stop in self.facts.stop_tokens if (at := after.find(stop, first)) >= 0]
+        if found:
+            at, length = min(found)
+            if self.messages[index]["role"] == "assistant" or not after[:at].strip():
+                end = at - length
+                if self.facts.stop_has_more:  # the last of them, if it closes this turn and not a later one
+                    closing = self._rendered_after(index + 1, last, prompt=False) or ""
+                    more = after.find(str(self.facts.end_of_turn), end, common_length(closing, after))
+                    end = more + len(str(self.facts.end_of_turn)) if more >= 0 else end
+                return at, end
+        if own and "tool_calls" not in self.messages[index]:
+            tail = self._edges(index)[1]
+            endings = (tail + self.facts.after_answer, tail + self.facts.after_past_answer)
+            kept = len(tail) if after.startswith(endings) else 0
+            return kept, kept
         ending = self._rendered_after(index + 1, last, prompt=False)
         if ending is None or not after.startswith(ending):
-            return None
+            what = "the tool calls of message" if own else "the blank message"
+            raise self.template.error(f"no end-of-turn token comes after {what} {index}")
         ending = ending.rstrip()
-        token = self.template.last_special_token(ending)
-        return len(ending) - len(token or ""), len(ending)
+        end = max(first, len(ending))
+        return max(first, end - len(self.template.last_special_token(ending) or "")), end
 
-    def _through_the_stop(self, index: int, last: int, after: str, end: int) -> int:
-        """End of the token on which generation stops, if that token closes this turn as well; else `end`."""
-        ending, stop = self._rendered_after(index + 1, last, prompt=False), self.facts.end_of_turn or ""
-        at = after.find(stop, 0, common_length(ending, after)) if ending is not None else -1
-        return max(end, at + len(stop)) if at >= 0 else end
+    def _supplied(self, index: int, before: str, own: tuple[int, int] | None) -> int:
+        """Number of characters of an answer that a prompt supplies in some mode, and that are not trained.
 
-    def _rendered_after(self, count: int, position: int, *, prompt: bool, renew: bool = False) -> str | None:
+        They open reasoning or, where none follows, are an empty block of it; `empty` is set by the way.
+
+        Args:
+            index: Index of the message.
+            before: The text from the start of its turn to its first leaf.
+            own: Start of that leaf, and end of the last one; None if the message has none.
+        """
+        lengths = (overlap(prompt, before) for prompt in self.facts.supplied)
+        length = max((n for n in lengths if before[:n].strip()), default=0)
+        if not length or self.messages[index]["role"] != "assistant":
+            return 0
+        thoughts = (place.start for place in self.layout.places if place.leaf.part == "reasoning")
+        if own and own[0] in thoughts:
+            return length
+        self.empty = index if self.empty is None else self.empty
+        return 0 if self.empty_blocks else length
+
+    def _edges(self, index: int) -> tuple[str, str]:
+        """White space and think tags of a content before its first sentinel and behind its last one."""
+        content = self.layout.marked[index]["content"]
+        if OPEN not in content or "tool_calls" in self.messages[index]:
+            return "", ""
+        return content.partition(OPEN)[0], content.rpartition(CLOSE)[2]
+
+    def _rendered_after(self, count: int, position: int, *, prompt: bool) -> str | None:
         """The text that follows the last leaf when only the first `count` messages are rendered.
 
         None if that leaf is not the one that ends at `position` of the whole conversation: the two renderings
@@ -441,32 +433,15 @@ class _TurnFinder:
         if not messages:
             return None
         try:
-            marked = self.template.skeleton(messages, self.tools, prompt=prompt, renew=renew)
+            marked = self.template.skeleton(messages, self.tools, prompt=prompt)
         except ChatTemplateError:
             return None
         pieces, numbers = split_at_sentinels(marked)
         if not numbers:
             return pieces[0] if position == 0 else None
-        ends_here = any(p.leaf == numbers[-1] and p.end == position for p in self.layout.places)
+        last = self.layout.leaves[numbers[-1]]
+        ends_here = any(p.leaf is last and p.end == position for p in self.layout.places)
         return pieces[-1] if ends_here else None
-
-    def _stop(self, message: Message, after: str) -> tuple[int, int] | None:
-        """Start and end of the end-of-turn token in `after`, the literal behind the last leaf.
-
-        They are equal if the template writes no such token. None after a tool call without a stop token,
-        where the end of the call cannot be told from the end of the turn.
-        """
-        found = [(after.find(stop), -len(stop)) for stop in self.facts.stop_tokens if stop in after]
-        if found:
-            at, length = min(found)
-            if message["role"] == "assistant" or not after[:at].strip():
-                return at, at - length
-        if "tool_calls" in message:
-            return None
-        tail = _edges(message)[1]
-        endings = (tail + self.facts.after_answer, tail + self.facts.after_past_answer)
-        kept = len(tail) if after.startswith(endings) else 0
-        return kept, kept
 
 
 def _end_of_prompt(prompt: str, before: str) -> int | None:
@@ -483,19 +458,8 @@ def _end_of_prompt(prompt: str, before: str) -> int | None:
     return len(shared) if opens and shared.strip() else None
 
 
-def _edges(message: Message) -> tuple[str, str]:
-    """White space and think tags of a content before its first sentinel and behind its last one."""
-    if "tool_calls" in message:
-        return "", ""
-    for pattern in (THINK, None):
-        marked = mark_text(message["content"], lambda *_: OPEN, pattern)
-        if OPEN in marked:
-            return marked.partition(OPEN)[0], marked.rpartition(OPEN)[2]
-    return "", ""
-
-
 def _tags_by_message(
-    tags: list[tuple[int, int]], places: list[SlotSpan], messages: list[Message]
+    tags: list[tuple[int, int]], places: list[Place], messages: list[Message]
 ) -> dict[int, list[tuple[int, int]]]:
     """Spans of the template's generation tags by assistant message.
 
@@ -504,66 +468,10 @@ def _tags_by_message(
     owned: dict[int, list[tuple[int, int]]] = {}
     for start, end in tags:
         inside = [place for place in places if place.start < end and place.end > start]
-        owners = {place.message for place in inside}
+        owners = {place.leaf.message for place in inside}
         whole = all(start <= place.start and place.end <= end for place in inside)
         if not whole or len(owners) > 1 or any(messages[index]["role"] != "assistant" for index in owners):
             return {}
         for index in owners:
             owned.setdefault(index, []).append((start, end))
     return owned
-
-
-def _other_forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """Yield alternative forms of the messages, the smallest change first; none without tool calls.
-
-    - Arguments of tool calls as a JSON string, for templates that concatenate them with other strings.
-    - Ids of nine characters for tool calls, and for each result the id and the name of its call, which the
-      templates of Mistral's models require and most data sets lack.
-    - Both.
-    """
-    if not any("tool_calls" in message for message in messages):
-        return
-    as_json = _with_json_arguments(messages)
-    yield as_json
-    yield _with_call_ids(messages)
-    yield _with_call_ids(as_json)
-
-
-def _with_json_arguments(messages: list[Message]) -> list[Message]:
-    """The messages with arguments of tool calls as JSON strings."""
-
-    def changed(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
-
-    return [
-        {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
-        if "tool_calls" in message
-        else message
-        for message in messages
-    ]
-
-
-def _with_call_ids(messages: list[Message]) -> list[Message]:
-    """Give each call an id, and each result the id and name of its call.
-
-    A result belongs to the call with the same id in the row, or else to the first call without a result.
-    """
-    changed: list[Message] = []
-    waiting: list[tuple[Any, str, str]] = []  # (id in the row, id for the template, name)
-    count = 0
-    for message in messages:
-        if "tool_calls" in message:
-            calls = []
-            for call in message["tool_calls"]:
-                calls.append({**call, "id": f"call{count:05d}"})
-                waiting.append((call.get("id"), calls[-1]["id"], call["function"]["name"]))
-                count += 1
-            message = {**message, "tool_calls": calls}
-        elif message["role"] == "tool" and waiting:
-            given = message.get("tool_call_id")
-            found = next((item for item in waiting if given is not None and item[0] == given), waiting[0])
-            waiting.remove(found)
-            message = {"name": found[2], **message, "tool_call_id": found[1]}
-        changed.append(message)
-    return changed

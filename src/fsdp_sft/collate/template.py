@@ -49,8 +49,10 @@ class TemplateFacts:
     """What a probe with four messages shows about a template.
 
     Attributes:
-        headers: Texts that end where generation starts, the longest first; empty if there is no such text.
-        always_headed: Whether a generation prompt adds a header to the question.
+        headers: Texts that end where generation starts, the longest first. Empty if there is no such text, or
+            the prompt after a later question differs from the one after the first: some templates number
+            their turns.
+        always_headed: Whether a generation prompt adds a header to the question, or varies.
         after_answer: Text after the last answer.
         after_past_answer: Text between an earlier answer and the next user content.
         stop_tokens: Tokens on which generation stops, or texts where the tokenizer has no such token.
@@ -58,8 +60,6 @@ class TemplateFacts:
         stop_is_token: Whether `end_of_turn` is a token of the tokenizer; also True where there is none.
         stop_has_more: Whether another token closes the answer before the one on which generation stops.
         in_parts: Whether contents must be lists of parts, as some templates of vision models require.
-        prompt_varies: Whether the prompt after a later question differs from the one after the first (some
-            templates number their turns), so that `headers` hold for no other turns.
         supplied: The text between a later question and the start of generation in other modes (thinking or
             not), where reasoning is opened, or an empty block of it printed, by the prompt. For a template
             that prints an empty block which no prompt has, the text between the question and the answer.
@@ -76,7 +76,6 @@ class TemplateFacts:
     stop_is_token: bool = True
     stop_has_more: bool = False
     in_parts: bool = False
-    prompt_varies: bool = False
     supplied: tuple[str, ...] = ()
     reasoning_key: str = ""
     reads_tags: tuple[str, ...] = ()
@@ -227,9 +226,10 @@ class ChatTemplate:
         known = self._known.skeletons
         key = (prompt, *((message["role"], message["content"]) for message in marked))
         if renew or key not in known:
-            if len(known) >= _MAX_SKELETONS:
+            text = self.render(marked, add_generation_prompt=prompt)[0]
+            if known.get(key, text) != text or len(known) >= _MAX_SKELETONS:  # of another day, or too many
                 known.clear()
-            known[key] = self.render(marked, add_generation_prompt=prompt)[0]
+            known[key] = text
         return known[key]
 
     def facts(self) -> TemplateFacts:
@@ -280,14 +280,19 @@ class ChatTemplate:
         headers = [prompted, shared, shared_past]
         if prompt.strip():
             headers = [header[skip:] for header in headers]
-        reasoned = {key: text for key, text in self._reasoned(chat, tools) if sentinel(4) in text}
+        reasoned: dict[str, str] = {}  # text behind the last question, by the key of the reasoning
+        for key in REASONING_KEYS:
+            with suppress(ChatTemplateError):
+                text = self._after(2, render([*chat[:3], {**chat[3], key: sentinel(4)}]))
+                if sentinel(4) in text:
+                    reasoned[key] = text
         supplied = self._supplied(chat, tools, before_answer, reasoned)
+        varies = not (prompted.startswith(prompted_later) or prompted_later.startswith(prompted))
         return TemplateFacts(
-            headers=tuple(filter(str.strip, sorted(headers, key=len, reverse=True))),
-            always_headed=bool(prompt.strip()),
+            headers=() if varies else tuple(filter(str.strip, sorted(headers, key=len, reverse=True))),
+            always_headed=varies or bool(prompt.strip()),
             after_answer=after_answer,
             after_past_answer=after_past_answer,
-            prompt_varies=not (prompted.startswith(prompted_later) or prompted_later.startswith(prompted)),
             supplied=tuple(text for text in dict.fromkeys(supplied) if text != prompted_later),
             reasoning_key=next(iter(reasoned), ""),
             reads_tags=tuple(self._tags_read(chat, tools, next(iter(reasoned.values()), ""))),
@@ -344,13 +349,6 @@ class ChatTemplate:
             ):
                 supplied.append(before_answer.removesuffix(behind.removeprefix(tag[0])))
         return supplied
-
-    def _reasoned(self, chat: list[Message], tools: list[dict[str, Any]] | None) -> Iterator[tuple[str, str]]:
-        """(key, text behind the last question) of an answer with reasoning, for each key that it may have."""
-        for key in REASONING_KEYS:
-            answer = {**chat[3], key: sentinel(4)}
-            with suppress(ChatTemplateError):
-                yield key, self._after(2, self.render([*chat[:3], answer], tools=tools)[0])
 
     def _tags_read(
         self, chat: list[Message], tools: list[dict[str, Any]] | None, reasoned: str
