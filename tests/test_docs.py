@@ -27,6 +27,16 @@ rows = [{{"messages": [{{"role": role, "content": text}} for role, text in chat]
 path = Path("tiny").resolve()
 make_tiny_model(path, [m["content"] for row in rows for m in row["messages"]])
 """
+# A page that says so runs in a clone, after this line of the shell.
+TINY = "python examples/tiny_model.py tiny"
+CLONE_SETUP = """
+from pathlib import Path
+import runpy, sys
+if not Path("examples").exists():
+    Path("examples").symlink_to({examples!r})
+    sys.argv = ["tiny_model.py", "tiny"]
+    runpy.run_path("examples/tiny_model.py", run_name="__main__")
+"""
 # The loop of a page reads a model from the Hub, and rows from a clone.
 LOOP_SETUP = """
 import json
@@ -60,10 +70,12 @@ def _with_python(page: Path) -> bool:
 
 
 def _setup(page: Path) -> str:
+    if TINY in page.read_text():
+        return CLONE_SETUP.format(examples=str(EXAMPLES))
     setup = SETUP.format(examples=str(EXAMPLES))
     if page == ROOT / "README.md":
         return setup + STEP_SETUP
-    if _has_the_loop(page) or page.name == "quickstart.md":
+    if _has_the_loop(page):
         return setup + LOOP_SETUP
     return setup * (page.name == "what-went.md")
 
