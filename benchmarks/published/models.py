@@ -24,7 +24,7 @@ from transformers import (
 
 import fsdp_sft as fs
 
-GPUS = {"h100": "8 x H100 80 GB", "a100": "8 x A100 80 GB", "4090": "8 x RTX 4090 24 GB"}
+GPUS = {"h100": "H100 80 GB", "a100": "A100 80 GB", "4090": "RTX 4090 24 GB"}
 LENGTH, BATCH = 4096, 64
 GIB = 2**30
 # What is tried in this order, as options of the command line, until one fits.
@@ -192,7 +192,7 @@ def row(name: str, gpu: str) -> str:
         return f"| {name} | {GPUS[gpu]} | nothing fits | | | | | `--model {model.hub} --gpu {gpu}` |"
     options, plan = found
     run = plan.run
-    trained = "all" if not options else f"LoRA, {run.frozen_dtype or 'bfloat16'} base"
+    trained = "all" if not options else f"LoRA, {run.frozen_dtype or 'bfloat16'}"
     batch = f"{run.micro_batch_size} x {run.grad_accum_steps}"
     tight = ", tight" if plan.is_tight else ""
     added = f"--model {model.hub} --gpu {gpu} {options}".strip()
@@ -203,7 +203,7 @@ def row(name: str, gpu: str) -> str:
 
 
 HEAD = (
-    "| model | GPUs | trained | micro-batch x accumulation | blocks checkpointed | peak GiB | step | add |",
+    "| model | 8 GPUs | trained, base | micro-batch x accumulation | blocks checkpointed | peak GiB | step | add |",
     "|---|---|---|---|---|---|---|---|",
 )
 
