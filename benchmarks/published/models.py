@@ -208,7 +208,8 @@ def row(name: str, gpu: str) -> str:
 
 
 HEAD = (
-    "| model | 8 GPUs | trained, base | micro-batch x accumulation | blocks checkpointed | peak GiB | step | add |",
+    "| model | 8 GPUs | trained, base | micro-batch x accumulation | blocks checkpointed"
+    " | peak GiB | step | add |",
     "|---|---|---|---|---|---|---|---|",
 )
 
