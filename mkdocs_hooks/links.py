@@ -1,4 +1,4 @@
-"""What the site adds to its pages: README on the first, links into the reference, summaries, measurements.
+"""What the site adds to its pages: README on the first, links, summaries, measurements, diffs that copy.
 
 The Markdown files stay as they are read elsewhere: a public name in code, such as `train_step`, becomes a
 link where it is first mentioned on a page, and so does the name of a file in benchmarks/results.
@@ -26,6 +26,11 @@ _PARTS = re.compile(
 _NAME = re.compile(r"(?:fs\.|fsdp_sft\.)?(\w+)(?:\(.*)?$", re.DOTALL)
 _RESULT = re.compile(r"benchmarks/results/([\w-]+\.md)$")
 _RESULT_LINK = re.compile(r"\]\((?:\.\./)+benchmarks/results/([\w-]+\.md)")
+# A highlighted line of a diff that is removed, and the sign in front of one that is added or stays.
+_REMOVED = re.compile(r'<span class="gd">(.*?)</span>\n')
+_SIGN = re.compile(
+    r'(?<=<span class="gi">)\+|(?<=\n)<span class="w"> </span>|(?<=<code>)<span class="w"> </span>'
+)
 
 
 @cache
@@ -91,6 +96,26 @@ def add_readme(markdown: str) -> str:
     for folder, seen in (("docs/", ""), ("benchmarks/", "../benchmarks/")):
         readme = readme.replace(f"]({folder}", f"]({seen}")
     return markdown.replace(README_HERE, readme)
+
+
+def copied_without_signs(html: str) -> str:
+    """Page whose diffs are copied as the new program alone: signs and removed lines cannot be selected."""
+
+    def mark(block: re.Match[str]) -> str:
+        code = _SIGN.sub(lambda sign: f'<span class="not-copied">{sign[0]}</span>', block[0])
+        return _REMOVED.sub('<span class="gd not-copied">\\1\n</span>', code)
+
+    return re.sub(
+        r'<div class="highlight"><pre>(?:(?!</pre>).)*<span class="g[id]">.*?</pre>',
+        mark,
+        html,
+        flags=re.DOTALL,
+    )
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Change a rendered page."""
+    return copied_without_signs(html)
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -9,8 +9,7 @@ import pytest
 from tests.harness.forks import Program
 from tests.harness.places import EXAMPLES, ROOT
 
-ROOT_PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "AGENTS.md", "llms.txt"]
-PAGES = sorted([*(ROOT / name for name in ROOT_PAGES), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), ROOT / "llms.txt", *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Pages about an extra run where it is installed.
 EXTRAS = {"accelerate", "peft"}
@@ -26,6 +25,15 @@ chats = [[("user", f"{{i}} + 1?"), ("assistant", f"{{i + 1}}")] for i in range(6
 rows = [{{"messages": [{{"role": role, "content": text}} for role, text in chat]}} for chat in chats]
 path = Path("tiny").resolve()
 make_tiny_model(path, [m["content"] for row in rows for m in row["messages"]])
+"""
+# A page that begins with `python examples/tiny_model.py tiny` runs in a clone.
+CLONE_SETUP = """
+from pathlib import Path
+import runpy, sys
+if not Path("examples").exists():
+    Path("examples").symlink_to({examples!r})
+    sys.argv = ["tiny_model.py", "tiny"]
+    runpy.run_path("examples/tiny_model.py", run_name="__main__")
 """
 # The loop of a page reads a model from the Hub, and rows from a clone.
 LOOP_SETUP = """
@@ -55,15 +63,13 @@ def _name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def _with_python(page: Path) -> bool:
-    return BLOCK.search(page.read_text()) is not None
-
-
 def _setup(page: Path) -> str:
+    if "python examples/tiny_model.py tiny" in page.read_text():
+        return CLONE_SETUP.format(examples=str(EXAMPLES))
     setup = SETUP.format(examples=str(EXAMPLES))
     if page == ROOT / "README.md":
         return setup + STEP_SETUP
-    if _has_the_loop(page) or page.name == "quickstart.md":
+    if _has_the_loop(page):
         return setup + LOOP_SETUP
     return setup * (page.name == "what-went.md")
 
@@ -97,7 +103,7 @@ def _results(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in made if "tiny" not in p.parts}
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if _with_python(p)], ids=_name)
+@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=_name)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     blocks = BLOCK.findall(page.read_text())
     code = _setup(page) + "\n".join(blocks)

@@ -24,7 +24,7 @@ from transformers import (
 
 import fsdp_sft as fs
 
-GPUS = {"h100": "8 x H100 80 GB", "a100": "8 x A100 80 GB", "4090": "8 x RTX 4090 24 GB"}
+GPUS = {"h100": "H100 80 GB", "a100": "A100 80 GB", "4090": "RTX 4090 24 GB"}
 LENGTH, BATCH = 4096, 64
 GIB = 2**30
 # What is tried in this order, as options of the command line, until one fits.
@@ -184,26 +184,32 @@ def first_plan(model: Model, gpu: str) -> tuple[str, fs.RunPlan] | str:
     return said
 
 
+def _options(line: str) -> list[str]:
+    """Options of a command line, each with its value."""
+    return [f"--{option.strip()}" for option in line.split("--")[1:]]
+
+
 def row(name: str, gpu: str) -> str:
     """One line of the table."""
     model = MODELS[name]
     found = first_plan(model, gpu)
     if isinstance(found, str):
-        return f"| {name} | {GPUS[gpu]} | nothing fits | | | | | `--model {model.hub} --gpu {gpu}` |"
+        return f"| {name} | {GPUS[gpu]} | nothing fits | | | | | `--model {model.hub}` `--gpu {gpu}` |"
     options, plan = found
     run = plan.run
-    trained = "all" if not options else f"LoRA, {run.frozen_dtype or 'bfloat16'} base"
+    trained = "all" if not options else f"LoRA, {run.frozen_dtype or 'bfloat16'}"
     batch = f"{run.micro_batch_size} x {run.grad_accum_steps}"
     tight = ", tight" if plan.is_tight else ""
-    added = f"--model {model.hub} --gpu {gpu} {options}".strip()
+    added = " ".join(f"`{option}`" for option in _options(f"--model {model.hub} --gpu {gpu} {options}"))
     return (
         f"| {name} | {GPUS[gpu]} | {trained} | {batch} | {run.sac_ratio}"
-        f" | {plan.estimate.peak_bytes / GIB:.1f}{tight} | {plan.time.total:.1f} s | `{added}` |"
+        f" | {plan.estimate.peak_bytes / GIB:.1f}{tight} | {plan.time.total:.1f} s | {added} |"
     )
 
 
 HEAD = (
-    "| model | GPUs | trained | micro-batch x accumulation | blocks checkpointed | peak GiB | step | add |",
+    "| model | 8 GPUs | trained, base | micro-batch x accumulation | blocks checkpointed"
+    " | peak GiB | step | add |",
     "|---|---|---|---|---|---|---|---|",
 )
 
