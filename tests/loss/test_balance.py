@@ -14,9 +14,9 @@ from fsdp_sft.loss import num_tokens
 from tests.harness.device import device_here, mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PACKED, PADDED, batch_of, rows_of
+from tests.harness.losses import gradients_of
 from tests.harness.models import full, largest_error, tiny_model
 from tests.harness.ranks import run_distributed
-from tests.harness.token_values import gradients_of
 
 COEFFICIENT = 0.5
 # By rank and micro-batch: unequal, rows of one token, no target in the first row of each.

@@ -21,14 +21,15 @@ from tests.harness.losses import (
     FAMILIES,
     draw_head,
     family_model,
+    gradients_of,
     leaves_of,
     relative_error,
     shard_by_heads,
+    signed,
     with_loss,
 )
 from tests.harness.models import VOCAB, largest_error, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
-from tests.harness.token_values import gradients_of, signed
 from tests.plain import plain_token_losses
 
 BATCHES = {kind: batch_of(rows_of([6, 15, 1, 9], seed=2), kind) for kind in (PACKED, PADDED)}
