@@ -381,8 +381,8 @@ def _find_all(template: ChatTemplate, conversation: Conversation) -> Found:
     if not all(conversation.trained):
         raise ValueError(
             f'train_on="all" trains every token, and message {conversation.trained.index(False)} is not '
-            'to be trained: give the roles, such as train_on={"user", "assistant"} (a weight of 0 says so, '
-            "and a prompt that is a list of messages)"
+            'to be trained: give the roles, such as train_on={"user", "assistant"}, where a weight of 0 says '
+            'so; a prompt that is a list of messages is joined: {"messages": row["prompt"] + row["completion"]}'
         )
     everyone = range(len(conversation.messages))
     try:
