@@ -382,7 +382,7 @@ def _find_all(template: ChatTemplate, conversation: Conversation) -> Found:
         raise ValueError(
             f'train_on="all" trains every token, and message {conversation.trained.index(False)} is not '
             'to be trained: give the roles, such as train_on={"user", "assistant"}, where a weight of 0 says '
-            'so; a prompt that is a list of messages is joined: {"messages": row["prompt"] + row["completion"]}'
+            'so; join a prompt that is a list of messages: {"messages": row["prompt"] + row["completion"]}'
         )
     everyone = range(len(conversation.messages))
     try:
