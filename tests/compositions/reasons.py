@@ -142,7 +142,7 @@ REASONS: tuple[Reason, ...] = (
     Reason(
         "rows shared by ranks, on a model that mixes positions outside of attention",
         "UnsupportedModelError",
-        r"positions may meet in attention alone",
+        r"may meet in attention alone",
         lambda draw: draw["mesh"].startswith("cp") and _is(draw, architecture="convolution"),
         ("mesh", "architecture"),
         "train it without context parallelism",
