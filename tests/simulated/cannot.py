@@ -15,10 +15,6 @@ REASONS: dict[str, str] = {
     "tests/check/test_planted.py::test_what_is_asked_for_trains_as_in_one_process[compiled]": (
         "inductor writes code for devices that it knows"
     ),
-    "tests/loss/test_own.py::test_the_penalty_of_ada_lora": (
-        "peft's torch.eye(out=) of a DTensor would resize its storage: on the CPU it fails at once, here in "
-        "the queue of the device, and each later operation with it"
-    ),
     "tests/jobs/test_watchdog.py::test_the_rank_is_named_on_all_that_live_within_the_set_time[exchange-2": (
         "the host of a rank that waits goes on until it needs the device, so it is not seen in the exchange; "
         "the other rank is named all the same, as the one without progress"
