@@ -218,6 +218,7 @@ def _check_existing_group_and_meshes() -> list[Any]:
         ({"dp_replicate": 3}, "dp_replicate=3 x dp_shard=1 makes 3 ranks, but the job has 4"),
         ({"dp_replicate": 2, "dp_shard": 4}, "makes 8 ranks, but the job has 4"),
         ({"dp_shard": -4}, "makes -4 ranks, but the job has 4"),
+        ({"dp_replicate": 0}, "dp_replicate=0 x dp_shard=4 makes 0 ranks, but the job has 4"),
     ):
         with pytest.raises(ValueError, match=message):
             fs.build_mesh(**arguments)

@@ -149,13 +149,18 @@ def _check_refusals() -> None:
 
     for options, error, message in (
         ({"loss_fn": strange_loss}, fs.BatchError, "needs 'labels'.*a count_fn"),
+        (
+            {"micro_batches": {"input_ids": window[0].idx}},
+            fs.BatchError,
+            r"a window is a list of batches, \[batch\]",
+        ),
         ({"loss_fn": strange_loss, "count_fn": count_on_one_rank}, KeyError, "targets"),
         ({"loss_fn": strange_loss, "count_fn": lambda b: None}, TypeError, "NoneType"),
         ({"loss_fn": strange_loss, "count_fn": lambda b: -rank}, ValueError, "their weight, got -1"),
         ({"loss_fn": lambda m, b: m(b.idx), "count_fn": strange_count}, RuntimeError, "shape"),
     ):
         with pytest.raises(error, match=message):
-            fs.train_step(model, window, optimizer, **options)
+            fs.train_step(model, **{"micro_batches": window, "optimizer": optimizer, **options})
     other = [{"idx": window[0].idx}] if rank else window
     with pytest.raises(fs.BatchError, match="micro-batch 0: a Pair of 2 and idx, on ranks 0 and 1"):
         fs.train_step(model, other, optimizer, loss_fn=strange_loss, count_fn=lambda batch: 1)

@@ -167,9 +167,9 @@ def build_mesh(
         raise RuntimeError("build_mesh needs a process group: call fsdp_sft.init_distributed() first")
     num_ranks = world_size()
     if dp_shard is None:
-        dp_shard = max(1, num_ranks // (cp * dp_replicate))
+        dp_shard = max(1, num_ranks // max(1, cp * dp_replicate))
     if dp_replicate * dp_shard * cp != num_ranks:
-        product = f"dp_replicate={dp_replicate} x dp_shard={dp_shard}" + (f" x cp={cp}" if cp > 1 else "")
+        product = f"dp_replicate={dp_replicate} x dp_shard={dp_shard}" + (f" x cp={cp}" if cp != 1 else "")
         raise ValueError(
             f"{product} makes {dp_replicate * dp_shard * cp} ranks, but the job has {num_ranks}: leave "
             "dp_shard out to use all that the others leave, which have to divide the number of ranks"

@@ -263,7 +263,10 @@ def _checked(batch: Batch, name: str) -> torch.Tensor:
     """Labels of a batch, int64 ``(B, S)``; raises an error that says what is wrong with them."""
     labels: Any = batch.get(name) if isinstance(batch, Mapping) else None
     if labels is None:
-        raise BatchError(f"a batch needs 'labels' aligned with 'input_ids', got {_seen(batch)}; {_OWN_LOSS}")
+        raise BatchError(
+            f"a batch needs 'labels' aligned with 'input_ids', got {_seen(batch)}; a window is a list of "
+            f"batches, [batch] of one; {_OWN_LOSS}"
+        )
     ids = batch.get("input_ids")
     is_usual = isinstance(labels, torch.Tensor) and not labels.is_nested and labels.dtype == torch.int64
     beside = ids if isinstance(ids, torch.Tensor) and not ids.is_nested else labels
