@@ -111,10 +111,9 @@ def _export_all(kinds: dict[str, Any], folder: str, is_sharded: bool) -> dict[st
             fs.shard_model(model.to(device_here()), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
         logits, modules, state = _logits(model), list(model.modules()), everything(model)
         told[name] = "merged"
-        out = f"{folder}/{name}"
         for call in (
-            partial(fs.check_export, out, model=model),
-            partial(fs.export_hf, model, out, dtype=None),
+            partial(fs.check_export, f"{folder}/{name}", model=model),
+            partial(fs.export_hf, model, f"{folder}/{name}", dtype=None),
         ):
             try:
                 call()
@@ -125,6 +124,7 @@ def _export_all(kinds: dict[str, Any], folder: str, is_sharded: bool) -> dict[st
         if told[name] == "merged":
             merged = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float32)
             assert float((_logits(merged) - logits).abs().max()) < 1e-4, name
+            assert dict(fs.iter_hf_tensors(model, dtype=None)).keys() == merged.state_dict().keys(), name
         adapter = fs.export_adapter(model, f"{folder}/{name} alone")
         again = peft.PeftModel.from_pretrained(_base(), adapter)
         assert float((_logits(again) - logits).abs().max()) < 1e-5, name
