@@ -236,6 +236,9 @@ def test_other_dtypes_are_refused_once_they_are_trained(dtype: torch.dtype) -> N
     codes = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
     (trained,) = _parameters([(3,)], [BF16])
     optimizer = fs.StochasticAdamW([frozen, codes, trained])
+    with pytest.raises(ValueError, match=str(dtype)):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=dtype))]})
+    assert len(optimizer.param_groups) == 1
     _gradients([trained], 0)
     optimizer.step()
     assert list(optimizer.state) == [trained]

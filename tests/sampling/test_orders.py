@@ -250,3 +250,20 @@ def test_packs_of_the_next_epoch_are_of_the_rows_that_are_left(shuffle: bool) ->
     sampler = fs.PackedSampler([1] * 8, max_length=2, mixture=mixture, shuffle=shuffle)
     rows = [*take([sampler]), *take([sampler])]
     assert sorted(rows) == list(range(8))
+
+
+def test_a_state_has_the_options_as_they_are_now() -> None:
+    """Those that are set after the start, and keys of the caller's own, which are none of them."""
+    sampler = fs.ResumableSampler(100, num_replicas=1, rank=0)
+    sampler.seed = 7
+    state = {**sampler.state_dict(), "note": 1}
+    fs.ResumableSampler(100, seed=7, num_replicas=1, rank=0).load_state_dict(state)
+    with pytest.raises(ValueError, match="the state has seed=7, and here it is 0"):
+        fs.ResumableSampler(100, num_replicas=1, rank=0).load_state_dict(state)
+
+
+def test_ranks_that_have_become_more_than_the_rows_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = fs.ResumableSampler(1, drop_last=True)
+    monkeypatch.setattr("fsdp_sft.sampling.sampler.place_of", lambda *_: (2, 0))
+    with pytest.raises(ValueError, match="1 rows cannot give a row to each of 2 ranks"):
+        list(sampler)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
+from fsdp_sft.step.window import num_rows
 from tests.harness.device import mesh_here
 from tests.harness.models import ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
@@ -150,3 +151,8 @@ def test_a_global_batch_makes_as_many_steps_on_any_number_of_ranks(
     ranks: int, shape: Any, expected: int
 ) -> None:
     assert run_distributed(_micro_batches, ranks, **shape)[0] == [expected] * 3
+
+
+def test_a_batch_without_a_tensor_has_no_rows_to_count() -> None:
+    with pytest.raises(fs.BatchError, match="a batch without a tensor"):
+        num_rows({"text": ["a"]})

@@ -88,7 +88,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in ``torch.optim.Optimizer``; one that cannot be stepped raises."""
+        """Add a group, as in ``torch.optim.Optimizer``; one that cannot be stepped raises and is dropped."""
         group = {**self.defaults, **param_group}
         numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
         torch.optim.AdamW([torch.empty(0, requires_grad=True)], foreach=False, **numbers)  # refuses them
@@ -97,9 +97,13 @@ class StochasticAdamW(torch.optim.Optimizer):
                 f"state_dtype must be torch.bfloat16, torch.float32 or None, got {group['state_dtype']!r}"
             )
         super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if parameter.requires_grad:
-                _check_parameter(parameter)
+        try:
+            for parameter in self.param_groups[-1]["params"]:
+                if parameter.requires_grad:
+                    _check_parameter(parameter)
+        except Exception:
+            self.param_groups.pop()
+            raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned, with the moments in ``state_dtype``.

@@ -120,13 +120,14 @@ class Placed:
         Raises:
             ValueError: If the state belongs to other data or another order, so that other rows would be left.
         """
-        unlike = sorted(state.keys() ^ self.position_state().keys())
+        known = self.position_state().keys() | {"sizes", "counts", "ranks"}  # of any kind of sampler
+        unlike = sorted((state.keys() & known) ^ self.position_state().keys())
         if unlike:
             raise ValueError(
                 f"the state and this {type(self).__name__} do not both have {unlike}: give what state_dict() "
                 "of the same kind returned, with or without a mixture as here"
             )
-        for key, own in self._source.items():
+        for key, own in self._depends_on().items():
             if state[key] != own:
                 raise ValueError(
                     f"the state has {key}={state[key]}, and here it is {own}: the order would differ; use "
@@ -137,7 +138,14 @@ class Placed:
 
     def position_state(self) -> dict[str, Any]:
         """``state_dict`` without its warning about uncounted rows."""
-        return {"epoch": self.epoch, "position": self.position, **self._source}
+        return {"epoch": self.epoch, "position": self.position, **self._depends_on()}
+
+    def _depends_on(self) -> dict[str, Any]:
+        """What the order depends on, with those options as they are now that may be set after the start."""
+        now: dict[str, Any] = {
+            key: int(getattr(self, key)) for key in ("seed", "shuffle") if key in self._source
+        }
+        return {**self._source, **now}
 
     def _restored(self, state: Mapping[str, Any]) -> None:
         """Record that a state has been loaded."""
@@ -245,11 +253,7 @@ class ResumableSampler(OrderedSampler[int]):
         self.num_rows = data if isinstance(data, int) else len(data)
         self._mixture = data if isinstance(data, Mixture) else None
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        if self.num_rows < (self.num_replicas if drop_last else 1):
-            raise ValueError(
-                f"{self.num_rows} rows cannot give a row to each of {self.num_replicas} ranks; "
-                "use more rows, fewer ranks, or drop_last=False"
-            )
+        self._check_rows()
         own = {"num_rows": self.num_rows, "seed": seed, "shuffle": int(shuffle)}
         self._source = {**own, **source_of(self._mixture)}
 
@@ -265,6 +269,14 @@ class ResumableSampler(OrderedSampler[int]):
     def _dealt(self, order: list[int], start: int, ranks: int, rank: int) -> int:
         return order[(start + rank) % len(order)]  # the first rows fill the last round
 
+    def _check_rows(self) -> None:
+        if self.num_rows < (self.num_replicas if self.drop_last else 1):
+            raise ValueError(
+                f"{self.num_rows} rows cannot give a row to each of {self.num_replicas} ranks; "
+                "use more rows, fewer ranks, or drop_last=False"
+            )
+
     def _rounds_left(self) -> int:
+        self._check_rows()  # again, since a sampler may be made before the ranks have met
         left = max(self.num_rows - self.position, 0)
         return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)

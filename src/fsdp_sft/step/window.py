@@ -295,7 +295,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def num_rows(batch: Any) -> int:
     """Number of rows of a batch: the length of its ``input_ids``, or else of the first tensor in it."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    return len(ids if isinstance(ids, torch.Tensor) else next(tensors_in(batch)))
+    first = ids if isinstance(ids, torch.Tensor) else next(tensors_in(batch), None)
+    if first is None:
+        raise BatchError(f"the rows of a batch without a tensor cannot be counted: {type(batch).__name__}")
+    return len(first)
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
@@ -337,7 +340,7 @@ def verify_rows(
 
     Collective: all ranks of the mesh.
     """
-    has_positions = "position_ids" in micro_batches[0].keys
+    has_positions = any("position_ids" in one.keys for one in micro_batches)
     if has_positions:
         from fsdp_sft.sampling.packing import verify_at_first_use
 
