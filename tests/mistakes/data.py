@@ -81,7 +81,7 @@ MISTAKES = [
     Mistake(
         "a sampler of rows goes on from a position in packs",
         "sampling/sampler.py",
-        "unlike = sorted(state.keys() ^ self.position_state().keys())",
+        "unlike = sorted((state.keys() & known) ^ self.position_state().keys())",
         "unlike = sorted(self.position_state().keys() - state.keys())",
         ORDERS,
     ),

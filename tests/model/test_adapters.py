@@ -196,7 +196,8 @@ def test_a_sharded_model_with_adapters_generates(tmp_path: Path) -> None:
 def test_what_cannot_be_done_says_what_to_do(tmp_path: Path) -> None:
     save_tiny(tmp_path / "base")
     for overrides, word in (
-        ({"use_dora": True}, "lora_magnitude_vector"),
+        ({"use_dora": True}, "use_dora"),
+        ({"init_lora_weights": "pissa"}, "pissa"),
         ({"target_modules": ["embed_tokens"]}, "embedding"),
     ):
         with pytest.raises(ValueError, match=f"{word}.*from_pretrained"):

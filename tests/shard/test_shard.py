@@ -193,6 +193,8 @@ def _check_refusals() -> None:
         fs.shard_model(tiny_model("llama"), mesh=_mesh(), reshard_after_forward=3)
     with pytest.raises(ValueError, match="no block"):
         fs.shard_model(nn.Linear(3, 3), mesh=_mesh())
+    with pytest.raises(ValueError, match=r"model.layers.0, .* are not modules of this"):
+        fs.shard_model(tiny_model("llama"), mesh=_mesh(), blocks=fs.find_blocks(tiny_model("llama")))
     with pytest.raises(ValueError, match="is not sharded; call shard_model first"):
         fs.describe_sharding(tiny_model("llama"))
 

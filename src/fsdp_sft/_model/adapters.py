@@ -58,6 +58,12 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
     """
     from peft import get_peft_model
 
+    how = _initialised_from_base(peft_config)
+    if how is not None and any(p.is_meta for p in model.parameters()):
+        raise UnsupportedModelError(
+            f"{how} cannot be initialised on the meta device, without the base weights: load the base model "
+            "with transformers' from_pretrained, and then call add_adapters and shard_model"
+        )
     peft_config = _without_towers(peft_config, frozen_towers(model))
     with unmoved(seed=seed):  # peft draws on the CPU
         adapted = cast("PeftModel", get_peft_model(model, peft_config))

@@ -151,15 +151,13 @@ def _chosen(model: nn.Module, impl: LossImpl) -> LossChoice:
     mesh, choice = training_mesh_of(model), LossChoice()
     # Ranks agree before the proof, because its forwards are collective, and again on its outcome.
     head, reason = fusible_head(model)
-    reason = _agreed(reason, mesh, "{} other ranks of the mesh could not compute it from the hidden states")
+    reason = _agreed(reason, mesh)
     if head is not None and not reason:
         try:
             choice = proved(model, head)
         except ProbeError as error:
             reason = str(error)
-        reason = _agreed(
-            reason, mesh, "{} other ranks of the mesh could not compute it from the hidden states"
-        )
+        reason = _agreed(reason, mesh)
     if reason and impl != "auto":
         raise ModelLossError(f"the loss of {name_of(model)} cannot be computed by impl={impl!r}: {reason}")
     if mesh is None or mesh.get_rank() == 0:
@@ -168,7 +166,11 @@ def _chosen(model: nn.Module, impl: LossImpl) -> LossChoice:
     return LossChoice() if reason else choice
 
 
-def _agreed(reason: str, mesh: Any, others: str) -> str:
+def _agreed(
+    reason: str,
+    mesh: Any,
+    others: str = "{} other ranks of the mesh could not compute it from the hidden states",
+) -> str:
     """This rank's reason, or ``others`` with the number of ranks that have one; empty if no rank has."""
     failed = int(sum_over_mesh([bool(reason)], mesh)[0])
     return reason or others.format(failed) * bool(failed)

@@ -29,7 +29,7 @@ from fsdp_sft._ranks.agree import tell
 from fsdp_sft._ranks.mesh import EP, build_mesh, mesh_of_job, parameter_mesh
 from fsdp_sft._tensors.boxes import check_ranks_ascend
 from fsdp_sft.attention.hybrid import separate_rows
-from fsdp_sft.errors import UnsupportedModelError
+from fsdp_sft.errors import UnsupportedModelError, abridged
 from fsdp_sft.sac import refuse_inner_groups
 from fsdp_sft.shard.expert_parallel import place_experts
 from fsdp_sft.shard.float32_modules import plan_float32
@@ -184,7 +184,8 @@ def shard_model(
         The same model.
 
     Raises:
-        ValueError: If the model is sharded already, or an argument is out of range.
+        ValueError: If the model is sharded already, an argument is out of range, or a block is not part of
+            this model.
         UnsupportedModelError: If ``blocks`` is None and none is found, if a trained parameter has hooks,
             which would not run, if transformers holds the weights quantised, if it has no plan to divide
             experts among ``ep_size`` ranks or they have adapters, or, after ``apply_sac(save=)``, if a part
@@ -211,6 +212,13 @@ def shard_model(
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     check_ranks_ascend(mesh, [Shard(0)] * mesh.ndim)
     chosen = dict(find_blocks(model) if blocks is None else blocks)
+    inside = {id(module) for module in model.modules()}
+    strange = [fqn for fqn, block in chosen.items() if id(block) not in inside]
+    if strange:
+        raise ValueError(
+            f"blocks {abridged(strange)} are not modules of this {type(model).__name__}, whose weights "
+            "would be gathered all at once: pass what find_blocks(model, ...) returned"
+        )
     offload = checked_offload(offload_policy)
     reduced = policy.reduce_dtype or policy.param_dtype or master_dtype
     placed = place_experts(model, given, ep_size, reduced)

@@ -207,7 +207,9 @@ def _plain(value: Any) -> Any:
     """An option that can be compared; None for any other: for a tensor on a device the host would wait."""
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 and value.device.type == "cpu" else None
-    return value if isinstance(value, (bool, int, float, str, tuple, list)) else None
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 def unscale(
