@@ -111,6 +111,11 @@ CASES: dict[str, tuple[Cause, type[Exception], str]] = {
         fs.BatchError,
         r"lr=0.001\d* of group 0 of SGD and",
     ),
+    "another number in a tuple": (  # tensors that print alike
+        partial(_other_rate, lambda rate: (torch.tensor(1 + rate / 1e3), 0.9)),
+        fs.BatchError,
+        r"lr=\(1.00000\d*, 0.9\) of group 0 of SGD and",
+    ),
     "another rate": (
         partial(_other_rate, float),
         fs.BatchError,
