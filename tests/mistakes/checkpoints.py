@@ -125,8 +125,8 @@ MISTAKES = [
     Mistake(
         "the position counts rows of batches that a data set gives whole",
         "step/loader.py",
-        "if isinstance(loader, DataLoader) and batches is None:",
-        "if False:",
+        "if sampler is batches or (isinstance(loader, DataLoader) and batches is None):",
+        "if sampler is batches:",
         ("tests/sampling/test_sampler.py",),
     ),
     Mistake(

@@ -11,8 +11,8 @@ MISTAKES = [
     Mistake(
         "rows that a map has left out are not counted as consumed",
         "step/loader.py",
-        "            consumed = _num_consumed(loader, sampler, taken[:length])\n",
-        "            consumed = _num_consumed(loader, sampler, window)\n",
+        "_num_consumed(loader, sampler, taken[:length]) if",
+        "_num_consumed(loader, sampler, window) if",
         ("tests/step/test_loader.py",),
     ),
     Mistake(

@@ -228,14 +228,14 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "what cannot be sent is found out when others wait for it",
         "step/loader.py",
-        '[pickle.dumps(to_device(batch, torch.device("cpu"))) for batch in window]',
+        '[pickle.dumps(to_device(batch, torch.device("cpu"))) for batch in sends]',
         "[]",
         ("tests/attention/context_parallel/test_training.py::test_an_error_of_who_reads_reaches_all",),
     ),
     Mistake(
         "ranks of a group train different rows",
-        "step/checks.py",
-        "    if len(pairs) > len({at for at, _ in pairs}):",
+        "step/window.py",
+        "    if len(pairs) > len({place for place, _ in pairs}):",
         "    if False:",
         ("tests/attention/context_parallel/test_training.py::test_what_cannot_be_shared_is_refused",),
     ),

@@ -10,6 +10,7 @@ interface: logits, gradient of the hidden states, and accumulation of the weight
 ``(C, H)``, weight ``(V, H)``, logits and their gradient ("slopes") ``(C, V)``.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -240,7 +241,7 @@ def _refine(logits: torch.Tensor, hidden: torch.Tensor, columns: torch.Tensor, h
 
 
 class Products:
-    """The products that the loop over chunks uses; here those of float32 (or float64) operands.
+    """The products that the loop over chunks uses; here those of a float32 (or float64) weight.
 
     Attributes:
         gain: Factor that the caller applies to slopes before the products and divides out of their results.
@@ -250,17 +251,18 @@ class Products:
     gain = 1.0
     rounds = False
 
-    def __init__(self, weight: torch.Tensor, rows: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, rows: int) -> None:
         self.weight = weight
-        self.buffer = weight.new_empty(rows, weight.shape[0], dtype=dtype)
+        self.buffer = weight.new_empty(rows, weight.shape[0])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden @ weight.T``, which may be in a buffer that the next chunk reuses."""
-        return torch.mm(hidden, self.weight.T, out=self.buffer[: len(hidden)])
+        return torch.mm(hidden.to(self.weight), self.weight.T, out=self.buffer[: len(hidden)])
 
     def blocks(self, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Slices of rows with their float32 logits, which the caller overwrites with slopes."""
-        for rows in _ranges(len(logits), _rows_in_cache(logits)):
+        # What fits a CPU's cache; an accelerator takes all at once.
+        for rows in _slices(logits, _SLICE_BYTES if logits.is_cpu else sys.maxsize):
             yield rows, logits[rows]
 
     def hidden_gradient(self, slopes: torch.Tensor) -> torch.Tensor:
@@ -269,7 +271,7 @@ class Products:
 
     def add_weight_gradient(self, slopes: torch.Tensor, hidden: torch.Tensor, total: torch.Tensor) -> None:
         """Add ``slopes.T @ hidden`` to ``total``, ``(V, H)``."""
-        total.addmm_(slopes.T, hidden)
+        total.addmm_(slopes.T, hidden.to(slopes))
 
 
 class _Rounded(Products):
@@ -278,10 +280,10 @@ class _Rounded(Products):
     rounds = True
 
     def blocks(self, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        for rows in _ranges(len(logits), _rows_in_cache(logits)):
-            wide = logits[rows].float()
+        for rows, narrow in super().blocks(logits):
+            wide = narrow.float()
             yield rows, wide
-            logits[rows] = wide
+            narrow.copy_(wide)
 
     def hidden_gradient(self, slopes: torch.Tensor) -> torch.Tensor:
         return (slopes @ self.weight).float()
@@ -315,26 +317,6 @@ class _Mixed(Products):
             total[part].add_(torch.mm(narrow.T, hidden, out_dtype=torch.float32))
 
 
-class _Upcast(Products):
-    """float32 products for any other dtype and device; the weight is widened one slice at a time."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        out = self.buffer[: len(hidden)]
-        for part in _slices(self.weight):
-            out[:, part] = hidden.float() @ self.weight[part].float().T
-        return out
-
-    def hidden_gradient(self, slopes: torch.Tensor) -> torch.Tensor:
-        total = slopes.new_zeros(len(slopes), self.weight.shape[1])
-        for part in _slices(self.weight):
-            total.addmm_(slopes[:, part], self.weight[part].float())
-        return total
-
-    def add_weight_gradient(self, slopes: torch.Tensor, hidden: torch.Tensor, total: torch.Tensor) -> None:
-        for part in _slices(self.weight):
-            total[part].addmm_(slopes[:, part].T, hidden.float())
-
-
 def products_for(weight: torch.Tensor, rows: int) -> Products:
     """The products for ``weight`` and chunks of at most ``rows`` rows."""
     if weight.dtype in (torch.float32, torch.float64):
@@ -345,21 +327,10 @@ def products_for(weight: torch.Tensor, rows: int) -> Products:
     # On a CPU bfloat16 matrices are fast; float16 ones are not, and their range is too small for slopes.
     if weight.dtype == torch.bfloat16:
         return _Rounded(weight, rows)
-    return _Upcast(weight, rows, torch.float32)
+    return Products(weight.float(), rows)
 
 
-def _rows_in_cache(logits: torch.Tensor) -> int:
-    """Rows of logits whose float32 values fit a CPU's cache; on an accelerator all of them."""
-    if logits.device.type != "cpu":
-        return max(len(logits), 1)
-    return max(1, _SLICE_BYTES // (4 * max(logits.shape[1], 1)))
-
-
-def _slices(weight: torch.Tensor, most_bytes: int = _SLICE_BYTES) -> list[slice]:
-    """Slices of the vocabulary of at most ``most_bytes`` of float32 each."""
-    return _ranges(weight.shape[0], max(1, most_bytes // (4 * max(weight.shape[1], 1))))
-
-
-def _ranges(length: int, step: int) -> list[slice]:
-    """Slices of at most ``step`` that cover ``length``."""
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+def _slices(table: torch.Tensor, most_bytes: int = _SLICE_BYTES) -> list[slice]:
+    """Slices of a matrix's rows of at most ``most_bytes`` of float32 each."""
+    step = max(1, most_bytes // (4 * max(table.shape[1], 1)))
+    return [slice(start, start + step) for start in range(0, len(table), step)]

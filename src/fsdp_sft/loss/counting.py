@@ -149,10 +149,9 @@ def counted_tokens(batch: Any) -> torch.Tensor | None:
     mask, ids = fields.get("attention_mask"), fields.get("input_ids")
     if isinstance(mask, torch.Tensor):
         return mask != 0 if mask.ndim == 2 else None
-    labels = fields.get("shift_labels" if is_shifted(batch) else "labels")
-    if fields.get("position_ids") is None or not isinstance(labels, torch.Tensor):
-        return None
-    if labels.dtype != torch.int64 or labels.shape != getattr(ids, "shape", None):
+    labels: Any = fields.get("shift_labels" if is_shifted(batch) else "labels")
+    is_usual = isinstance(labels, torch.Tensor) and labels.dtype == torch.int64
+    if fields.get("position_ids") is None or not is_usual or labels.shape != getattr(ids, "shape", None):
         return None
     from fsdp_sft.collate import filler_of
 

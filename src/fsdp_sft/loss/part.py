@@ -35,6 +35,8 @@ from fsdp_sft.loss.counting import (
 )
 from fsdp_sft.targets import IGNORE_INDEX
 
+_OF_ALL_ROWS = ("position_ids", "attention_mask")
+
 
 class BatchPart(CheckedBatch):
     """This rank's part of a batch, with its targets in ``shift_labels``; the mask is that of the whole rows.
@@ -74,7 +76,8 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     each = -(-width // group.size)
     filler = each * group.size - width
     own = slice(group.rank * each, (group.rank + 1) * each)
-    positions, given_mask = (_of_each_token(batch, name, ids) for name in ("position_ids", "attention_mask"))
+    values = {name: _of_each_token(batch, name, (size, width)) for name in batch if name not in LOSS_KEYS}
+    positions, given_mask = (values.pop(name, None) for name in _OF_ALL_ROWS)
     if positions is None:
         positions = torch.arange(width, device=ids.device).expand(ids.shape)
     mask = torch.ones_like(ids, dtype=torch.bool) if given_mask is None else given_mask != 0
@@ -98,9 +101,11 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
         filler=filler,
     )
     fields = {
-        name: _cut(name, value, (size, width), filler, own)
-        for name, value in batch.items()
-        if name not in (*LOSS_KEYS, "position_ids", "attention_mask") and value is not None
+        name: F.pad(value, (*[0, 0] * (value.ndim - 2), 0, filler))[:, own]
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in values.items()
+        if value is not None
     }
     fields["position_ids"] = whole.position_ids[:, own]
     # A mask is given also where no token is padding. Without one transformers would take this rank's
@@ -143,30 +148,27 @@ def part_on_device(part: BatchPart, device: torch.device) -> BatchPart:
         rows=None if whole.rows is None else travelling(whole.rows, device),
         padding=None if whole.padding is None else travelling(whole.padding, device),
     )
-    counted = travelling(part.counted, device)
-    return BatchPart(fields, moved, counted, facts_of(part["shift_labels"].reshape(-1), device))
+    return BatchPart(
+        fields,
+        moved,
+        counted=travelling(part.counted, device),
+        targets=facts_of(part["shift_labels"].reshape(-1), device),
+    )
 
 
-def _of_each_token(batch: Batch, name: str, ids: torch.Tensor) -> torch.Tensor | None:
-    """A tensor with one value a token, ``(B, S)``, or a row of them for all; None if the batch has none."""
+def _of_each_token(batch: Batch, name: str, shape: tuple[int, ...]) -> Any:
+    """A tensor with one entry a token, ``(B, S, ...)``; other values are returned as they are.
+
+    Positions and a mask may be one row for all, ``(S,)`` or ``(1, S)``.
+    """
     value = batch.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, torch.Tensor) or value.ndim > 2 or value.shape[-1:] != ids.shape[1:]:
-        raise BatchError(
-            f"context parallelism cuts {name} of one value a token, {tuple(ids.shape)}, got "
-            f"{tuple(getattr(value, 'shape', ())) or type(value).__name__}"
-        )
-    return value.expand(ids.shape)
-
-
-def _cut(name: str, value: Any, shape: tuple[int, int], filler: int, own: slice) -> Any:
-    """This rank's part of a tensor with one entry per token; other values are returned as they are."""
     if not isinstance(value, torch.Tensor):
         return value
-    if tuple(value.shape[:2]) != shape:
+    if name in _OF_ALL_ROWS and value.shape in (shape[1:], (1, *shape[1:])):
+        return value.expand(shape)
+    if tuple(value.shape[:2]) != shape or (name in _OF_ALL_ROWS and value.ndim > 2):
         raise BatchError(
             f"context parallelism cuts what has one entry a token, {shape}; {name!r} has "
             f"{tuple(value.shape)}. Leave it out of the batch, or train without context parallelism"
         )
-    return F.pad(value, (*[0, 0] * (value.ndim - 2), 0, filler))[:, own]
+    return value

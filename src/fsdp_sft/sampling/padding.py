@@ -1,8 +1,7 @@
 """Measure, on the model at hand, whether padding on the left of a row changes what it computes of it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,14 +27,6 @@ class _ReadAlike:
     """Kept on a model: whether it was given positions, each time that padding on the left changed nothing."""
 
     with_positions: set[bool] = field(default_factory=set)
-
-
-def is_padded_on_left(batch: Any) -> bool:
-    """Whether the mask of a batch on the host leaves out the first column of a row but not all of it."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not mask.shape[1]:
-        return False
-    return bool(((mask[:, 0] == 0) & (mask != 0).any(1)).any())
 
 
 def verify_left_padding(model: nn.Module, mesh: "DeviceMesh | None", *, with_positions: bool) -> None:

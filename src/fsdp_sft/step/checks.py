@@ -23,18 +23,16 @@ from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.fsdp import compute_dtypes
 from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.sharded import refuse_changed_gradients
-from fsdp_sft._model.twin import keep_config, text_config
+from fsdp_sft._model.twin import keep_config
 from fsdp_sft._model.view import base_of, record_of, replicated_by, unwrapped
 from fsdp_sft._model.vocabulary import vocabulary_of
 from fsdp_sft._process.callers import warn_caller
-from fsdp_sft._ranks.agree import all_gather_objects, this_rank, world_size
-from fsdp_sft._ranks.mesh import CP, has_made_cp
+from fsdp_sft._ranks.agree import this_rank, world_size
 from fsdp_sft.dcp_io.model_state import loaded_step
 from fsdp_sft.errors import BatchError, OptimizerError, UnsupportedModelError, abridged
 from fsdp_sft.loss import LABEL_KEYS, is_shifted
 from fsdp_sft.sac import draws_random_numbers
 from fsdp_sft.step.update import stepped_by
-from fsdp_sft.step.window import MicroBatch, digest_of_rows
 from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -256,32 +254,12 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
                 "inputs_embeds)"
             )
         vocabulary.check_ids(batch)
-        if isinstance(batch, Mapping):
-            _warn_of_length(model, batch)
-            if knows_packs and batch.get("position_ids") is not None:
-                from fsdp_sft.collate import refuse_masked_pack
+        if knows_packs and isinstance(batch, Mapping) and batch.get("position_ids") is not None:
+            from fsdp_sft.collate import refuse_masked_pack
 
-                refuse_masked_pack(batch)
+            refuse_masked_pack(batch)
         if not own_loss:
             vocabulary.check_labels(batch, LABEL_KEYS, IGNORE_INDEX)
-
-
-def _warn_of_length(model: nn.Module, batch: Any) -> None:
-    """Warn once of a row, alone or in a pack, that is longer than the model was trained for."""
-    known = getattr(text_config(model), "max_position_embeddings", None)
-    ids, positions = batch.get("input_ids"), batch.get("position_ids")
-    if not isinstance(known, int) or known < 1 or not isinstance(ids, torch.Tensor) or ids.ndim != 2:
-        return
-    length = ids.shape[1]
-    if isinstance(positions, torch.Tensor) and positions.ndim == 2 and positions.numel():
-        length = int(positions.max()) + 1 if positions.is_cpu else 0  # the host would wait for a device
-    if length > known and first_time(model, "length"):
-        warn_caller(
-            f"a row has {length:,} tokens, and {type(unwrapped(model)).__name__.removeprefix('FSDP')} was "
-            f"made for {known:,} (max_position_embeddings): positions beyond that were never trained. Pass "
-            "max_length= where rows are encoded, or load the model with a larger max_position_embeddings= "
-            "and rope_parameters= that extend it (yarn)"
-        )
 
 
 def look_at_labels(micro_batches: list[Any]) -> None:
@@ -316,19 +294,15 @@ def look_at_labels(micro_batches: list[Any]) -> None:
 
 def _refuse_shift(batches: list[Any], name: str) -> None:
     """Refuse ``labels`` that equal the next ids, or ``shift_labels`` that equal the ids at their places."""
-    right = wrong = 0
-    values: list[torch.Tensor] = []
+    telling, mistaken = 0, [torch.empty(0, dtype=torch.int64)]
     for batch in batches:
         own, following = batch["input_ids"][:, :-1], batch["input_ids"][:, 1:]
         labels = batch[name][:, :-1]
-        telling = (labels != IGNORE_INDEX) & (own != following)
-        meant, mistaken = (own, following) if name == "labels" else (following, own)
-        wrong += int((telling & (labels == mistaken)).sum())
-        right += int((telling & (labels != mistaken)).sum())
-        values.append(labels[telling & (labels == mistaken) & (labels != meant)])
-    if wrong + right < _FEWEST or wrong <= _SHARE * (wrong + right):
-        return
-    if len(torch.cat(values).unique()) < _VARIED:
+        tells = (labels != IGNORE_INDEX) & (own != following)
+        telling += int(tells.sum())
+        mistaken.append(labels[tells & (labels == (following if name == "labels" else own))])
+    values = torch.cat(mistaken)
+    if telling < _FEWEST or len(values) <= _SHARE * telling or len(values.unique()) < _VARIED:
         return
     said = (
         "labels equal the next id at {} of {} targets: they have been shifted already and the loss shifts "
@@ -337,40 +311,4 @@ def _refuse_shift(batches: list[Any], name: str) -> None:
         else "shift_labels equal the id at their own place at {} of {} targets: they have not been shifted. "
         "Give them as labels, which the loss shifts"
     )
-    raise BatchError(said.format(wrong, wrong + right) + _OFF)
-
-
-def compare_rows(micro_batches: list[MicroBatch], mesh: "DeviceMesh | None") -> None:
-    """Refuse ranks that share rows and have different ones; warn of the same rows where others should be.
-
-    Raises:
-        BatchError: On all ranks, if ranks of one ``cp`` or ``tp`` group have different rows.
-
-    Collective: all ranks of the mesh.
-    """
-    if mesh is None or mesh.size() == 1:
-        return
-    place: Any = mesh.get_coordinate() or ()
-    names = mesh.mesh_dim_names or ("",) * len(place)  # a mesh of torch need not have names
-    own_place = tuple(at for name, at in zip(names, place, strict=True) if name != CP)
-    own = own_place, digest_of_rows(micro_batches), any(one.targets for one in micro_batches)
-    everyone = all_gather_objects(own)
-    pairs = {(at, rows) for at, rows, _ in everyone}
-    if len(pairs) > len({at for at, _ in pairs}):
-        raise BatchError(
-            "ranks of one cp group have different batches, and each computes a part of the same rows: "
-            "iterate with windows(loader, n, mesh=mesh), whose first rank of a group reads for all of it, or "
-            "give samplers mesh=mesh, and collators nothing random that ranks draw by themselves. Ranks of "
-            "one tp group need the same batches too: give samplers num_replicas= and rank= without tp"
-        )
-    for rows in {rows for _, rows, has_targets in everyone if rows and has_targets}:
-        same = [(str(rank), at) for rank, (at, one, _) in enumerate(everyone) if one == rows]
-        if len({at for _, at in same}) > 1 and mesh.get_rank() == 0:
-            _logger.warning(
-                "ranks %s have the same rows in the first window: each gradient counts them so often. %s",
-                abridged(rank for rank, _ in same),
-                "Samplers and windows without mesh= follow the mesh with cp that this process has made, and "
-                "this model is not on it: give them mesh=build_mesh()"
-                if CP not in names and has_made_cp()
-                else "Give the loader a sampler that shares rows out, such as ResumableSampler",
-            )
+    raise BatchError(said.format(len(values), telling) + _OFF)

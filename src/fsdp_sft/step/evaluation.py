@@ -39,7 +39,6 @@ def in_step(
     objective: Objective,
     check: Callable[[list[Any]], None] | None,
     group: SequenceGroup | None,
-    options: dict[str, Any],
 ) -> Iterator[tuple[MicroBatch, bool, bool]]:
     """Yield this rank's batches and then stand-ins, until every rank has run out.
 
@@ -52,7 +51,6 @@ def in_step(
         objective: Definition of the loss, which says what a target is.
         check: Function that raises for batches that the model cannot take.
         group: Ranks that share rows; each computes its part of them.
-        options: Options of the call that must be the same on every rank.
 
     Yields:
         (the batch, whether it counts and is no stand-in, whether a rank has rows padded on the left).
@@ -66,6 +64,7 @@ def in_step(
     held: list[MicroBatch] = []
     while True:
         read = itertools.islice(source, 1)
+        options = {"check": check is not None, "loss_fn": objective.is_own}
         window = agree_on_window(read, mesh, objective, check=check, group=group, options=options, held=held)
         if window.sender < 0:
             return
@@ -148,12 +147,11 @@ def evaluate(
     modes = {module: module.training for module in model.modules()}
     sums, targets, weight, tokens = Sums(device), 0.0, 0.0, 0
     look = partial(check_batches, model, own_loss=objective.is_own) if check else None
-    options = {"check": check, "loss_fn": objective.is_own}
     model.eval()
     try:
         # Not in a caller's inference_mode: FSDP2 keeps the memory that it first gathers into.
         with torch.inference_mode(mode=False), torch.no_grad():
-            for batch, counts, left in in_step(batches, mesh, objective, look, group, options):
+            for batch, counts, left in in_step(batches, mesh, objective, look, group):
                 if check:
                     verify_rows(model, [batch], left, objective, mesh)
                 moved = batch.on_device(device, own_loss=objective.is_own)
@@ -169,12 +167,12 @@ def evaluate(
     read = LateValues(sums.tensors()).read()  # the only place where the host waits
     totals = sum_over_mesh([*read[:3], targets, weight, tokens], mesh)
     loss, router_loss, correct, all_targets, all_weight, all_tokens = totals
-    if all_targets == 0 and all_weight == 0:
-        raise BatchError(
-            "evaluate: no target on any rank; every label, after the shift, is -100, or there is no batch"
-        )
     if all_weight == 0:
-        raise BatchError(f"evaluate: the loss_weights of all {int(all_targets)} targets are 0")
+        raise BatchError(
+            f"evaluate: the loss_weights of all {int(all_targets)} targets are 0"
+            if all_targets
+            else "evaluate: no target on any rank; each label, after the shift, is -100, or there is no batch"
+        )
     loss = loss / all_weight
     metrics = metrics_over_mesh(sums.metrics, read[3:], mesh) if objective.is_own else {}
     return EvalResult(

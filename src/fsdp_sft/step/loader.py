@@ -3,7 +3,7 @@
 import itertools
 import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,12 +118,8 @@ def _windows(
     batches = begun_late(loader if loader is not None and reads else ())
     stands: Any = None
     while True:
-        window: list[Any] = []
-        taken: list[Any] = []
-        to_send: list[bytes] = []
-        error: Exception | None = None
         moved = stands is not None and _stands(sampler) != stands
-        try:
+        with ExitStack() as waiting, agreed("reading the next window", min) as decision:
             with waiting_for("data"), record_function("fsdp_sft.next_batches"):
                 taken = list(itertools.islice(batches, grad_accum_steps))
             window = taken if map_fn is None else [map_fn(batch) for batch in taken]
@@ -135,27 +131,20 @@ def _windows(
                     "windows() marks what is consumed; load a state or set an epoch before the pass, or "
                     "leave the loop and call windows(...) again"
                 )
-            if group is not None:  # both may fail, and from here an error still reaches all ranks
-                to_send = [pickle.dumps(to_device(batch, torch.device("cpu"))) for batch in window]
-                if mark_consumed is not None and window:
-                    _num_consumed(loader, sampler, taken)
-        except Exception as caught:
-            error = caught
-        with (
-            waiting_for("ranks"),
-            record_function("fsdp_sft.wait_for_ranks"),
-            agreed("reading the next window", min) as decision,
-        ):
-            if error is not None:
-                raise error
+            # What is sent, and its count, may fail, and from here an error still reaches all ranks.
+            sends = window if group is not None else []
+            to_send = [pickle.dumps(to_device(batch, torch.device("cpu"))) for batch in sends]
+            if sends and mark_consumed is not None:
+                _num_consumed(loader, sampler, taken)
             decision.told = len(window) if reads else grad_accum_steps
+            waiting.enter_context(waiting_for("ranks"))
+            waiting.enter_context(record_function("fsdp_sft.wait_for_ranks"))
         length: int = decision.result
         if length == 0:
             break
         window = window[:length]
-        consumed = None
-        if reads and mark_consumed is not None:
-            consumed = _num_consumed(loader, sampler, taken[:length])
+        counts = reads and mark_consumed is not None
+        consumed = _num_consumed(loader, sampler, taken[:length]) if counts else None
         if group is not None:
             told = [(to_send[:length], consumed)]  # of the group's first rank
             dist.broadcast_object_list(told, group=group, group_src=0, device=torch.device("cpu"))
@@ -202,10 +191,9 @@ def _num_consumed(loader: Any, sampler: Any, window: list[Any]) -> int:
 def _taken_for_a_batch(loader: Any, sampler: Any) -> int | None:
     """Rows or packs that a loader takes from its sampler or stream for each batch; None if unknown."""
     batches = getattr(loader, "batch_sampler", None)
-    if sampler is batches:
-        return 1  # a pack is a batch
-    if isinstance(loader, DataLoader) and batches is None:
-        return 1  # batch_size=None: the data set returns a whole batch for each index
+    # A pack is a batch; with batch_size=None the data set returns a whole batch for each index.
+    if sampler is batches or (isinstance(loader, DataLoader) and batches is None):
+        return 1
     size = getattr(batches, "batch_size", None)
     counted_by_size = sampler in (getattr(batches, "sampler", None), getattr(loader, "dataset", None))
     return size if counted_by_size and isinstance(size, int) else None

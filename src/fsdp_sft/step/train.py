@@ -25,7 +25,6 @@ from fsdp_sft.loss import scaled_for_averaging
 from fsdp_sft.step.checks import (
     FIRST_WINDOW,
     check_batches,
-    compare_rows,
     done_with,
     first_time,
     look_at_labels,
@@ -215,10 +214,15 @@ def train_step(
     }
     group = sequence_group_of(model)
     window = agree_on_window(
-        micro_batches, mesh, objective, check=look if check else None, group=group, options=options
+        micro_batches,
+        mesh,
+        objective,
+        check=look if check else None,
+        group=group,
+        options=options,
+        compare_rows=is_first,
     )
     if is_first:
-        compare_rows(window.micro_batches, mesh)
         done_with(model).add(FIRST_WINDOW)
     if window.weight == 0:
         reason = "no weight" if window.targets else "no targets"
@@ -320,8 +324,7 @@ def _non_finite(
     """
     where = ""
     if mesh is not None and mesh.size() > 1:
-        finite = all_gather_objects(is_finite_here)
-        ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
+        ranks = [str(rank) for rank, finite in enumerate(all_gather_objects(is_finite_here)) if not finite]
         where = f" (that of rank {abridged(ranks)} is not finite)" if ranks else " (finite on every rank)"
     broken = [name for one, name in names.items() if not bool(values_of(one.detach()).isfinite().all())]
     advice = (

@@ -1,7 +1,5 @@
 """What gradients go through: the collectives that reduce them, their norm, and the optimizers that step."""
 
-import re
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 SyncMode = Literal["all", "reduce_scatter", "none"]
-# In the error, or in the files, of an operation that torch does not have for shards.
-_OF_DTENSOR = re.compile(r"DTensor|torch.distributed.tensor")
 _PIECE = 1 << 16  # elements whose squares have a sum in float32 that is right to some 1e-7
 
 
@@ -168,8 +164,8 @@ def checked_schedulers(scheduler: Any, optimizers: list[torch.optim.Optimizer]) 
     Raises:
         OptimizerError: If one belongs to another optimizer, as to one that was made before sharding.
     """
-    schedulers: list[Any] = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
-    schedulers = [one for one in schedulers if one is not None]
+    given: Sequence[Any] = scheduler if isinstance(scheduler, Sequence) else [scheduler]
+    schedulers = [one for one in given if one is not None]
     for one in schedulers:
         groups = getattr(getattr(one, "optimizer", None), "param_groups", None)
         if groups is not None and not any(groups is each.param_groups for each in optimizers):
@@ -186,8 +182,7 @@ def prepare_scaler(
     """The scaler, ready for these optimizers' gradients; None if it is not enabled."""
     if scaler is None or not scaler.is_enabled():
         return None  # a disabled scaler skips no step, so gradients that are not finite have to raise
-    parameters = (p for o in optimizers for group in o.param_groups for p in group["params"])
-    if any(parameter.device.type == "cpu" for parameter in parameters):
+    if any(parameter.is_cpu for parameter in stepped_by(*optimizers)):
         keep_scale_on_host(scaler)
     return scaler
 
@@ -230,25 +225,12 @@ def unscale(
 def step_all(
     optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None, *, skipped: bool
 ) -> None:
-    """Step the optimizers, unless the step is ``skipped``, and update the scaler.
-
-    Raises:
-        OptimizerError: If one computes what torch cannot compute of shards, after it may have stepped some.
-    """
+    """Step the optimizers, unless the step is ``skipped``, and update the scaler."""
     for optimizer in () if skipped else optimizers:
-        if scaler is not None and not any(p.grad is not None for p in stepped_by(optimizer)):
-            continue  # all that it holds is frozen: the scaler would raise for lack of a gradient
-        try:
-            optimizer.step() if scaler is None else scaler.step(optimizer)
-        except (NotImplementedError, RuntimeError) as error:
-            files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-            if not any(_OF_DTENSOR.search(text) for text in (str(error), *files)):
-                raise
-            raise OptimizerError(
-                f"{type(optimizer).__name__} cannot step sharded parameters, and may have stepped some: "
-                f"torch lacks an operation for shards ({error!s:.200}). Take AdamW, SGD or another one, "
-                "without fused=True if that is the cause, and begin anew"
-            ) from error
+        if scaler is None:
+            optimizer.step()
+        elif any(p.grad is not None for p in stepped_by(optimizer)):
+            scaler.step(optimizer)  # which raises for lack of a gradient if all that it holds is frozen
     if scaler is not None:
         scaler.update()
 

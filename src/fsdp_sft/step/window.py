@@ -7,19 +7,24 @@ never does, so the job hangs, or gloo aborts it.
 
 import copy
 import hashlib
+import itertools
+import logging
 import math
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
+from fsdp_sft._model.view import tensors_in
 from fsdp_sft._process.streams import host_copies, travelling
 from fsdp_sft._ranks.agree import all_gather_objects, difference, through_rank_0
+from fsdp_sft._ranks.mesh import CP, has_made_cp
 from fsdp_sft.attention.context_parallel import SequenceGroup
-from fsdp_sft.errors import BatchError
+from fsdp_sft.errors import BatchError, abridged
 from fsdp_sft.jobs.preemption import keep_workers_alive
 from fsdp_sft.loss import (
     LABEL_KEYS,
@@ -35,7 +40,7 @@ from fsdp_sft.loss import (
     targets_of,
     weight_of,
 )
-from fsdp_sft.sampling.padding import is_padded_on_left, verify_left_padding
+from fsdp_sft.sampling.padding import verify_left_padding
 from fsdp_sft.step.objective import Objective
 
 if TYPE_CHECKING:
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
 
 Keys = tuple[str, ...]
 _LOOKED_AT = (*LOSS_KEYS, "input_ids", "attention_mask", "position_ids")
+_logger = logging.getLogger("fsdp_sft.step")
 _SUMMED = ("targets", "tokens", "weight", "padded_left")  # of micro-batches, over a window
 
 
@@ -82,7 +88,7 @@ class MicroBatch:
 
 
 def measured(batches: Sequence[Any], objective: Objective, group: SequenceGroup | None) -> list[MicroBatch]:
-    """The batches, counted on the host, which waits once for those that are on a device.
+    """The batches, counted on the host, which waits for those that are on a device.
 
     What is asked of whole rows, by a function of the caller's, the first of the ranks that share them counts.
 
@@ -95,7 +101,8 @@ def measured(batches: Sequence[Any], objective: Objective, group: SequenceGroup 
     is_own, count_fn = objective.is_own, objective.count_fn
     first = group is None or group.rank == 0
     found = []
-    for given, seen in zip(batches, on_host(batches), strict=True):
+    for given in batches:
+        seen = on_host(given)
         part = seen if is_own or group is None else part_of(seen, group)
         targets = num_targets(part) if count_fn is None else float(count_fn(given))
         if not 0 <= targets < math.inf:
@@ -104,9 +111,16 @@ def measured(batches: Sequence[Any], objective: Objective, group: SequenceGroup 
         weighted = not is_own and isinstance(part, Mapping) and part.get(WEIGHTS_KEY) is not None
         weight = weight_of(part) if weighted else targets
         tokens = num_tokens(part, needs_ids=not is_own) if first or not is_own else 0
-        left = is_padded_on_left(seen)
+        left = _is_padded_on_left(seen)
         found.append(MicroBatch(given, seen, part, keys_of(seen), targets, weight, tokens, left))
     return found
+
+
+def _is_padded_on_left(batch: Any) -> bool:
+    """Whether the mask of a batch on the host leaves out the first column of a row but not all of it."""
+    mask: Any = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    is_usual = isinstance(mask, torch.Tensor) and mask.ndim == 2
+    return is_usual and bool(((mask[:, :1] == 0) & (mask != 0)).any())
 
 
 @dataclass(frozen=True)
@@ -141,6 +155,7 @@ def agree_on_window(
     group: SequenceGroup | None,
     options: dict[str, Any],
     held: Sequence[MicroBatch] = (),
+    compare_rows: bool = False,
 ) -> Window:
     """Check the window and agree on it, or raise the same error on all ranks; one small exchange.
 
@@ -152,29 +167,37 @@ def agree_on_window(
         group: Ranks that share the rows.
         options: Options of the call that must be the same on every rank.
         held: What this rank can run, without counting it, if it has no micro-batch.
+        compare_rows: Whether to look for other rows on ranks that share them, and for the same on others.
 
     Raises:
-        BatchError: If ranks differ in the options, or those that have batches in the keys of these.
+        BatchError: If ranks differ in the options, those that have batches in the keys of these, or those
+            that share rows in these.
 
     Collective: all ranks, if there is a mesh.
     """
     batches: list[MicroBatch] = []
+    compares = compare_rows and mesh is not None and mesh.size() > 1
 
     def told() -> dict[str, Any]:
         batches.extend(measured(list(micro_batches), objective, group))
         if check is not None:
             check([one.seen for one in batches])
-        runs = batches or held
         return {
             "sums": [sum(getattr(one, name) for one in batches) for name in _SUMMED],
             "options": _digest(options),
             "has": bool(batches),
-            "keys": _digest(_keys_by_place(runs)),
+            "keys": _digest(_keys_by_place(batches or held)),
+            "rows": digest_of_rows(batches) if compares else b"",
+            "place": _place_in(mesh) if compares else (),
         }
 
-    phase = "checking the window and the model"
-    told_all = _together([told()]) if mesh is None else through_rank_0(phase, told, _together)
-    total, sender, lacks, different = told_all
+    decide = partial(_together, mesh if compares else None)
+    decided = (
+        decide([told()])
+        if mesh is None
+        else through_rank_0("checking the window and the model", told, decide)
+    )
+    total, sender, lacks, different = decided
     if different:
         refuse_different(different, options if different == "options" else _keys_by_place(batches))
     targets, tokens, weight, padded_left = total
@@ -186,15 +209,49 @@ def _keys_by_place(batches: Sequence[MicroBatch]) -> dict[str, Keys]:
     return {f"micro-batch {index}": one.keys for index, one in enumerate(batches)}
 
 
-def _together(everyone: list[dict[str, Any]]) -> tuple[list[float], int, bool, str]:
+def _together(compared: Any, everyone: list[dict[str, Any]]) -> tuple[list[float], int, bool, str]:
     """(sums over all ranks, the first with batches or -1, whether a rank lacks one, what differs or "")."""
     total = [sum(column) for column in zip(*(one["sums"] for one in everyone), strict=True)]
     sender = next((rank for rank, one in enumerate(everyone) if one["has"]), -1)
     keys = {one["keys"] for one in everyone if one["has"]}
     different = "keys" if len(keys) > 1 else ""
-    if len({one["options"] for one in everyone}) > 1:
-        different = "options"
+    different = "options" if len({one["options"] for one in everyone}) > 1 else different
+    if compared is not None and not different:
+        _compare_rows(everyone, compared)
     return total, sender, any(one["keys"] not in keys for one in everyone), different
+
+
+def _place_in(mesh: Any) -> tuple[int, ...]:
+    """This rank's coordinates in a mesh, but for that along ``cp``: the same for ranks that share rows."""
+    names = mesh.mesh_dim_names or itertools.repeat("")  # a mesh of torch need not have names
+    return tuple(at for at, name in zip(mesh.get_coordinate() or (), names, strict=False) if name != CP)
+
+
+def _compare_rows(everyone: list[dict[str, Any]], mesh: Any) -> None:
+    """Refuse ranks that share rows and have different ones; warn of the same rows where others should be.
+
+    Raises:
+        BatchError: If ranks of one ``cp`` or ``tp`` group have different rows.
+    """
+    pairs = {(one["place"], one["rows"]) for one in everyone}
+    if len(pairs) > len({place for place, _ in pairs}):
+        raise BatchError(
+            "ranks of one cp group have different batches, and each computes a part of the same rows: "
+            "iterate with windows(loader, n, mesh=mesh), whose first rank of a group reads for all of it, or "
+            "give samplers mesh=mesh, and collators nothing random that ranks draw by themselves. Ranks of "
+            "one tp group need the same batches too: give samplers num_replicas= and rank= without tp"
+        )
+    for rows in {one["rows"] for one in everyone if one["rows"] and one["sums"][0]}:
+        same = {str(rank): one["place"] for rank, one in enumerate(everyone) if one["rows"] == rows}
+        if len(set(same.values())) > 1:
+            _logger.warning(
+                "ranks %s have the same rows in the first window: each gradient counts them so often. %s",
+                abridged(same),
+                "Samplers and windows without mesh= follow the mesh with cp that this process has made, and "
+                "this model is not on it: give them mesh=build_mesh()"
+                if CP not in (mesh.mesh_dim_names or ()) and has_made_cp()
+                else "Give the loader a sampler that shares rows out, such as ResumableSampler",
+            )
 
 
 def _digest(value: Any) -> bytes:
@@ -255,22 +312,13 @@ def begun_late(batches: Iterable[Any]) -> Iterator[Any]:
     yield from keep_workers_alive(batches)
 
 
-def on_host(batches: Sequence[Any]) -> list[Any]:
-    """The batches, with the tensors that are checked before a forward in host memory.
-
-    Tensors that a loader has moved to a device are copied back; the host waits for all of them at once.
-    """
-    places = [
-        (index, name)
-        for index, batch in enumerate(batches)
-        for name in _LOOKED_AT
-        if isinstance(batch, Mapping) and isinstance(batch.get(name), torch.Tensor) and not batch[name].is_cpu
-    ]
-    found = [dict(batch) if isinstance(batch, Mapping) and places else batch for batch in batches]
-    copies = host_copies([batches[index][name] for index, name in places])
-    for (index, name), copied in zip(places, copies, strict=True):
-        found[index][name] = copied
-    return found
+def on_host(batch: Any) -> Any:
+    """The batch, with copies in host memory of the tensors that are checked before a forward."""
+    if not isinstance(batch, Mapping):
+        return batch
+    tensors = {name: batch[name] for name in _LOOKED_AT if isinstance(batch.get(name), torch.Tensor)}
+    far = {name: tensor.cpu() for name, tensor in tensors.items() if not tensor.is_cpu}
+    return {**batch, **far} if far else batch
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -295,25 +343,15 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def num_rows(batch: Any) -> int:
     """Number of rows of a batch: the length of its ``input_ids``, or else of the first tensor in it."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    first = ids if isinstance(ids, torch.Tensor) else next(tensors_in(batch), None)
+    first = ids if isinstance(ids, torch.Tensor) else next((t for t in tensors_in(batch) if t.ndim), None)
     if first is None:
         raise BatchError(f"the rows of a batch without a tensor cannot be counted: {type(batch).__name__}")
     return len(first)
 
 
-def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a batch that have rows, those in its dicts, lists and tuples included."""
-    if isinstance(batch, torch.Tensor):
-        if batch.ndim:
-            yield batch
-    elif isinstance(batch, (Mapping, list, tuple)):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from tensors_in(part)
-
-
 def digest_of_rows(micro_batches: list[MicroBatch]) -> bytes:
     """Digest of the tensors of a window, eight bytes; empty if there is none."""
-    tensors = [tensor for one in micro_batches for tensor in tensors_in(one.seen)]
+    tensors = [tensor for one in micro_batches for tensor in tensors_in(one.seen) if tensor.ndim]
     rows = [row for tensor in tensors for row in (tensor.unbind() if tensor.is_nested else (tensor,))]
     digest = hashlib.blake2b(digest_size=8)
     for row in host_copies(rows):
