@@ -186,6 +186,7 @@ def compare(
     clock = time.process_time if args.cpu_time else time.perf_counter
     results: dict[str, list[tuple[float, int, float]]] = {name: [] for name in losses}
     few = (hidden[:512], weight, labels[:512])
+    torch.compiler.reset()  # a function compiles a few kinds of inputs at most
     for loss in losses.values():  # compiles, allocates, starts threads
         run(loss, few, device, clock, frozen)
     for turn in range(args.rounds):
