@@ -88,7 +88,7 @@ class MicroBatch:
 
 
 def measured(batches: Sequence[Any], objective: Objective, group: SequenceGroup | None) -> list[MicroBatch]:
-    """The batches, counted on the host, which waits for those that are on a device.
+    """The batches, counted on the host, which waits once for those that are on a device.
 
     What is asked of whole rows, by a function of the caller's, the first of the ranks that share them counts.
 
@@ -101,8 +101,7 @@ def measured(batches: Sequence[Any], objective: Objective, group: SequenceGroup 
     is_own, count_fn = objective.is_own, objective.count_fn
     first = group is None or group.rank == 0
     found = []
-    for given in batches:
-        seen = on_host(given)
+    for given, seen in zip(batches, on_host(batches), strict=True):
         part = seen if is_own or group is None else part_of(seen, group)
         targets = num_targets(part) if count_fn is None else float(count_fn(given))
         if not 0 <= targets < math.inf:
@@ -312,13 +311,22 @@ def begun_late(batches: Iterable[Any]) -> Iterator[Any]:
     yield from keep_workers_alive(batches)
 
 
-def on_host(batch: Any) -> Any:
-    """The batch, with copies in host memory of the tensors that are checked before a forward."""
-    if not isinstance(batch, Mapping):
-        return batch
-    tensors = {name: batch[name] for name in _LOOKED_AT if isinstance(batch.get(name), torch.Tensor)}
-    far = {name: tensor.cpu() for name, tensor in tensors.items() if not tensor.is_cpu}
-    return {**batch, **far} if far else batch
+def on_host(batches: Sequence[Any]) -> list[Any]:
+    """The batches, with the tensors that are checked before a forward in host memory.
+
+    Tensors that a loader has moved to a device are copied back; the host waits for all of them at once.
+    """
+    checked: list[dict[str, torch.Tensor]] = [
+        {name: batch[name] for name in _LOOKED_AT if isinstance(batch.get(name), torch.Tensor)}
+        if isinstance(batch, Mapping)
+        else {}
+        for batch in batches
+    ]
+    copies = iter(host_copies([tensor for one in checked for tensor in one.values()]))
+    return [
+        {**batch, **{name: next(copies) for name in one}} if one else batch
+        for batch, one in zip(batches, checked, strict=True)
+    ]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
