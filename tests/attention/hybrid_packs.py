@@ -17,7 +17,7 @@ import torch
 import transformers as tf
 
 import fsdp_sft as fs
-from fsdp_sft.sampling.packing import PackingReport, verify
+from fsdp_sft.sampling import verify
 from tests.attention.hybrids import APART, MIXED, tiny_hybrid
 from tests.harness.architectures import quiet_for_good
 
@@ -36,9 +36,14 @@ CAPACITY, ROWS, TOGETHER = 2048, 64, 8
 def measured(family: str) -> tuple[str, str]:
     """Largest difference from rows alone: by transformers, and with layers kept apart."""
     separate, found = verify.separate_rows, []
-    reports: list[PackingReport] = []
-    judge = verify._judge
-    verify._judge = lambda model, report, told: bool(reports.append(report)) or judge(model, report, told)
+    reports: list[verify.PackingReport] = []
+    measure = verify._measure
+
+    def kept(model: Any, length: int) -> verify.PackingReport:
+        reports.append(measure(model, length))
+        return reports[-1]
+
+    verify._measure = kept
     for does in (lambda model: None, separate):
         verify.separate_rows = does
         try:
@@ -46,7 +51,7 @@ def measured(family: str) -> tuple[str, str]:
             found.append(f"{reports[-1].error:.1e}")
         except fs.PackingError:
             found.append(f"{reports[-1].error:.1e}, refused")
-    verify.separate_rows, verify._judge = separate, judge
+    verify.separate_rows, verify._measure = separate, measure
     return found[0], found[1]
 
 
