@@ -41,13 +41,8 @@ def test_waiting_for_another_ranks_data_is_seen():
 def aggregate_on_rank():
     rank = torch.distributed.get_rank()
     metrics = {"memory": [30, 10, 20][rank], "wait": [None, 0.25, 0.75][rank], "nobody": None}
-    metrics["bad"] = math.nan if rank == 1 else 1.0
+    metrics |= {"bad": math.nan if rank == 1 else 1.0, f"of rank {rank}": rank}
     return {how: aggregate_metrics(metrics, reduce=how) for how in ("mean", "sum", "min", "max", "spread")}
-
-
-def aggregate_unequal():
-    rank = torch.distributed.get_rank()
-    return aggregate_metrics({f"m{rank}": rank, "both": rank})
 
 
 class TestAggregate:
@@ -58,6 +53,7 @@ class TestAggregate:
             found = results[0][how]
             assert (found["memory"], found["wait"], found["nobody"]) == (memory, wait, None)
             assert math.isnan(found["bad"])
+            assert [found[f"of rank {rank}"] for rank in range(3)] == [0, 1, 2], "known to one rank alone"
         spread = results[0]["spread"]
         assert [spread[f"memory_{x}"] for x in ("min", "mean", "max", "max_rank")] == [10, 20, 30, 0]
         assert spread["wait_max_rank"] == 2
@@ -65,18 +61,8 @@ class TestAggregate:
         assert spread["bad_max_rank"] == 1
         MetricLogger(stdout=False).log(spread, 1)
 
-    def test_what_one_rank_alone_knows(self):
-        for found in run_distributed(aggregate_unequal, 2):
-            assert found == {"m0": 0, "both": 0.5, "m1": 1}
-
     def test_single_process(self):
         assert aggregate_metrics({"a": 3, "b": None}, reduce="max") == {"a": 3, "b": None}
-
-
-def write_run(path, rows):
-    with MetricLogger(jsonl=path, stdout=False) as logger:
-        for step, row in rows:
-            logger.log(row, step)
 
 
 def curves(axes):
@@ -104,7 +90,9 @@ class TestPlotRun:
         )
 
         def draw(rows):
-            write_run(tmp_path / "m.jsonl", rows)
+            with MetricLogger(jsonl=tmp_path / "m.jsonl", stdout=False) as logger:
+                for step, row in rows:
+                    logger.log(row, step)
             plot_run(tmp_path / "m.jsonl", tmp_path / "pictures" / "m.png")
             return {axes.get_title(loc="left") or axes.get_ylabel(): axes for axes in figures[-1].axes}
 
