@@ -271,3 +271,9 @@ def test_a_state_has_the_options_as_they_are_now() -> None:
     fs.ResumableSampler(100, seed=7, num_replicas=1, rank=0).load_state_dict(state)
     with pytest.raises(ValueError, match="the state has seed=7, and here it is 0"):
         fs.ResumableSampler(100, num_replicas=1, rank=0).load_state_dict(state)
+
+
+def test_packs_are_made_anew_for_another_seed() -> None:
+    sampler = packs()
+    first, sampler.seed = list(sampler), 7
+    assert list(sampler) == list(packs(seed=7)) != first

@@ -102,7 +102,7 @@ class PackedSampler(OrderedSampler[list[int]]):
         self.max_length, self.shuffle, self.seed = max_length, shuffle, seed
         self._cost = None if cost is None else (float(cost[0]), float(cost[1]))
         self._ranks = self.num_replicas  # with which the epoch has begun
-        self._packs: tuple[tuple[int, int], list[list[int]]] | None = None
+        self._packs: tuple[tuple[int, ...], list[list[int]]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch, position, and what the order depends on; the same on every rank."""
@@ -134,7 +134,7 @@ class PackedSampler(OrderedSampler[list[int]]):
             self._ranks = self.num_replicas
         # An epoch of a mixture continues where the previous one ended, even without shuffling.
         epoch = self.epoch if self.shuffle or self._mixture is not None else 0
-        key = epoch, self._ranks
+        key = epoch, self._ranks, self.seed, self.shuffle
         if self._packs is None or self._packs[0] != key:
             generator = torch.Generator().manual_seed(self.seed + 1_000_003 * epoch)
             if self._mixture is not None:
