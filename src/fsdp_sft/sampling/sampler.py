@@ -225,8 +225,8 @@ class ResumableSampler(OrderedSampler[int]):
         mesh: "DeviceMesh | None" = None,
     ) -> None:
         super().__init__(num_replicas, rank, mesh)
-        if isinstance(data, str):
-            raise TypeError(f"data must be the rows, or their number, got the text {data!r}")
+        if isinstance(data, str) or not isinstance(data, (int, Sized)):
+            raise TypeError(f"data must be the rows, or their number, got {type(data).__name__}")
         self.num_rows = check_count("the number of rows", data if isinstance(data, int) else len(data))
         self._mixture = data if isinstance(data, Mixture) else None
         self.shuffle, self.seed = shuffle, seed

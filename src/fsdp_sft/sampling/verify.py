@@ -257,7 +257,7 @@ def _random_ids(model: nn.Module, number: int) -> torch.Tensor:
 def _logits(model: nn.Module, keep: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
     """float32 logits ``(B, positions kept, vocabulary)``, computed as training does, without a trace."""
     device = compute_device(model)
-    given = {name: value.to(device) for name, value in inputs.items()} | no_cache(model)
+    given: dict[str, Any] = {name: value.to(device) for name, value in inputs.items()} | no_cache(model)
     if "logits_to_keep" in forward_parameters(model):
         given["logits_to_keep"] = keep.to(device)
     with preserved(model), torch.no_grad(), uncompiled():
@@ -268,7 +268,7 @@ def _logits(model: nn.Module, keep: torch.Tensor, **inputs: torch.Tensor) -> tor
 
 def _relative(difference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Size of a difference at each position relative to that of the logits; nan if they are all the same."""
-    return difference.norm(dim=-1) / (logits - logits.mean(-1, keepdim=True)).norm(dim=-1)
+    return torch.div(difference.norm(dim=-1), (logits - logits.mean(-1, keepdim=True)).norm(dim=-1))
 
 
 def _judge(model: nn.Module, report: PackingReport) -> None:

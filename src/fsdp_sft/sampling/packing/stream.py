@@ -118,8 +118,8 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
 
     def _all_packs(self) -> Iterator[list[Row]]:
         """Packs of the epoch, those of consumed buffers too: reading their rows takes far longer."""
-        stream: Any = self.rows
-        ordered = stream if hasattr(stream, "set_epoch") else getattr(stream, "dataset", None)
+        stream = self.rows
+        ordered: Any = stream if hasattr(stream, "set_epoch") else getattr(stream, "dataset", None)
         if hasattr(ordered, "set_epoch"):
             ordered.set_epoch(self.epoch)
             if isinstance(stream, DataLoader):
