@@ -90,7 +90,7 @@ MISTAKES = [
         "sampling/packing/stream.py",
         "            ordered.set_epoch(self.epoch)\n",
         "            pass\n",
-        ("tests/sampling/packing/test_stream.py",),
+        ("tests/sampling/packing/test_stream.py", "tests/test_positions.py"),
     ),
     Mistake(
         "a pack's cost leaves out its attention",

@@ -139,10 +139,13 @@ def test_states_of_other_data_and_options_are_refused(kind: str) -> None:
             sampler.load_state_dict(made(other, 1)[0].state_dict())
 
 
-def test_other_rows_are_another_order() -> None:
+def test_other_rows_and_proportions_are_another_order() -> None:
     reverse = fs.PackedSampler(LENGTHS[::-1], max_length=512, num_targets=TARGETS[::-1])
     with pytest.raises(ValueError, match="rows_crc32"):
         reverse.load_state_dict(packs().state_dict())
+    other = fs.Mixture([80, 30, 10], weights=[1, 2, 1], epoch_rows=100)
+    with pytest.raises(ValueError, match=r"counts=\[50, 25, 25\], and here it is \[25, 50, 25\]"):
+        fs.ResumableSampler(other).load_state_dict(fs.ResumableSampler(MIXTURE).state_dict())
 
 
 IMPOSSIBLE: dict[str, tuple[Any, type[Exception], str]] = {
