@@ -3,8 +3,8 @@
 A slow test without such a one is marked in its module. On simulated devices, all of these run.
 """
 
-_SHARED = "tests/attention/context_parallel/test_training.py::"
-_STEPS = f"{_SHARED}test_steps_are_those_of_one_process"
+_STEPS = "tests/attention/context_parallel/test_training.py::test_steps_are_those_of_one_process"
+_EXPERTS = "tests/experts/test_experts.py::test_every_choice_is_counted_once"
 _LAYOUTS = "tests/weights/test_load.py::test_layouts_of_older_checkpoints"
 _LOAD = "tests/weights/test_load.py::"
 _KILL = "tests/faults/test_checkpoints.py::test_a_kill_at_a_named_moment"
@@ -95,9 +95,7 @@ BESIDE: dict[str, str] = {
     "tests/sac/test_ops.py::test_named_submodules_are_kept_and_the_rest_recomputed[aot_eager]": (
         "tests/sac/test_ops.py::test_named_submodules_are_kept_and_the_rest_recomputed[None]"
     ),
-    "tests/experts/test_experts.py::test_compiled_blocks_count_too": (
-        "tests/experts/test_experts.py::test_every_choice_is_counted_once"
-    ),
+    f"{_EXPERTS}[1-shape4-padded-sac compile]": f"{_EXPERTS}[1-shape0-padded-sac watched first]",
     "tests/attention/context_parallel/test_order.py::test_ranks_begin_their_collectives_in_one_order": (
         f"{_STEPS}[4-shape2-options2]"
     ),

@@ -84,24 +84,22 @@ from typing import Any
 __version__ = "0.1.0"
 
 
-def _owners() -> dict[str, str]:
-    """The module that owns each public name, from the stub beside this file, which type checkers read."""
-    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
-    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    return {name.name: str(node.module) for node in imports for name in node.names}
-
-
-_OWNERS = _owners()
+# The module that owns each public name, from the stub beside this file, which type checkers read.
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
+_OWNERS = {
+    name.name: str(node.module)
+    for node in _STUB.body
+    if isinstance(node, ast.ImportFrom)
+    for name in node.names
+}
 __all__ = sorted([*_OWNERS, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    owner = _OWNERS.get(name)
-    if owner is None:
+    if name not in _OWNERS:
         here = import_module("fsdp_sft._process.words").answer(name, __all__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{': ' * bool(here)}{here}")
-    value = getattr(import_module(owner), name)
-    globals()[name] = value
+    value = globals()[name] = getattr(import_module(_OWNERS[name]), name)
     return value
 
 

@@ -83,9 +83,7 @@ from fsdp_sft.metrics.throughput import (
     model_flops_per_token as model_flops_per_token,
     peak_flops_per_second as peak_flops_per_second,
 )
-from fsdp_sft.optimizer import (
-    StochasticAdamW as StochasticAdamW,
-)
+from fsdp_sft.optimizer.adamw import StochasticAdamW as StochasticAdamW
 from fsdp_sft.planner import (
     Run as Run,
     RunPlan as RunPlan,
@@ -98,16 +96,15 @@ from fsdp_sft.sac import (
     select_block_indices as select_block_indices,
 )
 from fsdp_sft.sampling.mixing import Mixture as Mixture
-from fsdp_sft.sampling.packing import (
-    PackedCollator as PackedCollator,
+from fsdp_sft.sampling.packing.bins import pack_lengths as pack_lengths
+from fsdp_sft.sampling.packing.collator import PackedCollator as PackedCollator, row_sizes as row_sizes
+from fsdp_sft.sampling.packing.sampler import (
     PackedSampler as PackedSampler,
-    PackedStream as PackedStream,
     attention_cost as attention_cost,
-    pack_lengths as pack_lengths,
-    row_sizes as row_sizes,
-    verify_packing as verify_packing,
 )
+from fsdp_sft.sampling.packing.stream import PackedStream as PackedStream
 from fsdp_sft.sampling.sampler import ResumableSampler as ResumableSampler
+from fsdp_sft.sampling.verify import verify_packing as verify_packing
 from fsdp_sft.shard.apply import shard_model as shard_model
 from fsdp_sft.shard.compile import compile_blocks as compile_blocks
 from fsdp_sft.shard.describe import describe_sharding as describe_sharding

@@ -44,6 +44,12 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def _shown(text: str, most: int) -> str:
+    """A text of others, printable, and at most about so many characters of it."""
+    shown = printable(text)
+    return shown if len(shown) <= most else f"{shown[:most]}... ({len(shown)} characters)"
+
+
 class FsdpSftError(Exception):
     """The base of every error type of this library; its text is printable, whatever is quoted in it.
 
@@ -56,9 +62,7 @@ class FsdpSftError(Exception):
     """
 
     def __str__(self) -> str:
-        text = printable(super().__str__())
-        more = len(text) - _MOST_CHARACTERS
-        return text if more <= 0 else f"{text[:_MOST_CHARACTERS]}... and {more} more characters"
+        return _shown(super().__str__(), _MOST_CHARACTERS)
 
 
 class CheckpointError(FsdpSftError, RuntimeError):
@@ -112,18 +116,17 @@ class RowError(FsdpSftError, ValueError):
             that is missing or does not parse has "no_template": no row is counted for it.
     """
 
-    reason: str
+    reason = "malformed"
 
-    def __init__(self, *args: object, reason: str = "malformed") -> None:
+    def __init__(self, *args: object, reason: str = "") -> None:
         super().__init__(*args)
-        self.reason = reason
+        self.reason = reason or self.reason
 
 
 class ChatTemplateError(RowError):
     """The trained part of a conversation cannot be determined with certainty with this chat template."""
 
-    def __init__(self, *args: object, reason: str = "refused_by_template") -> None:
-        super().__init__(*args, reason=reason)
+    reason = "refused_by_template"
 
 
 def row_error(text: str, reason: str) -> RowError:
@@ -183,12 +186,4 @@ def abridged(items: Iterable[str], separator: str = ", ", most: int = 8) -> str:
     """The first few items, for a message, and the number of the others; a set is sorted."""
     listed = sorted(items) if isinstance(items, (set, frozenset)) else list(items)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return separator.join(map(_shortened, listed[:most])) + more
-
-
-def _shortened(name: str) -> str:
-    """A name on one line, at most as long as a person reads."""
-    shown = printable(name).replace("\n", "\\n")
-    return (
-        shown if len(shown) <= _MOST_OF_A_NAME else f"{shown[:_MOST_OF_A_NAME]}... ({len(name)} characters)"
-    )
+    return separator.join(_shown(name.replace("\n", "\\n"), _MOST_OF_A_NAME) for name in listed[:most]) + more

@@ -207,6 +207,27 @@ EQUAL: list[dict[str, str]] = [
         "before step 2": "evaluate",
         "before step 3": "fail in the loss",
     },
+    {
+        "mesh": "cp 2",
+        "start": "load_pretrained",
+        "adapters": "lora",
+        "loss": "logits",
+        "loss terms": "smoothing and z-loss",
+        "batches": "packed",
+        "optimizer": "adamw",
+        "resume": "other ranks",
+        "export": "float32",
+    },
+    {
+        "architecture": "tied",
+        "mesh": "cp 2",
+        "sharding": "offloaded",
+        "loss": "chunked",
+        "loss terms": "smoothing and z-loss",
+        "batches": "packed",
+        "optimizer": "adamw",
+        "export": "float32",
+    },
 ]
 
 REFUSED: dict[str, dict[str, str]] = {

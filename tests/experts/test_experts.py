@@ -123,16 +123,13 @@ def _check(shape: dict[str, int], kind: str, options: str) -> None:
         (2, {}, PACKED, "operations"),
         (2, {"cp": 2}, PACKED, "sac offloaded"),
         (4, {"dp_replicate": 2}, PADDED, ""),
+        (1, {}, PADDED, "sac compile"),
         pytest.param(2, {}, PADDED, "sac compile", marks=pytest.mark.slow),
         pytest.param(2, {}, PADDED, "operations compile watched first", marks=pytest.mark.slow),
     ],
 )
 def test_every_choice_is_counted_once(ranks: int, shape: Any, kind: str, options: str) -> None:
     run_distributed(_check, ranks, shape, kind, options, timeout=400 if "compile" in options else 120)
-
-
-def test_compiled_blocks_count_too() -> None:
-    run_distributed(_check, 1, {}, PADDED, "sac compile")
 
 
 def test_what_cannot_be_watched_is_refused() -> None:

@@ -1,8 +1,11 @@
-"""Waiting for other ranks' data, aggregation over ranks and the picture of a run."""
+"""What a run reports: its log, waiting for other ranks' data, aggregation over ranks, the picture."""
 
+import json
 import math
+import sys
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,113 @@ from fsdp_sft.metrics.log import MetricLogger, aggregate_metrics
 from fsdp_sft.metrics.plot import plot_run
 from fsdp_sft.metrics.throughput import ThroughputMeter
 from tests.harness.ranks import run_distributed
+
+
+def strict_lines(path):
+    def refuse(constant):
+        raise ValueError(f"{constant} is not strict JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+REFUSED = {
+    **{
+        f"a value that is {value!r:.20}": ({"grad_norm": value}, TypeError, "'grad_norm' must be a float")
+        for value in ([1.0], torch.ones(1), torch.ones(2, 2), object, 1j, torch.tensor(1j))
+    },
+    "a shard": (
+        {"grad_norm": SimpleNamespace(full_tensor=None)},
+        TypeError,
+        r"'grad_norm' is a DTensor; call \.full_tensor\(\)",
+    ),
+    "a step": ({"step": 1}, ValueError, "'step' is taken"),
+    "a time": ({"time": 1}, ValueError, "'time' is taken"),
+}
+
+
+class TestMetricLogger:
+    def test_jsonl(self, tmp_path):
+        path = tmp_path / "runs" / "a" / "metrics.jsonl"
+        with MetricLogger(jsonl=path, stdout=False) as logger:
+            logger.log(
+                {"loss": torch.tensor(2.5, dtype=torch.bfloat16), "n": torch.tensor(3), "mfu": None}, 1
+            )
+            # Flushed per line: readable before the file is closed.
+            (first,) = strict_lines(path)
+            assert time.time() - 60 < first.pop("time") <= time.time()
+            assert first == {"step": 1, "loss": 2.5, "n": 3, "mfu": None}
+            logger.log({"phase": "eval\nα", "skipped": True}, step=2)
+            logger.log({"a": math.nan, "b": math.inf, "c": torch.tensor(-math.inf)}, 3)
+        _, second, third = strict_lines(path)
+        assert {**second, "time": 0} == {"step": 2, "time": 0, "phase": "eval\nα", "skipped": True}
+        assert {**third, "time": 0} == {"step": 3, "time": 0, "a": "NaN", "b": "Infinity", "c": "-Infinity"}
+
+    @pytest.mark.parametrize(
+        ("left", "steps"),
+        [
+            ('{"step": 1}\n', [1, 2]),
+            ('{"step": 1}\n{"step": 2, "lo', [1, 2]),
+            ("", [2]),
+        ],
+    )
+    def test_resuming_appends(self, tmp_path, left, steps):
+        path = tmp_path / "m.jsonl"
+        path.write_text(left)
+        with MetricLogger(jsonl=path, stdout=False) as logger:
+            logger.log({}, 2)
+        assert [row["step"] for row in strict_lines(path)] == steps
+
+    def test_readable_line(self, capsys):
+        logger = MetricLogger()
+        row = {
+            "loss": 2.345678,
+            "lr": 0.01,
+            "tokens_per_second": 12345.678,
+            "mfu": None,
+            "n": 123456,
+            "tiny": 1e-7,
+        }
+        logger.log({**row, "ok": True, "bad": math.nan}, 7)
+        logger.log({**row, "ok": False, "bad": math.inf, "loss": 12.5}, 1234)
+        first, second = capsys.readouterr().out.splitlines()
+        assert first == (
+            "step      7 | loss    2.3457 | lr  1.00e-02 | tokens_per_second   12345.7 | mfu         - "
+            "| n    123456 | tiny  1.00e-07 | ok      True | bad       nan"
+        )
+        assert len(first) == len(second)
+
+    def test_line_goes_above_a_bar(self, capsys):
+        tqdm = pytest.importorskip("tqdm")
+        bar = tqdm.tqdm(total=3, file=sys.stdout)
+        MetricLogger().log({"loss": 1.0}, 1)
+        bar.close()
+        lines = capsys.readouterr().out.replace("\r", "\n").splitlines()
+        assert "step      1 | loss    1.0000" in lines
+
+    def test_a_sink_is_called_with_plain_scalars(self, tmp_path):
+        rows, path = [], tmp_path / "m.jsonl"
+        sinks = [lambda row, step: rows.append((step, row))]
+        with MetricLogger(jsonl=path, stdout=False, sinks=sinks) as logger:
+            logger.log({"loss": torch.tensor(0.5), "mfu": None}, 3)
+        assert rows == [(3, {"loss": 0.5, "mfu": None})]
+        assert type(rows[0][1]["loss"]) is float
+
+    def test_other_ranks_write_and_call_nothing(self, tmp_path, monkeypatch, capsys):
+        rows, path = [], tmp_path / "runs" / "m.jsonl"
+        logger = MetricLogger(jsonl=path, sinks=[lambda row, step: rows.append(step)])
+        # The rank is asked for at the first log, after the process group came up.
+        monkeypatch.setattr("fsdp_sft.metrics.log.this_rank", lambda: 1)
+        logger.log({"loss": 1.0}, 1)
+        assert not path.parent.exists()
+        assert (rows, capsys.readouterr().out) == ([], "")
+
+    @pytest.mark.parametrize("what", REFUSED)
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_what_cannot_be_logged_is_refused_on_all_ranks(self, what, rank, monkeypatch):
+        monkeypatch.setattr("fsdp_sft.metrics.log.this_rank", lambda: rank)
+        metrics, error, message = REFUSED[what]
+        with pytest.raises(error, match=message):
+            MetricLogger().log(metrics, 1)
 
 
 def wait_shares():
@@ -41,13 +151,8 @@ def test_waiting_for_another_ranks_data_is_seen():
 def aggregate_on_rank():
     rank = torch.distributed.get_rank()
     metrics = {"memory": [30, 10, 20][rank], "wait": [None, 0.25, 0.75][rank], "nobody": None}
-    metrics["bad"] = math.nan if rank == 1 else 1.0
+    metrics |= {"bad": math.nan if rank == 1 else 1.0, f"of rank {rank}": rank}
     return {how: aggregate_metrics(metrics, reduce=how) for how in ("mean", "sum", "min", "max", "spread")}
-
-
-def aggregate_unequal():
-    rank = torch.distributed.get_rank()
-    return aggregate_metrics({f"m{rank}": rank, "both": rank})
 
 
 class TestAggregate:
@@ -58,6 +163,7 @@ class TestAggregate:
             found = results[0][how]
             assert (found["memory"], found["wait"], found["nobody"]) == (memory, wait, None)
             assert math.isnan(found["bad"])
+            assert [found[f"of rank {rank}"] for rank in range(3)] == [0, 1, 2], "known to one rank alone"
         spread = results[0]["spread"]
         assert [spread[f"memory_{x}"] for x in ("min", "mean", "max", "max_rank")] == [10, 20, 30, 0]
         assert spread["wait_max_rank"] == 2
@@ -65,18 +171,8 @@ class TestAggregate:
         assert spread["bad_max_rank"] == 1
         MetricLogger(stdout=False).log(spread, 1)
 
-    def test_what_one_rank_alone_knows(self):
-        for found in run_distributed(aggregate_unequal, 2):
-            assert found == {"m0": 0, "both": 0.5, "m1": 1}
-
     def test_single_process(self):
         assert aggregate_metrics({"a": 3, "b": None}, reduce="max") == {"a": 3, "b": None}
-
-
-def write_run(path, rows):
-    with MetricLogger(jsonl=path, stdout=False) as logger:
-        for step, row in rows:
-            logger.log(row, step)
 
 
 def curves(axes):
@@ -104,7 +200,9 @@ class TestPlotRun:
         )
 
         def draw(rows):
-            write_run(tmp_path / "m.jsonl", rows)
+            with MetricLogger(jsonl=tmp_path / "m.jsonl", stdout=False) as logger:
+                for step, row in rows:
+                    logger.log(row, step)
             plot_run(tmp_path / "m.jsonl", tmp_path / "pictures" / "m.png")
             return {axes.get_title(loc="left") or axes.get_ylabel(): axes for axes in figures[-1].axes}
 

@@ -81,16 +81,16 @@ MISTAKES = [
     Mistake(
         "a sampler of rows goes on from a position in packs",
         "sampling/sampler.py",
-        "unlike = sorted((state.keys() & known) ^ self.position_state().keys())",
-        "unlike = sorted(self.position_state().keys() - state.keys())",
+        'for key in (*here, "sizes", "counts", "max_length"):',
+        "for key in here:",
         ORDERS,
     ),
     Mistake(
         "a resumed stream goes on by the skip of its rows, which has no epoch",
         "sampling/packing/stream.py",
-        "        source, number = _rows_from(self.rows, epoch=self.epoch), 0\n",
-        "        source, number = iter(self.rows), 0\n",
-        ("tests/sampling/packing/test_stream.py",),
+        "            ordered.set_epoch(self.epoch)\n",
+        "            pass\n",
+        ("tests/sampling/packing/test_stream.py", "tests/test_positions.py"),
     ),
     Mistake(
         "a pack's cost leaves out its attention",

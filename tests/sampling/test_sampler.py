@@ -1,5 +1,6 @@
-"""ResumableSampler: every row once, and exact resumption at any number of ranks."""
+"""ResumableSampler in a loader: the shares of torch's sampler, and what ``windows`` reports of any loader."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,61 +11,11 @@ import fsdp_sft as fs
 from tests.harness.ranks import run_distributed
 
 
-def _samplers(ranks: int, num_rows: int = 23, **options: object) -> list[fs.ResumableSampler]:
-    return [fs.ResumableSampler(num_rows, num_replicas=ranks, rank=r, **options) for r in range(ranks)]
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_one_epoch_is_a_fair_share_of_every_row(ranks: int, drop_last: bool, shuffle: bool) -> None:
-    samplers = _samplers(ranks, shuffle=shuffle, drop_last=drop_last)
-    shares = [list(sampler) for sampler in samplers]
-    assert {len(share) for share in shares} == {len(samplers[0])}
-    rows = [row for share in shares for row in share]
-    if drop_last:
-        assert len(set(rows)) == len(rows) == 23 // ranks * ranks
-    else:
-        assert set(rows) == set(range(23))
-        assert len(rows) == -(-23 // ranks) * ranks
-    if not shuffle:
-        expected = [
-            list(DistributedSampler(range(23), ranks, r, shuffle=False, drop_last=drop_last))
-            for r in range(ranks)
-        ]
-        assert shares == expected, "the shares are DistributedSampler's"
-
-
-@pytest.mark.parametrize("rows", [10, 11], ids=["all rows", "a tail that the loader drops"])
-def test_windows_report_rows_and_a_resumed_loop_continues(rows: int) -> None:
-    def collate(chosen: list[int]) -> dict[str, torch.Tensor]:
-        ids = torch.tensor(chosen)[:, None].repeat(1, 2) + 5
-        return {"input_ids": ids, "labels": ids}
-
-    def loader(sampler: fs.ResumableSampler) -> DataLoader:
-        return DataLoader(range(rows), batch_size=2, sampler=sampler, collate_fn=collate, drop_last=True)
-
-    def ids(window: list[dict[str, torch.Tensor]]) -> list[int]:
-        return [int(row[0]) for batch in window for row in batch["input_ids"]]
-
-    def run(sampler: fs.ResumableSampler, steps: int) -> list[list[int]]:
-        seen = []
-        while len(seen) < steps:
-            for window in fs.windows(loader(sampler), 2):
-                seen.append(ids(window))
-                if len(seen) == steps:
-                    break
-        return seen
-
-    whole = run(fs.ResumableSampler(rows, seed=3), 7)
-    assert [len(window) for window in whole] == [4, 4, 2, 4, 4, 2, 4]
-    assert len(set(sum(whole[:3], []))) == 10
-    for stop in range(1, 7):
-        first = fs.ResumableSampler(rows, seed=3)
-        start = run(first, stop)
-        second = fs.ResumableSampler(rows, seed=3)
-        second.load_state_dict(first.state_dict())
-        assert start + run(second, 7 - stop) == whole, stop
+def test_shares_in_the_order_of_the_rows_are_those_of_torchs_sampler(ranks: int) -> None:
+    for rank in range(ranks):
+        own = fs.ResumableSampler(23, shuffle=False, num_replicas=ranks, rank=rank)
+        assert list(own) == list(DistributedSampler(range(23), ranks, rank, shuffle=False))
 
 
 # --- what a loader took, whatever its batches look like ---
@@ -121,6 +72,31 @@ def _loader(kind: str, workers: int = 0) -> tuple[Any, DataLoader[Any]]:
     return source, DataLoader(**{"dataset": _Rows(), **options}, num_workers=workers)
 
 
+def _ids(windows: Any) -> list[list[list[int]]]:
+    """The ids of each batch of each window."""
+    return [[batch["input_ids"].flatten().tolist() for batch in window] for window in windows]
+
+
+def _steps(rows: int, count: int, state: Any = None) -> tuple[list[Any], Any]:
+    """The windows of so many steps, over epochs, and the state after them."""
+    sampler = fs.ResumableSampler(rows, seed=3)
+    sampler.load_state_dict(state or sampler.state_dict())
+    loader = DataLoader(_Rows(), 2, sampler=sampler, drop_last=True)
+    seen: list[Any] = []
+    while len(seen) < count:
+        seen += _ids(itertools.islice(fs.windows(loader, 2), count - len(seen)))
+    return seen, sampler.state_dict()
+
+
+@pytest.mark.parametrize("rows", [10, 11], ids=["all rows", "a tail that the loader drops"])
+def test_windows_report_rows_and_a_resumed_loop_continues(rows: int) -> None:
+    whole, _ = _steps(rows, 7)
+    assert [len(window) for window in whole] == [2, 2, 1, 2, 2, 1, 2]
+    for stop in range(1, 7):
+        start, state = _steps(rows, stop)
+        assert start + _steps(rows, 7 - stop, state)[0] == whole, stop
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     "kind",
@@ -134,53 +110,43 @@ def _loader(kind: str, workers: int = 0) -> tuple[Any, DataLoader[Any]]:
     ],
 )
 def test_no_batch_is_lost_after_a_resume(kind: str, workers: int) -> None:
-    def ids(window: list[dict[str, torch.Tensor]]) -> list[list[int]]:
-        return [batch["input_ids"].flatten().tolist() for batch in window]
-
-    whole = [ids(window) for window in fs.windows(_loader(kind)[1], 2)]
+    whole = _ids(fs.windows(_loader(kind)[1], 2))
     assert len(whole) in (4, 8)
     source, loader = _loader(kind, workers)
     passed = fs.windows(loader, 2)
-    start = [ids(next(passed)) for _ in range(3)]
-    state = source.state_dict()
+    start, state = _ids(itertools.islice(passed, 3)), source.state_dict()
     passed.close()
     again, loader = _loader(kind, workers)
     again.load_state_dict(state)
-    assert start + [ids(window) for window in fs.windows(loader, 2)] == whole
+    assert start + _ids(fs.windows(loader, 2)) == whole
     assert (again.epoch, again.position) == (1, 0)
-
-
-def _rows() -> Any:
-    sampler = fs.ResumableSampler(16, seed=2)
-    return sampler, {"sampler": sampler, "batch_size": 2}
-
-
-def _packs() -> Any:
-    sampler = fs.PackedSampler([4] * 16, max_length=8, seed=2)
-    return sampler, {"batch_sampler": sampler}
 
 
 # --- made before there is a process group ---
 
+MAKE: dict[str, Any] = {
+    "rows": lambda: fs.ResumableSampler(16, seed=2),
+    "packs": lambda: fs.PackedSampler([4] * 16, max_length=8, seed=2),
+}
 
-def _made_before(make: Any) -> list[list[Any]]:
+
+def _made_before(kind: str) -> list[Any]:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed.distributed_c10d._world, "default_pg", None)
-        early, _ = make()
+        early = MAKE[kind]()
         assert early.num_replicas == 1
         before = early.state_dict()
-    late, _ = make()
+    late = MAKE[kind]()
     assert (early.num_replicas, early.rank, len(early)) == (world, rank, len(late))
     assert list(early) == list(late)
     early.mark_consumed(1)
     late.mark_consumed(1)
     assert early.state_dict() == late.state_dict() != before
-    return [list(early)]
+    return list(early)
 
 
-@pytest.mark.parametrize("make", [_rows, _packs])
-def test_a_sampler_made_before_the_process_group_serves_all_ranks(make: Any) -> None:
-    shares = [share for (share,) in run_distributed(_made_before, 2, make)]
-    seen = [str(row) for share in shares for row in share]
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_sampler_made_before_the_process_group_serves_all_ranks(kind: str) -> None:
+    seen = [str(row) for share in run_distributed(_made_before, 2, kind) for row in share]
     assert len(seen) == len(set(seen)), "ranks have different rows"

@@ -9,7 +9,7 @@ import pytest
 # Beginnings of test ids.
 REASONS: dict[str, str] = {
     "tests/weights/test_memory.py": "counts this process's memory, and a simulated device is made of it",
-    "tests/attention/context_parallel/test_exact.py::test_two_ranks_share_rows_of_more_families[Llama4": (
+    "tests/attention/context_parallel/test_exact.py::test_two_ranks_share_rows[Llama4": (
         "the backward of complex numbers, which plain Llama 4 rotates with, ends such a process"
     ),
     "tests/check/test_planted.py::test_what_is_asked_for_trains_as_in_one_process[compiled]": (

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import all_reduce_sum, raise_first, this_rank, world_size
+from fsdp_sft._ranks.agree import all_reduce_sum, this_rank, world_size
 from fsdp_sft._ranks.rendezvous import connect_neighbours
 
 if TYPE_CHECKING:
@@ -203,17 +203,6 @@ def sum_over_mesh(values: list[float], mesh: "DeviceMesh | None") -> list[float]
     Collective: all ranks, if there is a mesh.
     """
     return list(values) if mesh is None else all_reduce_sum(values)
-
-
-def raise_on_mesh(error: Exception | None, phase: str, mesh: "DeviceMesh | None") -> None:
-    """Raise the first error of any rank on all ranks; without a mesh this rank's own.
-
-    Collective: all ranks, if there is a mesh.
-    """
-    if mesh is not None:
-        raise_first(error, phase)
-    elif error is not None:
-        raise error
 
 
 def device_groups_of(mesh: "DeviceMesh | None") -> tuple[dist.ProcessGroup, ...]:

@@ -44,6 +44,7 @@ from fsdp_sft.loss.prepare import (
     refuse_encoder_decoder,
     router_loss_of,
 )
+from fsdp_sft.sampling.verify import verify_at_first_use
 
 
 @outside_of_graphs
@@ -136,8 +137,6 @@ def causal_lm_loss(model: nn.Module, batch: Batch, *, num_targets: int) -> torch
     """
     mesh = training_mesh_of(model)
     if batch.get("position_ids") is not None and sequence_group_of(model) is None:
-        from fsdp_sft.sampling.packing import verify_at_first_use
-
         verify_at_first_use(model, [batch], mesh)  # attention of shared rows is the library's own
     weight = getattr(num_targets, "weight", None)
     if weight is None and batch.get(WEIGHTS_KEY) is not None:

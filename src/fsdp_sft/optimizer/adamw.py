@@ -1,7 +1,7 @@
 """AdamW that keeps parameters and states in bfloat16 and rounds them stochastically."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,13 +11,11 @@ from fsdp_sft._tensors.boxes import Box, box_of, local_of
 
 CHUNK = 1 << 22  # most elements of a shard that are in float32 at a time
 _STATES = ("exp_avg", "exp_avg_sq")
-_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = {torch.bfloat16, torch.float32, torch.float64}
 _BITS = 1 << 64
 # SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-_LARGEST = torch.finfo(torch.bfloat16).max
-_KEPT = -(1 << 16)  # mask of the upper 16 bits of a float32, which are those of a bfloat16
 
 
 class StochasticAdamW(torch.optim.Optimizer):
@@ -47,8 +45,8 @@ class StochasticAdamW(torch.optim.Optimizer):
             ``torch.float32``. None takes each parameter's own dtype.
 
     Raises:
-        ValueError: If a value is out of range, or if a parameter has another dtype (the range of float16 is
-            too small for second moments) or is complex.
+        ValueError: If a value is out of range; at the first step of a parameter, if it or its moments have
+            another dtype, such as float16, whose range is too small for second moments.
 
     Collective: none.
     Memory: A parameter and its two moments take 6 bytes with bfloat16 masters, and 10 with float32 moments;
@@ -77,33 +75,26 @@ class StochasticAdamW(torch.optim.Optimizer):
         seed: int = 0,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "seed": seed,
-            "state_dtype": state_dtype,
-        }
-        super().__init__(params, defaults)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "seed": seed,
+                "state_dtype": state_dtype,
+            },
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in ``torch.optim.Optimizer``; one that cannot be stepped raises and is dropped."""
-        group = {**self.defaults, **param_group}
-        numbers = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        """Add a group, as in ``torch.optim.Optimizer``; one with a number out of range is refused."""
+        numbers = {
+            name: param_group.get(name, self.defaults[name])
+            for name in ("lr", "betas", "eps", "weight_decay")
+        }
         torch.optim.AdamW([torch.empty(0, requires_grad=True)], foreach=False, **numbers)  # refuses them
-        if group["state_dtype"] not in (None, torch.bfloat16, torch.float32):
-            raise ValueError(
-                f"state_dtype must be torch.bfloat16, torch.float32 or None, got {group['state_dtype']!r}"
-            )
         super().add_param_group(param_group)
-        try:
-            for parameter in self.param_groups[-1]["params"]:
-                if parameter.requires_grad:
-                    _check_parameter(parameter)
-        except Exception:
-            self.param_groups.pop()
-            raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned, with the moments in ``state_dtype``.
@@ -113,14 +104,14 @@ class StochasticAdamW(torch.optim.Optimizer):
         groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "param_groups": groups})
         numbers = [number for group in groups for number in group["params"]]
-        for number, (_, parameter, group) in zip(numbers, self._parameters(), strict=True):
-            saved, state = state_dict["state"].get(number, {}), self.state.get(parameter, {})
-            dtype = group["state_dtype"] or parameter.dtype
-            if "step" in state:  # kept on the host; torch's fused optimizers keep theirs on the device
-                state["step"] = torch.tensor(float(state["step"]))
-            for name in state.keys() & set(_STATES):
-                if state[name].dtype != dtype:
-                    state[name] = saved[name].to(dtype=dtype, device=parameter.device)
+        for number, (parameter, group) in zip(numbers, self._parameters(), strict=True):
+            if saved := state_dict["state"].get(number):
+                dtype = group["state_dtype"] or parameter.dtype
+                self.state[parameter] = {
+                    # On the host; torch's fused optimizers keep theirs on the device.
+                    "step": torch.tensor(float(saved["step"])),
+                    **{name: saved[name].to(dtype=dtype, device=parameter.device) for name in _STATES},
+                }
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -137,23 +128,26 @@ class StochasticAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         rates = {id(group): float(group["lr"]) for group in self.param_groups}
-        for place, parameter, group in self._parameters():
+        for place, (parameter, group) in enumerate(self._parameters()):
             if parameter.grad is None:
                 continue
-            state = self.state[parameter]
+            state, dtype = self.state[parameter], group["state_dtype"] or parameter.dtype
+            if not {parameter.dtype, dtype} <= _DTYPES:
+                raise ValueError(
+                    "StochasticAdamW steps parameters and moments of bfloat16, float32 and float64, got "
+                    f"{parameter.dtype} with moments of {dtype!r}: keep them in one of these; a GradScaler's "
+                    "float16 is for the compute (mp_policy) alone"
+                )
             if not state:
-                _check_parameter(parameter)  # one that was frozen when it was added has not been checked
-                dtype = group["state_dtype"] or parameter.dtype
-                state["step"] = torch.tensor(0.0)
-                state.update({name: torch.zeros_like(parameter, dtype=dtype) for name in _STATES})
+                moments = {name: torch.zeros_like(parameter, dtype=dtype) for name in _STATES}
+                state.update({"step": torch.tensor(0.0), **moments})
             state["step"] += 1
             _step_one(parameter, state, group, rates[id(group)], place)
         return loss
 
-    def _parameters(self) -> Iterator[tuple[int, torch.Tensor, dict[str, Any]]]:
-        """(place in the optimizer, parameter, group) of each parameter."""
-        all_of_them = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
-        yield from ((place, *pair) for place, pair in enumerate(all_of_them))
+    def _parameters(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        """Each parameter with its group, in their order, in which its place seeds its rounding."""
+        return [(parameter, group) for group in self.param_groups for parameter in group["params"]]
 
 
 def working_bytes(elements: int, dtype: torch.dtype) -> int:
@@ -164,34 +158,6 @@ def working_bytes(elements: int, dtype: torch.dtype) -> int:
         dtype: Dtype of parameters, gradients and states. If not bfloat16, only the denominator takes memory.
     """
     return min(elements, CHUNK) * (30 if dtype is torch.bfloat16 else dtype.itemsize)
-
-
-def _apply(
-    group: dict[str, Any],
-    rate: float,
-    step: int,
-    value: torch.Tensor,
-    gradient: torch.Tensor,
-    mean: torch.Tensor,
-    square: torch.Tensor,
-) -> None:
-    """Update in place, by the operations of ``torch.optim.AdamW`` in their order.
-
-    Args:
-        group: Options of the parameter's group.
-        rate: Its learning rate.
-        step: Number of the parameter's step.
-        value: Values of the parameter.
-        gradient: Their gradients.
-        mean: Their first moments.
-        square: Their second moments.
-    """
-    first, second = group["betas"]
-    value.mul_(1 - rate * group["weight_decay"])
-    mean.lerp_(gradient, 1 - first)
-    square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-    denominator = square.sqrt().div_((1 - second**step) ** 0.5).add_(group["eps"])
-    value.addcdiv_(mean, denominator, value=-rate / (1 - first**step))
 
 
 def _step_one(
@@ -210,7 +176,9 @@ def _step_one(
         _step_part(
             [t[start:stop] for t in flat],
             gradient[start:stop],
-            (group, rate, step),
+            group,
+            rate,
+            step,
             random_bits(key, numbers_in_whole(box, shape, start, stop, gradient.device))
             if is_rounded
             else None,
@@ -223,13 +191,34 @@ def _step_one(
 def _step_part(
     parts: list[torch.Tensor],
     gradient: torch.Tensor,
-    rule: tuple[dict[str, Any], float, int],
+    group: dict[str, Any],
+    rate: float,
+    step: int,
     bits: torch.Tensor | None,
 ) -> None:
-    """Update ``parts`` (of parameter and moments) in place; what it makes is gone before the next part."""
+    """Update in place, by the operations of ``torch.optim.AdamW`` in their order.
+
+    What it makes is gone before the next part.
+
+    Args:
+        parts: Some values of the parameter, of its first and of its second moments.
+        gradient: Their gradients.
+        group: Options of the parameter's group.
+        rate: Its learning rate.
+        step: Number of the parameter's step.
+        bits: Random bits for each of the values; None if none of the parts is of bfloat16.
+    """
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     values = [part.to(wide) for part in parts]  # a part that has this dtype is not copied
-    _apply(*rule, values[0], gradient.to(wide), values[1], values[2])
+    value, mean, square = values
+    gradient = gradient.to(wide)
+    first, second = group["betas"]
+    value.mul_(1 - rate * group["weight_decay"])
+    mean.lerp_(gradient, 1 - first)
+    square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+    denominator = square.sqrt().div_((1 - second**step) ** 0.5).add_(group["eps"])
+    value.addcdiv_(mean, denominator, value=-rate / (1 - first**step))
+    del gradient, denominator  # rounding needs as much memory again
     for lane, (part, value) in enumerate(zip(parts, values, strict=True)):
         if part.dtype is torch.bfloat16 and bits is not None:
             round_into(part, value.to(torch.float32), sixteen_of(bits, lane))
@@ -237,22 +226,13 @@ def _step_part(
             part.copy_(value)
 
 
-def _check_parameter(parameter: torch.Tensor) -> None:
-    """Raise for a parameter that cannot be stepped."""
-    if parameter.dtype not in _DTYPES:
-        reason = " (second moments leave its range)" if parameter.dtype is torch.float16 else ""
-        raise ValueError(
-            "StochasticAdamW steps parameters of bfloat16, float32 and float64, got "
-            f"{parameter.dtype}{reason}: keep them in one of these; "
-            "a GradScaler's float16 is for the compute (mp_policy) alone"
-        )
-
-
 def key_of(*numbers: int) -> int:
     """A 64-bit number made from several numbers; other numbers, or another order, give another key."""
     key = 0
     for number in numbers:
-        key = _mixed((key + _GAMMA + number) % _BITS)
+        key = (key + _GAMMA + number) % _BITS
+        for shift, factor in _MIX:
+            key = (key ^ (key >> shift)) * factor % _BITS
     return key
 
 
@@ -313,18 +293,12 @@ def round_into(target: torch.Tensor, values: torch.Tensor, noise: torch.Tensor) 
         noise: int32 tensor of the same shape, uniformly distributed in [0, 65536); overwritten.
     """
     bits, is_nan = values.view(torch.int32), values.isnan()
-    noise.masked_fill_(values.abs() >= _LARGEST, 0)  # the next number above would be infinity
+    # The number above the largest would be infinity.
+    noise.masked_fill_(values.abs() >= torch.finfo(torch.bfloat16).max, 0)
     # A bfloat16 is the upper half of a float32's bits. Noise of 16 bits carries into it with a probability of
     # (lower half) / 65536, and a carry gives the next bfloat16 away from zero, whatever the exponent.
-    bits.add_(noise).bitwise_and_(_KEPT)
+    bits.add_(noise).bitwise_and_(-(1 << 16))
     target.copy_(values.masked_fill_(is_nan, math.nan))
-
-
-def _mixed(number: int) -> int:
-    """The mixing function of SplitMix64, on a Python integer."""
-    for shift, factor in _MIX:
-        number = (number ^ (number >> shift)) * factor % _BITS
-    return number
 
 
 def _signed(number: int) -> int:

@@ -53,7 +53,7 @@ from collections import defaultdict
 
 import torch
 
-from fsdp_sft.optimizer import working_bytes
+from fsdp_sft.optimizer.adamw import working_bytes
 from fsdp_sft.planner.model import Skeleton
 from fsdp_sft.planner.parameters import Sizes, group_sizes
 from fsdp_sft.planner.run import Run

@@ -50,10 +50,6 @@ class Mixture:
         epoch_rows: int | None = None,
     ) -> None:
         self.sizes = [data if isinstance(data, int) else len(data) for data in datasets]
-        if not self.sizes or min(self.sizes) < 0:
-            raise ValueError(
-                f"datasets must be one or more data sets, or their numbers of rows, got {self.sizes}"
-            )
         total = check_count("epoch_rows", sum(self.sizes) if epoch_rows is None else epoch_rows)
         self.counts = _apportioned(self.sizes, self.sizes if weights is None else weights, total)
         self._starts = [0, *accumulate(self.sizes)]
@@ -87,13 +83,14 @@ class Mixture:
     def _rows_of(self, number: int, first: int, seed: int, shuffle: bool) -> torch.Tensor:
         """Rows of an epoch of a data set that is repeated without end, the first of which is ``first``."""
         size, count = self.sizes[number], self.counts[number]
-        parts = []
-        for turn in range(first // size, (first + count - 1) // size + 1):
-            rows = torch.arange(size)
-            if shuffle:
-                rows = torch.randperm(size, generator=_generator("rows", seed, number, turn))
-            parts.append(rows[max(first - turn * size, 0) : first + count - turn * size])
-        return torch.cat(parts) + self._starts[number]
+        turns = [
+            torch.randperm(size, generator=_generator("rows", seed, number, turn))
+            if shuffle
+            else torch.arange(size)
+            for turn in range(first // size, -(-(first + count) // size))
+        ]
+        start = first % size
+        return torch.cat(turns)[start : start + count] + self._starts[number]
 
 
 def _generator(what: str, seed: int, number: int, turn: int) -> torch.Generator:
@@ -109,8 +106,7 @@ def _apportioned(sizes: list[int], weights: Sequence[float], total: int) -> list
     Raises:
         ValueError: If the weights are not one for each data set, or a data set without rows gets some.
     """
-    in_range = all(0 <= weight < float("inf") for weight in weights)
-    if len(weights) != len(sizes) or not in_range or not any(weights):
+    if len(weights) != len(sizes) or not 0 < sum(weights) < float("inf") or min(weights) < 0:
         raise ValueError(
             f"weights must be one number for each of {len(sizes)} data sets, finite and not negative, "
             f"and not all 0; got {weights}"
@@ -120,7 +116,6 @@ def _apportioned(sizes: list[int], weights: Sequence[float], total: int) -> list
     by_remainder = sorted(range(len(parts)), key=lambda number: (parts[number] - exact[number], number))
     for number in by_remainder[: total - sum(parts)]:
         parts[number] += 1
-    empty = next((number for number, size in enumerate(sizes) if parts[number] and not size), None)
-    if empty is not None:
-        raise ValueError(f"data set {empty} has no rows, and {parts[empty]} are asked for in an epoch")
+    if any(part and not size for part, size in zip(parts, sizes, strict=True)):
+        raise ValueError(f"an epoch has {parts} rows of data sets of {sizes}: give one without rows weight 0")
     return parts

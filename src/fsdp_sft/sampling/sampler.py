@@ -11,6 +11,7 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import this_rank, world_size
 from fsdp_sft._ranks.mesh import data_parallel_place, mesh_of_job
+from fsdp_sft.collate.options import check_count
 from fsdp_sft.sampling.mixing import Mixture
 
 if TYPE_CHECKING:
@@ -25,18 +26,16 @@ def place_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     Raises:
         ValueError: If the rank is out of range, or ``mesh_of_job`` cannot tell.
     """
-    own, shares = this_rank(), world_size()
     if num_replicas is None or rank is None:
         mesh = mesh_of_job()
-        own, shares = (own, shares) if mesh is None else data_parallel_place(mesh)
-    replicas = num_replicas or shares
-    place = own if rank is None else rank
-    if not 0 <= place < replicas:
-        raise ValueError(f"rank must be in [0, {replicas}), got {place}")
-    return replicas, place
+        own, shares = (this_rank(), world_size()) if mesh is None else data_parallel_place(mesh)
+        num_replicas, rank = num_replicas or shares, own if rank is None else rank
+    if not 0 <= rank < num_replicas:
+        raise ValueError(f"rank must be in [0, {num_replicas}), got {rank}")
+    return num_replicas, rank
 
 
-class Placed:
+class Placed(ABC):
     """Base of samplers and streams that keep a position: rank, epochs, what a state must have.
 
     The rank is looked up on each use, so an object made before ``init_distributed`` gets that of the process
@@ -59,8 +58,6 @@ class Placed:
         place_of(*self._given_place)  # raises for a rank that is out of range
         self.epoch = self.position = self._restored_epoch = 0
         self._drawn = 0  # rows or packs drawn since ``mark_consumed``
-        # What the order depends on, which a restored state must have in common with this object.
-        self._source: dict[str, Any] = {}
         self.is_passed_over = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,7 +107,7 @@ class Placed:
                 "the position before them: iterate with windows(loader) over the DataLoader itself, or call "
                 "mark_consumed"
             )
-        return self.position_state()
+        return {"epoch": self.epoch, "position": self.position, **self._depends_on()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position, with the same or another number of ranks.
@@ -120,36 +117,24 @@ class Placed:
         Raises:
             ValueError: If the state belongs to other data or another order, so that other rows would be left.
         """
-        known = self.position_state().keys() | {"sizes", "counts", "ranks"}  # of any kind of sampler
-        unlike = sorted((state.keys() & known) ^ self.position_state().keys())
-        if unlike:
-            raise ValueError(
-                f"the state and this {type(self).__name__} do not both have {unlike}: give what state_dict() "
-                "of the same kind returned, with or without a mixture as here"
-            )
-        for key, own in self._depends_on().items():
-            if state[key] != own:
+        here = self._depends_on()
+        for key in (*here, "sizes", "counts", "max_length"):  # those of every kind of order
+            if state.get(key) != here.get(key):
                 raise ValueError(
-                    f"the state has {key}={state[key]}, and here it is {own}: the order would differ; use "
-                    "the same data and options, or start a new run"
+                    f"the state has {key}={state.get(key)}, and here it is {here.get(key)}: the order would "
+                    "differ; use the same data and options, and the same kind of sampler, or start a new run"
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        self._restored(state)
-
-    def position_state(self) -> dict[str, Any]:
-        """``state_dict`` without its warning about uncounted rows."""
-        return {"epoch": self.epoch, "position": self.position, **self._depends_on()}
-
-    def _depends_on(self) -> dict[str, Any]:
-        """What the order depends on, with those options as they are now that may be set after the start."""
-        now: dict[str, Any] = {
-            key: int(getattr(self, key)) for key in ("seed", "shuffle") if key in self._source
-        }
-        return {**self._source, **now}
-
-    def _restored(self, state: Mapping[str, Any]) -> None:
-        """Record that a state has been loaded."""
         self._restored_epoch, self._drawn, self.is_passed_over = self.epoch, 0, False
+
+    def mark_consumed(self, number: int) -> None:
+        """Advance the position by ``number`` rows or packs on this rank and on every other."""
+        self._drawn = 0
+        self.position += number * self.num_replicas
+
+    @abstractmethod
+    def _depends_on(self) -> dict[str, Any]:
+        """What the order depends on, with options as they are now: a state must have the same."""
 
 
 def source_of(mixture: Mixture | None) -> dict[str, Any]:
@@ -157,7 +142,7 @@ def source_of(mixture: Mixture | None) -> dict[str, Any]:
     return {} if mixture is None else {"sizes": mixture.sizes, "counts": mixture.counts}
 
 
-class OrderedSampler(Placed, Sampler[T], ABC):
+class OrderedSampler(Placed, Sampler[T]):
     """Base of samplers that deal the items of an epoch's order, rows or packs, to any number of ranks.
 
     The order is a function of the epoch, and each *round* of it gives every rank one item. The position
@@ -178,16 +163,10 @@ class OrderedSampler(Placed, Sampler[T], ABC):
 
     def mark_consumed(self, number: int) -> None:
         """Advance the position by ``number`` rows or packs on this rank and on every other."""
-        self._drawn = 0
         left = self._rounds_left()
-        self.position += number * self.num_replicas
+        super().mark_consumed(number)
         if number >= left:
             self.end_epoch()
-
-    def _restored(self, state: Mapping[str, Any]) -> None:
-        if self.position and not self._rounds_left():  # the number of ranks may have ended its epoch
-            self.epoch, self.position = self.epoch + 1, 0
-        super()._restored(state)
 
     @abstractmethod
     def _order(self) -> list[T]:
@@ -208,15 +187,14 @@ class ResumableSampler(OrderedSampler[int]):
     The position counts the rows that training has consumed on all ranks, not those that a DataLoader's
     workers have fetched ahead. ``windows`` reports them; a loop without it calls ``mark_consumed`` itself.
     Row ``k`` of the epoch's order goes to rank ``k % num_replicas``, so the position is valid for any number
-    of ranks. When an epoch has been consumed, the next one begins by itself. With ``batch_size=None``, where
-    each index of the data set gives a whole batch, a batch counts as one row.
+    of ranks; the last round is filled up with the first rows of the order. When an epoch has been consumed,
+    the next one begins by itself. With ``batch_size=None``, where each index of the data set gives a whole
+    batch, a batch counts as one row.
 
     Args:
         data: The data set, or its number of rows; or a ``Mixture`` of several.
         shuffle: Whether each epoch has a new random order; if not, rows come in the data's order.
         seed: Seed of the order, together with the epoch; the same on all ranks.
-        drop_last: Whether to drop rows at the end so that all ranks yield equally many; if not, the first
-            rows of the order are repeated instead.
         num_replicas: Number of ranks that share the rows; None takes the mesh's or the process group's, or 1.
         rank: This rank; None takes the mesh's or the process group's, or 0.
         mesh: Mesh from ``build_mesh``, instead of ``num_replicas`` and ``rank``; ranks along ``cp`` get the
@@ -224,7 +202,7 @@ class ResumableSampler(OrderedSampler[int]):
 
     Raises:
         TypeError: If ``data`` is neither rows nor a number.
-        ValueError: If the data is empty or, with ``drop_last``, has fewer rows than there are ranks.
+        ValueError: If there are no rows.
 
     Example:
         >>> sampler = fs.ResumableSampler(rows, num_replicas=2, rank=0)
@@ -242,20 +220,20 @@ class ResumableSampler(OrderedSampler[int]):
         *,
         shuffle: bool = True,
         seed: int = 0,
-        drop_last: bool = False,
         num_replicas: int | None = None,
         rank: int | None = None,
         mesh: "DeviceMesh | None" = None,
     ) -> None:
         super().__init__(num_replicas, rank, mesh)
-        if isinstance(data, str) or not (isinstance(data, int) or hasattr(data, "__len__")):
+        if isinstance(data, str) or not isinstance(data, (int, Sized)):
             raise TypeError(f"data must be the rows, or their number, got {type(data).__name__}")
-        self.num_rows = data if isinstance(data, int) else len(data)
+        self.num_rows = check_count("the number of rows", data if isinstance(data, int) else len(data))
         self._mixture = data if isinstance(data, Mixture) else None
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self._check_rows()
-        own = {"num_rows": self.num_rows, "seed": seed, "shuffle": int(shuffle)}
-        self._source = {**own, **source_of(self._mixture)}
+        self.shuffle, self.seed = shuffle, seed
+
+    def _depends_on(self) -> dict[str, Any]:
+        own = {"num_rows": self.num_rows, "seed": int(self.seed), "shuffle": int(self.shuffle)}
+        return {**own, **source_of(self._mixture)}
 
     def _order(self) -> list[int]:
         if self._mixture is not None:
@@ -269,14 +247,5 @@ class ResumableSampler(OrderedSampler[int]):
     def _dealt(self, order: list[int], start: int, ranks: int, rank: int) -> int:
         return order[(start + rank) % len(order)]  # the first rows fill the last round
 
-    def _check_rows(self) -> None:
-        if self.num_rows < (self.num_replicas if self.drop_last else 1):
-            raise ValueError(
-                f"{self.num_rows} rows cannot give a row to each of {self.num_replicas} ranks; "
-                "use more rows, fewer ranks, or drop_last=False"
-            )
-
     def _rounds_left(self) -> int:
-        self._check_rows()  # again, since a sampler may be made before the ranks have met
-        left = max(self.num_rows - self.position, 0)
-        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+        return max(-(-(self.num_rows - self.position) // self.num_replicas), 0)

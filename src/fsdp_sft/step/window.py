@@ -40,7 +40,7 @@ from fsdp_sft.loss import (
     targets_of,
     weight_of,
 )
-from fsdp_sft.sampling.padding import verify_left_padding
+from fsdp_sft.sampling.verify import verify_at_first_use, verify_left_padding
 from fsdp_sft.step.objective import Objective
 
 if TYPE_CHECKING:
@@ -388,8 +388,6 @@ def verify_rows(
     """
     has_positions = any("position_ids" in one.keys for one in micro_batches)
     if has_positions:
-        from fsdp_sft.sampling.packing import verify_at_first_use
-
         verify_at_first_use(model, [one.seen for one in micro_batches], mesh, own_loss=objective.is_own)
     if padded_left and not objective.is_own:
         verify_left_padding(model, mesh, with_positions=has_positions)

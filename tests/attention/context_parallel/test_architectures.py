@@ -2,20 +2,17 @@
 
 import copy
 import re
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from tests.attention.context_parallel.gradients import largest_differences, shared_gradients
 from tests.harness.architectures import class_names, quiet, tiny_architecture
 from tests.harness.device import mesh_here
 from tests.harness.float64 import AllFloat64
 from tests.harness.long_rows import PADDED, PLAIN, batch_of, plain_gradients, rows_of
-from tests.harness.losses import with_loss
-from tests.harness.models import full
 from tests.harness.ranks import run_distributed
 
 REASONS = (
@@ -56,34 +53,15 @@ def _judge(name: str) -> str:
                 except Exception as error:
                     return f"plain transformers cannot: {error}"
                 try:
-                    _compare(model, batch_of(rows, kind), mesh, loss, gradients, kind)
+                    own, found = shared_gradients(model, mesh, batch_of(rows, kind))
                 except fs.ModelLossError as error:
                     return f"no causal loss: {error}"
+                assert abs(own - loss) < 1e-9 * abs(loss), (kind, own, loss)
+                differences = largest_differences(found, gradients)
+                largest = max(size for _, _, size in differences)
+                for parameter, apart, size in differences:
+                    assert apart < max(1e-8 * size, 1e-12 * largest), (kind, parameter, apart)
     return "exact"
-
-
-def _compare(
-    model: Any, batch: Any, mesh: Any, loss: float, gradients: dict[str, torch.Tensor], kind: str
-) -> None:
-    num_targets = fs.count_targets([batch], mesh=mesh)
-    own = fs.causal_lm_loss(with_loss(model, router_loss="off"), batch, num_targets=num_targets)
-    own.backward()
-    total = own.detach().double()
-    dist.all_reduce(total)
-    assert abs(total.item() / dist.get_world_size() - loss) < 1e-9 * abs(loss), (kind, total.item() / 2, loss)
-    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
-    for parameter, tensor in model.named_parameters():
-        expected, found = gradients.get(parameter), full(tensor.grad)
-        if expected is None or not expected.any():
-            assert found is None or float(found.abs().max()) < 1e-12 * largest, (kind, parameter)
-            continue
-        error = float((found - expected).abs().max() / expected.abs().max())
-        assert error < 1e-8 or float((found - expected).abs().max()) < 1e-12 * largest, (
-            kind,
-            parameter,
-            error,
-        )
-    model.zero_grad(set_to_none=True)
 
 
 @pytest.mark.slow

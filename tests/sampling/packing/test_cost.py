@@ -1,6 +1,8 @@
-"""Packs that cost every rank the same: rows once each, the modelled step, and positions."""
+"""Packs of a round are alike: in cost, where one is given, else in tokens and targets."""
 
 import itertools
+import math
+import random
 from collections import Counter
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 import transformers as tf
 
 import fsdp_sft as fs
+from tests.harness.packs import chat_lengths
 
 # Training FLOPs of a token and of a squared token of a model with 7 billion parameters.
 COST = (4.0e10, 7.86e5)
@@ -53,6 +56,29 @@ def test_no_rank_waits_long(capacity: int, ranks: int, rows: int, most: float) -
     for one in (rounds, before):
         assert Counter(itertools.chain(*itertools.chain(*one))) == Counter(range(rows))
         assert max(sum(lengths[row] for row in pack) for packs in one for pack in packs) <= capacity
+
+
+def spread(rounds: list[list[list[int]]], sizes: list[int]) -> tuple[float, float]:
+    """(mean over rounds of the largest over the mean of ranks; the same of the sums over all rounds)."""
+    loads = [[sum(sizes[row] for row in pack) for pack in one] for one in rounds]
+    totals = [sum(column) for column in zip(*loads, strict=True)]
+    per_round = [max(load) * len(load) / sum(load) for load in loads if sum(load)]
+    return sum(per_round) / len(per_round), max(totals) * len(totals) / sum(totals)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_have_about_as_many_tokens_and_targets_in_rounds_of_any_order(ranks: int) -> None:
+    lengths, targets = chat_lengths(20_000, seed=1, longest=2048)
+    rounds = order_of(lengths, 2048, ranks, num_targets=targets)[:-1]
+    (tokens_each, tokens_all), (targets_each, targets_all) = spread(rounds, lengths), spread(rounds, targets)
+    assert max(tokens_each / 1.002, tokens_all / 1.001, targets_each / 1.04, targets_all / 1.01) < 1
+    packs = [pack for one in rounds for pack in one]
+    random.Random(0).shuffle(packs)
+    unsorted = [packs[i : i + ranks] for i in range(0, len(packs), ranks)]
+    assert spread(unsorted, targets)[0] - 1 > 4 * (targets_each - 1), "rounds of packs as they come"
+    sums = torch.tensor([sum(targets[row] for pack in one for row in pack) for one in rounds]).double()
+    correlation = torch.corrcoef(torch.stack([sums[:-1], sums[1:]]))[0, 1]
+    assert abs(float(correlation)) < 4 / math.sqrt(len(rounds)), "rounds come in no order of their targets"
 
 
 def test_the_cost_of_attention_is_counted_from_the_config() -> None:

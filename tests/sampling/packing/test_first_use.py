@@ -1,6 +1,5 @@
 """A pack on a model that nobody has verified is verified when it first comes up, on all ranks or none."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
+from fsdp_sft.sampling import verify
 from tests.harness.device import mesh_here
 from tests.harness.losses import with_loss
 from tests.harness.models import VOCAB, oracle_loss, ragged_batches, tiny_model
@@ -38,8 +38,6 @@ def _step(model: Any, *batches: Any, **options: Any) -> Any:
 
 
 def _probes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    from fsdp_sft.sampling.packing import verify
-
     lengths: list[int] = []
     measure = verify._measure
 
@@ -91,7 +89,7 @@ def test_it_is_verified_once_for_a_model_and_its_attention(monkeypatch: pytest.M
     _step(other, _pack(5, 9))
     assert lengths == [], "who has called verify_packing pays nothing"
     long = tiny_model("llama", max_position_embeddings=8192)
-    monkeypatch.setattr("fsdp_sft.sampling.packing.verify._LONGEST_PROBE", 90)
+    monkeypatch.setattr("fsdp_sft.sampling.verify._LONGEST_PROBE", 90)
     _step(long, _pack(60, 60))
     assert lengths == [90], "no longer than that"
 
@@ -134,18 +132,6 @@ def test_positions_that_depend_on_the_longest_row_are_told_in_any_dtype(dtype: t
     with pytest.raises(fs.PackingError, match="the longest row of their pack"):
         _step(model, _pack(10, 66))
     _step(model, _pack(40, 60))
-
-
-def test_where_it_cannot_be_told_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_model("llama")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1e-3)
-    with caplog.at_level(logging.WARNING, "fsdp_sft.sampling.packing"):
-        _step(model, _pack(5, 9))
-        _step(model, _pack(5, 9))
-    assert len(caplog.records) == 1
-    assert "cannot be told" in caplog.records[0].message
 
 
 def _check_ranks() -> None:

@@ -10,10 +10,10 @@ import transformers as tf
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from fsdp_sft.sampling.packing import PackingReport, verify
+from fsdp_sft.sampling import verify
 from tests.harness.device import mesh_here
-from tests.harness.models import VOCAB, full, largest_error, tiny_model
-from tests.harness.packs import assert_same, drawn_rows, gradients_of_separate_rows
+from tests.harness.models import VOCAB, full, tiny_model
+from tests.harness.packs import assert_same
 from tests.harness.ranks import run_distributed
 
 
@@ -114,16 +114,11 @@ def test_an_effect_that_only_long_packs_have_is_found_at_their_length() -> None:
         fs.verify_packing(model, max_length=400)
 
 
-def test_weights_that_tell_nothing_are_refused() -> None:
+def test_weights_that_are_not_finite_are_refused() -> None:
     model = tiny_model("llama")
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-    with pytest.raises(fs.PackingError, match="cannot be told"):
-        fs.verify_packing(model, max_length=64)
-    with torch.no_grad():
         model.lm_head.weight.fill_(math.nan)
-    with pytest.raises(fs.PackingError, match="not finite"):
+    with pytest.raises(fs.PackingError, match=r"alone nan.*not finite"):
         fs.verify_packing(model, max_length=64)
 
 
@@ -176,66 +171,43 @@ def test_the_model_is_left_as_it_was() -> None:
     assert_same(state_of(model), before)
 
 
-def verify_sharded(family: str, dtype: torch.dtype | None, sac_ratio: str, attention: str) -> dict[str, Any]:
+def verify_sharded(family: str, dtype: torch.dtype | None, attention: str) -> dict[str, float]:
     model = tiny_model(family, attn_implementation=attention, use_cache=True)
-    fs.apply_sac(model, sac_ratio)
+    fs.apply_sac(model, "1/3")
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     fs.shard_model(model, mesh=mesh_here(), mp_policy=policy)
-    rows = drawn_rows(6)
-    batch = fs.PackedCollator(max_length=128)(rows)
     before = state_of(model)
     report = fs.verify_packing(model, max_length=100)
     assert_same(state_of(model), before)
-    fs.causal_lm_loss(model, batch, num_targets=1).backward()  # the mean over ranks is that of one
-    gradients = {name: full(p.grad) for name, p in model.named_parameters()}
-    return {"report": vars(report), "gradients": gradients if dtype is None else None}
+    return vars(report)
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("mixtral", "eager"), ("gpt2", "sdpa")])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_sharded_models_are_verified_and_train_as_separate_rows_do(
+def test_sharded_models_are_verified_in_the_dtype_in_which_they_compute(
     family: str, attention: str, dtype: torch.dtype | None
 ) -> None:
-    results = run_distributed(verify_sharded, 2, family, dtype, "1/3", attention)
-    for result in results:
-        assert result["report"] == results[0]["report"]
-        assert result["report"]["tolerance"] == (6e-2 if dtype else 1e-4), "the dtype that it computes in"
-    if dtype is None:
-        _, expected = gradients_of_separate_rows(
-            tiny_model(family, attn_implementation=attention), drawn_rows(6)
-        )
-        # Every rank has the whole pack, so the loss counts twice and is averaged once.
-        actual = {name: gradient / 2 for name, gradient in results[0]["gradients"].items()}
-        assert largest_error(actual, expected) < 1e-6
+    report, other = run_distributed(verify_sharded, 2, family, dtype, attention)
+    assert report == other
+    assert report["tolerance"] == (6e-2 if dtype else 1e-4)
 
 
-def refuse_sharded(broken_rank: int | None) -> tuple[str, str]:
-    import torch.distributed as dist
-
-    model = tiny_model("llama")
-    fs.shard_model(model, mesh=mesh_here())
-    if broken_rank is None:
-        torch.manual_seed(0)
-        model = LEAKING["state (Mamba)"]()
-        fs.shard_model(model, mesh=mesh_here())
-    elif dist.get_rank() == broken_rank:
+def refuse_sharded(broken_rank: int) -> tuple[str, str]:
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
+    if torch.distributed.get_rank() == broken_rank:
         forward = model.forward
         model.forward = lambda *args, position_ids=None, **kwargs: forward(*args, **kwargs)
-    try:
+    with pytest.raises(fs.PackingError) as caught:
         fs.verify_packing(model, max_length=64)
-    except fs.PackingError as error:
-        return str(error), "".join(getattr(error, "__notes__", []))
-    return "", ""
+    return str(caught.value), "".join(caught.value.__notes__)
 
 
-@pytest.mark.parametrize("broken_rank", [None, 0, 2])
-def test_all_ranks_reach_one_verdict(broken_rank: int | None) -> None:
-    verdicts = run_distributed(refuse_sharded, 3, broken_rank)
-    assert len(set(verdicts)) == 1
-    name = "Mamba" if broken_rank is None else "Llama"
-    assert f"not kept apart by {name}ForCausalLM" in verdicts[0][0]
-    if broken_rank is not None:
-        assert f"rank {broken_rank} failed first" in verdicts[0][1]
+@pytest.mark.parametrize("broken_rank", [0, 2])
+def test_all_ranks_reach_one_verdict(broken_rank: int) -> None:
+    first, *others = run_distributed(refuse_sharded, 3, broken_rank)
+    assert others == [first] * 2
+    assert "not kept apart by LlamaForCausalLM" in first[0]
+    assert f"rank {broken_rank} failed first" in first[1]
 
 
 def test_a_refusal_leaves_the_process_able_to_compile() -> None:
@@ -267,6 +239,6 @@ def test_a_refusal_leaves_the_process_able_to_compile() -> None:
 def test_a_token_of_another_expert_is_told_from_wrong_positions(
     error: float, leak: float, tolerance: float, sound: bool
 ) -> None:
-    report = PackingReport(error, tolerance, leak, 0.0, unpacked=1.7)
+    report = verify.PackingReport(error, tolerance, leak, 0.0, unpacked=1.7)
     with nullcontext() if sound else pytest.raises(fs.PackingError, match="not kept apart"):
-        assert verify._judge(tiny_model("mixtral"), report, untold_is_error=True)
+        verify._judge(tiny_model("mixtral"), report)

@@ -1,9 +1,9 @@
 """Best-fit-decreasing bin packing of sequence lengths, and a round of packs dealt to ranks."""
 
-import operator
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fsdp_sft.collate.options import check_count
 
@@ -35,9 +35,8 @@ def pack_lengths(lengths: Iterable[int], capacity: int) -> list[list[int]]:
         >>> fs.pack_lengths([700, 300, 500, 400, 100], capacity=1000)
         [[0, 1], [2, 3, 4]]
     """
-    sizes = check_lengths(lengths, capacity)
     rows_of: dict[int, list[int]] = {}
-    for row, size in enumerate(sizes):
+    for row, size in enumerate(check_lengths(lengths, capacity)):
         rows_of.setdefault(size, []).append(row)
     packs: list[list[int]] = []
     # Packs with room left, by their free tokens; of several with equally many the last is found first.
@@ -81,16 +80,11 @@ def deal(packs: list[list[T]], weight: Callable[[T], float], num_ranks: int) -> 
         ``num_ranks`` packs of the same rows, some of them empty if there are fewer rows than ranks.
     """
     packs = list(packs)
-    weights = [sum(map(weight, pack)) for pack in packs]
-    while len(packs) < num_ranks:
-        splittable = [i for i, pack in enumerate(packs) if len(pack) > 1]
-        if not splittable:
-            return packs + [[] for _ in range(num_ranks - len(packs))]
-        largest = max(splittable, key=weights.__getitem__)
-        halves = _halves(packs[largest], weight)
-        packs[largest : largest + 1] = halves
-        weights[largest : largest + 1] = [sum(map(weight, half)) for half in halves]
-    return packs
+    while len(packs) < num_ranks and any(len(pack) > 1 for pack in packs):
+        splittable = (i for i, pack in enumerate(packs) if len(pack) > 1)
+        largest = max(splittable, key=lambda i: sum(map(weight, packs[i])))
+        packs[largest : largest + 1] = _halves(packs[largest], weight)
+    return packs + [[] for _ in range(num_ranks - len(packs))]
 
 
 def _halves(pack: list[T], weight: Callable[[T], float]) -> list[list[T]]:
@@ -104,18 +98,19 @@ def _halves(pack: list[T], weight: Callable[[T], float]) -> list[list[T]]:
     return halves
 
 
-def check_lengths(lengths: Iterable[int], capacity: int) -> list[int]:
-    """``lengths`` as a list of ints, or an error if one is not in [1, capacity]."""
-    capacity = check_count("capacity", capacity)
+def check_lengths(lengths: Iterable[int], capacity: int) -> "array[int]":
+    """``lengths`` as integers, or an error if one is not in [1, capacity]."""
+    check_count("capacity", capacity)
     sizes = as_ints(lengths)
-    if sizes and not 1 <= min(sizes) <= max(sizes) <= capacity:
-        row = next(i for i, size in enumerate(sizes) if not 1 <= size <= capacity)
-        way_out = "drop empty rows" if sizes[row] < 1 else "truncate it first (encode_chat has max_length)"
-        raise ValueError(f"row {row} has {sizes[row]} tokens, a pack holds 1 to {capacity}; {way_out}")
+    for row, size in enumerate(sizes):
+        if not 1 <= size <= capacity:
+            raise ValueError(
+                f"row {row} has {size} tokens, a pack holds 1 to {capacity}; truncate longer rows first "
+                "(encode_chat has max_length), and drop empty rows"
+            )
     return sizes
 
 
-def as_ints(values: Iterable[int]) -> list[int]:
-    """The values, of a list, a tensor or an array, as a list of ints; TypeError if one is no integer."""
-    listed: list[Any] = values.tolist() if hasattr(values, "tolist") else list(values)
-    return listed if set(map(type, listed)) <= {int} else [operator.index(value) for value in listed]
+def as_ints(values: Iterable[int]) -> "array[int]":
+    """The values, of a list, a tensor or an array, as 64-bit integers; TypeError if one is no integer."""
+    return array("q", values.tolist() if hasattr(values, "tolist") else values)

@@ -53,8 +53,9 @@ class PackedCollator:
         self.max_length = check_count("max_length", max_length)
         check_choice("padding", padding, ("longest", "max_length"))
         self.padding = padding
-        multiple = 1 if pad_to_multiple_of is None else pad_to_multiple_of
-        self.pad_to_multiple_of = check_count("pad_to_multiple_of", multiple)
+        self.pad_to_multiple_of = check_count(
+            "pad_to_multiple_of", 1 if pad_to_multiple_of is None else pad_to_multiple_of
+        )
         if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int) or pad_token_id < 0:
             raise ValueError(
                 f"pad_token_id must be an id of the vocabulary, got {pad_token_id!r}; a tokenizer without a "
@@ -139,8 +140,7 @@ def _read(row: Row) -> EncodedChat:
         check_encoded(row.input_ids, row.labels)
         return row
     if not isinstance(row, Mapping) or "input_ids" not in row:
-        got = sorted(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
         raise ValueError(
-            f"a packed row needs input_ids and labels, got {got}; tokenise it with encode_chat first"
+            f"a packed row needs input_ids and labels, got {row!r:.80}; tokenise it with encode_chat first"
         )
     return EncodedChat(*read_encoded(row))

@@ -1,13 +1,13 @@
 """A distributed order of packs, balanced over ranks, that resumes on any number of ranks."""
 
 import zlib
-from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fsdp_sft._process.words import answered
+from fsdp_sft.collate.options import check_count
 from fsdp_sft.metrics.throughput import model_flops_per_token
 from fsdp_sft.sampling.mixing import Mixture
 from fsdp_sft.sampling.packing.bins import as_ints, check_lengths, deal, pack_lengths
@@ -86,10 +86,9 @@ class PackedSampler(OrderedSampler[list[int]]):
         mixture: Mixture | None = None,
     ) -> None:
         super().__init__(num_replicas, rank, mesh)
-        self._lengths = array("q", check_lengths(lengths, max_length))
-        self._targets = array("q", self._lengths if num_targets is None else as_ints(num_targets))
-        if not self._lengths:
-            raise ValueError("there are no rows to pack; check what filter_rows kept")
+        self._lengths = check_lengths(lengths, max_length)
+        check_count("the number of rows", len(self._lengths))
+        self._targets = self._lengths if num_targets is None else as_ints(num_targets)
         if len(self._targets) != len(self._lengths):
             raise ValueError(
                 f"num_targets has {len(self._targets)} entries, lengths {len(self._lengths)}; "
@@ -102,25 +101,28 @@ class PackedSampler(OrderedSampler[list[int]]):
         self._mixture = mixture
         self.max_length, self.shuffle, self.seed = max_length, shuffle, seed
         self._cost = None if cost is None else (float(cost[0]), float(cost[1]))
-        self._source = {
+        self._ranks = self.num_replicas  # with which the epoch has begun
+        self._packs: tuple[tuple[int, ...], list[list[int]]] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, position, and what the order depends on; the same on every rank."""
+        return {**super().state_dict(), "ranks": self._ranks if self.position else self.num_replicas}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved position, with the same or another number of ranks."""
+        super().load_state_dict(state)
+        self._ranks = int(state["ranks"])
+
+    def _depends_on(self) -> dict[str, Any]:
+        return {
             "num_rows": len(self._lengths),
-            "max_length": max_length,
-            "seed": seed,
-            "shuffle": int(shuffle),
+            "max_length": self.max_length,
+            "seed": int(self.seed),
+            "shuffle": int(self.shuffle),
             "cost": None if self._cost is None else list(self._cost),
             "rows_crc32": zlib.crc32(self._targets.tobytes(), zlib.crc32(self._lengths.tobytes())),
-            **source_of(mixture),
+            **source_of(self._mixture),
         }
-        self._ranks = self.num_replicas  # with which the epoch has begun
-        self._packs: tuple[tuple[int, int], list[list[int]]] | None = None
-
-    def position_state(self) -> dict[str, Any]:
-        """``state_dict`` without its warning about uncounted packs."""
-        return {**super().position_state(), "ranks": self._ranks if self.position else self.num_replicas}
-
-    def _restored(self, state: Mapping[str, Any]) -> None:
-        self._ranks = int(state["ranks"])
-        super()._restored(state)
 
     def _dealt(self, order: list[list[int]], start: int, ranks: int, rank: int) -> list[int]:
         dealt = deal(order[start : start + ranks], self._weight, ranks)
@@ -132,7 +134,7 @@ class PackedSampler(OrderedSampler[list[int]]):
             self._ranks = self.num_replicas
         # An epoch of a mixture continues where the previous one ended, even without shuffling.
         epoch = self.epoch if self.shuffle or self._mixture is not None else 0
-        key = epoch, self._ranks
+        key = epoch, self._ranks, self.seed, self.shuffle
         if self._packs is None or self._packs[0] != key:
             generator = torch.Generator().manual_seed(self.seed + 1_000_003 * epoch)
             if self._mixture is not None:
@@ -147,9 +149,7 @@ class PackedSampler(OrderedSampler[list[int]]):
     def _weight(self, row: int) -> float:
         """Weight of a row when the packs of a short round are split."""
         length = self._lengths[row]
-        if self._cost is None:
-            return length
-        per_token, per_square = self._cost
+        per_token, per_square = self._cost or (1, 0)
         return per_token * length + per_square * length * length
 
     def _balanced(self, packs: list[list[int]], ranks: int, generator: torch.Generator) -> list[list[int]]:

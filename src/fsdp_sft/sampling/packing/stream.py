@@ -82,7 +82,6 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
         self.rows = rows
         self.max_length = check_count("max_length", max_length)
         self.buffer_size = check_count("buffer_size", buffer_size)
-        self._source = {"max_length": max_length, "buffer_size": buffer_size}
 
     def __iter__(self) -> Iterator[list[Row]]:
         if get_worker_info() is not None:
@@ -90,8 +89,7 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
                 "PackedStream packs in the consuming process: use num_workers=0 here, and for tokenising in "
                 "the background PackedStream(DataLoader(rows, batch_size=None, num_workers=...), ...)"
             )
-        rows = self.rows.dataset if isinstance(self.rows, DataLoader) else self.rows
-        shares = data.shares_of_stream(rows)
+        shares = data.shares_of_stream(getattr(self.rows, "dataset", self.rows))
         if shares > 1 and self.num_replicas > 1:
             raise ValueError(
                 f"the rows are one of {shares} shares already (split_dataset_by_node), and each of "
@@ -109,22 +107,24 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
             self.end_epoch()
             yield from self
 
-    def mark_consumed(self, num_packs: int) -> None:
-        """Advance the position by ``num_packs`` packs on this rank and on every other."""
-        self._drawn = 0
-        self.position += num_packs * self.num_replicas
+    def _depends_on(self) -> dict[str, Any]:
+        return {"max_length": self.max_length, "buffer_size": self.buffer_size}
 
     def _rounds(self) -> Iterator[list[list[Row]]]:
         """Rounds from the position on; packs of a short last one are split."""
         packs = itertools.islice(self._all_packs(), self.position, None)
-        while dealt := list(itertools.islice(packs, self.num_replicas)):
-            if len(dealt) < self.num_replicas:
-                dealt = deal(dealt, lambda row: row_sizes([row])[0][0], self.num_replicas)
-            yield dealt
+        while some := list(itertools.islice(packs, self.num_replicas)):
+            yield deal(some, lambda row: row_sizes([row])[0][0], self.num_replicas)
 
     def _all_packs(self) -> Iterator[list[Row]]:
         """Packs of the epoch, those of consumed buffers too: reading their rows takes far longer."""
-        source, number = _rows_from(self.rows, epoch=self.epoch), 0
+        stream = self.rows
+        ordered: Any = stream if hasattr(stream, "set_epoch") else getattr(stream, "dataset", None)
+        if hasattr(ordered, "set_epoch"):
+            ordered.set_epoch(self.epoch)
+            if isinstance(stream, DataLoader):
+                data.end_persistent_workers(stream)
+        source, number = iter(stream), 0
         while buffer := list(itertools.islice(source, self.buffer_size)):
             try:
                 packs = pack_lengths(row_sizes(buffer)[0], self.max_length)
@@ -134,15 +134,3 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
             number += len(buffer)
             for pack in packs:
                 yield [buffer[row] for row in pack]
-
-
-def _rows_from(stream: Iterable[Any], *, epoch: int) -> Iterator[Any]:
-    """The rows of an epoch of a stream, or of the data set of a DataLoader, which may shuffle by it."""
-    for one in (stream, getattr(stream, "dataset", None)):
-        set_epoch = getattr(one, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-            if one is not stream and isinstance(stream, DataLoader):
-                data.end_persistent_workers(stream)
-            break
-    return iter(stream)

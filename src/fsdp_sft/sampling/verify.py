@@ -1,0 +1,341 @@
+"""Measure, on the model at hand, whether a row in a pack or behind padding gives the same logits as alone."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdp_sft._compat.attention import attention_of
+from fsdp_sft._compat.models import original_class
+from fsdp_sft._model.inputs import forward_parameters, no_cache
+from fsdp_sft._model.preserved import preserved, uncompiled
+from fsdp_sft._model.sharded import compute_device, training_mesh_of
+from fsdp_sft._model.twin import rotations_by_length, text_config
+from fsdp_sft._model.view import record_of, unwrapped
+from fsdp_sft._process.words import answered
+from fsdp_sft._ranks.agree import agreed, all_gather_objects
+from fsdp_sft._tensors.rounding import TOLERANCES, logits_tolerance
+from fsdp_sft.attention.hybrid import separate_rows
+from fsdp_sft.collate import pack_size
+from fsdp_sft.collate.options import check_count
+from fsdp_sft.errors import PackingError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Two tests of packs. The first compares a row in a pack with the row alone: a leak moves logits by 0.1 to 1.5
+# of their size, more than rounding does (logits_tolerance), except in freshly initialised models, in which
+# tokens hardly matter to each other. The second, for those, changes only the tokens of other rows: a change
+# beyond _LEAK_TOLERANCE, and beyond _TIMES_NOISE times what later rows change, is a leak.
+_LEAK_TOLERANCE = 1e-5
+_TIMES_NOISE = 4
+_EARLIER, _LATER = (7, 1, 9, 8), 10  # tokens of the rows before and after the long row of the probe
+_SHORTEST_PROBE = 64
+_LONGEST_PROBE = 4096  # at the first pack
+_COMPARED = 64  # positions of a long row, its ends among them; a shorter row is compared at all of its own
+_TOKENS, _PADDING = 16, 8  # of the row that is padded
+
+
+class _Verified(set[tuple[str, str | bool]]):
+    """Kept on a model: the attentions with which it kept packs apart, and how padding changed nothing."""
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """What ``verify_packing`` measured. Differences of logits are relative to their size.
+
+    Attributes:
+        error: Largest difference between the logits of a row in a pack and of the row alone.
+        tolerance: Largest ``error`` that rounding explains in the dtype in which the model computes.
+        leak: Largest change of a row's logits when the tokens of rows before it change.
+        noise: Largest change of a row's logits when the tokens of rows after it change, which a causal model
+            cannot see.
+        unpacked: Largest difference if rows are simply joined: what ``error`` would be without isolation. If
+            it is below the tolerance, tokens hardly matter to each other with these weights.
+
+    Example:
+        >>> report = fs.verify_packing(model, max_length=64)
+        >>> report.error < report.tolerance < report.unpacked
+        True
+    """
+
+    error: float
+    tolerance: float
+    leak: float
+    noise: float
+    unpacked: float
+
+    def __str__(self) -> str:
+        return (
+            f"packed against alone {self.error:.1e} (at most {self.tolerance:.0e}; {self.unpacked:.1e} if "
+            f"simply joined), moved by the rows before {self.leak:.1e}, by the rows after {self.noise:.1e}"
+        )
+
+
+@answered
+def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
+    """Check that a row in a pack gives the same logits as alone; call it once before training.
+
+    A pack of six random rows, one of them long, goes through the model as in training: ``position_ids`` from
+    0 in each row, no attention mask, ``use_cache=False``. The logits are compared with those of each row
+    alone, and with those of the pack when the tokens of its first or of its last rows are replaced. ALiBi,
+    models that count positions by index, and recurrences of other kinds than ``shard_model`` and this
+    function keep apart fail. Leaks smaller than the rounding of the dtype in which the model computes are
+    not seen, and none of weights with which tokens do not matter to each other: load them first.
+
+    Mode, gradients, buffers, sharding and random number generators are left as they were. Dropout is off
+    during the check.
+
+    Args:
+        model: A causal language model with its weights, sharded or not.
+        max_length: Tokens of the packs that will be trained; the probe has as many (at least 64), since some
+            models count positions by index. If rotary embeddings depend on the longest row of a batch
+            (dynamic NTK, LongRoPE), it must not be beyond their limit.
+
+    Returns:
+        What was measured, the same on every rank up to rounding.
+
+    Raises:
+        PackingError: If rows are not kept apart.
+        ValueError: If ``max_length`` is no positive integer.
+
+    Collective: all ranks that hold the model; either all of them raise or none.
+    Memory: A forward of ``max_length`` tokens. Logits at about 100 positions if the model takes
+        ``logits_to_keep``, else at all of them.
+
+    Example:
+        >>> print(fs.verify_packing(model, max_length=64))
+        packed against alone ... (at most ...; ... if simply joined), moved by ...
+    """
+    check_count("max_length", max_length)
+    return verify(model, max_length, training_mesh_of(model), longest=max_length)
+
+
+def verify_at_first_use(
+    model: nn.Module, batches: Sequence[Any], mesh: "DeviceMesh | None", *, own_loss: bool = False
+) -> None:
+    """If any rank has a pack, verify, once for each model and attention, that rows are kept apart.
+
+    Rows beyond the limit of rotary embeddings that depend on the longest row are refused in any pack.
+
+    Args:
+        model: Model, sharded or not; left as it was.
+        batches: Batches of this rank, packs or not, with the same keys on all ranks.
+        mesh: Ranks that hold the model, all of which call this.
+        own_loss: Whether the caller passed a loss function; a model that is not from transformers is then not
+            verified.
+
+    Raises:
+        PackingError: On all ranks, if rows are not kept apart.
+
+    Collective: all ranks of the mesh, unless the model has been verified and its rotary embeddings do not
+    depend on the longest row.
+    """
+    can_be_packs = any(
+        isinstance(batch, Mapping)
+        and batch.get("position_ids") is not None
+        and batch.get("attention_mask") is None
+        for batch in batches
+    )
+    attention = attention_of(unwrapped(model))
+    if not can_be_packs or (own_loss and attention == "its own"):
+        return
+    done, limit = ("packs", attention) in record_of(model).kept_or_new(_Verified), row_limit(model)
+    if (done and limit is None) or torch.compiler.is_compiling():
+        return
+    own = [pack_size(batch) for batch in batches]
+    known = [size for sizes in (all_gather_objects(own) if mesh is not None else [own]) for size in sizes]
+    width, longest = map(max, zip(*known, strict=True))
+    if not width or (done and (limit is None or longest <= limit)):
+        return
+    try:
+        verify(model, min(width, _LONGEST_PROBE), mesh, longest=longest)
+    except PackingError as error:
+        raise PackingError(
+            f"the first pack for this model: {error}. verify_packing shows the same before training; "
+            "check=False leaves it out, and in a loop of your own loss_sum with scale_for_backward"
+        ) from error
+
+
+def row_limit(model: nn.Module) -> int | None:
+    """Tokens of the longest row with which rotary embeddings of dynamic NTK and LongRoPE are as without it.
+
+    A longer row changes those of all rows of its batch. None if the model has no such embeddings.
+    """
+    limits = []
+    module: Any
+    for module in rotations_by_length(model).values():
+        config, kinds = module.config, module.rope_type
+        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind == "longrope":
+                parameters = config.rope_parameters.get(layer, config.rope_parameters)
+                limits.append(parameters["original_max_position_embeddings"])
+            elif "dynamic" in kind:
+                limits.append(config.max_position_embeddings)
+    return min(limits, default=None)
+
+
+def verify(model: nn.Module, max_length: int, mesh: "DeviceMesh | None", *, longest: int) -> PackingReport:
+    """The report of ``verify_packing``.
+
+    Args:
+        model: A causal language model with its weights, sharded or not.
+        max_length: Tokens of the packs.
+        mesh: Mesh of the model; None if this process holds it alone.
+        longest: Tokens of their longest row.
+
+    Raises:
+        PackingError: If rows are not kept apart.
+
+    Collective: all ranks of the mesh.
+    """
+    limit = row_limit(model)
+    with nullcontext() if mesh is None else agreed("verifying that packed rows are kept apart"):
+        if limit is not None and longest > limit:
+            raise PackingError(
+                f"packed rows are not kept apart by {original_class(unwrapped(model)).__name__}: it rotates "
+                f"them as the longest row of their pack asks for, and one of {longest} tokens is beyond the "
+                f"{limit} up to which its rotary embeddings (dynamic NTK, LongRoPE) do not depend on the "
+                "length. Keep rows below that, or train without packing"
+            )
+        separate_rows(model)
+        report = _measure(model, max(max_length, _SHORTEST_PROBE))
+        _judge(model, report)
+    record_of(model).kept_or_new(_Verified).add(("packs", attention_of(unwrapped(model))))
+    return report
+
+
+def _measure(model: nn.Module, length: int) -> PackingReport:
+    """Differences between the logits of a pack's forwards and of its rows alone."""
+    longest = _longest_row(model, length)
+    whole, rest = divmod(length - sum(_EARLIER) - _LATER, longest)
+    sizes = [*_EARLIER, *[longest] * whole, *[rest] * (rest > 0), _LATER]
+    kept = [torch.linspace(0, size - 1, min(size, _COMPARED)).round().long() for size in sizes]
+    starts = accumulate(sizes[:-1], initial=0)
+    kept_in_pack = torch.cat([start + keep for start, keep in zip(starts, kept, strict=True)])
+    positions = torch.cat([torch.arange(size) for size in sizes])
+
+    def packed(ids: torch.Tensor, positions: torch.Tensor = positions) -> torch.Tensor:
+        return _logits(model, kept_in_pack, input_ids=ids, position_ids=positions[None])[0]
+
+    early = sum(_EARLIER)  # tokens of the early rows, and their logits too, since these are short
+    ids, others = _random_ids(model, 2 * length).split(length, 1)
+    base, joined = packed(ids), packed(ids, torch.arange(length) % longest)
+    after_others = packed(torch.cat([others[:, :early], ids[:, early:]], 1))
+    before_others = packed(torch.cat([ids[:, :early], others[:, early:]], 1))
+    rows = zip(ids.split(sizes, 1), kept, strict=True)
+    alone = torch.cat([_logits(model, keep, input_ids=row)[0] for row, keep in rows])
+    return PackingReport(
+        error=float(_relative(base - alone, alone).max()),
+        tolerance=logits_tolerance(model, compute_device(model)),
+        leak=float(_relative(base - after_others, alone)[early:].max()),
+        noise=float(_relative(base - before_others, alone)[:early].max()),
+        unpacked=float(_relative(joined - alone, alone).max()),
+    )
+
+
+def _longest_row(model: nn.Module, length: int) -> int:
+    """Tokens of the longest row that a model takes, of ``length`` at most."""
+    most = getattr(text_config(model), "max_position_embeddings", None)
+    if not isinstance(most, int) or most < max(_EARLIER):
+        most = length
+    return min(most, row_limit(model) or length, length)
+
+
+def _random_ids(model: nn.Module, number: int) -> torch.Tensor:
+    """Token ids ``(1, number)``, always the same."""
+    vocabulary = getattr(text_config(model), "vocab_size", 8)
+    # From the middle of the vocabulary, since ids of padding, images and the like are at its ends.
+    low, high = vocabulary // 4, max(3 * vocabulary // 4, 1)
+    return torch.randint(low, high, (1, number), generator=torch.Generator().manual_seed(0))
+
+
+def _logits(model: nn.Module, keep: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    """float32 logits ``(B, positions kept, vocabulary)``, computed as training does, without a trace."""
+    device = compute_device(model)
+    given: dict[str, Any] = {name: value.to(device) for name, value in inputs.items()} | no_cache(model)
+    if "logits_to_keep" in forward_parameters(model):
+        given["logits_to_keep"] = keep.to(device)
+    with preserved(model), torch.no_grad(), uncompiled():
+        model.eval()
+        logits: torch.Tensor = model(**given).logits
+    return (logits if logits.shape[1] == len(keep) else logits[:, keep.to(device)]).float()
+
+
+def _relative(difference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Size of a difference at each position relative to that of the logits; nan if they are all the same."""
+    return torch.div(difference.norm(dim=-1), (logits - logits.mean(-1, keepdim=True)).norm(dim=-1))
+
+
+def _judge(model: nn.Module, report: PackingReport) -> None:
+    """Raise PackingError if rows are not kept apart."""
+    # In a mixture of experts rounding can route a token to another expert, which changes logits by far more.
+    # If no bit of a row changes with the rows before it, a model that computes in 16 bits is therefore
+    # allowed a quarter of the difference of joined rows, which wrong positions would cause.
+    most = report.tolerance
+    if report.leak == 0 and report.tolerance >= TOLERANCES[torch.float16]:
+        most = max(report.tolerance, report.unpacked / 4)
+    if not (report.error <= most and report.leak <= max(_LEAK_TOLERANCE, _TIMES_NOISE * report.noise)):
+        raise PackingError(
+            f"packed rows are not kept apart by {original_class(unwrapped(model)).__name__} with "
+            f"{attention_of(unwrapped(model))} attention: {report}. Train it with SFTCollator, without "
+            "packing; or try another attn_implementation, or a shorter max_length if only long packs fail. "
+            "Models that do not heed position_ids, or mix tokens by a recurrence or convolution unknown "
+            "here, cannot be packed. Where it says nan, logits are not finite, or all the same: check the "
+            "weights"
+        )
+
+
+def verify_left_padding(model: nn.Module, mesh: "DeviceMesh | None", *, with_positions: bool) -> None:
+    """Refuse a model that computes something else of a row behind padding; looked at once per model.
+
+    Models that count positions from the first column (GPT-2), or carry a state over the padding
+    (RecurrentGemma), train on wrong numbers without an error.
+
+    Args:
+        model: A causal language model, sharded or not; left as it was.
+        mesh: Ranks that hold the model, all of which call this.
+        with_positions: Whether the batches have ``position_ids``, which are then those of each row alone.
+
+    Raises:
+        UnsupportedModelError: On all ranks, if logits differ by more than rounding explains.
+
+    Collective: all ranks of the mesh, the first time.
+    """
+    verified, own = record_of(model).kept_or_new(_Verified), ("left padding", with_positions)
+    if own in verified:
+        return
+    with nullcontext() if mesh is None else agreed("verifying that padding on the left changes nothing"):
+        difference = left_padding_error(model, with_positions)
+        tolerance = logits_tolerance(model, compute_device(model))
+        if not difference <= tolerance:
+            raise UnsupportedModelError(
+                f"{original_class(unwrapped(model)).__name__} reads a row behind padding differently: "
+                f"its logits differ by {difference:.1e} of their size (rounding: {tolerance:.0e}). It counts "
+                "positions from the first column, or carries a state over the padding. Pad on the right: "
+                'SFTCollator(padding_side="right"), tokenizer.padding_side = "right"'
+            )
+    verified.add(own)
+
+
+def left_padding_error(model: nn.Module, with_positions: bool = False) -> float:
+    """Median over a row's tokens of how far logits behind padding are from those before it, relatively.
+
+    The median, since rounding routes single tokens of a mixture to other experts.
+
+    Collective: all ranks that hold the model, by a forward of two rows of 24 tokens.
+    """
+    row, place = _random_ids(model, _TOKENS), torch.arange(_TOKENS + _PADDING)
+    padding = row.new_zeros(1, _PADDING)
+    mask = torch.stack([place < _TOKENS, place >= _PADDING]).long()
+    inputs = {"attention_mask": mask}
+    if with_positions:
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    ids = torch.cat([torch.cat([row, padding], 1), torch.cat([padding, row], 1)])
+    before, behind = _logits(model, place, input_ids=ids, **inputs)
+    alone = before[:_TOKENS]
+    return float(_relative(behind[_PADDING:] - alone, alone).median())
