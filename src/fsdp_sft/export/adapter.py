@@ -14,7 +14,7 @@ from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, this_rank
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft.export.settings import end_of_turn, write_generation_config, write_tokenizer
-from fsdp_sft.export.target import export_target, make_room, put_in_place, staged
+from fsdp_sft.export.target import export_target, put_in_place, staged
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -71,8 +71,6 @@ def export_adapter(
     with staged(target) as temporary:
         with agreed(f"preparing to export to {target}"):
             name, wanted = _saved_by_peft(model)
-            if this_rank() == 0:
-                make_room(temporary, target, 0)
         gatherer = Gatherer()
         full: dict[str, torch.Tensor] = {}
         for key, tensor in wanted.items():

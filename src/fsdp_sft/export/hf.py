@@ -23,7 +23,7 @@ from fsdp_sft._model.view import clean_name, unwrapped
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
 from fsdp_sft._tensors.boxes import whole
-from fsdp_sft._tensors.disk import write_bytes, write_early
+from fsdp_sft._tensors.disk import check_room, write_bytes, write_early
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft._tensors.reader import do_reads
@@ -31,7 +31,7 @@ from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, num_b
 from fsdp_sft._tensors.stored import Stored
 from fsdp_sft.export.plan import Described, ExportPlan, merging_dtype, plan_export, unsharded_twin
 from fsdp_sft.export.settings import write_settings
-from fsdp_sft.export.target import check_target, export_target, make_room, put_in_place, staged
+from fsdp_sft.export.target import check_target, export_target, put_in_place, staged
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -108,7 +108,7 @@ def export_hf(
         with agreed(f"preparing to export to {target}"):
             content, plan, config, copied = plan_export(base, merges, dtype)
             if plan is not None:
-                make_room(temporary, target, plan.num_bytes)
+                check_room(target.parent, plan.num_bytes, f"the export to {target}")
                 write_settings(base, config, temporary, target.name, dtype, tokenizer, chat_template)
                 parameters = base.num_parameters()
                 files = WeightFiles(temporary, plan.written, max_shard_size, parameters, opened)
@@ -346,8 +346,7 @@ def check_export(
     Raises:
         CheckpointExistsError: If something is there: a file, a mounted file system, or a folder that is not
             empty (which ``overwrite`` allows).
-        PermissionError: If this process may not write there.
-        NotADirectoryError: If a part of the path is a file.
+        PermissionError: If this process cannot write there.
         OSError: If the disk has less room than the export in bfloat16 takes (``ENOSPC``).
         UnsupportedModelError: If ``from_pretrained`` would not read the export of this model as what was
             trained: parts were put into it that its class does not have, or its weights are quantised.
