@@ -305,9 +305,8 @@ def _decided(
         raise
     if failures:
         _, rank, sent = min(failures)
-        first = (
-            error if rank == this_rank() and error is not None else sent
-        )  # the original, with its traceback
+        # On the rank that it comes from the original, with its traceback.
+        first = error if rank == this_rank() and error is not None else sent
         ranks = abridged(str(rank) for _, rank, _ in failures)
         first.add_note(f"rank {rank} failed first while {phase} (failed: {ranks})")
         raise first

@@ -70,12 +70,9 @@ def init_distributed(
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
     device_type = device_type or default_device_type()
-    if dist.is_initialized():
-        launch = _existing_launch()
-        device = _select_device(device_type, launch)
-    else:
-        launch = detect_launch()
-        device = _select_device(device_type, launch)
+    launch = _existing_launch() if dist.is_initialized() else detect_launch()
+    device = _select_device(device_type, launch)
+    if not dist.is_initialized():
         _logger.info(
             "rank %d of %d on %s, %s, launcher: %s",
             *(launch.rank, launch.world_size, socket.gethostname(), device),
@@ -105,8 +102,9 @@ def _existing_launch() -> DistributedContext:
     names = [name for name in ("LOCAL_RANK", "SLURM_LOCALID")[: 1 + is_slurm_step()] if name in os.environ]
     # Without a launcher's word, assume that ranks are assigned to the node's devices in order.
     local_rank = env_int(names[0]) if names else rank % (torch.accelerator.device_count() or size)
-    local_size = env_int("LOCAL_WORLD_SIZE", size)
-    return DistributedContext(rank, local_rank, size, local_size, torch.device("cpu"), "", "existing")
+    return DistributedContext(
+        rank, local_rank, size, env_int("LOCAL_WORLD_SIZE", size), torch.device("cpu"), "", "existing"
+    )
 
 
 def _select_device(device_type: str, launch: DistributedContext) -> torch.device:
@@ -153,21 +151,16 @@ def _meet(launch: DistributedContext, backend: str, timeout: timedelta) -> None:
     warning.start()
     try:
         with careful_gloo():
-            store, rank, world_size = _store_of(launch, timeout)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            store: Any = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
+            if launch.init_method is not None:
+                found = rendezvous(launch.init_method, launch.rank, launch.world_size, timeout=timeout)
+                store = _own_keys(next(found)[0], launch.rank)
+            size = launch.world_size
+            dist.init_process_group(backend, store=store, rank=launch.rank, world_size=size, timeout=timeout)
     finally:
         warning.cancel()
         warning.join()
     connect_neighbours(dist.group.WORLD)
-
-
-def _store_of(launch: DistributedContext, timeout: timedelta) -> tuple[Any, int, int]:
-    """The store over which the ranks meet, without what has met over it before; rank and world size."""
-    if launch.init_method is None:
-        return dist.HashStore(), 0, 1  # type: ignore[attr-defined,unused-ignore]
-    place = {} if launch.init_method == "env://" else {"rank": launch.rank, "world_size": launch.world_size}
-    store, rank, world_size = next(rendezvous(launch.init_method, timeout=timeout, **place))
-    return _own_keys(store, rank), rank, world_size
 
 
 def _own_keys(store: Any, rank: int) -> Any:

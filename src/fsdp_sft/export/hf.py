@@ -31,7 +31,7 @@ from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, num_b
 from fsdp_sft._tensors.stored import Stored
 from fsdp_sft.export.plan import Described, ExportPlan, merging_dtype, plan_export, unsharded_twin
 from fsdp_sft.export.settings import write_settings
-from fsdp_sft.export.target import check_target, export_target, put_in_place, staged
+from fsdp_sft.export.target import check_target, export_target, new_folder
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -100,11 +100,15 @@ def export_hf(
     started = time.perf_counter()
     model = unwrapped(model)
     reshard(model)
-    target = export_target(out_dir)
     merges = adapted_layers(model)
+    files: WeightFiles | None = None
     base: Any
-    with without_adapters(model, trained=True) as base, staged(target) as temporary, ExitStack() as opened:
-        files: WeightFiles | None = None
+    with (
+        without_adapters(model, trained=True) as base,
+        ExitStack() as opened,
+        new_folder(out_dir, overwrite=overwrite) as export,
+    ):
+        target, temporary = export.target, export.temporary
         with agreed(f"preparing to export to {target}"):
             content, plan, config, copied = plan_export(base, merges, dtype)
             if plan is not None:
@@ -122,8 +126,8 @@ def export_hf(
                 gatherer.attempt(partial(files.copy, name, stored))
             gatherer.attempt(files.finish)
         gatherer.finish(f"exporting to {target}")
-        folder = put_in_place(temporary, target, overwrite=overwrite)
-    tell(_logger, "exported in %.2f s: %s", time.perf_counter() - started, folder)
+    tell(_logger, "exported in %.2f s: %s", time.perf_counter() - started, export.folder)
+    folder: Path = export.folder
     return folder
 
 

@@ -292,8 +292,7 @@ def write_settings(
     config.save_pretrained(folder)
     _say_to_others(config, folder / "config.json")
     template = write_tokenizer(folder, tokenizer, chat_template)
-    if model.can_generate():
-        write_generation_config(folder, model, config, end_of_turn(tokenizer, template))
+    write_generation_config(folder, model, config, end_of_turn(tokenizer, template))
     card = model_card(model, title, config.architectures[0], dtype or model.dtype)
     write_bytes(folder / "README.md", card.encode())
 
@@ -337,10 +336,12 @@ def _write_json(path: Path, fields: dict[str, Any]) -> None:
 
 
 def write_generation_config(folder: Path, model: Any, config: Any, stop: int | None) -> None:
-    """Write the model's generation config, with ``stop`` among the tokens that end generation.
+    """Write the generation config of a model that generates, with ``stop`` among the tokens that end it.
 
     Without a generation config one is made for ``stop``; if there is no ``stop`` either, nothing is written.
     """
+    if not getattr(model, "can_generate", bool)():
+        return
     generation = copy.deepcopy(model.generation_config)
     if stop is not None:
         if generation is None:
@@ -350,12 +351,8 @@ def write_generation_config(folder: Path, model: Any, config: Any, stop: int | N
         known = generation.eos_token_id  # one id, a list of ids, or None
         ids = [] if known is None else list(known) if isinstance(known, (list, tuple)) else [known]
         generation.eos_token_id = known if stop in ids else [stop, *ids]
-    if generation is None:
-        return
-    try:
-        generation.save_pretrained(folder)
-    except ValueError as error:
-        # Some generation configs on the Hub contradict themselves (a temperature without sampling).
-        # transformers loads them with a warning, but refuses to save them, which must not fail the export.
-        warn_caller(f"the generation config is exported as it is: {error}")
-        generation.to_json_file(folder / "generation_config.json")
+    if generation is not None:
+        # Without the checks of save_pretrained: some on the Hub contradict themselves (a temperature without
+        # sampling), which transformers loads with a warning, and which must not fail the export.
+        path = folder / "generation_config.json"
+        generation.to_json_file(path, use_diff=True, keys_to_pop=["compile_config"])

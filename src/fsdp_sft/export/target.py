@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank, through_rank_0
@@ -46,28 +47,6 @@ def export_target(out_dir: str | os.PathLike[str]) -> Path:
     return below
 
 
-@contextmanager
-def staged(target: Path) -> Iterator[Path]:
-    """A new temporary folder beside ``target``, made by rank 0 and deleted at the end.
-
-    Collective: all ranks.
-    """
-
-    def make(_: list[None]) -> Path:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        sweep(target.parent, target.name)
-        temporary = temporary_beside(target)
-        temporary.mkdir()
-        return temporary
-
-    folder = through_rank_0(f"making a folder for {target}", lambda: None, make)
-    try:
-        yield folder
-    finally:
-        if this_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def check_target(target: Path, *, overwrite: bool, need: int = 0) -> None:
     """Refuse a target to which an export of ``need`` bytes could not be written.
 
@@ -93,23 +72,32 @@ def check_target(target: Path, *, overwrite: bool, need: int = 0) -> None:
     check_room(there, need, f"the export to {target}")
 
 
-def put_in_place(temporary: Path, target: Path, *, overwrite: bool) -> Path:
-    """Move a finished export to ``target``, or beside it if something is there by now.
+@contextmanager
+def new_folder(out_dir: str | os.PathLike[str], *, overwrite: bool) -> Iterator[SimpleNamespace]:
+    """A temporary folder for an export, which takes the intended place when the block has ended.
 
     Args:
-        temporary: The complete folder, beside ``target``.
-        target: Intended folder of the export.
+        out_dir: Intended folder. If something is there by then, the export is written beside it.
         overwrite: Whether the files of an earlier export in a folder that is not empty are replaced; other
             files there stay.
 
-    Returns:
-        The folder in which the export is.
+    Yields:
+        A namespace: ``target``, the absolute path of the intended folder; ``temporary``; and after the block
+        ``folder``, in which the export is.
 
     Raises:
         OSError: If the disk fails.
 
     Collective: all ranks.
     """
+    target = export_target(out_dir)
+
+    def make(_: list[None]) -> Path:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        sweep(target.parent, target.name)
+        temporary = temporary_beside(target)
+        temporary.mkdir()
+        return temporary
 
     def put(_: list[None]) -> Path:
         if overwrite and target.is_dir() and os.listdir(target):
@@ -117,7 +105,14 @@ def put_in_place(temporary: Path, target: Path, *, overwrite: bool) -> Path:
             return target
         return _publish_beside(temporary, target)
 
-    return through_rank_0(f"publishing {target}", lambda: None, put)
+    temporary = through_rank_0(f"making a folder for {target}", lambda: None, make)
+    export = SimpleNamespace(target=target, temporary=temporary)
+    try:
+        yield export
+        export.folder = through_rank_0(f"publishing {target}", lambda: None, put)
+    finally:
+        if this_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _publish_beside(temporary: Path, target: Path) -> Path:
