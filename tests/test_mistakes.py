@@ -163,8 +163,7 @@ def test_what_gloo_says_of_a_lost_rank_is_one_sentence(text: str, said: str | No
     assert f"{said}); end the job and start it again" in str(error.value)
 
 
-def test_arguments_of_another_kind(tmp_path: Path) -> None:
-    model: Any = tiny_model("llama")
+def test_arguments_of_another_kind() -> None:
     calls: dict[str, Any] = {
         "tokenizer must be a tokenizer, .* got a str": lambda: fs.SFTCollator("some/model", max_length=8),
         "tokenizer must be a tokenizer, .* got a list": lambda: fs.filter_rows(object(), [{}]),

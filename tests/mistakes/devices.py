@@ -130,8 +130,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "generators of devices are not put back",
         "_process/generators.py",
-        'accelerators = {device for device in devices if device.type not in ("cpu", "meta")}',
-        "accelerators: set[torch.device] = set()",
+        "    before = generator_states(devices)\n",
+        "    before = generator_states(())\n",
         (*LOAD, "tests/process/test_random_state.py"),
     ),
     Mistake(

@@ -205,7 +205,7 @@ def test_plans_in_which_ranks_share_out_experts(tmp_path: Path, capsys: pytest.C
         plan_run(MIXTURE, num_gpus=2, seq_length=128, global_batch_size=1, **job)
     with pytest.raises(NoPlanError, match="nothing fits on 2"):
         plan_run(
-            MIXTURE, num_gpus=2, seq_length=128, global_batch_size=2, **{**job, "gpu": "mine=0.6,165,1008"}
+            MIXTURE, **job | {"gpu": "mine=0.6,165,1008"}, num_gpus=2, seq_length=128, global_batch_size=2
         )
     MIXTURE.save_pretrained(tmp_path)
     options = ["--model", str(tmp_path), "--gpus", "2", "--gpu", "4090", "--seq", "128"]

@@ -150,9 +150,7 @@ def test_slurm_addresses(environment: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert detect_launch().init_method == "tcp://head:123"
     monkeypatch.delenv("MASTER_ADDR")
     monkeypatch.delenv("SLURM_LAUNCH_NODE_IPADDR")
-    with pytest.raises(
-        ValueError, match=r"no-such-node\[1-2\].invalid' is not known or has no address; set MASTER_ADDR"
-    ):
+    with pytest.raises(ValueError, match=r"'no-such-node.*' is not known or has no address; set MASTER"):
         detect_launch()
     environment(SLURM_STEP_NODELIST="rack[1-2]n[3]", SLURM_LAUNCH_NODE_IPADDR="127.0.0.7")
     with pytest.raises(ValueError, match=r"rack\[1-2\]n\[3\]' is not known .*; set MASTER_ADDR"):
