@@ -19,12 +19,10 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         device: A device or its name; an index, which counts the accelerator's devices; or None, which means
             the accelerator's current device, or the CPU without an accelerator.
     """
-    if device is None or isinstance(device, int):
-        kind = default_device_type()
-        if kind == "cpu":  # torch takes an index for CUDA's, and raises when that device is used
-            return torch.device(kind if device is None else device)
-        return torch.device(kind, torch.accelerator.current_device_index() if device is None else device)
-    return torch.device(device)
+    if device is None:
+        is_cpu = default_device_type() == "cpu"
+        device = "cpu" if is_cpu else torch.accelerator.current_device_index()
+    return torch.device(device)  # without an accelerator torch takes an index for CUDA's
 
 
 def synchronize(device: torch.device) -> None:

@@ -150,9 +150,8 @@ _EXTRA = ("link", "network", "per_node")
 
 def known_device(name: str) -> Gpu | None:
     """The GPU with this name in torch; None if it is not in the table, or is a slice of a GPU (MIG)."""
-    if re.search(r"\bMIG\b", name):
-        return None
-    return next((gpu for gpu in _TABLE if re.search(rf"\b({gpu.device})\b", name)), None)
+    known = (gpu for gpu in _TABLE if re.search(rf"\b({gpu.device})\b", name))
+    return None if re.search(r"\bMIG\b", name) else next(known, None)
 
 
 def gpu_named(name: str) -> Gpu:

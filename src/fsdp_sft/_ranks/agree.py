@@ -172,8 +172,7 @@ def all_reduce_sum(values: list[float]) -> list[float]:
     def added(everyone: list[list[float]]) -> list[float]:
         return [functools.reduce(operator.add, column) for column in zip(*everyone, strict=True)]
 
-    own = list(map(float, values))
-    return _decided(f"sum of {len(own)}", "adding", None, own, added)
+    return _decided(f"sum of {len(values)}", "adding", None, list(map(float, values)), added)
 
 
 def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | None:

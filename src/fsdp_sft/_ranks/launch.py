@@ -140,14 +140,12 @@ def _slurm_launch() -> DistributedContext:
         return DistributedContext(0, 0, 1, 1, *_TO_CHOOSE, "slurm", where)
     address = (os.environ.get("MASTER_ADDR") or _master_address()).strip("[]")
     # By job and step, so that ranks of neighbouring jobs on shared nodes do not meet.
-    port = 20000 + (env_int("SLURM_JOB_ID", 0) * 7 + env_int("SLURM_STEP_ID")) % 20000
-    port = env_int("MASTER_PORT", port)
+    own = 20000 + (env_int("SLURM_JOB_ID", 0) * 7 + env_int("SLURM_STEP_ID")) % 20000
+    port = env_int("MASTER_PORT", own)
     meeting = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
     details = f"{where}, node {os.environ.get('SLURMD_NODENAME', '?')}, meeting at {meeting}"
-    local_rank, local_world_size = env_int("SLURM_LOCALID"), _local_world_size()
-    return DistributedContext(
-        rank, local_rank, world_size, local_world_size, *_TO_CHOOSE, "slurm", details, meeting
-    )
+    place = rank, env_int("SLURM_LOCALID"), world_size, _local_world_size()
+    return DistributedContext(*place, *_TO_CHOOSE, "slurm", details, meeting)
 
 
 def _rank_of(rank_name: str, size_name: str) -> tuple[int, int]:

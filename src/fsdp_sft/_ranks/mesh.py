@@ -22,7 +22,6 @@ TP = "tp"  # tensor parallelism: layers are split over ranks that have the same 
 EP = "ep"  # expert parallelism: ranks have different experts
 DP_SHARD_CP = "dp_shard_cp"  # dp_shard and cp flattened to one axis
 
-_MADE_OF = "_fsdp_sft_made_of"  # attribute of a mesh
 _PARAMETERS = "parameters"
 
 # The meshes that build_mesh has made, by the default process group of then. They are kept even if the caller
@@ -37,7 +36,7 @@ def made_of(mesh: "DeviceMesh") -> dict[Any, Any]:
     They are kept on the mesh: in a dictionary, meshes of the same shape would share one entry, since they
     compare equal.
     """
-    found: dict[Any, Any] = mesh.__dict__.setdefault(_MADE_OF, {})
+    found: dict[Any, Any] = mesh.__dict__.setdefault("_fsdp_sft_made_of", {})
     return found
 
 
