@@ -215,13 +215,14 @@ class WeightFiles:
             max_shard_size=max_shard_size,
         )
         for file, names in split.filename_to_tensors.items():
-            described = {name: written[name] for name in names}
-            fd, header, _ = create(folder / file, described, {"format": "pt"})
+            fd, header, _ = create(folder / file, {name: written[name] for name in names}, {"format": "pt"})
             opened.callback(os.close, fd)
             self._places.update({name: (fd, header.entries[name].start) for name in names})
         if split.is_sharded:
-            metadata = {"total_parameters": num_parameters, **split.metadata}
-            index = {"metadata": metadata, "weight_map": dict(split.tensor_to_filename)}
+            index = {
+                "metadata": {"total_parameters": num_parameters, **split.metadata},
+                "weight_map": dict(split.tensor_to_filename),
+            }
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             write_bytes(folder / "model.safetensors.index.json", text.encode())
 
