@@ -18,7 +18,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 import fsdp_sft as fs
 from fsdp_sft._compat.groups import careful_gloo
 from fsdp_sft._ranks import agree, init as module
-from fsdp_sft._ranks.launch import DistributedContext, detect_launch, restarts_to_set_apart
+from fsdp_sft._ranks.launch import DistributedContext, detect_launch
 from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed
@@ -102,9 +102,11 @@ def test_the_place_of_a_process(
 def test_restarts_of_one_agent_are_kept_apart(environment: Any) -> None:
     environment(**TORCHRUN, **ELASTIC)
     assert detect_launch().details == "meeting at h:1"
-    assert restarts_to_set_apart() == 1
-    environment(GROUP_WORLD_SIZE="2")
-    assert restarts_to_set_apart() == 0, "agents count their own restarts"
+    for agents, restarts in (("1", 1), ("2", 0)):  # several count their own
+        environment(GROUP_WORLD_SIZE=agents)
+        store = dist.HashStore()  # type: ignore[attr-defined,unused-ignore]
+        module._own_keys(store, 0)
+        assert store.check([f"restart-{restarts}/meetings-of-0"])
 
 
 def test_what_was_found_is_logged_before_the_ranks_meet(

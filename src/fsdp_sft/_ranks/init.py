@@ -18,13 +18,7 @@ from fsdp_sft._process.devices import default_device_type
 from fsdp_sft._process.limits import raise_limit
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import connect_neighbours, control_group, is_distributed, world_size
-from fsdp_sft._ranks.launch import (
-    DistributedContext,
-    detect_launch,
-    env_int,
-    is_slurm_step,
-    restarts_to_set_apart,
-)
+from fsdp_sft._ranks.launch import DistributedContext, detect_launch, env_int, is_slurm_step
 
 _logger = logging.getLogger("fsdp_sft")
 _LONG_SECONDS = 30.0
@@ -166,11 +160,14 @@ def _meet(launch: DistributedContext, backend: str, timeout: timedelta) -> None:
 def _own_keys(store: Any, rank: int) -> Any:
     """A store without what has met over it before.
 
-    It keeps the addresses of ranks. So each restart of the workers, and each meeting of theirs, gets new
-    keys. Meetings are counted in the store: a process's own count would be another where a rank was replaced.
+    It keeps the addresses of ranks, and that of a torchrun agent may outlive its workers, whose keys torch
+    would use again:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py
+    (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). So each restart of the workers, and each meeting of theirs, gets new
+    keys. Several agents may count restarts differently; then only meetings are set apart, which are counted in
+    the store: a process's own count would be another where a rank was replaced.
     """
-    restart = dist.PrefixStore(  # type: ignore[attr-defined,unused-ignore]
-        f"restart-{restarts_to_set_apart()}", store
-    )
+    restarts = env_int("TORCHELASTIC_RESTART_COUNT", 0) if env_int("GROUP_WORLD_SIZE", 1) == 1 else 0
+    restart = dist.PrefixStore(f"restart-{restarts}", store)  # type: ignore[attr-defined,unused-ignore]
     meeting = restart.add(f"meetings-of-{rank}", 1)
     return dist.PrefixStore(f"meeting-{meeting}", restart)  # type: ignore[attr-defined,unused-ignore]

@@ -105,18 +105,6 @@ def is_slurm_step() -> bool:
     return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP and not is_shell
 
 
-def restarts_to_set_apart() -> int:
-    """The number of restarts that a single torchrun agent has made; 0 otherwise.
-
-    Its store may outlive its workers, with the addresses of those before a restart under the keys that torch
-    would use again:
-    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py
-    (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). With this number in them keys are new after each restart. Agents of
-    several nodes may count differently, so with several agents this is 0.
-    """
-    return env_int("TORCHELASTIC_RESTART_COUNT", 0) if env_int("GROUP_WORLD_SIZE", 1) == 1 else 0
-
-
 def _torchrun_launch() -> DistributedContext:
     """The place that torchrun's variables give, or those of a launcher that sets the same."""
     rank, world_size = _rank_of("RANK", "WORLD_SIZE")
