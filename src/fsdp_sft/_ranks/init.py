@@ -164,7 +164,7 @@ def _own_keys(store: Any, rank: int) -> Any:
     would use again:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/dynamic_rendezvous.py
     (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). So each restart of the workers, and each meeting of theirs, gets new
-    keys. Several agents may count restarts differently; then only meetings are set apart, which are counted in
+    keys. Several agents may count restarts differently; then only meetings are set apart. They are counted in
     the store: a process's own count would be another where a rank was replaced.
     """
     restarts = env_int("TORCHELASTIC_RESTART_COUNT", 0) if env_int("GROUP_WORLD_SIZE", 1) == 1 else 0
