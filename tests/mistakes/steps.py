@@ -338,7 +338,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the load of experts is that of one rank",
         "experts/counter.py",
-        "            dist.all_reduce(together, group=group)\n",
+        "            dist.all_reduce(together)\n",
         "            pass\n",
         ("tests/experts/test_experts.py::test_every_choice_is_counted_once",),
     ),

@@ -18,11 +18,14 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     Args:
         device: A device or its name; an index, which counts the accelerator's devices; or None, which means
             the accelerator's current device, or the CPU without an accelerator.
+
+    Raises:
+        RuntimeError: For an index without an accelerator.
     """
     if device is None:
         is_cpu = default_device_type() == "cpu"
         device = "cpu" if is_cpu else torch.accelerator.current_device_index()
-    return torch.device(device)  # without an accelerator torch takes an index for CUDA's
+    return torch.device(device)
 
 
 def synchronize(device: torch.device) -> None:

@@ -31,11 +31,11 @@ def unmoved(devices: Iterable[torch.device] = (), *, seed: int | None = None) ->
         set_generator_states(before)
 
 
-def generator_states(devices: Iterable[torch.device]) -> dict[str, Any]:
+def generator_states(devices: Iterable[torch.device] | None = None) -> dict[str, Any]:
     """States of this process's generators, by name.
 
     They are those of the host (``"torch"``, ``"python"`` and, if imported, ``"numpy"``), and of the
-    accelerators among ``devices``.
+    accelerators among ``devices``; None means the current one.
     """
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
@@ -44,7 +44,7 @@ def generator_states(devices: Iterable[torch.device]) -> dict[str, Any]:
             position, has_gauss, cached = rest
             numbers = torch.from_numpy(key.copy())
             state["numpy"] = (name, numbers, int(position), int(has_gauss), float(cached))
-    for device in devices:
+    for device in [torch.device(default_device_type())] if devices is None else devices:
         if device.type not in ("cpu", "meta"):
             state[str(device)] = torch.get_device_module(device).get_rng_state(device)
     return state

@@ -10,7 +10,6 @@ import torch
 
 from fsdp_sft._process.bounds import MAX_JSON_BYTES, parse_json
 from fsdp_sft._process.codec import MALFORMED, decode, dumps, encode
-from fsdp_sft._process.devices import default_device_type
 from fsdp_sft._process.generators import check_generator_states, generator_states
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.boxes import Box, local_of, whole
@@ -178,7 +177,7 @@ def rank_parts(rank_state: Any, optimizer: Mapping[str, Any]) -> list[Part]:
     """
     tensors: dict[str, torch.Tensor] = {}
     content = {
-        "rng": encode(generator_states([torch.device(default_device_type())]), "rng", tensors),
+        "rng": encode(generator_states(), "rng", tensors),
         "rank_state": encode(rank_state, "rank_state", tensors),
         "optimizer": encode(optimizer, "optimizer", tensors),
     }
