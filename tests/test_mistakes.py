@@ -163,12 +163,10 @@ def test_what_gloo_says_of_a_lost_rank_is_one_sentence(text: str, said: str | No
     assert f"{said}); end the job and start it again" in str(error.value)
 
 
-def test_arguments_of_another_kind(tmp_path: Path) -> None:
-    model: Any = tiny_model("llama")
+def test_arguments_of_another_kind() -> None:
     calls: dict[str, Any] = {
         "tokenizer must be a tokenizer, .* got a str": lambda: fs.SFTCollator("some/model", max_length=8),
         "tokenizer must be a tokenizer, .* got a list": lambda: fs.filter_rows(object(), [{}]),
-        "mesh must be a DeviceMesh, .* got 2": lambda: fs.shard_model(model, mesh=2),
         "data must be the rows, or their number, got str": lambda: fs.ResumableSampler("rows.jsonl"),
         "data must be the rows, or their number, got generator": lambda: fs.ResumableSampler(r for r in ()),
     }

@@ -44,7 +44,7 @@ def test_the_table_names_what_is_wrong_first_and_the_nodes_to_leave_out() -> Non
     found = ordered([problem for one in done for problem in one.problems])
     lines = text_of(job, done, found).splitlines()
     assert lines[0] == "fsdp-sft check: world size 6 on a, b, c, cpu, gloo"
-    assert lines[2] == "FAIL  ranks 2-3 on b: it is slow"
+    assert lines[2] == "FAIL  ranks 2, 3 on b: it is slow"
     assert lines[3] == "warn  rank 1 on a: its clock is off"
     assert lines[5].startswith("warn  environment")
     assert lines[6].startswith("FAIL  products")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import fsdp_sft as fs
 from fsdp_sft import dcp_io
-from fsdp_sft._process.codec import decode, dumps, encode
+from fsdp_sft._process.codec import MALFORMED, decode, dumps, encode
 from fsdp_sft.dcp_io import retention
 from tests.harness.device import device_here
 from tests.harness.ranks import run_distributed
@@ -141,7 +141,7 @@ def test_nested_state_survives() -> None:
         {"__fsdp_sft__": "tuple"},
         {"__fsdp_sft__": "tensor", "key": 1},
     ):
-        with pytest.raises(ValueError, match="not a valid stored value"):
+        with pytest.raises(MALFORMED):
             decode(hostile)
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from fsdp_sft._ranks.init import DistributedContext
+from fsdp_sft._ranks.launch import DistributedContext
 from fsdp_sft.check import CheckedJob
 
 

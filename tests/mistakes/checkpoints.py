@@ -202,22 +202,22 @@ MISTAKES = [
     Mistake(
         "a rank that misses another tells nobody",
         "_ranks/tree.py",
-        "            message = self._send(child, message) or message",
-        "            self._send(child, (None, message[1]))",
+        "        message = _send(group, child, message) or message",
+        '        _send(group, child, message if isinstance(message, bytes) else b"")',
         ("tests/ranks/test_tree.py",),
     ),
     Mistake(
         "ranks connect so late that the end of one is not noticed",
         "_ranks/agree.py",
-        '            tree.up(b"")\n            tree.down(b"")\n',
+        '            through_root(group, b"", lambda everyone: b"")\n',
         "",
         ("tests/ranks/test_distributed.py", "tests/ranks/test_tree.py"),
     ),
     Mistake(
         "rank 0 decides although a rank has failed",
         "_ranks/agree.py",
-        "                if messages and not failures:",
-        "                if messages:",
+        "None if failures else decide(",
+        "decide(",
         ("tests/ranks/test_agree.py",),
     ),
     Mistake(

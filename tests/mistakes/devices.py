@@ -53,14 +53,14 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "an event on the stream that is current where it is recorded",
         "_process/streams.py",
-        "return None if self.stream is None else self.stream.record_event()",
-        "return None if self.stream is None else [made := torch.Event(), made.record()][0]",
+        "[stream.record_event() for stream",
+        "[[made := torch.Event(), made.record()][0] for stream",
         DEVICES,
     ),
     Mistake(
         "a thread on device 0, whatever its caller works on",
         "_process/streams.py",
-        "torch.accelerator.set_stream(self.stream)",
+        "torch.accelerator.set_stream(stream)",
         "pass",
         LOAD,
     ),
@@ -95,8 +95,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "values read before they have arrived",
         "_process/streams.py",
-        "                    event.synchronize()\n                parts",
-        "                    pass\n                parts",
+        "            event.synchronize()\n",
+        "            pass\n",
         SYNCS,
     ),
     Mistake(
@@ -116,8 +116,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "memory of device 0, whichever is meant",
         "_process/devices.py",
-        "    return torch.accelerator.current_device_index() if device.index is None else device.index",
-        "    return 0",
+        "torch.accelerator.memory_stats(device)",
+        "torch.accelerator.memory_stats(0)",
         DEVICES,
     ),
     Mistake(
@@ -130,8 +130,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "generators of devices are not put back",
         "_process/generators.py",
-        'accelerators = {device for device in devices if device.type not in ("cpu", "meta")}',
-        "accelerators: set[torch.device] = set()",
+        "    before = generator_states(devices)\n",
+        "    before = generator_states(())\n",
         (*LOAD, "tests/process/test_random_state.py"),
     ),
     Mistake(

@@ -97,7 +97,7 @@ MISTAKES = [
     ),
     Mistake(
         "a process's own count of meetings tells them apart",
-        "_ranks/rendezvous.py",
+        "_ranks/init.py",
         'meeting = restart.add(f"meetings-of-{rank}", 1)',
         'meeting = _own_keys.__dict__["met"] = _own_keys.__dict__.get("met", 0) + 1',
         ("tests/ranks/test_distributed.py",),

@@ -3,7 +3,7 @@
 import pytest
 
 import fsdp_sft as fs
-from fsdp_sft._process.gpus import GB, GIB, MIB, gpu_named
+from fsdp_sft._process.gpus import GIB, MIB, gpu_named
 from fsdp_sft.planner.estimate import budget_of
 from tests.planner.families import LLAMA_8B
 
@@ -12,14 +12,11 @@ from tests.planner.families import LLAMA_8B
     ("name", "gib"),
     [
         ("h100", 81559 / 1024),
-        ("h100-80gb", 81559 / 1024),
-        ("H100-79.1GiB", 79.1),
+        ("H100 ", 81559 / 1024),
+        ("h100-96gb", 97871 / 1024),
         ("a100", 80),
         ("a100-40gb", 40),
-        ("h200-141gb", 143771 / 1024),
         ("4090", 24564 / 1024),
-        ("a10g-24gb", 23028 / 1024),
-        ("h100-64gb", 64 * GB / GIB),
         ("mine=48,362,864", 48),
     ],
 )
@@ -29,10 +26,10 @@ def test_sizes(name: str, gib: float) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["v100", "h100-", "h100-0gb", "h100-xgb", "-80gb", "", "h100-80gb-80gb", "h100-0.0000000001gib"],
+    ["v100", "h100-", "h100-80gb", "", 5],
 )
 def test_what_is_not_known_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"gpu must be one of gb200|cannot read the memory"):
+    with pytest.raises(ValueError, match="gpu must be one of gb200"):
         gpu_named(name)
 
 

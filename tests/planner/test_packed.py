@@ -183,9 +183,9 @@ def test_8b_on_one_card_of_24_gb() -> None:
     assert packed.estimate.breakdown["parameters (shards)"] < 6 * 2**30
     assert packed.run.sac_ratio < plain.run.sac_ratio, "less has to be recomputed"
     assert "frozen_dtype='nf4')" in packed.code()
-    lines = _advice(LLAMA_8B, 1, "4090-12gib", lora_rank=16)
+    lines = _advice(LLAMA_8B, 1, "mine=12,165,1008", lora_rank=16)
     assert "--lora 16 --frozen-dtype nf4" in lines[-1]
-    assert "--lora 16 --frozen-dtype nf4" in _advice(LLAMA_8B, 1, "4090-12gib")[-1]
+    assert "--lora 16 --frozen-dtype nf4" in _advice(LLAMA_8B, 1, "mine=12,165,1008")[-1]
 
 
 def test_the_largest_mixtures_on_one_node_as_they_are_published() -> None:

@@ -170,7 +170,7 @@ def _arguments(folder: Path, *more: str) -> list[str]:
         "--gpus",
         "8",
         "--gpu",
-        "h100-80gb",
+        "h100",
         "--seq",
         "256",
         "--global-batch",
@@ -182,7 +182,7 @@ def _arguments(folder: Path, *more: str) -> list[str]:
 def test_the_command_line_prints_plans_and_bars(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(_arguments(folder, "--plans", "3")) == 0
     text = capsys.readouterr().out
-    assert "8 x h100-80gb (79.6 GiB each)" in text
+    assert "8 x h100 (79.6 GiB each)" in text
     assert "micro batch" in text
     assert "█" in text
     assert "GPU-hours" in text
@@ -193,8 +193,8 @@ def test_the_command_line_prints_plans_and_bars(folder: Path, capsys: pytest.Cap
 def test_the_command_line_says_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(_arguments(folder.parent)) == 2
     assert main([*_arguments(folder), "--gpu", "h100-many"]) == 2
-    assert "write it as h100-80gb" in capsys.readouterr().err
-    assert main([*_arguments(folder), "--gpu", "h100-0.05gib"]) == 1
+    assert "gpu must be one of gb200" in capsys.readouterr().err
+    assert main([*_arguments(folder), "--gpu", "mine=0.05,989,3350"]) == 1
     assert "What would fit" in capsys.readouterr().out
 
 
@@ -204,7 +204,9 @@ def test_plans_in_which_ranks_share_out_experts(tmp_path: Path, capsys: pytest.C
     with pytest.raises(ValueError, match="no multiple of 2 GPUs"):
         plan_run(MIXTURE, num_gpus=2, seq_length=128, global_batch_size=1, **job)
     with pytest.raises(NoPlanError, match="nothing fits on 2"):
-        plan_run(MIXTURE, num_gpus=2, seq_length=128, global_batch_size=2, **{**job, "gpu": "4090-0.6gib"})
+        plan_run(
+            MIXTURE, **job | {"gpu": "mine=0.6,165,1008"}, num_gpus=2, seq_length=128, global_batch_size=2
+        )
     MIXTURE.save_pretrained(tmp_path)
     options = ["--model", str(tmp_path), "--gpus", "2", "--gpu", "4090", "--seq", "128"]
     assert main([*options, "--global-batch", "4", "--ep", "2"]) == 0

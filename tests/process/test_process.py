@@ -3,22 +3,20 @@
 import subprocess
 import sys
 
-from fsdp_sft._process import identity
 from fsdp_sft._process.identity import process_state, this_process
 
 
 def test_processes_are_told_apart() -> None:
-    own = this_process()
-    assert process_state(own) == "running"
-    assert process_state(own._replace(born=own.born + "1")) == "dead", "another one had this number"
-    assert process_state(own._replace(pid=2**22 + 1)) == "dead"
+    pid, born, machine = this_process()
+    assert process_state(pid, born, machine) == "running"
+    assert process_state(pid, born + "1", machine) == "dead", "another one had this number"
+    assert process_state(2**22 + 1, born, machine) == "dead"
     # Two hosts of one name whose process namespaces have one number, as nearly all hosts have.
-    boot, _, namespace = own.machine.partition(" ")
+    boot, _, namespace = machine.partition(" ")
     assert namespace.startswith("pid:")
-    elsewhere = own._replace(pid=2**22 + 1, machine=boot[::-1] + " " + namespace)
-    assert process_state(elsewhere) == ""
-    assert process_state(own._replace(machine=boot + " pid:[1]")) == ""
-    assert process_state(own._replace(born="", machine="")) == ""
+    assert process_state(2**22 + 1, born, f"{boot[::-1]} {namespace}") == ""
+    assert process_state(pid, born, f"{boot} pid:[1]") == ""
+    assert process_state(pid, "", "") == ""
 
 
 def test_the_end_of_a_process_shows() -> None:
@@ -32,9 +30,9 @@ def test_the_end_of_a_process_shows() -> None:
     )
     assert child.stdout is not None
     pid, born, machine = child.stdout.readline().rstrip("\n").split(chr(31))
-    process = identity.ProcessId(int(pid), born, machine)
-    assert process_state(process) == "running"
+    process = int(pid), born, machine
+    assert process_state(*process) == "running"
     child.kill()
     while child.poll() is None:  # a corpse until somebody has asked
-        assert process_state(process) in ("running", "dead")
-    assert process_state(process) == "dead"
+        assert process_state(*process) in ("running", "dead")
+    assert process_state(*process) == "dead"

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_sft._ranks import agree
-from fsdp_sft._ranks.tree import Tree
+from fsdp_sft._ranks.tree import through_root
 from fsdp_sft.errors import LostRankError
 from tests.harness.ranks import RankFailedError, run_distributed
 
@@ -18,9 +18,8 @@ def _come_around() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for length in (0, 1, 402, 403, 404, 5000, 1 << 20):
         for of_rank in ([length] * size, [length * (other % 2) for other in range(size)]):
-            tree, everyone = Tree(dist.group.WORLD), [bytes([r]) * many for r, many in enumerate(of_rank)]
-            assert tree.up(everyone[rank]) == ([] if rank else everyone)
-            assert tree.down(b"" if rank else b"decided" * length) == b"decided" * length
+            everyone = [bytes([r]) * many for r, many in enumerate(of_rank)]
+            assert through_root(dist.group.WORLD, everyone[rank], b"|".join) == b"|".join(everyone)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])

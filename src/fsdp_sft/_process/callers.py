@@ -22,9 +22,13 @@ def warn_caller(text: str) -> None:
 def outermost_call() -> tuple[str, str]:
     """(name of the outermost function of ours that runs, the same with its place in the caller's code)."""
     frames = list(_frames())
-    ours = [at for at, frame in enumerate(frames) if _is_inside(frame) and _module(frame) not in _BETWEEN]
-    # Names with underscores at both ends are what `for` and `with` call.
-    called = [at for at in ours if not frames[at].f_code.co_name.startswith("__")]
+    called = [
+        at
+        for at, frame in enumerate(frames)
+        if _is_inside(frame) and _module(frame) not in _BETWEEN
+        # Names with underscores at both ends are what `for` and `with` call.
+        if not frame.f_code.co_name.startswith("__")
+    ]
     if not called:
         return "", ""
     name = frames[called[-1]].f_code.co_name

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import reprlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,6 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, R
 # JSON has no tuples, and only strings as keys. Such values become JSON objects with this key.
 _TAG = "__fsdp_sft__"
 _SEQUENCES = (tuple, deque, torch.Size)
-_NOT_VALID = "not a valid stored value"
 
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
@@ -60,7 +58,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any
     """The inverse of ``encode``.
 
     Raises:
-        ValueError: If ``encode`` cannot have made ``value``.
+        MALFORMED: If ``encode`` cannot have made ``value``.
     """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
@@ -68,12 +66,18 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> Any
         return value
     if _TAG not in value:
         return {key: decode(item, tensors) for key, item in value.items()}
-    try:
-        return _decode_tagged(value, tensors or {})
-    except MALFORMED as error:
-        if str(error).startswith(_NOT_VALID):
-            raise  # said once, and not at each level
-        raise ValueError(f"{_NOT_VALID}: {reprlib.repr(value)}") from error
+    kind = value[_TAG]
+    if kind == "tensor":
+        return (tensors or {})[value["key"]]
+    if kind == "bytes":
+        return base64.b64decode(value["base64"], validate=True)
+    if kind == "dtype" and isinstance(dtype := getattr(torch, str(value["name"])), torch.dtype):
+        return dtype  # and no other attribute of torch
+    if kind in ("dict", "Counter"):
+        pairs = {_checked(decode(key)): decode(item, tensors) for key, item in value["items"]}
+        return pairs if kind == "dict" else Counter(pairs)
+    sequences = {cls.__name__: cls for cls in _SEQUENCES}
+    return sequences[kind](decode(item, tensors) for item in value["items"])
 
 
 def dumps(value: Any, *, canonical: bool = True) -> bytes:
@@ -95,22 +99,6 @@ def _encode_dict(value: Mapping[Any, Any], where: str, tensors: dict[str, torch.
         return dict(encoded)
     kind = "Counter" if type(value) is Counter else "dict"
     return {_TAG: kind, "items": [list(pair) for pair in encoded]}
-
-
-def _decode_tagged(value: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value of a JSON object that has the key ``_TAG``."""
-    kind = value[_TAG]
-    if kind == "tensor":
-        return tensors[value["key"]]
-    if kind == "bytes":
-        return base64.b64decode(value["base64"], validate=True)
-    if kind == "dtype" and isinstance(dtype := getattr(torch, str(value["name"])), torch.dtype):
-        return dtype  # and no other attribute of torch
-    if kind in ("dict", "Counter"):
-        pairs = {_checked(decode(key)): decode(item, tensors) for key, item in value["items"]}
-        return pairs if kind == "dict" else Counter(pairs)
-    sequences = {cls.__name__: cls for cls in _SEQUENCES}
-    return sequences[kind](decode(item, tensors) for item in value["items"])
 
 
 def _checked(key: Any) -> Any:

@@ -6,20 +6,25 @@ from typing import Any
 import torch
 
 
+def default_device_type() -> str:
+    """The type of this machine's accelerator; ``"cpu"`` without one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
 def resolve_device(device: torch.device | str | int | None) -> torch.device:
     """The device that an argument means.
 
     Args:
         device: A device or its name; an index, which counts the accelerator's devices; or None, which means
             the accelerator's current device, or the CPU without an accelerator.
+
+    Raises:
+        RuntimeError: For an index without an accelerator.
     """
-    if device is None or isinstance(device, int):
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None and device is None:
-            return torch.device("cpu")
-        # Without an accelerator torch takes an index for CUDA's, and raises when that device is used.
-        kind = "cuda" if accelerator is None else accelerator.type
-        return torch.device(kind, torch.accelerator.current_device_index() if device is None else device)
+    if device is None:
+        is_cpu = default_device_type() == "cpu"
+        device = "cpu" if is_cpu else torch.accelerator.current_device_index()
     return torch.device(device)
 
 
@@ -56,13 +61,12 @@ def memory_of(device: torch.device) -> dict[str, int]:
     Raises:
         ValueError: If the device is not this process's accelerator, or torch counts none of its memory.
     """
-    index = _index_of(device)
     try:
-        stats = torch.accelerator.memory_stats(index)  # empty before the first allocation
-        total = torch.accelerator.get_memory_info(index)[1]
+        stats = torch.accelerator.memory_stats(device)  # empty before the first allocation
+        total = torch.accelerator.get_memory_info(device)[1]
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
-            f"torch {torch.__version__} counts no memory of {device.type} devices; got {device}"
+            f"torch {torch.__version__} counts no memory of {device.type} devices here; got {device}"
         ) from error
     return {
         "peak_allocated_bytes": int(stats.get("allocated_bytes.all.peak", 0)),
@@ -79,18 +83,8 @@ def reset_peak_of(device: torch.device) -> bool:
     Raises:
         ValueError: If the device is not this process's accelerator.
     """
-    index = _index_of(device)
     try:
-        torch.accelerator.reset_peak_memory_stats(index)
+        torch.accelerator.reset_peak_memory_stats(device)
     except RuntimeError:
         return False
     return True
-
-
-def _index_of(device: torch.device) -> int:
-    """Index of one of this process's accelerators."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != device.type:
-        here = "no accelerator" if accelerator is None else accelerator.type
-        raise ValueError(f"memory is counted of the CPU and of the accelerator, here {here}; got {device}")
-    return torch.accelerator.current_device_index() if device.index is None else device.index

@@ -1,8 +1,7 @@
 """GPUs by name: memory, rates and links, from data sheets, ``nvidia-smi`` and published measurements."""
 
-import functools
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 MIB = 1 << 20
@@ -31,7 +30,6 @@ class Gpu:
             which transformers copies once more.
         workspace_bytes: Bytes that cuBLAS takes from torch's allocator for the rest of the run.
         achievable: Measured share of the peak that the best large matrix product reaches.
-        other_sizes: Other sizes in which the GPU is sold, each with its memory in bytes.
         checked: Whether estimates for this GPU were compared with measurements on it.
     """
 
@@ -46,7 +44,6 @@ class Gpu:
     attention_output: AttentionOutput = "tokens"
     workspace_bytes: int = 8 * MIB
     achievable: float = 0.8
-    other_sizes: tuple[tuple[str, int], ...] = field(default=())
     checked: bool = False
 
 
@@ -101,7 +98,6 @@ _TABLE = (
         450e9,
         50e9,
         achievable=0.803,
-        other_sizes=(("96gb", 97871 * MIB),),
         checked=True,
         **_HOPPER,
     ),
@@ -115,7 +111,6 @@ _TABLE = (
         300e9,
         25e9,
         achievable=0.869,
-        other_sizes=(("40gb", 40960 * MIB),),
         checked=True,
     ),
     # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/products/a30-gpu/pdf/a30-datasheet.pdf
@@ -148,58 +143,36 @@ _TABLE = (
     Gpu("cpu", "(?!)", 64 * GB, 1e12, 0.1e12, 10e9, 10e9, attention_output="query", workspace_bytes=0),
 )
 GPUS = {gpu.name: gpu for gpu in _TABLE}
+GPUS["h100-96gb"] = replace(GPUS["h100"], memory_bytes=97871 * MIB)
+GPUS["a100-40gb"] = replace(GPUS["a100"], memory_bytes=40960 * MIB)
 _EXTRA = ("link", "network", "per_node")
 
 
 def known_device(name: str) -> Gpu | None:
     """The GPU with this name in torch; None if it is not in the table, or is a slice of a GPU (MIG)."""
-    if re.search(r"\bMIG\b", name):
-        return None
-    return next((gpu for gpu in _TABLE if re.search(rf"\b({gpu.device})\b", name)), None)
+    known = (gpu for gpu in _TABLE if re.search(rf"\b({gpu.device})\b", name))
+    return None if re.search(r"\bMIG\b", name) else next(known, None)
 
 
-@functools.lru_cache(maxsize=64)
 def gpu_named(name: str) -> Gpu:
-    """A GPU of the table, with another size of memory, or as the name describes it.
+    """A GPU of the table, or as the name describes it.
 
     Args:
-        name: ``"h100"``; ``"a100-40gb"`` or ``"h100-79.1gib"`` with a size; or ``"NAME=GiB,TFLOPs,GB/s"``:
-            memory as ``nvidia-smi`` reports it, dense bfloat16 peak, and bandwidth of its memory, after which
-            ``link=GB/s`` within a node, ``network=GB/s`` between nodes and ``per_node=N`` may follow.
+        name: ``"h100"`` or ``"a100-40gb"``; or ``"NAME=GiB,TFLOPs,GB/s"``: memory as ``nvidia-smi`` reports
+            it, dense bfloat16 peak, and bandwidth of its memory, after which ``link=GB/s`` within a node,
+            ``network=GB/s`` between nodes and ``per_node=N`` may follow.
 
     Raises:
         ValueError: If the GPU is not known, or the description cannot be read.
     """
-    if not isinstance(name, str):
-        raise ValueError(f"gpu must be a text, got {name!r}")
-    text = name.strip().lower()
+    text = str(name).strip().lower()
     if "=" in text:
         return _described(text)
-    if text in GPUS:
-        return GPUS[text]
-    known, _, size = text.rpartition("-")
-    if known not in GPUS:
+    if text not in GPUS:
         raise ValueError(
-            f"gpu must be one of {', '.join(GPUS)}, with a size if unusual (h100-96gb, h100-79.1gib), or "
-            f"described as NAME=GiB,TFLOPs,GB/s; got {name!r}"
+            f"gpu must be one of {', '.join(GPUS)}, or described as NAME=GiB,TFLOPs,GB/s; got {name!r}"
         )
-    return replace(GPUS[known], memory_bytes=_size(GPUS[known], size, name))
-
-
-def _size(gpu: Gpu, size: str, name: str) -> int:
-    """Bytes of memory: ``"80gb"`` is a size as sold, ``"79.1gib"`` is literal."""
-    for sold, memory in gpu.other_sizes:
-        if size == sold:
-            return memory
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(gb|gib)", size)
-    if match is None or float(match[1]) * GB < 1:
-        raise ValueError(f"cannot read the memory in {name!r}; write it as h100-80gb or h100-79.1gib")
-    if match[2] == "gib":
-        return int(float(match[1]) * GIB)
-    sold_bytes = float(match[1]) * GB
-    # A size as sold is rounded, and its gigabyte may be 2**30 bytes. So a size near that of the usual model
-    # is taken for it.
-    return gpu.memory_bytes if 0.99 <= gpu.memory_bytes / sold_bytes <= 1.08 else int(sold_bytes)
+    return GPUS[text]
 
 
 def _described(text: str) -> Gpu:

@@ -1,57 +1,39 @@
 """The identity of a process among those of all machines, and whether it still runs."""
 
 import os
-from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 
-class ProcessId(NamedTuple):
-    """The identity of a process, which no other process ever has.
+def this_process() -> tuple[int, str, str]:
+    """The identity of the calling process, which no other process ever has.
 
-    Attributes:
-        pid: Number of the process.
-        born: Time at which it started, in ticks since the machine booted; "" without /proc.
-        machine: Id of the machine's boot, and the namespace of process numbers; "" without /proc. Two
-            machines may have the same host name, and most have the same number of the namespace.
+    Returns:
+        Its number; the time at which it started, in ticks since the machine booted; and the id of the
+        machine's boot with the namespace of process numbers, since two machines may have the same host name,
+        and most have the same number of the namespace. The last two are "" without /proc.
     """
-
-    pid: int
-    born: str
-    machine: str
-
-
-def this_process() -> ProcessId:
-    """The identity of the calling process."""
     pid = os.getpid()
     try:
-        return ProcessId(pid, _stat(pid)[19], _machine())
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return pid, _stat(pid)[19], f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return ProcessId(pid, "", "")
+        return pid, "", ""
 
 
-def process_state(process: ProcessId) -> str:
+def process_state(pid: int, born: str, machine: str) -> str:
     """``"dead"``, ``"stopped"`` or ``"running"`` for a process of this machine; "" for another machine's."""
-    if not process.born or process.machine != this_process().machine:
+    if not born or machine != this_process()[2]:
         return ""
     try:
-        stat = _stat(process.pid)
+        stat = _stat(pid)
     except FileNotFoundError:
         return "dead"
     except OSError:
         return ""
     # A process that started at another time has only inherited the number; Z and X are zombie and dead.
-    if stat[19] != process.born or stat[0] in ("Z", "X"):
+    if stat[19] != born or stat[0] in ("Z", "X"):
         return "dead"
     return "stopped" if stat[0] in ("T", "t") else "running"
-
-
-@cache
-def _machine() -> str:
-    """Id of the machine's boot, and the namespace of process numbers."""
-    return (
-        Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
-    )
 
 
 def _stat(pid: int) -> list[str]:

@@ -8,38 +8,23 @@ another device, neither waits for any of the caller's work.
 import functools
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 
 
-@dataclass(frozen=True)
-class CallerStream:
-    """The stream that a caller works on, for threads that it starts.
+def stream_of_caller(device: torch.device) -> torch.Stream | None:
+    """The calling thread's current stream on ``device``; None for the CPU, which has no streams."""
+    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
 
-    Attributes:
-        stream: Current stream of the thread that called ``on``; None for the CPU, which has no streams.
+
+def adopt(stream: torch.Stream | None) -> None:
+    """Make a caller's stream and its device the current ones of this thread.
+
+    They are not reset, since going back to device 0 would open a context there: call it in threads that end
+    with the caller's work.
     """
-
-    stream: torch.Stream | None
-
-    @classmethod
-    def on(cls, device: torch.device) -> "CallerStream":
-        """The calling thread's current stream on ``device``."""
-        return cls(None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device))
-
-    def adopt(self) -> None:
-        """Make the caller's device and stream the current ones of this thread.
-
-        They are not reset, since going back to device 0 would open a context there: call it in threads that
-        end with the caller's work.
-        """
-        if self.stream is not None:
-            torch.accelerator.set_stream(self.stream)
-
-    def record(self) -> torch.Event | None:
-        """An event that follows all work queued on the stream so far; None for the CPU."""
-        return None if self.stream is None else self.stream.record_event()
+    if stream is not None:
+        torch.accelerator.set_stream(stream)
 
 
 @functools.cache
@@ -65,27 +50,18 @@ class LateValues:
     """Values of tensors that are copied to the host asynchronously: one float64 after the other."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._read: list[float] | None = None
-        self._sizes = [tensor.numel() for tensor in tensors]
-        self._parts: list[tuple[list[int], torch.Tensor, torch.Event | None]] = []
-        for device in {tensor.device for tensor in tensors}:
-            here = [index for index, tensor in enumerate(tensors) if tensor.device == device]
-            wide = torch.cat([tensors[index].detach().to(torch.float64).reshape(-1) for index in here])
-            buffer = host_buffer(tuple(wide.shape), wide.dtype, device).copy_(wide, non_blocking=True)
-            self._parts.append((here, buffer, CallerStream.on(device).record()))
+        wide = [tensor.detach().to(torch.float64).reshape(-1) for tensor in tensors]
+        self._copies = [
+            host_buffer(tuple(one.shape), one.dtype, one.device).copy_(one, non_blocking=True) for one in wide
+        ]
+        streams = map(stream_of_caller, {one.device for one in wide})
+        self._events = [stream.record_event() for stream in streams if stream is not None]
 
     def read(self) -> list[float]:
-        """The values, in the tensors' order; the first call waits, once for each device that holds any."""
-        if self._read is None:
-            found: dict[int, list[float]] = {}
-            for here, buffer, event in self._parts:
-                if event is not None:
-                    event.synchronize()
-                parts = buffer.split([self._sizes[index] for index in here])
-                found.update((index, part.tolist()) for index, part in zip(here, parts, strict=True))
-            self._read = [value for index in sorted(found) for value in found[index]]
-            self._parts.clear()
-        return self._read
+        """The values, in the tensors' order; the host waits once for each device that holds any."""
+        for event in self._events:
+            event.synchronize()
+        return [value for copy in self._copies for value in copy.tolist()]
 
 
 def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -61,17 +61,8 @@ WORDS = {word: text for words, text in _HERE.items() for word in words.split()}
 
 def answer(word: str, known: Collection[str]) -> str:
     """What to write in place of a word that is none of ``known``; empty if nothing is like it."""
-    if word in WORDS:
-        return WORDS[word]
     near = get_close_matches(word, known, 1)
-    if near:
-        return f"do you mean {near[0]}?"
-    package = sys.modules["fsdp_sft"]
-    found = {name: getattr(package, name) for name in package.__all__}
-    takers = [
-        n for n, one in found.items() if (inspect.isfunction(one) or n == "Run") and word in _keywords(one)
-    ]
-    return f"{' and '.join(takers[:3])} take{'s' * (len(takers) == 1)} it" if takers else ""
+    return WORDS.get(word) or (f"do you mean {near[0]}?" if near else "")
 
 
 def answered(function: Callable[P, R]) -> Callable[P, R]:
@@ -79,40 +70,23 @@ def answered(function: Callable[P, R]) -> Callable[P, R]:
 
     Errors that are for users end at the caller's line; with ``python -X dev`` they have all frames.
     """
-    known = _keywords(function)
-    kinds = [one.kind for one in inspect.signature(function).parameters.values()]
-    takes_more = inspect.Parameter.VAR_KEYWORD in kinds
+    known = inspect.signature(function).parameters
+    checks_itself = any(one.kind is one.VAR_KEYWORD for one in known.values())
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        for word in set() if checks_itself else kwargs.keys() - known.keys():
+            if here := answer(word, known):
+                name = function.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"{name} takes no {word}=: {here}")
         try:
             return function(*args, **kwargs)
-        except TypeError as error:
-            # One that takes further options checks them itself, unless an argument of its own is missing.
-            is_open = takes_more and f"{function.__qualname__}() missing" not in str(error)
-            for word in set() if is_open else kwargs.keys() - known.keys():
-                text = answer(word, known)
-                if text:
-                    name = function.__qualname__.removesuffix(".__init__")
-                    raise TypeError(f"{name} takes no {word}=: {text}") from None
-            raise
         except FsdpSftError as error:
             if not sys.flags.dev_mode:
                 error.__traceback__ = None
             raise
 
     return called
-
-
-def _keywords(function: object) -> dict[str, inspect.Parameter]:
-    """The arguments of a function, or of a class, by name."""
-    try:
-        found = inspect.signature(function).parameters if callable(function) else {}
-    except ValueError:
-        return {}
-    return {
-        name: each for name, each in found.items() if each.kind is not each.VAR_KEYWORD and name != "self"
-    }
 
 
 def check_dtypes(**given: torch.dtype | None) -> None:

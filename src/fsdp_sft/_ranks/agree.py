@@ -13,18 +13,21 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from fsdp_sft._compat.groups import careful_gloo
 from fsdp_sft._process.callers import outermost_call
 from fsdp_sft._process.limits import blame_the_limit
-from fsdp_sft._ranks.tree import Tree
+from fsdp_sft._ranks.tree import through_root
 from fsdp_sft.errors import LostRankError, RemoteRankError, abridged
 
 T = TypeVar("T")
@@ -36,7 +39,7 @@ _POLL_SECONDS = (0.05, 2.0)  # between two polls of running work: at first, and 
 # when the interpreter exits it is too late for gloo's threads.
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]]] = {}
 _timeout = _CONTROL_TIMEOUT  # time-out of the control group that was made last
-_this_thread = threading.local()
+_group_of_thread: ContextVar[dist.ProcessGroup | None] = ContextVar("group", default=None)
 
 
 def is_distributed() -> bool:
@@ -50,18 +53,20 @@ def this_rank() -> int:
     In a thread with a group of its own it is the rank there, also after ``destroy_process_group``: a save in
     the background must not take itself for a job of one.
     """
-    group = _own_group() or dist.group.WORLD
+    group = _group_of_thread.get() or dist.group.WORLD
     return 0 if group is None else group.rank()
 
 
 def world_size() -> int:
     """Number of ranks in the default process group; 1 without one. In a thread as for ``this_rank``."""
-    group = _own_group() or dist.group.WORLD
+    group = _group_of_thread.get() or dist.group.WORLD
     return 1 if group is None else group.size()
 
 
-def _own_group() -> dist.ProcessGroup | None:
-    return getattr(_this_thread, "group", None)
+def said_ranks(ranks: Iterable[int]) -> str:
+    """Ranks in short: ``"rank 3"``, ``"ranks 0, 1, 5"``; of very many the first."""
+    known = sorted(ranks)
+    return f"rank{'s' * (len(known) > 1)} {abridged(map(str, known), most=32)}"
 
 
 def tell(logger: logging.Logger, message: str, *values: Any) -> None:
@@ -70,40 +75,20 @@ def tell(logger: logging.Logger, message: str, *values: Any) -> None:
         logger.info(message, *values)
 
 
-def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
+def control_group(timeout: timedelta | None = None, *, name: str = "control") -> dist.ProcessGroup:
     """The gloo group of all ranks for verdicts, counts and manifests, made on first use.
 
-    Collective: all ranks, the first time it is called for a default process group.
+    Args:
+        timeout: Time-out of the control group, which a further group has too; None takes 30 minutes.
+        name: Another name than the default is a further group, for a thread whose agreements may overlap with
+            the main thread's.
+
+    Collective: all ranks, the first time it is called for a default process group and a name.
     """
-    return _own_group() or _group("control", timeout)
-
-
-def background_group() -> dist.ProcessGroup:
-    """A second control group, for a thread whose agreements may overlap with the main thread's.
-
-    It has the control group's time-out.
-
-    Collective: all ranks, the first time it is called for a default process group.
-    """
-    control_group()
-    return _group("background", None)
-
-
-@contextmanager
-def agreeing_over(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Context in which all agreements of this thread use ``group``; None changes nothing."""
-    before = _own_group()
-    _this_thread.group = group or before
-    try:
-        yield
-    finally:
-        _this_thread.group = before
-
-
-def _group(name: str, timeout: timedelta | None) -> dist.ProcessGroup:
-    """The group of that name for the current default process group; made if there is none."""
     global _timeout
-    world = dist.group.WORLD
+    own, world = _group_of_thread.get(), dist.group.WORLD
+    if own is not None:
+        return own
     if world is None:
         raise RuntimeError("no process group: call fsdp_sft.init_distributed() first")
     known = _groups.get(name)
@@ -115,11 +100,26 @@ def _group(name: str, timeout: timedelta | None) -> dist.ProcessGroup:
             group = dist.new_group(backend="gloo", timeout=_timeout)
             # A first message along the tree connects its ranks: gloo connects two ranks when they first
             # communicate, and notices the end of a rank by the connection to it.
-            tree = Tree(group)
-            tree.up(b"")
-            tree.down(b"")
+            through_root(group, b"", lambda everyone: b"")
         _groups[name] = (weakref.ref(world), weakref.ref(group))
     return group
+
+
+@contextmanager
+def agreeing_over(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Context in which all agreements of this thread use ``group``; None changes nothing."""
+    token = _group_of_thread.set(group or _group_of_thread.get())
+    try:
+        yield
+    finally:
+        _group_of_thread.reset(token)
+
+
+def connect_neighbours(group: dist.ProcessGroup | None) -> None:
+    """Have gloo connect the ranks that its rings need: it notices the end of a rank by its connection."""
+    if group is not None and group.size() > 1 and "cpu" in dist.get_backend_config(group):
+        with answered():
+            dist.all_reduce(torch.zeros(1), group=group)
 
 
 @contextmanager
@@ -172,8 +172,7 @@ def all_reduce_sum(values: list[float]) -> list[float]:
     def added(everyone: list[list[float]]) -> list[float]:
         return [functools.reduce(operator.add, column) for column in zip(*everyone, strict=True)]
 
-    own = list(map(float, values))
-    return _decided(f"sum of {len(own)}", "adding", None, own, added)
+    return _decided(f"sum of {len(values)}", "adding", None, list(map(float, values)), added)
 
 
 def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | None:
@@ -213,15 +212,8 @@ def while_others_wait(working: bool, work: Callable[[], T], phase: str) -> T | N
         return done.result() if done.done() else None
 
 
-class Decision:
-    """What an ``agreed`` block tells rank 0, set inside; and after it, what rank 0 has made of it."""
-
-    told: Any = None
-    result: Any = None
-
-
 @contextmanager
-def agreed(phase: str, decide: Callable[[list[Any]], Any] = lambda everyone: None) -> Iterator[Decision]:
+def agreed(phase: str, decide: Callable[[list[Any]], Any] = lambda everyone: None) -> Iterator[Any]:
     """Run a block that may fail on some ranks, and raise on all ranks if it failed on any.
 
     Every rank raises the error that happened first, as the same type, with a note that names the rank and the
@@ -229,13 +221,15 @@ def agreed(phase: str, decide: Callable[[list[Any]], Any] = lambda everyone: Non
 
     Args:
         phase: Name of the phase, for the error's note.
-        decide: What rank 0 makes of that which each rank's block has set as ``told``, in rank order: the
-            ``result`` on all ranks, after the block.
+        decide: What rank 0 makes of that which each rank's block has set as ``told``, in rank order.
+
+    Yields:
+        A namespace: the block sets ``told``, and after the block ``result`` is what rank 0 has made of it.
 
     Collective: all ranks.
     """
     error: Exception | None = None
-    decision = Decision()
+    decision = SimpleNamespace(told=None)
     try:
         yield decision
     except Exception as caught:
@@ -281,33 +275,74 @@ def _decided(
         if error is not None:
             raise error
         return decide([value])
-    answer = b""
-    try:
-        own = pickle.dumps((_failure(error), value if error is None else None))
-    except Exception as caught:  # what cannot be sent
-        error = caught
-        own = pickle.dumps((_failure(error), None))
     name, site = outermost_call()
+    call = f"{name} {kind}"
+    try:
+        own = pickle.dumps((call, site, _failure(error), None if error else value))
+    except Exception as caught:  # what cannot be sent
+        own = pickle.dumps((call, site, _failure(caught), None))
+
+    def answer(everyone: list[bytes]) -> bytes | Exception:
+        nonlocal error
+        try:
+            messages = [pickle.loads(message) for message in everyone]
+            for rank, (other, there, _, _) in enumerate(messages):
+                if other != call:
+                    return RemoteRankError(_different(rank, site, there))
+            failures = [failure for _, _, failure, _ in messages if failure is not None]
+            return pickle.dumps((failures, None if failures else decide([m[-1] for m in messages])))
+        except Exception as caught:
+            error = caught
+            return pickle.dumps(([_failure(caught)], None))
+
     try:
         with answered():
-            tree = Tree(control_group(), f"{name} {kind}", site)
-            messages = tree.up(own)
-            try:
-                failed, values = zip(*map(pickle.loads, messages), strict=True) if messages else ((), ())
-                failures = [failure for failure in failed if failure is not None]
-                if messages and not failures:
-                    answer = pickle.dumps(([], decide(list(values))))
-            except Exception as caught:
-                error, failures = caught, [_failure(caught)]
-            failures, decided = pickle.loads(tree.down(answer or pickle.dumps((failures, None))))
+            failures, decided = pickle.loads(through_root(control_group(), own, answer))
     except (LostRankError, RemoteRankError) as broken:
         if error is not None:
             broken.add_note(f"this rank itself had failed while {phase}: {error!r}")
         raise
     if failures:
-        raise _first(failures, error, phase)
+        _, rank, sent = min(failures)
+        # On the rank that it comes from the original, with its traceback.
+        first = error if rank == this_rank() and error is not None else sent
+        ranks = abridged(str(rank) for _, rank, _ in failures)
+        first.add_note(f"rank {rank} failed first while {phase} (failed: {ranks})")
+        raise first
     result: T = decided
     return result
+
+
+_Failure = tuple[float, int, Exception]  # when, on which rank, the error as it is sent
+_MOST_PICKLED = 1 << 20  # bytes of an error that is sent as it is: it may hold anything
+
+
+def _failure(error: Exception | None) -> _Failure | None:
+    """An error as it is sent, from now; None without one. It never raises: the other ranks wait.
+
+    What does not come back from a pickle as it was is a ``RemoteRankError`` with its text.
+    """
+    if error is None:
+        return None
+    text = type(error).__name__
+    with suppress(Exception):  # its class may do anything when it is asked for its text or its attributes
+        text = f"{text}: {error}"
+        pickled = pickle.dumps(error)
+        again = pickle.loads(pickled)
+        if len(pickled) <= _MOST_PICKLED and f"{type(again).__name__}: {again}" == text:
+            return time.time(), this_rank(), error
+    return time.time(), this_rank(), RemoteRankError(f"rank {this_rank()} raised {text}")
+
+
+def _different(rank: int, root: str, site: str) -> str:
+    """What rank 0 and another rank are told that are in different calls."""
+    here, there = root or "another call", site or "another call"
+    again = ", which one of them has come to more often (other numbers of rows, micro-batches or steps)"
+    return (
+        f"rank 0 is in {here} and rank {rank} is in {there}{again * (here == there)}: all ranks have to make "
+        "the same calls in the same order. A call that is for all of them, made by one (if rank == 0: ...), "
+        "is the usual reason"
+    )
 
 
 def agree_on(phase: str, **facts: Any) -> None:
@@ -350,40 +385,3 @@ def _apart(name: str, one: Any, other: Any) -> str:
         mine, theirs = (abridged([str(v) for v in a if v not in b], most=4) for a, b in both)
         return f"{name}: {mine or 'nothing more'} and {theirs or 'nothing more'}"
     return f"{name}={one!r} and {other!r}"
-
-
-_Failure = tuple[float, int, str, bytes]  # when, on which rank, text, the error pickled
-_MOST_PICKLED = 1 << 20  # bytes of an error that is sent as it is: it may hold anything
-
-
-def _failure(error: Exception | None) -> _Failure | None:
-    """An error as it is sent, from now; None without one. It never raises: the other ranks wait."""
-    if error is None:
-        return None
-    text, pickled = type(error).__name__, b""
-    try:
-        text = f"{text}: {error}"
-        pickled = pickle.dumps(error)
-    except Exception:  # its class may do anything when it is asked for its text or its attributes
-        pass
-    return time.time(), this_rank(), text, pickled if len(pickled) <= _MOST_PICKLED else b""
-
-
-def _first(failures: list[_Failure], own: Exception | None, phase: str) -> Exception:
-    """The earliest of all ranks' errors; on the rank it comes from, the original with its traceback."""
-    _, rank, text, pickled = min(failures)
-    first = own if rank == this_rank() and own is not None else _revived(rank, text, pickled)
-    ranks = abridged(str(failure[1]) for failure in failures)
-    first.add_note(f"rank {rank} failed first while {phase} (failed: {ranks})")
-    return first
-
-
-def _revived(rank: int, text: str, pickled: bytes) -> Exception:
-    """Another rank's error; a ``RemoteRankError`` with its text if it does not come back as it was."""
-    try:
-        error = pickle.loads(pickled)
-        if isinstance(error, Exception) and f"{type(error).__name__}: {error}" == text:
-            return error
-    except Exception:  # as above
-        pass
-    return RemoteRankError(f"rank {rank} raised {text}")

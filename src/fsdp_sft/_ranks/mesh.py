@@ -3,13 +3,12 @@
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from fsdp_sft._compat.groups import careful_gloo, split_axis
+from fsdp_sft._process.devices import default_device_type
 from fsdp_sft._process.words import answered
-from fsdp_sft._ranks.agree import all_reduce_sum, this_rank, world_size
-from fsdp_sft._ranks.rendezvous import connect_neighbours
+from fsdp_sft._ranks.agree import all_reduce_sum, connect_neighbours, this_rank, world_size
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +22,6 @@ TP = "tp"  # tensor parallelism: layers are split over ranks that have the same 
 EP = "ep"  # expert parallelism: ranks have different experts
 DP_SHARD_CP = "dp_shard_cp"  # dp_shard and cp flattened to one axis
 
-_MADE_OF = "_fsdp_sft_made_of"  # attribute of a mesh
 _PARAMETERS = "parameters"
 
 # The meshes that build_mesh has made, by the default process group of then. They are kept even if the caller
@@ -38,7 +36,7 @@ def made_of(mesh: "DeviceMesh") -> dict[Any, Any]:
     They are kept on the mesh: in a dictionary, meshes of the same shape would share one entry, since they
     compare equal.
     """
-    found: dict[Any, Any] = mesh.__dict__.setdefault(_MADE_OF, {})
+    found: dict[Any, Any] = mesh.__dict__.setdefault("_fsdp_sft_made_of", {})
     return found
 
 
@@ -84,11 +82,8 @@ def parameter_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
     """The mesh that parameters are sharded on: ``mesh``, its ``dp_shard`` and ``cp`` flattened to one axis.
 
     Raises:
-        TypeError: If ``mesh`` is not a ``DeviceMesh``.
         ValueError: If ``mesh`` has an axis ``cp`` and is not from ``build_mesh``.
     """
-    if not hasattr(mesh, "mesh_dim_names"):
-        raise TypeError(f"mesh must be a DeviceMesh, as build_mesh() makes one, got {mesh!r}")
     if CP not in (mesh.mesh_dim_names or ()):
         return mesh
     found: DeviceMesh | None = made_of(mesh).get(_PARAMETERS)
@@ -174,11 +169,9 @@ def build_mesh(
             f"{product} makes {dp_replicate * dp_shard * cp} ranks, but the job has {num_ranks}: leave "
             "dp_shard out to use all that the others leave, which have to divide the number of ranks"
         )
-    if device_type is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device_type = accelerator.type if accelerator is not None else "cpu"
     from torch.distributed.device_mesh import init_device_mesh
 
+    device_type = device_type or default_device_type()
     axes = {DP_REPLICATE: dp_replicate} if dp_replicate > 1 else {}
     axes[DP_SHARD if cp == 1 else DP_SHARD_CP] = dp_shard * cp
     with careful_gloo():
@@ -203,10 +196,3 @@ def sum_over_mesh(values: list[float], mesh: "DeviceMesh | None") -> list[float]
     Collective: all ranks, if there is a mesh.
     """
     return list(values) if mesh is None else all_reduce_sum(values)
-
-
-def device_groups_of(mesh: "DeviceMesh | None") -> tuple[dist.ProcessGroup, ...]:
-    """Groups for device tensors: collectives over one after the other reach all ranks of ``mesh``."""
-    if mesh is None or mesh.size() == 1:
-        return ()
-    return tuple(mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from fsdp_sft._process.limits import blame_no_file
-from fsdp_sft._process.streams import CallerStream, host_buffer
+from fsdp_sft._process.streams import adopt, host_buffer, stream_of_caller
 from fsdp_sft._ranks.init import ranks_on_host
 from fsdp_sft._tensors.safetensors import advise, bytes_of, open_file, read_at
 from fsdp_sft._tensors.stored import ByteRange, Read, copied_bytes
@@ -69,7 +69,7 @@ def do_reads(
         if workers == 1:
             reader.work()
         else:
-            with ThreadPoolExecutor(workers, initializer=CallerStream.on(device).adopt) as pool:
+            with ThreadPoolExecutor(workers, initializer=adopt, initargs=(stream_of_caller(device),)) as pool:
                 for done in [pool.submit(reader.work) for _ in range(workers)]:
                     done.result()
     finally:

@@ -25,10 +25,15 @@ import torch
 
 from fsdp_sft._process.devices import device_name, resolve_device
 from fsdp_sft._process.gpus import GIB
-from fsdp_sft._ranks.agree import all_gather_objects, is_distributed, this_rank, world_size
-from fsdp_sft._ranks.init import DistributedContext, init_distributed
-from fsdp_sft._ranks.launch import detect_launch
-from fsdp_sft._ranks.words import said_ranks
+from fsdp_sft._ranks.agree import (
+    all_gather_objects,
+    is_distributed,
+    said_ranks,
+    this_rank,
+    world_size,
+)
+from fsdp_sft._ranks.init import init_distributed
+from fsdp_sft._ranks.launch import DistributedContext, detect_launch
 from fsdp_sft.errors import printable
 
 # Accelerators that compute beside the host, at a rate that does not depend on how busy it is.

@@ -16,10 +16,9 @@ from typing import Any
 
 from fsdp_sft._model.configs import config_of
 from fsdp_sft._process.devices import device_name
-from fsdp_sft._ranks.agree import agreed, all_gather_objects, raise_first, share
+from fsdp_sft._ranks.agree import agreed, all_gather_objects, raise_first, said_ranks, share
 from fsdp_sft._ranks.init import init_distributed
 from fsdp_sft._ranks.mesh import build_mesh
-from fsdp_sft._ranks.words import said_ranks
 from fsdp_sft._tensors.disk import full_path
 from fsdp_sft.check import ACCELERATORS, CheckedJob, Found, Problem, environment, host_name
 from fsdp_sft.check.machines import folder, network, products, reductions

@@ -37,7 +37,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--gpu",
         required=True,
         help=f"{', '.join(GPUS)}, "
-        "with a size if unusual (a100-40gb, h100-79.1gib), or NAME=GiB,TFLOPs,GB/s "
+        "or NAME=GiB,TFLOPs,GB/s "
         "of its memory, after which link=GB/s, network=GB/s, per_node=N may follow; cpu is for memory only",
     )
     add("--seq", dest="seq_length", required=True, type=int, metavar="N", help="tokens per sequence")

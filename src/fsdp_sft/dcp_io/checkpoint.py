@@ -21,7 +21,7 @@ from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import (
     agreed,
     all_gather_objects,
-    background_group,
+    control_group,
     difference,
     is_distributed,
     tell,
@@ -279,7 +279,7 @@ def save_checkpoint(
     )
     background = None
     if async_:
-        background = BackgroundSave(write, background_group() if is_distributed() else None)
+        background = BackgroundSave(write, control_group(name="background") if is_distributed() else None)
     else:
         write()
     return SavedCheckpoint(step_folder(folder, step), time.perf_counter() - started, background)

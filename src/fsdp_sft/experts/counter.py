@@ -20,7 +20,6 @@ from torch import nn
 
 from fsdp_sft._model.view import kept_of, record_of, unwrapped
 from fsdp_sft._process.streams import LateValues
-from fsdp_sft._ranks.mesh import device_groups_of
 from fsdp_sft.errors import ModelLossError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -142,8 +141,8 @@ class ExpertCounter:
         sizes = [number for _, number in self.experts]
         none = [torch.zeros(number, dtype=torch.int64, device=device) for number in sizes]
         together = torch.cat([self._counts.get(i, none[i])[:number] for i, number in enumerate(sizes)])
-        for group in device_groups_of(mesh):
-            dist.all_reduce(together, group=group)
+        if mesh is not None:  # which holds all ranks
+            dist.all_reduce(together)
         self._late = LateValues([together])
 
     def load(self) -> ExpertLoad | None:

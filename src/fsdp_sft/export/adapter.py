@@ -14,7 +14,7 @@ from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, this_rank
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft.export.settings import end_of_turn, write_generation_config, write_tokenizer
-from fsdp_sft.export.target import export_target, make_room, put_in_place, staged
+from fsdp_sft.export.target import new_folder
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -67,28 +67,23 @@ def export_adapter(
     """
     model = unwrapped(model)
     reshard(model)
-    target = export_target(out_dir)
-    with staged(target) as temporary:
-        with agreed(f"preparing to export to {target}"):
+    with new_folder(out_dir, overwrite=overwrite) as export:
+        with agreed(f"preparing to export to {export.target}"):
             name, wanted = _saved_by_peft(model)
-            if this_rank() == 0:
-                make_room(temporary, target, 0)
         gatherer = Gatherer()
-        full: dict[str, torch.Tensor] = {}
-        for key, tensor in wanted.items():
-            whole = gatherer.gather(tensor, dtype or tensor.dtype)
-            if whole is not None:
-                full[key] = whole
-        gatherer.finish(f"gathering the adapter for {target}")
-        with agreed(f"exporting to {target}"):
+        gathered = {key: gatherer.gather(tensor, dtype or tensor.dtype) for key, tensor in wanted.items()}
+        gatherer.finish(f"gathering the adapter for {export.target}")
+        with agreed(f"exporting to {export.target}"):
             if this_rank() == 0:
-                _save(model, temporary, full, name)
+                _save(model, export.temporary, gathered, name)
                 if tokenizer is not None or chat_template is not None:
-                    stop = end_of_turn(tokenizer, write_tokenizer(temporary, tokenizer, chat_template))
+                    template = write_tokenizer(export.temporary, tokenizer, chat_template)
                     base: Any = model.get_base_model()
-                    if getattr(base, "can_generate", bool)():
-                        write_generation_config(temporary, base, base.config, stop)
-        return put_in_place(temporary, target, overwrite=overwrite)
+                    write_generation_config(
+                        export.temporary, base, base.config, end_of_turn(tokenizer, template)
+                    )
+    folder: Path = export.folder
+    return folder
 
 
 def _saved_by_peft(model: "PeftModel") -> tuple[str, dict[str, torch.Tensor]]:
@@ -113,7 +108,7 @@ def _saved_by_peft(model: "PeftModel") -> tuple[str, dict[str, torch.Tensor]]:
     return name, {key: tensor for key, tensor in own.items() if id(tensor) in kept}
 
 
-def _save(model: "PeftModel", folder: Path, full: dict[str, torch.Tensor], name: str) -> None:
+def _save(model: "PeftModel", folder: Path, full: dict[str, Any], name: str) -> None:
     """Let peft write the adapter's full tensors, configuration and card."""
     encoders = getattr(model, "prompt_encoder", {})
     own = dict(encoders.items())

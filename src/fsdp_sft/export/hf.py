@@ -23,7 +23,7 @@ from fsdp_sft._model.view import clean_name, unwrapped
 from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
 from fsdp_sft._tensors.boxes import whole
-from fsdp_sft._tensors.disk import write_bytes, write_early
+from fsdp_sft._tensors.disk import check_room, write_bytes, write_early
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft._tensors.reader import do_reads
@@ -31,7 +31,7 @@ from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, num_b
 from fsdp_sft._tensors.stored import Stored
 from fsdp_sft.export.plan import Described, ExportPlan, merging_dtype, plan_export, unsharded_twin
 from fsdp_sft.export.settings import write_settings
-from fsdp_sft.export.target import check_target, export_target, make_room, put_in_place, staged
+from fsdp_sft.export.target import check_target, export_target, new_folder
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -100,15 +100,19 @@ def export_hf(
     started = time.perf_counter()
     model = unwrapped(model)
     reshard(model)
-    target = export_target(out_dir)
     merges = adapted_layers(model)
+    files: WeightFiles | None = None
     base: Any
-    with without_adapters(model, trained=True) as base, staged(target) as temporary, ExitStack() as opened:
-        files: WeightFiles | None = None
+    with (
+        without_adapters(model, trained=True) as base,
+        ExitStack() as opened,
+        new_folder(out_dir, overwrite=overwrite) as export,
+    ):
+        target, temporary = export.target, export.temporary
         with agreed(f"preparing to export to {target}"):
             content, plan, config, copied = plan_export(base, merges, dtype)
             if plan is not None:
-                make_room(temporary, target, plan.num_bytes)
+                check_room(target.parent, plan.num_bytes, f"the export to {target}")
                 write_settings(base, config, temporary, target.name, dtype, tokenizer, chat_template)
                 parameters = base.num_parameters()
                 files = WeightFiles(temporary, plan.written, max_shard_size, parameters, opened)
@@ -122,8 +126,8 @@ def export_hf(
                 gatherer.attempt(partial(files.copy, name, stored))
             gatherer.attempt(files.finish)
         gatherer.finish(f"exporting to {target}")
-        folder = put_in_place(temporary, target, overwrite=overwrite)
-    tell(_logger, "exported in %.2f s: %s", time.perf_counter() - started, folder)
+    tell(_logger, "exported in %.2f s: %s", time.perf_counter() - started, export.folder)
+    folder: Path = export.folder
     return folder
 
 
@@ -211,13 +215,14 @@ class WeightFiles:
             max_shard_size=max_shard_size,
         )
         for file, names in split.filename_to_tensors.items():
-            described = {name: written[name] for name in names}
-            fd, header, _ = create(folder / file, described, {"format": "pt"})
+            fd, header, _ = create(folder / file, {name: written[name] for name in names}, {"format": "pt"})
             opened.callback(os.close, fd)
             self._places.update({name: (fd, header.entries[name].start) for name in names})
         if split.is_sharded:
-            metadata = {"total_parameters": num_parameters, **split.metadata}
-            index = {"metadata": metadata, "weight_map": dict(split.tensor_to_filename)}
+            index = {
+                "metadata": {"total_parameters": num_parameters, **split.metadata},
+                "weight_map": dict(split.tensor_to_filename),
+            }
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             write_bytes(folder / "model.safetensors.index.json", text.encode())
 
@@ -346,8 +351,7 @@ def check_export(
     Raises:
         CheckpointExistsError: If something is there: a file, a mounted file system, or a folder that is not
             empty (which ``overwrite`` allows).
-        PermissionError: If this process may not write there.
-        NotADirectoryError: If a part of the path is a file.
+        PermissionError: If this process cannot write there.
         OSError: If the disk has less room than the export in bfloat16 takes (``ENOSPC``).
         UnsupportedModelError: If ``from_pretrained`` would not read the export of this model as what was
             trained: parts were put into it that its class does not have, or its weights are quantised.

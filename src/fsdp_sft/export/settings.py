@@ -16,9 +16,9 @@ from fsdp_sft._compat.models import original_class, tied_names
 from fsdp_sft._model.blocks import configs_without_caches
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.twin import tied_meta_twin
-from fsdp_sft._model.view import kept_of, tokenizer_of
+from fsdp_sft._model.view import tokenizer_of
 from fsdp_sft._process.callers import warn_caller
-from fsdp_sft._quantised.settings import CONFIG, Settings, read_settings
+from fsdp_sft._quantised.settings import CONFIG, read_settings
 from fsdp_sft._tensors.disk import write_bytes
 from fsdp_sft._tensors.stored import Stored
 from fsdp_sft.collate.template import ChatTemplate, templates_used
@@ -40,36 +40,32 @@ def write_tokenizer(folder: Path, tokenizer: Any, chat_template: str | None) -> 
     Returns:
         The template that the folder has afterwards; None if it has none.
     """
-    own = getattr(tokenizer, "chat_template", None)
-    named = own or getattr(tokenizer_of(tokenizer), "chat_template", None)
+    named = getattr(tokenizer, "chat_template", None) or getattr(
+        tokenizer_of(tokenizer), "chat_template", None
+    )
     template: str | None = chat_template or named
     if isinstance(named, dict):
         template = named.get(chat_template or "default", chat_template)
-    if not hasattr(tokenizer, "chat_template"):  # None, or a tokenizer that saves no template
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        if template is not None:
-            (folder / "chat_template.jinja").unlink(missing_ok=True)
-            write_bytes(folder / "chat_template.jinja", template.encode())
-        return template
-    if chat_template is not None:
-        tokenizer = copy.copy(tokenizer)
-        tokenizer.chat_template = {**own, "default": template} if isinstance(own, dict) else template
-    elif (used := templates_used(tokenizer_of(tokenizer))) and template not in used:
-        warn_caller(
-            "rows were encoded with another chat template than the tokenizer has, and the export gets the "
-            "tokenizer's: pass chat_template= as the collator got it, so that the export is asked as it was "
-            "trained"
-        )
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) if path.exists() else {}
-    # A name that transformers 4 and mlx-lm know too: both refuse a TokenizersBackend.
-    if settings.get("tokenizer_class") == "TokenizersBackend":
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        if isinstance(settings.get("extra_special_tokens"), list):
-            settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-        path.write_text(json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    if tokenizer is not None:
+        used = templates_used(tokenizer_of(tokenizer))
+        if used and chat_template is None and template not in used:
+            warn_caller(
+                "rows were encoded with another chat template than the tokenizer has, and the export gets "
+                "the tokenizer's: pass chat_template= as the collator got it, so that the export is asked as "
+                "it was trained"
+            )
+        tokenizer.save_pretrained(folder)
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text()) if path.exists() else {}
+        # A name that transformers 4 and mlx-lm know too: both refuse a TokenizersBackend.
+        if settings.get("tokenizer_class") == "TokenizersBackend":
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+            if isinstance(settings.get("extra_special_tokens"), list):
+                settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+            path.write_text(json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    if template is not None:
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        write_bytes(folder / "chat_template.jinja", template.encode())
     return template
 
 
@@ -142,9 +138,6 @@ def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> 
     is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name_or_path) and not Path(name_or_path).exists()
     base = name_or_path if is_id else None  # a Hub id
     origin = f", fine-tuned from [{base}](https://huggingface.co/{base})" if base else ", fine-tuned"
-    quantised = kept_of(model, Settings)
-    if quantised is not None:
-        origin += f", of which the checkpoint is published quantised ({quantised.method}),"
     base_line = f"base_model: {base}\n" if base else ""
     size, in_files = model.num_parameters(), str(dtype).removeprefix("torch.")
     return f"""---
@@ -201,13 +194,12 @@ def further_predictions(config: Any, written: Collection[str]) -> dict[str, Stor
         config: Config of the export, which is changed.
         written: Names of the model's tensors in the files.
     """
-    text, base = config.get_text_config(), _base_of(config)
-    depth = getattr(text, "num_hidden_layers", 0)
-    last: dict[str, int] = {}  # of each list of layers
-    for layer in filter(None, map(_LAYER.match, written)):
-        last[layer[1]] = max(last.get(layer[1], 0), int(layer[2]))
+    text, (base, said) = config.get_text_config(), _base_of(config)
+    said, depth = said.get("text_config") or said, getattr(text, "num_hidden_layers", 0)
+    layers = [(layer[1], int(layer[2])) for layer in map(_LAYER.match, written) if layer]
     # Lists that end where the text model does: those of towers may be deeper.
-    lists = {name for name, number in last.items() if number == depth - 1}
+    lists = {name for name, number in layers if number == depth - 1}
+    lists -= {name for name, number in layers if number >= depth}
 
     def is_one(key: str) -> bool:
         layer = _LAYER.match(key)
@@ -216,18 +208,15 @@ def further_predictions(config: Any, written: Collection[str]) -> dict[str, Stor
 
     if any(map(is_one, written)):
         return {}
-    found, changed, why = dict[str, Stored](), list[str](), "the files of its base are not at hand"
+    found, why = dict[str, Stored](), "the files of its base are not at hand"
     if base is not None:
-        said: dict[str, Any] = {}
         with suppress(CheckpointFormatError, OSError):  # no reason to end a training without its export
-            said = read_settings(base / CONFIG)
-            said = said.get("text_config") or said
             found = {key: tensor for key, tensor in open_checkpoint(base).items() if is_one(key)}
             why = ""
-        fields = ["num_hidden_layers", "hidden_size"]
-        if any(tensor.entry.shape[:1] == (said.get("vocab_size"),) for tensor in found.values()):
-            fields.append("vocab_size")  # an embedding of their own
-        changed = [field for field in fields if field in said and said[field] != getattr(text, field, None)]
+    fields = ["num_hidden_layers", "hidden_size"]
+    if any(tensor.entry.shape[:1] == (said.get("vocab_size"),) for tensor in found.values()):
+        fields.append("vocab_size")  # an embedding of their own
+    changed = [field for field in fields if field in said and said[field] != getattr(text, field, None)]
     if found and changed:
         found, why = {}, f"the model has another {' and '.join(changed)} than its base"
     places = [(part, field) for part in (text, config) for field in _MTP_LAYERS if getattr(part, field, 0)]
@@ -248,9 +237,7 @@ def carry_processor(config: Any, folder: Path) -> None:
         config: Config of the model.
         folder: Folder of the export.
     """
-    base, said = _base_of(config), dict[str, Any]()
-    with suppress(CheckpointFormatError, OSError):  # no reason to end a training without its export
-        said = read_settings(base / CONFIG) if base is not None else said
+    base, said = _base_of(config)
     # A text model taken out of a multimodal checkpoint needs no processor.
     if base is None or said.get("model_type") != config.model_type:
         return
@@ -262,16 +249,22 @@ def carry_processor(config: Any, folder: Path) -> None:
                 warn_caller(f"{error}; it is not copied into the export")
 
 
-def _base_of(config: Any) -> Path | None:
-    """The folder that a model was loaded from, or its snapshot in the Hub's cache; None if that is gone."""
+def _base_of(config: Any) -> tuple[Path | None, dict[str, Any]]:
+    """The folder that a model was loaded from, or its snapshot in the Hub's cache, and the config there.
+
+    Without a config that can be read there is none, which is no reason to end a training without its export.
+    """
     name = str(getattr(config, "name_or_path", "") or "")
-    if not name or Path(name).is_dir():
-        return Path(name) if name else None
-    try:
-        cached = try_to_load_from_cache(name, CONFIG, revision=getattr(config, "_commit_hash", None))
-    except ValueError:  # no name of a repository
-        return None
-    return Path(cached).parent if isinstance(cached, str) else None
+    with suppress(CheckpointFormatError, OSError, ValueError):  # or it is no name of a repository
+        commit = getattr(config, "_commit_hash", None)
+        found = (
+            Path(name, CONFIG)
+            if Path(name).is_dir()
+            else try_to_load_from_cache(name, CONFIG, revision=commit)
+        )
+        if name and isinstance(found, (str, Path)):
+            return Path(found).parent, read_settings(Path(found))
+    return None, {}
 
 
 def write_settings(
@@ -299,8 +292,7 @@ def write_settings(
     config.save_pretrained(folder)
     _say_to_others(config, folder / "config.json")
     template = write_tokenizer(folder, tokenizer, chat_template)
-    if model.can_generate():
-        write_generation_config(folder, model, config, end_of_turn(tokenizer, template))
+    write_generation_config(folder, model, config, end_of_turn(tokenizer, template))
     card = model_card(model, title, config.architectures[0], dtype or model.dtype)
     write_bytes(folder / "README.md", card.encode())
 
@@ -332,12 +324,10 @@ def _say_to_others(config: Any, path: Path) -> None:
         for name in [name for name in fields if name not in part]:
             part[name] = fields[name]
             _write_json(path, written)
-            try:
-                is_same = type(config).from_json_file(path).to_dict() == same
-            except (KeyError, TypeError, ValueError):  # its own check of rotary embeddings
-                is_same = False
-            if not is_same:
-                del part[name]
+            with suppress(KeyError, TypeError, ValueError):  # its own check of rotary embeddings
+                if type(config).from_json_file(path).to_dict() == same:
+                    continue
+            del part[name]
     _write_json(path, written)
 
 
@@ -346,10 +336,12 @@ def _write_json(path: Path, fields: dict[str, Any]) -> None:
 
 
 def write_generation_config(folder: Path, model: Any, config: Any, stop: int | None) -> None:
-    """Write the model's generation config, with ``stop`` among the tokens that end generation.
+    """Write the generation config of a model that generates, with ``stop`` among the tokens that end it.
 
     Without a generation config one is made for ``stop``; if there is no ``stop`` either, nothing is written.
     """
+    if not getattr(model, "can_generate", bool)():
+        return
     generation = copy.deepcopy(model.generation_config)
     if stop is not None:
         if generation is None:
@@ -359,12 +351,8 @@ def write_generation_config(folder: Path, model: Any, config: Any, stop: int | N
         known = generation.eos_token_id  # one id, a list of ids, or None
         ids = [] if known is None else list(known) if isinstance(known, (list, tuple)) else [known]
         generation.eos_token_id = known if stop in ids else [stop, *ids]
-    if generation is None:
-        return
-    try:
-        generation.save_pretrained(folder)
-    except ValueError as error:
-        # Some generation configs on the Hub contradict themselves (a temperature without sampling).
-        # transformers loads them with a warning, but refuses to save them, which must not fail the export.
-        warn_caller(f"the generation config is exported as it is: {error}")
-        generation.to_json_file(folder / "generation_config.json")
+    if generation is not None:
+        # Without the checks of save_pretrained: some on the Hub contradict themselves (a temperature without
+        # sampling), which transformers loads with a warning, and which must not fail the export.
+        path = folder / "generation_config.json"
+        generation.to_json_file(path, use_diff=True, keys_to_pop=["compile_config"])

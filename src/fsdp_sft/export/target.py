@@ -12,9 +12,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 from fsdp_sft._process.callers import warn_caller
-from fsdp_sft._ranks.agree import share, this_rank, through_rank_0
+from fsdp_sft._ranks.agree import this_rank, through_rank_0
 from fsdp_sft._tensors.disk import check_room, full_path, publish, sweep, sync_folder, temporary_beside
 from fsdp_sft.errors import CheckpointExistsError
 
@@ -46,51 +47,19 @@ def export_target(out_dir: str | os.PathLike[str]) -> Path:
     return below
 
 
-@contextmanager
-def staged(target: Path) -> Iterator[Path]:
-    """The name of a temporary folder beside ``target``, the same on all ranks, which is deleted at the end.
-
-    Collective: all ranks.
-    """
-    temporary: Path = share(temporary_beside(target))
-    try:
-        yield temporary
-    finally:
-        if this_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def make_room(temporary: Path, target: Path, need: int) -> None:
-    """Make the temporary folder for an export of ``need`` bytes. Only rank 0 calls this.
-
-    Raises:
-        OSError: If that is not possible, or the file system has less room.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    sweep(target.parent, target.name)
-    check_room(target.parent, need, f"the export to {target}")
-    temporary.mkdir()
-
-
 def check_target(target: Path, *, overwrite: bool, need: int = 0) -> None:
     """Refuse a target to which an export of ``need`` bytes could not be written.
 
     Raises:
         OSError: If it is refused; see ``check_export`` for the types.
     """
-    if os.path.lexists(target) and not target.is_dir():
-        raise CheckpointExistsError(
-            f"{target} exists and is not a folder; choose another name, or move it away"
-        )
-    if target.is_dir() and os.listdir(target) and not overwrite:
+    if os.path.lexists(target) and not (target.is_dir() and (overwrite or not os.listdir(target))):
         raise CheckpointExistsError(
             f"{target} exists and is not an empty folder; choose another, move it away, or pass "
             "overwrite=True to check_export and to the export: that replaces the files of an earlier export "
             "and leaves the others"
         )
     there = next(path for path in (target, *target.parents) if os.path.lexists(path))
-    if not there.is_dir():
-        raise NotADirectoryError(f"{there} is a file, so {target} cannot be made; choose another folder")
     for folder in {there, there.parent if there == target else there}:
         try:
             # A real file: for root os.access says yes even on a file system that takes none, such as /proc.
@@ -103,23 +72,32 @@ def check_target(target: Path, *, overwrite: bool, need: int = 0) -> None:
     check_room(there, need, f"the export to {target}")
 
 
-def put_in_place(temporary: Path, target: Path, *, overwrite: bool) -> Path:
-    """Move a finished export to ``target``, or beside it if something is there by now.
+@contextmanager
+def new_folder(out_dir: str | os.PathLike[str], *, overwrite: bool) -> Iterator[SimpleNamespace]:
+    """A temporary folder for an export, which takes the intended place when the block has ended.
 
     Args:
-        temporary: The complete folder, beside ``target``.
-        target: Intended folder of the export.
+        out_dir: Intended folder. If something is there by then, the export is written beside it.
         overwrite: Whether the files of an earlier export in a folder that is not empty are replaced; other
             files there stay.
 
-    Returns:
-        The folder in which the export is.
+    Yields:
+        A namespace: ``target``, the absolute path of the intended folder; ``temporary``; and after the block
+        ``folder``, in which the export is.
 
     Raises:
-        OSError: If the disk fails; what was at ``target`` is unchanged then.
+        OSError: If the disk fails.
 
     Collective: all ranks.
     """
+    target = export_target(out_dir)
+
+    def make(_: list[None]) -> Path:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        sweep(target.parent, target.name)
+        temporary = temporary_beside(target)
+        temporary.mkdir()
+        return temporary
 
     def put(_: list[None]) -> Path:
         if overwrite and target.is_dir() and os.listdir(target):
@@ -127,7 +105,14 @@ def put_in_place(temporary: Path, target: Path, *, overwrite: bool) -> Path:
             return target
         return _publish_beside(temporary, target)
 
-    return through_rank_0(f"publishing {target}", lambda: None, put)
+    temporary = through_rank_0(f"making a folder for {target}", lambda: None, make)
+    export = SimpleNamespace(target=target, temporary=temporary)
+    try:
+        yield export
+        export.folder = through_rank_0(f"publishing {target}", lambda: None, put)
+    finally:
+        if this_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _publish_beside(temporary: Path, target: Path) -> Path:
@@ -151,10 +136,10 @@ def _publish_beside(temporary: Path, target: Path) -> Path:
 
 
 def _replace_files(temporary: Path, target: Path) -> None:
-    """Replace the files of an earlier export by new ones, one by one; undo it if that fails.
+    """Replace the files of an earlier export by new ones, one by one.
 
-    The old ``config.json`` is moved away first and the new one comes last: a folder in which this was
-    interrupted has no configuration, so that nobody loads a mixture of two models.
+    The old ``config.json`` goes first and the new one comes last: a folder in which this was interrupted has
+    no configuration, so that nobody loads a mixture of two models.
     """
     new = sorted(os.listdir(temporary), key=lambda name: (name == "config.json", name))
     stale = [_MODEL if "config.json" in new else _ADAPTER]
@@ -162,16 +147,9 @@ def _replace_files(temporary: Path, target: Path) -> None:
     old = [n for n in os.listdir(target) if n in new or any(kind.fullmatch(n) for kind in stale)]
     aside = temporary_beside(target)
     aside.mkdir()
-    moves = [(target / name, aside / name) for name in sorted(old, key=lambda n: (n != "config.json", n))]
-    moves += [(temporary / name, target / name) for name in new]
-    done: list[tuple[Path, Path]] = []
-    try:
-        for before, after in moves:
-            os.rename(before, after)
-            done.append((before, after))
-    except OSError:
-        for before, after in reversed(done):
-            os.rename(after, before)
-        raise
+    for name in sorted(old, key=lambda name: (name != "config.json", name)):
+        os.rename(target / name, aside / name)
+    for name in new:
+        os.rename(temporary / name, target / name)
     sync_folder(target)
     shutil.rmtree(aside, ignore_errors=True)

@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from fsdp_sft._compat.groups import default_store
-from fsdp_sft._process.identity import ProcessId, process_state, this_process
-from fsdp_sft._ranks.agree import is_distributed, this_rank, world_size
-from fsdp_sft._ranks.words import said_ranks
+from fsdp_sft._process.identity import process_state, this_process
+from fsdp_sft._ranks.agree import is_distributed, said_ranks, this_rank, world_size
 
 STALL_EXIT_CODE = 86
 """Exit code of every rank after the watchdog has reported a stall; no shell or scheduler uses it itself."""
@@ -48,7 +47,7 @@ class _Beat(NamedTuple):
     Attributes:
         at: When, on its own clock. If it stays the same, the process does not run.
         name: ``"rank 1 (host n1, process 4711)"``.
-        process: The fields of its ``ProcessId``.
+        process: Its process, as ``this_process`` says it.
         slack: Seconds that the rank may still stay in its step and phase.
         has_left: Whether it has left the loop.
         doing: ``"waiting in all_reduce in step 3, phase train, at train.py:33 in main"``.
@@ -63,7 +62,7 @@ class _Beat(NamedTuple):
 
     @property
     def state(self) -> str:  # of the process of a rank in the loop, if it is of this machine
-        return "" if self.has_left else process_state(ProcessId(*self.process))
+        return "" if self.has_left else process_state(*self.process)
 
 
 class Watchdog:
