@@ -19,7 +19,7 @@ from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.sac import Ratio, apply_sac
 from fsdp_sft.shard.apply import shard_model
 from fsdp_sft.shard.compile import compile_blocks
-from fsdp_sft.shard.packing import packed_or_dtype
+from fsdp_sft.shard.packing import check_frozen_dtype
 from fsdp_sft.weights.fill import fill
 from fsdp_sft.weights.finish import LoadReport, account, make_ties
 from fsdp_sft.weights.meta import build_meta_model
@@ -197,7 +197,7 @@ def load_pretrained(
         'model.embed_tokens.weight'
     """
     check_dtypes(master_dtype=master_dtype)
-    packed_or_dtype(frozen_dtype)
+    check_frozen_dtype(frozen_dtype)
     folder = resolve_folder(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     with agreed("building the model"):
         model: Any = build_meta_model(
