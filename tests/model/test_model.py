@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fsdp_sft as fs
-from fsdp_sft._model.preserved import preserved
+from fsdp_sft._model.forward import preserved
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.twin import meta_twin, tied_meta_twin
 from fsdp_sft._model.view import named_tensors

@@ -18,9 +18,8 @@ from fsdp_sft._compat.conversions import (
 )
 from fsdp_sft._compat.models import float32_patterns, original_class
 from fsdp_sft._model.adapters import merged_weights
-from fsdp_sft._model.quantised import refuse_quantised_model
 from fsdp_sft._model.state import ModelTensors, model_tensors
-from fsdp_sft._model.twin import keep_config, tied_meta_twin
+from fsdp_sft._model.twin import keep_config, refuse_quantised_model, tied_meta_twin
 from fsdp_sft._model.view import inner_model
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.words import check_dtypes

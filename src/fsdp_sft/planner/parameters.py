@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat.models import float32_patterns
 from fsdp_sft._quantised.find import is_left_out, layout_by_config
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import Settings
@@ -209,7 +208,7 @@ def layouts_of(
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     dtypes = {name: p.dtype for name, p in named.items()}
-    kept = kept_parameters(named, float32_patterns(model, model.dtype), dtypes)
+    kept = kept_parameters(model, model.dtype, named, dtypes)
     matrices = matrices_to_pack(named, blocks, {id(named[n]) for n in kept if model.dtype.itemsize == 2})
     if not matrices:
         raise ValueError(

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from fsdp_sft._compat.compile import is_compiled
-from fsdp_sft._model.blocks import find_blocks, is_never_called
-from fsdp_sft._model.towers import frozen_towers, pattern_of
+from fsdp_sft._model.blocks import find_blocks, frozen_towers, is_never_called, pattern_of
 from fsdp_sft._process.words import answered
 from fsdp_sft.sac.attach import (
     COMPILED,

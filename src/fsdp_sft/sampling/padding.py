@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.inputs import no_cache
-from fsdp_sft._model.preserved import preserved, uncompiled
+from fsdp_sft._model.forward import no_cache, preserved, uncompiled
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.view import record_of, unwrapped

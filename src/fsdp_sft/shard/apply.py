@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import copied_modules
 from fsdp_sft._model.blocks import find_blocks
-from fsdp_sft._model.quantised import refuse_quantised_model
 from fsdp_sft._model.sharded import refuse_hooks
-from fsdp_sft._model.twin import keep_config
+from fsdp_sft._model.twin import keep_config, refuse_quantised_model
 from fsdp_sft._model.view import base_of, checkpointed, record_of, replicas_of
 from fsdp_sft._process.words import answered, check_dtypes
 from fsdp_sft._ranks.agree import tell

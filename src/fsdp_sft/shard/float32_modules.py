@@ -38,7 +38,7 @@ def follow_plain_dtypes(model: nn.Module, dtype: torch.dtype | None, *, warn: bo
         if is_buffer and dtypes.get(name) == dtype != tensor.dtype and not _matches(name, patterns):
             setattr(*slot(model, name), tensor.to(dtype))
     named = dict(model.named_parameters(remove_duplicate=False))
-    names = kept_parameters(named, patterns, dtypes)
+    names = kept_parameters(model, dtype, named, dtypes)
     others = {id(parameter) for name, parameter in named.items() if name not in names}
     listed = float32_patterns(model, torch.float16)
     missed = [name for name, parameter in named.items() if id(parameter) in others and _matches(name, listed)]
@@ -70,16 +70,14 @@ def _plain_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype
 
 
 def kept_parameters(
-    names: Iterable[str], patterns: Collection[str], dtypes: Mapping[str, torch.dtype]
+    model: nn.Module, dtype: torch.dtype, names: Iterable[str], dtypes: Mapping[str, torch.dtype]
 ) -> set[str]:
-    """Those of the names of parameters that transformers keeps in float32 in a 16-bit model.
+    """Those of the names of parameters that transformers keeps in float32 in a model of a 16-bit dtype.
 
-    Args:
-        names: Names of parameters.
-        patterns: What the class lists.
-        dtypes: Dtypes that parameters have when the class has been built in that dtype, by name: some are
-            float32 without being listed.
+    The class lists some; others it makes float32 when it is built, which ``dtypes`` (of parameters of a model
+    that was built in that dtype, by name) shows.
     """
+    patterns = float32_patterns(model, dtype)
     return {name for name in names if dtypes.get(name) == torch.float32 or _matches(name, patterns)}
 
 

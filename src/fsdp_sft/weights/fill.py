@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_sft._compat.conversions import keep_used_conversions
 from fsdp_sft._compat.fsdp import adopt_shards, put_shard
-from fsdp_sft._model.adapters import copy_saved_modules, without_adapters
+from fsdp_sft._model.adapters import saved_copies, without_adapters
 from fsdp_sft._model.view import named_tensors, slot
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, tell, this_rank
@@ -81,7 +81,8 @@ def fill(
         keep_used_conversions(base, plan.conversions)
         if layouts:
             adopt_shards(model)
-        copy_saved_modules(model)
+        for source, target in saved_copies(model):
+            local_of(target).copy_(local_of(source))
     report = LoadReport(
         bytes_read=bytes_read,
         job_bytes_read=int(all_reduce_sum([bytes_read])[0]),

@@ -11,8 +11,7 @@ from torch import nn
 
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.inputs import forward_parameters, no_cache
-from fsdp_sft._model.preserved import preserved, uncompiled
+from fsdp_sft._model.forward import forward_parameters, no_cache, preserved, uncompiled
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._model.twin import rotations_by_length, text_config
 from fsdp_sft._model.view import record_of, unwrapped
