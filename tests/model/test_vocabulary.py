@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_sft as fs
-from fsdp_sft._model.vocabulary import vocabulary_of
+from fsdp_sft._model.vocabulary import check_ids, rows_of
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import VOCAB, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
@@ -20,6 +20,13 @@ def _batch(key: str = "input_ids", value: int = VOCAB) -> dict[str, torch.Tensor
     batch = {name: tensor.clone() for name, tensor in ragged_batches(1)[0].items()}
     batch[key][0, 2] = value
     return batch
+
+
+def _rows(model: nn.Module) -> tuple[int | None, int | None]:
+    return (
+        rows_of(model, "get_input_embeddings", nn.Embedding),
+        rows_of(model, "get_output_embeddings", nn.Linear),
+    )
 
 
 WRONG = [("input_ids", VOCAB), ("input_ids", -1), ("labels", VOCAB), ("labels", -1)]
@@ -67,15 +74,13 @@ def test_the_rows_are_seen_through_adapters(overrides: dict[str, Any]) -> None:
     import peft
 
     model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, task_type="CAUSAL_LM", **options))
-    vocabulary = vocabulary_of(model)
-    assert (vocabulary.embedding, vocabulary.head) == (VOCAB, VOCAB)
+    assert _rows(model) == (VOCAB, VOCAB)
 
 
 def test_of_models_from_elsewhere_nothing_is_known() -> None:
     model = nn.Sequential(nn.Embedding(4, 4))
-    vocabulary = vocabulary_of(model)
-    assert (vocabulary.embedding, vocabulary.head) == (None, None)
-    vocabulary.check_ids(_batch())
+    assert _rows(model) == (None, None)
+    check_ids(model, _batch())
 
 
 def test_a_loss_of_ones_own_has_labels_of_its_own() -> None:
@@ -94,12 +99,12 @@ def test_ids_of_images_may_lie_beyond_the_rows() -> None:
     """As PaliGemma and Gemma 3 have them: such ids are replaced before they are looked up."""
     model = tiny_model("llama")
     model.config.image_token_id = VOCAB + 3
-    vocabulary_of(model).check_ids(_batch(value=VOCAB + 3))
+    check_ids(model, _batch(value=VOCAB + 3))
     with pytest.raises(fs.BatchError):
-        vocabulary_of(model).check_ids(_batch(value=VOCAB + 2))
+        check_ids(model, _batch(value=VOCAB + 2))
     model.config.image_token_id, model.config.eos_token_id = None, VOCAB + 3
     with pytest.raises(fs.BatchError):
-        vocabulary_of(model).check_ids(_batch(value=VOCAB + 3))
+        check_ids(model, _batch(value=VOCAB + 3))
 
 
 def _tokenizer() -> Any:
