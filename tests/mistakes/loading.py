@@ -127,8 +127,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "computed buffers in the master dtype under 16-bit compute",
         "shard/float32_modules.py",
-        "        if is_buffer and dtypes.get(name) == dtype != tensor.dtype and not _matches(name, patterns):\n",
-        "        if False:\n",
+        "is_buffer = not isinstance(tensor, nn.Parameter)",
+        "is_buffer = False",
         ("tests/shard/test_kept.py",),
     ),
     Mistake(

@@ -63,27 +63,13 @@ def _spread(rows: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]) ->
 
 
 @contextmanager
-def uncompiled() -> Iterator[None]:
-    """Context in which nothing is compiled and no compiled code runs: shapes of probes never come again.
-
-    torch's ``set_stance`` takes effect when it is called, not when its ``with`` block begins. An error in
-    between would leave the process without compiled code; hence this wrapper.
-    """
-    # Importing dynamo takes seconds, and nothing can be compiled where nobody has.
-    can_compile = "torch._dynamo" in sys.modules
-    with torch.compiler.set_stance("force_eager") if can_compile else nullcontext():
-        yield
-
-
-@contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
-    """Context that leaves a model as it was, whatever forwards run inside.
+def probed(model: nn.Module) -> Iterator[None]:
+    """Context of forwards that leave a model as it was: in eval mode, without gradients, uncompiled.
 
     It restores the mode of each module, its buffers and their contents, its attributes that are plain values
     or tensors, and the random number generators of the model's devices and of the host. New attributes of
     these kinds are removed: dynamic RoPE, for instance, stores the length of the longest row so far as a
-    0-dim tensor, which changes later rows. A sharded model is resharded, before and after. Gradients are not
-    restored; use ``no_grad``.
+    0-dim tensor, which changes later rows. A sharded model is resharded, before and after.
     """
     reshard(model)
     devices = {tensor.device for tensor in named_tensors(model).values()} | {compute_device(model)}
@@ -94,8 +80,16 @@ def preserved(model: nn.Module) -> Iterator[None]:
         for tensor in (*plain.values(), *buffers.values())
         if isinstance(tensor, torch.Tensor) and not tensor.is_meta
     ]
+    # Shapes of probes never come again. Importing dynamo takes seconds, where nobody has compiled anything.
+    can_compile = "torch._dynamo" in sys.modules
     try:
-        with unmoved(devices):
+        # set_stance takes effect when it is called, so that nothing may fail between it and its block.
+        with (
+            unmoved(devices),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager") if can_compile else nullcontext(),
+        ):
+            model.eval()
             yield
     finally:
         for module, plain, buffers in found:

@@ -158,9 +158,8 @@ def refuse_hooks(model: torch.nn.Module, *, are_shards: bool) -> None:
 def compute_device(model: torch.nn.Module) -> torch.device:
     """The device on which ``model`` computes, which with CPU offload is not that of its shards."""
     mesh = mesh_of(model)
-    if mesh is not None:
-        if mesh.device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device(mesh.device_type, torch.accelerator.current_device_index())
-    parameter = next(model.parameters(), None)
-    return parameter.device if parameter is not None else torch.device("cpu")
+    if mesh is None:
+        return next(model.parameters(), torch.empty(0)).device
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.forward import no_cache, preserved, uncompiled
+from fsdp_sft._model.forward import no_cache, probed
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.view import record_of, unwrapped
@@ -86,8 +86,7 @@ def left_padding_error(model: nn.Module, with_positions: bool = False) -> float:
     padded = torch.cat([row.new_zeros(1, _PADDING), row], 1)
     mask = (torch.arange(padded.shape[1]) >= _PADDING).long()[None]
     logits = []
-    with preserved(model), torch.no_grad(), uncompiled():
-        model.eval()
+    with probed(model):
         for ids, seen in ((row, torch.ones_like(row)), (padded, mask)):
             inputs = {"input_ids": ids, "attention_mask": seen}
             if with_positions:

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.forward import forward_parameters, no_cache, preserved, uncompiled
+from fsdp_sft._model.forward import forward_parameters, no_cache, probed
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._model.twin import rotations_by_length, text_config
 from fsdp_sft._model.view import record_of, unwrapped
@@ -223,8 +223,7 @@ def verify(
                 "that, or train without packing"
             )
         separate_rows(model)
-        with preserved(model), torch.no_grad(), uncompiled():
-            model.eval()
+        with probed(model):
             report = _measure(model, max(max_length, _SHORTEST_PROBE))
         told = _judge(model, report, untold_is_error)
     except Exception as caught:
