@@ -1,5 +1,6 @@
 """Ids without a row are refused on the host, on all ranks, before anything has changed."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,13 +23,11 @@ def _batch(key: str = "input_ids", value: int = VOCAB) -> dict[str, torch.Tensor
     return batch
 
 
-def _rows(model: nn.Module) -> tuple[int | None, int | None]:
-    return (
-        rows_of(model, "get_input_embeddings", nn.Embedding),
-        rows_of(model, "get_output_embeddings", nn.Linear),
-    )
-
-
+TOKENIZER: Any = SimpleNamespace(pad_token_id=0, is_fast=True)
+LAYERS: dict[str, type[nn.Module]] = {
+    "get_input_embeddings": nn.Embedding,
+    "get_output_embeddings": nn.Linear,
+}
 WRONG = [("input_ids", VOCAB), ("input_ids", -1), ("labels", VOCAB), ("labels", -1)]
 
 
@@ -69,17 +68,15 @@ def test_one_rank_with_an_id_too_many(kind: str) -> None:
     ids=str,
 )
 def test_the_rows_are_seen_through_adapters(overrides: dict[str, Any]) -> None:
-    pytest.importorskip("peft", reason="adapters need the 'peft' extra")
+    peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
     options = {"target_modules": ["q_proj"], **overrides}
-    import peft
-
     model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, task_type="CAUSAL_LM", **options))
-    assert _rows(model) == (VOCAB, VOCAB)
+    assert [rows_of(model, *layer) for layer in LAYERS.items()] == [VOCAB, VOCAB]
 
 
 def test_of_models_from_elsewhere_nothing_is_known() -> None:
     model = nn.Sequential(nn.Embedding(4, 4))
-    assert _rows(model) == (None, None)
+    assert [rows_of(model, *layer) for layer in LAYERS.items()] == [None, None]
     check_ids(model, _batch())
 
 
@@ -107,18 +104,12 @@ def test_ids_of_images_may_lie_beyond_the_rows() -> None:
         check_ids(model, _batch(value=VOCAB + 3))
 
 
-def _tokenizer() -> Any:
-    from types import SimpleNamespace
-
-    return SimpleNamespace(pad_token_id=0, is_fast=True)
-
-
 def test_the_collator_refuses_earlier() -> None:
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [1, 7], "labels": [1, 7]}]
-    assert fs.SFTCollator(_tokenizer(), max_length=8, vocab_size=8)(rows)["input_ids"].shape == (2, 3)
-    collate = fs.SFTCollator(_tokenizer(), max_length=8, vocab_size=7)
+    assert fs.SFTCollator(TOKENIZER, max_length=8, vocab_size=8)(rows)["input_ids"].shape == (2, 3)
+    collate = fs.SFTCollator(TOKENIZER, max_length=8, vocab_size=7)
     with pytest.raises(fs.BatchError, match=r"input_ids has 7 \(position 1\).*0 to 6"):
         collate(rows)
     for size in (0, True, 1.5):
         with pytest.raises(ValueError, match="vocab_size"):
-            fs.SFTCollator(_tokenizer(), max_length=8, vocab_size=size)  # type: ignore[arg-type]
+            fs.SFTCollator(TOKENIZER, max_length=8, vocab_size=size)  # type: ignore[arg-type]

@@ -61,12 +61,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def with_wrappers(model: nn.Module) -> list[nn.Module]:
     """The wrappers around a model that change no result, outermost first, and the model itself."""
-    found: list[nn.Module] = []
-    inner: Any = model
-    while isinstance(inner, nn.Module):
-        found.append(inner)
-        kinds = [cls.__name__ for cls in type(inner).__mro__ if cls.__name__ in _INSIDE]
-        inner = getattr(inner, _INSIDE[kinds[0]], None) if kinds else None
+    found = [model]
+    while kinds := [cls.__name__ for cls in type(found[-1]).__mro__ if cls.__name__ in _INSIDE]:
+        found.append(getattr(found[-1], _INSIDE[kinds[0]]))
     return found
 
 
