@@ -80,7 +80,10 @@ def _by_class(model: nn.Module, names: set[str]) -> dict[str, nn.Module]:
 
 def _by_module_list(model: nn.Module) -> dict[str, nn.Module]:
     """The elements of the outermost module lists that hold blocks."""
-    lists = dict(_outermost_lists(model))
+    lists: dict[str, nn.Module] = {}
+    for fqn, module in model.named_modules():
+        if fqn and not _inside(fqn, lists) and _is_block_list(module):
+            lists[fqn] = module
     names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     named = {fqn for fqn, m in lists.items() if any(_is_one_of(inner, names) for inner in m.modules())}
     if names and not named:
@@ -96,10 +99,9 @@ def _elements(fqn: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]
     for name, element in container.named_children():
         if not is_never_called(element):
             yield f"{fqn}.{name}", element
-            continue
-        for path, inner in _elements(f"{fqn}.{name}", element):
-            if next(inner.parameters(), None) is not None:
-                yield path, inner
+        else:
+            inner = _elements(f"{fqn}.{name}", element)
+            yield from ((path, m) for path, m in inner if next(m.parameters(), None) is not None)
 
 
 def is_never_called(module: nn.Module) -> bool:
@@ -107,15 +109,6 @@ def is_never_called(module: nn.Module) -> bool:
     cls = type(module)
     own_call = cls.__call__ is not nn.Module.__call__ or "forward" in module.__dict__
     return cls.forward is nn.Module.forward and not own_call
-
-
-def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(FQN, container) of the block lists that are inside no other block list."""
-    found: set[str] = set()
-    for fqn, module in model.named_modules():
-        if fqn and not _inside(fqn, found) and _is_block_list(module):
-            found.add(fqn)
-            yield fqn, module
 
 
 def _is_block_list(module: nn.Module) -> bool:
@@ -157,9 +150,12 @@ def towers_of(model: nn.Module) -> list[str]:
     """
     inner: Any = base_of(unwrapped(model))
     config = getattr(inner, "config", None)
-    if config is None or not hasattr(config, "get_text_config") or not hasattr(inner, "get_decoder"):
-        return []
-    if getattr(config, "is_encoder_decoder", False) or config.get_text_config(decoder=True) is config:
+    if (
+        not hasattr(config, "get_text_config")
+        or not hasattr(inner, "get_decoder")
+        or getattr(config, "is_encoder_decoder", False)
+        or config.get_text_config(decoder=True) is config
+    ):
         return []
     base = getattr(inner, "base_model", inner)
     text = [inner.get_decoder(), inner.get_input_embeddings(), inner.get_output_embeddings()]

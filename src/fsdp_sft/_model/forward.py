@@ -80,14 +80,13 @@ def probed(model: nn.Module) -> Iterator[None]:
         for tensor in (*plain.values(), *buffers.values())
         if isinstance(tensor, torch.Tensor) and not tensor.is_meta
     ]
-    # Shapes of probes never come again. Importing dynamo takes seconds, where nobody has compiled anything.
-    can_compile = "torch._dynamo" in sys.modules
     try:
-        # set_stance takes effect when it is called, so that nothing may fail between it and its block.
+        # Shapes of probes never come again. set_stance takes effect when it is called, so that nothing may
+        # fail between it and its block; importing dynamo takes seconds, where nobody has compiled anything.
         with (
             unmoved(devices),
             torch.no_grad(),
-            torch.compiler.set_stance("force_eager") if can_compile else nullcontext(),
+            torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext(),
         ):
             model.eval()
             yield

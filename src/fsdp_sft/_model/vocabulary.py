@@ -27,7 +27,7 @@ def check_ids(model: nn.Module, batch: Mapping[str, Any]) -> None:
     """
     rows = rows_of(model, "get_input_embeddings", nn.Embedding)
     if rows is not None:
-        _check("input_ids", batch.get("input_ids"), rows, _name(model), partial(_placeholders, model))
+        _check("input_ids", batch.get("input_ids"), rows, model, partial(_placeholders, model))
 
 
 def check_labels(model: nn.Module, batch: Mapping[str, Any], keys: Collection[str], ignored: int) -> None:
@@ -38,7 +38,7 @@ def check_labels(model: nn.Module, batch: Mapping[str, Any], keys: Collection[st
     """
     rows = rows_of(model, "get_output_embeddings", nn.Linear)
     for key in keys if rows is not None else ():
-        _check(key, batch.get(key), rows or 0, _name(model), lambda: {ignored})
+        _check(key, batch.get(key), rows or 0, model, lambda: {ignored})
 
 
 def check_row(ids: Any, vocab_size: int) -> None:
@@ -48,7 +48,7 @@ def check_row(ids: Any, vocab_size: int) -> None:
         BatchError: For the first such id; the message names it and its place.
     """
     if len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
-        _check("input_ids", torch.tensor(list(ids), dtype=torch.int64), vocab_size, "the model", set)
+        _check("input_ids", torch.tensor(list(ids), dtype=torch.int64), vocab_size, None, set)
 
 
 def rows_of(model: nn.Module, getter: str, kind: type[nn.Module]) -> int | None:
@@ -68,10 +68,6 @@ def rows_of(model: nn.Module, getter: str, kind: type[nn.Module]) -> int | None:
     return int(layer.weight.shape[0]) if layer is not None else None
 
 
-def _name(model: nn.Module) -> str:
-    return type(unwrapped(model)).__name__.removeprefix("FSDP")
-
-
 def _placeholders(model: nn.Module) -> set[int]:
     """Ids of images and the like in a model's config."""
     config: Any = getattr(unwrapped(model), "config", None)
@@ -79,7 +75,9 @@ def _placeholders(model: nn.Module) -> set[int]:
     return {value for key, value in fields.items() if isinstance(value, int) and _PLACEHOLDER.search(key)}
 
 
-def _check(name: str, ids: Any, rows: int, owner: str, allowed: Callable[[], Collection[int]]) -> None:
+def _check(
+    name: str, ids: Any, rows: int, model: nn.Module | None, allowed: Callable[[], Collection[int]]
+) -> None:
     """Raise BatchError for the first id that is neither a row nor allowed."""
     if not isinstance(ids, torch.Tensor) or ids.dtype not in _INTEGERS or not ids.numel():
         return
@@ -91,6 +89,7 @@ def _check(name: str, ids: Any, rows: int, owner: str, allowed: Callable[[], Col
     place = [int(index) for index in outside.nonzero()[0]]
     axes = ["row", *["index"] * (len(place) - 2), "position"][-len(place) :]
     where = ", ".join(f"{axis} {index}" for axis, index in zip(axes, place, strict=True))
+    owner = "the model" if model is None else type(unwrapped(model)).__name__.removeprefix("FSDP")
     advice = (
         "is the tokenizer that of this model? For tokens added to it load with new_vocab_size=len(tokenizer)"
         if name == "input_ids"
