@@ -149,7 +149,7 @@ def towers_of(model: nn.Module) -> list[str]:
     without.
     """
     inner: Any = base_of(unwrapped(model))
-    config = getattr(inner, "config", None)
+    config: Any = getattr(inner, "config", None)
     if (
         not hasattr(config, "get_text_config")
         or not hasattr(inner, "get_decoder")

@@ -57,7 +57,9 @@ def describe_sharding(model: nn.Module) -> str:
         )
         if own:
             rows.setdefault(row, []).append(fqn or "(root)")
-    table = [("group", "x", "parameters", "trainable", "local bytes", "dtype", "placements")]
+    table: list[tuple[str, ...]] = [
+        ("group", "x", "parameters", "trainable", "local bytes", "dtype", "placements")
+    ]
     for cells, fqns in rows.items():
         names = fqns[0] if len(fqns) == 1 else f"{fqns[0]} ... {fqns[-1]}"
         table.append((names, str(len(fqns)), *cells[1:]))
