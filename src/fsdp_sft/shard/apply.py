@@ -58,16 +58,16 @@ def shard_model(
 
     Each shard is cast after its block has been split, so a rank casts 1/N of the bytes and never holds a
     block in the master dtype. An embedding and a head that are tied, or whose weight the model uses without
-    calling them, lie in the root's group, which stays gathered for the whole step. Modules that plain
-    transformers keeps in float32 under the policy's compute dtype compute in float32 here; a warning names
-    those for which that is not possible. Other floating-point buffers of transformers models take the dtype
-    that they have in a plain model of the compute dtype. Blocks of such models do not cast their inputs,
-    because plain models do not either.
+    calling them, lie in the root's group, which stays gathered for the whole step. Parameters that plain
+    transformers keeps in float32 under the policy's compute dtype compute in float32 here, gathered beside
+    the others of their group; a warning names those that it keeps so under float16 alone. Other
+    floating-point buffers of transformers models take the dtype that they have in a plain model of the
+    compute dtype. Blocks of such models do not cast their inputs, because plain models do not either.
 
     A parameter is sharded along its first dimension. If that would give some rank more than 1.05 times the
     mean, it is sharded along the first dimension whose size the number of ranks divides; 8 experts thus lie
-    evenly on 64 ranks. FSDP2 copies such a parameter, and its gradient, once more. Where shards are
-    uneven, rank 0 has the most.
+    evenly on 64 ranks. FSDP2 copies such a parameter, and its gradient, once more. Where shards are uneven,
+    rank 0 has the most.
 
     A model whose groups the caller has made with ``fully_shard`` needs no call of this: ``train_step``,
     ``evaluate``, checkpoints and exports take it as it is.
