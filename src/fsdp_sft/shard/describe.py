@@ -35,7 +35,7 @@ def describe_sharding(model: nn.Module) -> str:
         group                              x  parameters  trainable  local bytes  dtype    placements
         (root)                             1  33,536      33,536     134,144      float32  (Shard(dim=0),)
         model.layers.0 ... model.layers.3  4  197,120     197,120    788,480      float32  (Shard(dim=0),)
-        822,016 parameters, 3,288,064 bytes on this rank, ... mesh (dp_shard=1) on cpu
+        822,016 parameters, 3,288,064 bytes on this rank, mesh (dp_shard=1) on cpu
     """
     mesh = mesh_of(model)
     if mesh is None:
