@@ -103,7 +103,6 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "reshard 2": (4, 2, {"reshard_after_forward": 2}),
     "offload": (2, 2, {"offload_policy": CPUOffloadPolicy()}),
     "frozen embedding": (2, 2, {"prepare": "freeze"}),
-    "prefetch": (2, 1, {"prefetch": 2}),
     "losses of tokens": (2, 3, {"of_tokens": True, "accumulate": "none"}),
     "losses of tokens, offload": (2, 2, {"of_tokens": True, "offload_policy": CPUOffloadPolicy()}),
     "sac": (2, 2, {"prepare": "sac"}),

@@ -1,8 +1,7 @@
 """The public names, by the module that owns them: for type checkers, and for ``__getattr__``."""
 
 from fsdp_sft._model.adapters import add_adapters as add_adapters
-from fsdp_sft._model.blocks import find_blocks as find_blocks
-from fsdp_sft._model.towers import freeze_towers as freeze_towers
+from fsdp_sft._model.blocks import find_blocks as find_blocks, freeze_towers as freeze_towers
 from fsdp_sft._ranks.init import init_distributed as init_distributed
 from fsdp_sft._ranks.launch import DistributedContext as DistributedContext
 from fsdp_sft._ranks.mesh import build_mesh as build_mesh

@@ -33,7 +33,7 @@ AXES: dict[str, tuple[str, ...]] = {
         *("single", "1", "fsdp 2", "fsdp 3", "hsdp 2x2", "replicas 2", "torch DDP 2", "cp 2"),
         "cp 2 fsdp 2",
     ),
-    "sharding": ("as needed", "kept after the forward", "prefetched", "offloaded"),
+    "sharding": ("as needed", "kept after the forward", "offloaded"),
     "precision": ("float32", "bfloat16", "float16 with scaler"),
     "sac": ("0", "1/3", "1", "operations", "2/3 operations", "1/3 offloaded"),
     "compile": ("no", "blocks", "fullgraph"),

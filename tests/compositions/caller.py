@@ -214,7 +214,6 @@ def _sharding(draw: Draw) -> dict[str, Any]:
     policy = None if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     manners: dict[str, dict[str, Any]] = {
         "kept after the forward": {"reshard_after_forward": False},
-        "prefetched": {"prefetch": 2},
         "offloaded": {"offload_policy": CPUOffloadPolicy()},
     }
     packed = {} if draw["frozen"] == "in its dtype" else {"frozen_dtype": draw["frozen"]}

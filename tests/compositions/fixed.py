@@ -2,7 +2,7 @@
 
 EQUAL: list[dict[str, str]] = [
     {
-        "sharding": "prefetched",
+        "sharding": "kept after the forward",
         "architecture": "learned positions",
         "start": "load_pretrained",
         "mesh": "1",
@@ -247,9 +247,10 @@ REFUSED: dict[str, dict[str, str]] = {
         "batches": "packed",
     },
     "operations kept in blocks that have groups of their own": {
-        "mesh": "1",
-        "architecture": "float32 modules",
-        "precision": "float16 with scaler",
+        "mesh": "fsdp 2",
+        "architecture": "moe",
+        "start": "load_pretrained",
+        "expert ranks": "2",
         "sac": "operations",
     },
     "adapters that peft put into a model without weights": {

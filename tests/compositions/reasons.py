@@ -109,18 +109,8 @@ REASONS: tuple[Reason, ...] = (
         "operations kept in blocks that have groups of their own",
         "UnsupportedModelError",
         r"sharded as a group of its own",
-        lambda draw: (
-            _is(draw, sac=("operations", "2/3 operations"))
-            and (
-                draw["expert ranks"] != "1"
-                or _is(
-                    draw,
-                    architecture=("float32 modules", "encoder-decoder"),
-                    precision="float16 with scaler",
-                )
-            )
-        ),
-        ("sac", "architecture", "precision", "expert ranks"),
+        lambda draw: _is(draw, sac=("operations", "2/3 operations")) and draw["expert ranks"] != "1",
+        ("sac", "expert ranks"),
         "call `apply_sac` without `save=`, or leave these blocks out",
     ),
     Reason(

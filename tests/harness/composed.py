@@ -8,7 +8,7 @@ import torch
 import fsdp_sft as fs
 
 _BUILD = ("revision", "attn_implementation", "trust_remote_code", "new_vocab_size")
-_SHARD = ("mp_policy", "reshard_after_forward", "offload_policy", "prefetch", "ep_size")
+_SHARD = ("mp_policy", "reshard_after_forward", "offload_policy", "ep_size")
 _LOAD = ("missing", "unexpected")
 
 

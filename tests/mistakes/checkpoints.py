@@ -61,7 +61,7 @@ MISTAKES = [
     ),
     Mistake(
         "a quantised model is sharded",
-        "_model/quantised.py",
+        "_model/twin.py",
         '        if config is None or not getattr(module, "is_quantized", False):',
         "        if True:",
         ("tests/export/test_readback.py",),

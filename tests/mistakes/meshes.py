@@ -17,15 +17,15 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "an embedding is gathered for a backward that needs the ids alone",
         "shard/units.py",
-        "    embedding.set_unshard_in_backward(needs_weight_in_backward(embedding))\n",
+        "        sharded.set_unshard_in_backward(needs_weight_in_backward(sharded))\n",
         "",
         ("tests/shard/test_embeddings.py",),
     ),
     Mistake(
         "reshard() of the root leaves the head gathered",
-        "shard/units.py",
-        "functools.partial(_reshard, model, *beside)",
-        "functools.partial(_reshard, model)",
+        "shard/apply.py",
+        "functools.partial(reshard_together, model, *beside)",
+        "functools.partial(reshard_together, model)",
         ("tests/shard/test_embeddings.py",),
     ),
     Mistake(

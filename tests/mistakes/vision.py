@@ -82,14 +82,14 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a cache is filled where a forward does not name it",
-        "_model/inputs.py",
+        "_model/forward.py",
         "taken = {} if inner is None else forward_parameters(inner)",
         "taken = {}",
         ("tests/model/test_inputs.py",),
     ),
     Mistake(
         "a text model's positions are those of images alone",
-        "_model/inputs.py",
+        "_model/forward.py",
         "partial(_spread, axes + 1)",
         "partial(_spread, axes)",
         ("tests/model/test_inputs.py",),

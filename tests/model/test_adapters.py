@@ -198,10 +198,12 @@ def test_what_cannot_be_done_says_what_to_do(tmp_path: Path) -> None:
     for overrides, word in (
         ({"use_dora": True}, "use_dora"),
         ({"init_lora_weights": "pissa"}, "pissa"),
-        ({"target_modules": ["embed_tokens"]}, "embedding"),
     ):
         with pytest.raises(ValueError, match=f"{word}.*from_pretrained"):
             fs.add_adapters(fs.build_meta_model(tmp_path / "base"), _config(**overrides))
+    base, embeddings = fs.build_meta_model(tmp_path / "base"), _config(target_modules=["embed_tokens"])
+    with pytest.raises(fs.CheckpointMismatchError, match=r"lora_embedding_A.*from_pretrained"):
+        fs.load_weights(fs.add_adapters(base, embeddings), tmp_path / "base")
     tied = fs.add_adapters(tiny_model("qwen2-tied"), _config(target_modules=["embed_tokens"]))
     with pytest.raises(ValueError, match=r"tied.*export_adapter"):
         fs.export_hf(tied, tmp_path / "tied")

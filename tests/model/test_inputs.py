@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from fsdp_sft._model.inputs import no_cache
+from fsdp_sft._model.forward import no_cache
 from tests.harness.device import device_here, mesh_here
 from tests.harness.long_rows import PACKED, batch_of, plain_gradients, rows_of
 from tests.harness.models import full, largest_error, tiny_model

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fsdp_sft as fs
-from fsdp_sft._model.preserved import preserved
+from fsdp_sft._model.forward import probed
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.twin import meta_twin, tied_meta_twin
 from fsdp_sft._model.view import named_tensors
@@ -121,7 +121,7 @@ def test_whatever_a_forward_changes_is_put_back() -> None:
     model[1].eval()
     before, identities = _state(model), {n: id(b) for n, b in model.named_buffers()}
     torch.manual_seed(3)
-    with preserved(model), torch.no_grad():
+    with probed(model):
         model.train()
         model(torch.ones(3))
         assert _changed(before, _state(model)) != []
@@ -135,7 +135,7 @@ def test_whatever_a_forward_changes_is_put_back() -> None:
 def test_an_error_in_the_block_leaves_the_model_as_it_was_too() -> None:
     model = Restless()
     before = _state(model)
-    with pytest.raises(ZeroDivisionError), preserved(model):
+    with pytest.raises(ZeroDivisionError), probed(model):
         model(torch.ones(3))
         raise ZeroDivisionError
     assert _changed(before, _state(model)) == []

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from fsdp_sft._model.towers import towers_of
+from fsdp_sft._model.blocks import towers_of
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import plain
 from tests.harness.models import full, oracle_loss, ragged_batches, tiny_model

@@ -1,5 +1,6 @@
 """Ids without a row are refused on the host, on all ranks, before anything has changed."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_sft as fs
-from fsdp_sft._model.vocabulary import vocabulary_of
+from fsdp_sft._model.vocabulary import check_ids, rows_of
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import VOCAB, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
@@ -22,6 +23,11 @@ def _batch(key: str = "input_ids", value: int = VOCAB) -> dict[str, torch.Tensor
     return batch
 
 
+TOKENIZER: Any = SimpleNamespace(pad_token_id=0, is_fast=True)
+LAYERS: dict[str, type[nn.Module]] = {
+    "get_input_embeddings": nn.Embedding,
+    "get_output_embeddings": nn.Linear,
+}
 WRONG = [("input_ids", VOCAB), ("input_ids", -1), ("labels", VOCAB), ("labels", -1)]
 
 
@@ -62,20 +68,16 @@ def test_one_rank_with_an_id_too_many(kind: str) -> None:
     ids=str,
 )
 def test_the_rows_are_seen_through_adapters(overrides: dict[str, Any]) -> None:
-    pytest.importorskip("peft", reason="adapters need the 'peft' extra")
+    peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
     options = {"target_modules": ["q_proj"], **overrides}
-    import peft
-
     model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, task_type="CAUSAL_LM", **options))
-    vocabulary = vocabulary_of(model)
-    assert (vocabulary.embedding, vocabulary.head) == (VOCAB, VOCAB)
+    assert [rows_of(model, *layer) for layer in LAYERS.items()] == [VOCAB, VOCAB]
 
 
 def test_of_models_from_elsewhere_nothing_is_known() -> None:
     model = nn.Sequential(nn.Embedding(4, 4))
-    vocabulary = vocabulary_of(model)
-    assert (vocabulary.embedding, vocabulary.head) == (None, None)
-    vocabulary.check_ids(_batch())
+    assert [rows_of(model, *layer) for layer in LAYERS.items()] == [None, None]
+    check_ids(model, _batch())
 
 
 def test_a_loss_of_ones_own_has_labels_of_its_own() -> None:
@@ -94,26 +96,20 @@ def test_ids_of_images_may_lie_beyond_the_rows() -> None:
     """As PaliGemma and Gemma 3 have them: such ids are replaced before they are looked up."""
     model = tiny_model("llama")
     model.config.image_token_id = VOCAB + 3
-    vocabulary_of(model).check_ids(_batch(value=VOCAB + 3))
+    check_ids(model, _batch(value=VOCAB + 3))
     with pytest.raises(fs.BatchError):
-        vocabulary_of(model).check_ids(_batch(value=VOCAB + 2))
+        check_ids(model, _batch(value=VOCAB + 2))
     model.config.image_token_id, model.config.eos_token_id = None, VOCAB + 3
     with pytest.raises(fs.BatchError):
-        vocabulary_of(model).check_ids(_batch(value=VOCAB + 3))
-
-
-def _tokenizer() -> Any:
-    from types import SimpleNamespace
-
-    return SimpleNamespace(pad_token_id=0, is_fast=True)
+        check_ids(model, _batch(value=VOCAB + 3))
 
 
 def test_the_collator_refuses_earlier() -> None:
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [1, 7], "labels": [1, 7]}]
-    assert fs.SFTCollator(_tokenizer(), max_length=8, vocab_size=8)(rows)["input_ids"].shape == (2, 3)
-    collate = fs.SFTCollator(_tokenizer(), max_length=8, vocab_size=7)
+    assert fs.SFTCollator(TOKENIZER, max_length=8, vocab_size=8)(rows)["input_ids"].shape == (2, 3)
+    collate = fs.SFTCollator(TOKENIZER, max_length=8, vocab_size=7)
     with pytest.raises(fs.BatchError, match=r"input_ids has 7 \(position 1\).*0 to 6"):
         collate(rows)
     for size in (0, True, 1.5):
         with pytest.raises(ValueError, match="vocab_size"):
-            fs.SFTCollator(_tokenizer(), max_length=8, vocab_size=size)  # type: ignore[arg-type]
+            fs.SFTCollator(TOKENIZER, max_length=8, vocab_size=size)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ import pytest
 import transformers as tf
 
 import fsdp_sft as fs
-from fsdp_sft._model.towers import towers_of
+from fsdp_sft._model.blocks import towers_of
 from fsdp_sft.planner.model import build_skeleton
 from tests.harness.multimodal import CONFIGS, TEXT, tiny
 

@@ -46,7 +46,7 @@ def _trained(model: Any, grad_sync: Any) -> list[Any]:
 def _compare() -> None:
     cases: list[tuple[str, Any, dict[str, Any]]] = [
         ("llama", "each", {}),
-        ("llama", "last", {"prefetch": 2}),
+        ("llama", "last", {}),
         ("mixtral", "each", {"reshard_after_forward": False}),
     ]
     for family, grad_sync, options in cases:

@@ -1,9 +1,5 @@
 """Methods of transformers and peft that would write, send or change one rank's shards."""
 
-import copy
-import io
-import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -56,29 +52,3 @@ def _gathered(folder: Path) -> None:
 
 def test_values_that_were_gathered_are_saved(tmp_path: Path) -> None:
     run_distributed(_gathered, 2, tmp_path)
-
-
-def _pickled() -> None:
-    model: Any = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
-    shards = model.state_dict()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert list(copy.deepcopy(shards)) == list(shards)
-        model.load_state_dict(shards)
-    shared = fs.init_distributed().world_size > 1
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        torch.save(shards, file := io.BytesIO())
-        pickle.dumps({"model": shards})
-    assert [str(one.message).partition(",")[0] for one in said] == (
-        ["these are the shards of one rank"] * 2 if shared else []
-    )
-    file.seek(0)
-    again = torch.load(file, weights_only=False)
-    assert list(again) == list(shards)
-    assert type(again).__name__ == "OrderedDict"
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_pickled_shards_are_said_to_be_one_ranks(ranks: int) -> None:
-    run_distributed(_pickled, ranks)

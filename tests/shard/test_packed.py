@@ -389,7 +389,6 @@ def _check_refused(folder: Path) -> None:
     assert re.search(
         r"bfloat16, float32, nf4 .*\n.*packed: 14 weights, [45]\.\d\d bits a value", table, re.DOTALL
     )
-    assert "model.embed_tokens.weight" in table.splitlines()[-1]
     shard = next(p for p in model.parameters() if isinstance(local_of(p), PackedShard))
     with pytest.raises(fs.UnsupportedModelError, match="kept packed"):
         shard.full_tensor()

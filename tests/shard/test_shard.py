@@ -243,9 +243,7 @@ def _check_nested_groups() -> None:
     expected = _own_loss_gradients(copy.deepcopy(plain), batch)
     blocks = fs.find_blocks(plain, block_cls="Linear") | fs.find_blocks(plain)
     assert len(blocks) > 3
-    model = fs.shard_model(
-        plain, mesh=_mesh(), mp_policy=FLOAT32, master_dtype=torch.float64, blocks=blocks, prefetch=1
-    )
+    model = fs.shard_model(plain, mesh=_mesh(), mp_policy=FLOAT32, master_dtype=torch.float64, blocks=blocks)
     assert largest_error(_own_loss_gradients(model, batch), expected) < 1e-10
 
 

@@ -174,7 +174,6 @@ def _described() -> str:
     return fs.describe_sharding(_model())
 
 
-def test_the_table_says_how_evenly(tmp_path: Path) -> None:
+def test_the_table_says_along_which_dimensions(tmp_path: Path) -> None:
     text = run_distributed(_described, 2)[0]
     assert "(Shard(dim=0),), (Shard(dim=1),)" in text
-    assert "the fullest rank has 1.00 times the mean" in text

@@ -11,7 +11,8 @@ PRIVATE = {
     f"{_FSDP}:FSDPModule": "_get_fsdp_state reset_iter_state",
     f"{_FSDP}._fully_shard._fsdp_state:FSDPState": "_fsdp_param_groups _is_root _mp_policy _training_state",
     f"{_FSDP}._fully_shard._fsdp_param_group:FSDPParamGroup": (
-        "fsdp_params gradient_divide_factor is_sharded is_sharded_post_forward offload_policy"
+        "device fsdp_params gradient_divide_factor is_sharded is_sharded_post_forward mesh_info modules "
+        "offload_policy post_forward_mesh_info"
     ),
     f"{_FSDP}._fully_shard._fsdp_param:FSDPParam": (
         "_init_extensions _module_info _sharded_param_data _sharded_post_forward_param _unsharded_param "
@@ -38,8 +39,7 @@ PRIVATE = {
     "torch.utils.data:DataLoader": "_iterator",
     "transformers:PreTrainedConfig": "_attn_implementation _experts_implementation",
     "transformers:PreTrainedModel": (
-        "_expand_parallel_plan _get_dtype_plan _gradient_checkpointing_func _keep_in_fp32_modules "
-        "_keep_in_fp32_modules_strict "
+        "_expand_parallel_plan _get_dtype_plan _gradient_checkpointing_func "
         "_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected _keys_to_ignore_on_save "
         "_mesh_manager _tied_weights_keys"
     ),

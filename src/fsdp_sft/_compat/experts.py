@@ -12,10 +12,8 @@ def experts_to_place(model: nn.Module) -> dict[str, int]:
     plan for the model. Only the private ``_expand_parallel_plan`` expands a plan to a
     model's layers.
     """
-    plan: dict[str, str] = getattr(model, "ep_plan", None) or {}
-    if not hasattr(model, "_expand_parallel_plan"):
-        return {}
-    expanded = model._expand_parallel_plan(plan)  # type: ignore[operator]
+    expand: Any = getattr(model, "_expand_parallel_plan", dict)
+    expanded: dict[str, str] = expand(getattr(model, "ep_plan", None) or {})
     dispatched = [name for name, style in expanded.items() if style == "ep_dispatch_experts"]
     return {name: len(next(model.get_submodule(name).parameters())) for name in dispatched}
 

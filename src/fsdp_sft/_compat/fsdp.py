@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,26 @@ def replaced_parameters(module: Any) -> list[tuple[nn.Module, str]]:
                 places += zip(info.shared_modules, info.shared_param_names, strict=True)
             found += [place for place in places if place[0]._parameters.get(place[1]) is not own]
     return found
+
+
+def compute_apart(module: Any, places: Collection[tuple[nn.Module, str]], policy: Any) -> None:
+    """Let some parameters of an FSDP2 module, by (module, name), compute by another policy than the others.
+
+    They are gathered and reduced beside the others, in a further group of the module. FSDP2 makes one for
+    each mesh that its parameters lie on (``_fsdp_param_groups``), and publicly for no other reason.
+    """
+    groups = module._get_fsdp_state()._fsdp_param_groups
+    for group in tuple(groups):
+        meshes = group.mesh_info, group.post_forward_mesh_info
+        beside = type(group)([], group.modules, *meshes, group.device, None, policy, group.offload_policy)
+        beside.fsdp_params = [
+            held
+            for held in group.fsdp_params
+            if (held._module_info.module, held._module_info.param_name) in places
+        ]
+        group.fsdp_params = [held for held in group.fsdp_params if held not in beside.fsdp_params]
+        groups.append(beside)
+    groups[:] = [group for group in groups if group.fsdp_params]
 
 
 def forget_held_back(model: nn.Module) -> None:

@@ -6,21 +6,17 @@ import torch
 from torch import nn
 
 
-def keep_in_float32_patterns(model: nn.Module) -> tuple[set[str], set[str]]:
-    """Patterns of names that transformers keeps in float32: (under float16 only, under bfloat16 as well).
+def float32_patterns(model: nn.Module, dtype: torch.dtype) -> set[str]:
+    """Patterns of names that transformers keeps in float32 in a model of that dtype.
 
-    ``_keep_in_fp32_modules`` and ``_keep_in_fp32_modules_strict`` are class attributes that no public
-    function reads; see ``PreTrainedModel`` in transformers' ``modeling_utils.py``.
+    It reads them from class attributes that no public function shows, in ``_get_dtype_plan``.
     """
-
-    def collected(attribute: str) -> set[str]:
-        names: set[str] = set()
-        for module in model.modules():
-            value: Any = getattr(module, attribute, None)
-            names.update([value] if isinstance(value, str) else value or ())
-        return names
-
-    return collected("_keep_in_fp32_modules"), collected("_keep_in_fp32_modules_strict")
+    return {
+        pattern
+        for module in model.modules()
+        if hasattr(module, "_get_dtype_plan")
+        for pattern in module._get_dtype_plan(dtype)  # type: ignore[operator]
+    }
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:
@@ -83,19 +79,18 @@ def initialise_computed(twin: nn.Module, missing: set[str]) -> dict[str, torch.T
         Values of all non-persistent buffers and of ``missing``, by name.
     """
     ties = set(tied_names(twin))
-    computed = {name for name, _ in twin.named_non_persistent_buffers()}  # type: ignore[operator]
-    values: dict[str, torch.Tensor] = {}
-    for name in [*computed, *(missing - ties)]:
+    wanted = {name for name, _ in twin.named_non_persistent_buffers()} | (missing - ties)  # type: ignore[operator]
+    for name in wanted:
         parent, _, leaf = name.rpartition(".")
         module = twin.get_submodule(parent)
         empty = torch.empty_like(getattr(module, leaf), device="cpu")
         value = nn.Parameter(empty, empty.is_floating_point()) if leaf in module._parameters else empty
         setattr(module, leaf, value)
     for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
-        if name not in computed and (name not in missing or name in ties):
+        if name not in wanted:
             tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     twin.initialize_weights()  # type: ignore[operator]
-    for name in [*computed, *(missing - ties)]:
-        parent, _, leaf = name.rpartition(".")
-        values[name] = getattr(twin.get_submodule(parent), leaf).detach()
-    return values
+    filled = dict(twin.named_parameters(remove_duplicate=False)) | dict(
+        twin.named_buffers(remove_duplicate=False)
+    )
+    return {name: filled[name].detach() for name in wanted}

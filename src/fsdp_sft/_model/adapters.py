@@ -5,7 +5,7 @@ Only ``add_adapters`` imports peft; others know its classes by their names.
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.towers import frozen_towers, pattern_of
+from fsdp_sft._model.blocks import frozen_towers, pattern_of
 from fsdp_sft._model.view import base_of, named_tensors, slot
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._process.words import answered
-from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
 if TYPE_CHECKING:
@@ -58,12 +57,8 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
     """
     from peft import get_peft_model
 
-    how = _initialised_from_base(peft_config)
-    if how is not None and any(p.is_meta for p in model.parameters()):
-        raise UnsupportedModelError(
-            f"{how} cannot be initialised on the meta device, without the base weights: load the base model "
-            "with transformers' from_pretrained, and then call add_adapters and shard_model"
-        )
+    if any(p.is_meta for p in model.parameters()):
+        refuse_initialised_from_base([peft_config])
     peft_config = _without_towers(peft_config, frozen_towers(model))
     with unmoved(seed=seed):  # peft draws on the CPU
         adapted = cast("PeftModel", get_peft_model(model, peft_config))
@@ -72,7 +67,7 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
         # peft makes adapters of parameters, such as those of experts, after all others.
         for fqn in sorted(layers, key=lambda fqn: _is_a(layers[fqn], "ParamWrapper")):
             for wrapper in reversed(_nested(layers[fqn])):
-                _initialise(fqn, wrapper, peft_config)
+                _initialise(wrapper, peft_config)
     return adapted
 
 
@@ -80,14 +75,10 @@ def _without_towers(peft_config: "PeftConfig", towers: tuple[str, ...]) -> "Peft
     """A configuration that puts no adapters into these modules; the same one if there are none."""
     if not towers or not hasattr(peft_config, "exclude_modules"):
         return peft_config
-    given = peft_config.exclude_modules
-    excluded = [pattern_of(towers)]
-    if isinstance(given, str):
-        excluded.append(given)
-    elif given:
-        excluded += [rf"(.*\.)?{re.escape(name)}" for name in given]
+    given = peft_config.exclude_modules or []
+    patterns = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in given]
     changed = copy.copy(peft_config)
-    changed.exclude_modules = "|".join(f"(?:{each})" for each in excluded)
+    changed.exclude_modules = "|".join(f"(?:{each})" for each in (pattern_of(towers), *patterns))
     return changed
 
 
@@ -134,25 +125,26 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     return _tuner_layers(base_of(model))
 
 
-def wrapped_names(base: nn.Module) -> set[str]:
-    """FQNs in a base model of what peft has wrapped: layers with adapters, and modules that it copies."""
-    return {*_tuner_layers(base), *_saved_modules(base)}
+def refuse_initialised_from_base(configs: Iterable[Any]) -> None:
+    """Refuse adapters that depend on the base weights they are made with, where these are to be loaded.
 
-
-def refuse_initialised_from_base(model: nn.Module) -> None:
-    """Refuse adapters that depend on the base weights they were made with, before others are loaded.
+    Args:
+        configs: Configurations of the adapters.
 
     Raises:
-        UnsupportedModelError: For adapters that were initialised from the base weights (DoRA, PiSSA, ...).
+        UnsupportedModelError: For adapters that are initialised from the base weights (DoRA, PiSSA, ...).
     """
-    configs: Any = getattr(model, "peft_config", None) if _tuner_layers(model) else None
-    for name, config in configs.items() if isinstance(configs, Mapping) else ():
-        how = _initialised_from_base(config)
-        if how is not None:
+    for config in configs:
+        given = getattr(config, "init_lora_weights", True)
+        ways = {
+            "use_dora": getattr(config, "use_dora", False),
+            "trainable_token_indices": getattr(config, "trainable_token_indices", None),
+            f"init_lora_weights={given!r}": not isinstance(given, bool) and given != "gaussian",
+        }
+        for how in (way for way, is_used in ways.items() if is_used):
             raise UnsupportedModelError(
-                f"adapter {name!r} was initialised from the base weights that it had ({how}), and would not "
-                "fit those that are loaded now: load the base model first, with from_pretrained, and then "
-                "call add_adapters"
+                f"{how} initialises adapters from the base weights, and these are loaded afterwards: load "
+                "the base model first, with from_pretrained, and then call add_adapters and shard_model"
             )
 
 
@@ -172,12 +164,6 @@ def copied_modules(model: nn.Module) -> set[nn.Module]:
         for wrapper in _saved_modules(model).values()
         if getattr(wrapper, "modules_to_save", None)
     }
-
-
-def copy_saved_modules(model: nn.Module) -> None:
-    """Copy the values of the original modules into the copies of ``modules_to_save``: each rank its part."""
-    for source, target in saved_copies(model):
-        local_of(target).copy_(local_of(source))
 
 
 @torch.no_grad()
@@ -282,31 +268,14 @@ def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
     )
 
 
-def _initialised_from_base(peft_config: Any) -> str | None:
-    """The option of a configuration that initialises adapters from the base weights; None if none does."""
-    if getattr(peft_config, "use_dora", False):
-        return "use_dora"
-    if getattr(peft_config, "trainable_token_indices", None):
-        return "trainable_token_indices"
-    how = getattr(peft_config, "init_lora_weights", True)
-    return None if isinstance(how, bool) or how == "gaussian" else f"init_lora_weights={how!r}"
-
-
-def _initialise(fqn: str, layer: Any, peft_config: Any) -> None:
+def _initialise(layer: Any, peft_config: Any) -> None:
     """Give the adapters of a layer on the meta device memory, and values drawn in the same order as by peft.
 
     peft makes adapters on the device of the base layer, so without values if that is the meta device.
     """
-    inside = {id(p) for p in layer.base_layer.parameters()}
-    empty = [name for name, p in layer.named_parameters() if p.is_meta and id(p) not in inside]
-    strange = [name for name in empty if not name.startswith(("lora_A.", "lora_B."))]
-    if strange:
-        raise UnsupportedModelError(
-            f"{fqn} is on the meta device, where {', '.join(strange)} cannot be initialised: adapters go to "
-            "linear layers and parameters there; load the base model with from_pretrained for others"
-        )
-    for name in layer.lora_A if empty else ():
-        for module in (layer.lora_A[name], layer.lora_B[name]):
-            module.to_empty(device="cpu")
-            module.reset_parameters()
-        layer.reset_lora_parameters(name, peft_config.init_lora_weights)
+    for name, first in getattr(layer, "lora_A", {}).items():
+        if first.weight.is_meta:
+            for module in (first, layer.lora_B[name]):
+                module.to_empty(device="cpu")
+                module.reset_parameters()
+            layer.reset_lora_parameters(name, peft_config.init_lora_weights)

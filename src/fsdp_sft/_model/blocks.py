@@ -1,5 +1,6 @@
-"""Find the repeated blocks of a model, which are sharded, checkpointed and compiled one by one."""
+"""Parts of a model: its repeated blocks, towers that text does not pass through, and configs."""
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -8,9 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_sft._model.view import checkpointed
+from fsdp_sft._model.view import base_of, checkpointed, record_of, unwrapped
+from fsdp_sft._ranks.agree import tell
 from fsdp_sft.errors import UnsupportedModelError
 
+_logger = logging.getLogger(__name__)
 # A module list with a smaller share than this of the largest list's parameters holds no blocks (Gemma3n has a
 # list of three projection matrices beside its 35 layers).
 _SMALLEST_SHARE = 0.1
@@ -77,7 +80,10 @@ def _by_class(model: nn.Module, names: set[str]) -> dict[str, nn.Module]:
 
 def _by_module_list(model: nn.Module) -> dict[str, nn.Module]:
     """The elements of the outermost module lists that hold blocks."""
-    lists = dict(_outermost_lists(model))
+    lists: dict[str, nn.Module] = {}
+    for fqn, module in model.named_modules():
+        if fqn and not _inside(fqn, lists) and _is_block_list(module):
+            lists[fqn] = module
     names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
     named = {fqn for fqn, m in lists.items() if any(_is_one_of(inner, names) for inner in m.modules())}
     if names and not named:
@@ -103,15 +109,6 @@ def is_never_called(module: nn.Module) -> bool:
     cls = type(module)
     own_call = cls.__call__ is not nn.Module.__call__ or "forward" in module.__dict__
     return cls.forward is nn.Module.forward and not own_call
-
-
-def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(FQN, container) of the block lists that are inside no other block list."""
-    found: set[str] = set()
-    for fqn, module in model.named_modules():
-        if fqn and not _inside(fqn, found) and _is_block_list(module):
-            found.add(fqn)
-            yield fqn, module
 
 
 def _is_block_list(module: nn.Module) -> bool:
@@ -144,26 +141,92 @@ def _inside(fqn: str, outer: Iterable[str]) -> bool:
     return any(fqn.startswith(f"{prefix}.") for prefix in outer)
 
 
+def towers_of(model: nn.Module) -> list[str]:
+    """FQNs of the outermost modules of a multimodal model that text does not pass through.
+
+    These are the modules of its base model, such as a vision tower and the projector after it, that have no
+    parameter of the text decoder or of the embeddings. Empty for a model of text alone, with an encoder or
+    without.
+    """
+    inner: Any = base_of(unwrapped(model))
+    config: Any = getattr(inner, "config", None)
+    if (
+        not hasattr(config, "get_text_config")
+        or not hasattr(inner, "get_decoder")
+        or getattr(config, "is_encoder_decoder", False)
+        or config.get_text_config(decoder=True) is config
+    ):
+        return []
+    base = getattr(inner, "base_model", inner)
+    text = [inner.get_decoder(), inner.get_input_embeddings(), inner.get_output_embeddings()]
+    used = {id(p) for module in text if module is not None for p in module.parameters()}
+    prefix = next(f"{name}." if name else "" for name, module in inner.named_modules() if module is base)
+    return [prefix + name for name in _outermost(base, used)]
+
+
+def _outermost(module: nn.Module, used: set[int]) -> Iterator[str]:
+    """Names of the outermost modules within one that have parameters, none of them among those used."""
+    for name, child in module.named_children():
+        own = {id(p) for p in child.parameters()}
+        if own and own.isdisjoint(used):
+            yield name
+        elif own - used:
+            yield from (f"{name}.{inner}" for inner in _outermost(child, used))
+
+
+def freeze_towers(model: nn.Module) -> list[str]:
+    """Freeze the vision and audio towers of a multimodal model, which training on text does not use.
+
+    Call it before ``add_adapters``, which then puts no adapters into them, and before ``shard_model``, whose
+    ``frozen_dtype`` their shards are stored in. A frozen tower still runs if a batch has images, and their
+    loss trains the text model alone. Nothing happens to a model of text alone, and nothing to experts of
+    images within the blocks (ERNIE-VL), which text gives no gradients.
+
+    Args:
+        model: A transformers model, materialised or on the meta device; not sharded.
+
+    Returns:
+        FQNs of what was frozen: towers and the projectors after them.
+
+    Example:
+        >>> model = fs.build_meta_model(path)
+        >>> fs.freeze_towers(model)  # a LLaVA: ['model.vision_tower', ...]
+        []
+    """
+    names = towers_of(model)
+    inner = base_of(unwrapped(model))
+    for name in names:
+        inner.get_submodule(name).requires_grad_(False)
+    record_of(inner).frozen_towers = tuple(names)
+    if names:
+        tell(_logger, "%s: %s frozen", type(inner).__name__, " and ".join(names))
+    return names
+
+
+def frozen_towers(model: nn.Module) -> tuple[str, ...]:
+    """FQNs of the towers that ``freeze_towers`` has frozen."""
+    return record_of(base_of(unwrapped(model))).frozen_towers
+
+
+def pattern_of(names: tuple[str, ...]) -> str:
+    """A regular expression that the FQNs of all within these modules match as a whole, and no others."""
+    return rf"(.*\.)?({'|'.join(map(re.escape, names)) or '(?!)'})(\..*)?"
+
+
 def configs_without_caches(model: nn.Module) -> list[Any]:
     """Configs of a model whose ``use_cache`` is off only because of activation checkpointing."""
     return [config for module in model.modules() for config in checkpointed(module).caches]
 
 
-def configs_of(model: nn.Module) -> Iterator[Any]:
+def configs_of(model: nn.Module) -> list[Any]:
     """Every config of the model's modules, with the nested ones of composite models."""
-    seen: set[int] = set()
-    waiting = [
-        config for module in model.modules() if (config := getattr(module, "config", None)) is not None
-    ]
-    while waiting:
-        config = waiting.pop()
-        if id(config) in seen or not hasattr(config, "__dict__"):
-            continue
-        seen.add(id(config))
-        yield config
-        waiting.extend(
-            value for name, value in vars(config).items() if name in getattr(config, "sub_configs", ())
-        )
+    seen: dict[int, Any] = {}
+    waiting: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    for config in waiting:  # which grows meanwhile
+        if id(config) not in seen and hasattr(config, "__dict__"):
+            seen[id(config)] = config
+            waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return list(seen.values())
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -73,16 +72,13 @@ def check_settings(folder: Path) -> None:
         CheckpointFormatError: If there is such a file.
     """
     for path in (path for pattern in _SETTINGS for path in folder.glob(pattern)):
-        try:
-            found = path.stat()
-        except OSError:
-            continue  # a link to nothing: whoever needs the file will say so
-        if stat.S_ISDIR(found.st_mode):
+        if path.is_dir() or not path.exists():  # of a link to nothing: whoever needs the file will say so
             continue
-        if not stat.S_ISREG(found.st_mode):
+        if not path.is_file():
             raise CheckpointFormatError(f"{path} is not a regular file")
-        if found.st_size > MAX_SETTINGS_BYTES and not path.name.endswith(".index.json"):
-            raise CheckpointFormatError(f"{path} has {found.st_size} bytes, more than {MAX_SETTINGS_BYTES}")
+        size = path.stat().st_size
+        if size > MAX_SETTINGS_BYTES and not path.name.endswith(".index.json"):
+            raise CheckpointFormatError(f"{path} has {size} bytes, more than {MAX_SETTINGS_BYTES}")
 
 
 @contextmanager

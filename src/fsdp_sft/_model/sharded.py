@@ -1,8 +1,9 @@
 """A sharded model: its mesh, its device, and the resharding of gathered parameters."""
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.fsdp import (
     forget_failed_iteration,
@@ -16,20 +17,11 @@ from fsdp_sft._compat.fsdp import (
 from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
 from fsdp_sft._model.view import record_of, replicas_of, replicated_by, unwrapped
 from fsdp_sft._ranks.agree import world_size
+from fsdp_sft._ranks.mesh import DP_REPLICATE, EP, PP, TP
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_sft._ranks.mesh import DP_REPLICATE, EP, PP, TP
-
-
-def remember_mesh(model: torch.nn.Module, mesh: "DeviceMesh") -> None:
-    """Note the mesh on which ``model`` was sharded."""
-    record_of(model).mesh = mesh
-
-
-def training_mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
+def training_mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
     """The mesh of a model that all ranks of the job train together; None for a model of this process alone.
 
     Raises:
@@ -45,7 +37,7 @@ def training_mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
     return mesh
 
 
-def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
+def mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
     """The mesh on which a model was sharded, or None for an ordinary model.
 
     For a model that ``shard_model`` has not sharded it is that of the parameters; inside
@@ -55,18 +47,7 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
         UnsupportedModelError: If the model is in a wrapper whose ranks cannot be determined, or is cut into
             stages of a pipeline or along layers (tensor parallelism).
     """
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-
-    def of_parameters() -> DeviceMesh | None:
-        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-        # With expert parallelism, experts are on a separate mesh, which does not show how rows are
-        # distributed. The largest mesh of the other parameters does.
-        dense = [mesh for mesh in meshes if EP not in (mesh.mesh_dim_names or ())]
-        return max(dense or meshes, key=lambda mesh: mesh.size(), default=None)
-
-    mesh: DeviceMesh | None = record_of(model).mesh or of_parameters()
+    mesh: DeviceMesh | None = record_of(model).mesh or _mesh_of_parameters(model)
     axes = set(native_axes(unwrapped(model))) | set(mesh.mesh_dim_names or () if mesh is not None else ())
     if others := axes & {PP, TP, EP}:
         raise UnsupportedModelError(
@@ -76,11 +57,11 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
         )
     if mesh is None and any(isinstance(module, FSDPModule) for module in model.modules()):
         reshard(model)  # gathered parameters are plain tensors
-        mesh = of_parameters()
+        mesh = _mesh_of_parameters(model)
     if mesh is not None and replicated_by(model) is None:
         return mesh
     replicas = replicas_of(model)
-    if mesh is not None and replicas is not None:
+    if mesh is not None:
         raise UnsupportedModelError(
             f"{type(unwrapped(model)).__name__} has sharded parameters inside DistributedDataParallel: ranks "
             "of two kinds, which cannot be told apart; shard on build_mesh(dp_replicate=...)"
@@ -89,6 +70,15 @@ def mesh_of(model: torch.nn.Module) -> "DeviceMesh | None":
         return None
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     return DeviceMesh.from_group(replicas, device.type, mesh_dim_names=(DP_REPLICATE,))
+
+
+def _mesh_of_parameters(model: torch.nn.Module) -> DeviceMesh | None:
+    """The largest mesh of a model's parameters; None if none is sharded.
+
+    That of experts which ranks share out does not show how rows are distributed: others come first.
+    """
+    meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    return max(meshes, key=lambda mesh: (EP not in (mesh.mesh_dim_names or ()), mesh.size()), default=None)
 
 
 def reshard(model: torch.nn.Module) -> None:
@@ -101,8 +91,6 @@ def reshard(model: torch.nn.Module) -> None:
         UnsupportedModelError: If the model is in a wrapper that hides its parameters, or parameters were
             replaced after its first forward.
     """
-    from torch.distributed.fsdp import FSDPModule
-
     replicas_of(model)
     if is_broken_off(model):
         forget_failed_iteration(model)
@@ -124,7 +112,7 @@ def reshard(model: torch.nn.Module) -> None:
         )
 
 
-def refuse_changed_gradients(model: torch.nn.Module, mesh: "DeviceMesh") -> None:
+def refuse_changed_gradients(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Refuse gradients that are not the ranks' mean: of another divisor, or with hooks that do not run.
 
     Raises:
@@ -170,9 +158,8 @@ def refuse_hooks(model: torch.nn.Module, *, are_shards: bool) -> None:
 def compute_device(model: torch.nn.Module) -> torch.device:
     """The device on which ``model`` computes, which with CPU offload is not that of its shards."""
     mesh = mesh_of(model)
-    if mesh is not None:
-        if mesh.device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device(mesh.device_type, torch.accelerator.current_device_index())
-    parameter = next(model.parameters(), None)
-    return parameter.device if parameter is not None else torch.device("cpu")
+    if mesh is None:
+        return next(model.parameters(), torch.empty(0)).device
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

@@ -47,39 +47,29 @@ def match_tensors(
         (the stored names of each tensor, by its first name; how the two differ, in words).
     """
     found: dict[str, list[str]] = {first: [] for first in live.tensors}
-    unexpected, problems = [], []
-    for name in stored:
-        if name in live.names:
-            found[live.names[name]].append(name)
-        else:
+    unexpected, apart = [], []
+    for name, (dtype, shape) in stored.items():
+        if name not in live.names:
             unexpected.append(name)
-    missing = [first for first, own in found.items() if not own]
-    if missing:
-        problems.append(f"{len(missing)} of the model's are not in it ({abridged(missing, ', ', 4)})")
-    if unexpected:
-        problems.append(f"{len(unexpected)} are not the model's ({abridged(unexpected, ', ', 4)})")
-    for first, own in found.items():
-        tensor = live.tensors[first]
-        for theirs in own:
-            dtype, shape = stored[theirs]
-            if tuple(shape) != tuple(tensor.shape) or not fits(dtype, tensor.dtype):
-                problems.append(
-                    f"{theirs} is {dtype} {tuple(shape)}, the model's is {tensor.dtype} {tuple(tensor.shape)}"
-                )
-    return found, problems
+            continue
+        found[live.names[name]].append(name)
+        own = live.tensors[live.names[name]]
+        if tuple(shape) != tuple(own.shape) or not fits(dtype, own.dtype):
+            apart.append(f"{name} is {dtype} {tuple(shape)}, the model's is {own.dtype} {tuple(own.shape)}")
+    missing = [first for first, names in found.items() if not names]
+    counted = {"of the model's are not in it": missing, "are not the model's": unexpected}
+    problems = [f"{len(n)} {what} ({abridged(n, ', ', 4)})" for what, n in counted.items() if n]
+    return found, problems + apart
 
 
-def model_tensors(model: nn.Module, *, values: bool = True) -> ModelTensors:
-    """Collect every parameter and persistent buffer of a model by name.
-
-    Args:
-        model: The model, resharded.
-        values: Whether values are needed too. False takes only names and shapes, also of a model on the meta
-            device.
+def model_tensors(model: nn.Module) -> ModelTensors:
+    """Collect every parameter and persistent buffer of a model, which is resharded, by name.
 
     Raises:
-        ValueError: If values are wanted and a tensor is still on the meta device.
-        UnstorableStateError: If a module has state that a file cannot hold or that could not be loaded again.
+        ValueError: If a tensor is still on the meta device.
+        UnstorableStateError: If a module has state that a file cannot hold, or the state dict has copies in
+            place of parameters and buffers, or lacks trained parameters: what is read into its tensors would
+            not change the model.
     """
     tensors: dict[str, torch.Tensor] = {}
     names: dict[str, str] = {}
@@ -96,27 +86,15 @@ def model_tensors(model: nn.Module, *, values: bool = True) -> ModelTensors:
         names[name] = first_names.setdefault(id(value), name)
         tensors.setdefault(names[name], value)
     on_meta = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
-    if on_meta and values:
+    if on_meta:
         raise ValueError(
             f"{len(on_meta)} tensors of {type(model).__name__} are on the meta device ({on_meta[0]}, ...): "
             "give them memory with model.to_empty(device=...) and compute the non-persistent buffers "
             "again, or load the base model with load_weights, which does both"
         )
-    if values:
-        _refuse_other_forms(model, tensors)
-    return ModelTensors(tensors, names)
-
-
-def _refuse_other_forms(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse a state dict that has copies in place of parameters and buffers, or lacks trained parameters.
-
-    Raises:
-        UnstorableStateError: If it does: what is read into its tensors would not change the model.
-    """
-    own = named_tensors(model)
-    memory = {_memory(tensor) for tensor in own.values()}
+    own = {_memory(tensor) for tensor in named_tensors(model).values()}
     saved = {_memory(tensor) for tensor in tensors.values()}
-    made = [name for name, tensor in tensors.items() if _memory(tensor) not in memory]
+    made = [name for name, tensor in tensors.items() if _memory(tensor) not in own]
     trained = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
     lost = [name for name, parameter in trained if _memory(parameter) not in saved]
     if made or lost:
@@ -124,6 +102,7 @@ def _refuse_other_forms(model: nn.Module, tensors: dict[str, torch.Tensor]) -> N
             f"the state_dict() of {type(model).__name__} does not have the model's own tensors, which would "
             f"not come back: copies ({abridged(made)}), trained parameters left out ({abridged(lost)})"
         )
+    return ModelTensors(tensors, names)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Models of the same class and config on the meta device."""
+"""A model's config: twins on the meta device, what it says of text, its changes, and what is quantised."""
 
 import copy
 import re
@@ -11,7 +11,9 @@ from torch import nn
 from fsdp_sft._compat.models import build_like_from_pretrained, original_class
 from fsdp_sft._model.view import record_of, unwrapped
 from fsdp_sft._process.callers import warn_caller
-from fsdp_sft.errors import abridged
+from fsdp_sft._quantised.find import METHODS
+from fsdp_sft._quantised.settings import IN_16_BITS, settings_of
+from fsdp_sft.errors import UnsupportedModelError, abridged
 
 # Fields that change no logits, or that modules read whenever they compute.
 _AT_WILL = re.compile(
@@ -32,9 +34,8 @@ def meta_twin(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
         dtype: Dtype of the twin; None takes that of the config.
     """
     config: Any = copy.deepcopy(model.config)
-    if dtype is None:
-        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    return build_like_from_pretrained(original_class(model), config, dtype)
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    return build_like_from_pretrained(original_class(model), config, dtype or own)
 
 
 def tied_meta_twin(model: Any, config: Any = None) -> nn.Module:
@@ -56,13 +57,11 @@ def text_config(model: nn.Module) -> Any:
 
 def rotations_by_length(model: nn.Module) -> dict[str, nn.Module]:
     """Rotary embeddings that depend on the longest row of a batch (dynamic NTK, LongRoPE), by name."""
-    found = {}
-    for name, module in model.named_modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
-                found[name] = module
-    return found
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if re.search("dynamic|longrope", str(getattr(module, "rope_type", "")))
+    }
 
 
 def keep_config(base: Any) -> None:
@@ -95,3 +94,29 @@ def _changed(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
             yield from (f"{name}.{inner}" for inner in _changed(before, after))
         elif before != after and not _AT_WILL.search(name):
             yield name
+
+
+def refuse_quantised_model(model: nn.Module) -> None:
+    """Refuse a model whose weights transformers holds packed, beside the scales that they need.
+
+    Raises:
+        UnsupportedModelError: If the model or one within it is quantised; the message names the format, and
+            how to have its weights in 16 or 32 bits.
+    """
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is None or not getattr(module, "is_quantized", False):
+            continue
+        folder = str(getattr(config, "name_or_path", "") or "folder")
+        settings = settings_of(folder, config)
+        method = settings.method if settings is not None else "of a format without quant_method"
+        if method == "gguf" and all(p.is_floating_point() for p in module.parameters()):
+            continue  # transformers says so of any model that it read from a GGUF, and dequantised
+        way = (
+            f"load it with load_pretrained({folder!r}, mesh=mesh), which computes the values of each shard "
+            "while it reads, or with build_meta_model, shard_model and load_weights"
+        )
+        raise UnsupportedModelError(
+            f"the weights of this {type(module).__name__} are quantised ({method}), and cannot be cut, "
+            f"trained or exported as they are: {way if method in METHODS else IN_16_BITS}"
+        )

@@ -28,10 +28,12 @@ _REFUSED = {
     "DeepSpeedEngine": "its gradients, norms and steps are its own",
 }
 # Class name of a wrapper that is looked through, and the attribute with the module inside.
-_INSIDE = {"OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module"}
+_INSIDE = {
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "_FabricModule": "_forward_module",
+}
 _WAY_OUT = "hand over the model inside, made by shard_model (FSDP2) or DistributedDataParallel of the whole"
-# What torch.compile(model) and checkpoint_wrapper add to every name below them.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 # An attribute of the model: in a global dict, a hook that refers to its model would keep it alive.
 _NAME = "_fsdp_sft_record"
 SAC = "_fsdp_sft_sac"  # attribute of a module that apply_sac has changed; copied and pickled with it
@@ -58,10 +60,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def with_wrappers(model: nn.Module) -> list[nn.Module]:
-    """The wrappers around a model, outermost first, and the model itself."""
+    """The wrappers around a model that change no result, outermost first, and the model itself."""
     found = [model]
-    while isinstance(inner := getattr(found[-1], _attribute(found[-1]), None), nn.Module):
-        found.append(inner)
+    while kinds := [cls.__name__ for cls in type(found[-1]).__mro__ if cls.__name__ in _INSIDE]:
+        found.append(getattr(found[-1], _INSIDE[kinds[0]]))
     return found
 
 
@@ -90,11 +92,6 @@ def replicas_of(model: nn.Module) -> dist.ProcessGroup | None:
     return around.process_group if around is not None else None
 
 
-def _attribute(model: nn.Module) -> str:
-    """The attribute with the module inside a wrapper that changes no result; "" if it is no such wrapper."""
-    return "module" if isinstance(model, DistributedDataParallel) else _INSIDE.get(type(model).__name__, "")
-
-
 def base_of(model: nn.Module) -> Any:
     """The transformers model inside a peft model, still with its adapters; any other model as it is."""
     unwrap: Any = getattr(model, "get_base_model", None)
@@ -112,11 +109,6 @@ def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield found[-1], module
 
 
-def is_transformers(model: nn.Module) -> bool:
-    """Whether a model is one of transformers, and not a module around one."""
-    return any(fqn == "" for fqn, _ in transformers_models(model))
-
-
 def inner_model(model: nn.Module) -> str:
     """Advice for what takes transformers models alone: the one inside a module, if there is one."""
     name = next((prefix.rstrip(".") for prefix, _ in transformers_models(model) if prefix), None)
@@ -132,10 +124,8 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def clean_name(name: str) -> str:
-    """An FQN without the components that wrappers add."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    """An FQN without the components that torch.compile(model) and checkpoint_wrapper add."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def slot(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -146,8 +136,9 @@ def slot(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and every buffer, persistent or not, under each of its names."""
-    named = dict(unwrapped(model).named_parameters(remove_duplicate=False))
-    return {**named, **dict(unwrapped(model).named_buffers(remove_duplicate=False))}
+    inner = unwrapped(model)
+    buffers = dict(inner.named_buffers(remove_duplicate=False))
+    return {**dict(inner.named_parameters(remove_duplicate=False)), **buffers}
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
@@ -188,47 +179,45 @@ def checkpointed(module: nn.Module) -> Checkpointed:
     return module.__dict__.get(SAC) or Checkpointed()
 
 
+@dataclass
 class Record:
     """What is known of one model.
 
     Attributes:
+        model: The model.
         mesh: The mesh on which it was sharded; that of its parameters has no ``cp``.
         frozen_towers: FQNs of the towers that were frozen.
         config: Fields of its config when it was built.
+        values: One value per class, which belongs to the package that uses it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._kept: dict[type, Any] = {}  # one value per class, which belongs to the package that uses it
-        self.mesh: Any = None
-        self.frozen_towers: tuple[str, ...] = ()
-        self.config: dict[str, Any] | None = None
+    model: "weakref.ref[nn.Module]"
+    mesh: Any = None
+    frozen_towers: tuple[str, ...] = ()
+    config: dict[str, Any] | None = None
+    values: dict[type, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> Any:  # copies too: a copied or unpickled model has no record
         return type(None), ()
 
     def keep(self, value: Any) -> None:
         """Remember ``value`` as long as the model lives, replacing one of the same class."""
-        self._kept[type(value)] = value
-
-    def kept(self, kind: type[T]) -> T | None:
-        """The value of that class; None if there is none."""
-        return self._kept.get(kind)
+        self.values[type(value)] = value
 
     def kept_or_new(self, kind: type[T]) -> T:
         """The value of that class, made without arguments if there is none."""
-        return self._kept.setdefault(kind, kind())  # type: ignore[no-any-return]
+        return self.values.setdefault(kind, kind())  # type: ignore[no-any-return]
 
 
 def record_of(model: nn.Module) -> Record:
     """The record of a model, wrapped or not."""
     inner = unwrapped(model)
     record: Record | None = inner.__dict__.get(_NAME)
-    if record is None or record._model() is not inner:  # a copy's
-        record = inner.__dict__[_NAME] = Record(inner)
+    if record is None or record.model() is not inner:  # a copy's
+        record = inner.__dict__[_NAME] = Record(weakref.ref(inner))
     return record
 
 
 def kept_of(model: nn.Module, kind: type[T]) -> T | None:
     """The value of that class kept for a model; None if there is none."""
-    return record_of(model).kept(kind)
+    return record_of(model).values.get(kind)

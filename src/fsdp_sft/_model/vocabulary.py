@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,56 +17,28 @@ _PLACEHOLDER = re.compile(r"(image|video|audio|vision|speech)\w*token\w*(id|inde
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """The ids that a model can take.
+def check_ids(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    """Refuse ``input_ids`` for which the embedding of a transformers model has no row.
 
-    Attributes:
-        owner: Name of the model, for messages.
-        embedding: Number of rows of the embedding; None if unknown.
-        head: Number of rows of the head, which labels index; None if unknown.
-        config: transformers' config, whose ids for images and the like are never looked up; None for other
-            models.
+    Ids of images and the like in the model's config are never looked up.
+
+    Raises:
+        BatchError: For the first such id; the message names it, its place and the ids that exist.
     """
-
-    owner: str
-    embedding: int | None
-    head: int | None = None
-    config: Any = None
-
-    def check_ids(self, batch: Any) -> None:
-        """Refuse ``input_ids`` for which the embedding has no row.
-
-        Raises:
-            BatchError: For the first such id; the message names it, its place and the ids that exist.
-        """
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if self.embedding is not None:
-            _check("input_ids", ids, self.embedding, self.owner, lambda: _placeholders(self.config))
-
-    def check_labels(self, batch: Any, keys: Collection[str], ignored: int) -> None:
-        """Refuse labels that are neither ``ignored`` nor the index of one of the head's rows.
-
-        Raises:
-            BatchError: For the first such label; the message names it, its place and the ids that exist.
-        """
-        for key in keys if self.head is not None and isinstance(batch, Mapping) else ():
-            _check(key, batch.get(key), self.head or 0, self.owner, lambda: {ignored})
+    rows = rows_of(model, "get_input_embeddings", nn.Embedding)
+    if rows is not None:
+        _check("input_ids", batch.get("input_ids"), rows, model, partial(_placeholders, model))
 
 
-def vocabulary_of(model: nn.Module) -> Vocabulary:
-    """The ids that a transformers model takes; for other models they are unknown.
+def check_labels(model: nn.Module, batch: Mapping[str, Any], keys: Collection[str], ignored: int) -> None:
+    """Refuse labels that are neither ``ignored`` nor the index of one of the rows of a model's head.
 
-    Nothing is computed: layers with adapters would merge their weights when asked for them, so only the
-    layers inside are read.
+    Raises:
+        BatchError: For the first such label; the message names it, its place and the ids that exist.
     """
-    inner = unwrapped(model)
-    return Vocabulary(
-        type(inner).__name__.removeprefix("FSDP"),
-        _rows(inner, "get_input_embeddings", nn.Embedding),
-        _rows(inner, "get_output_embeddings", nn.Linear),
-        getattr(inner, "config", None),
-    )
+    rows = rows_of(model, "get_output_embeddings", nn.Linear)
+    for key in keys if rows is not None else ():
+        _check(key, batch.get(key), rows or 0, model, lambda: {ignored})
 
 
 def check_row(ids: Any, vocab_size: int) -> None:
@@ -76,30 +48,36 @@ def check_row(ids: Any, vocab_size: int) -> None:
         BatchError: For the first such id; the message names it and its place.
     """
     if len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
-        _check("input_ids", torch.tensor(list(ids), dtype=torch.int64), vocab_size, "the model", set)
+        _check("input_ids", torch.tensor(list(ids), dtype=torch.int64), vocab_size, None, set)
 
 
-def _rows(model: Any, getter: str, kind: type[nn.Module]) -> int | None:
-    """Rows of the layer that ``getter`` returns, without adapters around it; None if it has none."""
-    get = getattr(model, getter, None)
+def rows_of(model: nn.Module, getter: str, kind: type[nn.Module]) -> int | None:
+    """Rows of the layer that ``getter`` of a transformers model returns; None if it has none.
+
+    Nothing is computed: layers with adapters would merge their weights when asked for them, so only the
+    layers inside are read.
+    """
+    inner: Any = unwrapped(model)
     try:
-        layer = get() if callable(get) else None
+        layer = getattr(inner, getter)()
     except (NotImplementedError, AttributeError):
         return None
     while isinstance(layer, nn.Module) and not isinstance(layer, kind):
         within = (layer._modules.get(name) for name in ("original_module", "token_adapter", "base_layer"))
         layer = next((module for module in within if module is not None), None)
-    weight: Any = layer.weight if layer is not None else None
-    return int(weight.shape[0]) if weight is not None else None
+    return int(layer.weight.shape[0]) if layer is not None else None
 
 
-def _placeholders(config: Any) -> set[int]:
-    """Ids of images and the like in a config."""
+def _placeholders(model: nn.Module) -> set[int]:
+    """Ids of images and the like in a model's config."""
+    config: Any = getattr(unwrapped(model), "config", None)
     fields = config.to_dict() if hasattr(config, "to_dict") else {}
     return {value for key, value in fields.items() if isinstance(value, int) and _PLACEHOLDER.search(key)}
 
 
-def _check(name: str, ids: Any, rows: int, owner: str, allowed: Callable[[], Collection[int]]) -> None:
+def _check(
+    name: str, ids: Any, rows: int, model: nn.Module | None, allowed: Callable[[], Collection[int]]
+) -> None:
     """Raise BatchError for the first id that is neither a row nor allowed."""
     if not isinstance(ids, torch.Tensor) or ids.dtype not in _INTEGERS or not ids.numel():
         return
@@ -111,6 +89,7 @@ def _check(name: str, ids: Any, rows: int, owner: str, allowed: Callable[[], Col
     place = [int(index) for index in outside.nonzero()[0]]
     axes = ["row", *["index"] * (len(place) - 2), "position"][-len(place) :]
     where = ", ".join(f"{axis} {index}" for axis, index in zip(axes, place, strict=True))
+    owner = "the model" if model is None else type(unwrapped(model)).__name__.removeprefix("FSDP")
     advice = (
         "is the tokenizer that of this model? For tokens added to it load with new_vocab_size=len(tokenizer)"
         if name == "input_ids"

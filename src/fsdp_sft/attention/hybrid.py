@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.compile import outside_of_graphs
-from fsdp_sft._model.inputs import forward_parameters, spread_positions, text_model
+from fsdp_sft._model.forward import forward_parameters, spread_positions, text_model
 from fsdp_sft._process.streams import host_copies, travelling
 
 # Functions of transformers' model files, for each kind of layer: the dimension of time, and the arguments

@@ -45,7 +45,6 @@ from fsdp_sft.dcp_io.model_state import (
     check_adapters,
     check_model,
     check_packed,
-    note_new_bytes,
     stored_model,
 )
 from fsdp_sft.dcp_io.optimizer_content import Optimizers
@@ -390,8 +389,6 @@ def _load_step(
     with agreed(f"reading {folder} (the model is loaded in part)"):
         files = StoredFolder(folder)
         read_tensors(files, sources, content.tensors)
-        if has_base:
-            note_new_bytes(model)
         for matched in optimizers:
             apply_optimizer(matched, files)
         has_loaded = optimizer is not None if manifest.optimizer else None

@@ -11,24 +11,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._compat.fsdp import adopt_shards, sharded_as
-from fsdp_sft._model.adapters import without_adapters
+from fsdp_sft._compat.fsdp import sharded_as
 from fsdp_sft._model.state import ModelTensors, match_tensors, model_tensors
 from fsdp_sft._model.view import kept_of, unwrapped
-from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.packed_shard import PackedShard
 from fsdp_sft.dcp_io.manifest import Manifest
 from fsdp_sft.dcp_io.parts import StoredTensor
 from fsdp_sft.errors import CheckpointMismatchError, abridged
-from fsdp_sft.shard.packing import (
-    PackedDigest,
-    PackedWeights,
-    empty_shard,
-    layout_of,
-    packed_weights,
-    put_packed,
-)
+from fsdp_sft.shard.packing import pack_loaded, packed_weights
 
 
 def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTensor]:
@@ -116,7 +107,7 @@ PACKED = "packed"
 
 
 def stored_model(
-    model: nn.Module, digest: PackedDigest | None, *, with_base: bool = False
+    model: nn.Module, digest: dict[str, str] | None, *, with_base: bool = False
 ) -> tuple[ModelTensors, dict[str, dict[str, Any]]]:
     """What a step has of a model.
 
@@ -134,8 +125,7 @@ def stored_model(
     packed = _packed(content)
     settings: dict[str, dict[str, Any]] = {ADAPTERS: adapters} if adapters else {}
     if digest is not None:
-        about: dict[str, Any] = {"kind": digest.kind, "digest": digest.digest}
-        settings[PACKED] = {**about, "forms": _forms(packed)} if with_base else about
+        settings[PACKED] = {**digest, "forms": _forms(packed)} if with_base else dict(digest)
     if with_base:
         rows: dict[str, torch.Tensor] = {}
         for name, (parameter, shard) in packed.items():
@@ -170,7 +160,7 @@ def _forms(packed: Mapping[str, tuple[DTensor, PackedShard]]) -> dict[str, list[
     return forms
 
 
-def check_packed(folder: Path, manifest: Manifest, model: nn.Module, source: PackedDigest | None) -> bool:
+def check_packed(folder: Path, manifest: Manifest, model: nn.Module, source: dict[str, str] | None) -> bool:
     """Refuse a model whose packed weights are not those with which a step was trained, and cannot become it.
 
     Weights that are to be packed as the step has them, and have only memory so far, become packed.
@@ -191,7 +181,7 @@ def check_packed(folder: Path, manifest: Manifest, model: nn.Module, source: Pac
         if source is not None:
             raise CheckpointMismatchError(
                 f"{folder} has all weights of its model, none of them packed: build the model with a dtype "
-                f"for frozen_dtype, and not {source.kind!r}"
+                f"for frozen_dtype, and not {source['kind']!r}"
             )
         return False
     saved = manifest.settings[PACKED]
@@ -201,7 +191,7 @@ def check_packed(folder: Path, manifest: Manifest, model: nn.Module, source: Pac
             raise CheckpointMismatchError(
                 f"{folder} has its base packed as {kind!r:.20}: build this model with that frozen_dtype"
             )
-        _make_room(model, weights)
+        pack_loaded(model)
         own = _forms(_packed(model_tensors(model)))
         apart = sorted(name for name in {*own, *forms} if own.get(name) != forms.get(name))
         if apart:
@@ -210,31 +200,12 @@ def check_packed(folder: Path, manifest: Manifest, model: nn.Module, source: Pac
                 "this model's base from the same kind of checkpoint before the step"
             )
         return True
-    if source is None or (kind, saved.get("digest")) != (source.kind, source.digest):
+    if source is None or (kind, saved.get("digest")) != (source["kind"], source["digest"]):
         raise CheckpointMismatchError(
             f"{folder} was trained on a base packed as {kind!r:.20} that it does not have, and this model "
             f"has another: load that base with frozen_dtype={kind!r:.20}, from the same files"
         )
     return False
-
-
-def _make_room(model: nn.Module, weights: PackedWeights) -> None:
-    """Shards for weights that are to be packed by a recipe and have no values yet."""
-    with without_adapters(model) as base:
-        for name in sorted(weights.names) if weights.kind in RECIPES else ():
-            parameter = base.get_parameter(name)
-            local = local_of(parameter)
-            if isinstance(parameter, DTensor) and not (local.is_meta or isinstance(local, PackedShard)):
-                form = RECIPES[weights.kind].form(parameter.shape[-1])
-                layout = layout_of(parameter, form, transposed=False)
-                put_packed(base, name, empty_shard(parameter, layout, local.device))
-    adopt_shards(model)
-
-
-def note_new_bytes(model: nn.Module) -> None:
-    """Let it be noticed that the bytes of packed weights have been read: reads alone say nothing."""
-    for _, shard in _packed(model_tensors(model)).values():
-        torch.autograd.graph.increment_version(shard.rows)
 
 
 # The record of the step that a model was loaded from, with or without the optimizer saved with it.

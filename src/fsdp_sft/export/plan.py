@@ -16,11 +16,10 @@ from fsdp_sft._compat.conversions import (
     names_left_out_on_save,
     revert_weight_conversion,
 )
-from fsdp_sft._compat.models import keep_in_float32_patterns, original_class
+from fsdp_sft._compat.models import float32_patterns, original_class
 from fsdp_sft._model.adapters import merged_weights
-from fsdp_sft._model.quantised import refuse_quantised_model
 from fsdp_sft._model.state import ModelTensors, model_tensors
-from fsdp_sft._model.twin import keep_config, tied_meta_twin
+from fsdp_sft._model.twin import keep_config, refuse_quantised_model, tied_meta_twin
 from fsdp_sft._model.view import inner_model
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.words import check_dtypes
@@ -237,10 +236,7 @@ def _dtypes(
     model: nn.Module, content: ModelTensors, sources: Mapping[str, str], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
     """Dtype in the files of each source."""
-    float16_only, always = keep_in_float32_patterns(model)
-    patterns = (
-        {torch.float16: always | float16_only, torch.bfloat16: always}.get(dtype, set()) if dtype else set()
-    )
+    patterns = float32_patterns(model, dtype) if dtype is not None else set()
     dtypes = {}
     for name, first in sources.items():
         own = content.tensors[first].dtype

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fsdp_sft._compat.compile import outside_of_graphs
-from fsdp_sft._model.inputs import forward_parameters, no_cache
+from fsdp_sft._model.forward import forward_parameters, no_cache
 from fsdp_sft._model.sharded import refuse_changed_gradients, reshard, training_mesh_of
 from fsdp_sft._process.words import answered
 from fsdp_sft.attention.context_parallel import SequenceGroup, part_of_rows, sequence_group_of

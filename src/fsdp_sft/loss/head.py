@@ -24,8 +24,7 @@ from torch import nn
 from fsdp_sft._compat.compile import is_compiled
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._compat.modules import has_hooks
-from fsdp_sft._model.inputs import no_cache
-from fsdp_sft._model.preserved import preserved, uncompiled
+from fsdp_sft._model.forward import no_cache, probed
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.view import base_of, replicated_by, unwrapped, with_wrappers
@@ -162,8 +161,7 @@ def trying(model: nn.Module) -> Iterator[None]:
     counter = counter_of(model)
     uncounted = nullcontext() if counter is None else counter.paused()
     try:
-        with preserved(model), torch.no_grad(), uncompiled(), uncounted:
-            model.eval()
+        with probed(model), uncounted:
             yield
     except (torch.OutOfMemoryError, ProbeError):
         raise

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.inputs import forward_parameters, no_cache
+from fsdp_sft._model.forward import forward_parameters, no_cache
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.view import base_of, record_of, unwrapped

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.experts import experts_to_place
-from fsdp_sft._model.blocks import find_blocks
+from fsdp_sft._model.blocks import find_blocks, towers_of
 from fsdp_sft._model.configs import config_of
-from fsdp_sft._model.towers import towers_of
 from fsdp_sft._quantised.find import check
 from fsdp_sft._quantised.settings import Settings, settings_of, without_settings
 from fsdp_sft._tensors.packed_shard import PackedLayout

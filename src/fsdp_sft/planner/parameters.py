@@ -20,7 +20,7 @@ from fsdp_sft._tensors.packed_shard import VALUES_AT_ONCE, PackedLayout
 from fsdp_sft._tensors.sharding import shard_dim, shard_numel
 from fsdp_sft.planner.ledger import Ledger, Workload, work_of
 from fsdp_sft.planner.run import Run
-from fsdp_sft.shard.float32_modules import float32_patterns, kept_parameters
+from fsdp_sft.shard.float32_modules import kept_parameters
 from fsdp_sft.shard.packing import STORED, matrices_to_pack
 
 _RUNS = 3  # of values that are computed at once, after which runs are alike
@@ -208,7 +208,7 @@ def layouts_of(
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     dtypes = {name: p.dtype for name, p in named.items()}
-    kept = kept_parameters(named, float32_patterns(model, model.dtype)[0], dtypes)
+    kept = kept_parameters(model, model.dtype, named, dtypes)
     matrices = matrices_to_pack(named, blocks, {id(named[n]) for n in kept if model.dtype.itemsize == 2})
     if not matrices:
         raise ValueError(

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from fsdp_sft._compat.compile import is_compiled
-from fsdp_sft._model.blocks import find_blocks, is_never_called
-from fsdp_sft._model.towers import frozen_towers, pattern_of
+from fsdp_sft._model.blocks import find_blocks, frozen_towers, is_never_called, pattern_of
 from fsdp_sft._process.words import answered
 from fsdp_sft.sac.attach import (
     COMPILED,
@@ -81,7 +80,7 @@ def apply_sac(
             matches no submodule of the chosen blocks. With ``offload``, also with ``save`` or if a block is
             compiled.
         UnsupportedModelError: If the model has no blocks. With ``save``, if parts of a block are sharded as
-            groups of their own, as modules kept in float32 are. If the model is sharded later,
+            groups of their own, as experts that ranks share out are. If the model is sharded later,
             ``shard_model`` raises it.
 
     Memory: Each checkpointed block keeps its inputs and what ``save`` keeps; the activations of one block at

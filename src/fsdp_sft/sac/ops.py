@@ -40,9 +40,8 @@ def refuse_inner_groups(model: nn.Module, blocks: list[str]) -> None:
             # adds some, but not in a recomputation that finds it gathered already.
             raise UnsupportedModelError(
                 f"{abridged(f'{fqn}.{name}' for name in inner)} is sharded as a group of its own (experts "
-                "that ranks share out by ep_size, or a module kept in float32), and save= cannot tell what "
-                "gathers it from what the block computes; call apply_sac without save=, or leave "
-                "these blocks out with blocks="
+                "that ranks share out by ep_size), and save= cannot tell what gathers it from what the block "
+                "computes; call apply_sac without save=, or leave these blocks out with blocks="
             )
 
 

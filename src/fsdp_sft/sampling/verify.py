@@ -11,8 +11,7 @@ from torch import nn
 
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.inputs import forward_parameters, no_cache
-from fsdp_sft._model.preserved import preserved, uncompiled
+from fsdp_sft._model.forward import forward_parameters, no_cache, probed
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._model.twin import rotations_by_length, text_config
 from fsdp_sft._model.view import record_of, unwrapped
@@ -260,8 +259,7 @@ def _logits(model: nn.Module, keep: torch.Tensor, **inputs: torch.Tensor) -> tor
     given: dict[str, Any] = {name: value.to(device) for name, value in inputs.items()} | no_cache(model)
     if "logits_to_keep" in forward_parameters(model):
         given["logits_to_keep"] = keep.to(device)
-    with preserved(model), torch.no_grad(), uncompiled():
-        model.eval()
+    with probed(model):
         logits: torch.Tensor = model(**given).logits
     return (logits if logits.shape[1] == len(keep) else logits[:, keep.to(device)]).float()
 

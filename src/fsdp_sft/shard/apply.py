@@ -2,14 +2,13 @@
 
 import functools
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -20,102 +19,23 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import copied_modules
 from fsdp_sft._model.blocks import find_blocks
-from fsdp_sft._model.quantised import refuse_quantised_model
-from fsdp_sft._model.sharded import refuse_hooks, remember_mesh
-from fsdp_sft._model.twin import keep_config
-from fsdp_sft._model.view import base_of, checkpointed, replicas_of
-from fsdp_sft._process.callers import warn_caller
+from fsdp_sft._model.sharded import refuse_hooks
+from fsdp_sft._model.twin import keep_config, refuse_quantised_model
+from fsdp_sft._model.view import base_of, checkpointed, record_of, replicas_of
+from fsdp_sft._process.words import answered, check_dtypes
 from fsdp_sft._ranks.agree import tell
-from fsdp_sft._ranks.mesh import EP, build_mesh, mesh_of_job, parameter_mesh
+from fsdp_sft._ranks.mesh import build_mesh, mesh_of_job, parameter_mesh
 from fsdp_sft._tensors.boxes import check_ranks_ascend
 from fsdp_sft.attention.hybrid import separate_rows
 from fsdp_sft.errors import UnsupportedModelError, abridged
 from fsdp_sft.sac import refuse_inner_groups
 from fsdp_sft.shard.expert_parallel import place_experts
-from fsdp_sft.shard.float32_modules import plan_float32
+from fsdp_sft.shard.float32_modules import follow_plain_dtypes
+from fsdp_sft.shard.packing import check_frozen_dtype, choose_packed, pack_loaded
+from fsdp_sft.shard.units import cast_shards, reshard_together, shard_unit, units_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-from fsdp_sft._process.words import answered, check_dtypes
-from fsdp_sft.shard.packing import STORED, choose_packed, pack_loaded, packed_or_dtype
-from fsdp_sft.shard.units import (
-    cast_shards,
-    checked_offload,
-    follow_root,
-    set_prefetch,
-    shard_unit,
-    units_of,
-)
-
-
-class _ShardsOfOneRank(OrderedDict[str, Any]):
-    """A rank's ``state_dict``, which says so when it is pickled; copied and unpickled it is a plain one."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        warn_caller(
-            "these are the shards of one rank, and a file of them is no model: save_full_state_dict, "
-            "export_hf or save_checkpoint write the whole one"
-        )
-        return self._plain().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return deepcopy(self._plain(), memo)
-
-    def _plain(self) -> "OrderedDict[str, Any]":
-        plain = OrderedDict(self)
-        vars(plain).update(vars(self))  # torch's _metadata
-        return plain
-
-
-def refuse_foreign_saves(model: nn.Module, base: nn.Module, *, shared: bool) -> None:
-    """Let methods of transformers and peft refuse what they cannot do with shards, before they write.
-
-    Args:
-        model: A model that has just been sharded.
-        base: The model inside its adapters.
-        shared: Whether a rank has less than the whole model.
-    """
-    for each in {id(one): one for one in (model, base)}.values():
-        for name, instead in _INSTEAD.items():
-            if callable(getattr(each, name, None)) and (shared or name != "state_dict"):
-                each.__dict__[name] = functools.partial(instead, each)
-
-
-def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
-    given = kwargs.get("state_dict")
-    if given is None or any(isinstance(value, DTensor) for value in given.values()):
-        raise UnsupportedModelError(
-            "save_pretrained would write one rank's shards. On all ranks call export_hf(model, folder, "
-            "tokenizer=...), or export_adapter(model, folder) for the adapter alone; nothing was written"
-        )
-    return type(model).save_pretrained(model, *args, **kwargs)
-
-
-def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-    if new_num_tokens is None:
-        return model.get_input_embeddings()
-    raise UnsupportedModelError(
-        "a sharded model gets no more tokens: build it with new_vocab_size=, which build_meta_model and "
-        "load_pretrained take"
-    )
-
-
-def _state_dict(model: Any, *args: Any, **kwargs: Any) -> Any:
-    found = type(model).state_dict(model, *args, **kwargs)
-    if args or kwargs.get("destination") is not None or kwargs.get("prefix"):
-        return found  # as a part of another module's
-    own = _ShardsOfOneRank(found)
-    vars(own).update(vars(found))
-    return own
-
-
-_INSTEAD = {
-    "save_pretrained": _save_pretrained,
-    "resize_token_embeddings": _resize_token_embeddings,
-    "state_dict": _state_dict,
-}
-
 
 Model = TypeVar("Model", bound=nn.Module)
 _logger = logging.getLogger(__name__)
@@ -132,23 +52,22 @@ def shard_model(
     blocks: Mapping[str, nn.Module] | None = None,
     reshard_after_forward: bool | int = True,
     offload_policy: OffloadPolicy | None = None,
-    prefetch: int = 0,
     ep_size: int = 1,
 ) -> Model:
     """Shard a model in place by FSDP2 groups: one for each block, embedding, head; the root has the rest.
 
     Each shard is cast after its block has been split, so a rank casts 1/N of the bytes and never holds a
     block in the master dtype. An embedding and a head that are tied, or whose weight the model uses without
-    calling them, lie in the root's group, which stays gathered for the whole step. Modules that plain
-    transformers keeps in float32 under the policy's compute dtype compute in float32 here; a warning names
-    those for which that is not possible. Other floating-point buffers of transformers models take the dtype
-    that they have in a plain model of the compute dtype. Blocks of such models do not cast their inputs,
-    because plain models do not either.
+    calling them, lie in the root's group, which stays gathered for the whole step. Parameters that plain
+    transformers keeps in float32 under the policy's compute dtype compute in float32 here, gathered beside
+    the others of their group; a warning names those that it keeps so under float16 alone. Other
+    floating-point buffers of transformers models take the dtype that they have in a plain model of the
+    compute dtype. Blocks of such models do not cast their inputs, because plain models do not either.
 
     A parameter is sharded along its first dimension. If that would give some rank more than 1.05 times the
     mean, it is sharded along the first dimension whose size the number of ranks divides; 8 experts thus lie
-    evenly on 64 ranks. FSDP2 copies such a parameter, and its gradient, once more. How much the fullest rank
-    has is in the last line of ``describe_sharding``.
+    evenly on 64 ranks. FSDP2 copies such a parameter, and its gradient, once more. Where shards are uneven,
+    rank 0 has the most.
 
     A model whose groups the caller has made with ``fully_shard`` needs no call of this: ``train_step``,
     ``evaluate``, checkpoints and exports take it as it is.
@@ -173,8 +92,6 @@ def shard_model(
             a number, blocks are sharded along first dimensions only, as FSDP2's smaller mesh requires.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer states on the host.
             Pinned memory is turned off if there is no accelerator to copy to.
-        prefetch: Number of blocks that the forward gathers ahead, which costs the memory of as many gathered
-            blocks; 0 leaves it to torch, which gathers the next block while the present one computes.
         ep_size: Number of ranks among which the experts of a mixture on the meta device are divided (expert
             parallelism): each has some of them whole and reads no others, and tokens travel to the ranks that
             have their experts. It must divide ``dp_shard`` and the number of experts. 1 shards experts like
@@ -201,8 +118,15 @@ def shard_model(
         >>> report = fs.load_weights(model, path)
     """
     check_dtypes(master_dtype=master_dtype)
-    packed, kept_dtype = packed_or_dtype(frozen_dtype)
-    _refuse_sharded(model)
+    check_frozen_dtype(frozen_dtype)
+    if replicas_of(model) is not None:
+        raise UnsupportedModelError(
+            "the model is inside DistributedDataParallel already; shard the model that it was made of, on "
+            "build_mesh(dp_replicate=...) if whole replicas are wanted"
+        )
+    sharded = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    if sharded:
+        raise ValueError(f"{sharded[0]} is sharded already; shard_model works once, on ordinary parameters")
     base = base_of(model)
     keep_config(base)
     refuse_quantised_model(model)
@@ -219,34 +143,31 @@ def shard_model(
             f"blocks {abridged(strange)} are not modules of this {type(model).__name__}, whose weights "
             "would be gathered all at once: pass what find_blocks(model, ...) returned"
         )
-    offload = checked_offload(offload_policy)
-    reduced = policy.reduce_dtype or policy.param_dtype or master_dtype
-    placed = place_experts(model, given, ep_size, reduced)
-
+    offload = offload_policy or OffloadPolicy()
+    if isinstance(offload, CPUOffloadPolicy) and not torch.accelerator.is_available():
+        offload = CPUOffloadPolicy(pin_memory=False)
+    placed = place_experts(model, given, ep_size, policy.reduce_dtype or policy.param_dtype or master_dtype)
     copied = copied_modules(model)
-    plan = plan_float32(model, policy, chosen, warn=mesh.get_rank() == 0)
-    by_rows = set() if packed is None else choose_packed(model, chosen, packed, plan.kept)
-    kept_dtype = policy.param_dtype if packed is not None else kept_dtype
-    if packed is not None and type(reshard_after_forward) is int:
-        raise ValueError(
-            f"reshard_after_forward={reshard_after_forward} keeps gathered values sharded, which torch does "
-            f"not do for weights that are packed (frozen_dtype={packed!r}): take True or False"
-        )
-    units = units_of(model, base, chosen, plan, policy, reshard_after_forward, placed)
+    kept = follow_plain_dtypes(model, policy.param_dtype, warn=mesh.get_rank() == 0)
+    by_rows = choose_packed(model, chosen, frozen_dtype, kept, reshard_after_forward)
+    frozen = policy.param_dtype if isinstance(frozen_dtype, str) else frozen_dtype
+    units = units_of(model, chosen, kept, policy, reshard_after_forward, placed)
     for unit in units:
-        shard_unit(unit, mesh, offload, by_rows, policy.param_dtype)
+        shard_unit(unit, mesh, offload, by_rows, kept)
         for module in unit.modules:
-            cast_shards(module, master_dtype, kept_dtype, copied)
+            cast_shards(module, master_dtype, frozen, copied)
     if base is not model and hasattr(model, "generate"):
         # peft's generate calls the base model, and so bypasses the root, which gathers its parameters.
         register_fsdp_forward_method(model, "generate")
-    set_prefetch(list(chosen.values()), prefetch)
-    follow_root(model, [module for unit in units if unit.beside_root for module in unit.modules])
+    beside = [module for unit in units if unit.beside_root for module in unit.modules]
+    model.__dict__["reshard"] = functools.partial(reshard_together, model, *beside)
     separate_rows(model)
-    remember_mesh(model, given)
-    refuse_foreign_saves(model, base, shared=mesh.size(mesh.ndim - 1) > 1)
-    if packed is not None and packed != STORED:
-        pack_loaded(model)
+    record_of(model).mesh = given
+    for each in (model, base):
+        for name, instead in _INSTEAD.items():
+            if callable(getattr(each, name, None)):
+                each.__dict__[name] = functools.partial(instead, each)
+    pack_loaded(model)
     tell(
         _logger,
         "sharded %s: %d FSDP2 groups over %d ranks%s, %s parameters, computing in %s",
@@ -261,13 +182,26 @@ def shard_model(
     return model
 
 
-def _refuse_sharded(model: nn.Module) -> None:
-    """Raise for a model that is sharded or inside DistributedDataParallel; placed experts are allowed."""
-    if replicas_of(model) is not None:
+# Methods of transformers and peft that cannot be done with shards refuse it, before they write.
+
+
+def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+    given = kwargs.get("state_dict")
+    if given is None or any(isinstance(value, DTensor) for value in given.values()):
         raise UnsupportedModelError(
-            "the model is inside DistributedDataParallel already; shard the model that it was made of, on "
-            "build_mesh(dp_replicate=...) if whole replicas are wanted"
+            "save_pretrained would write one rank's shards. On all ranks call export_hf(model, folder, "
+            "tokenizer=...), or export_adapter(model, folder) for the adapter alone; nothing was written"
         )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and EP not in (parameter.device_mesh.mesh_dim_names or ()):
-            raise ValueError(f"{name} is sharded already; shard_model works once, on ordinary parameters")
+    return type(model).save_pretrained(model, *args, **kwargs)
+
+
+def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    if new_num_tokens is None:
+        return model.get_input_embeddings()
+    raise UnsupportedModelError(
+        "a sharded model gets no more tokens: build it with new_vocab_size=, which build_meta_model and "
+        "load_pretrained take"
+    )
+
+
+_INSTEAD = {"save_pretrained": _save_pretrained, "resize_token_embeddings": _resize_token_embeddings}

@@ -8,7 +8,7 @@ from torch import nn
 from fsdp_sft._compat.experts import experts_to_place, place_experts_on
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.adapters import without_adapters, wrapped_names
+from fsdp_sft._model.adapters import without_adapters
 from fsdp_sft._ranks.mesh import CP, DP_REPLICATE, DP_SHARD, EP, made_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
@@ -72,7 +72,7 @@ def place_experts(
             f"transformers has no plan by which ranks share out the experts of {name} (ep_plan): use "
             "ep_size=1, which shards them as other parameters are"
         )
-    if wrapped_names(base) & experts.keys():
+    if any(base.get_submodule(fqn) is not module for fqn, module in zip(experts, modules, strict=True)):
         raise UnsupportedModelError(
             "ranks cannot share out experts that peft adapts (target_parameters, all-linear) or copies "
             f"(modules_to_save): {abridged(experts)}; use ep_size=1, or adapters of other layers"

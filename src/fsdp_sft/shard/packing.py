@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_sft._compat.fsdp import adopt_shards, put_shard
 from fsdp_sft._model.adapters import copied_modules, without_adapters
-from fsdp_sft._model.towers import frozen_towers, pattern_of
+from fsdp_sft._model.blocks import frozen_towers, pattern_of
 from fsdp_sft._model.view import base_of, kept_of, record_of, slot
 from fsdp_sft._process.words import check_dtypes
 from fsdp_sft._quantised.recipes import RECIPES
@@ -45,63 +45,43 @@ class PackedWeights:
     names: frozenset[str]
 
 
-@dataclass(frozen=True)
-class PackedDigest:
-    """A fingerprint of packed weights.
-
-    Attributes:
-        kind: ``"stored"``, or the name of a recipe.
-        digest: SHA-256 of sums over the bytes of all rows, which is the same on any number of ranks.
-        versions: By which a change of the bytes is noticed.
-    """
-
-    kind: str
-    digest: str
-    versions: tuple[tuple[int, int], ...]
-
-
 def packed_weights(model: nn.Module) -> PackedWeights | None:
     """The weights of a model that are packed, or will be; None if there are none."""
     return kept_of(base_of(model), PackedWeights)
 
 
-def packed_or_dtype(frozen_dtype: torch.dtype | str | None) -> tuple[str | None, torch.dtype | None]:
-    """(a way to keep frozen weights packed, the dtype of frozen shards); one of the two is None.
+def check_frozen_dtype(frozen_dtype: torch.dtype | str | None) -> None:
+    """Raise for what is neither a floating-point dtype nor a way to keep frozen weights packed; None passes.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: With what can be given.
     """
     if not isinstance(frozen_dtype, str):
         check_dtypes(frozen_dtype=frozen_dtype)
-        return None, frozen_dtype
-    if frozen_dtype not in KINDS:
+    elif frozen_dtype not in KINDS:
         raise ValueError(f"frozen_dtype must be a torch.dtype, or one of {KINDS}; got {frozen_dtype!r}")
-    return frozen_dtype, None
 
 
-def packed_digest(model: nn.Module) -> PackedDigest | None:
-    """The fingerprint of a model's packed weights, anew if their bytes have changed; None without any.
+def packed_digest(model: nn.Module) -> dict[str, str] | None:
+    """How a model's frozen weights are packed, and a fingerprint of their bytes; None without any.
+
+    Returns:
+        ``kind``: ``"stored"``, or the name of a recipe. ``digest``: SHA-256 of sums over the bytes of all
+        rows, which is the same on any number of ranks.
 
     Collective: all ranks.
     """
-    weights, shards, base = packed_weights(model), {}, base_of(model)
-    for name, parameter in base.named_parameters():
+    weights, shards = packed_weights(model), {}
+    for name, parameter in base_of(model).named_parameters():
         if isinstance(local := local_of(parameter), PackedShard):
             shards[name] = (parameter, local)
     if weights is None or not shards:
         return None
-    versions = tuple((local.rows.data_ptr(), local.rows._version) for _, local in shards.values())
-    known = kept_of(base, PackedDigest)
-    is_known = known is not None and known.versions == versions
-    if not all_reduce_sum([not is_known])[0]:
-        return known
     own = [0.0 if own_part(p) is None else float(_sum(p, local)) for p, local in shards.values()]
     sums = [int(total) % _MODULUS for total in all_reduce_sum(own)]
     forms = [local.lies.form.name for _, local in shards.values()]
     text = json.dumps([weights.kind, list(zip(shards, forms, sums, strict=True))])
-    found = PackedDigest(weights.kind, hashlib.sha256(text.encode()).hexdigest(), versions)
-    record_of(base).keep(found)
-    return found
+    return {"kind": weights.kind, "digest": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def _sum(parameter: nn.Parameter, shard: PackedShard) -> int:
@@ -118,18 +98,38 @@ def _sum(parameter: nn.Parameter, shard: PackedShard) -> int:
 
 
 def choose_packed(
-    model: nn.Module, blocks: Mapping[str, nn.Module], kind: str, kept: Collection[int]
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    frozen_dtype: torch.dtype | str | None,
+    kept: Collection[int],
+    reshard: bool | int,
 ) -> set[int]:
-    """Choose the frozen weights that are kept packed, and remember them; the ids of the parameters.
+    """Choose the frozen weights that are kept packed, and remember them.
 
-    Those of what computes in float32 (``kept``, by id) are not packed: they would be rounded.
+    Args:
+        model: Model that is not sharded yet.
+        blocks: Its blocks, by FQN.
+        frozen_dtype: How it is to keep what is frozen; if that is a dtype, nothing is packed.
+        kept: Ids of the parameters that compute in float32. They are not packed, which would round them.
+        reshard: What becomes of a block's gathered parameters after its forward.
+
+    Returns:
+        The ids of the parameters.
 
     Raises:
-        ValueError: If nothing is frozen, or nothing says how the checkpoint is quantised.
+        ValueError: If nothing is frozen, nothing says how the checkpoint is quantised, or gathered parameters
+            are to be sharded again over some of the ranks.
     """
+    if not isinstance(frozen_dtype, str):
+        return set()
+    if type(reshard) is int:
+        raise ValueError(
+            f"reshard_after_forward={reshard} keeps gathered values sharded, which torch does not do for "
+            f"weights that are packed (frozen_dtype={frozen_dtype!r}): take True or False"
+        )
     with without_adapters(model) as base:
         named = dict(base.named_parameters(remove_duplicate=False))
-    if kind == STORED and kept_of(base, Settings) is None:
+    if frozen_dtype == STORED and kept_of(base, Settings) is None:
         raise ValueError(
             "frozen_dtype='stored' keeps weights as a quantised checkpoint has them, and this model was not "
             f"built from one by build_meta_model: take a dtype, or {' or '.join(map(repr, RECIPES))}"
@@ -140,10 +140,10 @@ def choose_packed(
     chosen = {name: p for name, p in found.items() if not re.fullmatch(towers, name)}
     if not chosen:
         raise ValueError(
-            f"frozen_dtype={kind!r} is for frozen weights, and no matrix in a block is frozen: give a "
-            "peft_config, or freeze what is not trained before shard_model"
+            f"frozen_dtype={frozen_dtype!r} is for frozen weights, and no matrix in a block is frozen: give "
+            "a peft_config, or freeze what is not trained before shard_model"
         )
-    record_of(base).keep(PackedWeights(kind, frozenset(chosen)))
+    record_of(base).keep(PackedWeights(frozen_dtype, frozenset(chosen)))
     return {id(parameter) for parameter in chosen.values()}
 
 
@@ -197,29 +197,21 @@ def empty_shard(parameter: DTensor, layout: PackedLayout, device: torch.device) 
     return PackedShard(rows, layout, box_of(parameter).shape[0], parameter.dtype)
 
 
-def put_packed(model: nn.Module, name: str, shard: PackedShard) -> None:
-    """Replace the shard of a parameter of the base model by packed bytes."""
-    module, leaf = slot(model, name)
-    put_shard(module, leaf, shard)
-
-
 @torch.no_grad()
 def pack_loaded(model: nn.Module) -> None:
-    """Pack the shards that have values already."""
+    """Pack the shards that have memory, of weights that are to be packed by a recipe and are not yet."""
+    weights = packed_weights(model)
+    if weights is None or weights.kind == STORED:
+        return
     with without_adapters(model) as base:
-        weights = kept_of(base, PackedWeights)
-        assert weights is not None
-        recipe = RECIPES[weights.kind]
         for name in sorted(weights.names):
             parameter = base.get_parameter(name)
-            assert isinstance(parameter, DTensor)
-            if parameter.is_meta:
-                continue
             own = local_of(parameter)
-            layout = layout_of(parameter, recipe.form(own.shape[-1]), transposed=False)
-            shard = empty_shard(parameter, layout, own.device)
-            fill_packed(shard, own)
-            put_packed(base, name, shard)
+            if isinstance(parameter, DTensor) and not (own.is_meta or isinstance(own, PackedShard)):
+                form = RECIPES[weights.kind].form(own.shape[-1])
+                shard = empty_shard(parameter, layout_of(parameter, form, transposed=False), own.device)
+                fill_packed(shard, own)
+                put_shard(*slot(base, name), shard)
     adopt_shards(model)
 
 

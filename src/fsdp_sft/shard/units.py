@@ -1,6 +1,7 @@
 """The FSDP2 groups of a model as a table: modules, mesh, policy, and what happens after the forward."""
 
 import functools
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -16,12 +16,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_sft._compat.fsdp import compute_apart
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._compat.modules import apply_to_tensors
+from fsdp_sft._model.view import base_of, transformers_models
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.sharding import shard_dim
-from fsdp_sft.shard.float32_modules import Float32Plan, Float32Unit, cast_at_use, gather_with
-from fsdp_sft.shard.names import all_names, innermost
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +36,6 @@ class Unit:
         policy: Dtypes of their computation.
         reshard: What becomes of the gathered parameters after a forward; None is torch's own default.
         experts: Mesh of the module, if it is experts that are divided among ranks.
-        float32: The module's parts that do not compute in float32, if it does.
         beside_root: Whether it is the input embedding or the head in its own group.
     """
 
@@ -44,59 +43,43 @@ class Unit:
     policy: MixedPrecisionPolicy
     reshard: bool | int | None
     experts: "DeviceMesh | None" = None
-    float32: Float32Unit | None = None
     beside_root: bool = False
 
 
 def units_of(
     model: nn.Module,
-    base: nn.Module,
     blocks: Mapping[str, nn.Module],
-    plan: Float32Plan,
+    kept: Collection[int],
     policy: MixedPrecisionPolicy,
     reshard: bool | int,
     placed: "Mapping[int, DeviceMesh]",
 ) -> list[Unit]:
     """The groups of a model, inner before outer, as ``fully_shard`` requires; the last is the root's."""
-    of_blocks = policy if plan.casts_inputs else replace(policy, cast_forward_inputs=False)
-    in_float32 = replace(policy, cast_forward_inputs=False, param_dtype=torch.float32, output_dtype=None)
-    units = []
-    for modules in _tied_across_blocks(model, blocks):
-        kept = all(id(p) in plan.kept for module in modules for p in module.parameters())
-        units.append(Unit(modules, in_float32 if kept else of_blocks, False))
-    done = {id(module) for unit in units for module in unit.modules}
+    # transformers' models cast by themselves, and some need float32 tensors passed between blocks (OLMo's
+    # rotary embedding, T5's residual).
+    casts = next(transformers_models(model), None) is None and policy.cast_forward_inputs
+    of_blocks = replace(policy, cast_forward_inputs=casts)
+    units = [Unit(modules, of_blocks, False) for modules in _tied_across_blocks(model, blocks)]
+    taken = [module for unit in units for module in unit.modules]
     are_blocks = {id(block) for block in blocks.values()}
     for module in reversed(list(model.modules())):
-        if module is model or id(module) in done:
-            continue
-        experts = placed.get(id(module))
-        float32 = plan.units.get(id(module)) if experts is None else None
-        others = [other for other in float32.others if id(other) not in done] if float32 is not None else []
-        if others:
-            units.append(Unit(others, of_blocks, reshard))
-            done.update(map(id, others))
-        if experts is not None or float32 is not None or id(module) in are_blocks:
-            own = of_blocks if float32 is None else in_float32
-            units.append(Unit([module], own, reshard, experts=experts, float32=float32))
-            done.add(id(module))
-    taken = [module for unit in units for module in unit.modules]
-    embedding, head = own_vocabulary(base, taken, plan.kept)
+        is_group = id(module) in are_blocks or id(module) in placed
+        if is_group and module is not model and module not in taken:
+            units.append(Unit([module], of_blocks, reshard, experts=placed.get(id(module))))
+            taken.append(module)
+    embedding, head = own_vocabulary(base_of(model), taken, kept)
     inner = replace(of_blocks, output_dtype=None)
     if embedding is not None:
         units.append(Unit([embedding], inner, bool(reshard), beside_root=True))
     if head is not None:
         # Mamba casts to the dtype of the head's weight, which is the shards' before the head is gathered.
-        casts = replace(inner, cast_forward_inputs=policy.cast_forward_inputs)
-        units.append(Unit([head], casts, False, beside_root=True))  # its backward follows its forward
+        head_casts = replace(inner, cast_forward_inputs=policy.cast_forward_inputs)
+        units.append(Unit([head], head_casts, False, beside_root=True))  # its backward follows its forward
     return [*units, Unit([model], policy, None)]
 
 
 def shard_unit(
-    unit: Unit,
-    mesh: "DeviceMesh",
-    offload: OffloadPolicy,
-    by_rows: Collection[int],
-    usual: torch.dtype | None,
+    unit: Unit, mesh: "DeviceMesh", offload: OffloadPolicy, by_rows: Collection[int], kept: Collection[int]
 ) -> None:
     """Shard the modules of a unit as one FSDP2 group.
 
@@ -105,11 +88,18 @@ def shard_unit(
         mesh: Mesh of the parameters, but for experts that are divided among ranks.
         offload: Where shards are kept.
         by_rows: Ids of parameters that are cut along the first dimension.
-        usual: Dtype of what does not compute in float32 within a group that does.
+        kept: Ids of parameters that compute in float32.
     """
     num_ranks, experts, reshard = mesh.size(), unit.experts, unit.reshard
     if experts is not None:
         mesh, reshard = experts, bool(reshard)
+    in_float32 = {
+        (inner, name)
+        for module in unit.modules
+        for inner in module.modules()
+        for name, parameter in inner.named_parameters(recurse=False)
+        if id(parameter) in kept
+    }
     # With a number for reshard_after_forward each rank keeps one run of the gathered bytes after a forward.
     # torch's code for that supports the first dimension only.
     first_only = type(reshard) is int
@@ -123,14 +113,21 @@ def shard_unit(
         else functools.partial(_placement, num_shards=mesh.size(mesh.ndim - 1), by_rows=by_rows),
         **({} if reshard is None else {"reshard_after_forward": reshard}),
     )
+    sharded: Any = next(module for module in unit.modules if isinstance(module, FSDPModule))
+    if in_float32:
+        compute_apart(sharded, in_float32, replace(unit.policy, param_dtype=torch.float32))
     if experts is not None:
-        _divide_by_all_ranks(unit.modules[0], experts, num_ranks)
+        # Gradients of experts are sums over the tokens of all ranks, but are reduced over only the ranks with
+        # the same experts, by whose number FSDP2 would divide.
+        sharded.set_gradient_divide_factor(float(num_ranks))
+        if mesh.size(mesh.ndim - 1) > 1:
+            # torch would divide by a premultiplied sum, which gloo does not support and NCCL loses in
+            # bfloat16 (pytorch#190747). On one rank it divides without this, and with it would do so twice.
+            sharded.set_force_sum_reduction_for_comms(True)
     if unit.beside_root and reshard:
-        _free_early(unit.modules[0])
-    if unit.float32 is not None and unit.float32.user is not None:
-        gather_with(unit.float32.user, unit.float32.module)
-    for owner, names in unit.float32.casts if unit.float32 is not None else ():
-        cast_at_use(owner, names, usual or torch.float32)
+        # An embedding's weight is freed after its forward, and gathered for a backward only if that needs it.
+        sharded.set_unshard_in_backward(needs_weight_in_backward(sharded))
+        sharded.register_forward_pre_hook(_free_in_training)
 
 
 def _placement(parameter: nn.Parameter, num_shards: int, by_rows: Collection[int]) -> Shard | None:
@@ -139,29 +136,6 @@ def _placement(parameter: nn.Parameter, num_shards: int, by_rows: Collection[int
         return None
     dim = shard_dim(tuple(local_of(parameter).shape), num_shards)
     return Shard(dim) if dim else None
-
-
-def _divide_by_all_ranks(module: nn.Module, mesh: "DeviceMesh", num_ranks: int) -> None:
-    """Let FSDP2 divide the gradients of experts by the number of all ranks, as those of other parameters.
-
-    They are sums over the tokens of all ranks, but are reduced over only the ranks with the same experts, by
-    whose number FSDP2 would divide.
-    """
-    assert isinstance(module, FSDPModule)
-    module.set_gradient_divide_factor(float(num_ranks))
-    if mesh.size(mesh.ndim - 1) > 1:
-        # torch would divide by a premultiplied sum, which gloo does not support and NCCL loses in bfloat16
-        # (pytorch#190747). On one rank it divides without this, and with it would do so twice.
-        module.set_force_sum_reduction_for_comms(True)
-
-
-def checked_offload(policy: OffloadPolicy | None) -> OffloadPolicy:
-    """The policy, without pinned memory if there is no accelerator."""
-    if policy is None:
-        return OffloadPolicy()
-    if isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and not torch.accelerator.is_available():
-        return CPUOffloadPolicy(pin_memory=False)
-    return policy
 
 
 def cast_shards(
@@ -203,14 +177,6 @@ def _tied_across_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> li
             if all(module is not member for member in members):
                 members.append(module)
     return list(groups.values())
-
-
-def set_prefetch(blocks: list[nn.Module], prefetch: int) -> None:
-    """Let each block's forward gather the next ``prefetch`` blocks."""
-    sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
-    for i, block in enumerate(sharded):
-        if following := sharded[i + 1 : i + 1 + prefetch]:
-            block.set_modules_to_forward_prefetch(following)
 
 
 # Input embedding and head, where they are not tied, in groups of their own. In the root's group both would
@@ -259,28 +225,37 @@ def needs_weight_in_backward(embedding: nn.Module) -> bool:
     return getattr(type(embedding), "forward", None) is not nn.Embedding.forward
 
 
-def follow_root(model: nn.Module, beside: list[nn.Module]) -> None:
-    """Let embedding and head in groups of their own follow the root, as if they were in its group.
+def reshard_together(*modules: Any) -> None:
+    """``reshard()`` of the root, for which embedding and head follow as if they were in its group.
 
-    ``model.reshard()`` frees them too: torch's method frees the group of one module only, and after a forward
-    without a backward ``zero_grad`` would miss the gradients of their shards.
+    torch's method frees the group of one module only, and after a forward without a backward ``zero_grad``
+    would miss the gradients of their shards.
     """
-    if beside:
-        model.__dict__["reshard"] = functools.partial(_reshard, model, *beside)
-
-
-def _reshard(*modules: Any) -> None:
-    """``FSDPModule.reshard`` of the root, and of embedding and head in their own groups."""
     for module in modules:
-        type(module).reshard(module)
-
-
-def _free_early(embedding: Any) -> None:
-    """Free a sharded embedding's weight after its forward; gather it for a backward only if that needs it."""
-    embedding.set_unshard_in_backward(needs_weight_in_backward(embedding))
-    embedding.register_forward_pre_hook(_free_in_training)
+        FSDPModule.reshard(module)
 
 
 def _free_in_training(embedding: Any, _args: Any) -> None:
     """Keep the weight gathered without gradients: ``generate`` would gather it again for each token."""
     embedding.set_reshard_after_forward(torch.is_grad_enabled(), recurse=False)
+
+
+# Names of parameters, for dividing a model into groups.
+
+
+def all_names(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each parameter, by its id."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def innermost(name: str, groups: list[str]) -> str:
+    """The innermost of ``groups`` that contains the parameter ``name``; ``""`` is the root."""
+    return max((fqn for fqn in groups if not fqn or name.startswith(f"{fqn}.")), key=len, default="")
+
+
+def without_indices(name: str) -> str:
+    """A name with ``*`` for each index, by which the blocks of a list are alike."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -25,7 +25,7 @@ from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.sharded import refuse_changed_gradients
 from fsdp_sft._model.twin import keep_config
 from fsdp_sft._model.view import base_of, record_of, replicated_by, unwrapped
-from fsdp_sft._model.vocabulary import vocabulary_of
+from fsdp_sft._model.vocabulary import check_ids, check_labels
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank, world_size
 from fsdp_sft.dcp_io.model_state import loaded_step
@@ -244,7 +244,6 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
     With an ``own_loss`` labels are not checked, because they mean what the caller wants; nor are positions,
     unless the attention is transformers'.
     """
-    vocabulary = vocabulary_of(model)
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
     for batch in batches:
         ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
@@ -253,13 +252,14 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
                 f"input_ids are {ids.dtype}, and ids are integers: make them torch.long (vectors go into "
                 "inputs_embeds)"
             )
-        vocabulary.check_ids(batch)
-        if knows_packs and isinstance(batch, Mapping) and batch.get("position_ids") is not None:
-            from fsdp_sft.collate import refuse_masked_pack
+        if isinstance(batch, Mapping):
+            check_ids(model, batch)
+            if knows_packs and batch.get("position_ids") is not None:
+                from fsdp_sft.collate import refuse_masked_pack
 
-            refuse_masked_pack(batch)
-        if not own_loss:
-            vocabulary.check_labels(batch, LABEL_KEYS, IGNORE_INDEX)
+                refuse_masked_pack(batch)
+            if not own_loss:
+                check_labels(model, batch, LABEL_KEYS, IGNORE_INDEX)
 
 
 def look_at_labels(micro_batches: list[Any]) -> None:

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_sft._compat.conversions import keep_used_conversions
-from fsdp_sft._compat.fsdp import adopt_shards
-from fsdp_sft._model.adapters import copy_saved_modules, without_adapters
-from fsdp_sft._model.view import named_tensors
+from fsdp_sft._compat.fsdp import adopt_shards, put_shard
+from fsdp_sft._model.adapters import saved_copies, without_adapters
+from fsdp_sft._model.view import named_tensors, slot
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, tell, this_rank
 from fsdp_sft._tensors.boxes import Box, box_of, local_of
@@ -30,7 +30,6 @@ from fsdp_sft.shard.packing import (
     fill_packed,
     layout_of,
     packed_weights,
-    put_packed,
 )
 from fsdp_sft.weights.finish import LoadReport, Source, fill_new_rows, initialise_rest, materialise
 from fsdp_sft.weights.plan import LoadPlan, Target
@@ -66,7 +65,7 @@ def fill(
             for name, layout in layouts.items():
                 parameter: Any = tensors[name]
                 shards[name] = empty_shard(parameter, layout, device)
-                put_packed(base, name, shards[name])
+                put_shard(*slot(base, name), shards[name])
             bytes_read = _read_own(plan, tensors, readers, shards, kind)
         for name, (group, reader) in readers.items():
             local = local_of(tensors[name])
@@ -82,7 +81,8 @@ def fill(
         keep_used_conversions(base, plan.conversions)
         if layouts:
             adopt_shards(model)
-        copy_saved_modules(model)
+        for source, target in saved_copies(model):
+            local_of(target).copy_(local_of(source))
     report = LoadReport(
         bytes_read=bytes_read,
         job_bytes_read=int(all_reduce_sum([bytes_read])[0]),
@@ -135,7 +135,6 @@ def _read_own(
     for name, target in plan.targets.items():
         group, reader = readers.get(name, (None, 0))
         if name in shards:
-            torch.autograd.graph.increment_version(shards[name].rows)  # reads do not
             if kind == STORED:
                 reads += row_reads(target, plan.stored, shards[name], box_of(tensors[name]))
         elif group is None or group.rank() == reader:

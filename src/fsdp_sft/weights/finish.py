@@ -138,7 +138,8 @@ def fill_new_rows(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
 
 _PUT_IN = (
     "Put adapters in with fsdp_sft.add_adapters(model, peft_config) in place of peft.get_peft_model: it "
-    "gives them their values, the same on every rank"
+    "gives those of linear layers and parameters their values, the same on every rank; for others load the "
+    "base model first, with from_pretrained"
 )
 _ADD_LATER = "Add modules of your own to a model after loading it, or give them memory and values before"
 

@@ -10,16 +10,16 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_sft._model.adapters import add_adapters, refuse_initialised_from_base, without_adapters
+from fsdp_sft._model.blocks import freeze_towers as freeze_towers_of
 from fsdp_sft._model.sharded import mesh_of, reshard
-from fsdp_sft._model.towers import freeze_towers as freeze_towers_of
-from fsdp_sft._model.view import base_of, inner_model, is_transformers
+from fsdp_sft._model.view import base_of, inner_model, transformers_models
 from fsdp_sft._process.words import answered, check_dtypes
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, difference
 from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.sac import Ratio, apply_sac
 from fsdp_sft.shard.apply import shard_model
 from fsdp_sft.shard.compile import compile_blocks
-from fsdp_sft.shard.packing import packed_or_dtype
+from fsdp_sft.shard.packing import check_frozen_dtype
 from fsdp_sft.weights.fill import fill
 from fsdp_sft.weights.finish import LoadReport, account, make_ties
 from fsdp_sft.weights.meta import build_meta_model
@@ -86,7 +86,7 @@ def load_weights(
     ):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-    if not is_transformers(base_of(model)):
+    if all(prefix for prefix, _ in transformers_models(base_of(model))):
         raise TypeError(
             f"load_weights loads a transformers model, got "
             f"{type(base_of(model)).__name__.removeprefix('FSDP')}{inner_model(base_of(model))}; "
@@ -105,7 +105,7 @@ def _load(model: nn.Module, folder: Path, missing: str, unexpected: str, seed: i
     """
     started = time.perf_counter()
     with agreed("planning the load"):
-        refuse_initialised_from_base(model)
+        refuse_initialised_from_base((getattr(model, "peft_config", None) or {}).values())
         stored = open_checkpoint(folder)
         with without_adapters(model) as base:
             make_ties(base)
@@ -197,7 +197,7 @@ def load_pretrained(
         'model.embed_tokens.weight'
     """
     check_dtypes(master_dtype=master_dtype)
-    packed_or_dtype(frozen_dtype)
+    check_frozen_dtype(frozen_dtype)
     folder = resolve_folder(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     with agreed("building the model"):
         model: Any = build_meta_model(

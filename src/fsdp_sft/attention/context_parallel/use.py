@@ -9,8 +9,7 @@ from torch import nn
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.blocks import find_blocks
-from fsdp_sft._model.inputs import forward_parameters, no_cache, spread_positions
-from fsdp_sft._model.preserved import preserved, uncompiled
+from fsdp_sft._model.forward import forward_parameters, no_cache, probed, spread_positions
 from fsdp_sft._model.sharded import compute_device, mesh_of
 from fsdp_sft._model.twin import rotations_by_length, text_config
 from fsdp_sft._model.view import kept_of, record_of, unwrapped
@@ -234,8 +233,7 @@ def _verify(model: nn.Module, group: SequenceGroup) -> None:
 
     Collective: all ranks that hold the model; either all raise or none.
     """
-    with preserved(model), torch.no_grad(), uncompiled():
-        model.eval()
+    with probed(model):
         reason = "computes something else on parts of a row than on the whole"
         cause: Exception | None = None
         try:
