@@ -63,8 +63,6 @@ def read_message(item: Any, where: str) -> Message:
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r}; known roles: {', '.join(ROLES)}")
     calls = message.pop("tool_calls", None) or []
-    if not isinstance(calls, list):
-        raise ValueError(f"{where}.tool_calls must be a list, got {shortened(calls)}")
     if "function_call" in message:  # OpenAI's form before tool_calls
         calls = [*calls, message.pop("function_call")]
     content = message.get("content")
@@ -81,8 +79,6 @@ def read_message(item: Any, where: str) -> Message:
         raise ValueError(f"{where} has neither content nor tool_calls, got the keys {sorted(message)}")
     message["content"] = "" if content is None else as_text(content, f"{where}.content")
     if calls:
-        if role != "assistant":
-            raise ValueError(f"{where} has tool calls but the role {role!r}; only the assistant calls tools")
         message["tool_calls"] = [_read_call(call, where) for call in calls]
     for key in REASONING_KEYS:
         if key in message:
@@ -108,11 +104,6 @@ def _read_parts(parts: Sequence[Any], where: str) -> dict[str, list[str]]:
             raise ValueError(
                 f"{place} must be a part of type text, reasoning, thinking or tool_call, "
                 f"got {shortened(part)}"
-            )
-        if not take_flag({key: value for key, value in part.items() if value is not None}, place):
-            raise ValueError(
-                f"{place} is not to be trained: a message is trained as a whole, or not; make messages of "
-                "the parts, or give input_ids and labels"
             )
         given = [part[key] for key in (kind, "text", "value") if part.get(key) is not None]
         value = next((one for one in given if one), given[0] if given else None)

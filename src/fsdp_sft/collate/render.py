@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_sft.collate.literals import common_length
+from fsdp_sft.collate.layout import common_length
 from fsdp_sft.errors import printable
 from fsdp_sft.targets import IGNORE_INDEX
 

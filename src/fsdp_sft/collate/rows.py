@@ -52,7 +52,6 @@ def _read_turn(item: Any, where: str) -> Message:
         return read_message(item, where)
     if not isinstance(item, dict) or "from" not in item:
         raise ValueError(f"{where} must be a dict with from and value, got {shortened(item)}")
-    refuse_media(item, where)
     speaker = item["from"]
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise ValueError(f"{where} has the role {speaker!r}; known roles: {', '.join(SHAREGPT_ROLES)}")
@@ -70,11 +69,6 @@ def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
     """Messages of an Alpaca row, with its history."""
     if row.get("output") is None:
         raise ValueError(f'an Alpaca row needs "instruction" and "output", got the keys {sorted(row)}')
-    if row.get("corrected") is not None:
-        raise ValueError(
-            '"corrected" is not read, and "output" would be trained in its place: give what is to be learnt '
-            "as messages"
-        )
     messages: list[Message] = []
     for number, pair in enumerate(as_list(row.get("history") or [], "history")):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
@@ -123,12 +117,7 @@ SHAPES: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
 }
 """Readers of chat rows, by the key that shows the shape; tokenised rows come before, texts after."""
 
-_TOKENIZED = "input_ids"
 _OF_THE_ROW = ("label", "kto_tag")  # TRL's, LLaMA-Factory's: whether the answer is one to learn
-_TAKEN = {
-    *("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message"),
-    *("chat_template", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
-}
 _MESSAGE_LISTS = {*SHAPES, "completion", "output"}  # keys of a row that may hold a list of messages
 _READ = {*_MESSAGE_LISTS, "input", "history", "system", "tools", "chat_template_kwargs"}
 _ACCEPTED = (
@@ -158,16 +147,21 @@ class Conversation:
     thinks_in_parts: bool = False
 
 
-def is_encoded(row: Any) -> bool:
-    """Whether `row` is tokenised."""
-    return isinstance(row, Mapping) and _TOKENIZED in row
+def shape_of(row: Any) -> str:
+    """The key of a row that decides how it is read.
 
-
-def is_text(row: Any) -> bool:
-    """Whether `row` is one text: it has no key of another shape."""
-    if not isinstance(row, Mapping) or row.get("text") is None:
-        return False
-    return _TOKENIZED not in row and all(row.get(key) is None for key in SHAPES)
+    Raises:
+        ValueError: For no dict, and a dict of no known shape.
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"a row must be a dict, got {type(row).__name__}; accepted shapes: {_ACCEPTED}")
+    for key in ("input_ids", *SHAPES, "text"):
+        if row.get(key) is not None:
+            return key
+    raise ValueError(
+        f"no known row shape in the keys {sorted(map(str, row))}; accepted shapes: {_ACCEPTED}. Rename the "
+        "columns, or make messages of them"
+    )
 
 
 def read_text(row: Mapping[str, Any]) -> str:
@@ -179,7 +173,7 @@ def read_text(row: Mapping[str, Any]) -> str:
     """
     _refuse_undesired(row)
     refuse_media(row)
-    return as_text(row.get("text"), '"text"')
+    return as_text(row["text"], '"text"')
 
 
 def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
@@ -237,22 +231,11 @@ def read_row(row: Any) -> Conversation:
         ValueError: For an unknown shape, an empty row, an unknown role, content that is not text, or a
             flag that is neither 0 nor 1.
     """
-    if not isinstance(row, Mapping):
-        raise ValueError(f"a row must be a dict, got {type(row).__name__}; accepted shapes: {_ACCEPTED}")
+    shape = shape_of(row)
     _refuse_undesired(row)
-    key = next((key for key in SHAPES if row.get(key) is not None), None)
-    if key is None:
-        raise ValueError(
-            f"no known row shape in the keys {sorted(map(str, row))}; accepted shapes: {_ACCEPTED}. Rename "
-            "the columns, or make messages of them"
-        )
     refuse_media(row)
-    try:
-        plain = {name: _plain(value) if name in _READ else value for name, value in row.items()}
-        row = _without_fillers(plain)
-        messages = SHAPES[key](row)
-    except RecursionError:
-        raise ValueError("the row is nested too deeply to be read") from None
+    row = _without_fillers({name: _plain(value) if name in _READ else value for name, value in row.items()})
+    messages = SHAPES[shape](row)
     if not messages:
         raise ValueError("the row has no messages; a conversation needs at least one")
     in_parts = [message.pop(IN_PARTS, False) for message in messages]
@@ -260,7 +243,7 @@ def read_row(row: Any) -> Conversation:
         messages,
         [take_flag(message, f"message {index}") for index, message in enumerate(messages)],
         _read_tools(row.get("tools")),
-        check_template_kwargs(row.get("chat_template_kwargs")),
+        template_variables(row.get("chat_template_kwargs")),
         any(in_parts),
     )
 
@@ -275,7 +258,11 @@ def _without_fillers(row: dict[str, Any]) -> dict[str, Any]:
     Args:
         row: A chat row of plain Python data, which is not modified.
     """
-    lists = {key: _dicts(row[key]) for key in _MESSAGE_LISTS if isinstance(row.get(key), list)}
+    lists = {
+        key: [message for message in row[key] if isinstance(message, dict)]
+        for key in _MESSAGE_LISTS
+        if isinstance(row.get(key), list)
+    }
     keys = {(key, *message) for key, messages in lists.items() for message in messages}
     values = [item for messages in lists.values() for message in messages for item in message.items()]
     from_table = len(keys) == len(lists) and any(item is None for key, item in values if key != "content")
@@ -292,10 +279,6 @@ def _without_fillers(row: dict[str, Any]) -> dict[str, Any]:
     return cleaned
 
 
-def _dicts(values: list[Any]) -> list[dict[str, Any]]:
-    return [value for value in values if isinstance(value, dict)]
-
-
 def _stripped(value: Any, nullable: tuple[str, ...] = ()) -> Any:
     """The value without keys that are null, at any depth, but for the `nullable` ones."""
     if isinstance(value, dict):
@@ -304,23 +287,9 @@ def _stripped(value: Any, nullable: tuple[str, ...] = ()) -> Any:
     return [_stripped(item, nullable) for item in value] if isinstance(value, list) else value
 
 
-def check_template_kwargs(given: Any) -> dict[str, Any]:
-    """The variables for a chat template that a row or a caller gives, without those that are None.
-
-    Raises:
-        ValueError: If `given` is no dict with str keys, or has a name that the template gets from elsewhere.
-    """
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        raise ValueError(f"chat_template_kwargs must be a dict with str keys, got {shortened(given)}")
-    taken = sorted(_TAKEN & set(given))
-    if taken:
-        raise ValueError(
-            f"chat_template_kwargs cannot set {', '.join(taken)}: messages and tools come from the row, the "
-            "template from chat_template=, and generation prompts are not trained"
-        )
-    return {key: value for key, value in given.items() if value is not None}
+def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The variables for a chat template that a row or a caller gives, without those that are None."""
+    return {name: value for name, value in (given or {}).items() if value is not None}
 
 
 def _plain(value: Any) -> Any:
