@@ -17,7 +17,6 @@ def test_generation_goes_on_to_eos() -> None:
         turns("'<|' + message.role + '|>'", closing), "<|close|>", "<|sep|>", "<|msg|>", eos="<|msg|>"
     )
     assert shown(ROW, own) == (f"<|user|>q<|assistant|>⟦one{closing}⟧<|user|>r<|assistant|>⟦two{closing}⟧")
-    assert shown(ROW, own, train_eot=False).count("⟦one⟧<|close|>") == 1
 
 
 def test_eos_that_closes_the_conversation_closes_no_turn() -> None:
@@ -51,11 +50,11 @@ def test_eos_of_a_turn_with_calls_is_found_behind_another_token() -> None:
 def test_an_end_of_turn_that_is_no_token_is_trained_as_text_with_a_warning() -> None:
     own = tokenizer(turns("'<|' + message.role + '|>\n'", "<|stop|>\n"))
     with pytest.warns(
-        UserWarning, match=r"answers end with '<\|stop\|>', which is no token of .* new_vocab_size="
+        UserWarning, match=r"1 of 1 rows are counted as end_of_turn_is_text: .* new_vocab_size="
     ):
         text = shown(ROW, own)
     assert text.count("⟦one<|stop|>⟧\n") == text.count("⟦two<|stop|>⟧\n") == 1
-    with pytest.warns(UserWarning, match="is no token of"):
+    with pytest.warns(UserWarning, match="1 of 1 rows are counted as end_of_turn_is_text"):
         _, counts = filter_rows([ROW], own)
     assert counts == {"kept": 1, "end_of_turn_is_text": 1}
     own.add_special_tokens({"additional_special_tokens": ["<|stop|>"]})

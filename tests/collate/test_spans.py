@@ -139,8 +139,6 @@ def test_a_stop_token_that_takes_the_white_space_around_it():
         *tokenizer("yes")["input_ids"],
         stop,
     ]
-    without = encode_chat(chat("hi", "yes  "), tokenizer, train_eot=False)
-    assert [label for label in without.labels if label != IGNORE_INDEX] == tokenizer("yes")["input_ids"]
 
 
 def test_an_end_of_turn_token_that_was_added_as_an_ordinary_one():
@@ -171,12 +169,9 @@ def test_an_empty_think_block_of_the_template_is_trained_on_request_alone():
     assert shown(row, tokenizer).endswith(f"<|im_start|>assistant\n{block}⟦b<|im_end|>⟧\n")
     assert shown(row, tokenizer, train_on="all").startswith("⟦")
     assert encode_chat(row, tokenizer).notes == ("empty_reasoning",)
-    with pytest.raises(ChatTemplateError, match="message 1 has no reasoning"):
-        encode_chat(row, tokenizer, empty_reasoning="error")
-    _, counts = filter_rows(
-        [row, chat("a", "<think>c</think>b")], tokenizer, on_error="count", empty_reasoning="error"
-    )
-    assert counts == {"kept": 1, "no_reasoning": 1}
+    _, counts = filter_rows([row, chat("a", "<think>c</think>b")], tokenizer)
+    assert counts == {"kept": 2, "empty_reasoning": 1}
+    assert list(counts.indices["empty_reasoning"]) == [0]
 
 
 def test_tags_leave_out_what_they_do_not_cover():

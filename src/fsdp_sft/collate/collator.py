@@ -8,13 +8,12 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from typing_extensions import Unpack
 
 from fsdp_sft._model.view import tokenizer_of
 from fsdp_sft._process.words import answered
 from fsdp_sft.collate.encode import EncodedChat, encode_all, encode_rows, reason_of
 from fsdp_sft.collate.notes import NOTES, warn_of_notes
-from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count, options_of
+from fsdp_sft.collate.options import EncodeOptions, check_choice, check_count, options_of
 from fsdp_sft.errors import printable, row_error
 from fsdp_sft.targets import IGNORE_INDEX
 
@@ -81,7 +80,7 @@ def filter_rows(
     max_length: int | None = None,
     on_error: Literal["raise", "count"] = "raise",
     on_dropped: Literal["error", "count"] = "error",
-    **options: Unpack[EncodeKeywords],
+    **options: Any,
 ) -> tuple[list[Row], FilterCounts]:
     """Leave out the rows that would train nothing, before the sampler distributes rows to ranks.
 
@@ -204,7 +203,7 @@ class SFTCollator:
         max_length: int,
         pad_to_multiple_of: int | None = None,
         on_dropped: Literal["error", "count"] = "error",
-        **options: Unpack[EncodeKeywords],
+        **options: Any,
     ) -> None:
         self.tokenizer = tokenizer_of(tokenizer)
         multiple = 1 if pad_to_multiple_of is None else pad_to_multiple_of
@@ -222,10 +221,8 @@ class SFTCollator:
             `input_ids`, `attention_mask` and `labels`, each int64 (B, S).
 
         Raises:
-            ValueError: Without rows, and for a row that `encode_chat` refuses.
+            ValueError: For a row that `encode_chat` refuses.
         """
-        if not rows:
-            raise ValueError("a batch needs at least one row, got none; check the sampler's batch size")
         chats = encode_all(rows, self.tokenizer, self._options, self._told)
         longest = max(len(chat.input_ids) for chat in chats)
         length = longest + -longest % self.pad_to_multiple_of

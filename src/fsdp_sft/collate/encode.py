@@ -69,15 +69,13 @@ class Tokens:
     def _start(self, index: int) -> int:
         return int(self.encoding.token_to_chars(index)[0])
 
-    def _end(self, index: int) -> int:
-        return int(self.encoding.token_to_chars(index)[1])
-
     def _start_with_space(self, index: int) -> int:
         """Start of a token, with the space that its offsets may leave out.
 
         Byte-level tokenizers with trim_offsets=True do not count the space of "Ġword" among its characters.
         """
-        start, before = self._start(index), self._end(index - 1) if index else 0
+        start = self._start(index)
+        before = int(self.encoding.token_to_chars(index - 1)[1]) if index else 0
         if start <= before or not self.text[before:start].isspace():
             return start
         token = str(self.tokenizer.convert_ids_to_tokens(self.ids[index]))

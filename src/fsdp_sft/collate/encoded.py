@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from typing_extensions import Unpack
 
 from fsdp_sft._compat import data
 from fsdp_sft._model.view import tokenizer_of
@@ -37,7 +36,7 @@ from fsdp_sft._tensors.disk import full_path, sync_folder, write_bytes
 from fsdp_sft.collate.collator import REFUSALS, FilterCounts, kept_rows
 from fsdp_sft.collate.encode import EncodedChat
 from fsdp_sft.collate.notes import warn_of_notes
-from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, options_of
+from fsdp_sft.collate.options import EncodeOptions, options_of
 from fsdp_sft.errors import CheckpointCorruptError, row_error
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def encode_dataset(
     cache_dir: str | os.PathLike[str] | None = None,
     on_dropped: Literal["error", "count"] = "count",
     max_refused: float = 0.01,
-    **options: Unpack[EncodeKeywords],
+    **options: Any,
 ) -> EncodedDataset:
     """Tokenise rows once, into files that every rank memory-maps.
 
@@ -111,9 +110,11 @@ def encode_dataset(
         raise ValueError(f"max_refused must be a share of 0 to 1, got {max_refused!r}")
     with agreed("looking at the rows to encode"):
         source = _readable(rows)
-    agree_on("encoding", **{"number of rows": len(source)})
     digest = while_others_wait(True, partial(_digest_of, source, tokenizer, wanted), "naming the encoding")
-    agree_on("encoding", **{"the rows, the tokenizer or the options (a digest)": digest})
+    agree_on(
+        "encoding",
+        **{"number of rows": len(source), "the rows, the tokenizer or the options (a digest)": digest},
+    )
     with agreed("naming the encoding", itemgetter(0)) as name:
         # Rank 0's: a data set with functions that cannot be hashed has another fingerprint in each process.
         name.told = f"{digest} {data.dataset_fingerprint(source)}"

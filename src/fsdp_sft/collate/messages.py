@@ -254,13 +254,6 @@ def as_text(value: Any, where: str) -> str:
     return value
 
 
-def as_list(value: Any, where: str) -> list[Any]:
-    """A copy of the value, or ValueError with its place if it is no list."""
-    if not isinstance(value, list):
-        raise ValueError(f'"{where}" must be a list, got {shortened(value)}')
-    return list(value)
-
-
 def parse_json(text: str, where: str) -> Any:
     """The value of a JSON text, or ValueError with its place."""
     try:

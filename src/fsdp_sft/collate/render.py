@@ -117,11 +117,6 @@ def render_labels_html(
     masks: Sequence[Ids] | torch.Tensor = (
         [[1] * len(row) for row in input_ids] if attention_mask is None else attention_mask
     )
-    if not len(input_ids) == len(labels) == len(masks):
-        raise ValueError(
-            f"input_ids, labels and attention_mask must have equally many rows, got {len(input_ids)}, "
-            f"{len(labels)} and {len(masks)}"
-        )
     rows, tokens, targets = [], 0, 0
     for number, (*columns, mask) in enumerate(zip(input_ids, labels, masks, strict=True)):
         ids, marks = _checked(*(_unpadded(column, mask) for column in columns))
@@ -149,10 +144,7 @@ def _as_list(values: Any) -> list[int]:
 
 def _unpadded(values: Any, mask: Ids) -> list[int]:
     """The values at which the mask is not 0."""
-    items, kept = _as_list(values), _as_list(mask)
-    if len(items) != len(kept):
-        raise ValueError(f"a row of {len(items)} ids or labels has a mask of {len(kept)}")
-    return [item for item, keep in zip(items, kept, strict=True) if keep]
+    return [item for item, keep in zip(_as_list(values), _as_list(mask), strict=True) if keep]
 
 
 def _checked(input_ids: Ids, labels: Ids) -> tuple[list[int], list[int]]:

@@ -13,7 +13,6 @@ from typing import Any
 from fsdp_sft.collate.messages import (
     IN_PARTS,
     Message,
-    as_list,
     as_text,
     parse_json,
     read_message,
@@ -36,13 +35,12 @@ SHAREGPT_ROLES = {
 
 
 def _read_messages(row: Mapping[str, Any]) -> list[Message]:
-    items = as_list(row["messages"], "messages")
-    return _with_system(row, [read_message(item, f"messages[{i}]") for i, item in enumerate(items)])
+    messages = [read_message(item, f"messages[{i}]") for i, item in enumerate(row["messages"])]
+    return _with_system(row, messages)
 
 
 def _read_conversations(row: Mapping[str, Any]) -> list[Message]:
-    items = as_list(row["conversations"], "conversations")
-    messages = [_read_turn(item, f"conversations[{i}]") for i, item in enumerate(items)]
+    messages = [_read_turn(item, f"conversations[{i}]") for i, item in enumerate(row["conversations"])]
     return _with_system(row, messages)
 
 
@@ -50,8 +48,6 @@ def _read_turn(item: Any, where: str) -> Message:
     """One ShareGPT turn as a message."""
     if isinstance(item, dict) and "role" in item:
         return read_message(item, where)
-    if not isinstance(item, dict) or "from" not in item:
-        raise ValueError(f"{where} must be a dict with from and value, got {shortened(item)}")
     speaker = item["from"]
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise ValueError(f"{where} has the role {speaker!r}; known roles: {', '.join(SHAREGPT_ROLES)}")
@@ -67,27 +63,21 @@ def _read_turn(item: Any, where: str) -> Message:
 
 def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
     """Messages of an Alpaca row, with its history."""
-    if row.get("output") is None:
-        raise ValueError(f'an Alpaca row needs "instruction" and "output", got the keys {sorted(row)}')
     messages: list[Message] = []
-    for number, pair in enumerate(as_list(row.get("history") or [], "history")):
-        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-            raise ValueError(f"history[{number}] must be a [user, assistant] pair, got {shortened(pair)}")
-        messages += _pair(pair[0], pair[1], f"history[{number}]")
+    for number, (question, answer) in enumerate(row.get("history") or []):
+        messages += _pair(question, answer, f"history[{number}]")
     parts = [as_text(row.get(key) or "", key) for key in ("instruction", "input")]
-    messages += _pair("\n".join(part for part in parts if part), row["output"], "output")
+    messages += _pair("\n".join(part for part in parts if part), row.get("output"), "output")
     return _with_system(row, messages)
 
 
 def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
     """Messages of a prompt/completion row; a prompt given as a list of messages is not trained."""
-    if row.get("completion") is None:
-        raise ValueError(f'a prompt row needs "prompt" and "completion", got the keys {sorted(row)}')
-    prompt, completion = row["prompt"], row["completion"]
+    prompt, completion = row["prompt"], row.get("completion")
     if isinstance(prompt, str) or isinstance(completion, str):
         return _with_system(row, _pair(prompt, completion, "prompt/completion"))
     given, wanted = (
-        [read_message(item, f"{key}[{i}]") for i, item in enumerate(as_list(row[key], key))]
+        [read_message(item, f"{key}[{i}]") for i, item in enumerate(row[key])]
         for key in ("prompt", "completion")
     )
     return _with_system(row, [{**message, "train": 0} for message in given] + wanted)
@@ -340,10 +330,8 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     schemas = []
-    for number, tool in enumerate(as_list(tools, "tools")):
+    for number, tool in enumerate(tools):
         tool = parse_json(tool, f"tools[{number}]") if isinstance(tool, str) else tool
-        if not isinstance(tool, dict):
-            raise ValueError(f"tools[{number}] must be a JSON schema (a dict), got {shortened(tool)}")
         # Templates read tool.function.name; many data sets have the inner object alone.
         bare = "function" not in tool and "name" in tool
         schemas.append({"type": "function", "function": dict(tool)} if bare else dict(tool))

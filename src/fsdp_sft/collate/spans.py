@@ -67,7 +67,7 @@ from fsdp_sft.collate.layout import (
     shared_header,
     split_at_sentinels,
 )
-from fsdp_sft.collate.messages import REASONING_KEYS, ROLES, Message, other_forms
+from fsdp_sft.collate.messages import ROLES, Message
 from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.collate.probe import TemplateFacts
 from fsdp_sft.collate.rows import Conversation
@@ -131,14 +131,12 @@ def find_turns(template: ChatTemplate, conversation: Conversation, options: Enco
         ChatTemplateError: If the characters cannot be determined with certainty.
         ValueError: For a message that is not to be trained, with ``train_on="all"``.
     """
-    text, tags, messages = _render_any(template, conversation)
+    text, tags, messages = template.render_any(conversation.messages, conversation.tools)
     if options.train_on == "all":
         return Found(text, messages, dropped=_not_in_the_text(conversation, messages, text))
     wanted = _wanted(conversation, options)
     if not wanted:
         return Found(text, messages)
-    if OPEN in text:
-        raise template.error(f"the conversation holds the private-use character {OPEN!r}")
     layout = lay_out(template, messages, conversation.tools, wanted, text)
     extents = layout.extents(template, wanted)
     owned = _tags_by_message(tags, layout.places, messages)
@@ -148,11 +146,10 @@ def find_turns(template: ChatTemplate, conversation: Conversation, options: Enco
     turns = []
     for extent in extents:
         turns += finder.find(text, extent, starts[extent.message], owned.get(extent.message, []))
-    if not options.train_reasoning:
-        turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
     printed = {id(place.leaf) for place in layout.places}
     dropped = [leaf for leaf in layout.leaves if leaf.message in wanted and id(leaf) not in printed]
     if not options.train_reasoning:
+        turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
         dropped = [leaf for leaf in dropped if leaf.part != "reasoning"]
     return Found(text, messages, sorted(turns, key=lambda turn: turn.start), dropped, finder.notes)
 
@@ -195,55 +192,6 @@ def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[T
             yield Turn(turn.message, start, end, end)
         start = place.end + (closing.end() if closing else 0)
     yield Turn(turn.message, start, max(start, turn.stop_start), turn.end)
-
-
-def _render_any(
-    template: ChatTemplate, conversation: Conversation
-) -> tuple[str, list[tuple[int, int]], list[Message]]:
-    """Render the messages in the first form that the template accepts: theirs, or one of `other_forms`.
-
-    Reasoning at the beginning of a content goes where the template wants it, unless it refuses that.
-
-    Returns:
-        (text, spans of the template's generation tags, messages in the form that was accepted).
-    """
-    refused = []
-    for messages in _with_reasoning_apart(template, conversation.messages):
-        for form in (messages, *other_forms(messages)):
-            try:
-                return *template.render(form, tools=conversation.tools), form
-            except ChatTemplateError as error:
-                refused.append(error)
-    raise refused[0]
-
-
-def _with_reasoning_apart(template: ChatTemplate, messages: list[Message]) -> Iterator[list[Message]]:
-    """The messages with reasoning under the key that the template reads, if that helps; then as they are."""
-    if any("</think>" in message["content"] for message in messages if message["role"] == "assistant"):
-        with suppress(ChatTemplateError):
-            facts = template.facts()
-            apart = [_reasoning_apart(message, facts) for message in messages]
-            if facts.reasoning_key and apart != messages:
-                yield apart
-    yield messages
-
-
-def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
-    """An assistant's message with its reasoning out of its content, unless the template finds it there."""
-    head, closing, answer = message["content"].partition("</think>")
-    before, opening, thought = head.partition("<think>")
-    if (
-        message["role"] != "assistant"
-        or not closing
-        or (opening and before.strip())
-        or opening in facts.reads_tags
-        or any(key in message for key in REASONING_KEYS)
-        # With a closing tag alone, a line must end behind it: else the answer may speak of the tag.
-        or (not opening and re.match(r"[^\S\n]*(?:\n|$)", answer) is None)
-    ):
-        return message
-    reasoning = thought if opening else head
-    return {**message, facts.reasoning_key: reasoning.strip(), "content": answer.lstrip()}
 
 
 @dataclass(slots=True)
@@ -293,13 +241,9 @@ class _TurnFinder:
     def find(
         self, text: str, extent: MessageSpan, start: int | None, tags: list[tuple[int, int]]
     ) -> list[Turn]:
-        """The turns of the message at `extent`.
+        """The turns of the message at `extent`, which begins at `start` behind its `floor`, if that is known.
 
-        Args:
-            text: The rendering.
-            extent: Position of the message.
-            start: Where it begins behind its `floor`; None if unknown.
-            tags: Spans of the template's generation tags in it.
+        The template's generation `tags` in it narrow them.
 
         Raises:
             ChatTemplateError: If its start or its end cannot be told.
@@ -387,12 +331,8 @@ class _TurnFinder:
     def _supplied(self, index: int, before: str, own: tuple[int, int] | None) -> int:
         """Number of characters of an answer that a prompt supplies in some mode, and that are not trained.
 
-        They open reasoning or, where none follows, are an empty block of it.
-
-        Args:
-            index: Index of the message.
-            before: The text from the start of its turn to its first leaf.
-            own: Start of that leaf, and end of the last one; None if the message has none.
+        They open reasoning or, where none follows, are an empty block of it. `before` is the text from the
+        start of the turn to the message's first leaf.
         """
         lengths = (overlap(prompt, before) for prompt in self.facts.supplied)
         length = max((n for n in lengths if before[:n].strip()), default=0)

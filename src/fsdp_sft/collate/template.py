@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from fsdp_sft._compat.data import render_chat
-from fsdp_sft.collate.messages import Message
+from fsdp_sft.collate.messages import REASONING_KEYS, Message, other_forms
 from fsdp_sft.collate.probe import Probe, TemplateFacts
 from fsdp_sft.errors import ChatTemplateError
 
@@ -128,6 +128,34 @@ class ChatTemplate:
                 + "; change the row, or pass another chat_template="
             ) from None  # a cause would be printed as its template wrote it
         return text, tags if self._tags_count else []
+
+    def render_any(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None
+    ) -> tuple[str, list[tuple[int, int]], list[Message]]:
+        """Render messages in the first form that the template accepts: theirs, or one of `other_forms`.
+
+        Reasoning at the beginning of a content goes where the template wants it, unless it refuses that.
+
+        Returns:
+            (text, spans of the template's generation tags, messages in the form that was accepted).
+        """
+        refused = []
+        for apart in self._with_reasoning_apart(messages):
+            for form in (apart, *other_forms(apart)):
+                try:
+                    return *self.render(form, tools=tools), form
+                except ChatTemplateError as error:
+                    refused.append(error)
+        raise refused[0]
+
+    def _with_reasoning_apart(self, messages: list[Message]) -> Iterator[list[Message]]:
+        """The messages with reasoning under the key that is read, if that helps; then as they are."""
+        if any("</think>" in message["content"] for message in messages if message["role"] == "assistant"):
+            with suppress(ChatTemplateError):
+                apart = [_reasoning_apart(message, self.facts()) for message in messages]
+                if self.facts().reasoning_key and apart != messages:
+                    yield apart
+        yield messages
 
     def _takes_thinking(self) -> bool:
         """Whether the template reads parts of type "thinking"; others print the list of parts as Python does.
@@ -272,6 +300,24 @@ def _limited(template: str) -> Iterator[None]:
         finally:
             signal.setitimer(signal.ITIMER_PROF, *timer)
             signal.signal(signal.SIGPROF, former)
+
+
+def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
+    """An assistant's message with its reasoning out of its content, unless the template finds it there."""
+    head, closing, answer = message["content"].partition("</think>")
+    before, opening, thought = head.partition("<think>")
+    if (
+        message["role"] != "assistant"
+        or not closing
+        or (opening and before.strip())
+        or opening in facts.reads_tags
+        or any(key in message for key in REASONING_KEYS)
+        # With a closing tag alone, a line must end behind it: else the answer may speak of the tag.
+        or (not opening and re.match(r"[^\S\n]*(?:\n|$)", answer) is None)
+    ):
+        return message
+    reasoning = thought if opening else head
+    return {**message, facts.reasoning_key: reasoning.strip(), "content": answer.lstrip()}
 
 
 def templates_used(tokenizer: PreTrainedTokenizerBase) -> set[str]:
