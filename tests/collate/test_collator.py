@@ -239,7 +239,7 @@ def test_filter_rows_names_the_row_that_is_malformed():
         filter_rows([chat("a", "b"), chat(("bot", "x"))], TOKENIZERS["chatml"])
     silent = chat("a", "b")
     silent["messages"][1]["reasoning"] = "c"
-    with pytest.raises(ChatTemplateError, match="row 1: the chat template of .* does not print"):
+    with pytest.raises(ChatTemplateError, match=r"row 1: the chat template of .* does not print"):
         filter_rows([chat("a", "b"), silent], TOKENIZERS["chatml"])
 
 

@@ -173,14 +173,16 @@ def test_what_a_damaged_file_claims_is_not_made(tmp_path: Path) -> None:
     assert list(fs.EncodedDataset(first.path)) == list(first)
 
 
-def test_a_damaged_shard_is_named_and_a_missing_one_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_shard_is_named_and_a_missing_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_SHARD_ROWS", 8)
     first = fs.encode_dataset(rows(20), TOKENIZER, max_length=60, cache_dir=tmp_path)
     assert list(first) == plainly(rows(20), max_length=60)
     paths = sorted(first.path.iterdir())
     expected, times = list(first), [path.stat().st_mtime_ns for path in paths]
     os.truncate(paths[1], paths[1].stat().st_size - 4)
-    with pytest.raises(fs.CheckpointCorruptError, match="00001-of-00003.* is damaged: .*; delete it"):
+    with pytest.raises(fs.CheckpointCorruptError, match=r"00001-of-00003.* is damaged: .*; delete it"):
         fs.encode_dataset(rows(20), TOKENIZER, max_length=60, cache_dir=tmp_path)
     paths[1].unlink()
     again = fs.encode_dataset(rows(20), TOKENIZER, max_length=60, cache_dir=tmp_path)

@@ -13,6 +13,7 @@ from fsdp_sft.collate import (
     filter_rows,
     spans,
 )
+from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.collate.rows import read_row
 from fsdp_sft.collate.spans import find_turns
 from fsdp_sft.collate.template import ChatTemplate
@@ -305,7 +306,8 @@ def test_special_tokens_are_not_added_a_second_time():
 
 
 def test_the_worked_example_at_the_top_of_the_module_is_true():
-    found = find_turns(ChatTemplate(TOKENIZERS["chatml"]), read_row(chat("1 + 1?", "2")), [1])
+    template = ChatTemplate(TOKENIZERS["chatml"])
+    found = find_turns(template, read_row(chat("1 + 1?", "2")), EncodeOptions())
     lines = (spans.__doc__ or "").splitlines()
     text = found.text.replace("\n", "↵")
     (number,) = [n for n, line in enumerate(lines) if line.strip() == text]

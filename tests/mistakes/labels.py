@@ -15,7 +15,7 @@ MISTAKES = [
     Mistake(
         "an answer that is marked as unwanted is trained",
         "collate/rows.py",
-        "    if marked is not None:\n",
+        "    if marked:\n",
         "    if False:\n",
         ("tests/collate/test_rows.py",),
     ),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_sft._model.view import tokenizer_of
+from fsdp_sft.collate.messages import as_text
 from fsdp_sft.collate.notes import notes_of, warn_of_notes
 from fsdp_sft.collate.options import EncodeOptions, TrainOn
 from fsdp_sft.collate.rows import (
@@ -17,7 +18,6 @@ from fsdp_sft.collate.rows import (
     check_encoded,
     read_encoded,
     read_row,
-    read_text,
     shape_of,
     template_variables,
 )
@@ -272,7 +272,7 @@ def _read(
         if shape == "input_ids":
             return EncodedChat(*read_encoded(row))
         if shape == "text":
-            return _encode_text(read_text(row), tokenizer)
+            return _encode_text(as_text(row["text"], '"text"'), tokenizer)
         conversation = read_row(row)
         template = _template(conversation, tokenizer, options, templates)
         found = find_turns(template, conversation, options)

@@ -13,8 +13,10 @@ from fsdp_sft.errors import RowError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
-_FLAG_KEYS = ("train", "loss_weight", "weight", "loss_scale", "loss", "training", "trainable")
-_BY_CHARACTERS = ("train_detail", "training_detail")  # axolotl's
+_FLAG_KEYS = (
+    *("train", "loss_weight", "weight", "loss_scale", "loss", "training", "trainable"),
+    *("train_detail", "training_detail"),  # axolotl's, which are for parts of a message
+)
 _ORDER = ("thinking", "reasoning", "text", "tool_call")  # of the parts of a content
 _MEANT = {
     "role",
@@ -24,7 +26,7 @@ _MEANT = {
     "train",
     *REASONING_KEYS,
 }  # by keys that are spelt nearly so
-_KNOWN = {*_MEANT, *_FLAG_KEYS, *_BY_CHARACTERS, "function_call", "tool_call_id", "name"}
+_KNOWN = {*_MEANT, *_FLAG_KEYS, "function_call", "tool_call_id", "name"}
 _NEAR = 0.83  # difflib's ratio: "tool_call", "toolCalls", and not "reason"
 # Key under which a message carries a note while its row is read, which removes it.
 IN_PARTS = "reasoning given as a part of type thinking"
@@ -80,9 +82,6 @@ def read_message(item: Any, where: str) -> Message:
     message["content"] = "" if content is None else as_text(content, f"{where}.content")
     if calls:
         message["tool_calls"] = [_read_call(call, where) for call in calls]
-    for key in REASONING_KEYS:
-        if key in message:
-            as_text(message[key], f"{where}.{key}")
     return message
 
 
@@ -98,12 +97,11 @@ def _read_parts(parts: Sequence[Any], where: str) -> dict[str, list[str]]:
     last = 0
     for number, part in enumerate(parts):
         kind, place = part.get("type") if isinstance(part, dict) else None, f"{where}.content[{number}]"
-        if kind in _MEDIA_PARTS:
-            raise RowError(f"{place} is a part of type {kind}: only text is encoded here", reason="media")
         if kind not in _ORDER:
-            raise ValueError(
-                f"{place} must be a part of type text, reasoning, thinking or tool_call, "
-                f"got {shortened(part)}"
+            raise RowError(
+                f"{place} is a part of type {kind}: only text is encoded here, in parts of type text, "
+                f"reasoning, thinking and tool_call; got {shortened(part)}",
+                reason="media" if kind in _MEDIA_PARTS else "malformed",
             )
         given = [part[key] for key in (kind, "text", "value") if part.get(key) is not None]
         value = next((one for one in given if one), given[0] if given else None)
@@ -148,18 +146,14 @@ def take_flag(message: Message, place: str) -> bool:
     Raises:
         ValueError: If a flag says neither yes nor no.
     """
-    by_characters = [key for key in _BY_CHARACTERS if message.pop(key, None)]
-    if by_characters:
-        raise ValueError(
-            f"{place}: {by_characters[0]} is not read: a message is trained as a whole, or not; make "
-            "messages of the parts, or give input_ids and labels"
-        )
-    flags = {key: message.pop(key) for key in _FLAG_KEYS if key in message}
+    given = {key: message.pop(key) for key in _FLAG_KEYS if key in message}
+    flags = {key: value for key, value in given.items() if value != []}  # parts of an answer that has none
     for key, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise ValueError(
                 f"{place}: {key} says whether it is trained and must be 0 or 1 (False or True), got "
-                f"{value!r}; other factors of a loss are loss_weights of a batch"
+                f"{value!r}; a message is trained as a whole, or not: make messages of parts, and other "
+                "factors of a loss loss_weights of a batch"
             )
     return all(flags.values())
 
@@ -238,13 +232,11 @@ def refuse_media(row: Mapping[Any, Any], where: str = "the row") -> None:
 
 def _is_empty(value: Any) -> bool:
     """Whether a value is null, False or blank, or holds nothing else, as in a row from an Arrow table."""
-    if value is None or value is False:
-        return True
     if isinstance(value, Mapping):
-        return all(map(_is_empty, value.values()))
+        value = list(value.values())
     if isinstance(value, list | tuple):
         return all(map(_is_empty, value))
-    return isinstance(value, str | bytes) and not value.strip()
+    return value is None or value is False or (isinstance(value, str | bytes) and not value.strip())
 
 
 def as_text(value: Any, where: str) -> str:

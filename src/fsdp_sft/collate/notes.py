@@ -9,7 +9,7 @@ from torch.utils.data import get_worker_info
 
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
-from fsdp_sft.collate.layout import TextSlot, occurs
+from fsdp_sft.collate.layout import occurs
 from fsdp_sft.collate.messages import REASONING_KEYS
 from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.collate.rows import Conversation, tool_name
@@ -70,7 +70,15 @@ def notes_of(
     # Reasoning before the last question is left out by design.
     lost = [leaf for leaf in found.dropped if leaf.part != "reasoning" or leaf.message >= question]
     if lost and options.on_dropped == "error":
-        raise _dropped_error(lost[0], template)
+        key = template.facts().reasoning_key if lost[0].part == "reasoning" else ""
+        raise ChatTemplateError(
+            f"the chat template of {describe_tokenizer(template.tokenizer)} does not print the "
+            f"{lost[0].part} of message {lost[0].message}, {lost[0].texts[0][:60]!r}, so it would not be "
+            "trained: " + (f"give reasoning as {key!r}, which it prints; or " if key else "") + "pass a "
+            "chat_template= that prints it, leave the row out (filter_rows with on_error='count'), or train "
+            "what is printed with on_dropped='count'",
+            reason="dropped_text",
+        )
     if lost:
         yield "dropped"
     if found.turns:
@@ -110,16 +118,3 @@ def warn_of_notes(counts: Mapping[str, int], told: set[str]) -> None:
             told.add(name)
             if this_rank() == 0 and os.environ.get("RANK", "0") == "0":
                 warn_caller(f"{counts[name]} of {counts['kept']} rows are counted as {name}: {NOTES[name]}")
-
-
-def _dropped_error(lost: TextSlot, template: ChatTemplate) -> ChatTemplateError:
-    """The error for a text that the template does not print."""
-    key = template.facts().reasoning_key if lost.part == "reasoning" else ""
-    return ChatTemplateError(
-        f"the chat template of {describe_tokenizer(template.tokenizer)} does not print the {lost.part} of "
-        f"message {lost.message}, {lost.texts[0][:60]!r}, so it would not be trained: "
-        + (f"give reasoning as {key!r}, which it prints; or " if key else "")
-        + "pass a chat_template= that prints it, leave the row out (filter_rows with on_error='count'), or "
-        "train what is printed with on_dropped='count'",
-        reason="dropped_text",
-    )

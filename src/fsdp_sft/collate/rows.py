@@ -35,13 +35,11 @@ SHAREGPT_ROLES = {
 
 
 def _read_messages(row: Mapping[str, Any]) -> list[Message]:
-    messages = [read_message(item, f"messages[{i}]") for i, item in enumerate(row["messages"])]
-    return _with_system(row, messages)
+    return [read_message(item, f"messages[{i}]") for i, item in enumerate(row["messages"])]
 
 
 def _read_conversations(row: Mapping[str, Any]) -> list[Message]:
-    messages = [_read_turn(item, f"conversations[{i}]") for i, item in enumerate(row["conversations"])]
-    return _with_system(row, messages)
+    return [_read_turn(item, f"conversations[{i}]") for i, item in enumerate(row["conversations"])]
 
 
 def _read_turn(item: Any, where: str) -> Message:
@@ -67,28 +65,19 @@ def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
     for number, (question, answer) in enumerate(row.get("history") or []):
         messages += _pair(question, answer, f"history[{number}]")
     parts = [as_text(row.get(key) or "", key) for key in ("instruction", "input")]
-    messages += _pair("\n".join(part for part in parts if part), row.get("output"), "output")
-    return _with_system(row, messages)
+    return messages + _pair("\n".join(part for part in parts if part), row.get("output"), "output")
 
 
 def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
     """Messages of a prompt/completion row; a prompt given as a list of messages is not trained."""
     prompt, completion = row["prompt"], row.get("completion")
     if isinstance(prompt, str) or isinstance(completion, str):
-        return _with_system(row, _pair(prompt, completion, "prompt/completion"))
+        return _pair(prompt, completion, "prompt/completion")
     given, wanted = (
         [read_message(item, f"{key}[{i}]") for i, item in enumerate(row[key])]
         for key in ("prompt", "completion")
     )
-    return _with_system(row, [{**message, "train": 0} for message in given] + wanted)
-
-
-def _with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """The messages, with the row's ``system`` in front unless they begin with a system message."""
-    system = row.get("system")
-    if not system or (messages and messages[0]["role"] in ("system", "developer")):
-        return messages
-    return [{"role": "system", "content": as_text(system, "system")}, *messages]
+    return [{**message, "train": 0} for message in given] + wanted
 
 
 def _pair(user: Any, assistant: Any, where: str) -> list[Message]:
@@ -141,29 +130,25 @@ def shape_of(row: Any) -> str:
     """The key of a row that decides how it is read.
 
     Raises:
-        ValueError: For no dict, and a dict of no known shape.
+        ValueError: For no dict, a dict of no known shape, and a row that is marked as unwanted.
+        RowError: For a row with more than text.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict, got {type(row).__name__}; accepted shapes: {_ACCEPTED}")
-    for key in ("input_ids", *SHAPES, "text"):
-        if row.get(key) is not None:
-            return key
-    raise ValueError(
-        f"no known row shape in the keys {sorted(map(str, row))}; accepted shapes: {_ACCEPTED}. Rename the "
-        "columns, or make messages of them"
-    )
-
-
-def read_text(row: Mapping[str, Any]) -> str:
-    """The text of a row that is one.
-
-    Raises:
-        ValueError: If it is no str, or the row is marked as unwanted.
-        RowError: If the row has more than text.
-    """
-    _refuse_undesired(row)
+    shape = next((key for key in ("input_ids", *SHAPES, "text") if row.get(key) is not None), None)
+    if shape is None:
+        raise ValueError(
+            f"no known row shape in the keys {sorted(map(str, row))}; accepted shapes: {_ACCEPTED}. Rename "
+            "the columns, or make messages of them"
+        )
+    marked = [key for key in _OF_THE_ROW if row.get(key) is False and shape != "input_ids"]
+    if marked:
+        raise ValueError(
+            f'"{marked[0]}" is False, which marks an answer that is not wanted, and it would be trained: '
+            "leave such rows out, or the column, if it means something else"
+        )
     refuse_media(row)
-    return as_text(row["text"], '"text"')
+    return shape
 
 
 def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
@@ -211,23 +196,20 @@ def check_encoded(ids: Sequence[int], labels: Sequence[int]) -> None:
         )
 
 
-def read_row(row: Any) -> Conversation:
-    """Convert a chat row of any format.
-
-    Args:
-        row: A dict.
+def read_row(row: Mapping[str, Any]) -> Conversation:
+    """Convert a chat row of one of the `SHAPES`.
 
     Raises:
-        ValueError: For an unknown shape, an empty row, an unknown role, content that is not text, or a
-            flag that is neither 0 nor 1.
+        ValueError: For an empty row, an unknown role, content that is not text, or a flag that is neither 0
+            nor 1.
     """
     shape = shape_of(row)
-    _refuse_undesired(row)
-    refuse_media(row)
     row = _without_fillers({name: _plain(value) if name in _READ else value for name, value in row.items()})
-    messages = SHAPES[shape](row)
+    messages, system = SHAPES[shape](row), row.get("system")
     if not messages:
         raise ValueError("the row has no messages; a conversation needs at least one")
+    if system and messages[0]["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": as_text(system, "system")}, *messages]
     in_parts = [message.pop(IN_PARTS, False) for message in messages]
     return Conversation(
         messages,
@@ -287,14 +269,11 @@ def _plain(value: Any) -> Any:
     if type(value) in _PLAIN:
         return value
     # Most items are plain, so testing them here saves a call each. isinstance with Mapping is slow.
-    if isinstance(value, list | tuple):
-        return [item if type(item) in _PLAIN else _plain(item) for item in value]
     if isinstance(value, dict | Mapping):
         return {key: item if type(item) in _PLAIN else _plain(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    return [_plain(item) for item in value] if is_list else value
+    if isinstance(value, list | tuple | Sequence) and not isinstance(value, str | bytes):
+        return [item if type(item) in _PLAIN else _plain(item) for item in value]
+    return _plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
 def _numbers(values: Any, key: str) -> list[int]:
@@ -305,16 +284,6 @@ def _numbers(values: Any, key: str) -> list[int]:
     if not isinstance(values, Sequence) or not set(map(type, values)) <= {int}:
         raise ValueError(f'"{key}" must be a flat list of integers, got {shortened(values)}')
     return list(values)
-
-
-def _refuse_undesired(row: Mapping[str, Any]) -> None:
-    """Refuse a row marked as unwanted."""
-    marked = next((key for key in _OF_THE_ROW if row.get(key) is False), None)
-    if marked is not None:
-        raise ValueError(
-            f'"{marked}" is False, which marks an answer that is not wanted, and it would be trained: leave '
-            "such rows out, or the column, if it means something else"
-        )
 
 
 def tool_name(schema: Mapping[str, Any]) -> str:

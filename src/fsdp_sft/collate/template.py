@@ -35,6 +35,7 @@ _CAPTURED_TAG = re.compile(
     rf"\{{%[-+]?\s*(?:{_CAPTURE})(?:(?!\{{%[-+]?\s*end(?:macro|call|filter|set)\b).)*?\{{%[-+]?\s*generation\b",
     re.DOTALL,
 )
+_captured_tag = lru_cache(maxsize=64)(_CAPTURED_TAG.search)
 
 
 class ChatTemplate:
@@ -69,7 +70,7 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.text: str = tokenizer.get_chat_template(chat_template, tools=tools)
-        self._tags_count = not _has_captured_tag(self.text)
+        self._tags_count = _captured_tag(self.text) is None
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(kwargs or {})}
         self._tools = tools
         self._thinks_in_parts = False
@@ -323,12 +324,6 @@ def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
 def templates_used(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Texts of the templates with which this process has encoded rows for this tokenizer."""
     return {text for text, *_ in _KNOWN.get(tokenizer, ())}
-
-
-@lru_cache(maxsize=64)
-def _has_captured_tag(template: str) -> bool:
-    """Whether a generation tag is inside a macro or a block set."""
-    return _CAPTURED_TAG.search(template) is not None
 
 
 def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
