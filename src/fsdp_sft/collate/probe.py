@@ -22,6 +22,10 @@ from fsdp_sft.errors import ChatTemplateError
 if TYPE_CHECKING:
     from fsdp_sft.collate.template import ChatTemplate
 
+# Message n consists of sentinel n alone, so the rest of a rendering is the template's own text.
+_CHAT: list[Message] = [
+    {"role": role, "content": sentinel(number)} for number, role in enumerate(("user", "assistant") * 2)
+]
 _MODES = tuple({name: on} for name in ("enable_thinking", "thinking") for on in (True, False))
 
 
@@ -62,23 +66,17 @@ class TemplateFacts:
     in_parts: bool = False
 
 
+@dataclass(frozen=True)
 class Probe:
     """Renderings of two questions and two answers, and the template's own text in them.
 
-    Message n consists of sentinel n alone, so the rest of a rendering is the template's.
-
-    Args:
+    Attributes:
         template: The chat template.
         tools: Tool schemas.
     """
 
-    def __init__(self, template: ChatTemplate, tools: list[dict[str, Any]] | None) -> None:
-        self.template = template
-        self.tools = tools
-        roles = ("user", "assistant", "user", "assistant")
-        self.chat: list[Message] = [
-            {"role": role, "content": sentinel(number)} for number, role in enumerate(roles)
-        ]
+    template: ChatTemplate
+    tools: list[dict[str, Any]] | None
 
     def facts(self) -> TemplateFacts:
         """What the renderings show.
@@ -88,11 +86,11 @@ class Probe:
         """
         # `asked` follows the question when only the question is rendered, `prompted` when a generation prompt
         # is rendered with it; `prompted_later` follows the second question.
-        before_question, asked = self._around(0, self.chat[:1])
-        _, prompted = self._around(0, self.chat[:1], add_generation_prompt=True)
-        _, prompted_later = self._around(2, self.chat[:3], add_generation_prompt=True)
+        before_question, asked = self._around(0, _CHAT[:1])
+        _, prompted = self._around(0, _CHAT[:1], add_generation_prompt=True)
+        _, prompted_later = self._around(2, _CHAT[:3], add_generation_prompt=True)
         # Templates of reasoning models may give past answers another header than the last one.
-        answered, _ = self.template.render(self.chat, tools=self.tools)
+        answered, _ = self.template.render(_CHAT, tools=self.tools)
         pieces = SENTINEL.split(answered)
         if pieces[1::2] != ["0", "1", "2", "3"]:
             raise self.template.error("it does not print each message exactly once")
@@ -131,7 +129,7 @@ class Probe:
         found = {}
         for key in REASONING_KEYS:
             with suppress(ChatTemplateError):
-                _, text = self._around(2, [*self.chat[:3], {**self.chat[3], key: sentinel(4)}])
+                _, text = self._around(2, [*_CHAT[:3], {**_CHAT[3], key: sentinel(4)}])
                 if sentinel(4) in text:
                     found[key] = text
         return found
@@ -146,7 +144,7 @@ class Probe:
         prompts = []
         for mode in _MODES:
             with suppress(ChatTemplateError):
-                _, text = self._around(2, self.chat[:3], add_generation_prompt=True, mode=mode)
+                _, text = self._around(2, _CHAT[:3], add_generation_prompt=True, mode=mode)
                 prompts.append(text)
         yield from prompts
         for text in reasoned:
@@ -165,7 +163,7 @@ class Probe:
         for opening in ("<think>", ""):  # a prompt may have written the tag
             content = f"{opening}\n{sentinel(4)}\n</think>\n\n{sentinel(3)}"
             with suppress(ChatTemplateError):
-                _, told = self._around(2, [*self.chat[:3], {**self.chat[3], "content": content}])
+                _, told = self._around(2, [*_CHAT[:3], {**_CHAT[3], "content": content}])
                 if _squeezed(told) == _squeezed(reasoned) if reasoned else content.strip() not in told:
                     yield opening
 
