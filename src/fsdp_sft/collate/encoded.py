@@ -123,7 +123,6 @@ def encode_dataset(
     while_others_wait(True, work, "encoding the data set")
     with agreed("opening the encoded data set"):
         encoded = EncodedDataset(folder)
-        _refuse_many(encoded.counts, max_refused, len(source))
         if not len(encoded):
             raise ValueError(f"no row has a target, counted {encoded.counts}")
     warn_of_notes(encoded.counts, {"answer_cut_off"})
