@@ -144,8 +144,9 @@ def encode_chat(
     The conversation is rendered with the chat template and tokenised once, without adding special tokens
     (the template writes its own). An assistant turn is trained from the end of the generation prompt through
     the token on which generation stops, if the template writes one. If the tokenizer has no such token, the
-    text that ends the turn is trained instead, with a warning. A token that contains characters from both
-    sides of the turn's start is not trained.
+    text that ends the turn is trained instead. A token that contains characters from both sides of the turn's
+    start is not trained. Notes on the row, but for "dropped", "empty_reasoning" and "answer_cut_off", are
+    warned of.
 
     Args:
         row: `messages`, `conversations` (ShareGPT), `instruction`/`output` (Alpaca), `prompt`/`completion`
