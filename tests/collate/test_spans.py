@@ -277,9 +277,15 @@ def test_a_template_that_refuses_the_conversation_names_itself():
         encode_chat(chat(("system", "s"), "a", "b"), tokenizer)
 
 
-def test_private_use_characters_of_the_sentinels_are_refused():
-    with pytest.raises(ChatTemplateError, match="private-use"):
-        encode_chat(chat("a", "\U000f5b010\U000f5b02"), TOKENIZERS["chatml"])
+def test_private_use_characters_of_the_sentinels_are_texts_like_others():
+    sentinel = "\U000f5b010\U000f5b02"
+    for question, answer in (
+        ("a", sentinel),
+        (sentinel, "a"),
+        (sentinel, "\U000f5b01 b"),
+        (sentinel, sentinel),
+    ):
+        assert f"<|im_start|>assistant\n⟦{answer}<|im_end|>⟧" in shown(chat(question, answer))
 
 
 def test_a_long_conversation_takes_as_many_renderings_as_a_short_one(monkeypatch):

@@ -337,7 +337,7 @@ def _labelled(found: Found, tokens: Tokens, options: EncodeOptions) -> EncodedCh
     # A token belongs to the turn in which its first character lies. One that begins before the turn and
     # reaches into it is not trained: the model would have to predict a part of the prompt with it.
     labels, notes = [IGNORE_INDEX] * len(tokens.ids), list(found.notes)
-    kept = _kept(len(tokens.ids), options)
+    begin, end = _kept(len(tokens.ids), options)
     answers: dict[int, list[tuple[int, int]]] = {}
     for turn in found.turns:
         first, stop = tokens.first_from(turn.start), tokens.first_from(turn.end)
@@ -347,8 +347,9 @@ def _labelled(found: Found, tokens: Tokens, options: EncodeOptions) -> EncodedCh
             if turn.message not in answers and tokens.is_cut(turn.start, first):
                 notes.append("start_in_a_token")
             answers.setdefault(turn.message, []).append((first, stop))
-    if len(tokens.ids) > len(range(*kept)) and any(
-        spans[0][0] >= kept[1] or spans[-1][1] <= kept[0] for spans in answers.values()
+    if any(
+        (end < len(tokens.ids) and spans[0][0] >= end) or (begin > 0 and spans[-1][1] <= begin)
+        for spans in answers.values()
     ):
         notes.append("answer_cut_off")
     return EncodedChat(tokens.ids, labels, tuple(dict.fromkeys(notes)))

@@ -81,9 +81,9 @@ def notes_of(
         )
     if lost:
         yield "dropped"
+    if (found.turns or options.train_on == "all") and _lacks_context(found, conversation):
+        yield "context_dropped"
     if found.turns:
-        if _lacks_context(found, conversation):
-            yield "context_dropped"
         last = found.turns[-1]
         if found.messages[last.message]["role"] == "assistant" and last.stop_start == last.end:
             yield "no_end_of_turn"
