@@ -1,6 +1,5 @@
 """What ends an answer is trained, or it is said that nothing does."""
 
-import re
 import warnings
 
 import pytest

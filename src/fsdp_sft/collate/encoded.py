@@ -179,6 +179,7 @@ def _digest_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeO
     some = 1 if data.dataset_fingerprint(source) is None else max(1, len(source) // 64)
     digest = hashlib.sha256()
     for row in chain([about], (source[index] for index in range(0, len(source), some))):
+        row = vars(row) if isinstance(row, EncodedChat) else row
         # Keys are not sorted: templates print objects in the order of their keys, so the order matters.
         content = json.dumps(row, default=_plain, skipkeys=True).encode()
         digest.update(len(content).to_bytes(8, "little") + content)

@@ -38,6 +38,8 @@ class EncodeOptions:
             if not roles or roles - set(ROLES):
                 raise ValueError(f"train_on must be a set of roles out of {ROLES}, got {self.train_on!r}")
             object.__setattr__(self, "train_on", roles)
+        if not isinstance(self.train_reasoning, bool):
+            raise ValueError(f"train_reasoning must be True or False, got {self.train_reasoning!r}")
         if self.train_on == "all" and not self.train_reasoning:
             raise ValueError('train_reasoning=False contradicts train_on="all", which trains every token')
         if self.max_length is not None:
