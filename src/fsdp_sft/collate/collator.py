@@ -206,8 +206,9 @@ class SFTCollator:
         **options: Any,
     ) -> None:
         self.tokenizer = tokenizer_of(tokenizer)
-        multiple = 1 if pad_to_multiple_of is None else pad_to_multiple_of
-        self.pad_to_multiple_of = check_count("pad_to_multiple_of", multiple)
+        self.pad_to_multiple_of = (
+            1 if pad_to_multiple_of is None else check_count("pad_to_multiple_of", pad_to_multiple_of)
+        )
         self._told: set[str] = {"answer_cut_off"} if "truncation" in options else set()
         self._options = options_of("SFTCollator", options, max_length=max_length, on_dropped=on_dropped)
 

@@ -204,8 +204,7 @@ def encode_chat(
         chat_template_kwargs=chat_template_kwargs,
         on_dropped=on_dropped,
     )
-    (chat,) = encode_all([row], tokenizer, options, {"answer_cut_off"})
-    return chat
+    return encode_all([row], tokenizer, options, {"answer_cut_off"})[0]
 
 
 def encode_all(
