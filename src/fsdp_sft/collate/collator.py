@@ -8,12 +8,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+from typing_extensions import Unpack
 
 from fsdp_sft._model.view import tokenizer_of
 from fsdp_sft._process.words import answered
 from fsdp_sft.collate.encode import EncodedChat, encode_all, encode_rows, reason_of
 from fsdp_sft.collate.notes import NOTES, warn_of_notes
-from fsdp_sft.collate.options import EncodeOptions, check_choice, check_count, options_of
+from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count, options_of
 from fsdp_sft.errors import printable, row_error
 from fsdp_sft.targets import IGNORE_INDEX
 
@@ -80,7 +81,7 @@ def filter_rows(
     max_length: int | None = None,
     on_error: Literal["raise", "count"] = "raise",
     on_dropped: Literal["error", "count"] = "error",
-    **options: Any,
+    **options: Unpack[EncodeKeywords],
 ) -> tuple[list[Row], FilterCounts]:
     """Leave out the rows that would train nothing, before the sampler distributes rows to ranks.
 
@@ -203,7 +204,7 @@ class SFTCollator:
         max_length: int,
         pad_to_multiple_of: int | None = None,
         on_dropped: Literal["error", "count"] = "error",
-        **options: Any,
+        **options: Unpack[EncodeKeywords],
     ) -> None:
         self.tokenizer = tokenizer_of(tokenizer)
         self.pad_to_multiple_of = (

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from typing_extensions import Unpack
 
 from fsdp_sft._compat import data
 from fsdp_sft._model.view import tokenizer_of
@@ -36,7 +37,7 @@ from fsdp_sft._tensors.disk import full_path, sync_folder, write_bytes
 from fsdp_sft.collate.collator import REFUSALS, FilterCounts, kept_rows
 from fsdp_sft.collate.encode import EncodedChat
 from fsdp_sft.collate.notes import warn_of_notes
-from fsdp_sft.collate.options import EncodeOptions, options_of
+from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, options_of
 from fsdp_sft.errors import CheckpointCorruptError, row_error
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def encode_dataset(
     cache_dir: str | os.PathLike[str] | None = None,
     on_dropped: Literal["error", "count"] = "count",
     max_refused: float = 0.01,
-    **options: Any,
+    **options: Unpack[EncodeKeywords],
 ) -> EncodedDataset:
     """Tokenise rows once, into files that every rank memory-maps.
 

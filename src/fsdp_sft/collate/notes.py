@@ -70,7 +70,7 @@ def notes_of(
     # Reasoning before the last question is left out by design.
     lost = [leaf for leaf in found.dropped if leaf.part != "reasoning" or leaf.message >= question]
     if lost and options.on_dropped == "error":
-        key = template.facts().reasoning_key if lost[0].part == "reasoning" else ""
+        key = template.facts().reasoning_key if found.turns and lost[0].part == "reasoning" else ""
         raise ChatTemplateError(
             f"the chat template of {describe_tokenizer(template.tokenizer)} does not print the "
             f"{lost[0].part} of message {lost[0].message}, {lost[0].texts[0][:60]!r}, so it would not be "

@@ -5,12 +5,23 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from fsdp_sft._process.words import answer
 from fsdp_sft.collate.messages import ROLES
 
 TrainOn = Literal["assistant", "last", "all"] | Iterable[str]
+
+
+class EncodeKeywords(TypedDict, total=False):
+    """Options of `encode_chat` that the collator and the filter pass on to it."""
+
+    train_on: TrainOn
+    train_reasoning: bool
+    empty_reasoning: str
+    truncation: str
+    chat_template: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
