@@ -333,7 +333,7 @@ _CHATS: list[list[dict[str, Any]]] = [
 def labels(family: str) -> dict[str, Any]:
     """Digests of ids and labels of some chats in a template, with each choice of what is trained."""
     tokenizer, found = byte_tokenizer(family), {}
-    for options in ({}, {"train_on": "last"}, {"train_eot": False}, {"train_on": "all"}):
+    for options in ({}, {"train_on": "last"}, {"train_on": "all"}):
         for number, chat in enumerate(_CHATS):
             key = f"{number} {options or ''}".strip()
             try:

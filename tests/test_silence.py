@@ -114,7 +114,7 @@ def test_tools_that_the_template_does_not_print() -> None:
     tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
     row = {**chat("q", "a"), "tools": [tool]}
     told = _told(lambda: _shown(row, _OWN.replace("X", "m.content")))
-    assert sum("does not print the tools" in text for text in told) == 1
+    assert sum("or the tools, so the model is trained without" in text for text in told) == 1
     told = _told(lambda: _shown(row, "{{ tools }}" + _OWN.replace("X", "m.content")))
     assert not any("tools" in text for text in told)
 

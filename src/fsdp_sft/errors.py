@@ -112,8 +112,8 @@ class RowError(FsdpSftError, ValueError):
 
     Attributes:
         reason: The name under which `filter_rows` counts such a row: "malformed", "media", "too_long", and
-            for a `ChatTemplateError` "refused_by_template", "dropped_text" or "no_reasoning". A template
-            that is missing or does not parse has "no_template": no row is counted for it.
+            for a `ChatTemplateError` "refused_by_template" or "dropped_text". A template that is missing or
+            does not parse has "no_template": no row is counted for it.
     """
 
     reason = "malformed"
@@ -131,7 +131,7 @@ class ChatTemplateError(RowError):
 
 def row_error(text: str, reason: str) -> RowError:
     """The error of a row for a reason, of the class that goes with it."""
-    of_template = reason in ("refused_by_template", "dropped_text", "no_reasoning")
+    of_template = reason in ("refused_by_template", "dropped_text")
     return ChatTemplateError(text, reason=reason) if of_template else RowError(text, reason=reason)
 
 

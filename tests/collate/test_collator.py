@@ -30,12 +30,6 @@ def test_train_on():
     assert "⟦s<|im_end|>⟧" in shown(row, train_on={"system"})
 
 
-def test_train_eot():
-    text = shown(chat("a", "b \n", "c", "d"), train_eot=False)
-    assert "⟦b \n⟧<|im_end|>\n" in text
-    assert "⟦d⟧<|im_end|>\n" in text
-
-
 @pytest.mark.parametrize(
     ("key", "off", "on"), [("train", False, True), ("weight", 0, 1), ("loss_weight", 0.0, 1.0)]
 )
@@ -58,25 +52,6 @@ def test_flags_that_say_neither_yes_nor_no_are_refused(key, value):
     row = chat("a", "b")
     row["messages"][1][key] = value
     with pytest.raises(ValueError, match=rf"{key} says whether it is trained and must be 0 or 1"):
-        encode_chat(row, TOKENIZERS["chatml"])
-    row["messages"][1] = {"role": "assistant", "content": [{"type": "text", "text": "b", key: value}]}
-    with pytest.raises(ValueError, match=rf"content\[0\]: {key} says whether it is trained"):
-        encode_chat(row, TOKENIZERS["chatml"])
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "text", "text": "b", "weight": 0},
-        {"type": "reasoning", "text": "b", "train": False},
-        {"type": "thinking", "thinking": [{"type": "text", "text": "b", "weight": 0}]},
-    ],
-)
-def test_parts_cannot_be_switched_off(part):
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [part]}]}
-    with pytest.raises(
-        ValueError, match=r"content\[0\] is not to be trained: a message is trained as a whole"
-    ):
         encode_chat(row, TOKENIZERS["chatml"])
 
 
@@ -102,23 +77,20 @@ def test_truncation():
     ("options", "message"),
     [
         ({"train_on": "answer"}, "train_on must be one of 'assistant', 'last', 'all', got 'answer'"),
-        ({"train_on": {"model"}}, r"train_on must be a set of roles out of .*got \['model'\]"),
+        ({"train_on": {"model"}}, r"train_on must be a set of roles out of .*got \{'model'\}"),
         ({"train_on": set()}, "train_on must be a set of roles"),
-        ({"train_on": None}, "train_on must be a str or a set of roles, got None"),
-        ({"train_eot": 1}, "train_eot must be True or False, got 1"),
         ({"max_length": 0}, "max_length must be an integer of at least 1, got 0"),
         ({"max_length": True}, "max_length must be an integer"),
         ({"truncation": "middle"}, "truncation must be one of 'right', 'left', 'error', got 'middle'"),
-        ({"chat_template": 3}, "chat_template must be a Jinja template as a str, got int"),
-        ({"padding": "short"}, "padding must be one of 'longest', 'max_length', got 'short'"),
-        ({"padding_side": "both"}, "padding_side must be one of 'right', 'left', got 'both'"),
+        ({"empty_reasoning": "error"}, "empty_reasoning must be one of 'mask', 'train', got 'error'"),
+        ({"on_dropped": "ignore"}, "on_dropped must be one of 'error', 'count', got 'ignore'"),
         ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be an integer of at least 1, got 0"),
     ],
 )
 def test_options_are_checked_before_any_row_is_seen(options, message):
     with pytest.raises(ValueError, match=message):
         SFTCollator(TOKENIZERS["chatml"], **{"max_length": 8, **options})
-    if not {"padding", "padding_side", "pad_to_multiple_of"} & set(options):
+    if "pad_to_multiple_of" not in options:
         with pytest.raises(ValueError, match=message):
             encode_chat(chat("a", "b"), TOKENIZERS["chatml"], **options)
         with pytest.raises(ValueError, match=message):
@@ -182,8 +154,6 @@ def test_tokenizers_that_cannot_be_used_are_refused():
     slow.chat_template = ct.CHATML
     with pytest.raises(ValueError, match="gives no character offsets"):
         encode_chat(chat("a", "b"), slow)
-    with pytest.raises(ValueError, match=r"no padding token; .*tokenizer.pad_token = tokenizer.eos_token"):
-        SFTCollator(ct.byte_tokenizer("chatml", pad_token=None), max_length=8)
 
 
 def test_named_templates_and_a_template_for_tools():
@@ -197,30 +167,25 @@ def test_named_templates_and_a_template_for_tools():
 ROWS = [chat("a", "hello"), chat("only a question"), chat("b", "c", "d", "e")]
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("multiple", [None, 1, 8])
-@pytest.mark.parametrize("padding", ["longest", "max_length"])
-@pytest.mark.parametrize("shared_pad", [True, False])
-def test_batches_are_padded_by_length(side, multiple, padding, shared_pad):
-    tokenizer = ct.byte_tokenizer("chatml-eos", pad_token="<|im_end|>" if shared_pad else "<pad>")
-    collator = SFTCollator(
-        tokenizer, max_length=45, padding=padding, padding_side=side, pad_to_multiple_of=multiple
-    )
+@pytest.mark.parametrize("multiple", [None, 1, 8, 45])
+@pytest.mark.parametrize("pad_token", ["<|im_end|>", "<pad>", None])
+def test_batches_are_padded_by_length(multiple, pad_token):
+    tokenizer = ct.byte_tokenizer("chatml-eos", pad_token=pad_token)
+    collator = SFTCollator(tokenizer, max_length=45, pad_to_multiple_of=multiple)
     batch = collator(ROWS)
     assert list(batch) == ["input_ids", "attention_mask", "labels"]
     encoded = [encode_chat(row, tokenizer, max_length=45) for row in ROWS]
-    longest = max(len(item.input_ids) for item in encoded) if padding == "longest" else 45
+    longest = max(len(item.input_ids) for item in encoded)
     length = -(-longest // (multiple or 1)) * (multiple or 1)
     for row, item in enumerate(encoded):
         size = len(item.input_ids)
-        real = slice(0, size) if side == "right" else slice(length - size, length)
         for key, value, filler in (
-            ("input_ids", item.input_ids, tokenizer.pad_token_id),
+            ("input_ids", item.input_ids, tokenizer.pad_token_id or 0),
             ("labels", item.labels, IGNORE_INDEX),
             ("attention_mask", [1] * size, 0),
         ):
             expected = torch.full((length,), filler)
-            expected[real] = torch.tensor(value)
+            expected[:size] = torch.tensor(value)
             assert batch[key].dtype == torch.int64
             assert batch[key].shape == (3, length)
             torch.testing.assert_close(batch[key][row], expected, rtol=0, atol=0)
@@ -248,8 +213,6 @@ def test_the_collator_takes_encoded_rows_and_survives_pickling():
     for rows in (encoded, as_dicts):
         for key, value in collator(rows).items():
             torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
-    with pytest.raises(ValueError, match="at least one row"):
-        collator([])
 
 
 def test_filter_rows_counts_by_reason():
@@ -274,12 +237,14 @@ def test_filter_rows_counts_by_reason():
 def test_filter_rows_names_the_row_that_is_malformed():
     with pytest.raises(ValueError, match=r"row 1: messages\[0\] has the role 'bot'"):
         filter_rows([chat("a", "b"), chat(("bot", "x"))], TOKENIZERS["chatml"])
-    with pytest.raises(ChatTemplateError, match="row 1: cannot tell"):
-        filter_rows([chat("a", "b"), chat("a", "\U000f5b01")], TOKENIZERS["chatml"])
+    silent = chat("a", "b")
+    silent["messages"][1]["reasoning"] = "c"
+    with pytest.raises(ChatTemplateError, match=r"row 1: the chat template of .* does not print"):
+        filter_rows([chat("a", "b"), silent], TOKENIZERS["chatml"])
 
 
 def test_filter_rows_refuses_to_keep_nothing():
-    with pytest.raises(ValueError, match=r"no row has a target, counted \{'kept': 0, 'no_target': 1\}"):
+    with pytest.raises(ValueError, match=r"no row has a target; .*counted \{'kept': 0, 'no_target': 1\}"):
         filter_rows([ROWS[1]], TOKENIZERS["chatml"])
     with pytest.raises(ValueError, match="no row has a target"):
         filter_rows([], TOKENIZERS["chatml"])
@@ -321,13 +286,3 @@ def test_numbers_that_no_batch_can_hold(row):
     for one in (row, EncodedChat(**row)):
         with pytest.raises(ValueError, match="must be"):
             collate([one])
-
-
-def test_padding_predicts_no_token():
-    """The first token of a row follows nothing: on either side of the padding it is no target."""
-    rows = [{"input_ids": ids, "labels": ids} for ids in ([5, 6, 7, 8, 9], [5, 6], [7])]
-    targets = {}
-    for side in ("right", "left"):
-        labels = SFTCollator(TOKENIZERS["chatml"], max_length=9, padding_side=side)(rows)["labels"]
-        targets[side] = [[label for label in row[1:].tolist() if label != IGNORE_INDEX] for row in labels]
-    assert targets["left"] == targets["right"] == [[6, 7, 8, 9], [6], []]

@@ -1,6 +1,5 @@
 """What a template leaves out in front of an answer, and rows of which less is trained than it seems."""
 
-import json
 import warnings
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import fsdp_sft as fs
 from fsdp_sft.collate import filter_rows
 from tests.harness import chat_templates as ct
-from tests.harness.chats import chat
 
 PRINTS_ALL = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
@@ -49,23 +47,18 @@ def _row(*more: dict[str, str], system: str = "You answer in French.") -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("template", "row", "role"),
+    ("template", "row"),
     [
-        (NO_SYSTEM, _row(), "system"),
-        (NO_TOOL, _row({"role": "tool", "content": "It is Paris."}), "tool"),
-        (SHORTENED, _row(), "user"),
+        (NO_SYSTEM, _row()),
+        (NO_TOOL, _row({"role": "tool", "content": "It is in France."})),
+        (SHORTENED, _row()),
     ],
 )
-def test_what_is_not_printed_in_front_of_an_answer_is_counted(
-    template: str, row: dict[str, Any], role: str
-) -> None:
-    with pytest.warns(UserWarning, match=f"does not print what .* in a message of role '{role}'"):
+def test_what_is_not_printed_in_front_of_an_answer_is_counted(template: str, row: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="20 of 20 rows are counted as context_dropped"):
         _, counts = filter_rows([row] * 20, _tokenizer(template))
     assert counts == {"kept": 20, "context_dropped": 20}
     assert "leaves out a text of the system" in counts.examples["context_dropped"][0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert filter_rows([row], _tokenizer(template), on_dropped="ignore")[1] == {"kept": 1}
 
 
 @pytest.mark.parametrize("template", [PRINTS_ALL, FOLDED, NO_SYSTEM])
@@ -80,19 +73,8 @@ def test_what_is_printed_or_blank_is_not_counted(template: str, system: str) -> 
 
 def test_rows_that_are_opened_again_warn_again(tmp_path: Any) -> None:
     for _ in range(2):
-        with pytest.warns(UserWarning, match="role 'system'|4 of 4 rows are counted as context_dropped"):
+        with pytest.warns(UserWarning, match="4 of 4 rows are counted as context_dropped"):
             encoded = fs.encode_dataset(
                 [_row()] * 4, _tokenizer(NO_SYSTEM), max_length=96, cache_dir=tmp_path
             )
         assert encoded.counts["context_dropped"] == 4
-
-
-def test_rows_longer_than_the_model_takes_are_told() -> None:
-    own = _tokenizer(PRINTS_ALL)
-    own.model_max_length = 40
-    rows = [chat("q", "a"), chat("q", "a" * 50)]
-    with pytest.warns(UserWarning, match="1 of 2 rows are counted as longer_than_model"):
-        _, counts = filter_rows(rows, own)
-    assert counts == {"kept": 2, "longer_than_model": 1}
-    assert filter_rows(rows, own, max_length=40)[1] == {"kept": 2}
-    assert json.dumps(counts)

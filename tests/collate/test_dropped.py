@@ -4,8 +4,14 @@ from typing import Any
 
 import pytest
 
-from fsdp_sft.collate import ChatTemplateError, SFTCollator, encode_chat, filter_rows
-from fsdp_sft.collate.filtering import NOTES, REFUSALS
+from fsdp_sft.collate import (
+    NOTES,
+    REFUSALS,
+    ChatTemplateError,
+    SFTCollator,
+    encode_chat,
+    filter_rows,
+)
 from fsdp_sft.collate.template import ChatTemplate
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat, shown
@@ -64,7 +70,6 @@ def test_a_text_that_is_not_printed_is_refused(row: dict[str, Any], says: str) -
             refused()
         assert (says in str(caught.value), caught.value.reason) == (True, "dropped_text")
     assert encode_chat(row, tokenizer(), on_dropped="count").notes == ("dropped",)
-    assert encode_chat(row, tokenizer(), on_dropped="ignore").notes == ()
     SFTCollator(tokenizer(), max_length=99, on_dropped="count")([row])
 
 
@@ -110,7 +115,9 @@ def test_all_texts_are_trained_with_all(kind: str) -> None:
                 "{% if message.role == 'system' %}{% continue %}{% endif %}{{ '<|im_start|>' + message.role",
             ),
         )
-    assert encode_chat(row, tokenizer(template), train_on="all", on_dropped="count").notes == ("dropped",)
+    chat_of_all = encode_chat(row, tokenizer(template), train_on="all", on_dropped="count")
+    more = () if kind == "call beside text" else ("context_dropped",)
+    assert chat_of_all.notes == ("dropped", *more)
     with pytest.raises(ChatTemplateError):
         encode_chat(row, tokenizer(template), train_on="all")
     row["messages"][0 if kind != "call beside text" else 1]["weight"] = 0
@@ -125,7 +132,7 @@ def test_counting_gives_reasons_indices_and_examples() -> None:
     assert counts == {"kept": 1, "dropped_text": 1, "malformed": 2, "no_target": 1}
     assert list(counts.indices["malformed"]) == [2, 4]
     assert counts.examples["dropped_text"][0].startswith("row 1: the chat template of")
-    assert "half of a surrogate pair" in counts.examples["malformed"][1]
+    assert "surrogates not allowed" in counts.examples["malformed"][1]
     assert set(counts) <= {"kept", *REFUSALS, *NOTES}
     kept, counts = filter_rows(rows, tokenizer(), on_error="count", on_dropped="count")
     assert kept == rows[:2]

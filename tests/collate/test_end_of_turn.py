@@ -1,6 +1,5 @@
 """What ends an answer is trained, or it is said that nothing does."""
 
-import re
 import warnings
 
 import pytest
@@ -17,7 +16,6 @@ def test_generation_goes_on_to_eos() -> None:
         turns("'<|' + message.role + '|>'", closing), "<|close|>", "<|sep|>", "<|msg|>", eos="<|msg|>"
     )
     assert shown(ROW, own) == (f"<|user|>q<|assistant|>⟦one{closing}⟧<|user|>r<|assistant|>⟦two{closing}⟧")
-    assert shown(ROW, own, train_eot=False).count("⟦one⟧<|close|>") == 1
 
 
 def test_eos_that_closes_the_conversation_closes_no_turn() -> None:
@@ -51,11 +49,11 @@ def test_eos_of_a_turn_with_calls_is_found_behind_another_token() -> None:
 def test_an_end_of_turn_that_is_no_token_is_trained_as_text_with_a_warning() -> None:
     own = tokenizer(turns("'<|' + message.role + '|>\n'", "<|stop|>\n"))
     with pytest.warns(
-        UserWarning, match=r"answers end with '<\|stop\|>', which is no token of .* new_vocab_size="
+        UserWarning, match=r"1 of 1 rows are counted as end_of_turn_is_text: .* new_vocab_size="
     ):
         text = shown(ROW, own)
     assert text.count("⟦one<|stop|>⟧\n") == text.count("⟦two<|stop|>⟧\n") == 1
-    with pytest.warns(UserWarning, match="is no token of"):
+    with pytest.warns(UserWarning, match="1 of 1 rows are counted as end_of_turn_is_text"):
         _, counts = filter_rows([ROW], own)
     assert counts == {"kept": 1, "end_of_turn_is_text": 1}
     own.add_special_tokens({"additional_special_tokens": ["<|stop|>"]})
@@ -188,5 +186,5 @@ def test_the_end_of_past_answers_is_whole_where_it_is_text(end: str) -> None:
     )
     own = tokenizer(template, "<|user|>", "<|assistant|>", eos="<|im_end|>")
     assert end not in own.get_vocab()
-    with pytest.warns(UserWarning, match=f"answers end with '{re.escape(end)}', which is no token"):
+    with pytest.warns(UserWarning, match="counted as end_of_turn_is_text"):
         assert f"⟦one{end}⟧" in shown(ROW, own)

@@ -96,10 +96,11 @@ def test_reasoning_options() -> None:
     with pytest.raises(ValueError, match='contradicts train_on="all"'):
         SFTCollator(CHATML, max_length=9, train_on="all", train_reasoning=False)
     only = answer("<think>hm</think>")
-    collator = SFTCollator(CHATML, max_length=999, train_eot=False, train_reasoning=False)
-    assert int((collator([only])["labels"] != IGNORE_INDEX).sum()) == 0
-    kept, counts = filter_rows([only, answer("a")], CHATML, train_eot=False, train_reasoning=False)
-    assert (len(kept), counts) == (1, {"kept": 1, "no_target": 1})
+    collator = SFTCollator(CHATML, max_length=999, train_reasoning=False)
+    labels = collator([only])["labels"]
+    assert CHATML.decode(labels[labels != IGNORE_INDEX]) == "<|im_end|>"
+    kept, counts = filter_rows([only, answer("a")], CHATML, train_reasoning=False)
+    assert (len(kept), counts) == (2, {"kept": 2})
 
 
 # --- prompts ---------------------------------------------------------------------------------------------
@@ -135,7 +136,7 @@ def texts_of(page: str) -> list[str]:
 
 def test_the_page_shows_what_the_terminal_shows() -> None:
     rows = [answer("<script>alert(1)</script> & 日本🙂\n"), answer("b"), answer("{braces} and &amp;")]
-    batch = SFTCollator(CHATML, max_length=999, padding_side="left")(rows)
+    batch = SFTCollator(CHATML, max_length=999)(rows)
     page = render_labels_html(CHATML, **batch, title="A <title>")
     assert texts_of(page) == [shown(row, CHATML) for row in rows]
     targets = int((batch["labels"] != IGNORE_INDEX).sum())
@@ -149,11 +150,11 @@ def test_the_page_shows_what_the_terminal_shows() -> None:
 
 def test_the_page_refuses_what_is_not_a_batch() -> None:
     ids = torch.ones(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="equally many rows"):
+    with pytest.raises(ValueError, match="zip"):
         render_labels_html(CHATML, ids, ids[:1])
     with pytest.raises(ValueError, match="each label must be -100"):
         render_labels_html(CHATML, ids, ids + 1)
-    with pytest.raises(ValueError, match="has a mask of 2"):
+    with pytest.raises(ValueError, match="zip"):
         render_labels_html(CHATML, ids, ids, attention_mask=ids[:, :2])
     assert "0 rows, 0 tokens" in render_labels_html(CHATML, [], [])
 

@@ -179,7 +179,7 @@ def test_a_prompt_that_differs_in_some_conversations_only(when: str) -> None:
     if "tools" in when:
         row["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     with pytest.warns(
-        UserWarning, match=r"ends a question with '<\|assistant\|>\\nIn French: ' when it asks for an answer"
+        UserWarning, match=r"1 of 1 rows are counted as prompt_differs: .*add_generation_prompt=True"
     ):
         _, counts = filter_rows([row], own)
     tools = {"context_dropped": 1} if "tools" in when else {}  # which it does not print
@@ -208,9 +208,9 @@ def test_generation_starts_at_the_first_of_two_headers() -> None:
 
 def test_an_added_token_may_hold_the_end_of_the_prompt_too() -> None:
     own = joining()
-    own.add_tokens(["\n\n"])
+    own.add_tokens(["\n-"])
     own.chat_template = turns("message.role + '\n'", "</s>\n")
-    _, counts = filter_rows([chat("q", "\nHello")], own)
+    _, counts = filter_rows([chat("q", "-Hello")], own)
     assert counts == {"kept": 1, "start_in_a_token": 1}
     taking = tokenizers.AddedToken("<|assistant|>", rstrip=True, special=True)
     own.add_special_tokens({"additional_special_tokens": [taking]})

@@ -13,6 +13,7 @@ from fsdp_sft.collate import (
     filter_rows,
     spans,
 )
+from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.collate.rows import read_row
 from fsdp_sft.collate.spans import find_turns
 from fsdp_sft.collate.template import ChatTemplate
@@ -139,8 +140,6 @@ def test_a_stop_token_that_takes_the_white_space_around_it():
         *tokenizer("yes")["input_ids"],
         stop,
     ]
-    without = encode_chat(chat("hi", "yes  "), tokenizer, train_eot=False)
-    assert [label for label in without.labels if label != IGNORE_INDEX] == tokenizer("yes")["input_ids"]
 
 
 def test_an_end_of_turn_token_that_was_added_as_an_ordinary_one():
@@ -171,12 +170,9 @@ def test_an_empty_think_block_of_the_template_is_trained_on_request_alone():
     assert shown(row, tokenizer).endswith(f"<|im_start|>assistant\n{block}⟦b<|im_end|>⟧\n")
     assert shown(row, tokenizer, train_on="all").startswith("⟦")
     assert encode_chat(row, tokenizer).notes == ("empty_reasoning",)
-    with pytest.raises(ChatTemplateError, match="message 1 has no reasoning"):
-        encode_chat(row, tokenizer, empty_reasoning="error")
-    _, counts = filter_rows(
-        [row, chat("a", "<think>c</think>b")], tokenizer, on_error="count", empty_reasoning="error"
-    )
-    assert counts == {"kept": 1, "no_reasoning": 1}
+    _, counts = filter_rows([row, chat("a", "<think>c</think>b")], tokenizer)
+    assert counts == {"kept": 2, "empty_reasoning": 1}
+    assert list(counts.indices["empty_reasoning"]) == [0]
 
 
 def test_tags_leave_out_what_they_do_not_cover():
@@ -281,9 +277,15 @@ def test_a_template_that_refuses_the_conversation_names_itself():
         encode_chat(chat(("system", "s"), "a", "b"), tokenizer)
 
 
-def test_private_use_characters_of_the_sentinels_are_refused():
-    with pytest.raises(ChatTemplateError, match="private-use"):
-        encode_chat(chat("a", "\U000f5b010\U000f5b02"), TOKENIZERS["chatml"])
+def test_private_use_characters_of_the_sentinels_are_texts_like_others():
+    sentinel = "\U000f5b010\U000f5b02"
+    for question, answer in (
+        ("a", sentinel),
+        (sentinel, "a"),
+        (sentinel, "\U000f5b01 b"),
+        (sentinel, sentinel),
+    ):
+        assert f"<|im_start|>assistant\n⟦{answer}<|im_end|>⟧" in shown(chat(question, answer))
 
 
 def test_a_long_conversation_takes_as_many_renderings_as_a_short_one(monkeypatch):
@@ -310,7 +312,8 @@ def test_special_tokens_are_not_added_a_second_time():
 
 
 def test_the_worked_example_at_the_top_of_the_module_is_true():
-    found = find_turns(ChatTemplate(TOKENIZERS["chatml"]), read_row(chat("1 + 1?", "2")), [1])
+    template = ChatTemplate(TOKENIZERS["chatml"])
+    found = find_turns(template, read_row(chat("1 + 1?", "2")), EncodeOptions())
     lines = (spans.__doc__ or "").splitlines()
     text = found.text.replace("\n", "↵")
     (number,) = [n for n, line in enumerate(lines) if line.strip() == text]

@@ -56,14 +56,24 @@ def test_rows_of_one_batch_may_have_their_own() -> None:
     assert kept == rows
 
 
-@pytest.mark.parametrize("given", [{"messages": []}, {"add_generation_prompt": True}, ["x"], {1: 2}])
-def test_names_that_come_from_elsewhere_are_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match="chat_template_kwargs"):
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"messages": []}, "multiple values for keyword argument 'messages'"),
+        ({"tools": []}, "multiple values for keyword argument 'tools'"),
+        ({"add_generation_prompt": True}, "multiple values for keyword argument"),
+        ({"continue_final_message": True}, "multiple values for keyword argument"),
+        ({1: 2}, "keywords must be strings"),
+        (["x"], "cannot be read"),
+    ],
+)
+def test_names_that_come_from_elsewhere_are_refused(given: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
         fs.encode_chat(chat("q", "a"), tokenizer(), chat_template_kwargs=given)
-    with pytest.raises(ValueError, match="chat_template_kwargs"):
+    with pytest.raises(ValueError, match=says):
         fs.encode_chat({**chat("q", "a"), "chat_template_kwargs": given}, tokenizer())
-    with pytest.raises(ValueError, match="chat_template_kwargs"):
-        SFTCollator(tokenizer(), max_length=9, chat_template_kwargs=given)
+    with pytest.raises(ValueError, match=says):
+        SFTCollator(tokenizer(), max_length=9, chat_template_kwargs=given)([chat("q", "a")])
 
 
 NEEDS_TOOLS = (

@@ -87,18 +87,6 @@ def test_threads_get_their_own_answers() -> None:
             assert found == [(2 * text, [(len(text), 2 * len(text))]) for text in expected]
 
 
-def test_what_a_row_cannot_set() -> None:
-    row = {**chat("q", "a"), "chat_template_kwargs": {"eos_token": "<other>"}}
-    own = _with("")
-    own.eos_token = "<|im_end|>"
-    with pytest.raises(
-        ValueError, match=r"cannot set eos_token.*other tokens than those on which generation"
-    ):
-        fs.encode_chat(row, own)
-    kept, counts = fs.filter_rows([row, chat("q", "a")], own, on_error="count")
-    assert (len(kept), counts["malformed"]) == (1, 1)
-
-
 def test_variables_of_many_rows_are_not_all_remembered() -> None:
     own = _with("{{ date or '' }}")
     rows = [{**chat("q", "a"), "chat_template_kwargs": {"date": str(day)}} for day in range(200)]

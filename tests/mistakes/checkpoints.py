@@ -158,13 +158,6 @@ MISTAKES = [
         ("tests/ranks/test_distributed.py",),
     ),
     Mistake(
-        "a folder of encoded rows that must not be read is encoded anew",
-        "collate/encoded.py",
-        "        blame_no_file(error, path)\n",
-        "",
-        ("tests/process/test_limits.py",),
-    ),
-    Mistake(
         "two jobs save below one root",
         "dcp_io/saving.py",
         "    reserve(root)\n",

@@ -25,8 +25,8 @@ MISTAKES = [
     Mistake(
         "an encoding does not depend on the options",
         "collate/encoded.py",
-        "for key, value in asdict(options).items()",
-        "for key, value in {}.items()",
+        '"options": asdict(options),',
+        '"options": None,',
         ENCODED,
     ),
     Mistake(
@@ -34,13 +34,6 @@ MISTAKES = [
         "collate/encoded.py",
         '"templates": tokenizer.chat_template,',
         '"templates": None,',
-        ENCODED,
-    ),
-    Mistake(
-        "a shard that was cut is taken",
-        "collate/encoded.py",
-        "if not _is_sound(path):",
-        "if not path.exists():",
         ENCODED,
     ),
     Mistake(
@@ -137,8 +130,8 @@ MISTAKES = [
     Mistake(
         "ranks with rows in another order share one encoding",
         "collate/encoded.py",
-        '    agree_on("encoding", **{"the rows, the tokenizer or the options (a digest)": shared})\n',
-        "",
+        '"the rows, the tokenizer or the options (a digest)": digest}',
+        '"the rows, the tokenizer or the options (a digest)": ""}',
         ("tests/collate/test_encoded.py",),
     ),
     Mistake(

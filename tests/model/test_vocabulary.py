@@ -102,14 +102,3 @@ def test_ids_of_images_may_lie_beyond_the_rows() -> None:
     model.config.image_token_id, model.config.eos_token_id = None, VOCAB + 3
     with pytest.raises(fs.BatchError):
         check_ids(model, _batch(value=VOCAB + 3))
-
-
-def test_the_collator_refuses_earlier() -> None:
-    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [1, 7], "labels": [1, 7]}]
-    assert fs.SFTCollator(TOKENIZER, max_length=8, vocab_size=8)(rows)["input_ids"].shape == (2, 3)
-    collate = fs.SFTCollator(TOKENIZER, max_length=8, vocab_size=7)
-    with pytest.raises(fs.BatchError, match=r"input_ids has 7 \(position 1\).*0 to 6"):
-        collate(rows)
-    for size in (0, True, 1.5):
-        with pytest.raises(ValueError, match="vocab_size"):
-            fs.SFTCollator(TOKENIZER, max_length=8, vocab_size=size)  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ def _calls(root: Path) -> dict[str, Callable[[], Any]]:
         keep("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
 
     def streamed() -> Any:
-        collate = fs.SFTCollator(tokenizer, max_length=32, vocab_size=len(tokenizer))
+        collate = fs.SFTCollator(tokenizer, max_length=32)
         sampler = fs.ResumableSampler(talk, seed=1)
         packs = fs.PackedSampler(fs.row_sizes(rows)[0], max_length=64, seed=1)
         list(packs)

@@ -65,6 +65,7 @@ def render_chat(
         tools=tools,
         chat_template=template,
         return_assistant_tokens_mask=tagged,
+        continue_final_message=False,  # so that no row can set it
         add_generation_prompt=add_generation_prompt,
         **variables,
     )

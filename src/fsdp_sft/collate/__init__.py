@@ -3,9 +3,8 @@
 Labels are aligned with input_ids, as in Hugging Face; the shift by one happens once, in the loss.
 """
 
-from fsdp_sft.collate.collator import SFTCollator
+from fsdp_sft.collate.collator import REFUSALS, FilterCounts, SFTCollator, filter_rows
 from fsdp_sft.collate.encode import EncodedChat, encode_chat
-from fsdp_sft.collate.filtering import REFUSALS, FilterCounts, filter_rows
 from fsdp_sft.collate.notes import NOTES
 from fsdp_sft.collate.packs import filler_of, pack_size, refuse_masked_pack
 from fsdp_sft.collate.render import render_labels, render_labels_html

@@ -1,53 +1,191 @@
-"""Collate rows into padded batches."""
+"""What a loader gets: the rows that train something, and padded batches of them."""
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from typing_extensions import Unpack
 
 from fsdp_sft._model.view import tokenizer_of
-from fsdp_sft._model.vocabulary import check_row
 from fsdp_sft._process.words import answered
-from fsdp_sft.collate.encode import EncodedChat, encode_all
-from fsdp_sft.collate.filtering import warn_of_notes
-from fsdp_sft.collate.options import EncodeKeywords, check_choice, check_count, options_of
-from fsdp_sft.collate.template import describe_tokenizer
+from fsdp_sft.collate.encode import EncodedChat, encode_all, encode_rows, reason_of
+from fsdp_sft.collate.notes import NOTES, warn_of_notes
+from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count, options_of
+from fsdp_sft.errors import printable, row_error
 from fsdp_sft.targets import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_WARNED_OF = {"answer_cut_off", "no_end_of_turn"}
+Row = TypeVar("Row")
+
+_EXAMPLES = 20
+_BLOCK_ROWS = 256  # encoded together
+
+REFUSALS = {
+    "no_target": "no message is to be trained, or it is empty",
+    "truncated_away": "max_length leaves no trained token",
+    "malformed": "not a row, or not a text",
+    "media": "it has an image, a video or a sound, and text alone is encoded",
+    "too_long": 'over max_length with truncation="error"',
+    "refused_by_template": "the template does not take the conversation, or does not show what is trained",
+    "dropped_text": "the template leaves out a text of an answer",
+}
+"""Reasons why a row is not kept, by their names in `FilterCounts`."""
+
+
+class FilterCounts(dict[str, int]):
+    """Numbers of rows by outcome: a dict of "kept" and of the reasons and notes that occur.
+
+    "kept" and the reasons in `fsdp_sft.collate.REFUSALS` add up to the number of rows. The notes in
+    `fsdp_sft.collate.NOTES` are about kept rows, and are counted in addition.
+
+    Attributes:
+        indices: Indices of the rows, by reason or note.
+        examples: Descriptions of the first 20 rows, by reason or note, such as "row 7: what is wrong".
+
+    Example:
+        >>> broken = {"messages": []}
+        >>> kept, counts = fs.filter_rows([*rows, broken], tokenizer, on_error="count")
+        >>> dict(counts)
+        {'kept': 8, 'malformed': 1}
+        >>> list(counts.indices["malformed"])
+        [8]
+    """
+
+    def __init__(self) -> None:
+        super().__init__(kept=0)
+        self.indices: dict[str, array[int]] = {}
+        self.examples: dict[str, list[str]] = {}
+
+    def add(self, reason: str, indices: Sequence[int], examples: Sequence[str]) -> None:
+        """Count rows under a reason or note."""
+        self[reason] = self.get(reason, 0) + len(indices)
+        self.indices.setdefault(reason, array("q")).extend(indices)
+        known = self.examples.setdefault(reason, [])
+        known += examples[: _EXAMPLES - len(known)]
+
+    def __str__(self) -> str:
+        """The numbers, and the first example of each reason, a line each."""
+        return f"{dict(self)}" + "".join(f"\n  {texts[0]}" for texts in self.examples.values())
+
+
+def filter_rows(
+    rows: Iterable[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int | None = None,
+    on_error: Literal["raise", "count"] = "raise",
+    on_dropped: Literal["error", "count"] = "error",
+    **options: Unpack[EncodeKeywords],
+) -> tuple[list[Row], FilterCounts]:
+    """Leave out the rows that would train nothing, before the sampler distributes rows to ranks.
+
+    Args:
+        rows: Rows as `encode_chat` takes them, and `EncodedChat`s.
+        tokenizer: A fast tokenizer.
+        max_length: Most tokens to keep; None keeps all.
+        on_error: What to do with a row that `encode_chat` would refuse: "raise", or drop and "count" it.
+        on_dropped: What to do with a row if the template leaves out a text of an answer: "error" treats it as
+            a refused row, "count" keeps and counts it.
+        **options: Further options of `encode_chat`; give the same to the collator.
+
+    Returns:
+        (the rows that have a target after truncation and shift, unchanged; a `FilterCounts`). A warning on
+        rank 0 reports each note but "dropped", "empty_reasoning" and "answer_cut_off"; "no_end_of_turn" and
+        "start_in_a_token" if more than half of the kept rows have them.
+
+    Raises:
+        RowError: For a row that is malformed, too long or more than text; it has the row's index.
+        ChatTemplateError: For a row that the template refuses, or of which it does not print a text. Also,
+            whatever `on_error` is, if there is no template or it does not parse.
+        ValueError: If no row is left, with the counts.
+
+    Example:
+        >>> silent = {"messages": [{"role": "user", "content": "Hello?"}]}
+        >>> kept, counts = fs.filter_rows([*rows, silent], tokenizer, max_length=64)
+        >>> dict(counts)
+        {'kept': 8, 'no_target': 1}
+    """
+    tokenizer = tokenizer_of(tokenizer)
+    wanted = options_of("filter_rows", options, max_length=max_length, on_dropped=on_dropped)
+    check_choice("on_error", on_error, ("raise", "count"))
+    counts = FilterCounts()
+    kept = [row for row, _ in kept_rows(rows, tokenizer, wanted, counts, on_error=on_error)]
+    if not kept:
+        raise ValueError(
+            "no row has a target; look at some with render_labels, and check train_on, max_length and the "
+            f"weights of the messages; counted {counts}"
+        )
+    warn_of_notes(counts, {"answer_cut_off"})
+    return kept, counts
+
+
+def kept_rows(
+    rows: Iterable[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    options: EncodeOptions,
+    counts: FilterCounts,
+    *,
+    first: int = 0,
+    on_error: str = "count",
+) -> Iterator[tuple[Row, EncodedChat]]:
+    """The rows that have a target, each with its encoding; what becomes of each row is counted.
+
+    Args:
+        rows: The rows.
+        tokenizer: A fast tokenizer.
+        options: Options of `encode_chat`.
+        counts: Counts so far, to which the rows are added.
+        first: Index of the first row, for counts and errors.
+        on_error: "raise" or "count", as for `filter_rows`.
+
+    Raises:
+        ChatTemplateError: If there is no template, or it does not parse.
+        RowError: For a row that is refused, with on_error="raise".
+    """
+    remaining = iter(rows)
+    while block := list(islice(remaining, _BLOCK_ROWS)):
+        for index, (row, chat) in enumerate(
+            zip(block, encode_rows(block, tokenizer, options), strict=True), first
+        ):
+            if isinstance(chat, ValueError):
+                if on_error == "raise":
+                    raise row_error(f"row {index}: {chat}", reason_of(chat)) from chat
+                counts.add(reason_of(chat), [index], [f"row {index}: {printable(str(chat))}"])
+            elif not chat.num_targets:
+                reason = "truncated_away" if "truncated_away" in chat.notes else "no_target"
+                counts.add(reason, [index], [f"row {index}: {REFUSALS[reason]}"])
+            else:
+                counts["kept"] += 1
+                for note in chat.notes:
+                    counts.add(note, [index], [f"row {index}: {NOTES.get(note, note)}"])
+                yield row, chat
+        first += len(block)
 
 
 class SFTCollator:
-    """Turns rows into a padded batch; for the `collate_fn` of a DataLoader.
+    """Turns rows into a batch that is padded on the right; for the `collate_fn` of a DataLoader.
 
     Padding is masked by row length and never by token id, since the end-of-sequence token is often the
     padding token. Rows without a target are kept; `filter_rows` removes them beforehand.
 
     Args:
-        tokenizer: A fast tokenizer with a padding token.
+        tokenizer: A fast tokenizer.
         max_length: Most tokens of a row; longer ones are truncated.
-        padding: "longest" pads to the longest row of the batch, "max_length" to max_length.
-        padding_side: "right" or "left". Models that count positions from the first column, or carry a state
-            over the padding, are refused by `train_step` where rows are padded on the left.
-        pad_to_multiple_of: Rounds the padded length up to a multiple, beyond max_length if need be.
+        pad_to_multiple_of: Rounds the length of the longest row up to a multiple, beyond max_length if need
+            be; `max_length` itself gives all batches that length.
         on_dropped: What to do if the template does not print a text of a trained message: "error" raises,
-            "count" and "ignore" both keep the row; give what `filter_rows` was given.
-        vocab_size: Number of embeddings of the model, such as `model.config.vocab_size`; a row with an id
-            outside of them raises. None leaves that check to `train_step`.
-        **options: Further options of `encode_chat`. Without `truncation` among them, the first row of which
-            `max_length` leaves nothing of an answer is warned of; so is, once, a template that writes
-            nothing after the last answer, on which generation could stop.
+            "count" keeps the row; give what `filter_rows` was given.
+        **options: Further options of `encode_chat`. Each note of `fsdp_sft.collate.NOTES` is warned of once;
+            with `truncation` among the options not so that `max_length` leaves nothing of an answer.
 
     Raises:
-        ValueError: For an option that is not allowed, or a tokenizer without a padding token.
+        ValueError: For an option that is not allowed.
 
     Example:
         >>> collate = fs.SFTCollator(tokenizer, max_length=64, pad_to_multiple_of=8)
@@ -64,38 +202,16 @@ class SFTCollator:
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_length: int,
-        padding: str = "longest",
-        padding_side: str = "right",
         pad_to_multiple_of: int | None = None,
-        on_dropped: Literal["error", "count", "ignore"] = "error",
-        vocab_size: int | None = None,
+        on_dropped: Literal["error", "count"] = "error",
         **options: Unpack[EncodeKeywords],
     ) -> None:
-        tokenizer = tokenizer_of(tokenizer)
-        check_count("max_length", max_length)
-        if vocab_size is not None:
-            check_count("vocab_size", vocab_size)
-        check_choice("padding", padding, ("longest", "max_length"))
-        check_choice("padding_side", padding_side, ("right", "left"))
-        if pad_to_multiple_of is not None:
-            check_count("pad_to_multiple_of", pad_to_multiple_of)
-        if tokenizer.pad_token_id is None:
-            raise ValueError(
-                f"{describe_tokenizer(tokenizer)} has no padding token; set one, for instance "
-                "tokenizer.pad_token = tokenizer.eos_token (padding is masked by length, so sharing is safe)"
-            )
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.padding = padding
-        self.padding_side = padding_side
-        self.pad_to_multiple_of = pad_to_multiple_of or 1
-        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer_of(tokenizer)
+        self.pad_to_multiple_of = (
+            1 if pad_to_multiple_of is None else check_count("pad_to_multiple_of", pad_to_multiple_of)
+        )
         self._told: set[str] = {"answer_cut_off"} if "truncation" in options else set()
         self._options = options_of("SFTCollator", options, max_length=max_length, on_dropped=on_dropped)
-
-    def __repr__(self) -> str:
-        tokenizer = describe_tokenizer(self.tokenizer)
-        return f"<{type(self).__name__}: {tokenizer}, max_length {self.max_length}, padding {self.padding}>"
 
     def __call__(self, rows: Sequence[Mapping[str, Any] | EncodedChat]) -> dict[str, torch.Tensor]:
         """Encode the chat rows, and pad all rows.
@@ -107,37 +223,25 @@ class SFTCollator:
             `input_ids`, `attention_mask` and `labels`, each int64 (B, S).
 
         Raises:
-            BatchError: For an id outside of `vocab_size`.
-            ValueError: Without rows, and for a row that `encode_chat` refuses.
+            ValueError: For a row that `encode_chat` refuses.
         """
-        if not rows:
-            raise ValueError("a batch needs at least one row, got none; check the sampler's batch size")
-        chats = encode_all(rows, self.tokenizer, self._options)
-        counts = Counter(note for chat in chats for note in chat.notes)
-        self._told.update(warn_of_notes({**counts, "kept": len(chats)}, _WARNED_OF - self._told))
-        if self.vocab_size is not None:
-            for chat in chats:
-                check_row(chat.input_ids, self.vocab_size)
+        chats = encode_all(rows, self.tokenizer, self._options, self._told)
         longest = max(len(chat.input_ids) for chat in chats)
-        length = self.max_length if self.padding == "max_length" else longest
-        length += -length % self.pad_to_multiple_of
-        pad_token_id = int(self.tokenizer.pad_token_id)
+        length = longest + -longest % self.pad_to_multiple_of
+        filler = self.tokenizer.pad_token_id or 0  # any id will do
         ones = array("q", [1])
-        labels: list[Sequence[int]] = [chat.labels for chat in chats]
-        if self.padding_side == "left":  # a row's first token has no target; here padding would predict it
-            labels = [[IGNORE_INDEX, *row[1:]] if row else row for row in labels]
         return {
-            "input_ids": self._pad([chat.input_ids for chat in chats], length, pad_token_id),
-            "attention_mask": self._pad([ones * len(chat.input_ids) for chat in chats], length, 0),
-            "labels": self._pad(labels, length, IGNORE_INDEX),
+            "input_ids": _padded([chat.input_ids for chat in chats], length, filler),
+            "attention_mask": _padded([ones * len(chat.input_ids) for chat in chats], length, 0),
+            "labels": _padded([chat.labels for chat in chats], length, IGNORE_INDEX),
         }
 
-    def _pad(self, rows: Sequence[Sequence[int]], length: int, filler: int) -> torch.Tensor:
-        """Rows as one tensor ``(B, length)``, padded with ``filler`` on ``padding_side``."""
-        # Through one buffer, since torch.tensor(lists) converts item by item and takes several times as long.
-        flat = array("q")
-        for row in rows:
-            padding = array("q", [filler]) * (length - len(row))
-            for part in (padding, row) if self.padding_side == "left" else (row, padding):
-                flat.extend(part)
-        return torch.frombuffer(flat, dtype=torch.int64).view(len(rows), length)
+
+def _padded(rows: Sequence[Sequence[int]], length: int, filler: int) -> torch.Tensor:
+    """Rows as one tensor ``(B, length)``, filled up with ``filler``."""
+    # Through one buffer, since torch.tensor(lists) converts item by item and takes several times as long.
+    flat = array("q")
+    for row in rows:
+        flat.extend(row)
+        flat.extend(array("q", [filler]) * (length - len(row)))
+    return torch.frombuffer(flat, dtype=torch.int64).view(len(rows), length)

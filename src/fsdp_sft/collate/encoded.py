@@ -13,15 +13,14 @@ import errno
 import hashlib
 import json
 import os
-import time
 import uuid
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -33,25 +32,23 @@ from typing_extensions import Unpack
 
 from fsdp_sft._compat import data
 from fsdp_sft._model.view import tokenizer_of
-from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._ranks.agree import agree_on, agreed, this_rank, while_others_wait, world_size
 from fsdp_sft._tensors.disk import full_path, sync_folder, write_bytes
+from fsdp_sft.collate.collator import REFUSALS, FilterCounts, kept_rows
 from fsdp_sft.collate.encode import EncodedChat
-from fsdp_sft.collate.filtering import REFUSALS, FilterCounts, kept_rows, warn_of_notes
-from fsdp_sft.collate.notes import WARNED_OF_ROWS, WARNED_OF_TEMPLATES
-from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_count, options_of
+from fsdp_sft.collate.notes import warn_of_notes
+from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, options_of
 from fsdp_sft.errors import CheckpointCorruptError, row_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT_VERSION = 4
+_FORMAT_VERSION = 5
 _SHARD_ROWS = 2048
 _MAX_SHARDS = 512  # of larger data sets the shards are larger
-_STALE_SECONDS = 24 * 3600
 _COLUMNS = ("ids", "labels", "lengths", "targets")
 # Reasons why a row cannot be encoded; a row without a target can, but is not kept.
-_REFUSED = ("malformed", "too_long", "refused_by_template", "dropped_text", "no_reasoning", "media")
+_REFUSED = ("malformed", "too_long", "refused_by_template", "dropped_text", "media")
 
 
 def encode_dataset(
@@ -60,7 +57,7 @@ def encode_dataset(
     *,
     max_length: int,
     cache_dir: str | os.PathLike[str] | None = None,
-    on_dropped: Literal["error", "count", "ignore"] = "count",
+    on_dropped: Literal["error", "count"] = "count",
     max_refused: float = 0.01,
     **options: Unpack[EncodeKeywords],
 ) -> EncodedDataset:
@@ -110,28 +107,26 @@ def encode_dataset(
     """
     tokenizer = tokenizer_of(tokenizer)
     wanted = options_of("encode_dataset", options, max_length=max_length, on_dropped=on_dropped)
-    check_count("max_length", max_length)
     if not 0 <= max_refused <= 1:
         raise ValueError(f"max_refused must be a share of 0 to 1, got {max_refused!r}")
     with agreed("looking at the rows to encode"):
         source = _readable(rows)
-    agree_on("encoding", **{"number of rows": len(source)})
-    keys = while_others_wait(True, partial(_keys_of, source, tokenizer, wanted), "naming the encoding")
-    own, shared = keys or ("", "")
-    agree_on("encoding", **{"the rows, the tokenizer or the options (a digest)": shared})
+    digest = while_others_wait(True, partial(_digest_of, source, tokenizer, wanted), "naming the encoding")
+    agree_on(
+        "encoding",
+        **{"number of rows": len(source), "the rows, the tokenizer or the options (a digest)": digest},
+    )
     with agreed("naming the encoding", itemgetter(0)) as name:
         # Rank 0's: a data set with functions that cannot be hashed has another fingerprint in each process.
-        name.told = own
-    folder = _cache_folder(cache_dir) / name.result
+        name.told = f"{digest} {data.dataset_fingerprint(source)}"
+    folder = _root(cache_dir) / hashlib.sha256(name.result.encode()).hexdigest()[:40]
     work = partial(_encode_missing, source, folder, tokenizer, wanted, max_refused)
     while_others_wait(True, work, "encoding the data set")
     with agreed("opening the encoded data set"):
         encoded = EncodedDataset(folder)
-        _refuse_many(encoded.counts, max_refused, len(source))
         if not len(encoded):
-            counts = encoded.counts
-            raise ValueError(f"no row has a target, counted {dict(counts)}{counts.first_examples()}")
-    warn_of_notes(encoded.counts, (*WARNED_OF_ROWS, *WARNED_OF_TEMPLATES))
+            raise ValueError(f"no row has a target, counted {encoded.counts}")
+    warn_of_notes(encoded.counts, {"answer_cut_off"})
     return encoded
 
 
@@ -158,65 +153,44 @@ def _rows_of(rows: Any, start: int, stop: int) -> list[Any]:
     return [rows[index] for index in range(start, stop)]
 
 
-def _cache_folder(given: str | os.PathLike[str] | None) -> Path:
-    """Absolute path of the given or the default folder."""
-    if given is not None:
-        return full_path(given)
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "fsdp-sft" / "encoded"
+def _root(given: str | os.PathLike[str] | None) -> Path:
+    """Absolute path of the given or the default folder of encoded data sets."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return full_path(given if given is not None else Path(cache) / "fsdp-sft" / "encoded")
 
 
-def _keys_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions) -> tuple[str, str]:
-    """(digest of everything that the encoded rows depend on, one that is the same on all ranks).
+def _digest_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions) -> str:
+    """Digest of what the encoded rows depend on; of a ``datasets.Dataset`` with 64 of its rows.
 
-    They are one, but for a ``datasets.Dataset``, whose fingerprint stands for its rows; all ranks are to have
-    the same of 64 rows.
+    Its fingerprint stands for all rows.
     """
     # The rules for labels change with the library's version.
     from fsdp_sft import __version__
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    fingerprint = data.dataset_fingerprint(source)
-    some = range(0, len(source), max(1, len(source) // 64))
-    rows = source if fingerprint is None else [row for i in some for row in _rows_of(source, i, i + 1)]
     about = {
         "format": _FORMAT_VERSION,
         "versions": [__version__, *data.versions_of_tokenizers()],
-        "tokenizer": hashlib.sha256(backend.to_str().encode()).hexdigest()
-        if backend is not None
-        else repr(tokenizer),
-        "special": sorted((key, str(value)) for key, value in tokenizer.special_tokens_map.items()),
+        "tokenizer": backend.to_str() if backend is not None else repr(tokenizer),
+        "special": tokenizer.special_tokens_map,
         "splits special tokens": getattr(tokenizer, "split_special_tokens", None),
         "templates": tokenizer.chat_template,
-        **{
-            key: sorted(value) if isinstance(value, frozenset) else value
-            for key, value in asdict(options).items()
-        },
+        "options": asdict(options),
     }
-    own, shared = (
-        hashlib.sha256(json.dumps([about, content], default=repr).encode()).hexdigest()[:40]
-        for content in (fingerprint, _digest_of(rows))
-    )
-    return shared if fingerprint is None else own, shared
-
-
-def _digest_of(rows: Sequence[Any]) -> str:
-    """A digest of all rows, equal for equal rows."""
+    some = 1 if data.dataset_fingerprint(source) is None else max(1, len(source) // 64)
     digest = hashlib.sha256()
-    for row in rows:
-        if isinstance(row, EncodedChat):
-            row = [row.input_ids, row.labels, row.notes]
-        try:
-            # Keys are not sorted: templates print objects in the order of their keys, so the order matters.
-            content = json.dumps(row, default=_plain).encode()
-        except (TypeError, ValueError, RecursionError):  # a key that is no str, or a row that holds itself
-            content = repr(row).encode()
+    for row in chain([about], (source[index] for index in range(0, len(source), some))):
+        row = vars(row) if isinstance(row, EncodedChat) else row
+        # Keys are not sorted: templates print objects in the order of their keys, so the order matters.
+        content = json.dumps(row, default=_plain, skipkeys=True).encode()
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.hexdigest()
 
 
 def _plain(value: Any) -> Any:
     """The value in a form that JSON can hold."""
+    if isinstance(value, Set):
+        return sorted(value)
     return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
@@ -232,9 +206,6 @@ def _encode_missing(
     Others work on theirs from the beginning, so theirs are taken from the end.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob(".*.safetensors.*") if this_rank() == 0 else ():
-        if time.time() - stale.stat().st_mtime > _STALE_SECONDS:  # of a job that was killed
-            stale.unlink(missing_ok=True)
     size = max(_SHARD_ROWS, -(-len(source) // _MAX_SHARDS))
     starts = range(0, len(source), size)
     jobs = list(zip(_shard_paths(folder, len(starts)), starts, strict=True))
@@ -245,17 +216,17 @@ def _encode_missing(
     with tqdm(total=len(source), unit="row", unit_scale=True, desc="encoding", disable=is_quiet) as bar:
         for path, start in (*jobs[first:end], *reversed(jobs[end:] + jobs[:first])):
             stop = min(start + size, len(source))
-            if not _is_sound(path):
-                counts = _encode_shard(path, start, _rows_of(source, start, stop), tokenizer, options)
-                encoded.join(counts.described())
-                _refuse_many(encoded, max_refused, len(source))
+            if not path.exists():
+                _encode_shard(path, start, _rows_of(source, start, stop), tokenizer, options)
+            _read_shard(path, encoded)
+            _refuse_many(encoded, max_refused, len(source))
             bar.update(stop - start)
 
 
 def _encode_shard(
     path: Path, first: int, rows: list[Any], tokenizer: PreTrainedTokenizerBase, options: EncodeOptions
-) -> FilterCounts:
-    """Encode rows, the first of which has the index `first`, into a file, and return their counts."""
+) -> None:
+    """Encode rows, the first of which has the index `first`, into a file."""
     columns = {name: array("i") for name in _COLUMNS}
     counts = FilterCounts()
     for _, chat in kept_rows(rows, tokenizer, options, counts, first=first):
@@ -267,14 +238,14 @@ def _encode_shard(
         name: torch.frombuffer(values, dtype=torch.int32) if values else torch.empty(0, dtype=torch.int32)
         for name, values in columns.items()
     }
+    described = json.dumps([counts["kept"], counts.indices, counts.examples], default=list)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        write_bytes(temporary, save(tensors, {"counts": json.dumps(counts.described())}))
+        write_bytes(temporary, save(tensors, {"counts": described}))
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
-    return counts
 
 
 def _refuse_many(counts: FilterCounts, max_refused: float, number: int) -> None:
@@ -284,7 +255,7 @@ def _refuse_many(counts: FilterCounts, max_refused: float, number: int) -> None:
         seen = sum(counts.get(reason, 0) for reason in ("kept", *REFUSALS))
         raise row_error(
             f"{refused} of {seen} rows were refused, more than max_refused={max_refused:g} of all {number} "
-            f"allows; counted {dict(counts)}{counts.first_examples()}\n"
+            f"allows; counted {counts}\n"
             "Leave such rows out, change the options, or allow more of them (max_refused=); what was encoded "
             "is kept",
             max(_REFUSED, key=lambda reason: counts.get(reason, 0)),
@@ -306,26 +277,19 @@ def _read_shard(path: Path, counts: FilterCounts) -> dict[str, torch.Tensor]:
     try:
         with safe_open(path, "pt") as file:
             columns = {name: file.get_tensor(name) for name in _COLUMNS}
-            counts.join(json.loads(file.metadata()["counts"]))
+            kept, indices, examples = json.loads(file.metadata()["counts"])
         ids, labels, lengths, targets = columns.values()
         total = int(lengths.sum(dtype=torch.int64))
         if (len(ids), len(labels), len(targets)) != (total, total, len(lengths)) or (lengths < 1).any():
             raise ValueError("its tensors do not belong together")
+        counts["kept"] += kept
+        for reason, rows in indices.items():
+            counts.add(reason, rows, examples[reason])
     except (SafetensorError, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise CheckpointCorruptError(
             f"{path} is damaged: {error}; delete it, and encode the rows anew"
         ) from None
     return columns
-
-
-def _is_sound(path: Path) -> bool:
-    """Whether there is a file of encoded rows that can be read."""
-    try:
-        _read_shard(path, FilterCounts())
-    except (OSError, CheckpointCorruptError) as error:
-        blame_no_file(error, path)
-        return False
-    return True
 
 
 class EncodedDataset(Sequence[EncodedChat]):
@@ -398,7 +362,3 @@ class EncodedDataset(Sequence[EncodedChat]):
 
     def __reduce__(self) -> tuple[type[EncodedDataset], tuple[Path]]:
         return EncodedDataset, (self.path,)
-
-    def __repr__(self) -> str:
-        tokens = int(self.lengths.sum(dtype=torch.int64))
-        return f"EncodedDataset({str(self.path)!r}, {len(self)} rows, {tokens} tokens)"

@@ -12,16 +12,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fsdp_sft.collate.literals import sentinel, split_at_sentinels
 from fsdp_sft.collate.messages import REASONING_KEYS, Message
-from fsdp_sft.collate.template import ChatTemplate
 from fsdp_sft.errors import ChatTemplateError
+
+if TYPE_CHECKING:
+    from fsdp_sft.collate.template import ChatTemplate
+
+# A sentinel is a number between two private-use characters, which mean nothing to templates and strip().
+OPEN, CLOSE = "\U000f5b01", "\U000f5b02"
+SENTINEL = re.compile(f"{OPEN}([0-9]+){CLOSE}")
+_ESCAPED = repr(OPEN)[1:-1]
+
+# Reasoning that a generation prompt opens, and may close again: <think>, [THINK], <|START_THINKING|>,
+# <|channel|>analysis<|message|>, "<|channel>thought" ...
+OPENED_REASONING = re.compile(
+    r"\s*[<\[][^<>\[\]]*(?:think|thought|reason|channel)[^<>\[\]]*[>\]].*", re.DOTALL | re.IGNORECASE
+)
+
+# The tag that closes it in an answer: </think>, [/THINK], <|END_THINKING|>, <|end|> ...
+CLOSED_REASONING = re.compile(r"\s*(?:<[^<>]*>|\[[^\[\]]*\]|\{[^{}]*\})\s*")
 
 # Templates of reasoning models search the content for these tags and cut it there.
 THINK = re.compile(r"(</?think>)")
@@ -42,12 +57,6 @@ class TextSlot:
     texts: tuple[str, ...]
     part: str = "content"
     is_name: bool = False
-
-    def spellings(self) -> Iterator[str]:
-        """The texts, and the first one as JSON and as Python's repr print it, without the quotes."""
-        yield from self.texts
-        yield json.dumps(self.texts[0], ensure_ascii=False)[1:-1]
-        yield repr(self.texts[0])[1:-1]
 
 
 class Place(NamedTuple):
@@ -95,13 +104,6 @@ class Layout:
     places: list[Place]
     length: int
     marked: list[Message]
-
-    def dropped(self, wanted: set[int]) -> Iterator[TextSlot]:
-        """Texts of the wanted messages that are not printed."""
-        printed = {id(place.leaf) for place in self.places}
-        for leaf in self.leaves:
-            if leaf.message in wanted and id(leaf) not in printed:
-                yield leaf
 
     def extents(self, template: ChatTemplate, wanted: set[int]) -> list[MessageSpan]:
         """Positions of the wanted messages: first of those without a printed text, then in text order.
@@ -157,16 +159,11 @@ def lay_out(
     Raises:
         ChatTemplateError: If no choice reproduces the rendering.
     """
-    everyone = {message["role"] for message in messages}
-    choices = [everyone]
+    choices = [{message["role"] for message in messages}]
     if {messages[index]["role"] for index in wanted} == {"assistant"} and not _mimics(messages, template):
         choices.append({"assistant"})
     for roles, blanks in product(choices, (True, False)):
-        leaves: list[TextSlot] = []
-        marked = [
-            _Marker(index, leaves).mark(message, blanks=blanks) if message["role"] in roles else message
-            for index, message in enumerate(messages)
-        ]
+        leaves, marked = mark_texts(messages, roles, blanks=blanks)
         for renew in (False, True):  # a template may print the date, and the cached skeleton be of yesterday
             with suppress(ChatTemplateError):
                 places = _align(template.skeleton(marked, tools, renew=renew), text, leaves)
@@ -176,6 +173,36 @@ def lay_out(
         "what it prints around a message depends on the message's content, so that a second rendering "
         "with other contents does not match the first"
     )
+
+
+def mark_texts(
+    messages: list[Message], roles: set[str], *, blanks: bool
+) -> tuple[list[TextSlot], list[Message]]:
+    """(the texts of the messages of some roles, the messages with sentinels in their place).
+
+    Args:
+        messages: The messages, which are not modified.
+        roles: Roles whose texts are marked.
+        blanks: Whether an answer of white space alone gets a sentinel too.
+    """
+    leaves: list[TextSlot] = []
+    marked = [
+        _Marker(index, leaves).mark(message, blanks=blanks) if message["role"] in roles else message
+        for index, message in enumerate(messages)
+    ]
+    return leaves, marked
+
+
+def occurs(text: str, *texts: str) -> bool:
+    """Whether one of the texts is in `text`, in some spelling."""
+    return any(spelling in text for spelling in _spellings(*texts))
+
+
+def _spellings(*texts: str) -> Iterator[str]:
+    """The texts, and the first one as JSON and as Python's repr print it, without the quotes."""
+    yield from texts
+    yield json.dumps(texts[0], ensure_ascii=False)[1:-1]
+    yield repr(texts[0])[1:-1]
 
 
 def _mimics(messages: list[Message], template: ChatTemplate) -> bool:
@@ -199,7 +226,7 @@ def _align(marked: str, text: str, leaves: Sequence[TextSlot]) -> list[Place] | 
     places: list[Place] = []
     for number, literal in zip(numbers, literals, strict=True):
         leaf = leaves[number]
-        for spelling in leaf.spellings():
+        for spelling in _spellings(*leaf.texts):
             end = position + len(spelling)
             if text.startswith(spelling, position) and text.startswith(literal, end):
                 break
@@ -228,12 +255,7 @@ class _Marker:
     leaves: list[TextSlot]
 
     def mark(self, message: Message, *, blanks: bool) -> Message:
-        """The message with sentinels instead of its texts.
-
-        Args:
-            message: The message, which is not modified.
-            blanks: Whether an answer of white space alone gets a sentinel too.
-        """
+        """The message with sentinels instead of its texts."""
         known, marked = len(self.leaves), dict(message)
         for key in (*REASONING_KEYS, "content"):
             if key in marked:
@@ -295,3 +317,55 @@ class _Marker:
         """Add a leaf with its spellings, and return its sentinel."""
         self.leaves.append(TextSlot(self.message, texts, part, **kind))
         return sentinel(len(self.leaves) - 1)
+
+
+def sentinel(number: int) -> str:
+    """The sentinel of the text `number`."""
+    return f"{OPEN}{number}{CLOSE}"
+
+
+def split_at_sentinels(text: str) -> tuple[list[str], list[int]]:
+    """(the N + 1 texts around the sentinels of a text, the numbers of the N sentinels)."""
+    if _ESCAPED in text:  # some templates print nested arguments with Python's repr, which escapes sentinels
+        text = text.replace(_ESCAPED, OPEN).replace(repr(CLOSE)[1:-1], CLOSE)
+    pieces = SENTINEL.split(text)
+    return pieces[::2], [int(number) for number in pieces[1::2]]
+
+
+def through_the_tag(text: str, length: int, tokens: Iterable[str]) -> int:
+    """`length`, or the end of the token or tag of `text` that a cut there would split."""
+    for token in tokens:
+        at = text.find(token, max(0, length - len(token) + 1))
+        if 0 <= at < length:
+            return at + len(token)
+    opened = re.search(r"[<\[][^\s<>\[\]]*$", text[:length])
+    closed = re.match(r"[^\s<>\[\]]*[>\]]+", text[length:])
+    return length + closed.end() if opened and closed else length
+
+
+def shared_header(prompt: str, before: str) -> str:
+    """Common prefix of the two, without the beginning of a tag or word at its end.
+
+    So ``<|start_a|>`` and ``<|start_b|>`` have nothing in common.
+    """
+    length = common_length(prompt, before)
+    for opening, closing in (("<", ">"), ("[", "]"), ("{", "}")):
+        at = prompt.rfind(opening, 0, length)
+        if at > prompt.rfind(closing, 0, length) and re.match(r"[<\[{]\S*[>\]}]", prompt[at:]):
+            length = at
+    if length < max(len(prompt), len(before)):
+        word = re.search(r"\w+$", prompt[:length])
+        if word and re.match(r"\w", prompt[length:] or before[length:]):
+            length = word.start()
+    return prompt[:length]
+
+
+def overlap(prompt: str, text: str) -> int:
+    """Length of the longest end of `prompt` with which `text` begins."""
+    return next(n for n in range(min(len(prompt), len(text)), -1, -1) if prompt.endswith(text[:n]))
+
+
+def common_length(first: str, second: str) -> int:
+    """Length of the longest common prefix."""
+    pairs = zip(first, second, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

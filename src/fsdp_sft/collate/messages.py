@@ -13,8 +13,10 @@ from fsdp_sft.errors import RowError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
-_FLAG_KEYS = ("train", "loss_weight", "weight", "loss_scale", "loss", "training", "trainable")
-_BY_CHARACTERS = ("train_detail", "training_detail")  # axolotl's
+_FLAG_KEYS = (
+    *("train", "loss_weight", "weight", "loss_scale", "loss", "training", "trainable"),
+    *("train_detail", "training_detail"),  # axolotl's, which are for parts of a message
+)
 _ORDER = ("thinking", "reasoning", "text", "tool_call")  # of the parts of a content
 _MEANT = {
     "role",
@@ -24,7 +26,7 @@ _MEANT = {
     "train",
     *REASONING_KEYS,
 }  # by keys that are spelt nearly so
-_KNOWN = {*_MEANT, *_FLAG_KEYS, *_BY_CHARACTERS, "function_call", "tool_call_id", "name"}
+_KNOWN = {*_MEANT, *_FLAG_KEYS, "function_call", "tool_call_id", "name"}
 _NEAR = 0.83  # difflib's ratio: "tool_call", "toolCalls", and not "reason"
 # Key under which a message carries a note while its row is read, which removes it.
 IN_PARTS = "reasoning given as a part of type thinking"
@@ -63,8 +65,6 @@ def read_message(item: Any, where: str) -> Message:
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r}; known roles: {', '.join(ROLES)}")
     calls = message.pop("tool_calls", None) or []
-    if not isinstance(calls, list):
-        raise ValueError(f"{where}.tool_calls must be a list, got {shortened(calls)}")
     if "function_call" in message:  # OpenAI's form before tool_calls
         calls = [*calls, message.pop("function_call")]
     content = message.get("content")
@@ -81,12 +81,7 @@ def read_message(item: Any, where: str) -> Message:
         raise ValueError(f"{where} has neither content nor tool_calls, got the keys {sorted(message)}")
     message["content"] = "" if content is None else as_text(content, f"{where}.content")
     if calls:
-        if role != "assistant":
-            raise ValueError(f"{where} has tool calls but the role {role!r}; only the assistant calls tools")
         message["tool_calls"] = [_read_call(call, where) for call in calls]
-    for key in REASONING_KEYS:
-        if key in message:
-            as_text(message[key], f"{where}.{key}")
     return message
 
 
@@ -102,17 +97,11 @@ def _read_parts(parts: Sequence[Any], where: str) -> dict[str, list[str]]:
     last = 0
     for number, part in enumerate(parts):
         kind, place = part.get("type") if isinstance(part, dict) else None, f"{where}.content[{number}]"
-        if kind in _MEDIA_PARTS:
-            raise RowError(f"{place} is a part of type {kind}: only text is encoded here", reason="media")
         if kind not in _ORDER:
-            raise ValueError(
-                f"{place} must be a part of type text, reasoning, thinking or tool_call, "
-                f"got {shortened(part)}"
-            )
-        if not take_flag({key: value for key, value in part.items() if value is not None}, place):
-            raise ValueError(
-                f"{place} is not to be trained: a message is trained as a whole, or not; make messages of "
-                "the parts, or give input_ids and labels"
+            raise RowError(
+                f"{place} is a part of type {kind}: only text is encoded here, in parts of type text, "
+                f"reasoning, thinking and tool_call; got {shortened(part)}",
+                reason="media" if kind in _MEDIA_PARTS else "malformed",
             )
         given = [part[key] for key in (kind, "text", "value") if part.get(key) is not None]
         value = next((one for one in given if one), given[0] if given else None)
@@ -157,18 +146,14 @@ def take_flag(message: Message, place: str) -> bool:
     Raises:
         ValueError: If a flag says neither yes nor no.
     """
-    by_characters = [key for key in _BY_CHARACTERS if message.pop(key, None)]
-    if by_characters:
-        raise ValueError(
-            f"{place}: {by_characters[0]} is not read: a message is trained as a whole, or not; make "
-            "messages of the parts, or give input_ids and labels"
-        )
-    flags = {key: message.pop(key) for key in _FLAG_KEYS if key in message}
+    given = {key: message.pop(key) for key in _FLAG_KEYS if key in message}
+    flags = {key: value for key, value in given.items() if value != []}  # parts of an answer that has none
     for key, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise ValueError(
                 f"{place}: {key} says whether it is trained and must be 0 or 1 (False or True), got "
-                f"{value!r}; other factors of a loss are loss_weights of a batch"
+                f"{value!r}; a message is trained as a whole, or not: make messages of parts, and other "
+                "factors of a loss loss_weights of a batch"
             )
     return all(flags.values())
 
@@ -247,13 +232,11 @@ def refuse_media(row: Mapping[Any, Any], where: str = "the row") -> None:
 
 def _is_empty(value: Any) -> bool:
     """Whether a value is null, False or blank, or holds nothing else, as in a row from an Arrow table."""
-    if value is None or value is False:
-        return True
     if isinstance(value, Mapping):
-        return all(map(_is_empty, value.values()))
+        value = list(value.values())
     if isinstance(value, list | tuple):
         return all(map(_is_empty, value))
-    return isinstance(value, str | bytes) and not value.strip()
+    return value is None or value is False or (isinstance(value, str | bytes) and not value.strip())
 
 
 def as_text(value: Any, where: str) -> str:
@@ -261,13 +244,6 @@ def as_text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{where} must be a string, got {shortened(value)}")
     return value
-
-
-def as_list(value: Any, where: str) -> list[Any]:
-    """A copy of the value, or ValueError with its place if it is no list."""
-    if not isinstance(value, list):
-        raise ValueError(f'"{where}" must be a list, got {shortened(value)}')
-    return list(value)
 
 
 def parse_json(text: str, where: str) -> Any:

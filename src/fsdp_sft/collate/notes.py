@@ -1,13 +1,15 @@
-"""Notes on unusual rows that are kept, counted by name, and warnings about their templates."""
+"""Notes on unusual rows that are kept, by name, and the warning of each."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+from torch.utils.data import get_worker_info
 
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank
-from fsdp_sft.collate.layout import TextSlot
+from fsdp_sft.collate.layout import occurs
 from fsdp_sft.collate.messages import REASONING_KEYS
 from fsdp_sft.collate.options import EncodeOptions
 from fsdp_sft.collate.rows import Conversation, tool_name
@@ -19,16 +21,16 @@ NOTES = {
     "dropped": "the template leaves out a text of an answer, which is not trained",
     "no_end_of_turn": "the template writes nothing after the last answer, so nothing teaches the model to "
     "stop; pass a chat_template= that writes the token there on which generation is to stop",
-    "end_of_turn_is_text": "what ends an answer is no token of this tokenizer; add it as one, and load the "
+    "end_of_turn_is_text": "what ends an answer is no token of this tokenizer: it is trained as text, and "
+    "generation must be told to stop on it; better, add it with tokenizer.add_special_tokens, and load the "
     "model with new_vocab_size=len(tokenizer)",
-    "prompt_differs": "the generation prompt is not the text that rows have in front of an answer, so the "
-    "model is asked otherwise than it was trained; pass a chat_template= that prints the same for both",
+    "prompt_differs": "the generation prompt (add_generation_prompt=True) is not the text that rows have in "
+    "front of an answer, so the model is asked otherwise than it was trained; pass a chat_template= that "
+    "prints the same for both, unless they differ on purpose",
     "start_in_a_token": "one token holds the end of the generation prompt and the beginning "
     "of an answer, and is not trained; pass a chat_template= whose prompt does not end with a space",
     "context_dropped": "the template leaves out a text of the system, a user or a tool, or the tools, so the "
     "model is trained without it; pass a chat_template= that prints it",
-    "longer_than_model": "the row has more tokens than the tokenizer says that its model takes "
-    "(tokenizer.model_max_length); pass max_length=, or raise that if the model takes more",
     "special_tokens": "a text of the row holds a special token, which the model reads as one and not as "
     "text, so it can begin or end a turn; take it out of the text, unless it is meant",
     "empty_reasoning": "the template prints an empty block of reasoning in front of an answer without any; "
@@ -37,16 +39,10 @@ NOTES = {
 }
 """Remarks on rows that are kept, by their names in `FilterCounts`."""
 
-WARNED_OF_ROWS = (
-    "no_end_of_turn",
-    "start_in_a_token",
-    "longer_than_model",
-    "special_tokens",
-)
-"""Notes whose warning says how many rows have them."""
-
-WARNED_OF_TEMPLATES = ("end_of_turn_is_text", "prompt_differs", "context_dropped")
-"""Notes whose warning is given while rows are encoded, once for the template."""
+_QUIET = ("dropped", "empty_reasoning")  # options say what becomes of them
+# A few such rows do no harm: some templates end answers only if a question follows, and some tokens hold the
+# beginning of certain answers alone.
+_COMMON = ("no_end_of_turn", "start_in_a_token")
 
 
 def notes_of(
@@ -55,7 +51,7 @@ def notes_of(
     conversation: Conversation,
     options: EncodeOptions,
 ) -> Iterator[str]:
-    """Names of the notes on a row, with a warning for each that is about its template.
+    """Names of the notes on a row that its rendering shows.
 
     Args:
         found: The rendered conversation and its turns.
@@ -66,107 +62,59 @@ def notes_of(
     Raises:
         ChatTemplateError: For a text that the template drops, unless the options let that pass.
     """
+    yield from found.notes
     texts = [message.get(key) for message in conversation.messages for key in ("content", *REASONING_KEYS)]
     if any(template.holds_special_token(text) for text in texts if text):
         yield "special_tokens"
-    yield from _on_dropped(found, template, options)
-    yield from _on_context(found, template, conversation, options)
-    if found.differing:
-        yield "prompt_differs"
-        _warn(
-            template,
-            f"ends a question with {found.differing[0]!r} when it asks for an answer "
-            f"(add_generation_prompt=True), and prints {found.differing[1]!r} in front of the answer that is "
-            "trained: the model will be asked otherwise than it was trained; pass a chat_template= that "
-            "prints the same for both, unless they differ on purpose (a prompt that opens reasoning does not "
-            "count)",
-        )
-    if found.empty_reasoning is not None:
-        if options.empty_reasoning == "error":
-            raise ChatTemplateError(
-                f"message {found.empty_reasoning} has no reasoning, and the chat template of "
-                f"{describe_tokenizer(template.tokenizer)} prints an empty block of it, which "
-                "empty_reasoning='error' refuses: give the reasoning, leave the row out, or pass 'mask'",
-                reason="no_reasoning",
-            )
-        yield "empty_reasoning"
-    if found.turns and options.train_eot:
-        last = found.turns[-1]
-        if conversation.messages[last.message]["role"] == "assistant" and last.stop_start == last.end:
-            yield "no_end_of_turn"
-        facts = template.facts()
-        if not facts.stop_is_token:
-            yield "end_of_turn_is_text"
-            warn(
-                f"answers end with {facts.end_of_turn!r}, which is no token of "
-                f"{describe_tokenizer(template.tokenizer)}: it is trained as text, and generation must be "
-                "told to stop on it; better, add it with tokenizer.add_special_tokens and load the model "
-                "with new_vocab_size=len(tokenizer)"
-            )
-
-
-def _on_dropped(found: Found, template: ChatTemplate, options: EncodeOptions) -> Iterator[str]:
-    """Notes on texts that the template leaves out."""
-    if options.on_dropped == "ignore":
-        return
-    last_question = max((i for i, m in enumerate(found.messages) if m["role"] == "user"), default=-1)
+    question = max((i for i, message in enumerate(found.messages) if message["role"] == "user"), default=-1)
     # Reasoning before the last question is left out by design.
-    kept = (item for item in found.dropped if item.part != "reasoning" or item.message >= last_question)
-    lost = next(kept, None)
-    if lost is not None:
-        if options.on_dropped == "error":
-            raise _dropped_error(lost, template)
+    lost = [leaf for leaf in found.dropped if leaf.part != "reasoning" or leaf.message >= question]
+    if lost and options.on_dropped == "error":
+        key = template.facts().reasoning_key if found.turns and lost[0].part == "reasoning" else ""
+        raise ChatTemplateError(
+            f"the chat template of {describe_tokenizer(template.tokenizer)} does not print the "
+            f"{lost[0].part} of message {lost[0].message}, {lost[0].texts[0][:60]!r}, so it would not be "
+            "trained: " + (f"give reasoning as {key!r}, which it prints; or " if key else "") + "pass a "
+            "chat_template= that prints it, leave the row out (filter_rows with on_error='count'), or train "
+            "what is printed with on_dropped='count'",
+            reason="dropped_text",
+        )
+    if lost:
         yield "dropped"
+    if (found.turns or options.train_on == "all") and _lacks_context(found, conversation):
+        yield "context_dropped"
+    if found.turns:
+        last = found.turns[-1]
+        if found.messages[last.message]["role"] == "assistant" and last.stop_start == last.end:
+            yield "no_end_of_turn"
+        if not template.facts().stop_is_token:
+            yield "end_of_turn_is_text"
 
 
-def _on_context(
-    found: Found, template: ChatTemplate, conversation: Conversation, options: EncodeOptions
-) -> Iterator[str]:
-    """The note on texts of other roles, or schemas of tools, that the template leaves out."""
-    if options.on_dropped == "ignore":
-        return
-    names = [name for name in map(tool_name, conversation.tools or ()) if name]
+def _lacks_context(found: Found, conversation: Conversation) -> bool:
+    """Whether the template leaves out a text of another role than the assistant's, or all tools."""
     told = found.text
     for turn in reversed(found.turns):  # calls name their tools too
         told = told[: turn.start] + told[turn.end :]
-    if names and not any(name in told for name in names):
-        yield "context_dropped"
-        _warn(
-            template,
-            "does not print the tools of some conversations: the model is trained to call what it was not "
-            "told of; pass a chat_template= that prints them",
-        )
-    if found.context:
-        yield "context_dropped"
-        role = conversation.messages[found.context[0].message]["role"]
-        _warn(
-            template,
-            f"does not print what some conversations have in a message of role {role!r}: the model is "
-            "trained without it; pass a chat_template= that prints it",
-        )
-
-
-def warn(text: str) -> None:
-    """Warn at the caller's line, on rank 0 alone; a worker of a data loader knows its rank by RANK."""
-    if this_rank() == 0 and os.environ.get("RANK", "0") == "0":
-        warn_caller(text)
-
-
-def _warn(template: ChatTemplate, what: str) -> None:
-    """Warn of what a template does."""
-    warn(f"the chat template of {describe_tokenizer(template.tokenizer)} {what}")
-
-
-def _dropped_error(lost: TextSlot, template: ChatTemplate) -> ChatTemplateError:
-    """The error for a text that the template does not print."""
-    key = template.facts().reasoning_key if lost.part == "reasoning" else ""
-    text = lost.texts[0]
-    shown = text if len(text) <= 60 else f"{text[:60]}..."
-    return ChatTemplateError(
-        f"the chat template of {describe_tokenizer(template.tokenizer)} does not print the {lost.part} of "
-        f"message {lost.message}, {shown!r}, so it would not be trained: "
-        + (f"give reasoning as {key!r}, which it prints; or " if key else "")
-        + "pass a chat_template= that prints it, leave the row out (filter_rows with on_error='count'), or "
-        "train what is printed with on_dropped='count'",
-        reason="dropped_text",
+    names = [name for name in map(tool_name, conversation.tools or ()) if name]
+    others = (message["content"].strip() for message in found.messages if message["role"] != "assistant")
+    return (bool(names) and not any(name in told for name in names)) or not all(
+        occurs(found.text, text) for text in others
     )
+
+
+def warn_of_notes(counts: Mapping[str, int], told: set[str]) -> None:
+    """Warn of each note that was counted and is not among those `told`, to which it is added.
+
+    Rank 0 alone warns; a worker of a data loader knows its rank by RANK.
+    """
+    worker = get_worker_info()
+    for name in NOTES:
+        # Of the common ones nearly all rows of a template have one or none: the first worker tells.
+        is_common = name in _COMMON
+        if name in _QUIET or name in told or (is_common and worker is not None and worker.id > 0):
+            continue
+        if counts.get(name, 0) > (counts["kept"] / 2 if is_common else 0):
+            told.add(name)
+            if this_rank() == 0 and os.environ.get("RANK", "0") == "0":
+                warn_caller(f"{counts[name]} of {counts['kept']} rows are counted as {name}: {NOTES[name]}")

@@ -9,17 +9,14 @@ from typing import Any, Literal, TypedDict
 
 from fsdp_sft._process.words import answer
 from fsdp_sft.collate.messages import ROLES
-from fsdp_sft.collate.rows import check_template_kwargs
 
 TrainOn = Literal["assistant", "last", "all"] | Iterable[str]
-ON_DROPPED = ("error", "count", "ignore")
 
 
 class EncodeKeywords(TypedDict, total=False):
     """Options of `encode_chat` that the collator and the filter pass on to it."""
 
     train_on: TrainOn
-    train_eot: bool
     train_reasoning: bool
     empty_reasoning: str
     truncation: str
@@ -36,7 +33,6 @@ class EncodeOptions:
     """
 
     train_on: TrainOn = "assistant"
-    train_eot: bool = True
     train_reasoning: bool = True
     empty_reasoning: str = "mask"
     max_length: int | None = None
@@ -46,29 +42,22 @@ class EncodeOptions:
     on_dropped: str = "error"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.train_on, str | Iterable):
-            raise ValueError(f"train_on must be a str or a set of roles, got {self.train_on!r}")
-        roles = self.train_on if isinstance(self.train_on, str) else frozenset(self.train_on)
-        if isinstance(roles, str):
-            check_choice("train_on", roles, ("assistant", "last", "all"), hint="; give roles as a set")
-        elif not roles or roles - set(ROLES):
-            raise ValueError(f"train_on must be a set of roles out of {ROLES}, got {sorted(map(str, roles))}")
-        for name in ("train_eot", "train_reasoning"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if roles == "all" and not self.train_reasoning:
+        if isinstance(self.train_on, str):
+            check_choice("train_on", self.train_on, ("assistant", "last", "all"), "; give roles as a set")
+        else:
+            roles = frozenset(self.train_on)
+            if not roles or roles - set(ROLES):
+                raise ValueError(f"train_on must be a set of roles out of {ROLES}, got {self.train_on!r}")
+            object.__setattr__(self, "train_on", roles)
+        if not isinstance(self.train_reasoning, bool):
+            raise ValueError(f"train_reasoning must be True or False, got {self.train_reasoning!r}")
+        if self.train_on == "all" and not self.train_reasoning:
             raise ValueError('train_reasoning=False contradicts train_on="all", which trains every token')
-        check_choice("empty_reasoning", self.empty_reasoning, ("mask", "train", "error"))
         if self.max_length is not None:
             check_count("max_length", self.max_length)
+        check_choice("empty_reasoning", self.empty_reasoning, ("mask", "train"))
         check_choice("truncation", self.truncation, ("right", "left", "error"))
-        if self.chat_template is not None and not isinstance(self.chat_template, str):
-            raise ValueError(
-                f"chat_template must be a Jinja template as a str, got {type(self.chat_template).__name__}"
-            )
-        check_choice("on_dropped", self.on_dropped, ON_DROPPED)
-        object.__setattr__(self, "train_on", roles)
-        object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs))
+        check_choice("on_dropped", self.on_dropped, ("error", "count"))
 
 
 def options_of(function: str, options: Mapping[str, Any], **own: Any) -> EncodeOptions:

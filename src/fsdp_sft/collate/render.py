@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_sft.collate.literals import common_length
+from fsdp_sft.collate.layout import common_length
 from fsdp_sft.errors import printable
 from fsdp_sft.targets import IGNORE_INDEX
 
@@ -76,8 +76,7 @@ def render_labels(
     """
     styles = {True: ("\x1b[32;4m", "\x1b[0m"), False: ("\x1b[2m", "\x1b[0m")}
     pieces = []
-    ids, marks = _checked(input_ids, labels)
-    for text, trained in _runs(tokenizer, ids, marks):
+    for text, trained in _runs(tokenizer, _as_list(input_ids), _as_list(labels)):
         before, after = styles[trained] if color else ("⟦", "⟧") if trained else ("", "")
         shown = printable(text)
         if not color:  # marks that a text has itself are not ours
@@ -117,14 +116,9 @@ def render_labels_html(
     masks: Sequence[Ids] | torch.Tensor = (
         [[1] * len(row) for row in input_ids] if attention_mask is None else attention_mask
     )
-    if not len(input_ids) == len(labels) == len(masks):
-        raise ValueError(
-            f"input_ids, labels and attention_mask must have equally many rows, got {len(input_ids)}, "
-            f"{len(labels)} and {len(masks)}"
-        )
     rows, tokens, targets = [], 0, 0
     for number, (*columns, mask) in enumerate(zip(input_ids, labels, masks, strict=True)):
-        ids, marks = _checked(*(_unpadded(column, mask) for column in columns))
+        ids, marks = (_unpadded(column, mask) for column in columns)
         count = sum(mark != IGNORE_INDEX for mark in marks[1:])
         tokens, targets = tokens + len(ids), targets + count
         text = "".join(_as_html(*run) for run in _runs(tokenizer, ids, marks))
@@ -149,26 +143,21 @@ def _as_list(values: Any) -> list[int]:
 
 def _unpadded(values: Any, mask: Ids) -> list[int]:
     """The values at which the mask is not 0."""
-    items, kept = _as_list(values), _as_list(mask)
-    if len(items) != len(kept):
-        raise ValueError(f"a row of {len(items)} ids or labels has a mask of {len(kept)}")
-    return [item for item, keep in zip(items, kept, strict=True) if keep]
+    return [item for item, keep in zip(_as_list(values), _as_list(mask), strict=True) if keep]
 
 
-def _checked(input_ids: Ids, labels: Ids) -> tuple[list[int], list[int]]:
-    """Ids and labels as lists, or ValueError if a label is neither -100 nor its id."""
-    ids, marks = _as_list(input_ids), _as_list(labels)
+def _runs(tokenizer: PreTrainedTokenizerBase, ids: list[int], marks: list[int]) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is trained) of each run of tokens that are alike in that.
+
+    Raises:
+        ValueError: If a label is neither -100 nor its id.
+    """
     expected = [token if mark != IGNORE_INDEX else mark for token, mark in zip(ids, marks, strict=False)]
     if len(ids) != len(marks) or marks != expected:
         raise ValueError(
             f"each label must be {IGNORE_INDEX} or the id at its position, got other labels; "
             "pass the labels of one row as encode_chat returns them, not shifted"
         )
-    return ids, marks
-
-
-def _runs(tokenizer: PreTrainedTokenizerBase, ids: list[int], marks: list[int]) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is trained) of each run of tokens that are alike in that."""
     shown, position = "", 0
     for trained, run in groupby(mark != IGNORE_INDEX for mark in marks):
         position += len(list(run))

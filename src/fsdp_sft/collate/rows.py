@@ -13,7 +13,6 @@ from typing import Any
 from fsdp_sft.collate.messages import (
     IN_PARTS,
     Message,
-    as_list,
     as_text,
     parse_json,
     read_message,
@@ -36,23 +35,17 @@ SHAREGPT_ROLES = {
 
 
 def _read_messages(row: Mapping[str, Any]) -> list[Message]:
-    items = as_list(row["messages"], "messages")
-    return _with_system(row, [read_message(item, f"messages[{i}]") for i, item in enumerate(items)])
+    return [read_message(item, f"messages[{i}]") for i, item in enumerate(row["messages"])]
 
 
 def _read_conversations(row: Mapping[str, Any]) -> list[Message]:
-    items = as_list(row["conversations"], "conversations")
-    messages = [_read_turn(item, f"conversations[{i}]") for i, item in enumerate(items)]
-    return _with_system(row, messages)
+    return [_read_turn(item, f"conversations[{i}]") for i, item in enumerate(row["conversations"])]
 
 
 def _read_turn(item: Any, where: str) -> Message:
     """One ShareGPT turn as a message."""
     if isinstance(item, dict) and "role" in item:
         return read_message(item, where)
-    if not isinstance(item, dict) or "from" not in item:
-        raise ValueError(f"{where} must be a dict with from and value, got {shortened(item)}")
-    refuse_media(item, where)
     speaker = item["from"]
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise ValueError(f"{where} has the role {speaker!r}; known roles: {', '.join(SHAREGPT_ROLES)}")
@@ -68,43 +61,23 @@ def _read_turn(item: Any, where: str) -> Message:
 
 def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
     """Messages of an Alpaca row, with its history."""
-    if row.get("output") is None:
-        raise ValueError(f'an Alpaca row needs "instruction" and "output", got the keys {sorted(row)}')
-    if row.get("corrected") is not None:
-        raise ValueError(
-            '"corrected" is not read, and "output" would be trained in its place: give what is to be learnt '
-            "as messages"
-        )
     messages: list[Message] = []
-    for number, pair in enumerate(as_list(row.get("history") or [], "history")):
-        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-            raise ValueError(f"history[{number}] must be a [user, assistant] pair, got {shortened(pair)}")
-        messages += _pair(pair[0], pair[1], f"history[{number}]")
+    for number, (question, answer) in enumerate(row.get("history") or []):
+        messages += _pair(question, answer, f"history[{number}]")
     parts = [as_text(row.get(key) or "", key) for key in ("instruction", "input")]
-    messages += _pair("\n".join(part for part in parts if part), row["output"], "output")
-    return _with_system(row, messages)
+    return messages + _pair("\n".join(part for part in parts if part), row.get("output"), "output")
 
 
 def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
     """Messages of a prompt/completion row; a prompt given as a list of messages is not trained."""
-    if row.get("completion") is None:
-        raise ValueError(f'a prompt row needs "prompt" and "completion", got the keys {sorted(row)}')
-    prompt, completion = row["prompt"], row["completion"]
+    prompt, completion = row["prompt"], row.get("completion")
     if isinstance(prompt, str) or isinstance(completion, str):
-        return _with_system(row, _pair(prompt, completion, "prompt/completion"))
+        return _pair(prompt, completion, "prompt/completion")
     given, wanted = (
-        [read_message(item, f"{key}[{i}]") for i, item in enumerate(as_list(row[key], key))]
+        [read_message(item, f"{key}[{i}]") for i, item in enumerate(row[key])]
         for key in ("prompt", "completion")
     )
-    return _with_system(row, [{**message, "train": 0} for message in given] + wanted)
-
-
-def _with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """The messages, with the row's ``system`` in front unless they begin with a system message."""
-    system = row.get("system")
-    if not system or (messages and messages[0]["role"] in ("system", "developer")):
-        return messages
-    return [{"role": "system", "content": as_text(system, "system")}, *messages]
+    return [{**message, "train": 0} for message in given] + wanted
 
 
 def _pair(user: Any, assistant: Any, where: str) -> list[Message]:
@@ -123,12 +96,7 @@ SHAPES: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
 }
 """Readers of chat rows, by the key that shows the shape; tokenised rows come before, texts after."""
 
-_TOKENIZED = "input_ids"
 _OF_THE_ROW = ("label", "kto_tag")  # TRL's, LLaMA-Factory's: whether the answer is one to learn
-_TAKEN = {
-    *("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message"),
-    *("chat_template", "tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask"),
-}
 _MESSAGE_LISTS = {*SHAPES, "completion", "output"}  # keys of a row that may hold a list of messages
 _READ = {*_MESSAGE_LISTS, "input", "history", "system", "tools", "chat_template_kwargs"}
 _ACCEPTED = (
@@ -158,28 +126,29 @@ class Conversation:
     thinks_in_parts: bool = False
 
 
-def is_encoded(row: Any) -> bool:
-    """Whether `row` is tokenised."""
-    return isinstance(row, Mapping) and _TOKENIZED in row
-
-
-def is_text(row: Any) -> bool:
-    """Whether `row` is one text: it has no key of another shape."""
-    if not isinstance(row, Mapping) or row.get("text") is None:
-        return False
-    return _TOKENIZED not in row and all(row.get(key) is None for key in SHAPES)
-
-
-def read_text(row: Mapping[str, Any]) -> str:
-    """The text of a row that is one.
+def shape_of(row: Any) -> str:
+    """The key of a row that decides how it is read.
 
     Raises:
-        ValueError: If it is no str, or the row is marked as unwanted.
-        RowError: If the row has more than text.
+        ValueError: For no dict, a dict of no known shape, and a row that is marked as unwanted.
+        RowError: For a row with more than text.
     """
-    _refuse_undesired(row)
+    if not isinstance(row, Mapping):
+        raise ValueError(f"a row must be a dict, got {type(row).__name__}; accepted shapes: {_ACCEPTED}")
+    shape = next((key for key in ("input_ids", *SHAPES, "text") if row.get(key) is not None), None)
+    if shape is None:
+        raise ValueError(
+            f"no known row shape in the keys {sorted(map(str, row))}; accepted shapes: {_ACCEPTED}. Rename "
+            "the columns, or make messages of them"
+        )
+    marked = [key for key in _OF_THE_ROW if row.get(key) is False and shape != "input_ids"]
+    if marked:
+        raise ValueError(
+            f'"{marked[0]}" is False, which marks an answer that is not wanted, and it would be trained: '
+            "leave such rows out, or the column, if it means something else"
+        )
     refuse_media(row)
-    return as_text(row.get("text"), '"text"')
+    return shape
 
 
 def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
@@ -227,40 +196,26 @@ def check_encoded(ids: Sequence[int], labels: Sequence[int]) -> None:
         )
 
 
-def read_row(row: Any) -> Conversation:
-    """Convert a chat row of any format.
-
-    Args:
-        row: A dict.
+def read_row(row: Mapping[str, Any]) -> Conversation:
+    """Convert a chat row of one of the `SHAPES`.
 
     Raises:
-        ValueError: For an unknown shape, an empty row, an unknown role, content that is not text, or a
-            flag that is neither 0 nor 1.
+        ValueError: For an empty row, an unknown role, content that is not text, or a flag that is neither 0
+            nor 1.
     """
-    if not isinstance(row, Mapping):
-        raise ValueError(f"a row must be a dict, got {type(row).__name__}; accepted shapes: {_ACCEPTED}")
-    _refuse_undesired(row)
-    key = next((key for key in SHAPES if row.get(key) is not None), None)
-    if key is None:
-        raise ValueError(
-            f"no known row shape in the keys {sorted(map(str, row))}; accepted shapes: {_ACCEPTED}. Rename "
-            "the columns, or make messages of them"
-        )
-    refuse_media(row)
-    try:
-        plain = {name: _plain(value) if name in _READ else value for name, value in row.items()}
-        row = _without_fillers(plain)
-        messages = SHAPES[key](row)
-    except RecursionError:
-        raise ValueError("the row is nested too deeply to be read") from None
+    shape = shape_of(row)
+    row = _without_fillers({name: _plain(value) if name in _READ else value for name, value in row.items()})
+    messages, system = SHAPES[shape](row), row.get("system")
     if not messages:
         raise ValueError("the row has no messages; a conversation needs at least one")
+    if system and messages[0]["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": as_text(system, "system")}, *messages]
     in_parts = [message.pop(IN_PARTS, False) for message in messages]
     return Conversation(
         messages,
         [take_flag(message, f"message {index}") for index, message in enumerate(messages)],
         _read_tools(row.get("tools")),
-        check_template_kwargs(row.get("chat_template_kwargs")),
+        template_variables(row.get("chat_template_kwargs")),
         any(in_parts),
     )
 
@@ -275,7 +230,11 @@ def _without_fillers(row: dict[str, Any]) -> dict[str, Any]:
     Args:
         row: A chat row of plain Python data, which is not modified.
     """
-    lists = {key: _dicts(row[key]) for key in _MESSAGE_LISTS if isinstance(row.get(key), list)}
+    lists = {
+        key: [message for message in row[key] if isinstance(message, dict)]
+        for key in _MESSAGE_LISTS
+        if isinstance(row.get(key), list)
+    }
     keys = {(key, *message) for key, messages in lists.items() for message in messages}
     values = [item for messages in lists.values() for message in messages for item in message.items()]
     from_table = len(keys) == len(lists) and any(item is None for key, item in values if key != "content")
@@ -292,10 +251,6 @@ def _without_fillers(row: dict[str, Any]) -> dict[str, Any]:
     return cleaned
 
 
-def _dicts(values: list[Any]) -> list[dict[str, Any]]:
-    return [value for value in values if isinstance(value, dict)]
-
-
 def _stripped(value: Any, nullable: tuple[str, ...] = ()) -> Any:
     """The value without keys that are null, at any depth, but for the `nullable` ones."""
     if isinstance(value, dict):
@@ -304,23 +259,9 @@ def _stripped(value: Any, nullable: tuple[str, ...] = ()) -> Any:
     return [_stripped(item, nullable) for item in value] if isinstance(value, list) else value
 
 
-def check_template_kwargs(given: Any) -> dict[str, Any]:
-    """The variables for a chat template that a row or a caller gives, without those that are None.
-
-    Raises:
-        ValueError: If `given` is no dict with str keys, or has a name that the template gets from elsewhere.
-    """
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
-        raise ValueError(f"chat_template_kwargs must be a dict with str keys, got {shortened(given)}")
-    taken = sorted(_TAKEN & set(given))
-    if taken:
-        raise ValueError(
-            f"chat_template_kwargs cannot set {', '.join(taken)}: messages and tools come from the row, the "
-            "template from chat_template=, and generation prompts are not trained"
-        )
-    return {key: value for key, value in given.items() if value is not None}
+def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The variables for a chat template that a row or a caller gives, without those that are None."""
+    return {name: value for name, value in (given or {}).items() if value is not None}
 
 
 def _plain(value: Any) -> Any:
@@ -328,14 +269,11 @@ def _plain(value: Any) -> Any:
     if type(value) in _PLAIN:
         return value
     # Most items are plain, so testing them here saves a call each. isinstance with Mapping is slow.
-    if isinstance(value, list | tuple):
-        return [item if type(item) in _PLAIN else _plain(item) for item in value]
     if isinstance(value, dict | Mapping):
         return {key: item if type(item) in _PLAIN else _plain(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    return [_plain(item) for item in value] if is_list else value
+    if isinstance(value, list | tuple | Sequence) and not isinstance(value, str | bytes):
+        return [item if type(item) in _PLAIN else _plain(item) for item in value]
+    return _plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
 def _numbers(values: Any, key: str) -> list[int]:
@@ -346,16 +284,6 @@ def _numbers(values: Any, key: str) -> list[int]:
     if not isinstance(values, Sequence) or not set(map(type, values)) <= {int}:
         raise ValueError(f'"{key}" must be a flat list of integers, got {shortened(values)}')
     return list(values)
-
-
-def _refuse_undesired(row: Mapping[str, Any]) -> None:
-    """Refuse a row marked as unwanted."""
-    marked = next((key for key in _OF_THE_ROW if row.get(key) is False), None)
-    if marked is not None:
-        raise ValueError(
-            f'"{marked}" is False, which marks an answer that is not wanted, and it would be trained: leave '
-            "such rows out, or the column, if it means something else"
-        )
 
 
 def tool_name(schema: Mapping[str, Any]) -> str:
@@ -371,10 +299,8 @@ def _read_tools(tools: Any) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     schemas = []
-    for number, tool in enumerate(as_list(tools, "tools")):
+    for number, tool in enumerate(tools):
         tool = parse_json(tool, f"tools[{number}]") if isinstance(tool, str) else tool
-        if not isinstance(tool, dict):
-            raise ValueError(f"tools[{number}] must be a JSON schema (a dict), got {shortened(tool)}")
         # Templates read tool.function.name; many data sets have the inner object alone.
         bare = "function" not in tool and "name" in tool
         schemas.append({"type": "function", "function": dict(tool)} if bare else dict(tool))

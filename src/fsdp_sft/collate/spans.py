@@ -43,28 +43,35 @@ up to and including it.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from fsdp_sft.collate.layout import Layout, MessageSpan, Place, TextSlot, lay_out
-from fsdp_sft.collate.literals import (
+from fsdp_sft.collate.layout import (
     CLOSE,
     CLOSED_REASONING,
     OPEN,
     OPENED_REASONING,
+    Layout,
+    MessageSpan,
+    Place,
+    TextSlot,
     common_length,
+    lay_out,
+    mark_texts,
+    occurs,
     overlap,
     shared_header,
     split_at_sentinels,
 )
-from fsdp_sft.collate.messages import REASONING_KEYS, Message, other_forms
+from fsdp_sft.collate.messages import ROLES, Message
+from fsdp_sft.collate.options import EncodeOptions
+from fsdp_sft.collate.probe import TemplateFacts
 from fsdp_sft.collate.rows import Conversation
-from fsdp_sft.collate.template import ChatTemplate, TemplateFacts
+from fsdp_sft.collate.template import ChatTemplate
 from fsdp_sft.errors import ChatTemplateError
 
 # A tag that opens reasoning in the rendered text.
@@ -97,89 +104,74 @@ class Found:
 
     Attributes:
         text: The rendered conversation.
+        messages: The messages in the form that the template accepts.
         turns: Trained characters, in the order of the text. A message has several turns where the template's
             own generation tags leave out a part in its middle.
         dropped: Texts of the trained messages that the template does not print.
-        differing: A generation prompt, and what stands in its place in front of the answer; None if every
-            answer follows its prompt.
-        context: Untrained texts of other roles than the assistant that the template does not print.
-        empty_reasoning: The first trained message in front of which the template prints an empty block of
-            reasoning that its prompt does not have; None if there is none.
-        messages: The messages in the form that the template accepts.
+        notes: Names of notes on the row.
     """
 
     text: str
-    turns: list[Turn]
-    dropped: tuple[TextSlot, ...] = ()
-    differing: tuple[str, str] | None = None
-    context: tuple[TextSlot, ...] = ()
-    empty_reasoning: int | None = None
-    messages: list[Message] = field(default_factory=list)
+    messages: list[Message]
+    turns: list[Turn] = field(default_factory=list)
+    dropped: list[TextSlot] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
-def find_turns(
-    template: ChatTemplate,
-    conversation: Conversation,
-    wanted: Iterable[int],
-    *,
-    reasoning: bool = True,
-    empty_blocks: bool = True,
-    printed: Iterable[int] | None = None,
-) -> Found:
-    """Render a conversation and find the trained characters of the messages `wanted`.
+def find_turns(template: ChatTemplate, conversation: Conversation, options: EncodeOptions) -> Found:
+    """Render a conversation and find the characters that are trained.
 
     Args:
         template: The chat template.
         conversation: The conversation to render.
-        wanted: Indices of the messages whose characters are to be found.
-        reasoning: Whether their reasoning, with the tags that open and close it, is part of their turns.
-        empty_blocks: Whether an empty block of reasoning, which the template prints in front of an answer
-            without any, is part of its turn.
-        printed: Indices of the messages whose missing texts are reported in `Found.dropped`; None takes
-            `wanted`.
+        options: Which messages are trained, and whether their reasoning, with the tags that open and close
+            it, or an empty block of it is. With ``train_on="all"`` there are no turns, since all is trained.
 
     Raises:
         ChatTemplateError: If the characters cannot be determined with certainty.
+        ValueError: For a message that is not to be trained, with ``train_on="all"``.
     """
-    text, tags, messages = _render_any(template, conversation)
-    wanted = set(wanted)
-    printed = wanted if printed is None else set(printed)
-    if not printed:
-        return Found(text, [], messages=messages)
-    if OPEN in text:
-        raise template.error(f"the conversation holds the private-use character {OPEN!r}")
-    facts = template.facts()
-    layout = lay_out(template, messages, conversation.tools, wanted or printed, text)
+    text, tags, messages = template.render_any(conversation.messages, conversation.tools)
+    if options.train_on == "all":
+        return Found(text, messages, dropped=_not_in_the_text(conversation, messages, text))
+    wanted = _wanted(conversation, options)
+    if not wanted:
+        return Found(text, messages)
+    layout = lay_out(template, messages, conversation.tools, wanted, text)
     extents = layout.extents(template, wanted)
     owned = _tags_by_message(tags, layout.places, messages)
-    finder = _TurnFinder(template, facts, messages, conversation.tools, layout, empty_blocks)
+    empty_blocks = options.empty_reasoning == "train"
+    finder = _TurnFinder(template, template.facts(), messages, conversation.tools, layout, empty_blocks)
     starts = finder.starts(text, extents)
     turns = []
     for extent in extents:
         turns += finder.find(text, extent, starts[extent.message], owned.get(extent.message, []))
-    if not reasoning:
+    printed = {id(place.leaf) for place in layout.places}
+    dropped = [leaf for leaf in layout.leaves if leaf.message in wanted and id(leaf) not in printed]
+    if not options.train_reasoning:
         turns = [part for turn in turns for part in _without_reasoning(turn, layout.places, text)]
-    others = {i for i, message in enumerate(messages) if message["role"] != "assistant"} - printed
-    # The layout may mark the assistant's texts alone; those of others are then looked for in the text.
-    located = {leaf.message for leaf in layout.leaves}
-    missing = not_in_the_text(messages, sorted(others - located), text)
-    return Found(
-        text,
-        sorted(turns, key=lambda turn: turn.start),
-        dropped=tuple(leaf for leaf in layout.dropped(printed) if reasoning or leaf.part != "reasoning"),
-        differing=finder.differing,
-        context=(*layout.dropped(others & located), *missing),
-        empty_reasoning=finder.empty,
-        messages=messages,
-    )
+        dropped = [leaf for leaf in dropped if leaf.part != "reasoning"]
+    return Found(text, messages, sorted(turns, key=lambda turn: turn.start), dropped, finder.notes)
 
 
-def not_in_the_text(messages: list[Message], indices: Iterable[int], text: str) -> Iterator[TextSlot]:
-    """Contents of messages that do not occur in the text, neither as they are nor as JSON."""
-    for index in indices:
-        content = str(messages[index]["content"]).strip()
-        if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
-            yield TextSlot(index, (content,))
+def _wanted(conversation: Conversation, options: EncodeOptions) -> set[int]:
+    """Indices of the messages whose role is trained and that are not switched off."""
+    roles = options.train_on if isinstance(options.train_on, frozenset) else {"assistant"}
+    indices = [i for i, message in enumerate(conversation.messages) if message["role"] in roles]
+    indices = indices[-1:] if options.train_on == "last" else indices
+    return {index for index in indices if conversation.trained[index]}
+
+
+def _not_in_the_text(conversation: Conversation, messages: list[Message], text: str) -> list[TextSlot]:
+    """The texts of a conversation, all of which is trained, that do not occur in its rendering."""
+    if not all(conversation.trained):
+        raise ValueError(
+            f'train_on="all" trains every token, and message {conversation.trained.index(False)} is not '
+            'to be trained: give the roles, such as train_on={"user", "assistant"}, where a weight of 0 says '
+            'so; join a prompt that is a list of messages: {"messages": row["prompt"] + row["completion"]}'
+        )
+    leaves, _ = mark_texts(messages, set(ROLES), blanks=False)
+    return [leaf for leaf in leaves if not occurs(text, *leaf.texts)]
 
 
 def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[Turn]:
@@ -202,56 +194,6 @@ def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[T
     yield Turn(turn.message, start, max(start, turn.stop_start), turn.end)
 
 
-def _render_any(
-    template: ChatTemplate, conversation: Conversation
-) -> tuple[str, list[tuple[int, int]], list[Message]]:
-    """Render the messages in the first form that the template accepts: theirs, or one of `other_forms`.
-
-    Reasoning at the beginning of a content goes where the template wants it, unless it refuses that.
-
-    Returns:
-        (text, spans of the template's generation tags, messages in the form that was accepted).
-    """
-    refused = None
-    for messages in _with_reasoning_apart(template, conversation.messages):
-        for form in (messages, *other_forms(messages)):
-            try:
-                return *template.render(form, tools=conversation.tools), form
-            except ChatTemplateError as error:
-                refused = refused or error
-    assert refused is not None
-    raise refused
-
-
-def _with_reasoning_apart(template: ChatTemplate, messages: list[Message]) -> Iterator[list[Message]]:
-    """The messages with reasoning under the key that the template reads, if that helps; then as they are."""
-    if any("</think>" in message["content"] for message in messages if message["role"] == "assistant"):
-        with suppress(ChatTemplateError):
-            facts = template.facts()
-            apart = [_reasoning_apart(message, facts) for message in messages]
-            if facts.reasoning_key and apart != messages:
-                yield apart
-    yield messages
-
-
-def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
-    """An assistant's message with its reasoning out of its content, unless the template finds it there."""
-    head, closing, answer = message["content"].partition("</think>")
-    before, opening, thought = head.partition("<think>")
-    if (
-        message["role"] != "assistant"
-        or not closing
-        or (opening and before.strip())
-        or opening in facts.reads_tags
-        or any(key in message for key in REASONING_KEYS)
-        # With a closing tag alone, a line must end behind it: else the answer may speak of the tag.
-        or (not opening and re.match(r"[^\S\n]*(?:\n|$)", answer) is None)
-    ):
-        return message
-    reasoning = thought if opening else head
-    return {**message, facts.reasoning_key: reasoning.strip(), "content": answer.lstrip()}
-
-
 @dataclass(slots=True)
 class _TurnFinder:
     """Finds the edges of a turn in the template's text before and after the leaves of its message.
@@ -263,9 +205,7 @@ class _TurnFinder:
         tools: Tool schemas of the conversation.
         layout: Places of the texts in the rendering.
         empty_blocks: Whether an empty block of reasoning is part of a turn.
-        differing: The first prompt, and the text in front of the answer to the question, which does not
-            begin with it.
-        empty: The first message with an empty block of reasoning.
+        notes: Names of notes on the row.
     """
 
     template: ChatTemplate
@@ -274,8 +214,7 @@ class _TurnFinder:
     tools: list[dict[str, Any]] | None
     layout: Layout
     empty_blocks: bool
-    differing: tuple[str, str] | None = None
-    empty: int | None = None
+    notes: list[str] = field(default_factory=list)
 
     def starts(self, text: str, extents: list[MessageSpan]) -> dict[int, int | None]:
         """Where each message begins behind its `floor`, by the generation prompt; None if unknown.
@@ -302,13 +241,9 @@ class _TurnFinder:
     def find(
         self, text: str, extent: MessageSpan, start: int | None, tags: list[tuple[int, int]]
     ) -> list[Turn]:
-        """The turns of the message at `extent`.
+        """The turns of the message at `extent`, which begins at `start` behind its `floor`, if that is known.
 
-        Args:
-            text: The rendering.
-            extent: Position of the message.
-            start: Where it begins behind its `floor`; None if unknown.
-            tags: Spans of the template's generation tags in it.
+        The template's generation `tags` in it narrow them.
 
         Raises:
             ChatTemplateError: If its start or its end cannot be told.
@@ -336,17 +271,14 @@ class _TurnFinder:
         return [*turns, Turn(index, spans[-1][0], stop_start, end)]
 
     def _start(self, index: int, floor: int, before: str) -> int | None:
-        """Offset at which the generation prompt for an answer and `before` part; None if unknown.
-
-        `differing` is set by the way.
-        """
+        """Offset at which the generation prompt for an answer and `before` part; None if unknown."""
         prompt = self._rendered_after(index, floor, prompt=True)
         if prompt is not None:
             start = _end_of_prompt(prompt, before)
             if start is not None:
                 return start
             if index and self.messages[index - 1]["role"] != "assistant":
-                self.differing = self.differing or (prompt, before)
+                self.notes.append("prompt_differs")
             if _NUMBER.sub("0", before).startswith(_NUMBER.sub("0", prompt)):
                 return None  # a number that only the row has would be trained
         # The answer opens the conversation, or follows messages that the template does not take alone; or
@@ -394,17 +326,13 @@ class _TurnFinder:
             raise self.template.error(f"no end-of-turn token comes after {what} {index}")
         ending = ending.rstrip()
         end = max(first, len(ending))
-        return max(first, end - len(self.template.last_special_token(ending) or "")), end
+        return max(first, end - len(self.template.last_special_token(ending))), end
 
     def _supplied(self, index: int, before: str, own: tuple[int, int] | None) -> int:
         """Number of characters of an answer that a prompt supplies in some mode, and that are not trained.
 
-        They open reasoning or, where none follows, are an empty block of it; `empty` is set by the way.
-
-        Args:
-            index: Index of the message.
-            before: The text from the start of its turn to its first leaf.
-            own: Start of that leaf, and end of the last one; None if the message has none.
+        They open reasoning or, where none follows, are an empty block of it. `before` is the text from the
+        start of the turn to the message's first leaf.
         """
         lengths = (overlap(prompt, before) for prompt in self.facts.supplied)
         length = max((n for n in lengths if before[:n].strip()), default=0)
@@ -413,7 +341,7 @@ class _TurnFinder:
         thoughts = (place.start for place in self.layout.places if place.leaf.part == "reasoning")
         if own and own[0] in thoughts:
             return length
-        self.empty = index if self.empty is None else self.empty
+        self.notes.append("empty_reasoning")
         return 0 if self.empty_blocks else length
 
     def _edges(self, index: int) -> tuple[str, str]:
@@ -429,19 +357,16 @@ class _TurnFinder:
         None if that leaf is not the one that ends at `position` of the whole conversation: the two renderings
         then differ before the end of the shorter one.
         """
-        messages = self.layout.marked[:count]
-        if not messages:
+        if not count:
             return None
-        try:
-            marked = self.template.skeleton(messages, self.tools, prompt=prompt)
-        except ChatTemplateError:
-            return None
-        pieces, numbers = split_at_sentinels(marked)
-        if not numbers:
-            return pieces[0] if position == 0 else None
-        last = self.layout.leaves[numbers[-1]]
-        ends_here = any(p.leaf is last and p.end == position for p in self.layout.places)
-        return pieces[-1] if ends_here else None
+        with suppress(ChatTemplateError):
+            marked = self.template.skeleton(self.layout.marked[:count], self.tools, prompt=prompt)
+            pieces, numbers = split_at_sentinels(marked)
+            last = self.layout.leaves[numbers[-1]] if numbers else None
+            ends = [place.end for place in self.layout.places if place.leaf is last] if numbers else [0]
+            if position in ends:
+                return pieces[-1]
+        return None
 
 
 def _end_of_prompt(prompt: str, before: str) -> int | None:

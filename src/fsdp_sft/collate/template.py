@@ -1,8 +1,7 @@
-"""A tokenizer's chat template, and what a small probe shows about it."""
+"""A tokenizer's chat template and its renderings."""
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import threading
@@ -12,19 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from fsdp_sft._compat.data import render_chat
-from fsdp_sft.collate.literals import (
-    CLOSED_REASONING,
-    common_length,
-    sentinel,
-    shared_header,
-    through_the_tag,
-)
-from fsdp_sft.collate.messages import REASONING_KEYS, Message
+from fsdp_sft.collate.messages import REASONING_KEYS, Message, other_forms
+from fsdp_sft.collate.probe import Probe, TemplateFacts
 from fsdp_sft.errors import ChatTemplateError
 
 if TYPE_CHECKING:
@@ -32,7 +26,6 @@ if TYPE_CHECKING:
 
 _SECONDS = 10.0  # of the CPU, for one conversation
 _MAX_CHARACTERS = 1 << 27  # of a rendered conversation, which is copied several times
-_MODES = tuple({name: on} for name in ("enable_thinking", "thinking") for on in (True, False))
 _endless: set[str] = set()  # templates that have gone over the time, which are not tried again
 
 # A macro or a block set captures its output, and transformers counts the offsets of generation tags in it
@@ -42,43 +35,7 @@ _CAPTURED_TAG = re.compile(
     rf"\{{%[-+]?\s*(?:{_CAPTURE})(?:(?!\{{%[-+]?\s*end(?:macro|call|filter|set)\b).)*?\{{%[-+]?\s*generation\b",
     re.DOTALL,
 )
-
-
-@dataclass(frozen=True)
-class TemplateFacts:
-    """What a probe with four messages shows about a template.
-
-    Attributes:
-        headers: Texts that end where generation starts, the longest first. Empty if there is no such text, or
-            the prompt after a later question differs from the one after the first: some templates number
-            their turns.
-        always_headed: Whether a generation prompt adds a header to the question, or varies.
-        after_answer: Text after the last answer.
-        after_past_answer: Text between an earlier answer and the next user content.
-        stop_tokens: Tokens on which generation stops, or texts where the tokenizer has no such token.
-        end_of_turn: Token or text that ends an answer and is trained; None if the template writes none.
-        stop_is_token: Whether `end_of_turn` is a token of the tokenizer; also True where there is none.
-        stop_has_more: Whether another token closes the answer before the one on which generation stops.
-        in_parts: Whether contents must be lists of parts, as some templates of vision models require.
-        supplied: The text between a later question and the start of generation in other modes (thinking or
-            not), where reasoning is opened, or an empty block of it printed, by the prompt. For a template
-            that prints an empty block which no prompt has, the text between the question and the answer.
-        reasoning_key: The key of a message that the template prints as reasoning; "" if there is none.
-        reads_tags: Of "<think>" and "" those behind which the template finds reasoning in a content itself.
-    """
-
-    headers: tuple[str, ...]
-    always_headed: bool
-    after_answer: str
-    after_past_answer: str
-    stop_tokens: tuple[str, ...]
-    end_of_turn: str | None = None
-    stop_is_token: bool = True
-    stop_has_more: bool = False
-    in_parts: bool = False
-    supplied: tuple[str, ...] = ()
-    reasoning_key: str = ""
-    reads_tags: tuple[str, ...] = ()
+_captured_tag = lru_cache(maxsize=64)(_CAPTURED_TAG.search)
 
 
 class ChatTemplate:
@@ -113,7 +70,7 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.text: str = tokenizer.get_chat_template(chat_template, tools=tools)
-        self._tags_count = not _has_captured_tag(self.text)
+        self._tags_count = _captured_tag(self.text) is None
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(kwargs or {})}
         self._tools = tools
         self._thinks_in_parts = False
@@ -172,6 +129,34 @@ class ChatTemplate:
                 + "; change the row, or pass another chat_template="
             ) from None  # a cause would be printed as its template wrote it
         return text, tags if self._tags_count else []
+
+    def render_any(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None
+    ) -> tuple[str, list[tuple[int, int]], list[Message]]:
+        """Render messages in the first form that the template accepts: theirs, or one of `other_forms`.
+
+        Reasoning at the beginning of a content goes where the template wants it, unless it refuses that.
+
+        Returns:
+            (text, spans of the template's generation tags, messages in the form that was accepted).
+        """
+        refused = []
+        for apart in self._with_reasoning_apart(messages):
+            for form in (apart, *other_forms(apart)):
+                try:
+                    return *self.render(form, tools=tools), form
+                except ChatTemplateError as error:
+                    refused.append(error)
+        raise refused[0]
+
+    def _with_reasoning_apart(self, messages: list[Message]) -> Iterator[list[Message]]:
+        """The messages with reasoning under the key that is read, if that helps; then as they are."""
+        if any("</think>" in message["content"] for message in messages if message["role"] == "assistant"):
+            with suppress(ChatTemplateError):
+                apart = [_reasoning_apart(message, self.facts()) for message in messages]
+                if self.facts().reasoning_key and apart != messages:
+                    yield apart
+        yield messages
 
     def _takes_thinking(self) -> bool:
         """Whether the template reads parts of type "thinking"; others print the list of parts as Python does.
@@ -233,200 +218,28 @@ class ChatTemplate:
         return known[key]
 
     def facts(self) -> TemplateFacts:
-        """Probe the template, once per tokenizer and template."""
+        """What a probe of the template shows, once per tokenizer, template and variables."""
         if self._known.facts is None:
-            self._known.facts = self._probe_either_form()
+            self._known.facts = self._probed()
         return self._known.facts
 
-    def _probe_either_form(self) -> TemplateFacts:
-        """Probe with plain texts or, if that fails, with tools, contents in parts, or both."""
-        try:
-            return self._probe(None)
-        except ChatTemplateError:
-            # A template for tools may refuse a chat without them, and a vision model's may refuse plain text.
-            for in_parts, tools in ((False, self._tools), (True, None), (True, self._tools)):
-                self._in_parts = in_parts
-                if in_parts or tools:
-                    with suppress(ChatTemplateError):
-                        return replace(self._probe(tools), in_parts=in_parts)
-            self._in_parts = False
-            raise
+    def _probed(self) -> TemplateFacts:
+        """The facts from plain texts or, if the template refuses those, with tools, in parts, or both."""
+        # A template for tools may refuse a chat without them, and a vision model's may refuse plain text.
+        refused = []
+        for in_parts, tools in product((False, True), (None, self._tools)):
+            self._in_parts = in_parts
+            try:
+                return replace(Probe(self, tools).facts(), in_parts=in_parts)
+            except ChatTemplateError as error:
+                refused.append(error)
+        self._in_parts = False
+        raise refused[0]
 
-    def _probe(self, tools: list[dict[str, Any]] | None) -> TemplateFacts:
-        """Facts from renderings of four sentinels, with and without a generation prompt."""
-
-        def render(chat: list[Message], *, prompt: bool = False) -> str:
-            return self.render(chat, tools=tools, add_generation_prompt=prompt)[0]
-
-        # Message n consists of sentinel n alone, so the rest of a rendering is the template's own text.
-        # `asked` follows the question when only the question is rendered, `prompted` when a generation prompt
-        # is rendered with it; `prompted_later` follows the second question.
-        roles = ("user", "assistant", "user", "assistant")
-        chat: list[Message] = [{"role": role, "content": sentinel(n)} for n, role in enumerate(roles)]
-        question = render(chat[:1])
-        asked, prompted = self._after(0, question), self._after(0, render(chat[:1], prompt=True))
-        prompted_later = self._after(2, render(chat[:3], prompt=True))
-        answered = render(chat)
-        # Templates of reasoning models may give past answers another header than the last one.
-        before_past, before_answer = (
-            self._after(question, answered).partition(sentinel(question + 1))[0] for question in (0, 2)
-        )
-        after_answer = self._after(3, answered)
-        after_past_answer = self._after(1, answered).partition(sentinel(2))[0]
-        shared, shared_past = (shared_header(prompted, before) for before in (before_answer, before_past))
-        # Not prompted[len(asked):], because some templates end a rendering without a prompt differently.
-        skip = common_length(asked, prompted)
-        prompt = prompted[skip:]
-        headers = [prompted, shared, shared_past]
-        if prompt.strip():
-            headers = [header[skip:] for header in headers]
-        reasoned: dict[str, str] = {}  # text behind the last question, by the key of the reasoning
-        for key in REASONING_KEYS:
-            with suppress(ChatTemplateError):
-                text = self._after(2, render([*chat[:3], {**chat[3], key: sentinel(4)}]))
-                if sentinel(4) in text:
-                    reasoned[key] = text
-        supplied = self._supplied(chat, tools, before_answer, reasoned)
-        varies = not (prompted.startswith(prompted_later) or prompted_later.startswith(prompted))
-        return TemplateFacts(
-            headers=() if varies else tuple(filter(str.strip, sorted(headers, key=len, reverse=True))),
-            always_headed=varies or bool(prompt.strip()),
-            after_answer=after_answer,
-            after_past_answer=after_past_answer,
-            supplied=tuple(text for text in dict.fromkeys(supplied) if text != prompted_later),
-            reasoning_key=next(iter(reasoned), ""),
-            reads_tags=tuple(self._tags_read(chat, tools, next(iter(reasoned.values()), ""))),
-            **self._closing(after_answer, after_past_answer, question.partition(sentinel(0))[0]),
-        )
-
-    def _closing(self, after_answer: str, after_past_answer: str, before_question: str) -> dict[str, Any]:
-        """The facts about the end of a turn."""
-        # The text that closes an answer: what follows the last answer or, in templates that close an answer
-        # only if another message follows, what follows a past answer, up to the header of the next question.
-        closing = after_answer
-        if not closing.strip():
-            closing = self._without_next_header(after_past_answer, before_question)
-        first, end_of_turn = self._stop_tokens(closing, after_past_answer)
-        text = closing.strip()
-        is_token = end_of_turn is not None or not text
-        if end_of_turn is None and text and after_past_answer.startswith(closing.rstrip()):
-            first = end_of_turn = text
-        stops = [self.tokenizer.eos_token, first, end_of_turn]
-        return {
-            "stop_tokens": tuple(dict.fromkeys(str(stop) for stop in stops if stop)),
-            "end_of_turn": end_of_turn,
-            "stop_is_token": is_token or end_of_turn is None,
-            "stop_has_more": first != end_of_turn,
-        }
-
-    def _supplied(
-        self,
-        chat: list[Message],
-        tools: list[dict[str, Any]] | None,
-        before_answer: str,
-        reasoned: dict[str, str],
-    ) -> list[str]:
-        """Prompts behind a later question in all modes, and the text with an empty block that no prompt has.
-
-        Args:
-            chat: The messages of the probe.
-            tools: Its tools.
-            before_answer: Text between the last question and its answer.
-            reasoned: Text behind the last question with reasoning, by the key of the reasoning.
-        """
-        supplied = []
-        for mode in _MODES:
-            with suppress(ChatTemplateError):
-                text, _ = self.render(chat[:3], tools=tools, add_generation_prompt=True, mode=mode)
-                supplied.append(self._after(2, text))
-        for text in reasoned.values():
-            opening, behind, *_ = re.split(f"{sentinel(4)}|{sentinel(3)}", text)
-            tag = CLOSED_REASONING.match(behind)
-            if (
-                tag
-                and _squeezed(opening + behind) == _squeezed(before_answer)
-                and not any(one.rstrip().endswith(tag[0].strip()) for one in supplied)
-            ):
-                supplied.append(before_answer.removesuffix(behind.removeprefix(tag[0])))
-        return supplied
-
-    def _tags_read(
-        self, chat: list[Message], tools: list[dict[str, Any]] | None, reasoned: str
-    ) -> Iterator[str]:
-        """The openings of reasoning in a content that the template does not take for text of the answer.
-
-        Args:
-            chat: The messages of the probe.
-            tools: Its tools.
-            reasoned: Text behind the last question with reasoning under a key of its own; "" if none is read.
-        """
-        for opening in ("<think>", ""):  # a prompt may have written the tag
-            content = f"{opening}\n{sentinel(4)}\n</think>\n\n{sentinel(3)}"
-            with suppress(ChatTemplateError):
-                told = self._after(
-                    2, self.render([*chat[:3], {**chat[3], "content": content}], tools=tools)[0]
-                )
-                if _squeezed(told) == _squeezed(reasoned) if reasoned else content.strip() not in told:
-                    yield opening
-
-    def _without_next_header(self, after_past_answer: str, before_question: str) -> str:
-        """`after_past_answer` without the header of the next question: the text that closes the answer.
-
-        The text in front of the first question ends with that header, but may share more with the closing
-        text, such as the end of a default system message.
-
-        Args:
-            after_past_answer: Text between an earlier answer and the next user content.
-            before_question: Text in front of the first question.
-        """
-        # Some headers number the turns.
-        first, later = (re.sub(r"\d", "0", text)[::-1] for text in (before_question, after_past_answer))
-        length = len(after_past_answer) - common_length(first, later)
-        added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
-        length = through_the_tag(after_past_answer, length, [token for token in added if token])
-        eos = str(self.tokenizer.eos_token or "")
-        more = re.match(rf"\s*{re.escape(eos)}", after_past_answer[length:]) if eos else None
-        return after_past_answer[: length + more.end() if more else length]
-
-    def _after(self, number: int, text: str) -> str:
-        """The text behind sentinel `number`, which must occur exactly once."""
-        mark = sentinel(number)
-        if text.count(mark) != 1:
-            raise self.error("it does not print each message exactly once")
-        return text[text.index(mark) + len(mark) :]
-
-    def _stop_tokens(self, after_answer: str, after_past_answer: str) -> tuple[str | None, str | None]:
-        """(the token that closes the answer, the token on which generation stops), usually the same.
-
-        Args:
-            after_answer: Text that closes the last answer.
-            after_past_answer: Text between an earlier answer and the next user content.
-        """
-        found, special = [], []
-        for token in self.tokenizer.added_tokens_decoder.values():
-            if token.special:
-                special.append(re.escape(token.content))
-            at = after_answer.find(token.content) if token.content.strip() else -1
-            # In some tokenizers the end-of-turn token is not special. Its place directly behind the answer
-            # shows it.
-            if at >= 0 and (token.special or not after_answer[:at].strip()):
-                found.append((at, -len(token.content), token.content))
-        if not found:
-            return None, None
-        at, _, first = min(found)
-        # Generation stops on EOS if it follows the token that closes the answer directly, or later but in
-        # every turn. A later EOS after the last turn alone closes the conversation and not the turn.
-        eos = str(self.tokenizer.eos_token or "")
-        run = re.compile(f"(?:{'|'.join(special)})*").match(after_answer, at) if special else None
-        of_every_turn = after_answer[: common_length(after_answer, after_past_answer)]
-        is_later = eos and (eos in of_every_turn or (run is not None and eos in run[0]))
-        return first, eos if is_later else first
-
-    def last_special_token(self, text: str) -> str | None:
-        """The special token with which ``text`` ends; None if it ends with something else."""
-        added = (token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
-        found = [token for token in added if token and text.endswith(token)]
-        return max(found, key=len, default=None)
+    def last_special_token(self, text: str) -> str:
+        """The special token with which ``text`` ends; "" if it ends with something else."""
+        special = (token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+        return max((token for token in special if text.endswith(token)), key=len, default="")
 
     def error(self, reason: str) -> ChatTemplateError:
         """A `ChatTemplateError` that states `reason` and what to do."""
@@ -454,15 +267,6 @@ _KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, _Known]] = weakref.WeakKeyDicti
 _MAX_SKELETONS = 1024
 _MAX_VARIABLES = 64  # sets of variables of a template that are remembered: rows may each have their own
 _one_at_a_time = threading.Lock()  # transformers keeps the places of generation tags in one object
-
-
-def _begin_anew() -> None:
-    """In a forked process, where the thread that holds the lock may not be."""
-    global _one_at_a_time
-    _one_at_a_time = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_begin_anew)
 
 
 @contextmanager
@@ -499,20 +303,27 @@ def _limited(template: str) -> Iterator[None]:
             signal.signal(signal.SIGPROF, former)
 
 
+def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
+    """An assistant's message with its reasoning out of its content, unless the template finds it there."""
+    head, closing, answer = message["content"].partition("</think>")
+    before, opening, thought = head.partition("<think>")
+    if (
+        message["role"] != "assistant"
+        or not closing
+        or (opening and before.strip())
+        or opening in facts.reads_tags
+        or any(key in message for key in REASONING_KEYS)
+        # With a closing tag alone, a line must end behind it: else the answer may speak of the tag.
+        or (not opening and re.match(r"[^\S\n]*(?:\n|$)", answer) is None)
+    ):
+        return message
+    reasoning = thought if opening else head
+    return {**message, facts.reasoning_key: reasoning.strip(), "content": answer.lstrip()}
+
+
 def templates_used(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Texts of the templates with which this process has encoded rows for this tokenizer."""
     return {text for text, *_ in _KNOWN.get(tokenizer, ())}
-
-
-@lru_cache(maxsize=64)
-def _has_captured_tag(template: str) -> bool:
-    """Whether a generation tag is inside a macro or a block set."""
-    return _CAPTURED_TAG.search(template) is not None
-
-
-def _squeezed(text: str) -> str:
-    """The text without white space."""
-    return "".join(text.split())
 
 
 def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

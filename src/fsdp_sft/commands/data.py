@@ -25,7 +25,7 @@ def inspect(args: argparse.Namespace) -> int:
         "max_length": args.max_length,
     }
     kept, counts = filter_rows(rows, tokenizer, on_error="count", on_dropped="count", **options)
-    chats = [encode_chat(row, tokenizer, on_dropped="ignore", **options) for row in kept]
+    chats = [encode_chat(row, tokenizer, on_dropped="count", **options) for row in kept]
     report = _report(len(rows), counts, chats, args.max_length)
     if args.html is not None:
         ids, labels = [chat.input_ids for chat in chats[:50]], [chat.labels for chat in chats[:50]]

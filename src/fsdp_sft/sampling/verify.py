@@ -315,7 +315,7 @@ def verify_left_padding(model: nn.Module, mesh: "DeviceMesh | None", *, with_pos
                 f"{original_class(unwrapped(model)).__name__} reads a row behind padding differently: "
                 f"its logits differ by {difference:.1e} of their size (rounding: {tolerance:.0e}). It counts "
                 "positions from the first column, or carries a state over the padding. Pad on the right: "
-                'SFTCollator(padding_side="right"), tokenizer.padding_side = "right"'
+                'SFTCollator does, or tokenizer.padding_side = "right"'
             )
     verified.add(own)
 
