@@ -124,7 +124,7 @@ BESIDE: dict[str, str] = {
     # Processes that are killed at every moment, or in every way, of which some stay.
     **{
         f"{_KILL}[{moment}]": f"{_KILL}[mid-manifest]"
-        for moment in ("before data", "mid-data", "after data", "mid-index", "moved aside", "mid-prune")
+        for moment in ("before data", "mid-data", "after data", "mid-prune")
     },
     f"{_FAULTS}test_kills_at_random_moments": f"{_KILL}[before rename]",
     f"{_FAULTS}test_two_jobs_below_one_root": (

@@ -27,36 +27,13 @@ STEPS = 400
 SAVE_EVERY = 10
 
 
-class Node:
-    """A torchrun agent in a loop that starts it anew until it ends well, and the processes below it."""
-
-    def __init__(self, command: list[str], log: Path) -> None:
-        loop = ["bash", "-c", 'until "$@"; do sleep 0.2; done', "loop", *command]
-        with log.open("w") as text:
-            self.loop = subprocess.Popen(
-                loop,
-                # A store that outlives the agents of a restart would hold the addresses of the ranks before.
-                env=launches.environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", PACE_SECONDS="0.1"),
-                stdout=text,
-                stderr=text,
-                start_new_session=True,
-            )
-
-    def agent(self) -> int:
-        """The running agent; 0 between two."""
-        return next(iter(_children(self.loop.pid)), 0)
-
-    def ranks(self) -> list[int]:
-        """The running training processes, by local rank."""
-        return _children(self.agent()) if self.agent() else []
-
-    def stop(self) -> None:
-        """Kill the loop and all below it."""
-        below = [self.loop.pid, self.agent(), *self.ranks()]
-        for process in filter(None, below):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        self.loop.wait()
+def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """A torchrun agent in a loop that starts it anew until it ends well."""
+    # A store that outlives the agents of a restart would hold the addresses of the ranks before.
+    environment = launches.environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", PACE_SECONDS="0.1")
+    loop = ["bash", "-c", 'until "$@"; do sleep 0.2; done', "loop", *command]
+    with log.open("w") as text:
+        return subprocess.Popen(loop, env=environment, stdout=text, stderr=text, start_new_session=True)
 
 
 def _children(process: int) -> list[int]:
@@ -65,33 +42,20 @@ def _children(process: int) -> list[int]:
     return []
 
 
-def _newest_step(output: Path) -> tuple[int, int]:
-    """(lines in the log, newest step); the lines tell a step that runs again from one that has not yet."""
-    logged = launches.losses(output) if (output / "log.jsonl").exists() else []
-    return len(logged), logged[-1][0] if logged else 0
+def _below(loop: subprocess.Popen[bytes]) -> list[int]:
+    """The running agent, and its ranks behind it."""
+    agents = _children(loop.pid)
+    return [*agents, *(rank for agent in agents for rank in _children(agent))]
 
 
-def _train_on(output: Path, lines: int, nodes: list[Node], timeout: float = 300) -> None:
-    """Wait until more steps are logged than ``lines``."""
-    deadline = time.monotonic() + timeout
-    while _newest_step(output)[0] <= lines:
-        if time.monotonic() > deadline or all(node.loop.poll() is not None for node in nodes):
-            pytest.fail(f"training does not go on after {lines} steps")
+def _train_on(output: Path, loops: list[subprocess.Popen[bytes]]) -> None:
+    """Wait until two more steps are logged: the first may be from before a kill."""
+    log = output / "log.jsonl"
+    before, deadline = len(launches.losses(output)) if log.exists() else 0, time.monotonic() + 300
+    while not log.exists() or len(launches.losses(output)) < before + 2:
+        if time.monotonic() > deadline or all(loop.poll() is not None for loop in loops):
+            pytest.fail(f"training does not go on after {before} steps")
         time.sleep(0.05)
-
-
-def _kill_rank(nodes: list[Node], chance: random.Random) -> str:
-    ranks = nodes[0].ranks()
-    victim = chance.randrange(len(ranks))
-    os.kill(ranks[victim], signal.SIGKILL)
-    return f"rank {victim}"
-
-
-def _kill_node(nodes: list[Node], chance: random.Random) -> str:
-    victim = chance.randrange(len(nodes))
-    for process in [nodes[victim].agent(), *nodes[victim].ranks()]:
-        os.kill(process, signal.SIGKILL)
-    return f"node {victim}"
 
 
 @pytest.fixture(scope="module")
@@ -120,25 +84,23 @@ def _commands(kind: str, output: Path) -> list[list[str]]:
 def test_training_goes_on_by_itself_with_the_same_losses(kind: str, preserved: Path, tmp_path: Path) -> None:
     output = tmp_path / kind
     output.mkdir()
-    nodes = [Node(command, tmp_path / f"{n}.log") for n, command in enumerate(_commands(kind, output))]
+    loops = [_start(command, tmp_path / f"{n}.log") for n, command in enumerate(_commands(kind, output))]
     chance = random.Random(0)
     try:
-        for number in range(1, KILLS + 1):
-            _train_on(output, _newest_step(output)[0] + 1, nodes)
+        for _ in range(KILLS):
+            _train_on(output, loops)
             time.sleep(chance.uniform(0, 3))
-            lines, step = _newest_step(output)
-            victim = (_kill_rank if kind == "rank" else _kill_node)(nodes, chance)
-            killed = time.monotonic()
-            _train_on(output, _newest_step(output)[0] + 1, nodes)
-            print(
-                f"{number:2}: killed {victim} after step {step} (line {lines}), training goes on "
-                f"{time.monotonic() - killed:.1f} s later at step {_newest_step(output)[1]}",
-                flush=True,
-            )
-        codes = [node.loop.wait(timeout=600) for node in nodes]
+            agent, *ranks = _below(chance.choice(loops))
+            for victim in [chance.choice(ranks)] if kind == "rank" else [agent, *ranks]:
+                os.kill(victim, signal.SIGKILL)
+        codes = [loop.wait(timeout=600) for loop in loops]
     finally:
-        for node in nodes:
-            node.stop()
-    print(f"{kind}: ended with {codes}; {len(launches.losses(output))} steps ran, {STEPS} of them new")
-    assert not any(codes), "\n".join((tmp_path / f"{n}.log").read_text()[-3000:] for n in range(len(nodes)))
+        for loop in loops:
+            below = _below(loop)
+            loop.kill()
+            for process in below:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            loop.wait()
+    assert not any(codes), "\n".join(path.read_text()[-3000:] for path in tmp_path.glob("*.log"))
     assert set(launches.losses(output)) == set(launches.losses(preserved)), "bit for bit"
