@@ -1,6 +1,6 @@
 r"""Folders of every kind of model that transformers builds: what loads, trains on text and comes back.
 
-    torchrun --nproc-per-node 2 -m tests.weights.layouts --output benchmarks/results/layouts.md
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m tests.weights.layouts > tables.md
 
 Each class is built tiny, with the names and the config that transformers publishes for it, and saved in
 bfloat16. Then, on all ranks: it is loaded into float32 shards and compared bit by bit with plain
@@ -12,18 +12,12 @@ Classes that cannot be built tiny by these rules, or whose plain forward wants m
 import argparse
 import json
 import shutil
-import signal
-import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor
 
@@ -33,7 +27,6 @@ from tests.harness.hf_folders import difference, plain, tensors_of
 from tests.harness.models import full
 from tests.harness.vision import beside_text
 
-SECONDS = 40  # for what is done plainly
 RATE = 0.05
 CELLS = {
     "class": "class",
@@ -61,22 +54,6 @@ def vision_names() -> list[str]:
     return sorted({name for name in mapped if isinstance(name, str) and not name.endswith("ForCausalLM")})
 
 
-@contextmanager
-def within(seconds: int) -> Iterator[None]:
-    """A block that is given up after some seconds."""
-
-    def give_up(*_: Any) -> None:
-        raise TimeoutError(f"more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def batch(name: str, config: Any) -> dict[str, torch.Tensor]:
     """Four rows of ids, none of which stands for an image or the like, and what a class wants beside them."""
     taken = {
@@ -89,52 +66,43 @@ def batch(name: str, config: Any) -> dict[str, torch.Tensor]:
 
 def plainly(name: str, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
     """Save the tiny model of a class, and train its plain copy for a step: the loss, and the parameters."""
-    with within(SECONDS):
-        tiny_architecture(name).to(torch.bfloat16).save_pretrained(folder)
-        model = plain(folder)
-        rows = batch(name, model.config)
-        labels = rows.pop("labels")
-        for config in (model.config, model.config.get_text_config()):
-            config.use_cache = False  # the few layers may have no attention, which caches count by
-        logits = model(**rows).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        loss.backward()
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.data -= RATE * parameter.grad
-        return loss.item(), {name: p.detach() for name, p in model.named_parameters()}
+    tiny_architecture(name).to(torch.bfloat16).save_pretrained(folder)
+    model = plain(folder)
+    rows = batch(name, model.config)
+    labels = rows.pop("labels")
+    for config in (model.config, model.config.get_text_config()):
+        config.use_cache = False  # the few layers may have no attention, which caches count by
+    logits = model(**rows).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    loss.backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.data -= RATE * parameter.grad
+    return loss.item(), {name: p.detach() for name, p in model.named_parameters()}
+
+
+def in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:160]}".replace("\n", " ").replace("|", "/")
 
 
 def try_one(name: str, root: Path, mesh: Any) -> dict[str, str]:
     """The row of a class, or under "not" the reason why it is not tried."""
     if name in NOT_TRIED:
         return {"not": NOT_TRIED[name]}
-    cls = getattr(transformers, name)
-    if not name.endswith("ForCausalLM") and cls.config_class().is_encoder_decoder:
-        with torch.device("meta"):
-            model: Any = cls(cls.config_class())
-        try:
-            fs.prepare_loss(model)
-        except fs.ModelLossError as error:
-            return {"class": name, "refused": str(error).partition(":")[0]}
-        return {"class": name, "refused": "NOT REFUSED"}
-    folder, out, rank = root / name, root / f"{name}-out", dist.get_rank()
+    folder, row = root / name, {"class": name}
     begun: list[Any] = [None]
-    if rank == 0:
+    if dist.get_rank() == 0:
         try:
             begun = [plainly(name, folder)]
         except Exception as error:
-            begun = [f"{type(error).__name__}: {str(error)[:90]}".replace("\n", " ").replace("|", "/")]
+            begun = [in_words(error)]
     dist.broadcast_object_list(begun)
     if isinstance(begun[0], str):
         return {"not": begun[0]}
-    loss, expected = begun[0]
-    row = {"class": name}
     try:
         model = fs.build_meta_model(folder)
         towers = fs.freeze_towers(model)
-        policy = MixedPrecisionPolicy()
-        fs.shard_model(model, mesh=mesh, mp_policy=policy)
+        fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
         fs.load_weights(model, folder)
         model.train()
         row["towers"] = ", ".join(n.rpartition(".")[2] for n in towers) or "none"
@@ -142,32 +110,36 @@ def try_one(name: str, root: Path, mesh: Any) -> dict[str, str]:
         for tower in towers:
             oracle.get_submodule(tower).requires_grad_(False)
         row["bitwise"] = "yes" if difference(model, oracle) == [] else "NO"
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
-        rows = {
-            key: value.chunk(dist.get_world_size())[rank] for key, value in batch(name, model.config).items()
-        }
-        try:
-            fs.prepare_loss(model)
-        except fs.ModelLossError:  # a forward that wants more than tokens
-            fs.prepare_loss(model, compare=False)
-            row["loss"] = "compare=False"
-        result = fs.train_step(model, [rows], optimizer, max_grad_norm=None)
-        worst = 0.0
-        for key, parameter in ((k, p) for k, p in model.named_parameters() if p.requires_grad):
-            change = (full(parameter) - expected[key]).abs().max() / expected[key].abs().max().clamp_min(1e-6)
-            worst = max(worst, change.item())
-        row["step"] = f"loss {abs(result.loss - loss) / abs(loss):.0e}, parameters {worst:.0e}"
-        fs.export_hf(model, out, dtype=torch.bfloat16)
-        trained = {key: full(parameter).detach().clone() for key, parameter in model.named_parameters()}
-        row["packs"] = "-" if "loss" in row else packs(model)
-        if rank == 0:  # no exchange follows
-            row["export"] = exported(folder, out, trained)
+        row |= trained_and_exported(name, model, folder, *begun[0])
     except Exception as error:
-        row["refused"] = f"{type(error).__name__}: {str(error)[:160]}".replace("\n", " ").replace("|", "/")
-    for path in (folder, out):
-        dist.barrier()
-        if rank == 0:
-            shutil.rmtree(path, ignore_errors=True)
+        row["refused"] = in_words(error)
+    return row
+
+
+def trained_and_exported(
+    name: str, model: Any, folder: Path, loss: float, expected: dict[str, torch.Tensor]
+) -> dict[str, str]:
+    """A step beside that of one process, what is exported, and whether rows of packs are kept apart."""
+    row, rank = {}, dist.get_rank()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    rows = {key: value.chunk(dist.get_world_size())[rank] for key, value in batch(name, model.config).items()}
+    try:
+        fs.prepare_loss(model)
+    except fs.ModelLossError:  # a forward that wants more than tokens
+        fs.prepare_loss(model, compare=False)
+        row["loss"] = "compare=False"
+    result = fs.train_step(model, [rows], optimizer, max_grad_norm=None)
+    worst = 0.0
+    for key, parameter in ((k, p) for k, p in model.named_parameters() if p.requires_grad):
+        change = (full(parameter) - expected[key]).abs().max() / expected[key].abs().max().clamp_min(1e-6)
+        worst = max(worst, change.item())
+    row["step"] = f"loss {abs(result.loss - loss) / abs(loss):.0e}, parameters {worst:.0e}"
+    out = folder.with_name(f"{name}-out")
+    fs.export_hf(model, out, dtype=torch.bfloat16)
+    trained = {key: full(parameter).detach().clone() for key, parameter in model.named_parameters()}
+    row["packs"] = "-" if "loss" in row else packs(model)
+    if rank == 0:  # no exchange follows
+        row["export"] = exported(folder, out, trained)
     return row
 
 
@@ -221,68 +193,49 @@ def exported(folder: Path, out: Path, trained: dict[str, torch.Tensor]) -> str:
     return "; ".join(notes) or "same keys and config, reads back"
 
 
+def table(kind: str, rows: dict[str, dict[str, str]]) -> str:
+    """What was tried of a kind, and the reasons for what was not."""
+    tried = [[row.get(cell, "") for cell in CELLS] for row in rows.values() if "not" not in row]
+    whole = sum(row[2] == "yes" and not row[-1] for row in tried)
+    apart = sum(row[6] == "yes" for row in tried)
+    lines = [
+        f"## {kind}\n",
+        f"{len(tried)} tried on {dist.get_world_size()} ranks: {whole} load bitwise, train and come back; "
+        f"{apart} keep the rows of a pack apart.\n",
+        f"| {' | '.join(CELLS.values())} |",
+        f"|{'---|' * len(CELLS)}",
+        *("| " + " | ".join(row) + " |" for row in tried),
+    ]
+    left = [f"{name} ({row['not']})" for name, row in rows.items() if "not" in row]
+    return "\n".join([*lines, f"\nNot tried, {len(left)}: {'; '.join(left) or 'none'}.\n"])
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="classes whose name has this in it")
     parser.add_argument("--text", type=int, default=70, help="how many classes of text")
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     quiet_for_good()
     torch.set_num_threads(1)
     fs.init_distributed(device_type="cpu")
-    mesh, started = fs.build_mesh(device_type="cpu"), time.perf_counter()
-    share = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(share)
-    lines: list[str] = []
+    mesh = fs.build_mesh(device_type="cpu")
     texts = class_names()
     kinds = {
         "Vision-language": vision_names(),
         "Text": texts[:: max(1, len(texts) // max(1, options.text))][: options.text],
     }
     for kind, names in kinds.items():
-        rows, left = [], []
+        rows = {}
         for name in (n for n in names if options.only in n):
-            row = try_one(name, Path(str(share[0])), mesh)
-            if "not" in row:
-                left.append(f"{name} ({row['not']})")
-            else:
-                rows.append([row.get(cell, "") for cell in CELLS])
-                if dist.get_rank() == 0:
-                    print(rows[-1], flush=True)
-        whole = sum(row[2] == "yes" and not row[-1] for row in rows)
-        apart = sum(row[6] == "yes" for row in rows)
-        lines += [
-            f"## {kind}",
-            "",
-            f"{len(rows)} tried on {dist.get_world_size()} ranks: {whole} load bitwise, train and come back; "
-            f"{apart} keep the rows of a pack apart.",
-            "",
-            f"| {' | '.join(CELLS.values())} |",
-            f"|{'---|' * len(CELLS)}",
-            *("| " + " | ".join(row) + " |" for row in rows),
-            "",
-            f"Not tried, {len(left)}: {'; '.join(left) or 'none'}.",
-            "",
-        ]
-    if dist.get_rank() == 0:
-        lines.append(f"{time.perf_counter() - started:.0f} s; torch {torch.__version__}.")
-        command = "`OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m tests.weights.layouts`"
-        lines[:0] = [
-            "# Which layouts load, train on text and come back",
-            "",
-            f"{command}: tiny models of transformers' classes, with the names",
-            "and configs that are published, from folder to export.",
-            "",
-        ]
-        print("\n".join(lines), flush=True)
-        if options.output is not None:
-            options.output.write_text("\n".join(lines) + "\n")
-        shutil.rmtree(str(share[0]), ignore_errors=True)
-    dist.barrier()
+            share = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(share)
+            rows[name] = try_one(name, Path(str(share[0])), mesh)
+            dist.barrier()
+            shutil.rmtree(str(share[0]), ignore_errors=True)
+        if dist.get_rank() == 0:
+            print(table(kind, rows), flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -79,34 +79,26 @@ def _check_all(folder: Path, names: list[str]) -> dict[str, list[str]]:
 
 
 def _assert_all_load(folder: Path, names: list[str], world_size: int) -> None:
-    """Load each class that plain transformers can load, and compare it on every rank."""
+    """Load each class that plain transformers builds, saves and loads, and compare it on every rank."""
+    failed = save_all(folder, names)
+    assert failed.keys() <= NOT_LOADABLE.keys(), failed
+    names = [name for name in names if name not in failed]
     by_rank = run_distributed(_check_all, world_size, folder, names, timeout=1500)
     wrong = {name: [r[name] for r in by_rank] for name in names if any(r[name] for r in by_rank)}
-    print(f"\n{world_size} ranks: {len(names) - len(wrong)} of {len(names)} bitwise, with the forward")
+    print(
+        f"\n{world_size} ranks: {len(names) - len(wrong)} of {len(names)} bitwise, with the forward; {failed}"
+    )
     assert wrong == {}
 
 
 @quiet()
 def test_a_selection(tmp_path: Path) -> None:
-    failed = save_all(tmp_path, ALWAYS)
-    assert failed.keys() <= NOT_LOADABLE.keys(), failed
-    _assert_all_load(tmp_path, [name for name in ALWAYS if name not in failed], 2)
-
-
-@pytest.fixture(scope="module")
-@quiet()
-def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """(folder with a checkpoint of each class, the classes that plain transformers loads)."""
-    folder = tmp_path_factory.mktemp("architectures")
-    failed = save_all(folder, class_names())
-    print(f"\n{len(class_names())} classes; plain transformers cannot build or load {failed}")
-    assert failed.keys() <= NOT_LOADABLE.keys(), failed
-    return folder, [name for name in class_names() if name not in failed]
+    _assert_all_load(tmp_path, ALWAYS, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_causal_lm(everything: tuple[Path, list[str]], world_size: int) -> None:
-    folder, names = everything
-    _assert_all_load(folder, names, world_size)
+@quiet()
+def test_every_causal_lm(world_size: int, tmp_path: Path) -> None:
+    _assert_all_load(tmp_path, class_names(), world_size)
