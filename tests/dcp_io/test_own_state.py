@@ -81,14 +81,6 @@ class Merged(torch.optim.Optimizer):
         return {parameter: state for one in self.optimizers for parameter, state in one.state.items()}
 
 
-class Around(torch.optim.SGD):
-    """One optimizer around another, as sharpness-aware ones are."""
-
-    def __init__(self, parameters: Any, inner: torch.optim.Optimizer) -> None:
-        super().__init__(parameters, lr=0.1)
-        self.inner = inner
-
-
 class Proxy(torch.optim.Optimizer):
     """As accelerate wraps one: its state is the other's."""
 
@@ -104,42 +96,35 @@ class Counting(torch.optim.SGD):
         return {**super().state_dict(), "calls": 3}
 
 
-def _stepped(optimizer: Any, model: nn.Module) -> Any:
+def _stepped(model: nn.Module) -> torch.optim.Optimizer:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    for one in getattr(optimizer, "optimizers", [getattr(optimizer, "inner", optimizer)]):
-        one.step()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
     return optimizer
 
 
 def test_an_optimizer_whose_state_is_elsewhere_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
-    adam = torch.optim.AdamW
-    merged = _stepped(Merged(adam([model.weight]), adam([model.bias])), model)
-    around = _stepped(Around(model.parameters(), adam(model.parameters())), model)
-    orphan = _stepped(adam(model.parameters()), model)
+    around: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    around.inner = _stepped(model)  # as sharpness-aware ones have one
+    orphan = _stepped(model)
     orphan.state["lookahead"] = {"steps": 3}
     cases = [
-        (merged, "made anew"),
+        (Merged(_stepped(model), torch.optim.AdamW([model.bias])), "made anew"),
         (around, r"another optimizer inside \(inner\)"),
         (orphan, "'lookahead'"),
         (Counting(model.parameters(), lr=0.1), r"more than state and param_groups \(calls\)"),
     ]
     for optimizer, message in cases:
         with pytest.raises(fs.UnstorableStateError, match=message):
-            fs.save_checkpoint(tmp_path / "out", 1, model=model, optimizer=optimizer)
-        assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
-    fs.save_checkpoint(tmp_path / "list", 1, model=model, optimizer=merged.optimizers)
-    fresh = [adam([model.bias]), adam([model.weight])]  # in any order
-    fs.load_checkpoint(tmp_path / "list", model=model, optimizer=fresh)
-    for parameter, state in merged.state.items():
-        (own,) = (one.state[parameter] for one in fresh if parameter in one.state)
-        assert all(torch.equal(own[name], value) for name, value in state.items())
+            fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_proxy_is_as_good_as_what_it_stands_for(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
-    inner = _stepped(torch.optim.AdamW(model.parameters()), model)
+    inner = _stepped(model)
     fs.save_checkpoint(tmp_path, 1, model=model, optimizer=Proxy(inner))
     fresh = torch.optim.AdamW(model.parameters())
     fs.load_checkpoint(tmp_path, model=model, optimizer=Proxy(fresh))

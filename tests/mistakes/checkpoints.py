@@ -120,7 +120,7 @@ MISTAKES = [
         "dcp_io/optimizer_load.py",
         'if entry[0]["parameters"].keys() == own',
         "if True",
-        ("tests/dcp_io/test_several_optimizers.py",),
+        ("tests/dcp_io/test_optimizer_state.py",),
     ),
     Mistake(
         "the position counts rows of batches that a data set gives whole",

@@ -8,7 +8,7 @@ MISTAKES: list[Mistake] = [
         "dcp_io/full_state.py",
         'elif "GET" in code.name and argument in tuples:',
         "elif False:",
-        ("tests/tensors/test_hostile_files.py",),
+        ("tests/tensors/test_torch_file.py",),
     ),
     Mistake(
         "an adapter beside the weights is left out",

@@ -1,6 +1,5 @@
 """Parameters cut along the dimension that lies evenly on the ranks: loaded, trained, saved, exported."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,11 @@ def test_the_first_dimension_unless_another_is_evener() -> None:
 
 
 def test_what_a_rank_has_memory_for_is_the_largest_chunk() -> None:
-    for shape in ((8, 6, 4), (9, 64), (5,), (101, 3), (3, 3), ()):
+    for shape in ((8, 6, 4), (9, 64), (5,), (101, 3), (3, 3)):
         for shards in (1, 2, 4, 6, 64):
-            dim = sharding.shard_dim(shape, shards)
-            chunks = torch.empty(shape).chunk(shards, dim) if shape else (torch.empty(()),)
+            chunks = torch.empty(shape).chunk(shards, sharding.shard_dim(shape, shards))
             assert sharding.shard_numel(shape, shards) == max(chunk.numel() for chunk in chunks)
+    assert sharding.shard_numel((), 4) == 1
 
 
 def _model() -> Any:
@@ -52,9 +51,7 @@ def _run(folder: str, evenly: bool) -> tuple[list[float], list[float], dict[str,
         import fsdp_sft.shard.units as own
 
         own.shard_dim = sharding.shard_dim
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        model = _model()
+    model = _model()
     placements = {p.placements[-1].dim for p in model.parameters() if isinstance(p, DTensor)}
     assert placements == ({0, 1} if evenly else {0})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -93,9 +90,7 @@ def test_training_is_that_with_first_dimensions(trained: tuple[Path, Any], tmp_p
 
 def _elsewhere(folder: str) -> dict[str, torch.Tensor]:
     fs.init_distributed()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        model = _model()
+    model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     fs.load_checkpoint(folder, model=model, optimizer=optimizer)
     state = {name: full(p) for name, p in model.state_dict().items()}
@@ -115,9 +110,7 @@ def test_a_checkpoint_goes_to_other_ranks_bit_by_bit(trained: tuple[Path, Any]) 
 
 def _load(folder: str, shape: dict[str, int]) -> None:
     fs.init_distributed()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        model = fs.load_pretrained(folder, mesh=mesh_here(**shape))
+    model = fs.load_pretrained(folder, mesh=mesh_here(**shape))
     cut = {name: p.placements[-1].dim for name, p in model.named_parameters()}
     assert cut["model.layers.0.mlp.experts.gate_up_proj"] == 1
     assert difference(model, plain(Path(folder))) == []
@@ -168,13 +161,3 @@ def _smaller_mesh() -> None:
 
 def test_a_smaller_mesh_after_forward_keeps_first_dimensions() -> None:
     run_distributed(_smaller_mesh, 4)
-
-
-def _described() -> str:
-    return fs.describe_sharding(_model())
-
-
-def test_the_table_says_how_evenly(tmp_path: Path) -> None:
-    text = run_distributed(_described, 2)[0]
-    assert "(Shard(dim=0),), (Shard(dim=1),)" in text
-    assert "the fullest rank has 1.00 times the mean" in text
