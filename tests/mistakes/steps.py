@@ -235,7 +235,7 @@ MISTAKES: list[Mistake] = [
         "step/train.py",
         "if not bool(values_of(one.detach()).isfinite().all())",
         "if False",
-        ("tests/test_silence.py",),
+        ("tests/test_mistakes.py",),
     ),
     Mistake(
         "a router that draws is compared in another forward",

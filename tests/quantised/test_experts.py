@@ -14,10 +14,9 @@ from tests.harness.quantised_weights import Written, fp8_block, fp8_tensor
 def stacked(make: Callable[[int, int], Written], count: int, rows: int, columns: int) -> Written:
     """Experts of one tensor in FP8, whose blocks begin anew with each expert."""
     each = [make(rows, columns) for _ in range(count)]
-    tensors = {
-        "": torch.stack([one.tensors[".weight"].view(torch.uint8) for one in each]).view(torch.float8_e4m3fn),
-        "_scale_inv": torch.stack([one.tensors[".weight_scale_inv"] for one in each]),
-    }
+    weights = torch.stack([one.tensors[".weight"].view(torch.uint8) for one in each])
+    scales = torch.stack([one.tensors[".weight_scale_inv"] for one in each])
+    tensors = {"": weights.view(torch.float8_e4m3fn), "_scale_inv": scales}
     return Written(tensors, torch.stack([one.values for one in each]), each[0].settings)
 
 

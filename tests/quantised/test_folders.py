@@ -132,7 +132,6 @@ def test_the_report_counts_formats(folders: Path) -> None:
     report = fs.load_weights(model, folders / "fp8 block" / "stored")
     assert report.formats == {"fp8 128x128": 7, "bf16": 5}
     assert report.checkpoint_bytes == report.bytes_read < 0.6 * 2 * sum(p.numel() for p in model.parameters())
-    assert "fp8 128x128" in str(report)
 
 
 def test_a_stale_word_in_the_config(folders: Path, tmp_path: Path) -> None:

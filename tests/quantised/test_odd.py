@@ -45,17 +45,12 @@ def test_scales_of_a_cache_beside_attention_in_16_bits(tmp_path: Path) -> None:
     assert difference(model, plain(tmp_path / "published")) == []
 
 
-def _state(made: Written, **fields: Any) -> Written:
-    key = ".weight.quant_state.bitsandbytes__nf4"
-    state = json.loads(bytes(made.tensors[key].tolist())) | fields
-    state = {name: value for name, value in state.items() if value is not ...}
-    made.tensors[key] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    return made
-
-
 @pytest.mark.parametrize("offset", [..., None, True, "0.1", 10**400, float("inf")], ids=str)
 def test_offsets_that_are_no_numbers(offset: Any, tmp_path: Path) -> None:
-    made = _state(nf4(8, 64), nested_offset=offset)
+    made, key = nf4(8, 64), ".weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(made.tensors[key].tolist())) | {"nested_offset": offset}
+    state = {name: value for name, value in state.items() if value is not ...}
+    made.tensors[key] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     with pytest.raises(fs.CheckpointFormatError, match="nested_offset"):
         _values(tmp_path, made)
 
@@ -71,23 +66,32 @@ def test_weights_that_are_no_matrices(name: str, shape: tuple[int, ...], tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"),
+    ("name", "fields", "named"),
     [
-        ("int4", {"config_groups": {}}),
-        ("int4", {"config_groups": {"a": {"weights": {"num_bits": -4}}}}),
-        ("int4", {"config_groups": [1]}),
-        ("int4", {"config_groups": {"a": {"weights": {"num_bits": 8}}}}),
-        ("int4", {"config_groups": {"a": {"weights": {"num_bits": 4, "symmetric": False}}}}),
-        ("int4", {"config_groups": {"a": {"weights": {"num_bits": 4, "actorder": "group"}}}}),
-        ("int4", {"format": "int-quantized"}),
-        ("int4", {"transform_config": ["r1"]}),
-        ("fp8 block", {"weight_block_size": [128, True]}),
+        ("fp8 block", {"weight_block_size": [64, 128]}, r"'m'.*needs \(4, 2\)"),
+        ("fp8 block", {"weight_block_size": None}, "one number|needs"),
+        ("fp8 block", {"weight_block_size": [0, 128]}, "weight_block_size=0"),
+        ("fp8 block", {"weight_block_size": "128"}, "weight_block_size"),
+        ("fp8 block", {"weight_block_size": [128, True]}, "is quantised"),
+        ("int4", {"format": "marlin-24"}, "format='marlin-24'"),
+        ("int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        ("int4", {"transform_config": {"config_groups": {"a": {}}}}, "transform_config"),
+        ("fp8 of modelopt", {"quant_algo": "NVFP4_AWQ"}, "nvfp4_awq"),
+        ("nf4", {"load_in_4bit": False}, "load_in_4bit"),
+        ("int4", {"config_groups": {}}, "is quantised"),
+        ("int4", {"config_groups": {"a": {"weights": {"num_bits": -4}}}}, "is quantised"),
+        ("int4", {"config_groups": [1]}, "is quantised"),
+        ("int4", {"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "is quantised"),
+        ("int4", {"config_groups": {"a": {"weights": {"num_bits": 4, "symmetric": False}}}}, "is quantised"),
+        ("int4", {"config_groups": {"a": {"weights": {"num_bits": 4, "actorder": "group"}}}}, "is quantised"),
+        ("int4", {"format": "int-quantized"}, "is quantised"),
+        ("int4", {"transform_config": ["r1"]}, "is quantised"),
     ],
 )
-def test_settings_that_no_tool_writes(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    made = FORMATS[name](32, 64)
+def test_settings_that_do_not_fit(name: str, fields: dict[str, Any], named: str, tmp_path: Path) -> None:
+    made = FORMATS[name](256, 192)
     made.settings |= fields
-    with pytest.raises(fs.CheckpointFormatError, match="is quantised"):
+    with pytest.raises(fs.CheckpointFormatError, match=named):
         _values(tmp_path, made)
 
 

@@ -27,19 +27,17 @@ def test_other_methods_are_named(method: str | None, tmp_path: Path) -> None:
         fs.build_meta_model(tmp_path)
 
 
-def _fetch(address: str, cache: Path) -> str:
+def _fetch(address: str, cache: Path) -> None:
     use_hub(address, cache)
-    with pytest.raises(fs.CheckpointFormatError) as caught:
+    with pytest.raises(fs.CheckpointFormatError, match=r"quantised \(torchao\)"):
         resolve_folder("someone/model")
-    return str(caught.value)
 
 
 def test_before_weights_are_downloaded(tmp_path: Path) -> None:
     fp8_folder(tmp_path / "model")
     configure(tmp_path / "model", quantization_config={"quant_method": "torchao"})
     with serve(tmp_path / "model") as (address, downloads):
-        messages = run_distributed(_fetch, 2, address, tmp_path / "cache")
-    assert all("quantised (torchao)" in message for message in messages)
+        run_distributed(_fetch, 2, address, tmp_path / "cache")
     assert [name for name in downloads if name.endswith(".safetensors")] == []
 
 
