@@ -3,7 +3,6 @@
 from tests.mistakes.mistake import Mistake
 
 TRAINED = ("tests/step/test_trained.py",)
-CHANGES = ("tests/test_changes.py",)
 
 MISTAKES: list[Mistake] = [
     Mistake(
