@@ -51,7 +51,8 @@ def test_ceilings_are_lowered_and_never_raised() -> None:
 
 
 def test_a_room_that_starts_more_than_it_may_is_named() -> None:
-    allowed = {"step": {"tasks": 3, "started": 2}, "all": {"tasks": 4, "started": 2}}
+    none = {"tasks": 0, "started": 0}
+    allowed = {"step": {"tasks": 3, "started": 2}, "default": none, "all": {"tasks": 4, "started": 2}}
     assert budget.exceeded({"step": Counter(tasks=3, started=2)}, allowed) == []
     lines = budget.exceeded({"step": Counter(started=3)}, allowed)
     named = [line.partition(":")[0] for line in lines]

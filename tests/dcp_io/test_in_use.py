@@ -1,5 +1,6 @@
-"""One job at a time saves below a root, and one that is gone is no hindrance."""
+"""Roots: one job at a time saves below one, and one that is gone is no hindrance; mounts of object stores."""
 
+import errno
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fsdp_sft as fs
 from fsdp_sft.dcp_io import saving
@@ -21,7 +23,7 @@ from tests.harness.ranks import run_distributed
 
 
 def _save(root: Path, step: int) -> None:
-    fs.save_checkpoint(root, step, model=torch.nn.Linear(2, 2))
+    fs.save_checkpoint(root, step, model=nn.Linear(2, 2))
 
 
 def _save_and_stay(connection: Connection, root: Path) -> None:
@@ -56,7 +58,7 @@ def test_the_second_job_is_told_of_the_first(tmp_path: Path) -> None:
         before = time.monotonic()
         _refused(tmp_path, rf"by process {job.pid} on .*, Slurm job 4711: one")
         assert time.monotonic() - before < 5
-        assert fs.load_checkpoint(tmp_path, model=torch.nn.Linear(2, 2)).step == 1, "reading is free"
+        assert fs.load_checkpoint(tmp_path, model=nn.Linear(2, 2)).step == 1, "reading is free"
         run_distributed(_refused, 2, tmp_path, f"is in use by process {job.pid}")
         os.kill(job.pid, signal.SIGSTOP)
         _refused(tmp_path, "one")  # a job that stands still has its root
@@ -90,3 +92,49 @@ def test_a_deleted_folder_is_taken_anew(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "root")
     _save(tmp_path / "root", 1)
     assert {*saving.FILES} <= {*os.listdir(tmp_path / "root")}
+
+
+# --- mounts of object stores: folders that cannot be fsynced, renames that copy ----------------------------
+
+
+def _save_and_load(root: Path) -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    fs.save_checkpoint(root, 1, model=model)
+    fs.load_checkpoint(root, model=other)
+    assert torch.equal(model.weight, other.weight)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_folders_that_cannot_be_put_on_the_disk(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def refused(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(number, os.strerror(number))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", refused)
+    if number == errno.EIO:  # an error of the disk
+        with pytest.raises(OSError, match="Input/output error"):
+            _save_and_load(tmp_path)
+    else:
+        _save_and_load(tmp_path)
+
+
+def test_renames_that_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+
+    def copied(source: Any, target: Any) -> None:
+        if os.path.isdir(source):
+            shutil.copytree(source, target)
+            shutil.rmtree(source)
+        else:
+            rename(source, target)
+
+    monkeypatch.setattr(os, "rename", copied)
+    _save_and_load(tmp_path)
+    fs.save_checkpoint(tmp_path, 2, model=nn.Linear(3, 2), keep_last=1)
+    assert [info.step for info in fs.find_checkpoints(tmp_path)] == [2]
+    assert not list(tmp_path.glob(".tmp*"))
