@@ -30,6 +30,7 @@ WORLD_SIZE = 2
 SPAN_SECONDS = 0.8  # kills strike uniformly within it, counted from the first save
 SURVIVOR_SECONDS = 15
 FINE = ("exact", "newer", "none due")
+OUT = "out[1]"  # characters that a glob pattern would take for something else
 
 
 class Net(nn.Module):
@@ -170,25 +171,23 @@ def run_export_trial(folder: Path, everyone: bool) -> str:
     from transformers import AutoModelForCausalLM
 
     hung = _end(_start(_export, folder, everyone), 60)
-    if hung or (folder / "out").exists() or not list(folder.glob(".tmp-out-*")):
-        return f"WRONG: hung {hung}, there is {sorted(path.name for path in folder.iterdir())}"
+    left = sorted(path.name for path in folder.iterdir())
+    if hung or OUT in left or not any(name.startswith(".tmp-out") for name in left):
+        return f"WRONG: hung {hung}, there is {left}"
     model = tiny_model("llama", seed=3)
-    fs.export_hf(model, folder / "out", dtype=None)
-    again = AutoModelForCausalLM.from_pretrained(folder / "out").state_dict()
+    fs.export_hf(model, folder / OUT, dtype=None)
+    again = AutoModelForCausalLM.from_pretrained(folder / OUT).state_dict()
     same = all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
     return "exact" if same and not list(folder.glob(".tmp-*")) else "WRONG: the second export"
 
 
 def _export(folder: Path, rank: int, everyone: bool) -> None:
     _join(folder, rank)
-    model = tiny_model("llama", seed=3)
-    fs.shard_model(model, mesh=mesh_here())
-    trial = Trial(everyone, async_=False, keep_last=2, victim=0)
-    _strike("fsdp_sft.export.hf", "write_early", lambda fd, at, view: len(view) > 2500, _half_write)(
-        trial, folder
-    )
+    model = fs.shard_model(tiny_model("llama", seed=3), mesh=mesh_here())
+    arm = _strike("fsdp_sft.export.hf", "write_early", lambda fd, at, view: len(view) > 2500, _half_write)
+    arm(Trial(everyone, async_=False, keep_last=2, victim=0), folder)
     try:
-        fs.export_hf(model, folder / "out", dtype=None)
+        fs.export_hf(model, folder / OUT, dtype=None)
     except Exception:
         os._exit(1)
 
