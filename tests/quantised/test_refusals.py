@@ -153,7 +153,7 @@ def test_weights_that_are_no_matrices(name: str, shape: tuple[int, ...], tmp_pat
 @pytest.mark.parametrize(
     ("name", "fields", "named"),
     [
-        ("fp8 block", {"weight_block_size": [64, 128]}, r"'m'.*needs \(4, 2\)"),
+        ("fp8 block", {"weight_block_size": [64, 128]}, r"needs \(4, 2\)"),
         ("fp8 block", {"weight_block_size": None}, "one number|needs"),
         ("fp8 block", {"weight_block_size": [0, 128]}, "weight_block_size=0"),
         ("fp8 block", {"weight_block_size": "128"}, "weight_block_size"),

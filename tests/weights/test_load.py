@@ -12,7 +12,7 @@ from transformers import T5ForConditionalGeneration
 
 import fsdp_sft as fs
 from fsdp_sft._tensors import reader as read
-from fsdp_sft.weights import build_meta_model, load_weights, provenance
+from fsdp_sft.weights import build_meta_model, load_weights
 from fsdp_sft.weights.load import load_pretrained
 from tests.harness.composed import composed
 from tests.harness.device import device_here, mesh_here
