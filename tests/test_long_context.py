@@ -70,27 +70,6 @@ def test_two_ranks_share_rows_and_one_goes_on_alone(tmp_path: Path) -> None:
     torch.testing.assert_close(exported.state_dict(), plain.state_dict(), rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("gone.txt", None, r"cannot be read: \[Errno 2\]"),
-        ("empty.txt", b" \n", "holds no rows"),
-        ("latin.txt", b"The sky is \xe9", "cannot be read: 'utf-8' codec"),
-        ("torn.jsonl", b'{"text": "a"}\n{"te', "cannot be read: (Expecting|Unterminated)"),
-        ("object.json", b'{"text": "a"}', "holds no rows"),
-    ],
-)
-def test_data_that_cannot_be_read_is_named(
-    tmp_path: Path, name: str, content: bytes | None, reason: str
-) -> None:
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(SystemExit, match=reason) as caught:
-        script("long_context").read_rows(path)
-    assert str(path) in str(caught.value)
-
-
 def test_documents_are_cut_and_every_token_is_trained() -> None:
     example, tokenizer = (
         script("long_context"),

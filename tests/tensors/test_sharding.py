@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdp_sft._tensors.boxes import Box, box_at, cuts_of, part_of, whole
+from fsdp_sft._tensors.boxes import Box, box_at, cuts_of
 from fsdp_sft._tensors.sharding import Sharding
 from fsdp_sft.dcp_io.manifest import encode_sharding, parse_sharding
 from fsdp_sft.dcp_io.parts import StoredTensor
@@ -78,22 +78,9 @@ def test_what_meets_a_box_is_what_it_takes(seed: int) -> None:
     assert dict(sharding.parts(shape, copy, wanted)) == meeting
 
 
-def test_a_strided_shard_is_a_matter_of_order() -> None:
-    """Tensor parallelism cuts first, FSDP2 what is left: rows 0-3 lie on the first of the inner axis."""
-    cut_first_by_the_inner_axis = Sharding((2, 2), None, ((1, 0), (0, 0)))
-    assert dict(cut_first_by_the_inner_axis.parts((8,), 0)) == {
-        0: Box((0,), (2,)),
-        2: Box((2,), (2,)),
-        1: Box((4,), (2,)),
-        3: Box((6,), (2,)),
-    }
-
-
 def test_whole_tensors_and_those_of_one_rank() -> None:
-    everywhere = Sharding((4,), None, ())
-    assert everywhere.copies == 4
-    assert list(everywhere.parts((), 3)) == [(3, Box((), ()))]
-    assert list(everywhere.parts((0, 4), 1)) == []
+    assert list(Sharding((4,), None, ()).parts((), 3)) == [(3, Box((), ()))]
+    assert list(Sharding((4,), None, ()).parts((0, 4), 1)) == []
     stored = StoredTensor((2, 3), torch.int8, "model.x", Sharding((1,), (5,), ()))
     assert list(stored.parts()) == [("shards/00005.safetensors", Box((0, 0), (2, 3)))]
     assert stored.part_of_rank(4) is None
@@ -124,36 +111,6 @@ def test_what_no_sharding_can_be(raw: dict[str, Any]) -> None:
 
 def _at(shape: tuple[int, ...], placements: list[Any], mesh: tuple[int, ...], place: tuple[int, ...]) -> Box:
     return box_at(shape, cuts_of(placements, mesh, len(shape)), mesh, place)
-
-
-def test_boxes_are_what_torch_has() -> None:
-    for rows in (0, 1, 3, 7, 8):
-        for parts in (1, 2, 3, 4):
-            boxes = [_at((rows, 5), [Replicate(), Shard(0)], (2, parts), (1, i)) for i in range(parts)]
-            chunks = list(torch.zeros(rows, 5).chunk(parts)) + [torch.zeros(0, 5)] * parts
-            assert [box.shape for box in boxes] == [tuple(c.shape) for c in chunks[:parts]]
-            assert (_times_covered((rows, 5), boxes) == 1).all()
-    grid = [_at((5, 7), [Shard(0), Shard(1)], (2, 3), (i, j)) for i in range(2) for j in range(3)]
-    assert (_times_covered((5, 7), grid) == 1).all()
-
-
-def _times_covered(shape: tuple[int, ...], boxes: list[Box]) -> torch.Tensor:
-    covered = torch.zeros(shape, dtype=torch.int64)
-    for box in boxes:
-        covered[box.slices] += 1
-    return covered
-
-
-def test_the_part_that_two_boxes_share() -> None:
-    tensor = torch.arange(60).view(3, 4, 5)
-    a, b = Box((0, 1, 0), (2, 3, 4)), Box((1, 0, 2), (2, 2, 3))
-    common = a.intersect(b)
-    assert common == Box((1, 1, 2), (1, 1, 2)) == b.intersect(a)
-    assert torch.equal(tensor[common.slices], part_of(tensor, common))
-    inside = part_of(part_of(tensor, a), common.relative_to(a))
-    assert torch.equal(inside, tensor[common.slices])
-    assert a.intersect(Box((2, 0, 0), (1, 4, 5))) is None
-    assert whole(()).intersect(whole(())) == Box((), ())
 
 
 def test_a_strided_shard_is_cut_after_the_axes_that_follow() -> None:
