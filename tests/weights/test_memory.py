@@ -1,10 +1,7 @@
-"""Anonymous memory of a load: the shards and buffers, also where what is stored is transposed."""
+"""Memory of a load: the shards and buffers, also where what is stored is transposed."""
 
 import gc
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fsdp_sft as fs
 from fsdp_sft._tensors.safetensors import create
 from fsdp_sft.weights import build_meta_model, load_weights
+from tests.faults.hostile import peak, reset_peak
 from tests.harness.device import mesh_here
 from tests.harness.layouts import register_layout
 from tests.harness.ranks import run_distributed
@@ -52,30 +50,6 @@ def _save_sparse(folder: Path, *, layers: int, vocab: int) -> int:
     return 2 * vocab * WIDTH
 
 
-def _anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-
-
-@contextmanager
-def _watched() -> Iterator[list[int]]:
-    """The highest anonymous memory beyond that at the start, in bytes."""
-    gc.collect()
-    before, growth, done = _anonymous_bytes(), [0], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.001):
-            growth[0] = max(growth[0], _anonymous_bytes() - before)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield growth
-    finally:
-        done.set()
-        thread.join()
-
-
 def _model(folder: Path) -> Any:
     model = build_meta_model(folder)
     return fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
@@ -85,14 +59,14 @@ def _beyond_shards(folder: Path) -> int:
     register_layout("transpose")
     load_weights(_model(folder / "small"), folder / "small")  # imports, gloo's buffers
     model = _model(folder / "large")
-    with _watched() as growth:
-        load_weights(model, folder / "large")
-    shards = 0
-    for parameter in model.parameters():
-        local = parameter.to_local()
-        shards += local.numel() * local.itemsize
-        assert not local.any(), "what a sparse file holds is zeros"
-    return growth[0] - shards
+    gc.collect()
+    reset_peak()
+    before = peak()
+    load_weights(model, folder / "large")
+    growth = peak() - before
+    shards = [parameter.to_local() for parameter in model.parameters()]
+    assert not any(local.any() for local in shards), "what a sparse file holds is zeros"
+    return growth - sum(local.nbytes for local in shards)
 
 
 def _measure(folder: Path, scale: int) -> int:
