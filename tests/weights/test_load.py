@@ -173,7 +173,16 @@ def _check_layout(folder: Path, layout: str) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    ["chunk", "chunk-columns", "interleave", "concatenate", "concatenate-columns", "transpose", "renamed"],
+    [
+        "chunk",
+        "chunk-columns",
+        "interleave",
+        "concatenate",
+        "concatenate-columns",
+        "transpose",
+        "rope",
+        "renamed",
+    ],
 )
 def test_layouts_of_older_checkpoints(tmp_path: Path, layout: str) -> None:
     run_distributed(_check_layout, 3, tmp_path, layout)
