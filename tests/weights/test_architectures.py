@@ -118,7 +118,10 @@ def _batch(name: str, config: Any) -> dict[str, torch.Tensor]:
     for part in parts:
         parts += [value for value in part.values() if isinstance(value, dict)]
     taken = {
-        value for part in parts for key, value in part.items() if "token" in key and isinstance(value, int)
+        value
+        for part in parts
+        for key, value in part.items()
+        if "token" in str(key) and isinstance(value, int)
     }
     ids = torch.tensor([number for number in range(3, 101) if number not in taken][:32]).view(4, 8)
     return beside_text(
