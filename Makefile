@@ -54,8 +54,7 @@ test-slow: $(INSTALLED)
 
 # make test-faults   kills, signals and damage in number (an hour)
 test-faults: $(INSTALLED)
-	$(BIN)/python -m tests.faults
-	$(BIN)/python -m pytest -s -m slow tests/faults $(PYTEST_ARGS)
+	FAULTS=40 $(BIN)/python -m pytest -m 'slow or not slow' --timeout 7200 tests/faults $(PYTEST_ARGS)
 
 # make compositions   features drawn together, N of them from SEED, each beside plain training (500 take an hour)
 N ?= 500

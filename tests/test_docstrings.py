@@ -1,11 +1,11 @@
 """The examples in docstrings of public names run, module by module; each public callable has one."""
 
+import contextlib
 import dataclasses
 import doctest
 import importlib
 import inspect
 import re
-from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import fsdp_sft as fs
-from tests.harness.places import EXAMPLES
+from tests.harness.places import script
 from tests.harness.ranks import run_distributed
 
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -33,14 +33,6 @@ CALLABLES = {
     for name in sorted(fs.__all__)
     if callable(value := getattr(fs, name)) and not _is_made_by_others(value)
 }
-
-
-def _modules() -> dict[str, list[str]]:
-    """Public names by the module that defines them."""
-    found = defaultdict(list)
-    for name, value in CALLABLES.items():
-        found[inspect.unwrap(value).__module__].append(name)
-    return dict(found)
 
 
 def _with_worked_examples() -> set[str]:
@@ -87,14 +79,7 @@ def _given(words: set[str], folder: Path) -> dict[str, Any]:
 
 
 def _tiny(folder: Path) -> str:
-    import sys
-
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        from tiny_model import make_tiny_model
-    finally:
-        sys.path.remove(str(EXAMPLES))
-    make_tiny_model(folder / "tiny", [text for chat in CHATS for _, text in chat])
+    script("tiny_model").make_tiny_model(folder / "tiny", [text for chat in CHATS for _, text in chat])
     return str(folder / "tiny")
 
 
@@ -104,28 +89,22 @@ def _examples(module: ModuleType) -> list[doctest.DocTest]:
 
 def run_examples(name: str, folder: Path) -> list[str]:
     """On one rank: the reports of examples that print something else."""
-    import os
-
     fs.init_distributed()
     reports: list[str] = []
-    for test in _examples(importlib.import_module(name)):
+    tests = _examples(importlib.import_module(name))
+    assert tests, "there are none"
+    for test in tests:
         words = {word for example in test.examples for word in re.findall(r"\w+", example.source)}
         empty = folder / test.name
         empty.mkdir()
-        before = os.getcwd()
-        os.chdir(empty)
-        try:
+        with contextlib.chdir(empty):
             test.globs.update(_given(words, folder / f"{test.name}.given"))
             doctest.DocTestRunner(optionflags=OPTIONS, verbose=False).run(test, out=reports.append)
-        finally:
-            os.chdir(before)
     return reports
 
 
-@pytest.mark.parametrize("module", sorted({*_modules(), *_with_worked_examples()}))
+@pytest.mark.parametrize("module", sorted(_with_worked_examples()))
 def test_examples_run(module: str, tmp_path: Path) -> None:
-    if not _examples(importlib.import_module(module)):
-        pytest.skip("no examples")
     reports = run_distributed(run_examples, 1, module, tmp_path)[0]
     assert not reports, "\n".join(reports)
 

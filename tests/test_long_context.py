@@ -3,7 +3,6 @@
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,16 +25,12 @@ def _alone(output: Path, *arguments: str, code: int = 0) -> str:
     return text
 
 
-def _command(output: Path, *arguments: str) -> list[str]:
-    return [*launches.torchrun(2, "--standalone"), str(EXAMPLE), "--output", str(output), *arguments]
-
-
 def _losses(output: Path) -> dict[int, float]:
     return {step: loss for step, loss, _ in launches.losses(output)}
 
 
-def _held_out(text: str) -> list[tuple[float, float]]:
-    return [(float(whole), float(half)) for whole, half in HELD_OUT.findall(text)]
+def _held_out(text: str) -> torch.Tensor:
+    return torch.tensor([(float(whole), float(half)) for whole, half in HELD_OUT.findall(text)])
 
 
 def _cut_back_to(output: Path, step: int) -> None:
@@ -58,10 +53,11 @@ def _data(folder: Path) -> list[str]:
 @pytest.mark.slow
 def test_two_ranks_share_rows_and_one_goes_on_alone(tmp_path: Path) -> None:
     alone, shared, run = tmp_path / "alone", tmp_path / "shared", _data(tmp_path)
+    shared_command = [*launches.torchrun(2, "--standalone"), str(EXAMPLE)]
     expected = _alone(alone, *run)
-    text = launches.run(_command(shared, *run, "--cp", "2"))
+    text = launches.run([*shared_command, "--output", str(shared), *run, "--cp", "2"])
     assert _losses(shared) == pytest.approx(_losses(alone), rel=1e-5)
-    assert torch.tensor(_held_out(text)) == pytest.approx(torch.tensor(_held_out(expected)), abs=2e-4)
+    assert _held_out(text) == pytest.approx(_held_out(expected), abs=2e-4)
     assert "cp=2" in text
     assert "peak memory of a rank in training:" in text
 
@@ -74,33 +70,11 @@ def test_two_ranks_share_rows_and_one_goes_on_alone(tmp_path: Path) -> None:
     torch.testing.assert_close(exported.state_dict(), plain.state_dict(), rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("gone.txt", None, r"cannot be read: \[Errno 2\]"),
-        ("empty.txt", b" \n", "holds no rows"),
-        ("latin.txt", b"The sky is \xe9", "cannot be read: 'utf-8' codec"),
-        ("torn.jsonl", b'{"text": "a"}\n{"te', "cannot be read: (Expecting|Unterminated)"),
-        ("object.json", b'{"text": "a"}', "holds no rows"),
-    ],
-)
-def test_data_that_cannot_be_read_is_named(
-    tmp_path: Path, name: str, content: bytes | None, reason: str
-) -> None:
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(SystemExit, match=reason) as caught:
-        script("long_context").read_rows(path)
-    assert str(path) in str(caught.value)
-
-
-def _tokenizer() -> Any:
-    return script("tiny_model").make_tokenizer(["The sky is blue. Here we go."])
-
-
 def test_documents_are_cut_and_every_token_is_trained() -> None:
-    example, tokenizer = script("long_context"), _tokenizer()
+    example, tokenizer = (
+        script("long_context"),
+        script("tiny_model").make_tokenizer(["The sky is blue. Here we go."]),
+    )
     texts = ["The sky is blue. " * 40, "Here we go."]
     rows = example.encode([{"text": text} for text in texts], tokenizer, 32)
     assert all(len(row.input_ids) <= 32 and row.labels == row.input_ids for row in rows)

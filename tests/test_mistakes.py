@@ -1,10 +1,12 @@
-"""Mistakes that cost a run: told by name, with what to do, before anything is lost."""
+"""Mistakes that cost a run, or train something else than was meant: told by name, with what to do."""
 
 import errno
+import math
 import os
 import re
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,226 +18,65 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import fsdp_sft as fs
 from fsdp_sft._ranks import agree
+from fsdp_sft.metrics.plot import _read
 from tests.harness.device import mesh_here
 from tests.harness.models import ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
 
-def _save(root: str, own_state: bool) -> None:
-    rank = dist.get_rank()
-    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    window = ragged_batches(3)
-    for length in (3, 3, 1):  # the last window of an epoch is short
-        fs.train_step(model, window[:length], optimizer)
-    state = {"rank": rank, "position": torch.tensor(7 * rank)} if own_state else None
-    fs.save_checkpoint(root, 3, model=model, optimizer=optimizer, rank_state=state)
-
-
-@pytest.mark.parametrize("own_state", [True, False])
-def test_a_resume_on_other_ranks_says_what_becomes_of_the_batch(own_state: bool, tmp_path: Path) -> None:
-    run_distributed(_save, 2, str(tmp_path), own_state)
-    model = tiny_model("llama", seed=5)
-    words = r"saved by 2 ranks and is loaded by 1: .* has 0\.5 times as many rows"
-    with pytest.warns(UserWarning, match=words) as told:
-        loaded = fs.load_checkpoint(tmp_path, model=model)
-    assert len(told) == 1
-    assert (loaded.world_size, loaded.rank_state) == (2, None)
-    if own_state:
-        assert [state["rank"] for state in loaded.rank_states] == [0, 1]
-        assert [int(state["position"]) for state in loaded.rank_states] == [0, 7]
-    else:
-        assert loaded.rank_states == (None, None)
-
-
-def test_a_resume_on_as_many_ranks_says_nothing(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    fs.train_step(model, ragged_batches(2), optimizer)
-    fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer, rank_state={"a": 1})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loaded = fs.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
-    assert (loaded.world_size, loaded.rank_state, loaded.rank_states) == (1, {"a": 1}, ({"a": 1},))
-
-
-def test_float16_without_a_scaler() -> None:
-    model, batches = tiny_model("llama").half(), ragged_batches(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with pytest.warns(UserWarning, match=r"float16 without a scaler: .*torch\.amp\.GradScaler"):
-        fs.train_step(model, batches, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fs.train_step(model, batches, optimizer)
-
-
-@pytest.mark.parametrize("call", ["train_step", "evaluate"])
-def test_ids_that_are_no_integers(call: str) -> None:
-    model, batches = tiny_model("llama"), ragged_batches(1)
-    batches[0]["input_ids"] = batches[0]["input_ids"].float()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with pytest.raises(fs.BatchError, match=r"input_ids are torch.float32, .*make them torch.long"):
-        fs.evaluate(model, batches) if call == "evaluate" else fs.train_step(model, batches, optimizer)
-
-
-def test_a_schedule_that_is_stepped_twice() -> None:
-    model, batches = tiny_model("llama"), ragged_batches(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    silent = [{**batches[0], "labels": torch.full_like(batches[0]["labels"], -100)}]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fs.train_step(model, batches, optimizer, scheduler=schedule)
-        saved = schedule.state_dict()
-        fs.train_step(model, batches, optimizer, scheduler=schedule)
-        schedule.load_state_dict(saved)  # a step of the past
-        fs.train_step(model, batches, optimizer, scheduler=schedule)
-        warnings.filterwarnings("ignore", message="a window has no targets")
-        assert fs.train_step(model, silent, optimizer, scheduler=schedule).skipped
-        schedule.step()  # which train_step has not done
-        fs.train_step(model, batches, optimizer, scheduler=schedule)
-        own: Any = SimpleNamespace(optimizer=optimizer, step=lambda: None, last_epoch=None)  # without a hash
-        fs.train_step(model, batches, optimizer, scheduler=own)
-        fs.train_step(model, batches, optimizer, scheduler=own)
-    fs.train_step(model, batches, optimizer, scheduler=schedule)
-    schedule.step()
-    with pytest.warns(UserWarning, match=r"LambdaLR was stepped once since .* leave out scheduler\.step\(\)"):
-        fs.train_step(model, batches, optimizer, scheduler=schedule)
-
-
-def test_dtypes_by_their_names(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"such as torch\.bfloat16, got 'half a byte'"):
-        fs.export_hf(tiny_model("llama"), tmp_path / "out", dtype="half a byte")
-    with pytest.raises(ValueError, match="frozen_dtype must be a"):
-        fs.load_pretrained(tmp_path, mesh=None, frozen_dtype="int4")
-
-
-def test_a_disk_that_has_no_room_for_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama")
-    fs.save_checkpoint(tmp_path, 1, model=model)
-    need = sum(p.numel() * p.element_size() for p in model.parameters())
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=need - 1))
-    with pytest.raises(
-        OSError, match=r"saving .*step-2 takes 0\.\d+ GiB and .* has 0\.\d+ GiB free: make room"
-    ) as error:
-        fs.save_checkpoint(tmp_path, 2, model=model)
-    assert error.value.errno == errno.ENOSPC
-    assert [path.name for path in tmp_path.glob("*step*")] == ["step-1"]
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 * need))
-    fs.save_checkpoint(tmp_path, 2, model=model)
-
-
-@pytest.mark.parametrize("call", ["save", "export", "full"])
-def test_a_disk_that_fills_up_meanwhile(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    model = tiny_model("llama")
-    monkeypatch.setattr(os, "pwrite", full)
-    calls = {
-        "save": lambda: fs.save_checkpoint(tmp_path, 2, model=model),
-        "export": lambda: fs.export_hf(model, tmp_path / "out"),
-        "full": lambda: fs.save_full_state_dict(model, tmp_path / "model.safetensors"),
-    }
-    said = rf"No space left on device: writing [\d,]+ bytes to {tmp_path}/.*; its file system has [\d,]+"
-    with pytest.raises(OSError, match=said) as error:
-        calls[call]()
-    assert error.value.errno == errno.ENOSPC
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (
-            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
-            "[10.0.0.7]:3742. This is typically caused by a remote worker crashing. Check the logs",
-            "Connection closed by peer [10.0.0.7]:3742",
-        ),
-        ("Timed out waiting 1800000ms for recv operation to complete\nmore", None),
-        ("", "RuntimeError"),
-    ],
-)
-def test_what_gloo_says_of_a_lost_rank_is_one_sentence(text: str, said: str | None) -> None:
-    said = said or "Timed out waiting 1800000ms for recv operation to complete"
-    with pytest.raises(fs.LostRankError) as error, agree.answered():
-        raise RuntimeError(text)
-    assert f"{said}); end the job and start it again" in str(error.value)
-
-
-def test_arguments_of_another_kind() -> None:
-    calls: dict[str, Any] = {
-        "tokenizer must be a tokenizer, .* got a str": lambda: fs.SFTCollator("some/model", max_length=8),
-        "tokenizer must be a tokenizer, .* got a list": lambda: fs.filter_rows(object(), [{}]),
-        "data must be the rows, or their number, got str": lambda: fs.ResumableSampler("rows.jsonl"),
-        "data must be the rows, or their number, got generator": lambda: fs.ResumableSampler(r for r in ()),
-    }
-    for words, call in calls.items():
-        with pytest.raises(TypeError, match=words):
-            call()
-
-
-def test_an_optimizer_of_which_nothing_is_trained() -> None:
-    model: Any = tiny_model("llama")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.requires_grad_(False)
-    model.more = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(fs.OptimizerError, match="no parameter of the optimizer is trained"):
-        fs.train_step(model, ragged_batches(1), optimizer)
-
-
-def test_a_guard_that_is_not_entered() -> None:
-    with pytest.raises(RuntimeError, match="notes signals within its block"):
-        fs.PreemptionGuard().should_stop()
-
-
-def _a_loss_that_raises() -> None:
-    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(Exception, match="input_id") as error:
-        fs.train_step(
-            model, ragged_batches(1), optimizer, loss_fn=lambda model, batch: model(batch["input_id"])
-        )
-    assert "all_gather_state" not in str(error.value)
-
-
-def test_a_loss_that_raises_before_the_first_forward_says_so() -> None:
-    run_distributed(_a_loss_that_raises, 2)
-
-
-def _warned(call: Any) -> list[str]:
+def _told(call: Callable[[], object]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
     return [str(each.message) for each in caught]
 
 
-def test_a_model_that_is_left_in_eval_mode() -> None:
-    noisy, plain = tiny_model("gpt2", resid_pdrop=0.1), tiny_model("llama")
-    for model, words in ((noisy, "trained without its dropout: call model.train()"), (plain, None)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        model.eval()
-        told = [text for _ in range(2) for text in _warned(_step(model, optimizer))]
-        assert [words in text for text in told] == [True] * (words is not None)
-        model.train()
-        assert _warned(_step(model, optimizer)) == []
+def _sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 
-def _step(model: Any, optimizer: Any, **options: Any) -> Any:
-    return lambda: fs.train_step(model, ragged_batches(1), optimizer, **options)
+def _step(model: Any, optimizer: Any, **options: Any) -> list[str]:
+    """What is said of a step."""
+    return _told(lambda: fs.train_step(model, ragged_batches(1), optimizer, **options))
 
 
-def test_an_optimizer_of_a_part() -> None:
-    model: Any = tiny_model("llama")
-    optimizer = torch.optim.SGD(model.lm_head.parameters(), lr=0.01)
-    (told,) = _warned(_step(model, optimizer))
-    assert re.match(r"\d+ parameters that require gradients are in no optimizer \(model.embed_tokens", told)
-    assert _warned(_step(model, optimizer)) == []
-    model = tiny_model("llama")  # either piece of advice
-    optimizer = torch.optim.SGD(model.lm_head.parameters(), lr=0.01)
-    model.requires_grad_(False)
-    model.lm_head.requires_grad_(True)
-    assert _warned(_step(model, optimizer)) == []
+# --- saves and resumes ------------------------------------------------------------------------------------
+
+
+def _save(root: str, own_state: bool) -> None:
+    model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
+    optimizer, window = _sgd(model), ragged_batches(3)
+    for length in (3, 3, 1):  # the last window of an epoch is short
+        fs.train_step(model, window[:length], optimizer)
+    state = {"position": torch.tensor(7 * dist.get_rank())} if own_state else None
+    fs.save_checkpoint(root, 3, model=model, optimizer=optimizer, rank_state=state)
+
+
+@pytest.mark.parametrize("own_state", [True, False])
+def test_a_resume_on_other_ranks_says_what_becomes_of_the_batch(own_state: bool, tmp_path: Path) -> None:
+    run_distributed(_save, 2, str(tmp_path), own_state)
+    words = r"saved by 2 ranks and is loaded by 1: .* has 0\.5 times as many rows"
+    with pytest.warns(UserWarning, match=words) as told:
+        loaded = fs.load_checkpoint(tmp_path, model=tiny_model("llama", seed=5))
+    assert len(told) == 1
+    assert (loaded.world_size, loaded.rank_state) == (2, None)
+    expected = [{"position": 0}, {"position": 7}] if own_state else [None, None]
+    assert list(loaded.rank_states) == expected
+
+
+def test_a_checkpoint_without_its_optimizer(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    optimizer = torch.optim.AdamW(model.parameters())
+    fs.train_step(model, ragged_batches(1), optimizer)
+    fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer, rank_state={"a": 1})
+    for given in (False, True):
+        model = tiny_model("llama", seed=3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        loaded = fs.load_checkpoint(tmp_path, model=model, optimizer=optimizer if given else None)
+        assert (loaded.world_size, loaded.rank_state, loaded.rank_states) == (1, {"a": 1}, ({"a": 1},))
+        fs.evaluate(model, ragged_batches(1))
+        told = [text for _ in range(2) for text in _step(model, optimizer)]
+        assert ["loaded from step 1 without the optimizer" in text for text in told] == [True] * (not given)
 
 
 @pytest.mark.parametrize(
@@ -258,59 +99,54 @@ def test_a_schedule_of_a_loaded_optimizer(tmp_path: Path, way: str, words: str |
     schedule = scheduled(optimizer)
     for _ in range(2):
         fs.train_step(model, ragged_batches(1), optimizer, scheduler=schedule)
-    fs.save_checkpoint(
-        tmp_path, 2, model=model, optimizer=optimizer, train_state={"s": schedule.state_dict()}
-    )
+    state = {"s": schedule.state_dict()}
+    fs.save_checkpoint(tmp_path, 2, model=model, optimizer=optimizer, train_state=state)
     model, optimizer = begun()
     schedule = None if way == "made after the load" else scheduled(optimizer)
     loaded = fs.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
     schedule = schedule or scheduled(optimizer)
     if way != "not loaded":
         schedule.load_state_dict(loaded.train_state["s"])
-    told = [_warned(_step(model, optimizer, scheduler=schedule)) for _ in range(2)]
+    told = [_step(model, optimizer, scheduler=schedule) for _ in range(2)]
     assert [[words in text for text in texts] for texts in told] == [[True] * (words is not None), []]
 
 
-def test_a_checkpoint_without_its_optimizer(tmp_path: Path) -> None:
+def test_a_disk_that_has_no_room_for_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    optimizer = torch.optim.AdamW(model.parameters())
-    fs.train_step(model, ragged_batches(1), optimizer)
-    fs.save_checkpoint(tmp_path, 1, model=model, optimizer=optimizer)
-    for given in (False, True):
-        model = tiny_model("llama", seed=3)
-        optimizer = torch.optim.AdamW(model.parameters())
-        fs.load_checkpoint(tmp_path, model=model, optimizer=optimizer if given else None)
-        fs.evaluate(model, ragged_batches(1))
-        told = [text for _ in range(2) for text in _warned(_step(model, optimizer))]
-        assert ["loaded from step 1 without the optimizer" in text for text in told] == [True] * (not given)
+    fs.save_checkpoint(tmp_path, 1, model=model)
+    need = sum(p.numel() * p.element_size() for p in model.parameters())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=need - 1))
+    words = r"saving .*step-2 takes 0\.\d+ GiB and .* has 0\.\d+ GiB free: make room"
+    with pytest.raises(OSError, match=words) as error:
+        fs.save_checkpoint(tmp_path, 2, model=model)
+    assert error.value.errno == errno.ENOSPC
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step-1"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 * need))
+    fs.save_checkpoint(tmp_path, 2, model=model)
 
 
-def test_labels_of_padding(caplog: pytest.LogCaptureFixture) -> None:
-    ids = torch.randint(5, 60, (2, 12))
-    mask = torch.ones_like(ids)
-    mask[1, 8:] = 0
-    ids[1, 8:] = 0
+@pytest.mark.parametrize("call", ["save", "export", "full"])
+def test_a_disk_that_fills_up_meanwhile(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     model = tiny_model("llama")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
-    for _ in range(2):
-        fs.train_step(model, [batch], optimizer)
-    (told,) = [text for text in caplog.messages if "padding" in text]
-    assert told.startswith("4 labels are of padding (attention_mask 0)")
-    caplog.clear()
-    model = tiny_model("llama")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    fs.train_step(model, [{**batch, "labels": ids.masked_fill(mask == 0, -100)}], optimizer)
-    assert caplog.messages == []
+    monkeypatch.setattr(os, "pwrite", full)
+    calls = {
+        "save": lambda: fs.save_checkpoint(tmp_path, 2, model=model),
+        "export": lambda: fs.export_hf(model, tmp_path / "out"),
+        "full": lambda: fs.save_full_state_dict(model, tmp_path / "model.safetensors"),
+    }
+    said = rf"No space left on device: writing [\d,]+ bytes to {tmp_path}/.*; its file system has [\d,]+"
+    with pytest.raises(OSError, match=said):
+        calls[call]()
 
 
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_a_step_without_gradients(off: Any) -> None:
-    model = tiny_model("llama")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with off(), pytest.raises(RuntimeError, match=r"gradients are off here .*call train_step outside"):
-        fs.train_step(model, ragged_batches(1), optimizer)
-    fs.train_step(model, ragged_batches(1), optimizer)
+def test_the_best_without_a_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2):
+        fs.save_checkpoint(tmp_path, step, model=tiny_model("llama"), keep_last=1, keep_best=1)
+    assert "keep_best=1 (no step was saved with a metric=, so none is the best): deleted" in caplog.text
 
 
 def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,26 +158,191 @@ def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     fs.build_meta_model("~/out")
     with fs.MetricLogger(jsonl="~/metrics.jsonl", stdout=False) as log:
         log.log({"loss": 1.0}, 1)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
-        *("checkpoints", "metrics.jsonl", "out")
-    ]
+    made = sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".")
+    assert made == ["checkpoints", "metrics.jsonl", "out"]
 
 
-def test_the_best_without_a_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_that_a_second_run_begins_anew(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    for steps, loss in ((range(1, 13), 5.0), (range(1, 5), 4.0)):
+        with fs.MetricLogger(jsonl=log, stdout=False) as logger:
+            for step in steps:
+                logger.log({"loss": loss}, step)
+    assert {step: row["loss"] for step, row in _read(log).items()} == dict.fromkeys(range(1, 5), 4.0)
+    with fs.MetricLogger(jsonl=log, stdout=False) as logger:  # a resume, and two logs of one step
+        logger.log({"loss": 3.0}, 4)
+        logger.log({"eval_loss": 2.0}, 4)
+    assert [row["loss"] for row in _read(log).values()] == [4.0, 4.0, 4.0, 3.0]
+    assert _read(log)[4]["eval_loss"] == 2.0
+
+
+# --- steps ------------------------------------------------------------------------------------------------
+
+
+def test_float16_without_a_scaler() -> None:
+    model = tiny_model("llama").half()
+    optimizer = _sgd(model)
+    (told,) = _step(model, optimizer)
+    assert re.search(r"float16 without a scaler: .*torch\.amp\.GradScaler", told)
+    assert _step(model, optimizer) == []
+
+
+@pytest.mark.parametrize("call", ["train_step", "evaluate"])
+def test_ids_that_are_no_integers(call: str) -> None:
+    model, batches = tiny_model("llama"), ragged_batches(1)
+    batches[0]["input_ids"] = batches[0]["input_ids"].float()
+    with pytest.raises(fs.BatchError, match=r"input_ids are torch.float32, .*make them torch.long"):
+        fs.evaluate(model, batches) if call == "evaluate" else fs.train_step(model, batches, _sgd(model))
+
+
+def test_a_schedule_that_is_stepped_twice() -> None:
+    model, batches = tiny_model("llama"), ragged_batches(1)
+    optimizer = _sgd(model)
+    fs.train_step(model, batches, optimizer)
+    schedule = LambdaLR(optimizer, lambda step: float(step > 0))  # a new one, which begins at 0
+    silent = [{**batches[0], "labels": torch.full_like(batches[0]["labels"], -100)}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fs.train_step(model, batches, optimizer, scheduler=schedule)
+        saved = schedule.state_dict()
+        fs.train_step(model, batches, optimizer, scheduler=schedule)
+        schedule.load_state_dict(saved)  # a step of the past
+        fs.train_step(model, batches, optimizer, scheduler=schedule)
+        warnings.filterwarnings("ignore", message="a window has no targets")
+        assert fs.train_step(model, silent, optimizer, scheduler=schedule).skipped
+        schedule.step()  # which train_step has not done
+        fs.train_step(model, batches, optimizer, scheduler=schedule)
+        own: Any = SimpleNamespace(optimizer=optimizer, step=lambda: None, last_epoch=None)  # without a hash
+        fs.train_step(model, batches, optimizer, scheduler=own)
+        fs.train_step(model, batches, optimizer, scheduler=own)
+    fs.train_step(model, batches, optimizer, scheduler=schedule)
+    schedule.step()
+    (told,) = _step(model, optimizer, scheduler=schedule)
+    assert re.search(r"LambdaLR was stepped once since .* leave out scheduler\.step\(\)", told)
+
+
+def test_a_window_without_targets() -> None:
+    model, (batch,) = tiny_model("llama"), ragged_batches(1)
+    window = [{**batch, "labels": torch.full_like(batch["labels"], -100)}]
+    optimizer = _sgd(model)
+    (told,) = _told(lambda: [fs.train_step(model, window, optimizer) for _ in range(3)])
+    assert "no targets on any rank, so its step is skipped" in told
+
+
+def test_a_model_that_is_left_in_eval_mode() -> None:
+    noisy, plain = tiny_model("gpt2", resid_pdrop=0.1), tiny_model("llama")
+    for model, words in ((noisy, "trained without its dropout: call model.train()"), (plain, None)):
+        optimizer = _sgd(model.eval())
+        told = [text for _ in range(2) for text in _step(model, optimizer)]
+        assert [words in text for text in told] == [True] * (words is not None)
+        assert _step(model.train(), optimizer) == []
+
+
+def test_an_optimizer_of_a_part_or_of_what_is_frozen() -> None:
+    model: Any = tiny_model("llama")
+    optimizer = _sgd(model.lm_head)
+    (told,) = _step(model, optimizer)
+    assert re.match(r"\d+ parameters that require gradients are in no optimizer \(model.embed_tokens", told)
+    assert _step(model, optimizer) == []
+    model = tiny_model("llama")  # the advice
+    optimizer = _sgd(model.lm_head)
+    model.model.requires_grad_(False)
+    assert _step(model, optimizer) == []
+    model.requires_grad_(False)
+    model.more = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(fs.OptimizerError, match="no parameter of the optimizer is trained"):
+        fs.train_step(model, ragged_batches(1), optimizer)
+
+
+def test_labels_of_padding(caplog: pytest.LogCaptureFixture) -> None:
+    ids = torch.randint(5, 60, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[1, 8:] = ids[1, 8:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
+    for labels, said in ((ids.masked_fill(mask == 0, -100), 0), (ids, 1)):
+        model = tiny_model("llama")
+        optimizer = _sgd(model)
+        for _ in range(2):
+            fs.train_step(model, [{**batch, "labels": labels}], optimizer)
+        told = [
+            text for text in caplog.messages if text.startswith("4 labels are of padding (attention_mask 0)")
+        ]
+        assert len(told) == len(caplog.messages) == said
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients(off: Any) -> None:
     model = tiny_model("llama")
-    for step in (1, 2):
-        fs.save_checkpoint(tmp_path, step, model=model, keep_last=1, keep_best=1)
-    assert "keep_best=1 (no step was saved with a metric=, so none is the best): deleted" in caplog.text
+    with off(), pytest.raises(RuntimeError, match=r"gradients are off here .*call train_step outside"):
+        fs.train_step(model, ragged_batches(1), _sgd(model))
+
+
+@pytest.mark.parametrize("where", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_weights_that_are_not_finite(where: str) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_parameter(where).fill_(torch.nan)
+    with pytest.raises(fs.NonFiniteGradientError, match=rf"is nan at a loss of nan.* {where} hold"):
+        fs.train_step(model, ragged_batches(1), _sgd(model))
+
+
+def test_processes_that_have_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    model = tiny_model("llama")
+    with pytest.raises(fs.UnsupportedModelError, match=r"4 processes .*: call init_distributed\(\) first"):
+        fs.train_step(model, ragged_batches(1), _sgd(model))
+    monkeypatch.delenv("WORLD_SIZE")  # the advice for processes that are apart
+    assert _step(model, _sgd(model)) == []
+
+
+def _mistakes_of_ranks() -> None:
+    model, batches = tiny_model("llama"), ragged_batches(1)
+    with pytest.raises(fs.UnsupportedModelError, match=r"each of 2 processes would train .*shard_model"):
+        fs.train_step(model, batches, _sgd(model))
+    model = fs.shard_model(model, mesh=mesh_here())  # the advice
+    for lost, said in (([1], "(that of rank 1 is"), ([0, 1], "(that of rank 0, 1 is")):
+        scale = math.nan if dist.get_rank() in lost else 1.0
+        options: dict[str, Any] = {"check": False, "loss_fn": lambda m, b, s=scale: s * fs.loss_sum(m, b)[0]}
+        with pytest.raises(fs.NonFiniteGradientError, match=re.escape(f"{said} not finite)")):
+            fs.train_step(model, batches, _sgd(model), **options)
+    with pytest.raises(Exception, match="input_id") as error:  # before the first forward of the step
+        fs.train_step(model, batches, _sgd(model), loss_fn=lambda model, batch: model(batch["input_id"]))
+    assert "all_gather_state" not in str(error.value)
+    assert not fs.train_step(model, batches, _sgd(model)).skipped
+
+
+def test_a_model_that_was_never_sharded_and_losses_that_fail() -> None:
+    run_distributed(_mistakes_of_ranks, 2)
 
 
 def _adapters_after_sharding() -> None:
     peft = pytest.importorskip("peft")
     model = fs.shard_model(tiny_model("llama"), mesh=mesh_here())
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     with pytest.raises(fs.UnsupportedModelError, match=r"are not sharded .*adapters by add_adapters"):
-        fs.train_step(model, ragged_batches(1), optimizer)
+        fs.train_step(model, ragged_batches(1), _sgd(model))
 
 
 def test_adapters_after_sharding() -> None:
     run_distributed(_adapters_after_sharding, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+            "[10.0.0.7]:3742. This is typically caused by a remote worker crashing. Check the logs",
+            "Connection closed by peer [10.0.0.7]:3742",
+        ),
+        (
+            "Timed out waiting 1800000ms for recv operation\nmore",
+            "Timed out waiting 1800000ms for recv operation",
+        ),
+        ("", "RuntimeError"),
+    ],
+)
+def test_what_gloo_says_of_a_lost_rank_is_one_sentence(text: str, said: str) -> None:
+    with pytest.raises(fs.LostRankError) as error, agree.answered():
+        raise RuntimeError(text)
+    assert f"{said}); end the job and start it again" in str(error.value)

@@ -4,26 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+import fsdp_sft as fs
 from tests.harness.device import mesh_here
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
 
 FAMILIES = ["llama", "qwen2", "qwen2-tied", "gemma3", "mixtral", "gpt2"]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-6}
-
-
-def _rank() -> tuple[int, int]:
-    import torch.distributed as dist
-
-    return dist.get_rank(), dist.get_world_size()
-
-
-def _mine(batches: list[Any]) -> list[Any]:
-    """This rank's micro-batches: every world_size-th."""
-    rank, world_size = _rank()
-    return batches[rank::world_size]
 
 
 def _sharded_gradients(
@@ -35,8 +25,6 @@ def _sharded_gradients(
     of_tokens: bool = False,
     **shard_options: Any,
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    import fsdp_sft as fs
-
     mesh = mesh_here(**(mesh_shape or {}))
     fs.shard_model(model, mesh=mesh, **shard_options)
     targets = fs.count_targets(mine)
@@ -56,32 +44,26 @@ def _sharded_gradients(
 
 
 def _check_families(
-    families: list[str], dtype: torch.dtype, accumulation: int, options: dict[str, Any]
+    families: list[str],
+    dtype: torch.dtype,
+    accumulation: int,
+    *,
+    prepare: str = "",
+    **options: Any,
 ) -> None:
-    import fsdp_sft as fs
-
-    options = dict(options)
-    prepare = options.pop("prepare", None)
-    overrides = options.pop("overrides", {})
-    _, world_size = _rank()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     for family in families:
-        batches = ragged_batches(world_size * accumulation)
-        model = tiny_model(family, dtype=dtype, **overrides)
+        batches = ragged_batches(ranks * accumulation)
+        model = tiny_model(family, dtype=dtype)
         if prepare == "freeze":
             model.get_input_embeddings().requires_grad_(False)
         expected_loss, expected = oracle_gradients(model, batches)
-        if prepare == "sac":
+        if prepare in ("sac", "compile"):
             assert fs.apply_sac(model, "1/3")
         if prepare == "compile":
-            fs.apply_sac(model, "1/3")
             fs.compile_blocks(model, backend="aot_eager")
-        loss, actual = _sharded_gradients(
-            model,
-            _mine(batches),
-            mp_policy=MixedPrecisionPolicy(),
-            master_dtype=dtype,
-            **options,
-        )
+        options = {"mp_policy": MixedPrecisionPolicy(), "master_dtype": dtype, **options}
+        loss, actual = _sharded_gradients(model, batches[rank::ranks], **options)
         error = largest_error(actual, expected)
         assert error <= TOLERANCE[dtype], f"{family}: gradient error {error:.2e}"
         assert abs(loss - expected_loss) <= TOLERANCE[dtype] * max(1, abs(expected_loss)), family
@@ -90,7 +72,7 @@ def _check_families(
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_gradients_equal_the_single_process(world_size: int, dtype: torch.dtype) -> None:
-    run_distributed(_check_families, world_size, FAMILIES, dtype, 1, {})
+    run_distributed(_check_families, world_size, FAMILIES, dtype, 1)
 
 
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -116,4 +98,4 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 def test_gradients_equal_the_single_process_with(case: str) -> None:
     world_size, accumulation, options = CASES[case]
     families = ["llama", "qwen2-tied"] if case != "compile" else ["qwen2-tied"]
-    run_distributed(_check_families, world_size, families, torch.float64, accumulation, options)
+    run_distributed(_check_families, world_size, families, torch.float64, accumulation, **options)

@@ -8,7 +8,9 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,27 +77,29 @@ OWNERS = {
 }
 
 
-def _imports(path: Path) -> set[str]:
-    """Modules of the package that a file imports, at any depth of its code."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fsdp_sft":
-            parts = node.module.split(".")
-            found.update([parts[1]] if len(parts) > 1 else [a.name for a in node.names if a.name[:2] != "__"])
-        elif isinstance(node, ast.Import):
-            found.update(a.name.split(".")[1] for a in node.names if a.name.startswith("fsdp_sft."))
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}: relative import"
-    return found
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
-def _modules() -> dict[str, list[Path]]:
-    modules: dict[str, list[Path]] = {}
+def _nodes(*kinds: type[ast.AST]) -> Iterator[tuple[Path, Any]]:
+    """Nodes of the library's files, at any depth."""
     for path in SOURCE.rglob("*.py"):
-        parts = path.relative_to(SOURCE).with_suffix("").parts
-        if parts != ("__init__",):
-            modules.setdefault(parts[0], []).append(path)
-    return modules
+        yield from ((path, node) for node in ast.walk(_tree(path)) if isinstance(node, kinds))
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """What an import names, by full names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    assert node.level == 0, "relative import"
+    return [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+
+
+def _modules() -> set[str]:
+    """The rooms, and the modules beside them."""
+    parts = {path.relative_to(SOURCE).with_suffix("").parts for path in SOURCE.rglob("*.py")}
+    return {names[0] for names in parts if names != ("__init__",)}
 
 
 @functools.cache
@@ -114,10 +118,13 @@ def _is_text(node: ast.stmt) -> bool:
 
 def test_imports_point_one_way() -> None:
     storey = {name: i for i, name in enumerate(STOREYS)}
-    for name, paths in _modules().items():
-        assert name in storey, f"{name} has no place in the house: add it to STOREYS and ARCHITECTURE.md"
-        for other in set().union(*map(_imports, paths)) - {name}:
-            assert storey[other] < storey[name], f"{name} imports {other}, which does not lie below it"
+    assert _modules() == set(STOREYS), "a module without a place: add it to STOREYS and ARCHITECTURE.md"
+    for path, node in _nodes(ast.Import, ast.ImportFrom):
+        own = path.relative_to(SOURCE).with_suffix("").parts[0]
+        for name in _imported(node):
+            parts = name.split(".")
+            if parts[0] == "fsdp_sft" and own in storey and parts[1:2] != [own] and parts[1:]:
+                assert storey.get(parts[1], -1) < storey[own], f"{path.name} imports {name}"
 
 
 def _file_names() -> dict[str, Path]:
@@ -128,33 +135,27 @@ def _file_names() -> dict[str, Path]:
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
     """Also in the bodies of functions, where Python would not mind."""
-    files = _file_names()
+    files = {path: name for name, path in _file_names().items()}
     graph: dict[str, set[str]] = {}
-    for name, path in files.items():
-        tree = ast.parse(path.read_text())
-        blocks = (
-            n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)
-        )
-        for_types = {id(node) for block in blocks for node in ast.walk(block)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module in files and id(node) not in for_types:
-                named = {f"{node.module}.{alias.name}" for alias in node.names}
-                graph.setdefault(name, set()).update((named & files.keys()) or {node.module})
+    for path, name in files.items():
+        blocks = [n for n in ast.walk(_tree(path)) if isinstance(n, ast.If)]
+        for_types = {
+            id(node) for n in blocks if "TYPE_CHECKING" in ast.unparse(n.test) for node in ast.walk(n)
+        }
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ImportFrom) and id(node) not in for_types:
+                named = {*_imported(node)} & {*files.values()}
+                graph.setdefault(name, set()).update((named - {str(node.module)}) or named)
     assert len(graph) > 150
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def test_private_names_of_torch_and_transformers_stay_in_compat() -> None:
-    for path in SOURCE.rglob("*.py"):
-        if path.parent.name == "_compat":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom) or not node.module:
-                continue
-            top = node.module.split(".")[0]
-            if top in ("torch", "transformers", "huggingface_hub", "safetensors"):
-                private = [p for p in [*node.module.split("."), *(a.name for a in node.names)] if p[0] == "_"]
-                assert not private, f"{path.name}: {private}"
+    for path, node in _nodes(ast.ImportFrom):
+        names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+        if names[0] in ("torch", "transformers", "huggingface_hub", "safetensors"):
+            private = [name for name in names if name[0] == "_"]
+            assert not private or path.parent.name == "_compat", f"{path.name}: {private}"
 
 
 def test_each_fact_has_its_owner() -> None:
@@ -172,11 +173,9 @@ def test_every_error_is_below_one_root_and_exported() -> None:
     # These never leave their rooms: a tensor is converted whole, a loss computed otherwise, a file refused,
     # the checks of a job end.
     internal = {"TemplateRunError", "UntraceableError", "ProbeError", "_RankLostError"}
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            bases = {ast.unparse(base) for base in node.bases} if isinstance(node, ast.ClassDef) else set()
-            if any(base.endswith(("Error", "Exception")) for base in bases):
-                assert path.name == "errors.py" or node.name in internal, f"{path.name}: {node.name}"
+    for path, node in _nodes(ast.ClassDef):
+        if any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases):
+            assert path.name == "errors.py" or node.name in internal, f"{path.name}: {node.name}"
     defined = [n for n, v in vars(fs.errors).items() if isinstance(v, type) and issubclass(v, Exception)]
     for name in defined:
         error = getattr(fs, name)
@@ -185,73 +184,48 @@ def test_every_error_is_below_one_root_and_exported() -> None:
         assert name == "FsdpSftError" or len(builtins) > 3, f"{name} is no built-in error besides"
 
 
-def _test_imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-            found.update(f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-    return {name for name in found if name.split(".")[0] in ("tests", "benchmarks")}
-
-
 def test_tests_mirror_the_rooms_and_share_only_the_harness() -> None:
     packages = {path.name.strip("_") for path in SOURCE.iterdir() if path.is_dir() and path.name[:2] != "__"}
     rooms = {path.name for path in TESTS.iterdir() if path.is_dir() and path.name[:2] != "__"} - NO_ROOMS
-    assert rooms <= packages, f"{sorted(rooms - packages)} are no rooms of the library"
-    assert packages - rooms == set(), f"{sorted(packages - rooms)} have no tests"
-    for path in TESTS.rglob("*.py"):
-        for name in _test_imports(path):
-            parts = name.split(".")
-            assert parts[0] == "tests", f"{path.name} imports {name}: tests do not need the benchmarks"
-            assert not any(part.startswith("test_") for part in parts), f"{path.name} imports {name}"
-            assert not parts[-1].startswith("_"), f"{path.name} imports the private name {name}"
-    for path in BENCHMARKS.rglob("*.py"):
-        for name in _test_imports(path):
-            assert not name.startswith("tests"), f"{path.name} imports {name}: benchmarks do not need tests"
+    assert rooms == packages, "rooms without tests, or tests without a room"
+    for path in [*TESTS.rglob("*.py"), *BENCHMARKS.rglob("*.py")]:
+        for node in ast.walk(_tree(path)):
+            for name in _imported(node) if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+                top, _, rest = name.partition(".")
+                if top == "tests":
+                    assert path.is_relative_to(TESTS), f"{path.name} imports {name}: benchmarks need no tests"
+                    shared = [part for part in rest.split(".") if part.startswith("test_")]
+                    assert not shared, f"{path.name} imports {name}"
+                    assert rest.rpartition(".")[2][:1] != "_", f"{path.name} imports the private name {name}"
+                assert top != "benchmarks" or path.is_relative_to(BENCHMARKS), f"{path.name} imports {name}"
 
 
 def test_every_public_name_is_there_documented_and_typed() -> None:
-    assert fs.__all__ == sorted(fs.__all__)
-    assert fs.__all__ == dir(fs)
-    forwarded = {
-        "compile_blocks",
-        "build_meta_model",
-        "plan_run",  # to the arguments of estimate_memory, likewise:
-    }  # to torch.compile, which refuses unknown ones; to the config
-    modules = {path.stem for path in SOURCE.glob("*.py")} | {p.name for p in SOURCE.iterdir() if p.is_dir()}
-    for name in fs.__all__:
+    assert fs.__all__ == sorted(fs.__all__) == dir(fs)
+    # To torch.compile, which refuses unknown ones; to the config; to the arguments of estimate_memory.
+    forwarded = {"compile_blocks", "build_meta_model", "plan_run"}
+    for name in {*fs.__all__} - {"__version__"}:
         value = getattr(fs, name)
-        if name == "__version__":
+        assert name not in _modules(), f"{name} carries the name of a module"
+        if not callable(value):
             continue
-        assert name not in modules, f"{name} carries the name of a module"
+        assert value.__doc__ if isinstance(value, type) else inspect.getdoc(value), f"{name} has no docstring"
         if isinstance(value, type) and issubclass(value, Exception):
-            assert value.__doc__, f"{name} has no docstring"
-        elif callable(value):
-            assert inspect.getdoc(value), f"{name} has no docstring"
-            signature = inspect.signature(value)
-            rest = [p for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-            # Unpack names each keyword with its type.
-            named = all(str(p.annotation).startswith("Unpack[") for p in rest)
-            is_open = bool(rest) and not named and not getattr(value, "_is_protocol", False)
-            assert not is_open or name in forwarded, name
+            continue
+        parameters = inspect.signature(value).parameters.values()
+        rest = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
+        # Unpack names each keyword with its type.
+        named = all(str(p.annotation).startswith("Unpack[") for p in rest)
+        assert named or getattr(value, "_is_protocol", False) or name in forwarded, name
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         fs.no_such_name  # noqa: B018
 
 
 def test_the_docstring_maps_what_a_loop_needs() -> None:
     map_of_names = (fs.__doc__ or "").split("\n\n", 2)[2]
-    entries = re.findall(r"^    (\w+) {2,}(\S.*)$", map_of_names, re.MULTILINE)
-    groups = re.findall(r"^(\w.*)$", map_of_names, re.MULTILINE)
-    names = [name for name, _ in entries]
-    assert len(entries) + len(groups) == len([line for line in map_of_names.splitlines() if line.strip()])
-    assert len(names) == len(set(names))
+    names = re.findall(r"^    (\w+) {2,}\S", map_of_names, re.MULTILINE)
+    assert 55 <= len(names) == len(set(names)) <= 68
     assert set(names) <= set(fs.__all__)
-    assert 55 <= len(names) <= 68
-    assert len(groups) == 8
-    assert max(len(phrase) for _, phrase in entries) <= 60
-    assert not any(hasattr(getattr(fs, name), "__deprecated__") for name in names)
 
 
 def test_type_checkers_see_the_same_names() -> None:
@@ -264,33 +238,15 @@ def test_type_checkers_see_the_same_names() -> None:
 
 
 def test_model_first_the_rest_by_keyword() -> None:
-    two = {
-        *("apply_sac", "estimate_memory", "load_full_state_dict", "save_full_state_dict", "loss_sum"),
-        *("causal_lm_loss", "windows", "encode_chat", "encode_dataset", "filter_rows", "evaluate"),
-        *("gradient_sync", "export_hf", "save_checkpoint", "plot_run", "pack_lengths", "token_losses"),
-        *("select_block_indices", "model_flops_per_token", "load_weights", "add_adapters", "export_adapter"),
-    }
     three = {"train_step", "render_labels", "render_labels_html", "linear_cross_entropy_sum"}
     for name in fs.__all__:
-        value = getattr(fs, name)
-        if not inspect.isfunction(value):
-            continue
-        positional = [
-            p for p in inspect.signature(value).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD
-        ]
-        assert len(positional) <= (3 if name in three else 2 if name in two else 1), name
+        if inspect.isfunction(value := getattr(fs, name)):
+            parameters = inspect.signature(value).parameters.values()
+            positional = [p for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+            assert len(positional) <= (3 if name in three else 2), name
 
 
-def _in_fresh_python(code: str) -> dict:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_importing_starts_nothing() -> None:
-    report = _in_fresh_python(
-        """
+IMPORT = """
 import json, logging, os, sys
 before = dict(os.environ)
 import torch
@@ -300,41 +256,26 @@ for name in fsdp_sft.__all__:
     getattr(fsdp_sft, name)
 import torch.distributed as dist
 heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "transformers", "jinja2.sandbox")
-print(json.dumps({
-    "lazy": lazy,
-    "heavy": [m for m in heavy if m in sys.modules],
-    "environment": before == dict(os.environ),
-    "handlers": len(logging.getLogger("fsdp_sft").handlers),
-    "group": dist.is_initialized(),
-    "cuda": torch.cuda.is_initialized(),
-}))
+loaded = [m for m in heavy if m in sys.modules]
+started = dist.is_initialized(), torch.cuda.is_initialized()
+handlers = len(logging.getLogger("fsdp_sft").handlers)
+print(json.dumps([lazy, loaded, before == dict(os.environ), handlers, *started]))
 """
-    )
-    assert report == {
-        "lazy": [],
-        "heavy": [],
-        "environment": True,
-        "handlers": 0,
-        "group": False,
-        "cuda": False,
-    }
+
+
+def test_importing_starts_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+    lazy, heavy, same_environment, handlers, *started = json.loads(done.stdout.splitlines()[-1])
+    assert (lazy, heavy, same_environment, handlers, started) == ([], [], True, 0, [False, False])
 
 
 def test_the_declared_dependencies_are_the_ones_imported() -> None:
-    declared = {"torch", "transformers", "safetensors", "huggingface_hub", "filelock", "typing_extensions"}
-    allowed = declared | {"fsdp_sft"}
+    allowed = {"torch", "transformers", "safetensors", "huggingface_hub", "filelock", "typing_extensions"}
     # tqdm comes with transformers, jinja2 and networkx with torch; the others are extras
-    optional = {"tqdm", "jinja2", "networkx", "matplotlib", "peft"}
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [a.name for a in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module]
-            for name in names:
-                top = name.split(".")[0]
-                assert top in sys.stdlib_module_names | allowed | optional, f"{path.name} imports {name}"
+    allowed |= {"fsdp_sft", "tqdm", "jinja2", "networkx", "matplotlib", "peft"}
+    for path, node in _nodes(ast.Import, ast.ImportFrom):
+        tops = {name.split(".")[0] for name in _imported(node)}
+        assert tops <= sys.stdlib_module_names | allowed, f"{path.name} imports {tops}"
 
 
 IMPORT_EACH_FIRST = """

@@ -74,57 +74,39 @@ def _one_at_a_time(root: str, model: Any, optimizer: Any) -> None:
 
 
 def _errors_are_raised_once_on_all_ranks(root: str, model: Any, optimizer: Any) -> None:
-    expected = everything(model, optimizer)
-    for step, ask in enumerate(("wait", "save", "async save"), start=10):
+    for step, ask in enumerate(("wait", "save", "async save", "one rank waits"), start=10):
         with pytest.MonkeyPatch.context() as patch:
             if this_rank() == 1:
                 patch.setattr(folder, "write_tensors", full_disk)
             saved = fs.save_checkpoint(root, step, model=model, optimizer=optimizer, async_=True)
             saved._background.join()
+        waits = ask == "wait" or (ask == "one rank waits" and this_rank() == 0)
         with pytest.raises(OSError, match="No space left") as error:
-            if ask == "wait":
+            if waits:
                 saved.wait()
             else:
                 fs.save_checkpoint(root, 20 + step, model=model, async_=ask == "async save")
         assert "rank 1 failed first" in "".join(error.value.__notes__)
+        if ask == "one rank waits" and waits:  # the other rank has not seen it yet
+            with pytest.raises(OSError, match="No space left"):
+                fs.save_checkpoint(root, 20 + step, model=model)
         saved.wait()  # nothing is left to say
         assert not saved.path.exists()
-    train(model, optimizer, 0, 1)
-    loaded = fs.load_checkpoint(root, model=model, optimizer=optimizer)
-    assert loaded.step == 4
-    assert_same(everything(model, optimizer), expected)
     fs.save_checkpoint(root, 30, model=model, optimizer=optimizer, async_=True).wait()
-    assert fs.find_checkpoints(root)[-1].step == 30
-
-
-def _waited_for_on_one_rank_only(root: str, model: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder, "write_tensors", full_disk)
-        saved = fs.save_checkpoint(root, 40, model=model, async_=True)
-        saved._background.join()
-    if this_rank() == 0:
-        with pytest.raises(OSError, match="No space left"):
-            saved.wait()
-    with pytest.raises(OSError, match="No space left"):  # rank 0 has seen it, rank 1 has not
-        fs.save_checkpoint(root, 41, model=model)
-    fs.save_checkpoint(root, 42, model=model)
+    assert [info.step for info in fs.find_checkpoints(root)] == [1, 2, 3, 4, 30]
 
 
 def _best(root: str, model: Any) -> None:
-    barrier = torch.distributed.barrier
-    metrics = [2.0, 1.0, float("nan"), 1.5, 1.0, None, float("inf"), 3]
+    metrics = [2.0, 1.0, float("nan"), 1.5, 1.0, None, float("inf"), 3, 2.5]
     for step, metric in enumerate(metrics):
         async_ = step % 2 == 1
         fs.save_checkpoint(root, step, model=model, metric=metric, keep_last=2, keep_best=2, async_=async_)
-    fs.save_checkpoint(root, 8, model=model, metric=2.5, keep_last=2, keep_best=2)
-    barrier()
+    torch.distributed.barrier()
     assert [(i.step, i.metric) for i in fs.find_checkpoints(root)] == [(1, 1.0), (4, 1.0), (7, 3.0), (8, 2.5)]
-    barrier()
+    torch.distributed.barrier()
     fs.save_checkpoint(root, 9, model=model, metric=0.5, keep_last=1, keep_best=2)
-    barrier()
+    torch.distributed.barrier()
     assert [i.step for i in fs.find_checkpoints(root)] == [4, 9]  # of two equal ones the newer
-    with pytest.raises(fs.CheckpointError, match="different things"):
-        fs.save_checkpoint(root, 10, model=model, metric=float(this_rank()))
 
 
 def _async(root: str) -> None:
@@ -134,7 +116,6 @@ def _async(root: str) -> None:
     _snapshot_is_of_the_moment(root, model, optimizer)
     _one_at_a_time(root, model, optimizer)
     _errors_are_raised_once_on_all_ranks(root, model, optimizer)
-    _waited_for_on_one_rank_only(root, model)
     _best(f"{root}/best", model)
 
 
@@ -173,24 +154,21 @@ def test_a_program_that_ends_waits_for_its_save(tmp_path: Path, outcome: str, co
     assert [name for name in os.listdir(tmp_path) if name.startswith(".tmp")] == []
 
 
-def _destroy_meanwhile(root: str, slow: int) -> bool:
+def _destroy_meanwhile(root: str, slow: int) -> None:
     model = make_model(0, {})
-    optimizer = make_adamw(model)
-    train(model, optimizer, 0, 1)
-    fs.save_checkpoint(root, 1, model=model, optimizer=optimizer)
-    rank, told = this_rank(), fs.save_checkpoint
+    fs.save_checkpoint(root, 1, model=model)
     with pytest.MonkeyPatch.context() as patch:
-        if slow in (rank, -1):
+        if slow in (this_rank(), -1):
             patch.setattr(folder, "write_tensors", slow_write)
-        saved = told(root, 2, model=model, optimizer=optimizer, async_=True, keep_last=1)
+        saved = fs.save_checkpoint(root, 2, model=model, async_=True, keep_last=1)
         torch.distributed.destroy_process_group()  # as programs do at their end
         saved.wait()
-    return saved.path.exists()
+    assert saved.path.exists()
 
 
 @pytest.mark.parametrize("slow", [0, 1, -1])
 def test_a_save_outlives_the_process_group(slow: int, tmp_path: Path) -> None:
     """Otherwise its ranks would each be a job of one, name an unsound step, and delete the one before."""
-    assert run_distributed(_destroy_meanwhile, 2, str(tmp_path), slow) == [True, True]
+    run_distributed(_destroy_meanwhile, 2, str(tmp_path), slow)
     assert dcp_io.verify_checkpoint(tmp_path / "step-2") == []
     assert sorted(path.name for path in tmp_path.glob("*step*")) == ["step-2"]

@@ -71,7 +71,7 @@ MISTAKES = [
         "dcp_io/checkpoint.py",
         "keep_last: int | None = None,",
         "keep_last: int | None = 2,",
-        ("tests/dcp_io/test_retention.py",),
+        ("tests/dcp_io/test_checkpoint.py",),
     ),
     Mistake(
         "what is shared in the model alone is written once",
@@ -113,14 +113,14 @@ MISTAKES = [
         "dcp_io/optimizer_content.py",
         "    if optimizer.state is not optimizer.state:\n",
         "    if False:\n",
-        ("tests/dcp_io/test_own_state.py",),
+        ("tests/dcp_io/test_refused_saves.py",),
     ),
     Mistake(
         "several optimizers are restored by their place in the list",
         "dcp_io/optimizer_load.py",
         'if entry[0]["parameters"].keys() == own',
         "if True",
-        ("tests/dcp_io/test_several_optimizers.py",),
+        ("tests/dcp_io/test_optimizer_state.py",),
     ),
     Mistake(
         "the position counts rows of batches that a data set gives whole",

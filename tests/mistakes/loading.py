@@ -8,14 +8,14 @@ MISTAKES: list[Mistake] = [
         "dcp_io/full_state.py",
         'elif "GET" in code.name and argument in tuples:',
         "elif False:",
-        ("tests/tensors/test_hostile_files.py",),
+        ("tests/tensors/test_torch_file.py",),
     ),
     Mistake(
         "an adapter beside the weights is left out",
         "weights/resolve.py",
         "    if (folder / ADAPTER).is_file():\n",
         "    if False:\n",
-        ("tests/weights/test_adapter_folders.py",),
+        ("tests/weights/test_odd_folders.py::test_an_adapter_beside_weights_is_not_left_out",),
     ),
     Mistake(
         "a part of a config that says quantised is not looked at",
@@ -115,7 +115,7 @@ MISTAKES: list[Mistake] = [
         "_tensors/reader.py",
         "    shared = ranks_on_host() if cpus == os.cpu_count() else 1\n",
         "    shared = ranks_on_host()\n",
-        ("tests/weights/test_threads.py",),
+        ("tests/weights/test_reads.py",),
     ),
     Mistake(
         "a parameter kept in float32 drags along those of its block",
@@ -157,7 +157,7 @@ MISTAKES: list[Mistake] = [
         "_tensors/reader.py",
         '            advise(self.descriptors[file], 0, 0, "POSIX_FADV_RANDOM")\n',
         "",
-        ("tests/weights/test_shared_reads.py",),
+        ("tests/weights/test_reads.py",),
     ),
     Mistake(
         "weights that to_empty has untied stay two",

@@ -3,7 +3,6 @@
 from tests.mistakes.mistake import Mistake
 
 TRAINED = ("tests/step/test_trained.py",)
-CHANGES = ("tests/test_changes.py",)
 
 MISTAKES: list[Mistake] = [
     Mistake(
@@ -235,7 +234,7 @@ MISTAKES: list[Mistake] = [
         "step/train.py",
         "if not bool(values_of(one.detach()).isfinite().all())",
         "if False",
-        ("tests/test_silence.py",),
+        ("tests/test_mistakes.py",),
     ),
     Mistake(
         "a router that draws is compared in another forward",

@@ -1,4 +1,4 @@
-"""Ways to quantise that are not read, and packed weights of which no config tells: refused by name."""
+"""Ways to quantise that are not read, packed weights of which no config tells, odd forms: refused by name."""
 
 import json
 from dataclasses import replace
@@ -10,11 +10,12 @@ import torch
 import transformers
 
 import fsdp_sft as fs
+from fsdp_sft._tensors.boxes import whole
 from fsdp_sft.weights.resolve import resolve_folder
-from tests.harness.hf_folders import rewrite, tensors_of
+from tests.harness.hf_folders import difference, plain, rewrite, tensors_of
 from tests.harness.hub_server import serve, use_hub
-from tests.harness.quantised_folders import configure, fp8_folder, mxfp4_folder, opened
-from tests.harness.quantised_weights import FORMATS
+from tests.harness.quantised_folders import configure, fp8_folder, mxfp4_folder, opened, quantised, read
+from tests.harness.quantised_weights import FORMATS, Written, fp8_block, int4, nf4
 from tests.harness.ranks import run_distributed
 
 
@@ -27,19 +28,17 @@ def test_other_methods_are_named(method: str | None, tmp_path: Path) -> None:
         fs.build_meta_model(tmp_path)
 
 
-def _fetch(address: str, cache: Path) -> str:
+def _fetch(address: str, cache: Path) -> None:
     use_hub(address, cache)
-    with pytest.raises(fs.CheckpointFormatError) as caught:
+    with pytest.raises(fs.CheckpointFormatError, match=r"quantised \(torchao\)"):
         resolve_folder("someone/model")
-    return str(caught.value)
 
 
 def test_before_weights_are_downloaded(tmp_path: Path) -> None:
     fp8_folder(tmp_path / "model")
     configure(tmp_path / "model", quantization_config={"quant_method": "torchao"})
     with serve(tmp_path / "model") as (address, downloads):
-        messages = run_distributed(_fetch, 2, address, tmp_path / "cache")
-    assert all("quantised (torchao)" in message for message in messages)
+        run_distributed(_fetch, 2, address, tmp_path / "cache")
     assert [name for name in downloads if name.endswith(".safetensors")] == []
 
 
@@ -95,3 +94,97 @@ def test_scales_that_bitsandbytes_has_changed_are_named(tmp_path: Path) -> None:
         fs.CheckpointFormatError, match=r"scales of 'm\.weight' .* in the first forward on a CPU"
     ):
         opened(tmp_path, changed)
+
+
+# --- odd forms, settings and tensors: right, or refused ----------------------------------------------------
+
+
+def _values(folder: Path, made: Written, name: str = "m") -> torch.Tensor:
+    (source,) = opened(folder, made, name).values()
+    return read(source, whole(tuple(source.entry.shape)))[0]
+
+
+@pytest.mark.parametrize(
+    ("end", "tensor"),
+    [(".weight_zero_point", torch.zeros(3, 2, dtype=torch.int32)), (".weight_g_idx", torch.arange(64))],
+)
+def test_integers_that_are_shifted_or_in_another_order(
+    end: str, tensor: torch.Tensor, tmp_path: Path
+) -> None:
+    made = int4(24, 64)
+    made.tensors[end] = tensor
+    with pytest.raises(fs.CheckpointFormatError, match=f"m{end} belong to no weight"):
+        _values(tmp_path, made)
+
+
+def test_scales_of_a_cache_beside_attention_in_16_bits(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1}
+    made = quantised(tmp_path, FORMATS["fp8 of modelopt"], marked="mlp", **sizes)
+    scales = {f"model.layers.0.self_attn.{n}_proj.{n}_scale": torch.ones(()) for n in "kv"}
+    rewrite(tmp_path / "stored", tensors_of(tmp_path / "stored") | scales)
+    model = fs.build_meta_model(tmp_path / "stored")
+    with pytest.raises(fs.CheckpointFormatError, match="k_scale"):
+        fs.load_weights(model, tmp_path / "stored")
+    configure(tmp_path / "stored", quantization_config=made.settings | {"kv_cache_quant_algo": "FP8"})
+    fs.load_weights(model, tmp_path / "stored")
+    assert difference(model, plain(tmp_path / "published")) == []
+
+
+@pytest.mark.parametrize("offset", [..., None, True, "0.1", 10**400, float("inf")], ids=str)
+def test_offsets_that_are_no_numbers(offset: Any, tmp_path: Path) -> None:
+    made, key = nf4(8, 64), ".weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(made.tensors[key].tolist())) | {"nested_offset": offset}
+    state = {name: value for name, value in state.items() if value is not ...}
+    made.tensors[key] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    with pytest.raises(fs.CheckpointFormatError, match="nested_offset"):
+        _values(tmp_path, made)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(), (4,), (0, 4), (4, 0)], ids=str)
+def test_weights_that_are_no_matrices(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    made = FORMATS[name](32, 64)
+    first = next(iter(made.tensors))
+    made.tensors[first] = torch.zeros(shape, dtype=torch.uint8).to(made.tensors[first].dtype)
+    with pytest.raises(fs.CheckpointFormatError):
+        _values(tmp_path, made)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "named"),
+    [
+        ("fp8 block", {"weight_block_size": [64, 128]}, r"needs \(4, 2\)"),
+        ("fp8 block", {"weight_block_size": None}, "one number|needs"),
+        ("fp8 block", {"weight_block_size": [0, 128]}, "weight_block_size=0"),
+        ("fp8 block", {"weight_block_size": "128"}, "weight_block_size"),
+        ("fp8 block", {"weight_block_size": [128, True]}, "is quantised"),
+        ("int4", {"format": "marlin-24"}, "format='marlin-24'"),
+        ("int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        ("int4", {"transform_config": {"config_groups": {"a": {}}}}, "transform_config"),
+        ("fp8 of modelopt", {"quant_algo": "NVFP4_AWQ"}, "nvfp4_awq"),
+        ("nf4", {"load_in_4bit": False}, "load_in_4bit"),
+        ("int4", {"config_groups": {}}, "is quantised"),
+        ("int4", {"config_groups": {"a": {"weights": {"num_bits": -4}}}}, "is quantised"),
+        ("int4", {"config_groups": [1]}, "is quantised"),
+        ("int4", {"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "is quantised"),
+        ("int4", {"config_groups": {"a": {"weights": {"num_bits": 4, "symmetric": False}}}}, "is quantised"),
+        ("int4", {"config_groups": {"a": {"weights": {"num_bits": 4, "actorder": "group"}}}}, "is quantised"),
+        ("int4", {"format": "int-quantized"}, "is quantised"),
+        ("int4", {"transform_config": ["r1"]}, "is quantised"),
+    ],
+)
+def test_settings_that_do_not_fit(name: str, fields: dict[str, Any], named: str, tmp_path: Path) -> None:
+    made = FORMATS[name](256, 192)
+    made.settings |= fields
+    with pytest.raises(fs.CheckpointFormatError, match=named):
+        _values(tmp_path, made)
+
+
+def test_packed_experts_that_no_conversion_joins(tmp_path: Path) -> None:
+    """They are never initialised at random in their place."""
+    quantised(tmp_path, fp8_block, "mixtral", marked=".w", hidden_size=64, intermediate_size=64)
+    stored = {name.replace(".w1.", ".gate."): t for name, t in tensors_of(tmp_path / "stored").items()}
+    rewrite(tmp_path / "stored", stored)
+    model = fs.build_meta_model(tmp_path / "stored")
+    with pytest.raises(fs.CheckpointFormatError):
+        fs.load_weights(model, tmp_path / "stored", missing="initialise", unexpected="ignore")

@@ -1,19 +1,26 @@
 """Any box of a packed matrix, in every format: the values of plain loops, to the bit."""
 
 import itertools
+import json
+import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import fsdp_sft as fs
+from fsdp_sft._quantised import find
+from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._tensors.boxes import Box, chunk_of, whole
+from fsdp_sft._tensors.packed import Packed
 from fsdp_sft._tensors.reader import do_reads
 from fsdp_sft.weights import provenance
 from tests.harness.quantised_folders import opened, read
-from tests.harness.quantised_weights import FORMATS, Written, fp8_block, int4, mxfp4_experts, nf4
+from tests.harness.quantised_weights import FORMATS, Written, fp8_block, fp8_tensor, int4, mxfp4_experts, nf4
 
 SIZES = [(576, 192), (160, 192), (24, 64)]
 
@@ -42,14 +49,12 @@ def test_any_box(name: str, tmp_path: Path) -> None:
                 assert torch.equal(out, made.values[box.slices]), (box, at_once)
 
 
-def test_boxes_of_single_values(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fp8 block", "int4", "nf4 nested"])
+def test_boxes_of_single_values(name: str, tmp_path: Path) -> None:
     """However little may be computed at once, blocks are read as wholes."""
-    random.seed(0)
-    for name in ("fp8 block", "int4", "nf4 nested"):
-        made = FORMATS[name](24, 64)
-        (source,) = opened(tmp_path, made).values()
-        out, _ = read(source, whole((24, 64)), at_once=1)
-        assert torch.equal(out, made.values), name
+    made = FORMATS[name](24, 64)
+    (source,) = opened(tmp_path, made).values()
+    assert torch.equal(read(source, whole((24, 64)), at_once=1)[0], made.values)
 
 
 def test_experts_of_gpt_oss(tmp_path: Path) -> None:
@@ -126,10 +131,8 @@ def test_any_box_of_what_a_conversion_made(name: str, workers: int, tmp_path: Pa
 
 
 def test_a_run_that_is_missing_names_its_file(tmp_path: Path) -> None:
-    made = fp8_block(24, 64)
-    (source,) = opened(tmp_path, made).values()
-    path = tmp_path / "1.safetensors"
-    path.write_bytes(path.read_bytes()[:-4])
+    (source,) = opened(tmp_path, fp8_block(24, 64)).values()
+    os.truncate(tmp_path / "1.safetensors", (tmp_path / "1.safetensors").stat().st_size - 4)
     with pytest.raises(fs.CheckpointFormatError, match=r"1\.safetensors cannot be read .*'m'"):
         read(source, whole((24, 64)))
 
@@ -141,3 +144,113 @@ def test_an_exponent_of_255_is_no_number(tmp_path: Path) -> None:
     out, _ = read(source, whole((24, 64)))
     assert out[3, 32:].isnan().all()
     assert out.isnan().sum() == 32
+
+
+# --- mixtures ----------------------------------------------------------------------------------------------
+
+
+def _stacked(make: Callable[[int, int], Written], count: int, rows: int, columns: int) -> Written:
+    """Experts of one tensor in FP8, whose blocks begin anew with each expert."""
+    each = [make(rows, columns) for _ in range(count)]
+    weights = torch.stack([one.tensors[".weight"].view(torch.uint8) for one in each])
+    scales = torch.stack([one.tensors[".weight_scale_inv"] for one in each])
+    tensors = {"": weights.view(torch.float8_e4m3fn), "_scale_inv": scales}
+    return Written(tensors, torch.stack([one.values for one in each]), each[0].settings)
+
+
+@pytest.mark.parametrize("rows", [160, 128, 40])
+def test_experts_of_one_tensor(rows: int, tmp_path: Path) -> None:
+    made = _stacked(fp8_block, 3, rows, 192)
+    (source,) = opened(tmp_path, made, "experts.gate_up_proj").values()
+    assert source.entry.shape == (3, rows, 192)
+    for box in (
+        whole((3, rows, 192)),
+        Box((1, rows // 2, 0), (2, rows // 2, 192)),
+        Box((0, 3, 70), (3, 20, 90)),
+    ):
+        for at_once in (1 << 20, 3000):
+            assert torch.equal(read(source, box, at_once)[0], made.values[box.slices]), box
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1, 1)])
+def test_one_scale_for_each_expert(shape: tuple[int, ...], tmp_path: Path) -> None:
+    made = _stacked(fp8_tensor, 3, 24, 32)
+    made.tensors["_scale_inv"] = made.tensors["_scale_inv"].view(shape)
+    (source,) = opened(tmp_path, made, "experts.down_proj").values()
+    assert torch.equal(read(source, whole((3, 24, 32)))[0], made.values)
+
+
+# --- what the formats' own packages packed and dequantised; make_golden.py writes the files ----------------
+
+FILES = sorted((Path(__file__).parent / "golden").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_values_are_those_of_the_package(path: Path, tmp_path: Path) -> None:
+    with safe_open(path, "pt") as file:
+        tensors = {key.removeprefix("m."): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        settings = json.loads(file.metadata()["settings"])
+    values = tensors.pop("values")
+    made = Written({f".{key}": tensor for key, tensor in tensors.items()}, values, settings)
+    (source,) = opened(tmp_path, made).values()
+    out, _ = read(source, whole(tuple(values.shape)))
+    # Integers with scales in bfloat16 are rounded to that by the package, once.
+    assert torch.equal(out.to(values.dtype), values)
+    assert values.dtype == torch.float32 or source.format.startswith(("int", "mxfp4"))
+
+
+def test_there_is_one_of_each_package() -> None:
+    packages = set()
+    for path in FILES:
+        with safe_open(path, "pt") as file:
+            packages.add(file.metadata()["package"].split()[0])
+    assert packages == {"bitsandbytes", "compressed-tensors", "nvidia-modelopt", "transformers"}
+
+
+# --- how rows are stored by the config alone, beside what there is in files --------------------------------
+
+WIDTH = 2048  # of a real layer: what fills a row up, or a number for each row, counts for little
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_config_says_how_rows_are_stored(name: str, tmp_path: Path) -> None:
+    made = FORMATS[name](8, WIDTH)
+    found: Any = next(iter(opened(tmp_path, made).values()))
+    assert isinstance(found, Packed)
+    expected = found.row_format()
+    # DeepSeek-V4 has matrices in FP8, and stacks of them in MXFP4.
+    shape = (2, 8, WIDTH) if name == "fp4 of deepseek-v4" else (8, WIDTH)
+    settings = Settings("config.json", made.settings["quant_method"], made.settings)
+    layout = find.layout_by_config(settings, shape)
+    if expected is None:
+        assert layout is None
+        return
+    assert layout is not None
+    assert not layout.transposed
+    form = layout.form
+    assert form.width == expected.width
+    # Such configs do not say of what dtype scales are.
+    unsaid = "e8m0" in name or "uint8" in name or name == "fp8 block, compressed-tensors"
+    if not unsaid:
+        assert form.row_bytes == pytest.approx(expected.row_bytes, rel=0.01)
+    rows = torch.zeros(2, form.row_bytes, dtype=torch.uint8)
+    form.values_into(rows, torch.empty(2, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("lists", "module", "is_left_out"),
+    [
+        ({"modules_to_not_convert": ["lm_head", "mlp.gate"]}, "model.layers.1.mlp.gate", True),
+        ({"modules_to_not_convert": ["lm_head", "mlp.gate"]}, "model.layers.1.mlp.gate_proj", False),
+        ({"ignore": ["re:.*self_attn.*"]}, "model.layers.1.self_attn.q_proj", True),
+        ({"ignore": ["re:.*self_attn.*"]}, "model.layers.1.mlp.experts.down_proj", False),
+        ({"exclude_modules": ["model.layers.0.*"]}, "model.layers.0.mlp.down_proj", True),
+        ({"exclude_modules": ["model.layers.0.*"]}, "model.layers.10.mlp.down_proj", False),
+        ({"ignored_layers": ["re:("]}, "model.layers.0.mlp.down_proj", False),
+        ({}, "model", False),
+    ],
+)
+def test_lists_of_modules_that_are_not_packed(lists: Any, module: str, is_left_out: bool) -> None:
+    methods = {"ignore": "compressed-tensors", "exclude_modules": "modelopt"}
+    method = methods.get(next(iter(lists), ""), "fp8")
+    assert find.is_left_out(Settings("config.json", method, lists), module) is is_left_out

@@ -1,6 +1,8 @@
 """The byte level: against the reference implementation, and against damaged and hostile headers."""
 
 import os
+import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import fsdp_sft as fs
 from fsdp_sft._tensors import safetensors as st
+from fsdp_sft.weights.resolve import open_checkpoint
+from tests.harness.hf_folders import save_tiny
+from tests.tensors.odd_headers import ODD, file_of
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -27,9 +33,8 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    fd, header, _ = st.create(
-        path, {name: (t.dtype, t.shape) for name, t in tensors.items()}, {"format": "pt"}
-    )
+    shapes = {name: (t.dtype, t.shape) for name, t in tensors.items()}
+    fd, header, _ = st.create(path, shapes, {"format": "pt"})
     for name, tensor in tensors.items():
         st.write_at(fd, header.entries[name].start, st.bytes_of(tensor))
     os.close(fd)
@@ -44,40 +49,28 @@ def _header_of(path: Path) -> st.Header:
 
 
 def test_the_reference_implementation_reads_what_is_written(tmp_path: Path) -> None:
-    tensors = _tensors()
-    _write(tmp_path / "a.safetensors", tensors)
-    loaded = load_file(tmp_path / "a.safetensors")
+    path, tensors = tmp_path / "a.safetensors", _tensors()
+    _write(path, tensors)
+    entries = _header_of(path).entries.values()
+    assert all(entry.start % entry.dtype.itemsize == 0 for entry in entries), "aligned"
+    loaded = load_file(path)
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert loaded[name].dtype == tensor.dtype
-        assert loaded[name].shape == tensor.shape
+        assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape)
         assert st.bytes_of(loaded[name]) == st.bytes_of(tensor), name
-    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+    with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
 def test_what_the_reference_implementation_writes_is_read(tmp_path: Path) -> None:
-    tensors = _tensors()
-    path = tmp_path / "a.safetensors"
+    path, tensors = tmp_path / "a.safetensors", _tensors()
     save_file(tensors, path, metadata={"format": "pt"})
-    header = _header_of(path)
+    header, data = _header_of(path), path.read_bytes()
     assert header.metadata == {"format": "pt"}
-    fd = st.open_file(path)
     for name, tensor in tensors.items():
         entry = header.entries[name]
         assert (entry.dtype, entry.shape) == (tensor.dtype, tuple(tensor.shape))
-        buffer = bytearray(entry.num_bytes)
-        st.read_at(fd, entry.start, memoryview(buffer))
-        assert memoryview(buffer) == st.bytes_of(tensor), name
-    with pytest.raises(st.CheckpointFormatError, match="too early"):
-        st.read_at(fd, header.file_bytes - 1, memoryview(bytearray(2)))
-    os.close(fd)
-
-
-def test_every_tensor_is_aligned(tmp_path: Path) -> None:
-    _write(tmp_path / "a.safetensors", _tensors())
-    for entry in _header_of(tmp_path / "a.safetensors").entries.values():
-        assert entry.start % entry.dtype.itemsize == 0
+        assert data[entry.start : entry.end] == bytes(st.bytes_of(tensor)), name
 
 
 def test_links_and_special_files_are_not_opened(tmp_path: Path) -> None:
@@ -95,3 +88,66 @@ def test_links_and_special_files_are_not_opened(tmp_path: Path) -> None:
 def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
     with pytest.raises(st.CheckpointFormatError, match="complex128"):
         st.create(tmp_path / "new", {"a": (torch.complex128, [1])})
+
+
+def _theirs(path: Path) -> bool:
+    try:
+        with safe_open(path, "pt") as file:
+            file.keys()
+    except Exception:
+        return False
+    return True
+
+
+def _ours(path: Path) -> bool:
+    try:
+        _header_of(path)
+    except st.CheckpointFormatError:
+        return False
+    return True
+
+
+def test_what_safetensors_refuses_is_refused(tmp_path: Path) -> None:
+    path, taken = tmp_path / "odd.safetensors", {}
+    for name, contents in ODD.items():
+        path.write_bytes(contents)
+        taken[name] = (_theirs(path), _ours(path))
+    assert [name for name, (theirs, ours) in taken.items() if ours and not theirs] == []
+    assert sum(ours for _, ours in taken.values()) >= 10
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors", "config.json"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    if name.endswith("index.json"):
+        (folder / "model.safetensors").unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    started = time.perf_counter()
+    with pytest.raises((st.CheckpointFormatError, OSError), match="not a regular file"):
+        fs.build_meta_model(folder) if name == "config.json" else open_checkpoint(folder)
+    assert time.perf_counter() - started < 5
+
+
+def _cost_of_a_header(path: Path, entries: int) -> tuple[float, int]:
+    """Seconds and bytes of memory to read a header of so many tensors."""
+    texts = (f'"t{i}":{{"dtype":"U8","shape":[1],"data_offsets":[{i},{i + 1}]}}' for i in range(entries))
+    path.write_bytes(file_of("{" + ",".join(texts) + "}", bytes(entries)))
+    started = time.process_time()
+    _header_of(path)
+    seconds = time.process_time() - started
+    tracemalloc.start()
+    try:
+        kept = _header_of(path)
+        return seconds, tracemalloc.get_traced_memory()[1] if kept is not None else 0
+    finally:
+        tracemalloc.stop()
+
+
+def test_headers_cost_in_proportion(tmp_path: Path) -> None:
+    """At 1, 10 and 100 times the size, at most 20 and 200 times the cost: the rest is noise of a machine."""
+    _cost_of_a_header(tmp_path / "file.safetensors", 300)
+    costs = [_cost_of_a_header(tmp_path / "file.safetensors", size) for size in (300, 3000, 30_000)]
+    assert costs[1][1] < 20 * costs[0][1]
+    assert costs[2][1] < 200 * costs[0][1]
+    assert costs[2][0] < 50 * max(costs[1][0], 0.02)

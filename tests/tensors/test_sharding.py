@@ -1,4 +1,4 @@
-"""Shardings against torch.chunk, rank by rank."""
+"""Shardings and boxes against torch.chunk, rank by rank."""
 
 import itertools
 import random
@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdp_sft._tensors.boxes import Box
+from fsdp_sft._tensors.boxes import Box, box_at, cuts_of
 from fsdp_sft._tensors.sharding import Sharding
 from fsdp_sft.dcp_io.manifest import encode_sharding, parse_sharding
 from fsdp_sft.dcp_io.parts import StoredTensor
@@ -76,22 +78,9 @@ def test_what_meets_a_box_is_what_it_takes(seed: int) -> None:
     assert dict(sharding.parts(shape, copy, wanted)) == meeting
 
 
-def test_a_strided_shard_is_a_matter_of_order() -> None:
-    """Tensor parallelism cuts first, FSDP2 what is left: rows 0-3 lie on the first of the inner axis."""
-    cut_first_by_the_inner_axis = Sharding((2, 2), None, ((1, 0), (0, 0)))
-    assert dict(cut_first_by_the_inner_axis.parts((8,), 0)) == {
-        0: Box((0,), (2,)),
-        2: Box((2,), (2,)),
-        1: Box((4,), (2,)),
-        3: Box((6,), (2,)),
-    }
-
-
 def test_whole_tensors_and_those_of_one_rank() -> None:
-    everywhere = Sharding((4,), None, ())
-    assert everywhere.copies == 4
-    assert list(everywhere.parts((), 3)) == [(3, Box((), ()))]
-    assert list(everywhere.parts((0, 4), 1)) == []
+    assert list(Sharding((4,), None, ()).parts((), 3)) == [(3, Box((), ()))]
+    assert list(Sharding((4,), None, ()).parts((0, 4), 1)) == []
     stored = StoredTensor((2, 3), torch.int8, "model.x", Sharding((1,), (5,), ()))
     assert list(stored.parts()) == [("shards/00005.safetensors", Box((0, 0), (2, 3)))]
     assert stored.part_of_rank(4) is None
@@ -115,3 +104,44 @@ def test_whole_tensors_and_those_of_one_rank() -> None:
 def test_what_no_sharding_can_be(raw: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="not valid"):
         parse_sharding(raw, 4)
+
+
+# --- boxes -------------------------------------------------------------------------------------------------
+
+
+def _at(shape: tuple[int, ...], placements: list[Any], mesh: tuple[int, ...], place: tuple[int, ...]) -> Box:
+    return box_at(shape, cuts_of(placements, mesh, len(shape)), mesh, place)
+
+
+def test_a_strided_shard_is_cut_after_the_axes_that_follow() -> None:
+    """Experts are shared out along the last axis first, and FSDP2 cuts what each rank then has."""
+    numbers = torch.arange(13)
+    for sharing, parts in ((1, 2), (2, 1), (2, 3), (3, 2), (4, 4)):
+        placements = [Replicate(), _StridedShard(0, split_factor=sharing), Shard(0)]
+        for i, j in itertools.product(range(parts), range(sharing)):
+            box = _at((13, 5), placements, (2, parts, sharing), (1, i, j))
+            experts = _chunk(numbers, sharing, j)
+            assert numbers[box.slices[:1]].tolist() == _chunk(experts, parts, i).tolist()
+            assert box.shape[1] == 5
+    other = _at((8, 6), [Shard(1), Shard(0)], (2, 4), (1, 3))
+    assert other == Box((6, 3), (2, 3))
+    last = _at((8, 6), [_StridedShard(-2, split_factor=4), Shard(-2)], (2, 4), (1, 3))
+    assert last == Box((7, 0), (1, 6))
+
+
+def _chunk(tensor: torch.Tensor, parts: int, index: int) -> torch.Tensor:
+    chunks = tensor.chunk(parts)
+    return chunks[index] if index < len(chunks) else tensor[:0]
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [
+        [_StridedShard(0, split_factor=3), Shard(0)],  # neither of the axes that follow nor of none
+        [Shard(0), _StridedShard(0, split_factor=2)],  # fused weights, each half cut by itself
+        [Partial(), Shard(0)],
+    ],
+)
+def test_what_leaves_a_rank_several_boxes_or_none_is_refused(placements: list[Any]) -> None:
+    with pytest.raises(TypeError, match="cannot be read or stored by boxes"):
+        _at((8, 4), placements, (2, 2), (0, 1))

@@ -91,22 +91,6 @@ def test_copies_start_from_what_is_stored_and_not_from_that_rounded(tmp_path: Pa
     run_distributed(_check_unrounded, 2, tmp_path)
 
 
-def _check_refused(folder: Path, shard: bool) -> None:
-    for make, words in (
-        (lambda m: peft.get_peft_model(m, _lora()), "lora_A.*add_adapters"),
-        (lambda m: peft.get_peft_model(m, _lora(use_dora=True)), "use_dora"),
-        (lambda m: peft.get_peft_model(m, peft.IA3Config(task_type="CAUSAL_LM")), "ia3_l.*after loading"),
-        (_with_a_module, "extra.weight.*after loading"),
-        (_with_a_buffer, "table.*after loading"),
-    ):
-        model = make(fs.build_meta_model(folder))
-        if shard:
-            fs.shard_model(model, mesh=mesh_here(), mp_policy=PLAIN)
-        with pytest.raises(fs.FsdpSftError, match=words):
-            fs.load_weights(model, folder)
-        assert all(tensor.is_meta for name, tensor in _named(model) if "lora_" not in name)
-
-
 def _with_a_module(model: Any) -> Any:
     model.model.extra = torch.nn.Linear(4, 4, bias=False, device="meta")
     return model
@@ -117,19 +101,30 @@ def _with_a_buffer(model: Any) -> Any:
     return model
 
 
-def test_what_nothing_fills_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    _check_refused(tmp_path, shard=False)
-    run_distributed(_check_refused, 2, tmp_path, shard=True)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda m: peft.get_peft_model(m, _lora()), "lora_A.*add_adapters"),
+        (lambda m: peft.get_peft_model(m, _lora(use_dora=True)), "use_dora"),
+        (lambda m: peft.get_peft_model(m, peft.IA3Config(task_type="CAUSAL_LM")), "ia3_l.*after loading"),
+        (_with_a_module, "extra.weight.*after loading"),
+        (_with_a_buffer, "table.*after loading"),
+    ],
+    ids=["adapters", "DoRA", "IA3", "a module", "a buffer"],
+)
+def test_what_nothing_fills_is_refused_before_anything_is_read(make: Any, words: str, tmp_path: Path) -> None:
+    model = make(fs.build_meta_model(save_tiny(tmp_path)))
+    with pytest.raises(fs.FsdpSftError, match=words):
+        fs.load_weights(model, tmp_path)
+    assert all(tensor.is_meta for name, tensor in _named(model) if "lora_" not in name)
 
 
 def test_a_head_of_another_size_than_the_config_says_is_not_initialised(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     model: Any = fs.build_meta_model(tmp_path, architectures=["LlamaForSequenceClassification"], num_labels=9)
-    for size in (5, 12):
-        model.score = torch.nn.Linear(model.config.hidden_size, size, bias=False, device="meta")
-        with pytest.raises(ValueError, match=r"other shapes than its config describes \(score\.weight\)"):
-            fs.load_weights(model, tmp_path, missing="initialise", unexpected="ignore")
+    model.score = torch.nn.Linear(model.config.hidden_size, 5, bias=False, device="meta")
+    with pytest.raises(ValueError, match=r"other shapes than its config describes \(score\.weight\)"):
+        fs.load_weights(model, tmp_path, missing="initialise", unexpected="ignore")
 
 
 def test_adapters_taken_from_other_base_weights_are_refused(tmp_path: Path) -> None:

@@ -5,14 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers.models.auto import modeling_auto
 
 import fsdp_sft as fs
 from fsdp_sft.weights import build_meta_model, load_weights
-from tests.harness.architectures import class_names, inputs_for, quiet, save_all
-from tests.harness.device import mesh_here
-from tests.harness.hf_folders import difference, plain
+from tests.harness.architectures import class_names, inputs_for, quiet, save_all, tiny_architecture
+from tests.harness.device import device_here, mesh_here
+from tests.harness.hf_folders import difference, plain, tensors_of
+from tests.harness.models import full
 from tests.harness.ranks import run_distributed
+from tests.harness.vision import beside_text
 
 # One of each way to be awkward: merged experts, chunked and joined projections, ties across blocks, computed
 # buffers, a class of its own for each layer, and what loads wrongly when it is sliced before it is converted.
@@ -78,35 +82,103 @@ def _check_all(folder: Path, names: list[str]) -> dict[str, list[str]]:
     return results
 
 
-def _assert_all_load(folder: Path, names: list[str], world_size: int) -> None:
-    """Load each class that plain transformers can load, and compare it on every rank."""
-    by_rank = run_distributed(_check_all, world_size, folder, names, timeout=1500)
-    wrong = {name: [r[name] for r in by_rank] for name in names if any(r[name] for r in by_rank)}
-    print(f"\n{world_size} ranks: {len(names) - len(wrong)} of {len(names)} bitwise, with the forward")
-    assert wrong == {}
+def _assert_all_load(folder: Path, names: list[str], *world_sizes: int) -> None:
+    """Load each class that plain transformers builds, saves and loads, and compare it on every rank."""
+    failed = save_all(folder, names)
+    assert failed.keys() <= NOT_LOADABLE.keys(), failed
+    names = [name for name in names if name not in failed]
+    for world_size in world_sizes:
+        by_rank = run_distributed(_check_all, world_size, folder, names, timeout=1500)
+        wrong = {name: [r[name] for r in by_rank] for name in names if any(r[name] for r in by_rank)}
+        assert wrong == {}, f"{len(names) - len(wrong)} of {len(names)} are bitwise on {world_size} ranks"
 
 
 @quiet()
 def test_a_selection(tmp_path: Path) -> None:
-    failed = save_all(tmp_path, ALWAYS)
-    assert failed.keys() <= NOT_LOADABLE.keys(), failed
-    _assert_all_load(tmp_path, [name for name in ALWAYS if name not in failed], 2)
-
-
-@pytest.fixture(scope="module")
-@quiet()
-def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """(folder with a checkpoint of each class, the classes that plain transformers loads)."""
-    folder = tmp_path_factory.mktemp("architectures")
-    failed = save_all(folder, class_names())
-    print(f"\n{len(class_names())} classes; plain transformers cannot build or load {failed}")
-    assert failed.keys() <= NOT_LOADABLE.keys(), failed
-    return folder, [name for name in class_names() if name not in failed]
+    _assert_all_load(tmp_path, ALWAYS, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_causal_lm(everything: tuple[Path, list[str]], world_size: int) -> None:
-    folder, names = everything
-    _assert_all_load(folder, names, world_size)
+@pytest.mark.timeout(5400)
+@quiet()
+def test_every_causal_lm(tmp_path: Path) -> None:
+    _assert_all_load(tmp_path, class_names(), 2, 3, 4)
+
+
+# --- vision-language classes: what loads, trains on text and comes back, as plainly ------------------------
+
+RATE = 0.05
+MAPPED = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+NAMES = sorted({name for name in MAPPED if isinstance(name, str) and not name.endswith("ForCausalLM")})
+
+
+def _batch(name: str, config: Any) -> dict[str, torch.Tensor]:
+    """Four rows of ids, none of which stands for an image or the like, and what a class wants beside them."""
+    parts = [config.to_dict()]
+    for part in parts:
+        parts += [value for value in part.values() if isinstance(value, dict)]
+    taken = {
+        value
+        for part in parts
+        for key, value in part.items()
+        if "token" in str(key) and isinstance(value, int)
+    }
+    ids = torch.tensor([number for number in range(3, 101) if number not in taken][:32]).view(4, 8)
+    return beside_text(
+        name, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    )
+
+
+def _trained_plainly(name: str, folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of a step, and the parameters after it."""
+    model = plain(folder)
+    rows = _batch(name, model.config)
+    labels = rows.pop("labels")
+    for config in (model.config, model.config.get_text_config()):
+        config.use_cache = False  # the few layers may have no attention, which caches count by
+    logits = model(**rows).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=RATE).step()
+    return loss.item(), {name: p.detach() for name, p in model.named_parameters()}
+
+
+@quiet()
+def _check_of_images(name: str, folder: Path, loss: float, expected: dict[str, torch.Tensor]) -> None:
+    rank, ranks, out = dist.get_rank(), dist.get_world_size(), folder.with_name("out")
+    model, oracle = fs.build_meta_model(folder), plain(folder)
+    for tower in fs.freeze_towers(model):
+        oracle.get_submodule(tower).requires_grad_(False)
+    fs.shard_model(model, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+    fs.load_weights(model, folder)
+    assert difference(model, oracle) == []
+    try:
+        fs.prepare_loss(model)
+    except fs.ModelLossError:  # a forward that wants more than tokens
+        fs.prepare_loss(model, compare=False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rows = {
+        key: value.chunk(ranks)[rank].to(device_here()) for key, value in _batch(name, model.config).items()
+    }
+    result = fs.train_step(model, [rows], torch.optim.SGD(trained, lr=RATE), max_grad_norm=None)
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    fs.export_hf(model, out, dtype=torch.float32)
+    values = {key: full(parameter).detach() for key, parameter in model.named_parameters()}
+    again = dict(plain(out).named_parameters())
+    for key, value in values.items():
+        assert torch.equal(again[key], value), key
+        assert (value - expected[key]).abs().max() <= 1e-5 * expected[key].abs().max().clamp_min(1e-3), key
+    assert tensors_of(out).keys() == tensors_of(folder).keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@quiet()
+def test_a_class_trains_on_text_and_comes_back(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    try:
+        tiny_architecture(name).to(torch.bfloat16).save_pretrained(folder)
+        loss, expected = _trained_plainly(name, folder)
+    except Exception as error:
+        pytest.skip(f"plainly: {type(error).__name__}: {str(error)[:90]}")
+    run_distributed(_check_of_images, 2, name, folder, loss, expected)

@@ -1,15 +1,16 @@
-"""The class that is asked for is the class that is built, or the name is refused."""
+"""The class that is asked for is the class that is built; what is none of transformers is refused."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fsdp_sft as fs
 from tests.harness.composed import composed
 from tests.harness.device import mesh_here
-from tests.harness.hf_folders import difference, save_tiny
+from tests.harness.hf_folders import difference, plain, save_tiny
 from tests.harness.ranks import run_distributed
 
 CLASSIFIER = "LlamaForSequenceClassification"
@@ -42,33 +43,49 @@ def test_a_class_that_the_config_does_not_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "kind", "words"),
+    ("names", "words"),
     [
-        (["MistralForCausalLM"], fs.CheckpointFormatError, "models of type 'mistral'.*'llama'"),
-        (["LlamaForNothing"], fs.CheckpointFormatError, "has no LlamaForNothing"),
-        ([], fs.CheckpointFormatError, "architectures="),
-        ([7], fs.CheckpointFormatError, "has no 7"),
+        (["MistralForCausalLM"], "models of type 'mistral'.*'llama'"),
+        (["LlamaForNothing"], "has no LlamaForNothing"),
+        ([], "architectures="),
+        ([7], "has no 7"),
     ],
 )
-def test_a_class_that_cannot_be_built(tmp_path: Path, names: Any, kind: Any, words: str) -> None:
+def test_a_class_that_cannot_be_built(tmp_path: Path, names: Any, words: str) -> None:
     save_tiny(tmp_path)
-    with pytest.raises(kind, match=words):
+    with pytest.raises(fs.CheckpointFormatError, match=words):
         fs.build_meta_model(tmp_path, architectures=names)
 
 
-def _overridden(folder: Path) -> None:
-    mesh = mesh_here()
-    fields = {"attention_dropout": 0.25, "rms_norm_eps": 1e-4}
-    model = composed(folder, mesh=mesh, config_overrides=fields)
-    built = fs.build_meta_model(folder, **fields)
-    assert model.config.to_dict() == {**built.config.to_dict(), "_name_or_path": model.config.name_or_path}
-    assert model.model.layers[0].self_attn.attention_dropout == 0.25
-    with pytest.raises(TypeError, match="no_such_field"):
-        composed(folder, mesh=mesh, config_overrides={"no_such_field": 1})
-    with pytest.raises(TypeError, match="unexpected keyword argument 'config_overrides'"):
-        fs.load_pretrained(folder, mesh=mesh, config_overrides=fields)  # type: ignore[call-arg]
-
-
 def test_fields_of_the_config_are_replaced(tmp_path: Path) -> None:
-    save_tiny(tmp_path)
-    run_distributed(_overridden, 2, tmp_path)
+    model = fs.build_meta_model(save_tiny(tmp_path), attention_dropout=0.25, rms_norm_eps=1e-4)
+    assert (model.config.attention_dropout, model.config.rms_norm_eps) == (0.25, 1e-4)
+    assert model.model.layers[0].self_attn.attention_dropout == 0.25
+
+
+class Actor(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def _wrapped(folder: Path) -> None:
+    model: Any = Actor(fs.build_meta_model(folder / "base"))
+    fs.shard_model(model, mesh=mesh_here())
+    for call in (
+        lambda: fs.load_weights(model, folder / "base"),
+        lambda: fs.export_hf(model, folder / "out"),
+        lambda: fs.check_export(folder / "out", model=model),
+        lambda: fs.iter_hf_tensors(model),
+    ):
+        with pytest.raises(TypeError, match=r"pass the one inside, model\.model, which"):
+            call()
+    fs.load_weights(model.model, folder / "base")
+    assert difference(model.model, plain(folder / "base")) == []
+    with pytest.raises(TypeError, match="load_full_state_dict reads a module of one's own"):
+        fs.load_weights(nn.Linear(2, 2), folder / "base")
+
+
+def test_a_module_around_a_model_is_told_what_to_pass(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "base", "mixtral")
+    run_distributed(_wrapped, 2, tmp_path)

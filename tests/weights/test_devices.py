@@ -32,30 +32,10 @@ def _several_threads_and_small_pieces() -> None:
     os.sched_getaffinity = lambda _: set(range(64))
 
 
-def _load_to_the_host(folder: Path) -> tuple[list[str], set[str], bool]:
-    """(wrong parameters, where shards are, whether a step is taken)"""
-    context = fs.init_distributed()
-    policy = CPUOffloadPolicy()
-    model = composed(folder, mesh=fs.build_mesh(), offload_policy=policy)
-    expected = dict(plain(folder).named_parameters())
-    wrong, where = [], set()
-    for name, parameter in model.named_parameters():
-        where |= {parameter.device.type, parameter.detach().to_local().device.type}
-        if not torch.equal(full(parameter.detach().to(context.device)).cpu(), expected[name]):
-            wrong.append(name)
-    ids = torch.arange(3, 19).view(2, 8)
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return wrong, where, not fs.train_step(model, [batch], optimizer).skipped
-
-
-def test_shards_that_stay_on_the_host_are_loaded_there(checkpoint: Path) -> None:
-    assert run_simulated(_load_to_the_host, 2, checkpoint) == [([], {"cpu"}, True)] * 2
-
-
 def _wrong_values(model: Any, folder: Path) -> list[str]:
-    expected = dict(plain(folder).named_parameters())
-    return [n for n, p in model.named_parameters() if not torch.equal(full(p).detach().cpu(), expected[n])]
+    expected, device = dict(plain(folder).named_parameters()), torch.accelerator.current_accelerator()
+    named = [(name, full(p.detach().to(device)).cpu()) for name, p in model.named_parameters()]
+    return [name for name, value in named if not torch.equal(value, expected[name])]
 
 
 def _load_unsharded(folder: Path, *, on_own_stream: bool) -> tuple[list[str], list[int]]:
@@ -82,17 +62,29 @@ def test_a_load_is_right_on_any_device_and_stream(checkpoint: Path, index: int, 
     assert results == [([], [index])]
 
 
-def _load_sharded(folder: Path) -> tuple[list[str], list[int]]:
+def _load_sharded(folder: Path, offload: bool) -> tuple[list[str], list[int], set[str]]:
+    """(wrong parameters, devices that were used, where shards are); a step is taken with it."""
     _several_threads_and_small_pieces()
     context = fs.init_distributed()
     assert context.device.index == context.rank
-    model = fs.load_pretrained(folder, mesh=fs.build_mesh())
-    assert next(model.parameters()).device.index == context.rank
-    return _wrong_values(model, folder), torch.sim.touched()
+    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if offload else {}
+    model = composed(folder, mesh=fs.build_mesh(), **options)
+    where = {device for p in model.parameters() for device in (p.device.type, p.to_local().device.type)}
+    wrong, touched = _wrong_values(model, folder), torch.sim.touched()
+    ids = torch.arange(3, 19).view(2, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fs.train_step(model, [{"input_ids": ids, "labels": ids.clone()}], optimizer)
+    return wrong, touched, where
 
 
 def test_each_rank_loads_onto_its_own_device(checkpoint: Path) -> None:
-    assert run_simulated(_load_sharded, 2, checkpoint, copy_delay=SLOW) == [([], [0]), ([], [1])]
+    found = run_simulated(_load_sharded, 2, checkpoint, False, copy_delay=SLOW)
+    assert found == [([], [0], {"sim"}), ([], [1], {"sim"})]
+
+
+def test_shards_that_stay_on_the_host_are_loaded_there(checkpoint: Path) -> None:
+    found = run_simulated(_load_sharded, 2, checkpoint, True)
+    assert [(wrong, where) for wrong, _, where in found] == [([], {"cpu"})] * 2
 
 
 def _memory_while_loading(folder: Path, **options: Any) -> tuple[int, int, int]:

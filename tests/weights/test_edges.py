@@ -3,7 +3,6 @@
 import json
 import pickle
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from transformers import LlamaForCausalLM
 
 import fsdp_sft as fs
 from fsdp_sft.weights import (
@@ -23,12 +21,10 @@ from fsdp_sft.weights import (
     provenance,
 )
 from fsdp_sft.weights.resolve import open_checkpoint, resolve_folder
-from tests.harness.architectures import tiny_architecture
 from tests.harness.device import mesh_here
 from tests.harness.hf_folders import difference, loaded, plain, rewrite, save_tiny, tensors_of
 from tests.harness.hub_server import COMMIT, serve, use_hub
 from tests.harness.ranks import run_distributed
-from tests.harness.remote_code import keep_code_in, plain_with_code, save_with_code
 
 FLOAT32 = MixedPrecisionPolicy()
 
@@ -73,72 +69,7 @@ def test_shards_of_columns(tmp_path: Path) -> None:
     run_distributed(_check_columns, 4, tmp_path)
 
 
-def _check_default_policy(folder: Path) -> None:
-    model = build_meta_model(folder)
-    fs.shard_model(model, mesh=mesh_here())
-    load_weights(model, folder)
-    assert difference(model, plain(folder)) == []
-
-
-def test_modules_kept_in_float32_inside_of_others_that_are(tmp_path: Path) -> None:
-    tiny_architecture("Ernie4_5_MoeForCausalLM").to(torch.bfloat16).save_pretrained(tmp_path)
-    run_distributed(_check_default_policy, 2, tmp_path)
-
-
-# --- buffers and dtypes -----------------------------------------------------------------------------------
-
-BUFFERS = """
-import torch
-from torch import nn
-
-
-class Shifted(nn.Module):
-    def __init__(self, size, offset):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
-        self.register_buffer("mask", torch.ones(2, 3, dtype=torch.bool))
-        self.register_buffer("codes", torch.zeros(5, dtype=torch.int8))
-        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("table", torch.zeros(4, dtype=torch.float64))
-        self.register_buffer("short", torch.zeros(4, dtype=torch.float16))
-        self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
-        self.register_buffer("nothing", torch.zeros(0, 4))
-        self.register_buffer("nan", torch.zeros(2))
-
-    def forward(self, hidden):
-        return hidden * self.weight
-"""
-
-
-def _check_buffers(folder: Path, modules: Path) -> None:
-    keep_code_in(modules / str(dist.get_rank()))
-    model = build_meta_model(folder, trust_remote_code=True)
-    blocks = dict(fs.find_blocks(model))
-    fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32, blocks=blocks)
-    load_weights(model, folder)
-    assert difference(model, plain_with_code(folder)) == []
-
-
-@pytest.mark.parametrize("stored", ["as they are", "otherwise"])
-def test_buffers_of_every_dtype(tmp_path: Path, stored: str) -> None:
-    values = {
-        "counts": torch.tensor([1, 2, 3]),
-        "mask": torch.tensor([[True, False, True], [False, False, True]]),
-        "codes": torch.tensor([-128, 127, 0, 1, 2], dtype=torch.int8),
-        "step": torch.tensor(2**40),
-        "table": torch.tensor([1 / 3, 1e300, -0.0, 5], dtype=torch.float64),
-        "short": torch.tensor([1.5, 2, 3, 65504], dtype=torch.float16),
-        "phase": torch.tensor([1 + 2j, -3j], dtype=torch.complex64),
-        "nothing": torch.zeros(0, 4),
-        "nan": torch.tensor([float("nan"), float("inf")]),
-    }
-    if stored == "otherwise":
-        changes = {"table": torch.float32, "short": torch.float32, "step": torch.int32, "codes": torch.int64}
-        values["step"], values["table"] = torch.tensor(7), torch.tensor([1 / 3, 2, 3, 4])
-        values.update({name: values[name].to(dtype) for name, dtype in changes.items()})
-    folder = save_with_code(tmp_path / "model", BUFFERS, **values)
-    run_distributed(_check_buffers, 2, folder, tmp_path / "modules")
+# --- dtypes, headers and indices ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8, torch.complex64])
@@ -151,20 +82,9 @@ def test_weights_in_a_dtype_that_is_no_weight(tmp_path: Path, dtype: torch.dtype
         load_weights(build_meta_model(folder), folder)
 
 
-# --- headers and indices ----------------------------------------------------------------------------------
-
-
-def _write(folder: Path, header: str | bytes, data: bytes = b"") -> None:
-    for path in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
-        path.unlink()
-    text = header if isinstance(header, bytes) else header.encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
-
-
-@pytest.mark.parametrize("header", ["{}", '{"__metadata__": {"format": "pt"}}', "{}      "])
-def test_a_file_without_tensors(tmp_path: Path, header: str) -> None:
+def test_a_file_without_tensors(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path)
-    _write(folder, header)
+    rewrite(folder, {})
     model = build_meta_model(folder)
     with pytest.raises(CheckpointFormatError, match="embed_tokens") as caught:
         load_weights(model, folder)
@@ -174,16 +94,13 @@ def test_a_file_without_tensors(tmp_path: Path, header: str) -> None:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    weight_map: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())[
-        "weight_map"
-    ]
-    return weight_map
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return index["weight_map"]  # type: ignore[no-any-return]
 
 
 def _set_index(folder: Path, weight_map: Any) -> None:
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def test_files_in_folders_below(tmp_path: Path) -> None:
@@ -221,12 +138,21 @@ def test_indices_that_lie(tmp_path: Path, weight_map: Any) -> None:
         open_checkpoint(folder)
 
 
-def test_an_index_that_is_not_text(tmp_path: Path) -> None:
+NO_INDICES = {
+    "no text": b"\xff\xfe",
+    "nothing": b"",
+    "null": b"null",
+    "no map": b'{"weight_map": null}',
+    "100,000 deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("data", NO_INDICES.values(), ids=NO_INDICES)
+def test_an_index_that_is_not_one(tmp_path: Path, data: bytes) -> None:
     folder = save_tiny(tmp_path)
-    for data in (b"\xff\xfe", b"", b"null", b'{"weight_map": null}', b"[" * 100_000):
-        (folder / "model.safetensors.index.json").write_bytes(data)
-        with pytest.raises(CheckpointFormatError, match=r"not an index|index\.json is not JSON"):
-            open_checkpoint(folder)
+    (folder / "model.safetensors.index.json").write_bytes(data)
+    with pytest.raises(CheckpointFormatError, match=r"not an index|index\.json is not JSON"):
+        open_checkpoint(folder)
 
 
 def test_a_name_in_two_files_is_the_one_that_the_index_says(tmp_path: Path) -> None:
@@ -245,24 +171,17 @@ def test_a_name_in_two_files_is_the_one_that_the_index_says(tmp_path: Path) -> N
 # --- the Hub's cache --------------------------------------------------------------------------------------
 
 
-def _cached(root: Path, folder: Path) -> Path:
-    """A folder as the Hub's cache has it: links to files under their hashes."""
-    repo = root / "models--someone--model"
+def test_a_snapshot_whose_blobs_lie_on_another_disk(tmp_path: Path) -> None:
+    """As the Hub's cache has it: links to files under their hashes."""
+    folder = save_tiny(tmp_path / "model")
+    repo = tmp_path / "cache" / "models--someone--model"
     snapshot = repo / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
-    (repo / "blobs").mkdir()
+    (tmp_path / "disk").mkdir()
+    (repo / "blobs").symlink_to(tmp_path / "disk")
     for number, path in enumerate(sorted(folder.iterdir())):
         shutil.copy(path, repo / "blobs" / str(number))
         (snapshot / path.name).symlink_to(Path("../../blobs") / str(number))
-    return snapshot
-
-
-def test_a_snapshot_whose_blobs_lie_on_another_disk(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "model")
-    snapshot = _cached(tmp_path / "cache", folder)
-    blobs = snapshot.parent.parent / "blobs"
-    blobs.rename(tmp_path / "disk")
-    blobs.symlink_to(tmp_path / "disk")
     (tmp_path / "shortcut").symlink_to(snapshot)
     for name in (snapshot, tmp_path / "shortcut"):
         assert difference(loaded(name), plain(folder)) == []
@@ -290,15 +209,14 @@ def test_each_cache_gets_each_file_once(tmp_path: Path, shared: bool) -> None:
     assert (len(set(found)) == 1) == shared
     weights_files = [name for name in downloads if name.endswith(".safetensors")]
     assert "unrelated.safetensors" not in weights_files
-    caches = 1 if shared else 2
-    assert len(weights_files) == caches * (len(list(folder.glob("*.safetensors"))) - 1)
+    assert len(weights_files) == (1 if shared else 2) * (len(list(folder.glob("*.safetensors"))) - 1)
+    run_distributed(_from_the_hub, 2, address, tmp_path / "cache", shared, folder)  # the hub is gone
 
 
-def _check_hub_error(address: str, cache: Path) -> str:
+def _check_hub_error(address: str, cache: Path) -> None:
     use_hub(address, cache)
-    with pytest.raises(Exception) as caught:  # whatever huggingface_hub raises, the same everywhere
+    with pytest.raises(CheckpointFormatError):
         resolve_folder("someone/model")
-    return type(caught.value).__name__
 
 
 def test_a_repository_without_weights(tmp_path: Path) -> None:
@@ -306,56 +224,38 @@ def test_a_repository_without_weights(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     with serve(folder) as (address, _):
-        names = run_distributed(_check_hub_error, 2, address, tmp_path / "cache")
-    assert names == ["CheckpointFormatError"] * 2
+        run_distributed(_check_hub_error, 2, address, tmp_path / "cache")
 
 
-def test_what_is_cached_loads_when_the_hub_is_gone(tmp_path: Path) -> None:
-    folder = save_tiny(tmp_path / "model")
-    with serve(folder) as (address, _):
-        run_distributed(_from_the_hub, 2, address, tmp_path / "cache", True, folder)
-    run_distributed(_from_the_hub, 2, address, tmp_path / "cache", True, folder)
-
-
-def test_a_hub_with_a_single_file_and_an_index(tmp_path: Path) -> None:
-    """transformers takes the single file, so the parts are not even downloaded."""
-    folder = save_tiny(tmp_path / "model")
-    tensors = tensors_of(folder)
-    index = (folder / "model.safetensors.index.json").read_bytes()
-    parts = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-    rewrite(folder, {name: tensor + 1 for name, tensor in tensors.items()})
-    (folder / "model.safetensors.index.json").write_bytes(index)
-    for name, data in parts.items():
-        (folder / name).write_bytes(data)
-    with serve(folder) as (address, downloads):
-        run_distributed(_from_the_hub, 2, address, tmp_path / "cache", True, folder)
-    assert [name for name in downloads if name.endswith(".safetensors")] == ["model.safetensors"]
+def test_a_single_file_goes_before_an_index(tmp_path: Path) -> None:
+    """As in transformers; the parts are not even looked at."""
+    folder = save_tiny(tmp_path)
+    parts = {path: path.read_bytes() for path in folder.glob("model*") if path.is_file()}
+    rewrite(folder, {name: tensor + 1 for name, tensor in tensors_of(folder).items()})
+    for path, data in parts.items():
+        path.write_bytes(data)
+    assert difference(loaded(folder), plain(folder)) == []
 
 
 # --- conversions that do what none does yet ---------------------------------------------------------------
 
 
-def _source(*shape: int) -> Any:
-    return provenance.source("a", shape, torch.float32)
+UNTRACEABLE: dict[str, Callable[[Any], Any]] = {
+    "joined with zeros": lambda t: torch.cat([t, torch.zeros(1, 4)]),
+    "other bits": lambda t: t.view(torch.int32),
+    "padded": lambda t: torch.nn.functional.pad(t, (0, 1)),
+    "copied": lambda t: torch.empty(3, 4).copy_(t),
+    "flipped": lambda t: t.flip(0),
+    "indexed": lambda t: t[[2, 0, 1]],
+    "a number": lambda t: float(t[0, 0]),
+}
 
 
-UNTRACEABLE: list[Callable[[Any], Any]] = [
-    lambda t: torch.cat([t, torch.zeros(1, 4)]),
-    lambda t: t.view(torch.int32),
-    lambda t: torch.nn.functional.pad(t, (0, 1)),
-    lambda t: torch.empty(3, 4).copy_(t),
-    lambda t: t.flip(0),
-    lambda t: t[[2, 0, 1]],
-    lambda t: t.sum(),
-    lambda t: float(t[0, 0]),
-]
-
-
-@pytest.mark.parametrize("code", UNTRACEABLE, ids=range(len(UNTRACEABLE)))
-def test_code_that_is_not_traced_says_so(code: Callable[[Any], Any]) -> None:
-    code(torch.zeros(3, 4))
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_code_that_is_not_traced_says_so(name: str) -> None:
+    UNTRACEABLE[name](torch.zeros(3, 4))
     with pytest.raises(provenance.UntraceableError):
-        code(_source(3, 4))
+        UNTRACEABLE[name](provenance.source("a", (3, 4), torch.float32))
 
 
 def _check_padded(folder: Path) -> None:
@@ -379,13 +279,6 @@ def _check_padded(folder: Path) -> None:
     fs.shard_model(model, mesh=mesh_here(), mp_policy=FLOAT32)
     with pytest.raises(CheckpointFormatError, match=r"up_proj.*save_original_format=False"):
         load_weights(model, folder)
-    # The way that the message shows.
-    model = LlamaForCausalLM.from_pretrained(folder)
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder / "once", save_original_format=False)
-    dist.barrier()
-    oracle = plain(folder)
-    assert difference(loaded(folder / "once", {}), oracle) == []
 
 
 def test_a_conversion_that_adds_numbers_of_its_own_is_refused(tmp_path: Path) -> None:

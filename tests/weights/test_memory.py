@@ -1,11 +1,7 @@
-"""Anonymous memory of a load: the shards and buffers, also where what is stored is transposed."""
+"""Memory of a load: the shards and buffers, also where what is stored is transposed."""
 
 import gc
-import json
-import struct
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_sft as fs
+from fsdp_sft._tensors.safetensors import create
 from fsdp_sft.weights import build_meta_model, load_weights
+from tests.faults.hostile import peak, reset_peak
 from tests.harness.device import mesh_here
 from tests.harness.layouts import register_layout
 from tests.harness.ranks import run_distributed
@@ -29,10 +27,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 
 
 def _save_sparse(folder: Path, *, layers: int, vocab: int) -> int:
-    """A bf16 checkpoint without data on the disk, in the "transpose" layout; bytes of its largest tensor.
-
-    That one comes last, when the other shards have their memory and a buffer for it would come on top.
-    """
+    """A bf16 checkpoint without data on the disk, in the "transpose" layout; bytes of its largest tensor."""
     config = LlamaConfig(
         hidden_size=WIDTH,
         intermediate_size=INNER,
@@ -40,49 +35,19 @@ def _save_sparse(folder: Path, *, layers: int, vocab: int) -> int:
         num_attention_heads=8,
         vocab_size=vocab,
         tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
     )
-    with torch.device("meta"):
-        shapes = {name: tuple(t.shape) for name, t in LlamaForCausalLM(config).state_dict().items()}
-    shapes.pop("lm_head.weight")
-    shapes["model.embed_tokens.weight"] = shapes.pop("model.embed_tokens.weight")
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        start, end = end, end + 2 * int(torch.Size(shape).numel())
-        key = name.replace("mlp.down_proj", "mlp.down")
-        there = shape if key == name else shape[::-1]
-        header[key] = {"dtype": "BF16", "shape": list(there), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    folder.mkdir()
-    config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
+    with torch.device("meta"):
+        shapes = {name: t.shape for name, t in LlamaForCausalLM(config).named_parameters()}
+    stored = {
+        name.replace("mlp.down_proj", "mlp.down"): shape[::-1] if "mlp.down_proj" in name else shape
+        for name, shape in shapes.items()
+    }
+    described = {name: (torch.bfloat16, shape) for name, shape in stored.items()}
+    fd, *_ = create(folder / "model.safetensors", described, {"format": "pt"})
+    os.close(fd)
     return 2 * vocab * WIDTH
-
-
-def _anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-
-
-@contextmanager
-def _watched() -> Iterator[list[int]]:
-    """The highest anonymous memory beyond that at the start, in bytes."""
-    gc.collect()
-    before, growth, done = _anonymous_bytes(), [0], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.001):
-            growth[0] = max(growth[0], _anonymous_bytes() - before)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield growth
-    finally:
-        done.set()
-        thread.join()
 
 
 def _model(folder: Path) -> Any:
@@ -94,14 +59,14 @@ def _beyond_shards(folder: Path) -> int:
     register_layout("transpose")
     load_weights(_model(folder / "small"), folder / "small")  # imports, gloo's buffers
     model = _model(folder / "large")
-    with _watched() as growth:
-        load_weights(model, folder / "large")
-    shards = 0
-    for parameter in model.parameters():
-        local = parameter.to_local()
-        shards += local.numel() * local.itemsize
-        assert not local.any(), "what a sparse file holds is zeros"
-    return growth[0] - shards
+    gc.collect()
+    reset_peak()
+    before = peak()
+    load_weights(model, folder / "large")
+    growth = peak() - before
+    shards = [parameter.to_local() for parameter in model.parameters()]
+    assert not any(local.any() for local in shards), "what a sparse file holds is zeros"
+    return growth - sum(local.nbytes for local in shards)
 
 
 def _measure(folder: Path, scale: int) -> int:

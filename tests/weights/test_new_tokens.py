@@ -1,10 +1,12 @@
 """Models with rows for new tokens against plain transformers, resized by hand in one process."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
@@ -20,23 +22,21 @@ FAMILIES = ["llama", "qwen2-tied", "gemma3", "gpt2", "bert", "t5"]
 
 
 def _oracle(folder: Path) -> Any:
-    return _grown(plain(folder))
+    model = plain(folder)
 
+    def tables() -> list[Any]:
+        layers = (model.get_input_embeddings(), model.get_output_embeddings())
+        return list({id(layer.weight): layer.weight for layer in layers if layer}.values())
 
-def _grown(model: Any) -> Any:
-    layers = {id(m.weight): m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m}
-    means = [m.weight.detach().double().mean(0) for m in layers.values()]
+    means = [weight.detach().double().mean(0) for weight in tables()]
     model.resize_token_embeddings(NEW, mean_resizing=False)
-    layers = {id(m.weight): m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m}
-    for layer, mean in zip(layers.values(), means, strict=True):
-        layer.weight.data[VOCAB:] = mean.to(layer.weight.dtype)
+    for weight, mean in zip(tables(), means, strict=True):
+        weight.data[VOCAB:] = mean.to(weight.dtype)
     return model
 
 
 def _nested(folder: Path) -> Path:
     """A model whose config has its vocabulary in the part that speaks of text."""
-    import transformers as tf
-
     text = tiny_config("gemma3").to_dict()
     vision = {
         "hidden_size": 16,
@@ -76,46 +76,29 @@ def test_new_rows_are_the_mean_of_the_old(
     run_distributed(_check, ranks, tmp_path, mesh_shape)
 
 
-def _lora() -> Any:
-    import peft
-
-    return peft.LoraConfig(
-        r=4,
-        target_modules=["q_proj"],
-        modules_to_save=["embed_tokens", "lm_head"],
-        task_type="CAUSAL_LM",
-    )
-
-
-def _batch() -> dict[str, torch.Tensor]:
-    batch = dict(ragged_batches(1)[0])
-    batch["input_ids"] = batch["input_ids"].clone()
-    batch["input_ids"][:, 0] = NEW - 1
-    return batch
-
-
 def _train_save_and_export(root: Path, how: str) -> None:
     """With adapters and without: trained, saved, read again, exported."""
     from transformers import AutoModelForCausalLM
 
-    mesh = mesh_here()
+    mesh, expected = mesh_here(), _oracle(root / "base")
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": FLOAT32, "new_vocab_size": NEW}
-    if how == "adapters":
-        options["peft_config"] = _lora()
-    model = fs.load_pretrained(root / "base", **options)
-    expected = _oracle(root / "base")
     if how == "adapters":
         import peft
 
+        whole, kind = ["embed_tokens", "lm_head"], {"r": 4, "task_type": "CAUSAL_LM"}
+        lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=whole, **kind)
+        options["peft_config"] = copy.deepcopy(lora)
         torch.manual_seed(0)
-        expected = peft.get_peft_model(expected, _lora()).train()
+        expected = peft.get_peft_model(expected, lora).train()
+    model = fs.load_pretrained(root / "base", **options)
     assert difference(model, expected) == []
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    plain_optimizer = torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.1)
-    loss = expected(**_batch()).loss
+    batch = dict(ragged_batches(1)[0])
+    batch["input_ids"][:, 0] = NEW - 1
+    loss = expected(**batch).loss
     loss.backward()
-    plain_optimizer.step()
-    result = fs.train_step(model, [_batch()], optimizer, max_grad_norm=None)
+    torch.optim.SGD([p for p in expected.parameters() if p.requires_grad], lr=0.1).step()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    result = fs.train_step(model, [batch], optimizer, max_grad_norm=None)
     assert result.loss == pytest.approx(loss.item(), rel=1e-6)
     head = model.get_output_embeddings().weight
     torch.testing.assert_close(full(head).detach(), expected.get_output_embeddings().weight.detach())
@@ -123,6 +106,10 @@ def _train_save_and_export(root: Path, how: str) -> None:
     again = fs.load_pretrained(root / "base", **options)
     fs.load_checkpoint(root / how / "steps", model=again)
     assert difference(again, model) == []
+    if how == "full":
+        small = fs.load_pretrained(root / "base", mesh=mesh)
+        with pytest.raises(fs.CheckpointMismatchError, match=rf"another model: .*embed_tokens.*\b{NEW}\b"):
+            fs.load_checkpoint(root / how / "steps", model=small)
     fs.export_hf(again, root / how / "out", dtype=torch.float32)
     torch.distributed.barrier()
     exported = AutoModelForCausalLM.from_pretrained(root / how / "out")
@@ -157,48 +144,14 @@ def test_a_head_that_is_missing_is_initialised_whole(tmp_path: Path) -> None:
     rows = model.lm_head.weight[VOCAB:]
     assert rows.isfinite().all()
     assert rows.unique(dim=0).shape[0] == NEW - VOCAB
-    embedding = model.model.embed_tokens.weight
-    assert torch.equal(embedding, _oracle_embedding(tmp_path))
-
-
-def _oracle_embedding(folder: Path) -> torch.Tensor:
-    old = tensors_of(folder)["model.embed_tokens.weight"].float()
-    return torch.cat([old, old.double().mean(0).float().expand(NEW - VOCAB, -1)])
+    assert torch.equal(model.model.embed_tokens.weight, _oracle(tmp_path).model.embed_tokens.weight)
 
 
 @pytest.mark.parametrize("size", [1, VOCAB - 1, VOCAB])
 def test_spare_rows_stay_as_they_are(size: int, tmp_path: Path) -> None:
-    run_distributed(_spare, 1, str(save_tiny(tmp_path)), size)
-
-
-def _spare(folder: str, size: int) -> None:
-    mesh = mesh_here()
-    model = fs.load_pretrained(folder, mesh=mesh, new_vocab_size=size)
-    plain = fs.load_pretrained(folder, mesh=mesh)
-    assert model.config.vocab_size == plain.config.vocab_size == VOCAB
-    for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-        assert torch.equal(full(ours), full(theirs)), name
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_checkpoint_with_other_rows_names_both(tied: bool, tmp_path: Path) -> None:
-    save_tiny(tmp_path / "base", tie_word_embeddings=tied)
-    save_tiny(tmp_path / "wide", tie_word_embeddings=tied, intermediate_size=96)
-    run_distributed(_other_rows, 1, str(tmp_path))
-
-
-def _other_rows(folder: str) -> None:
-    mesh = mesh_here()
-    grown = fs.load_pretrained(f"{folder}/base", mesh=mesh, new_vocab_size=NEW)
-    fs.save_checkpoint(f"{folder}/steps", 1, model=grown)
-    plain = fs.load_pretrained(f"{folder}/base", mesh=mesh)
-    with pytest.raises(fs.CheckpointMismatchError, match=rf"another model: .*embed_tokens.*\b{NEW}\b"):
-        fs.load_checkpoint(f"{folder}/steps", model=plain)
-    again = fs.load_pretrained(f"{folder}/base", mesh=mesh, new_vocab_size=NEW)
-    assert fs.load_checkpoint(f"{folder}/steps", model=again).step == 1
-    wide = fs.load_pretrained(f"{folder}/wide", mesh=mesh)
-    with pytest.raises(fs.CheckpointMismatchError, match="another model: "):
-        fs.load_checkpoint(f"{folder}/steps", model=wide)
+    model = fs.build_meta_model(save_tiny(tmp_path), new_vocab_size=size)
+    fs.load_weights(model, tmp_path)
+    assert difference(model, plain(tmp_path)) == []
 
 
 def test_what_cannot_be_resized_says_so(tmp_path: Path) -> None:
@@ -206,15 +159,9 @@ def test_what_cannot_be_resized_says_so(tmp_path: Path) -> None:
     tiny_architecture("MarianForCausalLM").save_pretrained(tmp_path / "marian")
     with pytest.raises(fs.UnsupportedModelError, match=r"Marian\w+: its input embeddings keep \d+ rows"):
         fs.build_meta_model(tmp_path / "marian", new_vocab_size=500)
-    model = fs.build_meta_model(_bart(tmp_path / "bart"), new_vocab_size=NEW)
+    config = tf.BartConfig(vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1)
+    # Its bias of the logits has a column, and not a row, for each token.
+    tf.BartForConditionalGeneration(config).save_pretrained(tmp_path / "bart")
+    model = fs.build_meta_model(tmp_path / "bart", new_vocab_size=NEW)
     with pytest.raises(fs.CheckpointFormatError, match=r"final_logits_bias"):
         fs.load_weights(model, tmp_path / "bart")
-
-
-def _bart(folder: Path) -> Path:
-    """Its bias of the logits has a column, and not a row, for each token."""
-    import transformers as tf
-
-    config = tf.BartConfig(vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1)
-    tf.BartForConditionalGeneration(config).save_pretrained(folder)
-    return folder

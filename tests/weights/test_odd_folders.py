@@ -1,16 +1,22 @@
-"""Forms in which repositories come: a config that names a bare class, and layers that transformers lacks."""
+"""Forms in which repositories come: a bare class, other formats beside, adapters, layers nobody reads."""
 
+import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import save_file
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fsdp_sft as fs
-from tests.harness.hf_folders import difference, plain, rewrite, tensors_of
-from tests.harness.models import tiny_model
+from tests.harness.device import mesh_here
+from tests.harness.hf_folders import difference, loaded, plain, rewrite, save_tiny, tensors_of
+from tests.harness.models import TINY, tiny_model
+from tests.harness.ranks import run_distributed
 
 BLOOM = {"vocab_size": 101, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 LATENT = {
@@ -19,18 +25,27 @@ LATENT = {
     "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 2, "topk_group": 2,
     "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
 }  # fmt: skip
+# As published: each expert (in, out), in tensors that are too large to be read by every rank.
+LARGE = {
+    "hidden_size": 512, "intermediate_size": 64, "moe_intermediate_size": 384, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4,
+    "num_experts_per_tok": 2, "vocab_size": 101,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+}  # fmt: skip
+TOWER = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 512,
+    "deepstack_visual_indexes": [0],
+}  # fmt: skip
 
 
 def test_a_config_that_names_the_class_without_a_head(tmp_path: Path) -> None:
     tf.BloomForCausalLM(tf.BloomConfig(**BLOOM)).transformer.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["BloomModel"]
-    model = fs.build_meta_model(tmp_path)
-    fs.load_weights(model, tmp_path)
+    model = loaded(tmp_path)
     oracle = tf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).train()
     assert type(model) is type(oracle)
     assert difference(model, oracle) == []
-    bare = fs.build_meta_model(tmp_path, architectures=["BloomModel"])
-    assert type(bare) is tf.BloomModel
+    assert type(fs.build_meta_model(tmp_path, architectures=["BloomModel"])) is tf.BloomModel
 
 
 def test_a_model_for_masked_words_keeps_its_class(tmp_path: Path) -> None:
@@ -42,10 +57,117 @@ def test_layers_behind_the_last_are_not_left_unread_without_a_word(tmp_path: Pat
     tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**LATENT)).save_pretrained(tmp_path / "base")
     further = {"model.layers.2.eh_proj.weight": torch.ones(32, 64)}
     rewrite(tmp_path / "base", tensors_of(tmp_path / "base") | further)
-    model: Any = fs.build_meta_model(tmp_path / "base")
     with pytest.raises(fs.CheckpointFormatError, match=r"eh_proj.*unexpected='ignore'"):
-        fs.load_weights(model, tmp_path / "base")
-    fs.load_weights(model, tmp_path / "base", unexpected="ignore")
+        loaded(tmp_path / "base")
+    model = loaded(tmp_path / "base", unexpected="ignore")
     fs.export_hf(model, tmp_path / "out", dtype=torch.float32)
     assert model.config.num_nextn_predict_layers == 1, "the model's own"
     assert difference(model, plain(tmp_path / "out")) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ("consolidated.safetensors", "put the repository's model*.safetensors beside"),
+        ("tiny-Q8_0.gguf", "GGUF, the format of llama.cpp, is not read"),
+        ("shard-00001-model-00001-of-00001.safetensors", "HuggingFaceStorageReader(folder)"),
+    ],
+)
+def test_files_of_another_format_alone(other: str, words: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, max_shard_size="1GB")
+    (tmp_path / "model.safetensors").rename(tmp_path / other)
+    with pytest.raises(fs.CheckpointFormatError, match=re.escape(words)):
+        loaded(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / other).read_bytes())
+    assert difference(loaded(tmp_path), plain(tmp_path)) == []
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(fs.CheckpointFormatError, match=re.escape(words)):
+        fs.build_meta_model(tmp_path)
+
+
+def test_experts_under_another_name_are_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "mixtral")
+    stored = {name: value for name, value in tensors_of(tmp_path).items() if ".experts." not in name}
+    rewrite(tmp_path, stored | {"model.layers.0.mlp.switch_mlp.up_proj.weight": torch.ones(4, 4)})
+    with pytest.raises(fs.CheckpointFormatError, match=r"no values for .*experts.*; it has .*switch_mlp\.up"):
+        loaded(tmp_path)
+
+
+def test_masks_that_are_no_longer_stored(tmp_path: Path) -> None:
+    config = tf.GPTJConfig(vocab_size=101, n_embd=32, n_layer=2, n_head=4, rotary_dim=8, n_positions=64)
+    tf.GPTJForCausalLM(config).save_pretrained(tmp_path)
+    masks = {
+        f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.bool).tril() for i in (0, 1)
+    }
+    rewrite(tmp_path, tensors_of(tmp_path) | masks)
+    if tf.__version__ < "5.24":  # which leaves them out by itself
+        with pytest.raises(fs.CheckpointFormatError, match=re.escape("load_weights(unexpected='ignore')")):
+            loaded(tmp_path)
+    assert difference(loaded(tmp_path, unexpected="ignore"), plain(tmp_path)) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("timm") is not None, reason="timm is installed")
+def test_a_tower_whose_package_is_missing(tmp_path: Path) -> None:
+    text = {**TINY, "num_hidden_layers": 5, "num_kv_shared_layers": 0, "laurel_rank": 4, "head_dim": 8}
+    own = {"activation_sparsity_pattern": None, "vocab_size_per_layer_input": 101}
+    config = tf.Gemma3nConfig(text_config={**text, **own, "hidden_size_per_layer_input": 8})
+    config.architectures = ["Gemma3nForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    oracle = tf.Gemma3nForCausalLM(config.text_config)
+    stored = {
+        name.replace("model.", "model.language_model.", 1): value
+        for name, value in oracle.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    rewrite(tmp_path, stored | {"model.vision_tower.timm_model.head.weight": torch.ones(2, 2)})
+    with pytest.raises(ImportError, match="timm"):
+        fs.build_meta_model(tmp_path)
+    model: Any = fs.build_meta_model(tmp_path, architectures=["Gemma3nForCausalLM"])
+    with pytest.raises(fs.CheckpointFormatError, match=re.escape("load_weights(unexpected='ignore')")):
+        fs.load_weights(model, tmp_path)
+    fs.load_weights(model, tmp_path, unexpected="ignore")
+    assert difference(model, oracle) == []
+
+
+def _check_transposed(folder: Path) -> None:
+    model = fs.load_pretrained(folder, mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
+    report = model.load_report
+    assert report.job_bytes_read <= 1.05 * report.checkpoint_bytes, "each rank reads its own experts alone"
+    apart = [problem for problem in difference(model, plain(folder)) if ".visual." not in problem]
+    assert apart == [], "but for the tower, which is frozen"
+
+
+def test_large_experts_that_are_stored_transposed(tmp_path: Path) -> None:
+    config = tf.Qwen3VLMoeConfig(text_config=LARGE, vision_config=TOWER)
+    tf.Qwen3VLMoeForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    stored = tensors_of(tmp_path)
+    rewrite(tmp_path, {n: t.mT.contiguous() if ".experts." in n else t for n, t in stored.items()})
+    run_distributed(_check_transposed, 2, tmp_path)
+
+
+def test_an_adapter_beside_weights_is_not_left_out(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base, own, out = tmp_path / "base", tmp_path / "own", tmp_path / "out"
+    tiny_model("llama").save_pretrained(base)
+    lora = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(tf.AutoModelForCausalLM.from_pretrained(base), lora).eval()
+    adapted.save_pretrained(base)
+    advice = "PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(out)"
+    with pytest.raises(fs.CheckpointFormatError, match=re.escape(advice)):
+        loaded(base)
+    own.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (base / name).rename(own / name)
+    whole = tf.AutoModelForCausalLM.from_pretrained(base)
+    peft.PeftModel.from_pretrained(whole, own).merge_and_unload().save_pretrained(out)
+    ids = torch.arange(3, 21).view(2, 9)
+    merged = loaded(out).eval()(input_ids=ids).logits
+    assert torch.allclose(merged, adapted(input_ids=ids).logits, atol=1e-5)
+    with pytest.raises(fs.CheckpointFormatError, match=r"config\.json"):
+        fs.build_meta_model(own)
+
+
+def test_a_stray_file_beside_is_not_looked_at(tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    save_file({name: t * 0 for name, t in tensors_of(tmp_path).items()}, tmp_path / "adapter.safetensors")
+    assert difference(loaded(tmp_path), plain(tmp_path)) == []

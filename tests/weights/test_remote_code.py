@@ -2,15 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import fsdp_sft as fs
 from fsdp_sft._model.configs import config_of, tokenizer_of
-from fsdp_sft.weights import CheckpointFormatError, build_meta_model, load_weights
+from fsdp_sft.weights import CheckpointFormatError, build_meta_model
 from fsdp_sft.weights.load import load_pretrained
 from fsdp_sft.weights.resolve import resolve_folder
 from tests.harness.device import device_here, mesh_here
@@ -25,34 +25,22 @@ def _imported(modules: Path) -> bool:
     return any(path.name == "imported" for path in modules.rglob("*"))
 
 
-def _check_refused(folder: Path, modules: Path) -> None:
-    keep_code_in(modules)
-    for build in (
-        lambda: build_meta_model(folder),
-        lambda: load_pretrained(folder, mesh=mesh_here()),
-    ):
-        with pytest.raises(CheckpointFormatError, match="trust_remote_code"):
-            build()
-    assert not _imported(modules)
-
-
 def test_refused_without_trust(tmp_path: Path) -> None:
-    run_distributed(_check_refused, 2, save_with_code(tmp_path / "model"), tmp_path / "modules")
+    keep_code_in(tmp_path / "modules")
+    with pytest.raises(CheckpointFormatError, match="trust_remote_code"):
+        build_meta_model(save_with_code(tmp_path / "model"))
+    assert not _imported(tmp_path / "modules")
 
 
 def _check_loads(folder: Path, modules: Path, together: bool) -> None:
     keep_code_in(modules if together else modules / str(dist.get_rank()))
-    mesh = mesh_here()
-    model = build_meta_model(folder, trust_remote_code=True)
-    fs.shard_model(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    load_weights(model, folder)
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(), "trust_remote_code": True}
+    model = load_pretrained(folder, mesh=mesh_here(), **options)
     oracle = plain_with_code(folder)
     assert difference(model, oracle) == []
     assert float(full(model.model.norm.offset)) == 0.625
     ids = torch.arange(3, 21, device=device_here()).view(2, 9)
     assert torch.equal(model(input_ids=ids).logits, oracle.to(device_here())(input_ids=ids).logits)
-    composed = load_pretrained(folder, mesh=mesh, mp_policy=MixedPrecisionPolicy(), trust_remote_code=True)
-    assert difference(composed, oracle) == []
     assert _imported(modules)
 
 
@@ -65,11 +53,11 @@ def _check_hub(address: str, cache: Path, modules: Path, folder: Path) -> None:
     use_hub(address, cache)
     keep_code_in(modules / str(dist.get_rank()))
     assert not list(resolve_folder("someone/model").glob("*.py"))
+    # Under bfloat16 the buffers are those of a plain bfloat16 model.
+    options: dict[str, Any] = {"mesh": mesh_here(), "mp_policy": MixedPrecisionPolicy()}
     with pytest.raises(CheckpointFormatError, match="trust_remote_code"):
-        load_pretrained("someone/model", mesh=mesh_here())
-    policy = MixedPrecisionPolicy()  # under bfloat16 the buffers are those of a plain bfloat16 model
-    mesh = mesh_here()
-    model = load_pretrained("someone/model", mesh=mesh, mp_policy=policy, trust_remote_code=True)
+        load_pretrained("someone/model", **options)
+    model = load_pretrained("someone/model", **options, trust_remote_code=True)
     assert difference(model, plain_with_code(folder)) == []
 
 
