@@ -103,7 +103,7 @@ BESIDE: dict[str, str] = {
     ),
     # More draws of the planner's configurations.
     **{
-        f"{_DEVICE}[{case}]": f"{_DEVICE}[cut_case]"
+        f"{_DEVICE}[{case}-0]": f"{_DEVICE}[cut_case-0]"
         for case in ("random_case", "shared_case", "experts_case", "shared_out_case")
     },
     **{

@@ -62,7 +62,7 @@ def _step(ratio: str, *, offload: bool) -> tuple[Gradients, int, int]:
     ("ratio", "gone", "less"), [("1", BLOCKS - 1, (BLOCKS - 3) * INPUT + 1), ("1/2", BLOCKS / 2 - 1, 0)]
 )
 def test_gradients_are_equal_and_the_device_has_less(ratio: str, gone: float, less: int) -> None:
-    ((plain, left, peak),) = run_simulated(_step, 1, ratio, offload=False)
+    ((plain, left, peak),) = run_simulated(_step, 1, ratio, offload=False, copy_delay=SLOW)
     ((found, left_now, peak_now),) = run_simulated(_step, 1, ratio, offload=True, copy_delay=SLOW)
     assert any(gradient.abs().sum() > 0 for gradient in plain.values())
     assert _equal(found, plain)
