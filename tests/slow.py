@@ -130,13 +130,7 @@ BESIDE: dict[str, str] = {
     f"{_FAULTS}test_two_jobs_below_one_root": (
         "tests/dcp_io/test_in_use.py::test_the_second_job_is_told_of_the_first"
     ),
-    **{
-        f"{_WATCH}[{case}]": f"{_WATCH}[{kept}]"
-        for case, kept in (
-            *(("stop-3", "stop-host"), ("die-3", "die-host"), ("loader-3", "ahead-2"), ("save-3", "ahead-2")),
-            ("kill-3", "kill-6"),
-        )
-    },
+    f"{_WATCH}[save-3]": f"{_WATCH}[ahead-2]",
     **{
         f"tests/jobs/test_preemption.py::test_a_loaders_workers_outlive_the_signal[{case}]": (
             "tests/jobs/test_preemption.py::test_a_loaders_workers_outlive_the_signal[fork-watched]"
