@@ -113,10 +113,7 @@ BESIDE: dict[str, str] = {
         for index in range(3, 8)
     },
     # Whole loops of others, and launchers beyond torchrun.
-    **{
-        f"tests/ports/{test}": "tests/ports/test_differences.py::test_what_did_not_work_at_first"
-        for test in ("test_training.py::",)
-    },
+    "tests/ports/test_training.py::": "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]",
     "tests/test_ports.py::": "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]",
     "tests/ranks/test_launch.py::test_torchrun_trains_as_plain_python_does": (
         "tests/ranks/test_distributed.py::test_torchrun"
