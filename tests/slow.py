@@ -113,8 +113,10 @@ BESIDE: dict[str, str] = {
         for index in range(3, 8)
     },
     # Whole loops of others, and launchers beyond torchrun.
-    "tests/ports/test_training.py::": "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]",
-    "tests/test_ports.py::": "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]",
+    **{
+        f"tests/{module}.py::": "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]"
+        for module in ("ports/test_training", "test_ports")
+    },
     "tests/ranks/test_launch.py::test_torchrun_trains_as_plain_python_does": (
         "tests/ranks/test_distributed.py::test_torchrun"
     ),
