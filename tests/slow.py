@@ -149,7 +149,7 @@ BESIDE: dict[str, str] = {
     # The simulator itself: what it computes is compared by every test that uses it.
     **{
         f"tests/simulated/test_{module}.py::": _SYNCS
-        for module in ("as_cuda", "bits", "counters", "failures", "kernels", "operators")
+        for module in ("bits", "counters", "failures", "kernels")
     },
 }
 

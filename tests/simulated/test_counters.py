@@ -48,11 +48,10 @@ def _waits() -> dict[str, list[str]]:
     found = {}
     for name, (line, _) in WAITS.items():
         x = torch.ones(8, 8, device="sim")
-        before = torch.sim.sync_count()
-        with torch.sim.record_syncs() as syncs:
+        with torch.sim.counted() as counts, torch.sim.record_syncs() as syncs:
             line(x)
         found[name] = [sync.kind for sync in syncs]
-        assert torch.sim.sync_count() - before == len(syncs)
+        assert counts.syncs.total() == len(syncs)
     return found
 
 

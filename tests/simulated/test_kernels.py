@@ -3,41 +3,38 @@
 import itertools
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from fsdp_sft.attention.varlen import attention
 from tests.simulated.ranks import run_simulated
 
 SLOW = 0.3  # seconds that a copy to the device takes
 
 
-def _wide_products() -> list[tuple[bool, torch.dtype]]:
+def _wide_products() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(what the device makes of products of 16 bits into 32, what is expected)"""
     found = []
     for dtype in (torch.bfloat16, torch.float16):
-        a, b = torch.randn(5, 8).to(dtype), torch.randn(8, 6).to(dtype)
-        c = torch.randn(5, 6)
-        for one, expected in (
-            (torch.mm(a.to("sim"), b.to("sim"), out_dtype=torch.float32), a.float() @ b.float()),
-            (
-                torch.bmm(a[None].to("sim"), b[None].to("sim"), out_dtype=torch.float32),
-                (a.float() @ b.float())[None],
-            ),
-            (
-                torch.addmm(c.to("sim"), a.to("sim"), b.to("sim"), out_dtype=torch.float32),
-                torch.addmm(c, a.float(), b.float()),
-            ),
-        ):
-            found.append((torch.allclose(one.cpu(), expected, rtol=1e-6, atol=1e-6), one.dtype))
+        a, b, c = torch.randn(5, 8).to(dtype), torch.randn(8, 6).to(dtype), torch.randn(5, 6)
+        x, y, z = (tensor.to("sim") for tensor in (a, b, c))
+        product, wide = a.float() @ b.float(), {"out_dtype": torch.float32}
+        found.append((torch.mm(x, y, **wide), product))
+        found.append((torch.bmm(x[None], y[None], **wide), product[None]))
+        found.append((torch.addmm(z, x, y, **wide), torch.addmm(c, a.float(), b.float())))
     with pytest.raises(RuntimeError, match="out_dtype must be"):
-        torch.mm(a.to("sim"), b.to("sim"), out_dtype=torch.bfloat16)
-    return found
+        torch.mm(x, y, out_dtype=torch.bfloat16)
+    return [(one.cpu(), expected) for one, expected in found]
 
 
 def test_products_of_16_bits_into_32() -> None:
-    assert run_simulated(_wide_products, 1) == [[(True, torch.float32)] * 6]
+    (found,) = run_simulated(_wide_products, 1)
+    for one, expected in found:
+        torch.testing.assert_close(one, expected, rtol=1e-6, atol=1e-6)
 
 
 def _counts() -> tuple[list[int], torch.dtype, dict[str, int]]:
@@ -92,6 +89,43 @@ def test_attention_of_rows_of_unequal_lengths(window: tuple[int, int]) -> None:
     assert max(errors) < 0.05, errors  # bfloat16 of values around 1 to 4
 
 
+def _rows_of_a_pack(device: str) -> list[torch.Tensor]:
+    """Attention of packed rows, with a window and grouped heads: output and gradients."""
+    lengths = (3, 9, 1, 11)
+    width, row = sum(lengths), torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).to(device)
+
+    def mask(q_length: int, q_offset: int) -> torch.Tensor:
+        query = torch.arange(q_offset, q_offset + q_length, device=device)[:, None]
+        key = torch.arange(width, device=device)
+        return ((row[query] == row[key]) & (key <= query) & (key > query - 5))[None, None]
+
+    found = attention.find_rows(mask, width, 0)
+    generator = torch.Generator().manual_seed(2)
+    tensors = [
+        torch.randn(1, heads, width, 16, generator=generator).to(device, torch.bfloat16).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    out, _ = attention.attend_by_row(module, *tensors, found)
+    (out.float() * torch.linspace(-1, 1, out.numel(), device=device).view(out.shape)).sum().backward()
+    return [out.detach().float().cpu(), *(t.grad.float().cpu() for t in tensors)]
+
+
+def _with_flash() -> tuple[list[torch.Tensor], int]:
+    """As where torch has varlen flash attention; and how often that was called."""
+    attention._has_flash = lambda device: True  # type: ignore[assignment]
+    with mock.patch.object(attention, "varlen_attn", side_effect=varlen_attn) as kernel:
+        return _rows_of_a_pack("sim"), kernel.call_count
+
+
+def test_packs_take_the_kernel_of_rows_where_there_is_one() -> None:
+    ((actual, calls),) = run_simulated(_with_flash, 1)
+    assert calls == 1
+    for one, other in zip(actual, _rows_of_a_pack("cpu"), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
 def _ahead() -> tuple[float, bool, list[str]]:
     """Seconds that the host took to queue a chain of operators behind a slow copy."""
     host, device = torch.arange(64.0).view(8, 8).pin_memory(), torch.zeros(8, 8, device="sim")
@@ -115,20 +149,14 @@ def test_the_host_runs_ahead_of_operators_it_has_met_before() -> None:
     assert seconds < SLOW / 2
 
 
-def _out_of_range() -> list[str]:
-    table, said = torch.zeros(4, 2, device="sim"), []
-    rows = torch.tensor([1, 3], device="sim")
+def _out_of_range() -> str:
+    table, rows = torch.zeros(4, 2, device="sim"), torch.tensor([1, 3], device="sim")
     F.embedding(rows, table)
     F.embedding(rows + 7, table)  # queued: the host learns of it where it next waits
-    said.append("queued")
-    try:
+    with pytest.raises(IndexError) as error:
         torch.accelerator.synchronize()
-    except IndexError as error:
-        said.append(str(error))
-    return said
+    return str(error.value)
 
 
 def test_an_error_on_the_device_is_met_where_the_host_next_waits() -> None:
-    ((queued, error),) = run_simulated(_out_of_range, 1)
-    assert queued == "queued"
-    assert "index out of range" in error
+    assert "index out of range" in run_simulated(_out_of_range, 1)[0]

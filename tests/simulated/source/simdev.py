@@ -106,16 +106,8 @@ def set_device(device):
         _C.set_device(index)
 
 
-def current_stream(device=None):
-    return torch.accelerator.current_stream(device)
-
-
-def set_stream(stream):
-    torch.accelerator.set_stream(stream)
-
-
-def synchronize(device=None):
-    torch.accelerator.synchronize(device)
+current_stream = torch.accelerator.current_stream
+synchronize = torch.accelerator.synchronize
 
 
 def _index(device):
@@ -165,8 +157,10 @@ class _Backend(types.ModuleType):
 # ---------------------------------------------------------------- memory, as torch.accelerator has it
 
 
-def empty_cache():
-    torch.accelerator.empty_cache()
+empty_cache = torch.accelerator.empty_cache
+memory_allocated = torch.accelerator.memory_allocated
+max_memory_allocated = torch.accelerator.max_memory_allocated
+memory_reserved = torch.accelerator.memory_reserved
 
 
 def mem_get_info(device=None):
@@ -177,29 +171,8 @@ def memory_stats(device=None):
     return torch.accelerator.memory_stats(_index(device))
 
 
-def memory_allocated(device=None):
-    return torch.accelerator.memory_allocated(_index(device))
-
-
-def max_memory_allocated(device=None):
-    return torch.accelerator.max_memory_allocated(_index(device))
-
-
-def memory_reserved(device=None):
-    return torch.accelerator.memory_reserved(_index(device))
-
-
-def max_memory_reserved(device=None):
-    return torch.accelerator.max_memory_reserved(_index(device))
-
-
 def reset_peak_memory_stats(device=None):
     torch.accelerator.reset_peak_memory_stats(_index(device))
-
-
-def allocation_count(device=None):
-    """How often memory of the device has been asked for."""
-    return memory_stats(device)["allocation.all.allocated"]
 
 
 # ---------------------------------------------------------------- random numbers
@@ -271,41 +244,22 @@ class Counts:
     allocations: int = 0
 
 
-def sync_counts():
-    """By kind, how often the host has waited for a device in this process, as on CUDA. See ``Sync.kind``."""
-    return dict(_C.waits())
-
-
-def sync_count():
-    """How often the host has waited for a device in this process where it would on CUDA too."""
-    return sum(_C.waits().values())
-
-
-def own_waits():
-    """By operator, how often the host has waited only because this is a simulator."""
-    return dict(_C.own_waits())
-
-
-def collectives():
-    """By kind, (calls, bytes) of this process's collectives on simulated devices; see ``Counts``."""
-    return dict(_C.collectives())
-
-
 @contextlib.contextmanager
 def counted():
     """A context with the ``Counts`` of what happens in it, complete at its end."""
-    counts = Counts()
-    syncs, own, traffic, allocations = sync_counts(), own_waits(), collectives(), allocation_count()
+    counts, device = Counts(), current_device()
+    syncs, own, traffic = Counter(_C.waits()), Counter(_C.own_waits()), dict(_C.collectives())
+    allocations = memory_stats(device)["allocation.all.allocated"]
     try:
         yield counts
     finally:
-        counts.syncs = Counter(sync_counts()) - Counter(syncs)
-        counts.own_waits = Counter(own_waits()) - Counter(own)
-        for kind, (calls, moved) in collectives().items():
+        counts.syncs = Counter(_C.waits()) - syncs
+        counts.own_waits = Counter(_C.own_waits()) - own
+        for kind, (calls, moved) in _C.collectives().items():
             before = traffic.get(kind, (0, 0))
             if calls > before[0]:
                 counts.collectives[kind] = (calls - before[0], moved - before[1])
-        counts.allocations = allocation_count() - allocations
+        counts.allocations = memory_stats(device)["allocation.all.allocated"] - allocations
 
 
 _recorders = []
