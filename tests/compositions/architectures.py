@@ -15,6 +15,7 @@ from tests.harness.packed_values import in_nf4, is_packed
 from tests.harness.quantised_folders import quantise
 
 EXTRA_TOKENS = 5
+GROWN = VOCABULARY + EXTRA_TOKENS
 ROUTER_COEFFICIENT = 0.5
 TOWERS = ("vision_tower", "multi_modal_projector")
 
@@ -187,8 +188,8 @@ def summed_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         logits = model(**inputs).logits
     if not getattr(config, "is_encoder_decoder", False):
         logits, labels = logits[:, :-1], labels[:, 1:]
-    logits = _upcast(logits.flatten(0, 1))
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
 def loss_of_tokens(model: nn.Module, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -204,10 +205,6 @@ def weight_of_tokens(batch: dict[str, Any]) -> float:
     counts = batch["labels"][:, 1:] != -100
     weights = batch.get("loss_weights")
     return float(counts.sum() if weights is None else (weights[:, 1:] * counts).sum())
-
-
-def _upcast(logits: torch.Tensor) -> torch.Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def count(batch: dict[str, Any], architecture: str) -> int:

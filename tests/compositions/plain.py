@@ -10,7 +10,7 @@ from torch import nn
 
 from tests import plain
 from tests.compositions import options
-from tests.compositions.architectures import EXTRA_TOKENS, ROUTER_COEFFICIENT, count, summed_loss
+from tests.compositions.architectures import GROWN, ROUTER_COEFFICIENT, count, summed_loss
 from tests.compositions.axes import CAUSAL, Draw
 from tests.compositions.rows import VOCABULARY, labels_of, rows_of, weights_of
 
@@ -33,11 +33,9 @@ class Trained:
 
 def grown(model: Any) -> Any:
     """The model with more tokens, each new row the mean of the old ones."""
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    model.resize_token_embeddings(VOCABULARY + EXTRA_TOKENS, mean_resizing=False)
-    tables = [model.get_input_embeddings()] + ([] if tied else [model.get_output_embeddings()])
+    model.resize_token_embeddings(GROWN, mean_resizing=False)
     with torch.no_grad():
-        for table in tables:
+        for table in (model.get_input_embeddings(), model.get_output_embeddings()):
             table.weight[VOCABULARY:] = table.weight[:VOCABULARY].double().mean(0).to(table.weight.dtype)
     return model
 
@@ -101,25 +99,14 @@ def train(
         options.change(draw, step, made, *changed)
         if draw[f"before step {step}"] == "evaluate":
             found.evaluations.append(_evaluated(draw, model, call, held_out))
-        _step(draw, model, call, window, made, found)
+        keep = None if found.gradients else found.gradients
+        losses = _losses(draw, model, call, window, found)
+        _, norm = plain.step(model, losses, made, max_norm=options.max_norm(draw), keep=keep)
+        found.norms.append(norm)
         if isinstance(call, _Lower):
             call.refresh()
     found.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return found
-
-
-def _step(
-    draw: Draw,
-    model: Any,
-    call: Callable[..., Any],
-    window: Sequence[Batch],
-    made: list[torch.optim.Optimizer],
-    found: Trained,
-) -> None:
-    keep = None if found.gradients else found.gradients
-    losses = _losses(draw, model, call, window, found)
-    _, norm = plain.step(model, losses, made, max_norm=options.max_norm(draw), keep=keep)
-    found.norms.append(norm)
 
 
 def _losses(
