@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import device
-from tests.harness.pool import Rank, give_back, meeting_of
+from tests.harness.pool import Rank, give_back, group_of
 from tests.harness.serving import Task
 from tests.simulated.device import Simulated
 
@@ -49,18 +49,18 @@ def run_distributed(
 
 def run_task(task: Task, devices: Sequence[Simulated | None], *, fresh: bool) -> list[Any]:
     """Run a task on a rank for each device: on ranks that have served before, or ``fresh`` ones for once."""
-    meeting = meeting_of(devices, fresh=fresh)
-    ranks = meeting.ranks
+    group = group_of(devices, fresh=fresh)
+    ranks = group.ranks
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         try:
-            for rank, member in enumerate(ranks):
-                member.start(task, folder, meeting.store, rank, len(ranks))
+            for member in ranks:
+                member.start(task, folder)
             _wait(ranks, task.timeout)
             _raise_earliest(folder, ranks, task.timeout)
             return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(len(ranks))]
         finally:
-            give_back(meeting, fresh=fresh)
+            give_back(group, fresh=fresh)
 
 
 def _wait(ranks: list[Rank], timeout: float) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -100,32 +100,24 @@ class SlurmCluster:
 
     def call(self, *command: str) -> str:
         """What one of Slurm's commands prints; raises if it fails."""
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, check=False, timeout=60)
+        done = self._run(command, 60, {})
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
         return done.stdout.strip()
 
+    def _run(
+        self, command: Sequence[str], timeout: float, env: dict[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        own = {**self.env, **env}
+        return subprocess.run(command, env=own, capture_output=True, text=True, timeout=timeout, check=False)
+
     def srun(self, *arguments: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
         """Run a step with an allocation of its own to its end."""
-        return subprocess.run(
-            ["srun", *arguments],
-            env={**self.env, **env},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        return self._run(["srun", *arguments], timeout, env)
 
     def sbatch(self, *arguments: str, **env: str) -> str:
         """Submit a script; the job's id."""
-        done = subprocess.run(
-            ["sbatch", "--parsable", *arguments],
-            env={**self.env, **env},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = self._run(["sbatch", "--parsable", *arguments], 60, env)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

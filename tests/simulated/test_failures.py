@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.ranks import RankFailedError
 from tests.simulated.ranks import run_simulated
 
 SECONDS = 2.0
@@ -60,16 +59,3 @@ def test_ranks_that_differ_hang_until_the_time_out(how: str, says: str) -> None:
     assert says in message
     assert queued < SECONDS / 2, "the host must not wait for a collective"
     assert waited > 0.9 * SECONDS
-
-
-def _dies() -> None:
-    group = _group()
-    _reduce(group)
-    if dist.get_rank() == 1:
-        os._exit(7)
-    _reduce(group)
-
-
-def test_a_rank_that_dies_leaves_its_peers_hanging_until_the_time_out() -> None:
-    with pytest.raises(RankFailedError, match=r"Watchdog caught[^$]*What NCCL would not say"):
-        run_simulated(_dies, 2, fresh=True)
