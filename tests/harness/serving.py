@@ -2,8 +2,8 @@
 
 Its process group lasts as long as it does, so that a further case costs no store and no connections; the
 groups that a test has made besides end with the test. A rank leaves its traceback in a file with the time. It
-computes on the CPU, or on a simulated device that it keeps (see ``device``), and then fails if it has used any
-other.
+computes on the CPU, or on a simulated device that it keeps (see ``device``), and then fails if it has used
+any other.
 """
 
 import faulthandler

@@ -2,11 +2,13 @@
 
 import copy
 import dataclasses
+import functools
 import random
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 
 import fsdp_sft as fs
 from fsdp_sft._process.gpus import gpu_named
@@ -21,10 +23,14 @@ LARGEST_ERROR = 0.01
 # other: autograd does that in place where nothing else holds the sum, but never on meta tensors: the estimate
 # has one stack too many. Both are much in a model this small, and a hundredth or less in one of billions.
 LARGEST_ERROR_OF_EXPERTS = 0.025
-_OPTIMIZERS: dict[str, dict[str, Any]] = {
+_ADAMW: dict[str, dict[str, Any]] = {
     "adamw_foreach": {"foreach": True},
     "adamw_fused": {"fused": True},
     "adamw_for_loop": {"foreach": False},
+}
+_OPTIMIZERS: dict[str, Any] = {
+    **{name: functools.partial(torch.optim.AdamW, **options) for name, options in _ADAMW.items()},
+    "adamw_stochastic": fs.StochasticAdamW,
 }
 
 
@@ -44,7 +50,7 @@ def random_case(seed: int) -> tuple[Any, dict[str, Any]]:
         "grad_sync": draw.choice(("each", "last")),
         "reshard_after_forward": draw.random() < 0.75,
         "master_dtype": draw.choice((torch.float32, torch.float32, torch.bfloat16)),
-        "optimizer": draw.choice(sorted(_OPTIMIZERS)),
+        "optimizer": draw.choice(sorted(_ADAMW)),
     }
     config = family_config(
         FAMILIES[seed % len(FAMILIES)], draw, vocab=draw.choice((512, 8192)), hidden=256, layers=4
@@ -73,8 +79,6 @@ def stochastic_case(seed: int) -> tuple[Any, dict[str, Any]]:
 
 def experts_case(seed: int) -> tuple[Any, dict[str, Any]]:
     """A mixture of many choices a token."""
-    import transformers as tf
-
     _, options = random_case(seed)
     draw = random.Random(f"experts {seed}")
     config = tf.Qwen3MoeConfig(
@@ -115,22 +119,15 @@ def cut_case(seed: int) -> tuple[Any, dict[str, Any]]:
 
 def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
     """(most bytes in use in a step of the steady state, devices touched)."""
-    from transformers import AutoModelForCausalLM
-
     context = fs.init_distributed()
     torch.manual_seed(0)
     mesh = fs.build_mesh(dp_replicate=options["dp_replicate"], cp=options.get("cp", 1))
     shares = options.get("ep_size", 1)
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    plain = tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     model = copy.deepcopy(plain).to("meta") if shares > 1 else plain
     fs.apply_sac(model, options["sac_ratio"])
-    fs.shard_model(
-        model,
-        mesh=mesh,
-        master_dtype=options["master_dtype"],
-        reshard_after_forward=options["reshard_after_forward"],
-        ep_size=shares,
-    )
+    placed = {name: options[name] for name in ("master_dtype", "reshard_after_forward")}
+    fs.shard_model(model, mesh=mesh, ep_size=shares, **placed)
     if shares > 1:
         model.to_empty(device=context.device)
         values = dict(plain.named_buffers())
@@ -140,10 +137,7 @@ def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
             torch.nn.init.normal_(parameter.detach().to_local(), std=0.02)
     model.to(context.device)
     fs.use_context_parallel(model, mesh=mesh)
-    if options["optimizer"] == "adamw_stochastic":
-        optimizer: torch.optim.Optimizer = fs.StochasticAdamW(model.parameters(), lr=1e-5)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **_OPTIMIZERS[options["optimizer"]])
+    optimizer = _OPTIMIZERS[options["optimizer"]](model.parameters(), lr=1e-5)
     ids = torch.randint(3, config.vocab_size, (options["micro_batch_size"], options["seq_length"]))
     batch = {"input_ids": ids, "labels": ids.clone()}
     if options["attention_mask"]:
