@@ -167,13 +167,9 @@ def test_the_largest_mixtures_on_one_node_as_they_are_published() -> None:
 
 def test_the_command_takes_and_names_it(tmp_path: Path, capsys: Any) -> None:
     LLAMA_8B.save_pretrained(tmp_path)
-    job = ["plan", "--model", str(tmp_path), "--gpus", "1", "--gpu", "4090", "--seq", "2048"]
-    job += ["--global-batch", "1", "--no-padding"]
-    assert main([*job, "--lora", "16", "--frozen-dtype", "nf4"]) == 0
-    text = capsys.readouterr().out
-    assert "frozen_dtype='nf4'" in text
-    assert main([*job, "--frozen-dtype", "nf4"]) == 2
+    job = "--gpus 1 --gpu 4090 --seq 2048 --global-batch 1 --no-padding"
+    words = ["plan", "--model", str(tmp_path), *job.split()]
+    assert main([*words, "--frozen-dtype", "nf4"]) == 2
     assert "--frozen-dtype='nf4' is for frozen weights" in capsys.readouterr().err
-    for kind in KINDS[1:]:
-        assert main([*job, "--lora", "16", "--json", "--frozen-dtype", kind]) == 0
-        assert json.loads(capsys.readouterr().out)["plans"][0]["frozen_dtype"] == kind
+    assert main([*words, "--lora", "16", "--json", "--frozen-dtype", "nf4"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["frozen_dtype"] == "nf4"
