@@ -8,8 +8,7 @@ import sys
 import threading
 import traceback
 import types
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -203,7 +202,7 @@ def get_amp_supported_dtype():
     return [torch.bfloat16, torch.float16]
 
 
-# ---------------------------------------------------------------- counting
+# ---------------------------------------------------------------- when the host waits
 
 
 @dataclass(frozen=True)
@@ -224,42 +223,6 @@ class Sync:
 
     def __str__(self):
         return f"{self.kind} in {self.thread}\n{''.join(self.stack.format())}"
-
-
-@dataclass
-class Counts:
-    """What happened in a stretch of a program, as ``counted`` found it.
-
-    Attributes:
-        syncs: By kind, how often the host waited where it would on CUDA.
-        own_waits: By operator, how often it waited where it would not.
-        collectives: By kind, (calls, bytes). Bytes are those of the larger side: what is gathered, or what is
-            to be reduced, so about what crosses the wire for each rank.
-        allocations: How often memory of the current device was asked for.
-    """
-
-    syncs: Counter = field(default_factory=Counter)
-    own_waits: Counter = field(default_factory=Counter)
-    collectives: dict = field(default_factory=dict)
-    allocations: int = 0
-
-
-@contextlib.contextmanager
-def counted():
-    """A context with the ``Counts`` of what happens in it, complete at its end."""
-    counts, device = Counts(), current_device()
-    syncs, own, traffic = Counter(_C.waits()), Counter(_C.own_waits()), dict(_C.collectives())
-    allocations = memory_stats(device)["allocation.all.allocated"]
-    try:
-        yield counts
-    finally:
-        counts.syncs = Counter(_C.waits()) - syncs
-        counts.own_waits = Counter(_C.own_waits()) - own
-        for kind, (calls, moved) in _C.collectives().items():
-            before = traffic.get(kind, (0, 0))
-            if calls > before[0]:
-                counts.collectives[kind] = (calls - before[0], moved - before[1])
-        counts.allocations = memory_stats(device)["allocation.all.allocated"] - allocations
 
 
 _recorders = []
