@@ -78,19 +78,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def kind_of_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What ranks compute on; whether they did is told to ``pytest_terminal_summary``."""
+    """What ranks compute on."""
     from tests.harness import device
 
     with device.asking(getattr(request, "param", device.asked())):
-        before = device.launches()
         yield
-        if device.asked() == "sim":
-            used = device.launches() > before
-            request.node.user_properties.append(("simulated device", "used" if used else "not used"))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """What the tests have started; on simulated devices, which tests have passed without any."""
+    """What the tests have started."""
     from tests.harness import budget, device
 
     terminalreporter.section("process groups and process starts")
@@ -100,19 +96,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         budget.exceeded(budget.counts, budget.budget()) if budget.is_judged(config, device.asked()) else ()
     ):
         terminalreporter.line(line, red=True)
-    if device.asked() != "sim":
-        return
-    passed = {report.nodeid for report in terminalreporter.stats.get("passed", [])}
-    ended = [report for report in terminalreporter.stats.get("", []) if report.when == "teardown"]
-    by_use: dict[str, list[str]] = {"used": [], "not used": []}
-    for report in ended:
-        if report.nodeid in passed:
-            by_use[dict(report.user_properties).get("simulated device", "not used")].append(report.nodeid)
-    terminalreporter.section("simulated devices")
-    terminalreporter.line(f"{len(by_use['used'])} passed on simulated devices")
-    terminalreporter.line(f"{len(by_use['not used'])} passed without using one:")
-    for name in sorted({nodeid.partition("[")[0] for nodeid in by_use["not used"]}):
-        terminalreporter.line(f"  {name}")
 
 
 @pytest.fixture(autouse=True)

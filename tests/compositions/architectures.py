@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers as tf
 from torch import nn
 
 import fsdp_sft as fs
@@ -78,8 +79,6 @@ def build(architecture: str, *, seed: int = 0) -> Any:
     if architecture in families:
         family, overrides = families[architecture]
         return tiny_model(family, seed=seed, **overrides)
-    import transformers as tf
-
     common = {**TINY, "vocab_size": VOCABULARY, "num_hidden_layers": 3, "head_dim": 8}
     made = {
         "soft cap": lambda: tf.Gemma2ForCausalLM(
@@ -119,8 +118,6 @@ def build(architecture: str, *, seed: int = 0) -> Any:
 
 def auto_class(architecture: str) -> Any:
     """What reads a Hugging Face folder of it back."""
-    import transformers as tf
-
     return {
         "encoder-decoder": tf.AutoModelForSeq2SeqLM,
         "vision and text": tf.AutoModelForImageTextToText,

@@ -14,7 +14,7 @@ from multiprocessing import Pipe
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from tests.harness import budget, device, forks
+from tests.harness import budget, forks
 from tests.harness.serving import Done, Task, serve
 from tests.simulated.device import Simulated
 
@@ -49,7 +49,6 @@ class Rank:
             if self.is_running and self.connection.poll():
                 self.done = self.connection.recv()
                 self.is_running = False
-                device.note_launches(self.done.launches)
         except EOFError:
             self.process.join()
             self.is_running = False

@@ -20,6 +20,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from fsdp_sft._compat.groups import careful_gloo, forget_meshes
 from fsdp_sft._ranks import agree, mesh
 from fsdp_sft.dcp_io import saving
@@ -53,21 +56,17 @@ class Done:
 
     Attributes:
         changed: What is not as it was before.
-        launches: On its simulated device.
         is_in_group: Whether it is still in the process group.
         groups: How many groups it has made.
     """
 
     changed: tuple[str, ...] = ("died",)
-    launches: int = 0
     is_in_group: bool = False
     groups: int = -1
 
 
 def serve(connection: Connection, own: Simulated | None, store: Path, rank: int, world_size: int) -> None:
     """Do what comes over the connection until it ends, in a process group that meets over a file."""
-    import torch
-
     torch.set_num_threads(1)
     device.become(own)
     served = _Served(own, store, rank, world_size)
@@ -89,11 +88,7 @@ class _Served:
 
     def run(self, task: Task, folder: Path) -> Done:
         """Do one task."""
-        import torch
-        import torch.distributed as dist
-
         own, rank = self._own, self._rank
-        launched = 0 if own is None else own.launches()
         os.environ.update(
             LOCAL_RANK=str(rank if own is None else own.index), LOCAL_WORLD_SIZE=str(self._world_size)
         )
@@ -128,14 +123,10 @@ class _Served:
             after = leftovers.State(before)
             changed = before.changes(after)
         self._state = after
-        launches = 0 if own is None else own.launches() - launched
-        groups = dist.distributed_c10d._world.group_count
-        return Done(tuple(changed), launches, is_in_group, groups)
+        return Done(tuple(changed), is_in_group, dist.distributed_c10d._world.group_count)
 
     def _meet(self, timeout: timedelta) -> None:
         """Be in the process group, whose collectives may take so long."""
-        import torch.distributed as dist
-
         if self._world is not None:
             dist.distributed_c10d._set_pg_timeout(timeout)
             return
@@ -151,8 +142,6 @@ class _Served:
 
     def _end_other_groups(self) -> None:
         """End the groups that a task has made."""
-        import torch.distributed as dist
-
         agree._groups.clear()  # a group that was ended lives on while anything refers to it
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not self._world:
