@@ -147,8 +147,6 @@ def _train(
         told.trained.norms.append(result.grad_norm)
         told.trained.router_losses.append(result.router_loss)
         if draw["resume"] != "no":
-            if pending is not None:
-                pending.wait()
             pending = fs.save_checkpoint(
                 folder / "checkpoints",
                 step,

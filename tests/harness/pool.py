@@ -9,13 +9,15 @@ import functools
 import pickle
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Any
 
 from tests.harness import budget, forks
-from tests.harness.serving import Done, Task, serve
+from tests.harness.poison import is_poisoned
+from tests.harness.serving import Done, serve
 from tests.simulated.device import Simulated
 
 _MOST = 12  # ranks that may stand idle; each has some 200 MB to itself
@@ -37,10 +39,10 @@ class Rank:
         other.close()
         self.is_running, self.done = False, Done()
 
-    def start(self, task: Task, folder: Path) -> None:
-        """Begin a task."""
+    def start(self, function: Callable[[], Any], timeout: float, folder: Path) -> None:
+        """Begin to call a function; fresh memory holds NaN meanwhile if it does here."""
         # By value: a connection would share the memory of tensors, and start a thread in this process for it.
-        self.connection.send_bytes(pickle.dumps((task, folder)))
+        self.connection.send_bytes(pickle.dumps((function, timeout, is_poisoned(), folder)))
         self.is_running, self.done = True, Done()
 
     def look(self) -> None:

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,27 +27,8 @@ from fsdp_sft._compat.groups import careful_gloo, forget_meshes
 from fsdp_sft._ranks import agree, mesh
 from fsdp_sft.dcp_io import saving
 from tests.harness import device, leftovers
-from tests.harness.poison import is_poisoned, poisoned
+from tests.harness.poison import poisoned
 from tests.simulated.device import Simulated
-
-
-@dataclass(frozen=True)
-class Task:
-    """What ranks are to do.
-
-    Attributes:
-        function: To call.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        timeout: Of the process group and of the whole, in seconds.
-        poisoned: Whether fresh memory holds NaN while it runs: as where the task was made.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    timeout: float
-    poisoned: bool = field(default_factory=is_poisoned)
 
 
 @dataclass(frozen=True)
@@ -72,10 +53,10 @@ def serve(connection: Connection, own: Simulated | None, store: Path, rank: int,
     served = _Served(own, store, rank, world_size)
     while True:
         try:
-            task, folder = pickle.loads(connection.recv_bytes())
+            task = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        connection.send(served.run(task, folder))
+        connection.send(served.run(*task))
 
 
 class _Served:
@@ -86,8 +67,8 @@ class _Served:
         self._world: Any = None
         self._state: leftovers.State | None = None
 
-    def run(self, task: Task, folder: Path) -> Done:
-        """Do one task."""
+    def run(self, function: Callable[[], Any], timeout: float, poison: bool, folder: Path) -> Done:
+        """Call a function, and leave its result in a folder; in memory that is poisoned, on request."""
         own, rank = self._own, self._rank
         os.environ.update(
             LOCAL_RANK=str(rank if own is None else own.index), LOCAL_WORLD_SIZE=str(self._world_size)
@@ -97,9 +78,9 @@ class _Served:
         torch.manual_seed(0)
         faulthandler.enable(open(folder / f"fault-{rank}", "w"))  # noqa: SIM115  needed until there is another
         try:
-            self._meet(timedelta(seconds=task.timeout))
-            with poisoned() if task.poisoned else nullcontext():
-                result = task.function(*task.args, **task.kwargs)
+            self._meet(timedelta(seconds=timeout))
+            with poisoned() if poison else nullcontext():
+                result = function()
             (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
             del result
             if own is not None:

@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+import transformers
 
 import fsdp_sft as fs
 from fsdp_sft.commands import main
 from tests.harness.launches import environment, run, torchrun
-from tests.harness.places import ROOT
+from tests.harness.places import EXAMPLES, script
 
-CHATS = (ROOT / "examples" / "data" / "chats.jsonl").read_text(encoding="utf-8").splitlines()
+CHATS = (EXAMPLES / "data" / "chats.jsonl").read_text(encoding="utf-8").splitlines()
 KINDS = {
     "dense": ("dense", []),
     "lora": ("dense", ["--lora", "4"]),
@@ -24,19 +25,13 @@ KINDS = {
 }
 
 
-def _model(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+def _model(folder: Path, kind: str) -> Path:
     """A folder with a tiny model and a tokenizer that knows the chats."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    from tiny_model import make_tiny_model
-
     texts = [message["content"] for line in CHATS for message in json.loads(line)["messages"]]
-    make_tiny_model(folder, texts)
+    script("tiny_model").make_tiny_model(folder, texts)
     if kind == "moe":
-        import torch
-        import transformers
-
         known = transformers.AutoConfig.from_pretrained(folder)
-        torch.manual_seed(0)
+        tokens = {name: getattr(known, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
         config = transformers.MixtralConfig(
             vocab_size=known.vocab_size,
             hidden_size=64,
@@ -46,9 +41,7 @@ def _model(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
             num_key_value_heads=2,
             num_local_experts=4,
             num_experts_per_tok=2,
-            pad_token_id=known.pad_token_id,
-            bos_token_id=known.bos_token_id,
-            eos_token_id=known.eos_token_id,
+            **tokens,
         )
         transformers.MixtralForCausalLM(config).save_pretrained(folder)
     return folder
@@ -67,13 +60,11 @@ def _kill_all_of(program: Path) -> None:
     ["dense", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "dense")],
 )
 @pytest.mark.timeout(900)  # three starts of two ranks
-def test_the_program_trains_is_killed_goes_on_and_exports(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_program_trains_is_killed_goes_on_and_exports(kind: str, tmp_path: Path) -> None:
     base, options = KINDS[kind]
     if "--lora" in options:
         pytest.importorskip("peft")
-    model = _model(tmp_path / "model", base, monkeypatch)
+    model = _model(tmp_path / "model", base)
     job = ["--gpus", "2", "--gpu", "h100", "--seq", "96", "--global-batch", "8", "--no-compile"]
     program, data, output = tmp_path / "train.py", tmp_path / "chats.jsonl", tmp_path / "run"
     assert main(["plan", "--model", str(model), *job, *options, "--write", str(program)]) == 0
