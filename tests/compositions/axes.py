@@ -11,7 +11,7 @@ from tests.harness.native import has_native_sharding
 # What the caller does between two steps that train.
 FAILURES = ("fail in a forward", "fail in a backward", "fail in the loss")
 BETWEEN = (
-    *("nothing", "evaluate", "generate", *FAILURES),
+    *("nothing", "evaluate", *FAILURES),
     *("freeze or thaw a block", "a hook on a block", "another rate", "load"),
 )
 GAPS = tuple(f"before step {number}" for number in (1, 2, 3, 4))
@@ -180,12 +180,7 @@ RULES: tuple[tuple[Mapping[str, Set[str]], Mapping[str, str]], ...] = (
         {"odd rank": _ODD, "mesh": _all_but("mesh", "fsdp 2", "fsdp 3", "hsdp 2x2", "replicas 2")},
         {"mesh": "fsdp 2"},
     ),
-    # Between steps. Compiled blocks compile anew for each length of a cache.
-    *(({gap: {"generate"}, "compile": _COMPILED}, _plainest(gap)) for gap in GAPS),
-    *(
-        ({gap: {"generate"}, "architecture": _all_but("architecture", *TRANSFORMERS_CAUSAL)}, _plainest(gap))
-        for gap in GAPS
-    ),
+    # Between steps.
     *(
         (
             {gap: {*FAILURES, "a hook on a block", "freeze or thaw a block"}, "compile": _COMPILED},

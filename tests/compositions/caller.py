@@ -125,8 +125,6 @@ def _train(
         between.change(draw, step, made, model, inner)
         if what == "evaluate":
             told.trained.evaluations.append(_evaluated(draw, model, held_out, loop))
-        elif what == "generate":
-            between.answer(draw, inner)
         elif what.startswith("fail"):
             between.fail(
                 what, model, inner, given, options.collated(draw, [held_out[loop.rank]]), step_options
