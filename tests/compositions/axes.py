@@ -6,8 +6,6 @@ The first option of an axis is the plainest: what a failing draw is shrunk towar
 from collections.abc import Mapping, Set
 from typing import Any
 
-from tests.harness.native import has_native_sharding
-
 # What the caller does between two steps that train.
 FAILURES = ("fail in a forward", "fail in a backward", "fail in the loss")
 BETWEEN = (
@@ -200,8 +198,6 @@ RULES: tuple[tuple[Mapping[str, Set[str]], Mapping[str, str]], ...] = (
 def settled(draw: Draw) -> dict[str, str]:
     """The draw with options that mean nothing beside the others put to their plainest."""
     own = dict(draw)
-    if not has_native_sharding():
-        own |= _plainest("expert ranks")
     for where, change in RULES:
         if all(own[axis] in options for axis, options in where.items()):
             own |= change

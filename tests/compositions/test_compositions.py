@@ -13,14 +13,11 @@ from tests.compositions import fixed, plain, reasons
 from tests.compositions.axes import AXES, DIFFERENCES, PLAINEST, full, settled
 from tests.compositions.drawing import compositions
 from tests.compositions.judge import Outcome, judge
-from tests.harness.native import needs_native_sharding
 
 
 @pytest.mark.parametrize("number", range(len(fixed.EQUAL)))
 def test_a_composition_is_equal(number: int) -> None:
     draw = full(fixed.EQUAL[number])
-    if draw["expert ranks"] != "1":
-        needs_native_sharding()
     assert draw == settled(draw)
     assert judge(draw, seed=number) == Outcome("equal")
 

@@ -6,7 +6,6 @@ import pytest
 import transformers as tf
 
 import fsdp_sft as fs
-from tests.harness.native import needs_native_sharding
 
 TOKENS = 512
 OPTIONS: dict[str, Any] = {
@@ -47,7 +46,6 @@ def test_checkpointed_blocks_keep_what_their_routers_chose() -> None:
 
 
 def test_ranks_that_share_out_experts_gather_fewer_of_them() -> None:
-    needs_native_sharding()
     run = {**OPTIONS, "num_gpus": 4, "sac_ratio": 1}
     alone, shared = (fs.estimate_memory(_config(), fs.Run(**run, ep_size=n)).breakdown for n in (1, 4))
     assert shared["parameters (shards)"] == alone["parameters (shards)"]
@@ -66,7 +64,6 @@ def test_ranks_that_share_out_experts_gather_fewer_of_them() -> None:
     ],
 )
 def test_experts_that_ranks_cannot_share_out_are_named(options: dict[str, int], message: str) -> None:
-    needs_native_sharding()
     with pytest.raises(ValueError, match=message):
         fs.estimate_memory(_config(), fs.Run(**{**OPTIONS, "num_gpus": 6}, **options))
     with pytest.raises(fs.UnsupportedModelError, match="no plan by which ranks share out experts"):

@@ -12,7 +12,6 @@ import transformers as tf
 
 import fsdp_sft as fs
 from fsdp_sft._process.gpus import gpu_named
-from tests.harness.native import needs_native_sharding
 from tests.planner.families import FAMILIES, family_config
 from tests.simulated.ranks import run_simulated
 
@@ -160,8 +159,6 @@ def _peak(config: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
 )
 def test_the_estimate_is_what_a_device_has_in_use(draw: Any, seed: int) -> None:
     config, options = draw(seed)
-    if "ep_size" in options:
-        needs_native_sharding()
     found = run_simulated(_peak, options["num_gpus"], config, options, devices=4, timeout=600)
     assert [touched for _, touched in found] == [[index] for index in range(len(found))]
     setup = fs.Run(gpu="cpu", logits_dtype=torch.float32, **options)

@@ -13,7 +13,6 @@ from transformers import MixtralConfig
 from fsdp_sft import NoPlanError, estimate_memory, plan_run
 from fsdp_sft.commands import main
 from fsdp_sft.planner.command import plan_table
-from tests.harness.native import needs_native_sharding
 from tests.planner.families import QWEN_14B, QWEN_72B, SHAPES, TINY, qwen
 
 MIXTURE = MixtralConfig(
@@ -160,7 +159,6 @@ def test_the_command_line_says_what_is_wrong(folder: Path, capsys: pytest.Captur
 
 
 def test_plans_in_which_ranks_share_out_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    needs_native_sharding()
     job: dict[str, Any] = {"num_gpus": 2, "seq_length": 128, "ep_size": 2, "attention_mask": False}
     with pytest.raises(ValueError, match="no multiple of 2 GPUs"):
         plan_run(MIXTURE, global_batch_size=1, gpu="4090", **job)
