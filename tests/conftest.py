@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,8 +26,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     from tests.harness import budget, device
 
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["budget"] = budget.told()
-    elif budget.is_judged(session.config, device.asked()) and budget.exceeded(budget.counts, budget.budget()):
+        session.config.workeroutput["budget"] = {room: dict(used) for room, used in budget.counts.items()}
+    elif budget.verdict(session.config, device.asked()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -35,7 +36,8 @@ def pytest_testnodedown(node: Any) -> None:
     """Of a worker of pytest-xdist."""
     from tests.harness import budget
 
-    budget.add(getattr(node, "workeroutput", {}).get("budget", {}))
+    for room, used in getattr(node, "workeroutput", {}).get("budget", {}).items():
+        budget.counts.setdefault(room, Counter()).update(used)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -43,8 +45,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """What a test starts is its room's."""
     from tests.harness import budget
 
-    with budget.counting_for(item.nodeid):
-        yield
+    budget.running = item.nodeid
+    yield
+    budget.running = None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -92,9 +95,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.section("process groups and process starts")
     for line in budget.table():
         terminalreporter.line(line)
-    for line in (
-        budget.exceeded(budget.counts, budget.budget()) if budget.is_judged(config, device.asked()) else ()
-    ):
+    for line in budget.verdict(config, device.asked()):
         terminalreporter.line(line, red=True)
 
 
