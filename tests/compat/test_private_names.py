@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import fsdp_sft
 from fsdp_sft import _compat
-from tests.harness.ranks import run_distributed
 
 FILES = sorted((Path(fsdp_sft.__file__).parent / "_compat").glob("*.py"))
 FOREIGN = {"torch", "transformers"}
@@ -80,29 +77,3 @@ def test_every_listed_attribute_is_there_and_used() -> None:
         for name in path.split(".") if path else ():
             owner = getattr(owner, name, None)
         assert set(names.split()) <= _names_in(owner), place
-
-
-def _of_instances() -> list[str]:
-    """The listed attributes that FSDP2's own objects lack after a forward and a backward."""
-    from torch.distributed.fsdp import fully_shard
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for part in (model[0], model):
-        fully_shard(part, reshard_after_forward=True)
-    model(torch.ones(2, 4)).sum().backward()
-    state: Any = model[0]._get_fsdp_state()
-    (group,) = state._fsdp_param_groups
-    of_kind = {"FSDPModule": model, "FSDPState": state, "FSDPParamGroup": group, "DTensor": model[0].weight}
-    of_kind["FSDPParam"] = group.fsdp_params[0]
-    lacking = []
-    for place, names in _compat.PRIVATE.items():
-        one = of_kind.pop(place.partition(":")[2], None)
-        lacking += [f"{place}.{name}" for name in names.split() if one is not None and not hasattr(one, name)]
-    assert not of_kind
-    return lacking
-
-
-def test_attributes_of_fsdps_objects_are_on_them() -> None:
-    """``_sharded_post_forward_param`` is set by a forward that reshards to a part of the ranks."""
-    (lacking,) = run_distributed(_of_instances, 1)
-    assert [name.rpartition(".")[2] for name in lacking] in ([], ["_sharded_post_forward_param"])
