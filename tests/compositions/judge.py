@@ -166,12 +166,13 @@ def _compare_trained(
             }
             for run in runs
         ]
-        _close(by_step, least, _largest)
+        _close("", by_step, least, _largest)
     # In 16 bits the largest error is that of one number that hardly has a gradient.
     size = _largest if dtype == torch.float32 else _root_mean_square
-    _close([run.gradients for run in runs], floor, size)
+    _close("the gradient of ", [run.gradients for run in runs], floor, size)
     # What Muon makes of a gradient that is nearly singular hangs on its last bits.
-    _close([_change(run.parameters, run.start) for run in runs], 0.3 if muon else floor, size)
+    changes = [_change(run.parameters, run.start) for run in runs]
+    _close("the change of ", changes, 0.3 if muon else floor, size)
 
 
 def _is_exact(draw: Draw) -> bool:
@@ -249,16 +250,16 @@ def _check_rows(draw: Draw, windows: Any, epochs: list[int]) -> None:
             assert len(again) >= total - 3, f"epoch {epoch} trained {len(again)} of {total} rows"
 
 
-def _close(runs: list[Tensors], floor: float, size: Size) -> None:
+def _close(what: str, runs: list[Tensors], floor: float, size: Size) -> None:
     """The first of the runs is as close to the last as those between, or as ``floor``."""
     ours, *owns, exact = runs
-    assert ours.keys() == exact.keys(), f"only one has {sorted(ours.keys() ^ exact.keys())[:4]}"
+    assert ours.keys() == exact.keys(), f"only one has {what}{sorted(ours.keys() ^ exact.keys())[:4]}"
     scale = max(map(size, exact.values()), default=1.0) or 1.0
     errors = [size(own[name].double() - tensor.double()) for own in owns for name, tensor in exact.items()]
     allowed = max(floor, 3 * max(errors, default=0.0) / scale)
     for name, tensor in exact.items():
         error = size(ours[name].double() - tensor.double()) / scale
-        assert error <= allowed, f"{name} is off by {error:.2e} (allowed {allowed:.1e})"
+        assert error <= allowed, f"{what}{name} is off by {error:.2e} (allowed {allowed:.1e})"
 
 
 def _largest(tensor: torch.Tensor) -> float:
