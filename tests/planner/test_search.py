@@ -175,7 +175,10 @@ def test_plans_in_which_ranks_share_out_experts(tmp_path: Path, capsys: pytest.C
         ({}, ["fs.init_distributed()", "torch.optim.AdamW(model.parameters(), lr=...)"]),
         (
             {"param_dtype": torch.float16},
-            ["MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)"],
+            [
+                "fs.init_distributed()",
+                "MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)",
+            ],
         ),
         (
             {"lora_rank": 4, "frozen_dtype": torch.float32},
