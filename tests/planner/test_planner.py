@@ -36,12 +36,7 @@ PUBLISHED = [
     ("gb200", 0, True, 82.146),
     ("gb200", 0, False, 107.428),
 ]
-MEASURED: dict[str, Any] = {
-    "num_gpus": 64,
-    "micro_batch_size": 2,
-    "seq_length": 4096,
-    "loss_impl": "logits",
-}
+MEASURED: Any = {"num_gpus": 64, "micro_batch_size": 2, "seq_length": 4096, "loss_impl": "logits"}
 
 
 @pytest.fixture
