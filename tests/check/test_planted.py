@@ -198,6 +198,7 @@ def test_every_fault_is_named_with_its_rank(tmp_path: Path) -> None:
         (problem,) = results[0][name]
         assert (problem.ranks, problem.level) == ((VICTIM,), fault.level), problem
         assert fault.says in problem.text
+        assert problem.exclude or "device" not in name
 
 
 def _healthy(root: Path) -> tuple[str, dict[str, Any]]:
