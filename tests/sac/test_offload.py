@@ -148,8 +148,8 @@ class _OfOnesOwn(nn.Module):
         for block in self.layers:
             before = hidden
             hidden = block(x=hidden, bias=bias) if "by name" in self.form else block(hidden, bias)
-            if self.form == "by the model":
-                before.add_(1)
+            if self.form == "by the model" and block is self.layers[0]:
+                before.add_(1)  # while it is copied; that of the last block is on the device still
         return hidden
 
 
