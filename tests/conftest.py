@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,8 +26,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     from tests.harness import budget, device
 
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["budget"] = budget.told()
-    elif budget.is_judged(session.config, device.asked()) and budget.exceeded(budget.counts, budget.budget()):
+        session.config.workeroutput["budget"] = {room: dict(used) for room, used in budget.counts.items()}
+    elif budget.verdict(session.config, device.asked()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -35,7 +36,8 @@ def pytest_testnodedown(node: Any) -> None:
     """Of a worker of pytest-xdist."""
     from tests.harness import budget
 
-    budget.add(getattr(node, "workeroutput", {}).get("budget", {}))
+    for room, used in getattr(node, "workeroutput", {}).get("budget", {}).items():
+        budget.counts.setdefault(room, Counter()).update(used)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -43,8 +45,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """What a test starts is its room's."""
     from tests.harness import budget
 
-    with budget.counting_for(item.nodeid):
-        yield
+    budget.running = item.nodeid
+    yield
+    budget.running = None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -78,41 +81,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def kind_of_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What ranks compute on; whether they did is told to ``pytest_terminal_summary``."""
+    """What ranks compute on."""
     from tests.harness import device
 
     with device.asking(getattr(request, "param", device.asked())):
-        before = device.launches()
         yield
-        if device.asked() == "sim":
-            used = device.launches() > before
-            request.node.user_properties.append(("simulated device", "used" if used else "not used"))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """What the tests have started; on simulated devices, which tests have passed without any."""
+    """What the tests have started."""
     from tests.harness import budget, device
 
     terminalreporter.section("process groups and process starts")
     for line in budget.table():
         terminalreporter.line(line)
-    for line in (
-        budget.exceeded(budget.counts, budget.budget()) if budget.is_judged(config, device.asked()) else ()
-    ):
+    for line in budget.verdict(config, device.asked()):
         terminalreporter.line(line, red=True)
-    if device.asked() != "sim":
-        return
-    passed = {report.nodeid for report in terminalreporter.stats.get("passed", [])}
-    ended = [report for report in terminalreporter.stats.get("", []) if report.when == "teardown"]
-    by_use: dict[str, list[str]] = {"used": [], "not used": []}
-    for report in ended:
-        if report.nodeid in passed:
-            by_use[dict(report.user_properties).get("simulated device", "not used")].append(report.nodeid)
-    terminalreporter.section("simulated devices")
-    terminalreporter.line(f"{len(by_use['used'])} passed on simulated devices")
-    terminalreporter.line(f"{len(by_use['not used'])} passed without using one:")
-    for name in sorted({nodeid.partition("[")[0] for nodeid in by_use["not used"]}):
-        terminalreporter.line(f"  {name}")
 
 
 @pytest.fixture(autouse=True)

@@ -101,7 +101,7 @@ BESIDE: dict[str, str] = {
     ),
     # More draws of the planner's configurations.
     **{
-        f"{_DEVICE}[{case}]": f"{_DEVICE}[cut_case]"
+        f"{_DEVICE}[{case}-0]": f"{_DEVICE}[cut_case-0]"
         for case in ("random_case", "shared_case", "experts_case", "shared_out_case")
     },
     **{
@@ -112,10 +112,9 @@ BESIDE: dict[str, str] = {
     },
     # Whole loops of others, and launchers beyond torchrun.
     **{
-        f"tests/ports/{test}": "tests/ports/test_differences.py::test_what_did_not_work_at_first"
-        for test in ("test_training.py::",)
+        f"tests/{module}.py::": "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]"
+        for module in ("ports/test_training", "test_ports")
     },
-    "tests/test_ports.py::": "tests/test_default_path.py::test_evaluate_save_load_continue_export[cpu-2]",
     "tests/ranks/test_launch.py::test_torchrun_trains_as_plain_python_does": (
         "tests/ranks/test_distributed.py::test_torchrun"
     ),
@@ -128,13 +127,7 @@ BESIDE: dict[str, str] = {
     f"{_FAULTS}test_two_jobs_below_one_root": (
         "tests/dcp_io/test_in_use.py::test_the_second_job_is_told_of_the_first"
     ),
-    **{
-        f"{_WATCH}[{case}]": f"{_WATCH}[{kept}]"
-        for case, kept in (
-            *(("stop-3", "stop-host"), ("die-3", "die-host"), ("loader-3", "ahead-2"), ("save-3", "ahead-2")),
-            ("kill-3", "kill-6"),
-        )
-    },
+    f"{_WATCH}[save-3]": f"{_WATCH}[ahead-2]",
     **{
         f"tests/jobs/test_preemption.py::test_a_loaders_workers_outlive_the_signal[{case}]": (
             "tests/jobs/test_preemption.py::test_a_loaders_workers_outlive_the_signal[fork-watched]"
@@ -152,10 +145,7 @@ BESIDE: dict[str, str] = {
         for pages in ("explanation/", "how-to/", "tutorials/", "index.md")
     },
     # The simulator itself: what it computes is compared by every test that uses it.
-    **{
-        f"tests/simulated/test_{module}.py::": _SYNCS
-        for module in ("as_cuda", "bits", "counters", "failures", "kernels", "operators")
-    },
+    **{f"tests/simulated/test_{module}.py::": _SYNCS for module in ("bits", "failures", "kernels", "waits")},
 }
 
 

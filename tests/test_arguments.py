@@ -26,7 +26,6 @@ def test_arguments_of_another_kind(tmp_path: Path) -> None:
             lambda: fs.SFTCollator("some/model", max_length=8),
         ),
         "tokenizer must be a tokenizer, .* got a list": (TypeError, lambda: fs.filter_rows(object(), [{}])),
-        "mesh must be a DeviceMesh, .* got 2": (TypeError, lambda: fs.shard_model(model, mesh=2)),
         "their number, got str": (TypeError, lambda: fs.ResumableSampler("rows.jsonl")),
         "their number, got generator": (TypeError, lambda: fs.ResumableSampler(r for r in ())),
         r"such as torch\.bfloat16, got 'half a byte'": (

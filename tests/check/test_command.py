@@ -12,12 +12,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from fsdp_sft.check import Problem, _apart, host_name, minorities, shown
+from fsdp_sft import check
+from fsdp_sft._ranks.launch import DistributedContext
+from fsdp_sft.check import CheckedJob, Problem, _apart, host_name, shown
 from fsdp_sft.check.command import Done, ordered, text_of, to_json
 from fsdp_sft.commands import main
-from tests.harness.clusters import job_of
 from tests.harness.models import tiny_config
 from tests.harness.ranks import run_distributed
 
@@ -32,6 +34,12 @@ def alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def _job_of(*hosts: str) -> CheckedJob:
+    """Rank 0's view of a job whose ranks are on these hosts."""
+    context = DistributedContext(0, 0, len(hosts), 2, torch.device("cpu"), "gloo", "torchrun")
+    return CheckedJob(context, list(hosts))
+
+
 def test_the_table_names_what_is_wrong_first_and_the_nodes_to_leave_out() -> None:
     slow = Problem("fail", (2, 3), "it is slow", exclude=True)
     clock = Problem("warn", (1,), "its clock is off")
@@ -40,19 +48,17 @@ def test_the_table_names_what_is_wrong_first_and_the_nodes_to_leave_out() -> Non
         Done("products", "fast", [slow], 1.0),
         Done("network", "not seen: no device", [], 1.0),
     ]
-    job = job_of("a", "a", "b", "b", "c", "c")
-    found = ordered([problem for one in done for problem in one.problems])
+    job = _job_of("a", "a", "b", "b", "c", "c")
+    found = ordered([clock, slow])
     lines = text_of(job, done, found).splitlines()
     assert lines[0] == "fsdp-sft check: world size 6 on a, b, c, cpu, gloo"
-    assert lines[2] == "FAIL  ranks 2, 3 on b: it is slow"
-    assert lines[3] == "warn  rank 1 on a: its clock is off"
-    assert lines[5].startswith("warn  environment")
-    assert lines[6].startswith("FAIL  products")
-    assert lines[7].startswith("-     network")
+    assert lines[2:4] == ["FAIL  ranks 2, 3 on b: it is slow", "warn  rank 1 on a: its clock is off"]
+    for line, begin in zip(lines[5:8], ("warn  environment", "FAIL  products", "-     network"), strict=True):
+        assert line.startswith(begin)
     assert lines[-1] == "To leave the node out: --exclude=b"
     assert to_json(job, done, found)["exclude"] == ["b"]
     both = [Problem("fail", (0, 1), "slow", exclude=True)]
-    assert "exclude" not in text_of(job_of("a", "a"), [], both), "nothing would be left"
+    assert "exclude" not in text_of(_job_of("a", "a"), [], both), "nothing would be left"
 
 
 def test_the_same_problem_of_many_ranks_is_one_line() -> None:
@@ -68,21 +74,25 @@ def test_a_variable_of_which_each_rank_has_its_own_is_one_warning() -> None:
     assert (other.level, other.ranks) == ("fail", (0,))
 
 
-@pytest.mark.parametrize(("node", "says"), [("n7", "n7"), ("n8", "n7.cluster"), (None, "n7.cluster")])
-def test_hosts_have_the_names_that_slurm_takes(
-    node: str | None, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("node", "says"), [("n7", "n7"), ("n8", "n7.cluster"), ("", "n7.cluster")])
+def test_hosts_have_the_names_that_slurm_takes(node: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "n7.cluster")
-    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
-    if node is not None:
-        monkeypatch.setenv("SLURMD_NODENAME", node)
+    monkeypatch.setenv("SLURMD_NODENAME", node)
     assert host_name() == says
 
 
-def test_facts_are_held_against_what_most_have() -> None:
-    assert minorities([{"a": "1"}, {"a": "1"}]) == {}
-    assert minorities([{"a": "2"}, {"a": "1"}, {"a": "1"}]) == {"a": ("1", {"2": [0]})}
-    assert minorities([{"a": "1"}, {}]) == {"a": ("1", {None: [1]})}
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12", "535.183.01"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build", "570.86.10"),
+        ("", "not known"),
+    ],
+)
+def test_the_driver_is_read(text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "version").write_text(f"{text}\nGCC version:  gcc (Debian)\n")
+    monkeypatch.setattr(check, "_DRIVER", tmp_path / "version")
+    assert check.versions(torch.device("cpu"))["driver"] == says
 
 
 @pytest.mark.parametrize(
@@ -126,31 +136,27 @@ def test_bad_options_are_told_at_once(capsys: pytest.CaptureFixture[str], tmp_pa
     assert list(json.loads((tmp_path / "check.json").read_text())["checks"]) == ["environment", "folder"]
 
 
-def _commands(folder: Path) -> tuple[list[int], list[str]]:
-    """Codes and what a rank printed: of a check, env, a check where a rank differs."""
+def _commands(folder: Path) -> list[tuple[int, str]]:
+    """The code and what a rank printed: of a check, env, a check where a rank differs."""
     rank = dist.get_rank()
-    printed: list[str] = []
-    codes: list[int] = []
 
-    def run(*arguments: str) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            codes.append(main([*arguments]))
-        printed.append(out.getvalue())
+            return main([*arguments]), out.getvalue()
 
-    chosen = ["--only", "environment", "folder", "--root", str(folder / "run")]
+    chosen = ["check", "--only", "environment", "folder", "--root", str(folder / "run")]
+    own = {"NCCL_ALGO": "Tree", "HF_TOKEN": f"{SECRET}{rank}"} if rank == 1 else {}
     with mock.patch.dict(os.environ, HF_TOKEN=SECRET):
-        run("check", *chosen, "--json", str(folder / "check.json"))
-        own = {"NCCL_ALGO": "Tree", "HF_TOKEN": f"{SECRET}{rank}"} if rank == 1 else {}
+        healthy = run(*chosen, "--json", str(folder / "check.json"))
         with mock.patch.dict(os.environ, own):
-            run("env")
-            run("check", *chosen, "--json", str(folder / "other.json"))
-    return codes, printed
+            return [healthy, run("env"), run(*chosen, "--json", str(folder / "other.json"))]
 
 
 def test_the_commands_on_two_ranks(tmp_path: Path) -> None:
-    (codes, (table, env, _)), other = run_distributed(_commands, 2, tmp_path)
-    assert codes == [0, 0, 1]
-    assert other == (codes, ["", "", ""]), "rank 0 alone prints, and all return the same"
+    first, other = run_distributed(_commands, 2, tmp_path)
+    assert [code for code, _ in first] == [0, 0, 1]
+    assert other == [(code, "") for code, _ in first], "rank 0 alone prints, and all return the same"
+    (_, table), (_, env), _ = first
     assert "Healthy" in table
     assert re.search(r"NCCL_ALGO +not set  <- differs: Tree on rank 1", env)
     assert re.search(r"HF_TOKEN +set, not shown\n", env)

@@ -5,18 +5,14 @@ import functools
 import importlib
 import importlib.util
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import fsdp_sft
 from fsdp_sft import _compat
-from tests.harness.ranks import run_distributed
 
 FILES = sorted((Path(fsdp_sft.__file__).parent / "_compat").glob("*.py"))
 FOREIGN = {"torch", "transformers"}
@@ -46,27 +42,6 @@ def _attributes(source: str) -> set[str]:
     return {name for name in found if NAME.fullmatch(name)} - OTHERS - own
 
 
-def _import_places() -> None:
-    """Import every module of ``PRIVATE`` that is installed; of an extra there may be none."""
-    for place in _compat.PRIVATE:
-        module = place.partition(":")[0]
-        if module != "datasets" or importlib.util.find_spec(module) is not None:
-            importlib.import_module(module)
-
-
-def _missing() -> list[str]:
-    """The names of ``PRIVATE`` that the versions at hand lack, of modules that have been imported."""
-    found = []
-    for place, names in _compat.PRIVATE.items():
-        module, _, path = place.partition(":")
-        if module in sys.modules:
-            owner: Any = sys.modules[module]
-            for name in path.split(".") if path else ():
-                owner = getattr(owner, name, None)
-            found += [f"{place}.{name}" for name in names.split() if name not in _names_in(owner)]
-    return found
-
-
 @functools.cache
 def _names_in(owner: Any) -> set[Any]:
     """The attributes of a class or module, and all that its functions name: attributes of instances, say."""
@@ -76,52 +51,29 @@ def _names_in(owner: Any) -> set[Any]:
     return {*dir(owner), *(name for code in codes for name in (*code.co_names, *code.co_consts))}
 
 
-def _check(source: str) -> None:
-    for module, name in _imported(source):
+@pytest.mark.parametrize("file", [path for path in FILES if path.name != "__init__.py"], ids=lambda p: p.name)
+def test_what_a_file_imports_is_there_and_its_attributes_are_listed(file: Path) -> None:
+    source = file.read_text()
+    imported = list(_imported(source))
+    for module, name in imported:
         owner = importlib.import_module(module)
         is_module = importlib.util.find_spec(f"{module}.{name}") if hasattr(owner, "__path__") else None
         assert hasattr(owner, name) or is_module, f"{module} has no {name}"
     known = {name for names in _compat.PRIVATE.values() for name in names.split()}
-    unlisted = _attributes(source) - known - {name for _, name in _imported(source)}
-    assert not unlisted - {"_C"}, f"say in _compat.PRIVATE where these attributes are: {sorted(unlisted)}"
-
-
-@pytest.mark.parametrize("file", [path for path in FILES if path.name != "__init__.py"], ids=lambda p: p.name)
-def test_what_a_file_imports_is_there_and_its_attributes_are_listed(file: Path) -> None:
-    _check(file.read_text())
+    unlisted = _attributes(source) - known - {name for _, name in imported} - {"_C"}
+    assert not unlisted, f"say in _compat.PRIVATE where these attributes are: {sorted(unlisted)}"
 
 
 def test_every_listed_attribute_is_there_and_used() -> None:
-    _import_places()
-    assert _missing() == []
     used = set().union(*(re.findall(r"\w+", path.read_text()) for path in FILES if path.stem != "__init__"))
     kinds = {f"_{of}{kind}_hooks" for of in ("", "global_") for kind in ("forward", "backward")}
     kinds |= {name.replace("_hooks", "_pre_hooks") for name in kinds}
     for place, names in _compat.PRIVATE.items():
         assert set(names.split()) <= used | kinds, f"{place}: drop what is not used any more"
-
-
-def _of_instances() -> list[str]:
-    """The listed attributes that FSDP2's own objects lack after a forward and a backward."""
-    from torch.distributed.fsdp import fully_shard
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for part in (model[0], model):
-        fully_shard(part, reshard_after_forward=True)
-    model(torch.ones(2, 4)).sum().backward()
-    state: Any = model[0]._get_fsdp_state()
-    (group,) = state._fsdp_param_groups
-    of_kind = {"FSDPModule": model, "FSDPState": state, "FSDPParamGroup": group, "DTensor": model[0].weight}
-    of_kind["FSDPParam"] = group.fsdp_params[0]
-    lacking = []
-    for place, names in _compat.PRIVATE.items():
-        one = of_kind.pop(place.partition(":")[2], None)
-        lacking += [f"{place}.{name}" for name in names.split() if one is not None and not hasattr(one, name)]
-    assert not of_kind
-    return lacking
-
-
-def test_attributes_of_fsdps_objects_are_on_them() -> None:
-    """``_sharded_post_forward_param`` is set by a forward that reshards to a part of the ranks."""
-    (lacking,) = run_distributed(_of_instances, 1)
-    assert [name.rpartition(".")[2] for name in lacking] in ([], ["_sharded_post_forward_param"])
+        module, _, path = place.partition(":")
+        if module == "datasets" and importlib.util.find_spec(module) is None:
+            continue  # an extra, of which there may be none
+        owner: Any = importlib.import_module(module)
+        for name in path.split(".") if path else ():
+            owner = getattr(owner, name, None)
+        assert set(names.split()) <= _names_in(owner), place

@@ -21,15 +21,12 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=100, help="of draws")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="draws at a time")
-    parser.add_argument("--no-shrink", action="store_true", help="leave faults as they were drawn")
-    parser.add_argument("--where", default="{}", help="only draws with these options, as JSON")
     parser.add_argument("--draw", help="one draw alone: its options that are not the plainest, as JSON")
     arguments = parser.parse_args()
     if arguments.draw:
         outcome = judge(settled(full(json.loads(arguments.draw))), arguments.seed)
         print(f"{arguments.draw}: {outcome.kind} {outcome.reason}")
         raise SystemExit(outcome.kind == "fault")
-    full(json.loads(arguments.where))
     # spawn: the workers start ranks of their own, from a fork server of their own
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.workers, mp_context=spawn, initializer=quiet_for_good) as pool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers as tf
 from torch import nn
 
 import fsdp_sft as fs
@@ -15,6 +16,7 @@ from tests.harness.packed_values import in_nf4, is_packed
 from tests.harness.quantised_folders import quantise
 
 EXTRA_TOKENS = 5
+GROWN = VOCABULARY + EXTRA_TOKENS
 ROUTER_COEFFICIENT = 0.5
 TOWERS = ("vision_tower", "multi_modal_projector")
 
@@ -77,8 +79,6 @@ def build(architecture: str, *, seed: int = 0) -> Any:
     if architecture in families:
         family, overrides = families[architecture]
         return tiny_model(family, seed=seed, **overrides)
-    import transformers as tf
-
     common = {**TINY, "vocab_size": VOCABULARY, "num_hidden_layers": 3, "head_dim": 8}
     made = {
         "soft cap": lambda: tf.Gemma2ForCausalLM(
@@ -118,8 +118,6 @@ def build(architecture: str, *, seed: int = 0) -> Any:
 
 def auto_class(architecture: str) -> Any:
     """What reads a Hugging Face folder of it back."""
-    import transformers as tf
-
     return {
         "encoder-decoder": tf.AutoModelForSeq2SeqLM,
         "vision and text": tf.AutoModelForImageTextToText,
@@ -187,8 +185,8 @@ def summed_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
         logits = model(**inputs).logits
     if not getattr(config, "is_encoder_decoder", False):
         logits, labels = logits[:, :-1], labels[:, 1:]
-    logits = _upcast(logits.flatten(0, 1))
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
 def loss_of_tokens(model: nn.Module, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -204,10 +202,6 @@ def weight_of_tokens(batch: dict[str, Any]) -> float:
     counts = batch["labels"][:, 1:] != -100
     weights = batch.get("loss_weights")
     return float(counts.sum() if weights is None else (weights[:, 1:] * counts).sum())
-
-
-def _upcast(logits: torch.Tensor) -> torch.Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def count(batch: dict[str, Any], architecture: str) -> int:

@@ -3,14 +3,13 @@
 The first option of an axis is the plainest: what a failing draw is shrunk towards.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
-from tests.harness.native import has_native_sharding
-
 # What the caller does between two steps that train.
+FAILURES = ("fail in a forward", "fail in a backward", "fail in the loss")
 BETWEEN = (
-    *("nothing", "evaluate", "generate", "fail in a forward", "fail in a backward", "fail in the loss"),
+    *("nothing", "evaluate", *FAILURES),
     *("freeze or thaw a block", "a hook on a block", "another rate", "load"),
 )
 GAPS = tuple(f"before step {number}" for number in (1, 2, 3, 4))
@@ -74,104 +73,135 @@ ROUTING = {"moe", "moe with router loss", "float32 modules"}
 CAUSAL = {*TRANSFORMERS_CAUSAL, "not of transformers"}
 
 
+def _all_but(axis: str, *options: str) -> set[str]:
+    return set(AXES[axis]) - set(options)
+
+
+def _plainest(*axes: str) -> dict[str, str]:
+    return {axis: AXES[axis][0] for axis in axes}
+
+
+_OURS = _all_but("mesh", "single", "torch DDP 2")
+_COMPILED = _all_but("compile", "no")
+_WITH_EXPERTS = {"moe", "moe with router loss"}
+_LARGE = {"fsdp 3", "hsdp 2x2", "cp 2 fsdp 2"}
+_ADAPTED = _all_but("adapters", "none")
+_ODD = _all_but("odd rank", "none")
+
+# Where a draw has one of these options of each of these axes, others mean nothing, or cannot be, and change.
+RULES: tuple[tuple[Mapping[str, Set[str]], Mapping[str, str]], ...] = (
+    # Among ranks of the library, which steps with a loss of its own.
+    ({"odd rank": _ODD}, {"loss": "auto"}),
+    (
+        {"odd rank": _ODD, "architecture": _all_but("architecture", *TRANSFORMERS_CAUSAL)},
+        {"architecture": "dense"},
+    ),
+    # No folder of Hugging Face to load from or export to.
+    (
+        {"architecture": {"not of transformers"}},
+        _plainest("start", "stored", "adapters", "varlen", "export", "vocabulary"),
+    ),
+    (
+        {"architecture": _all_but("architecture", *TRANSFORMERS_CAUSAL)},
+        {"loss": "loss_fn", **_plainest("batches", "varlen", "adapters", "vocabulary")},
+    ),
+    (
+        {"architecture": _all_but("architecture", *TRANSFORMERS_CAUSAL), "twist": {"hook on the head"}},
+        _plainest("twist"),
+    ),
+    ({"architecture": _all_but("architecture", *_WITH_EXPERTS)}, _plainest("experts")),
+    # A loss of the caller's has its own terms, and can apply weights itself.
+    ({"loss": {"tokens"}, "loss terms": {"smoothing and z-loss"}}, _plainest("loss terms")),
+    ({"loss": {"loss_fn"}}, _plainest("loss terms")),
+    # An argument that cannot be, and no typed error.
+    ({"loss": {"loss_fn"}, "mesh": {"cp 2", "cp 2 fsdp 2"}}, {"mesh": "fsdp 2"}),
+    # The caller's own model, which nothing of ours has placed.
+    ({"mesh": _all_but("mesh", *_OURS)}, _plainest("start", "vocabulary", "precision", "sharding")),
+    ({"mesh": {"torch DDP 2"}, "resume": {"other ranks"}}, {"resume": "same ranks"}),
+    # Offloaded blocks are refused with it.
+    ({"sac": {"1/3 offloaded"}}, _plainest("compile")),
+    # torch breaks the graph where tokens are dealt to experts.
+    ({"compile": _COMPILED, "architecture": ROUTING}, {"compile": "blocks"}),
+    # peft has no DoRA for experts.
+    ({"adapters": {"dora"}, "architecture": ROUTING}, {"adapters": "lora"}),
+    # torch breaks the graph where peft asks for the type of a weight.
+    ({"compile": {"fullgraph"}, "adapters": {"dora"}}, {"compile": "blocks"}),
+    # Every rank compiles for itself.
+    ({"compile": _COMPILED, "mesh": _LARGE, "resume": {"other ranks"}}, {"resume": "same ranks"}),
+    ({"compile": _COMPILED, "mesh": {"fsdp 3", "hsdp 2x2"}}, {"mesh": "fsdp 2"}),
+    ({"compile": _COMPILED, "mesh": {"cp 2 fsdp 2"}}, {"mesh": "cp 2"}),
+    (
+        {
+            "stored": {"both names of a tie"},
+            "architecture": _all_but("architecture", "tied", "sliding window"),
+        },
+        _plainest("stored"),
+    ),
+    # Matrices of these have other names.
+    (
+        {
+            "stored": {"fp8"},
+            "architecture": {"learned positions", *_all_but("architecture", *TRANSFORMERS_CAUSAL)},
+        },
+        _plainest("stored"),
+    ),
+    ({"start": {"materialised"}}, _plainest("vocabulary")),
+    ({"start": {"materialised"}, "stored": _all_but("stored", "bfloat16")}, _plainest("stored")),
+    ({"adapters": {"none"}}, _plainest("adapted by", "frozen")),
+    ({"start": {"load_pretrained"}}, _plainest("adapted by")),
+    ({"start": {"materialised"}}, _plainest("frozen")),
+    (
+        {"architecture": {"learned positions", *_all_but("architecture", *TRANSFORMERS_CAUSAL)}},
+        _plainest("frozen"),
+    ),
+    # What is stored holds what the packed bytes do.
+    ({"frozen": {"stored"}}, {"stored": "fp8"}),
+    ({"frozen": {"nf4"}}, {"stored": "float32"}),
+    # Adapters are on all layers, experts too, which ranks then cannot share out.
+    ({"adapters": _ADAPTED}, _plainest("expert ranks")),
+    ({"start": _all_but("start", "load_pretrained")}, _plainest("expert ranks")),
+    ({"architecture": _all_but("architecture", *_WITH_EXPERTS)}, _plainest("expert ranks")),
+    # Other meshes do not divide, which is an argument that cannot be.
+    ({"expert ranks": {"2"}, "mesh": _all_but("mesh", "fsdp 2", "hsdp 2x2")}, {"mesh": "fsdp 2"}),
+    ({"batches": {"padded"}}, _plainest("varlen")),
+    # These are for packs.
+    ({"batches": {"padded"}, "loader": {"sampler by cost", "stream"}}, {"loader": "sampler of a mixture"}),
+    (
+        {"accumulation": {"3 reduce_scatter"}, "mesh": _all_but("mesh", "hsdp 2x2")},
+        {"accumulation": "3 last"},
+    ),
+    ({"resume": {"no"}}, _plainest("save")),
+    ({"twist": {"keys differ"}, "mesh": {"single", "1", "cp 2"}}, _plainest("twist")),
+    ({"twist": {"keys differ"}, "batches": _all_but("batches", "padded")}, _plainest("twist")),
+    ({"odd rank": _ODD}, _plainest("resume", "save")),
+    (
+        {"odd rank": _ODD, "mesh": _all_but("mesh", "fsdp 2", "fsdp 3", "hsdp 2x2", "replicas 2")},
+        {"mesh": "fsdp 2"},
+    ),
+    # Between steps.
+    *(
+        (
+            {gap: {*FAILURES, "a hook on a block", "freeze or thaw a block"}, "compile": _COMPILED},
+            _plainest(gap),
+        )
+        for gap in GAPS
+    ),
+    *(
+        ({gap: {*FAILURES, "freeze or thaw a block"}, "mesh": {"torch DDP 2"}}, _plainest(gap))
+        for gap in GAPS
+    ),
+    *(({gap: {"load"}, "resume": {"no"}}, _plainest(gap)) for gap in GAPS),
+    ({GAPS[0]: {*FAILURES, "load"}}, _plainest(GAPS[0])),
+)
+
+
 def settled(draw: Draw) -> dict[str, str]:
     """The draw with options that mean nothing beside the others put to their plainest."""
     own = dict(draw)
-    if own["odd rank"] != "none":  # among ranks of the library, which steps with a loss of its own
-        own["loss"] = "auto"
-        if own["architecture"] not in TRANSFORMERS_CAUSAL:
-            own["architecture"] = "dense"
-
-    def plainest(*axes: str) -> None:
-        own.update({axis: AXES[axis][0] for axis in axes})
-
-    if own["architecture"] == "not of transformers":  # no folder of Hugging Face to load from or export to
-        plainest("start", "stored", "adapters", "varlen", "export", "vocabulary")
-    if own["architecture"] not in TRANSFORMERS_CAUSAL:
-        own["loss"] = "loss_fn"
-        plainest("batches", "varlen", "adapters", "vocabulary")
-        if own["twist"] == "hook on the head":
-            plainest("twist")
-    if own["architecture"] not in ("moe", "moe with router loss"):
-        plainest("experts")
-    if own["loss"] == "tokens" and own["loss terms"] != "weights":  # which such a loss can apply itself
-        plainest("loss terms")
-    if own["loss"] == "loss_fn":
-        plainest("loss terms")  # which are then its own
-        if own["mesh"].startswith("cp"):  # an argument that cannot be, and no typed error
-            own["mesh"] = "fsdp 2"
-    if own["mesh"] in ("single", "torch DDP 2"):  # the caller's own model, which nothing of ours has placed
-        plainest("start", "vocabulary", "precision", "sharding")
-    if own["mesh"] == "torch DDP 2" and own["resume"] == "other ranks":
-        own["resume"] = "same ranks"
-    if own["sac"] == "1/3 offloaded":
-        plainest("compile")  # which offloaded blocks are refused with
-    if own["compile"] != "no" and ROUTING & {own["architecture"]}:
-        own["compile"] = "blocks"  # torch breaks the graph where tokens are dealt to experts
-    if own["adapters"] == "dora" and ROUTING & {own["architecture"]}:
-        own["adapters"] = "lora"  # peft has no DoRA for experts
-    if own["compile"] == "fullgraph" and own["adapters"] == "dora":
-        own["compile"] = "blocks"  # torch breaks the graph where peft asks for the type of a weight
-    if own["compile"] != "no" and own["mesh"] in ("fsdp 3", "hsdp 2x2", "cp 2 fsdp 2"):
-        own["mesh"] = "cp 2" if own["mesh"].startswith("cp") else "fsdp 2"  # every rank compiles for itself
-        if own["resume"] == "other ranks":
-            own["resume"] = "same ranks"
-    if own["stored"] == "both names of a tie" and own["architecture"] not in ("tied", "sliding window"):
-        plainest("stored")
-    if own["stored"] == "fp8" and own["architecture"] not in TRANSFORMERS_CAUSAL - {"learned positions"}:
-        plainest("stored")  # whose matrices have other names
-    if own["start"] == "materialised":
-        plainest("vocabulary")
-        if own["stored"] != "bfloat16":
-            plainest("stored")
-    if own["adapters"] == "none" or own["start"] == "load_pretrained":
-        plainest("adapted by")
-    names_it = own["architecture"] in TRANSFORMERS_CAUSAL - {"learned positions"}
-    if own["adapters"] == "none" or own["start"] == "materialised" or not names_it:
-        plainest("frozen")
-    if own["frozen"] != "in its dtype":  # which holds what the packed bytes do
-        own["stored"] = "fp8" if own["frozen"] == "stored" else "float32"
-    of_experts = own["architecture"] in ("moe", "moe with router loss")
-    loaded = own["start"] == "load_pretrained"
-    adapted = own["adapters"] != "none"  # all layers are, experts too, which ranks then cannot share out
-    if not of_experts or not loaded or adapted or not has_native_sharding():
-        plainest("expert ranks")
-    if own["expert ranks"] != "1" and own["mesh"] not in ("fsdp 2", "hsdp 2x2"):
-        own["mesh"] = "fsdp 2"  # others do not divide, which is an argument that cannot be
-    if own["batches"] == "padded":
-        plainest("varlen")
-        if own["loader"] in ("sampler by cost", "stream"):  # they are for packs
-            own["loader"] = "sampler of a mixture"
-    if own["accumulation"] == "3 reduce_scatter" and own["mesh"] != "hsdp 2x2":
-        own["accumulation"] = "3 last"
-    if own["resume"] == "no":
-        plainest("save")
-    if own["twist"] == "keys differ" and (
-        own["mesh"] in ("single", "1", "cp 2") or own["batches"] != "padded"
-    ):
-        plainest("twist")
-    if own["odd rank"] != "none":
-        plainest("resume", "save")
-        if own["mesh"] not in ("fsdp 2", "fsdp 3", "hsdp 2x2", "replicas 2"):
-            own["mesh"] = "fsdp 2"
-    for gap in GAPS:
-        if _means_nothing(own, gap):
-            plainest(gap)
+    for where, change in RULES:
+        if all(own[axis] in options for axis, options in where.items()):
+            own |= change
     return own
-
-
-def _means_nothing(own: Mapping[str, str], gap: str) -> bool:
-    """Whether what is done between two steps cannot be done in such a draw."""
-    what, compiled = own[gap], own["compile"] != "no"
-    by_torch = own["mesh"] == "torch DDP 2"
-    return (
-        # Compiled blocks compile anew for each length of the cache.
-        (what == "generate" and (compiled or own["architecture"] not in TRANSFORMERS_CAUSAL))
-        or (what == "a hook on a block" and compiled)
-        or (what.startswith("fail") and (compiled or by_torch or gap == GAPS[0]))
-        or (what == "freeze or thaw a block" and (compiled or by_torch))
-        or (what == "load" and (own["resume"] == "no" or gap == GAPS[0]))
-    )
 
 
 def differences(draw: Draw) -> dict[str, str]:

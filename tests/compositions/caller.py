@@ -2,12 +2,11 @@
 
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,8 +36,7 @@ class Told:
     """What a rank saw.
 
     Attributes:
-        trained: As of the oracle; parameters by their plain names.
-        start: Parameters and buffers before the first step.
+        trained: As of the oracle; parameters by their plain names, in ``start`` also the buffers.
         epochs: Which epoch each window belongs to.
         windows: This rank's micro-batches, by step.
         steps: The steps that were there at the end.
@@ -46,7 +44,6 @@ class Told:
     """
 
     trained: Trained = field(default_factory=Trained)
-    start: Tensors = field(default_factory=dict)
     epochs: list[int] = field(default_factory=list)
     windows: list[list[dict[str, torch.Tensor]]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -59,23 +56,13 @@ def run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: i
     Returns:
         What this rank was told, or the typed error that it met as (name, message).
     """
+    load: Any = sys.modules["fsdp_sft.weights.load"]
+    without_inductor = partial(load.compile_blocks, backend="aot_eager")  # which takes minutes
     try:
-        with _aot_eager():
+        with mock.patch.object(load, "compile_blocks", without_inductor):
             return _run(draw, folder, rows, held_out, first, last)
     except fs.FsdpSftError as error:
         return type(error).__name__, str(error)
-
-
-@contextmanager
-def _aot_eager() -> Iterator[None]:
-    """``load_pretrained(compile=True)`` without inductor, which takes minutes."""
-    module: Any = sys.modules["fsdp_sft.weights.load"]
-    own = module.compile_blocks
-    module.compile_blocks = partial(own, backend="aot_eager")
-    try:
-        yield
-    finally:
-        module.compile_blocks = own
 
 
 def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: int, last: int) -> Told:
@@ -92,7 +79,7 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
         fs.use_context_parallel(model, mesh=mesh)
     if draw["loss"] in ("chunked", "logits"):
         fs.prepare_loss(model, impl=draw["loss"])  # type: ignore[arg-type]
-    told.start = _tensors(inner)
+    told.trained.start = _tensors(inner)
     made = options.optimizers(draw, inner, fs.StochasticAdamW)
     loop = Loop(draw, rows, mesh)
     given: Any = made if len(made) > 1 else made[0]
@@ -104,9 +91,8 @@ def _run(draw: Draw, folder: Path, rows: list[Row], held_out: list[Row], first: 
             between.change(draw, step, made, model, inner)
     _train(draw, folder, told, (model, inner, given, made), loop, held_out, first, last)
     told.trained.parameters = _tensors(inner, buffers=False)
-    told.steps = (
-        [info.step for info in fs.find_checkpoints(folder / "checkpoints")] if draw["resume"] != "no" else []
-    )
+    if draw["resume"] != "no":
+        told.steps = [info.step for info in fs.find_checkpoints(folder / "checkpoints")]
     if last == options.STEPS and draw["export"] != "no":
         told.exported = str(_export(draw, folder, model))
     return told
@@ -125,17 +111,13 @@ def _train(
     model, inner, given, made = parts
     for one in made if first == 1 else []:
         one.register_step_pre_hook(partial(_keep_gradients, told, inner))
-    scaler = (
-        torch.amp.GradScaler(device_type(), init_scale=options.SCALE)
-        if draw["precision"].startswith("float16")
-        else None
-    )
     step_options = {
         "max_grad_norm": options.max_norm(draw),
-        "scaler": scaler,
         "grad_sync": draw["accumulation"].partition(" ")[2] or "each",
         **_loss_options(draw),
     }
+    if draw["precision"].startswith("float16"):
+        step_options["scaler"] = torch.amp.GradScaler(device_type(), init_scale=options.SCALE)
     is_odd = draw["odd rank"] != "none" and dist.get_rank() == dist.get_world_size() - 1
     pending = None
     for step, (epoch, window) in zip(range(first, last + 1), loop, strict=False):
@@ -143,8 +125,6 @@ def _train(
         between.change(draw, step, made, model, inner)
         if what == "evaluate":
             told.trained.evaluations.append(_evaluated(draw, model, held_out, loop))
-        elif what == "generate":
-            between.answer(draw, inner)
         elif what.startswith("fail"):
             between.fail(
                 what, model, inner, given, options.collated(draw, [held_out[loop.rank]]), step_options
@@ -165,8 +145,6 @@ def _train(
         told.trained.norms.append(result.grad_norm)
         told.trained.router_losses.append(result.router_loss)
         if draw["resume"] != "no":
-            if pending is not None:
-                pending.wait()
             pending = fs.save_checkpoint(
                 folder / "checkpoints",
                 step,
@@ -238,20 +216,25 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
         if config is not None:
             common |= {"peft_config": config, "adapter_seed": seed}
         if draw["vocabulary"] == "grown":
-            common["new_vocab_size"] = _grown_size()
+            common["new_vocab_size"] = architectures.GROWN
         known = inspect.signature(fs.load_pretrained).parameters.keys()
         if common.keys() <= known and keeps is None and not offload:
             return fs.load_pretrained(source, **common)
         return composed(source, **common, sac={"save": keeps, "offload": offload})
     model: Any
     if draw["start"] == "meta":
-        grown = {"new_vocab_size": _grown_size()} if draw["vocabulary"] == "grown" else {}
-        model = fs.build_meta_model(source, **grown)
+        size = architectures.GROWN if draw["vocabulary"] == "grown" else None
+        model = fs.build_meta_model(source, new_vocab_size=size)
         fs.freeze_towers(model)
     else:
         model = architectures.read(source, draw["architecture"])
-    if config is not None:
-        model = _adapted(draw, model, config, seed)
+    if draw["adapted by"] == "peft":
+        from peft import get_peft_model
+
+        torch.manual_seed(seed)  # the same on every rank, as the caller has to see to
+        model = get_peft_model(model, config)
+    elif config is not None:
+        model = fs.add_adapters(model, config, seed=seed)
     if ratio:
         fs.apply_sac(model, ratio, save=keeps, offload=offload)
     if draw["compile"] != "no":
@@ -267,25 +250,9 @@ def _model(draw: Draw, folder: Path, mesh: Any, *, seed: int) -> Any:
     return model.train()
 
 
-def _grown_size() -> int:
-    return architectures.VOCABULARY + architectures.EXTRA_TOKENS
-
-
-def _adapted(draw: Draw, model: Any, config: Any, seed: int) -> Any:
-    if draw["adapted by"] == "peft":
-        from peft import get_peft_model
-
-        torch.manual_seed(seed)  # the same on every rank, as the caller has to see to
-        model = get_peft_model(model, config)
-    else:
-        model = fs.add_adapters(model, config, seed=seed)
-    return model
-
-
 def _tensors(model: nn.Module, *, buffers: bool = True) -> Tensors:
-    found: dict[str, Any] = dict(model.named_parameters())
-    found |= dict(model.named_buffers()) if buffers else {}
-    return {name: full(tensor).detach().clone() for name, tensor in found.items()}
+    found = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
+    return {name: full(tensor).detach().clone() for name, tensor in found}
 
 
 def _keep_gradients(told: Told, model: nn.Module, *_: Any) -> None:

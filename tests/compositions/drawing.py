@@ -9,7 +9,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, assume, settings, strategies as st
 
 from tests.compositions import reasons
-from tests.compositions.axes import AXES, DIFFERENCES, differences, full, settled
+from tests.compositions.axes import AXES, DIFFERENCES, differences, settled
 from tests.compositions.judge import judge
 
 # Options that take three to twenty times as long as others: a draw has one where a number to this is 0.
@@ -26,46 +26,26 @@ REFUSED = 10  # in one draw of so many something may be refused: it is soon know
 
 
 @st.composite
-def compositions(draw: Any, where: dict[str, str] | None = None) -> dict[str, str]:
-    """One draw, settled; shrunk, each axis goes to its plainest.
-
-    Args:
-        draw: Of hypothesis.
-        where: Options that every draw has.
-    """
-    where = where or {}
+def compositions(draw: Any) -> dict[str, str]:
+    """One draw, settled; shrunk, each axis goes to its plainest."""
     drawn = {axis: draw(_options(axis)) for axis in AXES}
     for (axis, option), share in COSTLY.items():
         if draw(st.integers(0, share - 1)) == share - 1:
             drawn[axis] = option
-    composition = settled({**drawn, **where})
+    composition = settled(drawn)
     if draw(st.integers(0, REFUSED - 1)) != REFUSED - 1:
         for _ in range(30):
             refused = reasons.applying(composition)
             if not refused:
                 break
             axis = draw(st.sampled_from(refused[0].axes))
-            composition = settled({**composition, axis: draw(_options(axis)), **where})
+            composition = settled({**composition, axis: draw(_options(axis))})
         assume(not reasons.applying(composition))
-    assume(where.items() <= composition.items())
     return composition
 
 
 def _options(axis: str) -> Any:
     return st.sampled_from([option for option in AXES[axis] if (axis, option) not in COSTLY])
-
-
-def allowed_pairs() -> set[tuple[tuple[str, str], tuple[str, str]]]:
-    """Pairs that the library says it runs: beside all else plainest, no reason refuses them."""
-    allowed = set()
-    for axis, options in AXES.items():
-        for other, others in AXES.items():
-            for option in options if axis < other else ():
-                for second in others:
-                    draw = settled(full({axis: option, other: second}))
-                    if (draw[axis], draw[other]) == (option, second) and not reasons.applying(draw):
-                        allowed.add(((axis, option), (other, second)))
-    return allowed
 
 
 def search(arguments: argparse.Namespace, worker: int) -> str:
@@ -76,11 +56,11 @@ def search(arguments: argparse.Namespace, worker: int) -> str:
     @settings(
         max_examples=-(-arguments.number // arguments.workers),
         deadline=None,
-        phases=set(Phase) - ({Phase.shrink, Phase.reuse} if arguments.no_shrink else {Phase.explain}),
+        phases=set(Phase) - {Phase.explain},
         suppress_health_check=list(HealthCheck),
         print_blob=False,
     )
-    @hypothesis.given(compositions(json.loads(arguments.where)))
+    @hypothesis.given(compositions())
     def trial(drawn: Any) -> None:
         outcome = judge(drawn, arguments.seed)
         ends[f"{outcome.kind} {outcome.reason}".strip() if outcome.kind == "refused" else outcome.kind] += 1

@@ -83,7 +83,6 @@ EQUAL: list[dict[str, str]] = [
         "before step 1": "evaluate",
         "vocabulary": "grown",
         "before step 2": "fail in a forward",
-        "before step 4": "generate",
     },
     {
         "architecture": "sliding window",

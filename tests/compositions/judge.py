@@ -24,7 +24,6 @@ from tests.harness.ranks import run_distributed
 _SECONDS = 200  # a part of a draw may take
 _COMPILING_SECONDS = 1000  # every rank compiles for itself: of T5's blocks 18 variants
 FLOOR = 2e-6  # relative, of float32
-_GROWN = VOCABULARY + architectures.EXTRA_TOKENS
 Size = Callable[[torch.Tensor], float]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16 with scaler": torch.float16}
 LOW_FLOOR = {torch.bfloat16: 4e-3, torch.float16: 1e-3}  # one rounding of a number that is nowhere averaged
@@ -32,6 +31,7 @@ LOW_FLOOR = {torch.bfloat16: 4e-3, torch.float16: 1e-3}  # one rounding of a num
 # A norm is one number, and one run's error of it may be small by luck: of 48 norms of plain Gemma 3 with LoRA
 # in bfloat16 one was 1.2e-2 off, half of them less than 2e-3.
 _LOW_NORM = 2e-2
+_NUMBERS = ("losses", "norms", "router_losses", "evaluations")
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,12 @@ class Outcome:
     reason: str = ""
 
 
-class _DifferentError(Exception):
-    pass
-
-
 def judge(draw: Draw, seed: int = 0) -> Outcome:
     """Try one draw; never raises."""
     with tempfile.TemporaryDirectory(prefix="composition-") as name:
         try:
             return _judge(draw, seed, Path(name))
-        except _DifferentError as different:
+        except AssertionError as different:
             return Outcome("fault", str(different))
         except Exception as error:
             text = "".join(traceback.format_exception(error))
@@ -79,8 +75,8 @@ def _judge(draw: Draw, seed: int, folder: Path) -> Outcome:
             return _refused(draw, refusals, len(results))
         told.append(results)
     expected = [reason.name for reason in reasons.applying(draw) if not reason.sometimes]
-    if expected or draw["odd rank"] != "none":
-        raise _DifferentError(f"expected a refusal ({expected}), but it ran")
+    expected += ["a rank that differs"] * (draw["odd rank"] != "none")
+    assert not expected, f"expected a refusal ({expected}), but it ran"
     _compare(draw, told, held_out, folder)
     return Outcome("equal")
 
@@ -96,37 +92,28 @@ def _rows(draw: Draw, seed: int) -> list[Row]:
 
 
 def _refused(draw: Draw, refusals: list[tuple[str, str]], ranks: int) -> Outcome:
-    error, message = refusals[0]
-    if len(refusals) != ranks:
-        raise _DifferentError(f"{len(refusals)} of {ranks} ranks raised {error}: {message}")
+    said = ": ".join(refusals[0])
+    assert len(refusals) == ranks, f"{len(refusals)} of {ranks} ranks raised {said}"
     if draw["odd rank"] != "none":  # of the library, as what a rank returns is: see caller.run
         return Outcome("refused", "a rank that differs")
-    given = reasons.of(error, message)
-    if not given:
-        raise _DifferentError(f"refused for no reason that is listed: {error}: {message}")
-    holding = [reason for reason in given if reason in reasons.applying(draw)]
-    if not holding:
-        names = [reason.name for reason in given]
-        raise _DifferentError(f"refused although {names} does not apply: {error}: {message}")
-    return Outcome("refused", holding[0].name)
+    given = reasons.of(*refusals[0])
+    assert given, f"refused for no reason that is listed: {said}"
+    holding = [reason.name for reason in given if reason in reasons.applying(draw)]
+    assert holding, f"refused although {[reason.name for reason in given]} does not apply: {said}"
+    return Outcome("refused", holding[0])
 
 
 def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Path) -> None:
     for results in told:
-        for other in results[1:]:
-            if (other.trained.losses, other.trained.norms) != (
-                results[0].trained.losses,
-                results[0].trained.norms,
-            ):
-                raise _DifferentError("ranks were told different losses or norms")
+        numbers = [(result.trained.losses, result.trained.norms) for result in results]
+        assert all(other == numbers[0] for other in numbers), "ranks were told different losses or norms"
     first, last = told[0][0], told[-1][0]
     windows = [
         [batch for result in results for batch in result.windows[step]]
         for results in told
         for step in range(len(results[0].windows))
     ]
-    if len(windows) != options.STEPS:
-        raise _DifferentError(f"{len(windows)} steps of {options.STEPS}")
+    assert len(windows) == options.STEPS, f"{len(windows)} steps of {options.STEPS}"
     _check_rows(draw, windows, [epoch for results in told for epoch in results[0].epochs])
     if draw["twist"] == "keys differ":
         windows = [
@@ -134,35 +121,29 @@ def _compare(draw: Draw, told: list[list[Told]], held_out: list[Row], folder: Pa
         ]
     batches = [options.collated(draw, [row]) for row in held_out]
     dtype = _DTYPES[draw["precision"]]
-    plainly = partial(_plainly, draw, folder, first.start, windows, batches)
+    start = first.trained.start
+    plainly = partial(_plainly, draw, folder, start, windows, batches)
     owns = [plainly(dtype)[1]]
     exact_model, exact = plainly(torch.float64)
-    _check_start(draw, first.start, folder)
-    ours = Trained(
-        [loss for results in told for loss in results[0].trained.losses],
-        [norm for results in told for norm in results[0].trained.norms],
-        [loss for results in told for loss in results[0].trained.router_losses],
-        [loss for results in told for loss in results[0].trained.evaluations],
-        first.trained.gradients,
-        first.start,
-        last.trained.parameters,
-    )
+    _check_start(draw, start, folder)
+    ours = Trained(gradients=first.trained.gradients, start=start, parameters=last.trained.parameters)
+    for what in _NUMBERS:
+        setattr(ours, what, [value for results in told for value in getattr(results[0].trained, what)])
     try:
         _compare_trained(draw, ours, owns, exact, dtype)
-    except _DifferentError:
+    except AssertionError:
         if dtype == torch.float32:
             raise
         owns.append(plainly(dtype, disturbed=True)[1])  # one run's error may be small by luck
         _compare_trained(draw, ours, owns, exact, dtype)
     if _is_exact(draw):
-        for step, (loss, right) in enumerate(zip(ours.losses, owns[0].losses, strict=True)):
-            if loss != right:
-                raise _DifferentError(f"losses[{step}] is {loss!r}, bit for bit it is {right!r}")
+        assert ours.losses == owns[0].losses, f"losses are {ours.losses}, bit for bit {owns[0].losses}"
         for name, tensor in owns[0].parameters.items():
-            if not torch.equal(ours.parameters[name], tensor):
-                raise _DifferentError(f"{name} is not bit for bit that of plain training")
-    if draw["resume"] != "no" and last.steps != list(range(1, options.STEPS + 1)):
-        raise _DifferentError(f"of the steps saved there are {last.steps}")
+            assert torch.equal(ours.parameters[name], tensor), (
+                f"{name} is not bit for bit that of plain training"
+            )
+    saved = draw["resume"] == "no" or last.steps == list(range(1, options.STEPS + 1))
+    assert saved, f"of the steps saved there are {last.steps}"
     if last.exported is not None:
         _check_export(draw, Path(last.exported), ours.parameters, exact_model, folder)
 
@@ -175,16 +156,23 @@ def _compare_trained(
     floor = 5e-3 if muon else FLOOR
     if dtype != torch.float32:  # a token that goes to another expert is no rounding
         floor = max(floor, 4e-2 if draw["architecture"] in ROUTING else LOW_FLOOR[dtype])
-    for what in ("losses", "norms", "router_losses", "evaluations"):
+    runs = (ours, *owns, exact)
+    for what in _NUMBERS:
         least = max(floor, _LOW_NORM) if what == "norms" and dtype != torch.float32 else floor
-        plain_ones = [getattr(own, what) for own in owns]
-        _close_numbers(what, getattr(ours, what), plain_ones, getattr(exact, what), least)
+        by_step = [
+            {
+                f"{what}[{step}]": torch.tensor(value, dtype=torch.float64)
+                for step, value in enumerate(getattr(run, what))
+            }
+            for run in runs
+        ]
+        _close("", by_step, least, _largest)
     # In 16 bits the largest error is that of one number that hardly has a gradient.
     size = _largest if dtype == torch.float32 else _root_mean_square
-    _close("gradients", ours.gradients, [own.gradients for own in owns], exact.gradients, floor, size)
-    change, *changes, right = [_change(run.parameters, run.start) for run in (ours, *owns, exact)]
+    _close("the gradient of ", [run.gradients for run in runs], floor, size)
     # What Muon makes of a gradient that is nearly singular hangs on its last bits.
-    _close("changes of parameters", change, changes, right, 0.3 if muon else floor, size)
+    changes = [_change(run.parameters, run.start) for run in runs]
+    _close("the change of ", changes, 0.3 if muon else floor, size)
 
 
 def _is_exact(draw: Draw) -> bool:
@@ -235,22 +223,17 @@ def _check_start(draw: Draw, start: Tensors, folder: Path) -> None:
     model = architectures.read(folder / "base", draw["architecture"])
     model = plain.adapted(draw, plain.grown(model) if draw["vocabulary"] == "grown" else model, start)
     expected = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    missing = sorted(expected.keys() ^ start.keys())
-    if missing:
-        raise _DifferentError(f"parameters and buffers differ by {missing[:4]}")
+    assert expected.keys() == start.keys(), f"only one has {sorted(expected.keys() ^ start.keys())[:4]}"
     for name, tensor in expected.items():
-        value = start[name]
+        value, right = start[name], tensor.detach().to(start[name].dtype)
         if plain.is_random(name):
-            if not (value.isfinite().all() and 0 < float(value.double().std()) < 10):
-                raise _DifferentError(f"{name} does not look like an initialisation")
+            drawn = value.isfinite().all() and 0 < float(value.double().std()) < 10
+            assert drawn, f"{name} does not look like an initialisation"
             continue
-        expected_value = tensor.detach().to(value.dtype)
-        if expected_value.shape[:1] == (_GROWN,) and value.dtype != torch.float32:
+        if right.shape[:1] == (architectures.GROWN,) and value.dtype != torch.float32:
             # The mean of what is stored in 16 bits is not that of what was read, rounded.
-            expected_value[VOCABULARY:] = value[VOCABULARY:]
-        if not torch.equal(expected_value, value):
-            off = (tensor.detach().double() - value.double()).abs().max()
-            raise _DifferentError(f"{name} starts at other values, by up to {float(off):.2g}")
+            right[VOCABULARY:] = value[VOCABULARY:]
+        assert torch.equal(right, value), f"{name} starts at other values"
 
 
 def _check_rows(draw: Draw, windows: Any, epochs: list[int]) -> None:
@@ -258,47 +241,25 @@ def _check_rows(draw: Draw, windows: Any, epochs: list[int]) -> None:
     total = len(drawn_rows(0))
     for epoch in sorted(set(epochs)):
         own = [window for window, number in zip(windows, epochs, strict=True) if number == epoch]
-        trained = [tuple(row[:2]) for window in own for batch in window for row in rows_of(batch)]
-        again = Counter(trained)
-        twice = [row for row, times in again.items() if times > 1]
+        again = Counter(tuple(row[:2]) for window in own for batch in window for row in rows_of(batch))
+        twice = sum(times > 1 for times in again.values())
         is_whole = epoch != max(epochs)
         most = 3 if is_whole or len(again) == total else 0  # ranks minus one fill up the last round
-        if len(twice) > most:
-            raise _DifferentError(f"epoch {epoch} trained {len(twice)} rows twice")
-        if (
-            is_whole
-            and draw["loader"] not in ("list",)
-            and draw["batches"] == "padded"
-            and len(again) < total - 3
-        ):
-            raise _DifferentError(f"epoch {epoch} trained {len(again)} of {total} rows")
+        assert twice <= most, f"epoch {epoch} trained {twice} rows twice"
+        if is_whole and draw["loader"] != "list" and draw["batches"] == "padded":
+            assert len(again) >= total - 3, f"epoch {epoch} trained {len(again)} of {total} rows"
 
 
-def _close_numbers(
-    what: str, ours: list[float], owns: list[list[float]], exact: list[float], floor: float
-) -> None:
-    if not len(ours) == len(owns[0]) == len(exact):
-        raise _DifferentError(f"{what}: {len(ours)} of {len(exact)}")
-    scale = max([abs(value) for value in exact] or [1.0]) or 1.0
-    errors = [abs(a - b) / scale for own in owns for a, b in zip(own, exact, strict=True)]
-    allowed = max(floor, 3 * max(errors, default=0.0))
-    for step, (value, right) in enumerate(zip(ours, exact, strict=True)):
-        if not abs(value - right) / scale <= allowed:
-            raise _DifferentError(
-                f"{what}[{step}] is {value:.8g}, right is {right:.8g} (allowed {allowed:.1e})"
-            )
-
-
-def _close(what: str, ours: Tensors, owns: list[Tensors], exact: Tensors, floor: float, size: Size) -> None:
-    if ours.keys() != exact.keys():
-        raise _DifferentError(f"{what} differ by {sorted(ours.keys() ^ exact.keys())[:4]}")
-    scale = max(map(size, exact.values())) or 1.0
+def _close(what: str, runs: list[Tensors], floor: float, size: Size) -> None:
+    """The first of the runs is as close to the last as those between, or as ``floor``."""
+    ours, *owns, exact = runs
+    assert ours.keys() == exact.keys(), f"only one has {what}{sorted(ours.keys() ^ exact.keys())[:4]}"
+    scale = max(map(size, exact.values()), default=1.0) or 1.0
     errors = [size(own[name].double() - tensor.double()) for own in owns for name, tensor in exact.items()]
-    allowed = max(floor, 3 * max(errors) / scale)
+    allowed = max(floor, 3 * max(errors, default=0.0) / scale)
     for name, tensor in exact.items():
         error = size(ours[name].double() - tensor.double()) / scale
-        if not error <= allowed:
-            raise _DifferentError(f"{what}: {name} is off by {error:.2e} (allowed {allowed:.1e})")
+        assert error <= allowed, f"{what}{name} is off by {error:.2e} (allowed {allowed:.1e})"
 
 
 def _largest(tensor: torch.Tensor) -> float:
@@ -323,14 +284,13 @@ def _check_export(draw: Draw, exported: Path, ours: Mapping[str, Any], exact: An
             parameter.copy_(ours[name].double())
     if draw["adapters"] != "none":
         model = model.merge_and_unload()
-    expected = dict(model.named_parameters())
-    found = dict(again.named_parameters())
-    if expected.keys() != found.keys():
-        raise _DifferentError(f"the export differs by {sorted(expected.keys() ^ found.keys())[:4]}")
+    expected, found = dict(model.named_parameters()), dict(again.named_parameters())
+    assert expected.keys() == found.keys(), (
+        f"the export differs by {sorted(expected.keys() ^ found.keys())[:4]}"
+    )
     for name, tensor in expected.items():
-        scale = float(tensor.abs().max()) or 1.0
-        error = _largest(found[name].double() - tensor.double()) / scale
-        if not error <= (1e-6 if dtype == torch.float32 else 2**-8):
-            raise _DifferentError(f"the export's {name} is off by {error:.2e}")
-    if draw["export"] == "into a full folder" and not (folder / "exported" / "notes.txt").exists():
-        raise _DifferentError("the export deleted what was in the folder")
+        error = _largest(found[name].double() - tensor.double()) / (float(tensor.abs().max()) or 1.0)
+        allowed = 1e-6 if dtype == torch.float32 else 2**-8
+        assert error <= allowed, f"the export's {name} is off by {error:.2e}"
+    kept = draw["export"] != "into a full folder" or (folder / "exported" / "notes.txt").exists()
+    assert kept, "the export deleted what was in the folder"

@@ -25,51 +25,40 @@ class Loop:
         self.ranks, self.rank = dist.get_world_size() // each, dist.get_rank() // each
         self.is_first = dist.get_rank() % each == 0
         self.epoch = self.taken = 0
+        padded = draw["batches"] == "padded"
+        self.collate = partial(options.collated if padded else _packed, draw)
         self.sampler: Any = None
-        self.loader: Any = None
         if draw["loader"] != "list":
-            self.loader = self._made()
+            self.sampler = self._sampler() if padded else self._sampler_of_packs()
+            self.loader = self._loader()
 
-    def _made(self) -> Any:
-        workers = 2 if self.draw["loader"] == "sampler and workers" else 0
+    def _loader(self) -> Any:
+        options_of: dict[str, Any] = {"collate_fn": self.collate}
+        options_of["num_workers"] = 2 if self.draw["loader"] == "sampler and workers" else 0
+        rows: Any = self.rows
+        if self.draw["loader"] == "stream":
+            return DataLoader(self.sampler, None, **options_of)
         if self.draw["batches"] != "padded":
-            collate: Any = fs.PackedCollator(max_length=options.PACK_TOKENS)
-            if self.draw["loader"] == "stream":
-                self.sampler = self._stream()
-                return DataLoader(self.sampler, None, collate_fn=partial(_packed, self.draw, collate))
-            self.sampler = self._sampler_of_packs()
-            return DataLoader(
-                self.rows,  # type: ignore[arg-type]
-                batch_sampler=self.sampler,
-                collate_fn=partial(_packed, self.draw, collate),
-                num_workers=workers,
-            )
-        collate = partial(options.collated, self.draw)
+            return DataLoader(rows, batch_sampler=self.sampler, **options_of)
         if self.draw["loader"] == "sampler of batches":
-            self.sampler = fs.ResumableSampler(len(self.rows), **self.mesh)
-            batches = [collate([row]) for row in self.rows]
-            return DataLoader(batches, batch_size=None, sampler=self.sampler)  # type: ignore[arg-type]
+            batches: Any = [self.collate([row]) for row in rows]
+            return DataLoader(batches, batch_size=None, sampler=self.sampler)
+        return DataLoader(rows, options.BATCH_ROWS, sampler=self.sampler, **options_of)
+
+    def _sampler(self) -> Any:
         mixed = self.draw["loader"] == "sampler of a mixture"
-        given = self._halves() if mixed else len(self.rows)
-        self.sampler = fs.ResumableSampler(given, **self.mesh)
-        return DataLoader(
-            self.rows,  # type: ignore[arg-type]
-            options.BATCH_ROWS,
-            sampler=self.sampler,
-            collate_fn=collate,
-            num_workers=workers,
-        )
+        return fs.ResumableSampler(self._halves() if mixed else len(self.rows), **self.mesh)
 
     def _sampler_of_packs(self) -> Any:
-        lengths, targets = fs.row_sizes(self.rows)
-        given: dict[str, Any] = {"max_length": options.PACK_TOKENS, "num_targets": targets, **self.mesh}
+        given: dict[str, Any] = {"max_length": options.PACK_TOKENS, **self.mesh}
+        if self.draw["loader"] == "stream":
+            return fs.PackedStream(self.rows, buffer_size=9, **given)
+        lengths, given["num_targets"] = fs.row_sizes(self.rows)
         if self.draw["loader"] == "sampler of a mixture":
-            return fs.PackedSampler(lengths, mixture=self._halves(), **given)
-        by_cost = self.draw["loader"] == "sampler by cost"
-        return fs.PackedSampler(lengths, **given, cost=(1.0, 0.5) if by_cost else None)
-
-    def _stream(self) -> Any:
-        return fs.PackedStream(self.rows, max_length=options.PACK_TOKENS, buffer_size=9, **self.mesh)
+            given["mixture"] = self._halves()
+        if self.draw["loader"] == "sampler by cost":
+            given["cost"] = (1.0, 0.5)
+        return fs.PackedSampler(lengths, **given)
 
     def _halves(self) -> fs.Mixture:
         return fs.Mixture([len(self.rows) // 3, len(self.rows) - len(self.rows) // 3])
@@ -99,21 +88,14 @@ class Loop:
 
     def _by_hand(self) -> Iterator[tuple[int, list[Any]]]:
         """Slices of the rows, dealt in turn; an epoch ends where a step would not be full."""
-        window = options.micro_batches(self.draw)
-        each = window * self.ranks
-        size = options.BATCH_ROWS
+        each, size = options.micro_batches(self.draw) * self.ranks, options.BATCH_ROWS
         while True:
             if self.taken + each * size > len(self.rows):
                 self.epoch, self.taken = self.epoch + 1, 0
             chosen = self.rows[self.taken : self.taken + each * size]
             self.taken += each * size
             parts = [chosen[place * size : (place + 1) * size] for place in range(each)]
-            yield self.epoch, [self._twisted(self._batch(part)) for part in parts[self.rank :: self.ranks]]
-
-    def _batch(self, rows: list[Row]) -> Any:
-        if self.draw["batches"] == "padded":
-            return options.collated(self.draw, rows)
-        return _packed(self.draw, fs.PackedCollator(max_length=options.PACK_TOKENS), rows)
+            yield self.epoch, [self._twisted(self.collate(part)) for part in parts[self.rank :: self.ranks]]
 
     def _twisted(self, batch: Any) -> Any:
         if self.draw["twist"] == "keys differ" and self.rank == 0:
@@ -121,8 +103,8 @@ class Loop:
         return batch
 
 
-def _packed(draw: Draw, collate: Any, rows: list[Row]) -> Any:
-    batch = collate(rows)
+def _packed(draw: Draw, rows: list[Row]) -> Any:
+    batch = fs.PackedCollator(max_length=options.PACK_TOKENS)(rows)
     if draw["loss terms"] == "weights":
         weights = [row.get("token_weights", [1.0] * len(row["input_ids"])) for row in rows]
         flat = torch.tensor([weight for of_row in weights for weight in of_row])

@@ -1,7 +1,7 @@
 """The oracle: the same windows through the plain model in one process; no code of the library."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from tests import plain
 from tests.compositions import options
-from tests.compositions.architectures import EXTRA_TOKENS, ROUTER_COEFFICIENT, count, summed_loss
+from tests.compositions.architectures import GROWN, ROUTER_COEFFICIENT, count, summed_loss
 from tests.compositions.axes import CAUSAL, Draw
 from tests.compositions.rows import VOCABULARY, labels_of, rows_of, weights_of
 
@@ -33,11 +33,9 @@ class Trained:
 
 def grown(model: Any) -> Any:
     """The model with more tokens, each new row the mean of the old ones."""
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    model.resize_token_embeddings(VOCABULARY + EXTRA_TOKENS, mean_resizing=False)
-    tables = [model.get_input_embeddings()] + ([] if tied else [model.get_output_embeddings()])
+    model.resize_token_embeddings(GROWN, mean_resizing=False)
     with torch.no_grad():
-        for table in tables:
+        for table in (model.get_input_embeddings(), model.get_output_embeddings()):
             table.weight[VOCABULARY:] = table.weight[:VOCABULARY].double().mean(0).to(table.weight.dtype)
     return model
 
@@ -92,38 +90,25 @@ def train(
     one_by_one = precision == torch.float64 or draw["experts"] == "one by one"
     if one_by_one and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64
-    call = _Lower(model, precision) if precision.itemsize == 2 else model
-    options.twist(draw, call.copy if isinstance(call, _Lower) else model)
+    call = _Computing(model, precision)
+    options.twist(draw, call.copy)
     made = options.optimizers(draw, model)
     found = Trained(start={name: p.detach().clone() for name, p in model.named_parameters()})
-    changed = (model, call.copy) if isinstance(call, _Lower) else (model,)
     for step, window in enumerate(windows, start=1):
-        options.change(draw, step, made, *changed)
+        options.change(draw, step, made, model, call.copy)
         if draw[f"before step {step}"] == "evaluate":
-            found.evaluations.append(_evaluated(draw, model, call, held_out))
-        _step(draw, model, call, window, made, found)
-        if isinstance(call, _Lower):
-            call.refresh()
+            found.evaluations.append(_evaluated(draw, call, held_out))
+        keep = None if found.gradients else found.gradients
+        losses = _losses(draw, call, window, found)
+        _, norm = plain.step(model, losses, made, max_norm=options.max_norm(draw), keep=keep)
+        found.norms.append(norm)
+        call.refresh()
     found.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return found
 
 
-def _step(
-    draw: Draw,
-    model: Any,
-    call: Callable[..., Any],
-    window: Sequence[Batch],
-    made: list[torch.optim.Optimizer],
-    found: Trained,
-) -> None:
-    keep = None if found.gradients else found.gradients
-    losses = _losses(draw, model, call, window, found)
-    _, norm = plain.step(model, losses, made, max_norm=options.max_norm(draw), keep=keep)
-    found.norms.append(norm)
-
-
 def _losses(
-    draw: Draw, model: Any, call: Callable[..., Any], window: Sequence[Batch], found: Trained
+    draw: Draw, call: "_Computing", window: Sequence[Batch], found: Trained
 ) -> Iterator[torch.Tensor]:
     """What is gone back through in a step, scaled; the gradients are not any more at its end."""
     targets = sum(_weight(draw, batch) for batch in window)
@@ -136,15 +121,13 @@ def _losses(
             summed / targets if draw["mesh"] in ("single", "torch DDP 2") else summed * (1 / targets)
         )
         loss_sum += float(summed.detach())
-        if isinstance(call, _Lower):
-            call.hand_over()
+        call.hand_over()
     if draw["architecture"] == "moe with router loss" and draw["loss"] not in ("loss_fn", "tokens"):
         for share in _router_shares(call, window):
             yield share * scale
             router += float(share.detach())
-            if isinstance(call, _Lower):
-                call.hand_over()
-    for parameter in model.parameters():
+            call.hand_over()
+    for parameter in call.model.parameters():
         if parameter.grad is not None:
             parameter.grad /= scale
     found.losses.append(loss_sum / targets)
@@ -172,7 +155,7 @@ def _router_shares(call: Any, window: Sequence[Batch]) -> Iterator[torch.Tensor]
 def _summed(draw: Draw, call: Any, batch: Batch) -> torch.Tensor:
     # By rows where a pack has to come to that, and in float64: transformers' eager attention leaves NaN in
     # float64 where a position sees nothing, as padding behind a sliding window does.
-    by_row = draw["architecture"] in CAUSAL and (isinstance(call, nn.Module) and _is_double(call))
+    by_row = draw["architecture"] in CAUSAL and call.precision == torch.float64
     is_plain = draw["loss terms"] == "plain"
     if "position_ids" not in batch and not by_row and is_plain:
         return summed_loss(call, batch)
@@ -212,20 +195,16 @@ def _weight(draw: Draw, batch: Batch) -> float:
     )
 
 
-def _is_double(model: nn.Module) -> bool:
-    return next(model.parameters()).dtype == torch.float64
-
-
-def _evaluated(draw: Draw, model: Any, call: Callable[..., Any], batches: Sequence[Batch]) -> float:
-    model.eval()
+def _evaluated(draw: Draw, call: "_Computing", batches: Sequence[Batch]) -> float:
+    call.model.eval()
     with torch.no_grad():
         total = sum(float(_summed(draw, call, batch)) for batch in batches)
-    model.train()
+    call.model.train()
     return total / sum(_weight(draw, batch) for batch in batches)
 
 
-class _Lower:
-    """A model in a lower precision: a copy whose parameters are cast, with gradients for the original."""
+class _Computing:
+    """A model as it computes: a copy whose parameters are cast, with gradients for the original."""
 
     def __init__(self, model: nn.Module, precision: torch.dtype) -> None:
         self.model, self.precision = model, precision
@@ -238,12 +217,12 @@ class _Lower:
 
     def refresh(self) -> None:
         """Take the original's values."""
-        for own, lower in zip(self.model.parameters(), self.copy.parameters(), strict=True):
-            lower.data = own.detach().to(self.precision)
+        for own, cast in zip(self.model.parameters(), self.copy.parameters(), strict=True):
+            cast.data = own.detach().to(self.precision)
 
     def hand_over(self) -> None:
         """Add the copy's gradients to the original's."""
-        for own, lower in zip(self.model.parameters(), self.copy.parameters(), strict=True):
-            if lower.grad is not None:
-                own.grad = lower.grad.to(own.dtype) + (0 if own.grad is None else own.grad)
-                lower.grad = None
+        for own, cast in zip(self.model.parameters(), self.copy.parameters(), strict=True):
+            if cast.grad is not None:
+                own.grad = cast.grad.to(own.dtype) + (0 if own.grad is None else own.grad)
+                cast.grad = None

@@ -9,8 +9,7 @@ import os
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from multiprocessing import process as processes
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ COUNTED = ("tasks", "started")
 
 counts: dict[str, Counter[str]] = {}
 running: str | None = None  # id of the test that runs
-_is_expected = False  # whether the processes that are started now have been counted
 
 
 def count(what: str, number: int = 1) -> None:
@@ -30,28 +28,6 @@ def count(what: str, number: int = 1) -> None:
     if running is not None:
         room = running.partition("::")[0].removeprefix("tests/").partition("/")[0]
         counts.setdefault(room, Counter())[what] += number
-
-
-@contextmanager
-def counting_for(test: str) -> Iterator[None]:
-    """What is started within the block is started by a test."""
-    global running
-    running = test
-    try:
-        yield
-    finally:
-        running = None
-
-
-@contextmanager
-def counted_already() -> Iterator[None]:
-    """Within the block, processes are started that somebody has counted."""
-    global _is_expected
-    before, _is_expected = _is_expected, True
-    try:
-        yield
-    finally:
-        _is_expected = before
 
 
 def watch() -> None:
@@ -66,22 +42,11 @@ def watch() -> None:
     start = processes.BaseProcess.start
 
     def counted(self: processes.BaseProcess) -> None:
-        if os.getpid() == own and not _is_expected:
+        if os.getpid() == own:
             count("started")
         start(self)
 
     processes.BaseProcess.start = counted  # type: ignore[method-assign]
-
-
-def told() -> dict[str, dict[str, int]]:
-    """This process's counts, as data."""
-    return {room: dict(counter) for room, counter in counts.items()}
-
-
-def add(other: Mapping[str, Mapping[str, int]]) -> None:
-    """Add another process's counts."""
-    for room, counter in other.items():
-        counts.setdefault(room, Counter()).update(counter)
 
 
 def budget() -> dict[str, dict[str, int]]:
@@ -89,9 +54,11 @@ def budget() -> dict[str, dict[str, int]]:
     return tomllib.loads(_FILE.read_text())["runs"]
 
 
-def is_judged(config: Any, device: str) -> bool:
-    """Whether a run has to keep the budget: not one of slow tests, or of ranks with simulated devices."""
-    return device == "cpu" and "not slow" in config.getoption("markexpr")
+def verdict(config: Any, device: str) -> list[str]:
+    """What a run has used beyond its budget; slow tests, and ranks with simulated devices, have none."""
+    if device != "cpu" or "not slow" not in config.getoption("markexpr"):
+        return []
+    return exceeded(counts, budget())
 
 
 def summed(used: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, int]]:

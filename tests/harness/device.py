@@ -5,19 +5,18 @@ marked ``accelerator`` run on both. Tests name the device by ``device_type()`` a
 """
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from tests.simulated import build
 from tests.simulated.device import BACKEND, Simulated
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 SETTING = "FSDP_SFT_TEST_DEVICE"
@@ -29,11 +28,7 @@ _asked = os.environ.get(SETTING, "cpu")
 if _asked not in ("cpu", "sim"):
     raise ValueError(f"{SETTING} must be cpu or sim, got {_asked!r}")
 
-# The environment variable that names the file into which programs write what they have launched.
-_REPORTS = "FSDP_SFT_LAUNCH_REPORTS"
-_reports = tempfile.NamedTemporaryFile("r", prefix="launches-")  # noqa: SIM115  for as long as this process
 _own: Simulated | None = None
-_launches = 0
 
 
 def asked() -> str:
@@ -71,23 +66,7 @@ def for_launched() -> dict[str, str]:
         return {}
     simulator_or_skip()
     folder = Path(__file__).parents[1] / "simulated" / "launched"
-    return {"FSDP_SFT_LAUNCHED_DEVICES": str(_DEVICES), "PYTHONPATH": str(folder), **reported()}
-
-
-def reported() -> dict[str, str]:
-    """What the environment of a program has, so that `report` reaches this process."""
-    return {_REPORTS: _reports.name}
-
-
-def report(own: Simulated) -> None:
-    """At the end of a program: it has used no device but its own; tell the test how often it used that.
-
-    Raises:
-        AssertionError: If it has used another.
-    """
-    own.check()
-    with open(os.environ[_REPORTS], "a") as file:
-        file.write(f"{own.launches()}\n")
+    return {"FSDP_SFT_LAUNCHED_DEVICES": str(_DEVICES), "PYTHONPATH": str(folder)}
 
 
 def simulator_or_skip() -> None:
@@ -116,21 +95,8 @@ def device_type() -> str:
     return "cpu" if _own is None else "sim"
 
 
-def note_launches(number: int) -> None:
-    """Take note of what a rank has launched on its simulated device for a task."""
-    global _launches
-    _launches += number
-
-
-def launches() -> int:
-    """All that ranks and programs of this process have launched on simulated devices."""
-    return _launches + sum(map(int, Path(_reports.name).read_text().split()))
-
-
-def device_here() -> "torch.device":
+def device_here() -> torch.device:
     """The device that this process, mostly a rank, computes on."""
-    import torch
-
     return torch.device("cpu") if _own is None else torch.device("sim", _own.index)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.harness.device import become, for_ranks, report, reported
+from tests.harness.device import become, for_ranks
 from tests.simulated.device import Simulated
 
 _PRELOAD = ["tests.harness.preloaded"]
@@ -47,7 +47,7 @@ class Program:
 
     def __init__(self, script: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self._printed = tempfile.NamedTemporaryFile("r+")  # noqa: SIM115  closed in wait
-        own = {**(os.environ if environment is None else environment), **reported()}
+        own = dict(os.environ if environment is None else environment)
         self._process = process(_as_main, script, arguments, own, self._printed.name, for_ranks(1)[0])
         self._process.start()
 
@@ -90,7 +90,7 @@ def _as_main(
     try:
         runpy.run_path(str(script), run_name="__main__")
         if simulated is not None:
-            report(simulated)
+            simulated.check()
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -28,43 +28,35 @@ def serve(folder: Path) -> Iterator[tuple[str, list[str]]]:
         def log_message(self, *_: Any) -> None:
             pass
 
-        def _json(self, value: Any) -> None:
-            body = json.dumps(value).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
+        def _send(self, code: int, body: bytes, headers: dict[str, str]) -> None:
+            self.send_response(code)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(body)
+            if self.command == "GET":
+                self.wfile.write(body)
 
-        def _file(self, name: str, *, body: bool) -> None:
-            data = files.get(name)
+        def _file(self, name: str) -> None:
+            data, commit = files.get(name), {"X-Repo-Commit": COMMIT}
             if data is None:
-                self.send_response(404)
-                self.send_header("X-Error-Code", "EntryNotFound")
-                self.send_header("X-Repo-Commit", COMMIT)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+                self._send(404, b"", {"X-Error-Code": "EntryNotFound", **commit})
                 return
-            self.send_response(200)
-            self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            if body:
+            if self.command == "GET":
                 downloads.append(name)
-                self.wfile.write(data)
+            self._send(200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', **commit})
 
         def do_HEAD(self) -> None:
-            self._file(self.path.rpartition("/")[2], body=False)
+            self._file(self.path.rpartition("/")[2])
 
         def do_GET(self) -> None:
-            if "/api/models/" in self.path and "/tree/" in self.path:
-                self._json([{"type": "file", "path": n, "size": len(d), "oid": n} for n, d in files.items()])
-            elif "/api/models/" in self.path:
-                siblings = [{"rfilename": name} for name in sorted(files)]
-                self._json({"id": "someone/model", "sha": COMMIT, "siblings": siblings})
-            else:
-                self._file(self.path.partition("?")[0].rpartition("/")[2], body=True)
+            if "/api/models/" not in self.path:
+                self._file(self.path.partition("?")[0].rpartition("/")[2])
+                return
+            found: Any = {"id": "someone/model", "sha": COMMIT}
+            found["siblings"] = [{"rfilename": name} for name in sorted(files)]
+            if "/tree/" in self.path:
+                found = [{"type": "file", "path": n, "size": len(d), "oid": n} for n, d in files.items()]
+            self._send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -13,6 +13,7 @@ import sys
 import threading
 import types
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -168,7 +169,8 @@ def put_back(before: State, changed: list[str]) -> None:
     """Assign again what can be: settings, names of modules and classes. What is compiled is forgotten."""
     for name in changed:
         if name in before.settings:
-            _put_setting_back(name, before.settings[name])
+            if name in _PUT_BACK:
+                _PUT_BACK[name](before.settings[name])
             continue
         module, _, key = name.removesuffix("()").rpartition(".")
         names = before.modules[module]
@@ -184,31 +186,38 @@ def put_back(before: State, changed: list[str]) -> None:
                 old[:] = names.members[name]
 
 
-def _put_setting_back(name: str, old: Any) -> None:
-    if name == "environment":
-        for gone in os.environ.keys() - old.keys() - _NOBODYS:
-            del os.environ[gone]
-        os.environ.update(old)
-    elif name == "folder":
-        os.chdir(old)
-    elif name == "sys.path":
-        sys.path[:] = old
-    elif name == "dtype":
-        torch.set_default_dtype(old)
-    elif name == "grad":
-        torch.set_grad_enabled(old)
-    elif name == "matmul":
-        torch.set_float32_matmul_precision(old)
-    elif name == "deterministic":
-        torch.use_deterministic_algorithms(old)
-    elif name == "logging":
-        logging.disable(old)
-    elif name == "signals":
-        for number, handler in zip(_SIGNALS, old, strict=True):
-            signal.signal(number, handler)
-    elif name == "compiled":
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters["frames"]["total"] = old
+def _put_environment_back(old: dict[str, str]) -> None:
+    for gone in os.environ.keys() - old.keys() - _NOBODYS:
+        del os.environ[gone]
+    os.environ.update(old)
+
+
+def _put_path_back(old: list[str]) -> None:
+    sys.path[:] = old
+
+
+def _put_signals_back(old: list[Any]) -> None:
+    for number, handler in zip(_SIGNALS, old, strict=True):
+        signal.signal(number, handler)
+
+
+def _forget_what_is_compiled(old: int) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters["frames"]["total"] = old
+
+
+_PUT_BACK: dict[str, Callable[[Any], Any]] = {
+    "environment": _put_environment_back,
+    "folder": os.chdir,
+    "sys.path": _put_path_back,
+    "dtype": torch.set_default_dtype,
+    "grad": torch.set_grad_enabled,
+    "matmul": torch.set_float32_matmul_precision,
+    "deterministic": torch.use_deterministic_algorithms,
+    "logging": logging.disable,
+    "signals": _put_signals_back,
+    "compiled": _forget_what_is_compiled,
+}
 
 
 def _put_members_back(owner: type, members: dict[str, Any]) -> None:

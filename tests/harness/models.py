@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import transformers as tf
 
 from tests.plain import gradients as oracle_gradients, mean_loss as oracle_loss  # noqa: F401  by these names
 
@@ -34,8 +35,6 @@ LATENT = {
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
-    import transformers as tf
-
     common = {**TINY, "num_hidden_layers": 3}
     no_kv = {name: value for name, value in common.items() if name != "num_key_value_heads"}
     table = {
@@ -90,8 +89,6 @@ def tiny_config(family: str, **overrides: Any) -> Any:
 
 
 def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
-    import transformers as tf
-
     classes = {
         "llama": "LlamaForCausalLM",
         "qwen2": "Qwen2ForCausalLM",

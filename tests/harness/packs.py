@@ -43,12 +43,14 @@ def gradients_of_separate_rows(model: Any, rows: list[dict[str, list[int]]]) -> 
     return loss * targets, {name: gradient * targets for name, gradient in found.items()}
 
 
-def assert_same(a: Any, b: Any) -> None:
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
+def assert_same(actual: Any, expected: Any, name: str = "") -> None:
+    """Dicts within dicts have the same keys, and in them the same values, tensors bit by bit."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
+        for key, value in expected.items():
+            assert_same(actual[key], value, f"{name}/{key}")
+    elif isinstance(expected, torch.Tensor):
+        assert actual.dtype == expected.dtype, name
+        assert torch.equal(actual, expected), name
     else:
-        assert a == b
+        assert actual == expected, name

@@ -12,7 +12,7 @@ def poisoned() -> Iterator[None]:
 
     ``torch.utils.deterministic.fill_uninitialized_memory`` is on by default, but only counts together with
     deterministic algorithms. They are asked for with a warning in place of an error, so that no operation is
-    refused. Ranks that are started inside do the same; see ``ranks.Task``.
+    refused. What ranks are given to do inside does the same.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -37,13 +37,13 @@ def fp8_folder(folder: Path) -> dict[str, torch.Tensor]:
     return quantise(folder)
 
 
-def mxfp4_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """A folder with the experts in MXFP4, and its values."""
-    config = transformers.GptOssConfig(
+def mxfp4_folder(folder: Path, config: Any = None) -> dict[str, torch.Tensor]:
+    """A gpt-oss with the experts in MXFP4, and its values."""
+    tiny = transformers.GptOssConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=101,
         num_key_value_heads=1, head_dim=16, num_local_experts=2, num_experts_per_tok=1,
     )  # fmt: skip
-    model = transformers.GptOssForCausalLM(config)
+    model = transformers.GptOssForCausalLM(config or tiny)
     stored, values = {}, {}
     for name, weight in model.state_dict().items():
         if not name.endswith(("gate_up_proj", "down_proj")):

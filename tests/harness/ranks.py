@@ -4,6 +4,7 @@ Each rank leaves its traceback in a file with the time, and the earliest is rais
 their peer do not take the blame. ``pool`` has the ranks, ``serving`` is what they do.
 """
 
+import functools
 import pickle
 import tempfile
 import time
@@ -13,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import device
-from tests.harness.pool import Rank, give_back, meeting_of
-from tests.harness.serving import Task
+from tests.harness.pool import Rank, give_back, group_of
 from tests.simulated.device import Simulated
 
 _GRACE_SECONDS = 10  # what the other ranks get to fail by themselves once one has
@@ -44,23 +44,26 @@ def run_distributed(
         fresh: Whether the ranks must not have run anything before, as where memory is measured.
         kwargs: Its keyword arguments.
     """
-    return run_task(Task(function, args, kwargs, timeout), device.for_ranks(world_size), fresh=fresh)
+    task = functools.partial(function, *args, **kwargs)
+    return run_task(task, device.for_ranks(world_size), timeout=timeout, fresh=fresh)
 
 
-def run_task(task: Task, devices: Sequence[Simulated | None], *, fresh: bool) -> list[Any]:
+def run_task(
+    task: Callable[[], Any], devices: Sequence[Simulated | None], *, timeout: float, fresh: bool
+) -> list[Any]:
     """Run a task on a rank for each device: on ranks that have served before, or ``fresh`` ones for once."""
-    meeting = meeting_of(devices, fresh=fresh)
-    ranks = meeting.ranks
+    group = group_of(devices, fresh=fresh)
+    ranks = group.ranks
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         try:
-            for rank, member in enumerate(ranks):
-                member.start(task, folder, meeting.store, rank, len(ranks))
-            _wait(ranks, task.timeout)
-            _raise_earliest(folder, ranks, task.timeout)
+            for member in ranks:
+                member.start(task, timeout, folder)
+            _wait(ranks, timeout)
+            _raise_earliest(folder, ranks, timeout)
             return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(len(ranks))]
         finally:
-            give_back(meeting, fresh=fresh)
+            give_back(group, fresh=fresh)
 
 
 def _wait(ranks: list[Rank], timeout: float) -> None:

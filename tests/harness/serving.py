@@ -1,9 +1,9 @@
 """What a rank does, in its own process: it serves one task after the other.
 
-Its process group lasts for as long as the same ranks are asked for, so that a further case costs no store and
-no connections; the groups that a test has made besides end with it. A rank leaves its traceback in a file
-with the time. It computes on the CPU, or on a simulated device that it keeps (see ``device``), and then fails
-if it has used any other.
+Its process group lasts as long as it does, so that a further case costs no store and no connections; the
+groups that a test has made besides end with the test. A rank leaves its traceback in a file with the time. It
+computes on the CPU, or on a simulated device that it keeps (see ``device``), and then fails if it has used
+any other.
 """
 
 import faulthandler
@@ -14,37 +14,21 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from fsdp_sft._compat.groups import careful_gloo, forget_meshes
 from fsdp_sft._ranks import agree, mesh
 from fsdp_sft.dcp_io import saving
 from tests.harness import device, leftovers
-from tests.harness.poison import is_poisoned, poisoned
+from tests.harness.poison import poisoned
 from tests.simulated.device import Simulated
-
-
-@dataclass(frozen=True)
-class Task:
-    """What ranks are to do.
-
-    Attributes:
-        function: To call.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        timeout: Of the process group and of the whole, in seconds.
-        poisoned: Whether fresh memory holds NaN while it runs: as where the task was made.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    timeout: float
-    poisoned: bool = field(default_factory=is_poisoned)
 
 
 @dataclass(frozen=True)
@@ -53,67 +37,58 @@ class Done:
 
     Attributes:
         changed: What is not as it was before.
-        launches: On its simulated device.
         is_in_group: Whether it is still in the process group.
         groups: How many groups it has made.
     """
 
     changed: tuple[str, ...] = ("died",)
-    launches: int = 0
     is_in_group: bool = False
     groups: int = -1
 
 
-def serve(connection: Connection, own: Simulated | None) -> None:
-    """Do what comes over the connection until it ends."""
-    import torch
-
+def serve(connection: Connection, own: Simulated | None, store: Path, rank: int, world_size: int) -> None:
+    """Do what comes over the connection until it ends, in a process group that meets over a file."""
     torch.set_num_threads(1)
     device.become(own)
-    served = _Served(own)
+    served = _Served(own, store, rank, world_size)
     while True:
         try:
-            task, folder, store, rank, world_size = pickle.loads(connection.recv_bytes())
+            task = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        connection.send(served.run(task, folder, store, rank, world_size))
+        connection.send(served.run(*task))
 
 
 class _Served:
     """The tasks of one rank: its process group, and its state from one task to the next."""
 
-    def __init__(self, own: Simulated | None) -> None:
-        self._own = own
-        self._store: Path | None = None
+    def __init__(self, own: Simulated | None, store: Path, rank: int, world_size: int) -> None:
+        self._own, self._store, self._rank, self._world_size = own, store, rank, world_size
         self._world: Any = None
         self._state: leftovers.State | None = None
 
-    def run(self, task: Task, folder: Path, store: Path, rank: int, world_size: int) -> Done:
-        """Do one task."""
-        import torch
-        import torch.distributed as dist
-
-        own = self._own
-        launched = 0 if own is None else own.launches()
+    def run(self, function: Callable[[], Any], timeout: float, poison: bool, folder: Path) -> Done:
+        """Call a function, and leave its result in a folder; in memory that is poisoned, on request."""
+        own, rank = self._own, self._rank
         os.environ.update(
-            LOCAL_RANK=str(rank if own is None else own.index), LOCAL_WORLD_SIZE=str(world_size)
+            LOCAL_RANK=str(rank if own is None else own.index), LOCAL_WORLD_SIZE=str(self._world_size)
         )
         before = self._state or leftovers.State()
         before.renew()
         torch.manual_seed(0)
         faulthandler.enable(open(folder / f"fault-{rank}", "w"))  # noqa: SIM115  needed until there is another
         try:
-            self._meet(store, rank, world_size, timedelta(seconds=task.timeout))
-            with poisoned() if task.poisoned else nullcontext():
-                result = task.function(*task.args, **task.kwargs)
+            self._meet(timedelta(seconds=timeout))
+            with poisoned() if poison else nullcontext():
+                result = function()
             (folder / f"result-{rank}").write_bytes(pickle.dumps(result))
             del result
             if own is not None:
                 own.check()
             is_in_group = dist.is_initialized() and dist.group.WORLD is self._world
-            if dist.is_initialized():
+            if is_in_group:
                 dist.barrier()
-                self._end_groups(all_of_them=not is_in_group)
+                self._end_other_groups()
             forget_meshes()
             mesh._made.clear()
             leftovers.forget_remote_code()
@@ -129,38 +104,25 @@ class _Served:
             after = leftovers.State(before)
             changed = before.changes(after)
         self._state = after
-        launches = 0 if own is None else own.launches() - launched
-        groups = dist.distributed_c10d._world.group_count
-        return Done(tuple(changed), launches, is_in_group, groups)
+        return Done(tuple(changed), is_in_group, dist.distributed_c10d._world.group_count)
 
-    def _meet(self, store: Path, rank: int, world_size: int, timeout: timedelta) -> None:
-        """Be in the process group that meets over a file: the present one, or a new one in its place."""
-        import torch.distributed as dist
-
-        if store == self._store and dist.group.WORLD is self._world:
+    def _meet(self, timeout: timedelta) -> None:
+        """Be in the process group, whose collectives may take so long."""
+        if self._world is not None:
             dist.distributed_c10d._set_pg_timeout(timeout)
             return
-        if dist.is_initialized():
-            self._end_groups(all_of_them=True)
-            forget_meshes()
         with careful_gloo():
             dist.init_process_group(
                 device.backend_here(),
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=world_size,
+                init_method=f"file://{self._store}",
+                rank=self._rank,
+                world_size=self._world_size,
                 timeout=timeout,
             )
-        self._store, self._world = store, dist.group.WORLD
+        self._world = dist.group.WORLD
 
-    def _end_groups(self, *, all_of_them: bool) -> None:
-        """End the groups that a task has made, or the default group as well."""
-        import torch.distributed as dist
-
-        if all_of_them:
-            dist.destroy_process_group()
-            self._store = self._world = None
-            return
+    def _end_other_groups(self) -> None:
+        """End the groups that a task has made."""
         agree._groups.clear()  # a group that was ended lives on while anything refers to it
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not self._world:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -80,16 +80,18 @@ class SlurmCluster:
         files = {name: f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")}
         # --force: munged else wants its files in folders that only a system user writes to.
         self._daemon("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files.values())
-        _until(lambda: (folder / "munge.socket").exists(), 20, "munged does not start")
+        self.until(lambda: (folder / "munge.socket").exists(), 20, "munged does not start")
         self._daemon("slurmctld", "-D", "-i")
         for node in ("n1", "n2"):
             self._daemon("slurmd", "-D", "-N", node)
-        _until(lambda: self.call("sinfo", "-h", "-o", "%T %D") == "idle 2", 60, "the two nodes are not idle")
+        self.until(
+            lambda: self.call("sinfo", "-h", "-o", "%T %D") == "idle 2", 60, "the two nodes are not idle"
+        )
 
     def stop(self) -> None:
         with contextlib.suppress(Exception):
             self.call("scancel", "--user", str(os.getuid()))
-            _until(lambda: not self.call("squeue", "-h"), 20, "jobs remain")
+            self.until(lambda: not self.call("squeue", "-h"), 20, "jobs remain")
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:
@@ -100,32 +102,24 @@ class SlurmCluster:
 
     def call(self, *command: str) -> str:
         """What one of Slurm's commands prints; raises if it fails."""
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, check=False, timeout=60)
+        done = self._run(command, 60, {})
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
         return done.stdout.strip()
 
+    def _run(
+        self, command: Sequence[str], timeout: float, env: dict[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        own = {**self.env, **env}
+        return subprocess.run(command, env=own, capture_output=True, text=True, timeout=timeout, check=False)
+
     def srun(self, *arguments: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
         """Run a step with an allocation of its own to its end."""
-        return subprocess.run(
-            ["srun", *arguments],
-            env={**self.env, **env},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        return self._run(["srun", *arguments], timeout, env)
 
     def sbatch(self, *arguments: str, **env: str) -> str:
         """Submit a script; the job's id."""
-        done = subprocess.run(
-            ["sbatch", "--parsable", *arguments],
-            env={**self.env, **env},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = self._run(["sbatch", "--parsable", *arguments], 60, env)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -146,11 +140,15 @@ class SlurmCluster:
                 self.call("scontrol", "update", f"JobId={job_id}", "StartTime=now")
 
     def until(self, condition: Callable[[], Any], seconds: float, otherwise: str) -> None:
-        """Wait for a condition; AssertionError with the daemons' logs after ``seconds``."""
-        try:
-            _until(condition, seconds, otherwise)
-        except RuntimeError as error:
-            raise AssertionError(f"{error}\n{self.logs()}") from error
+        """Wait for a condition; RuntimeError with the daemons' logs after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(RuntimeError):
+                if condition():
+                    return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{otherwise}\n{self.logs()}")
+            time.sleep(0.2)
 
     def ended(self, job_id: str, *, starts: int = 1) -> bool:
         """Whether a job has ended after at least ``starts`` starts; if it is requeued, it starts now."""
@@ -277,14 +275,3 @@ def _free_ports() -> list[int]:
                 sockets[2].bind(("127.0.0.1", first + 1))
                 return [sockets[0].getsockname()[1], first, first + 1]
     raise RuntimeError("no free ports")
-
-
-def _until(condition: Callable[[], Any], seconds: float, otherwise: str) -> None:
-    deadline = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(RuntimeError):
-            if condition():
-                return
-        if time.monotonic() > deadline:
-            raise RuntimeError(otherwise)
-        time.sleep(0.2)

@@ -8,6 +8,7 @@ from torch import nn
 import fsdp_sft as fs
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
+from tests.harness.packs import assert_same as assert_same
 
 HSDP = {"dp_replicate": 2}
 DDP = {"dp_replicate": 2, "dp_shard": 1}
@@ -95,16 +96,6 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         state.update({f"group/{index}/{k}": v for k, v in group.items() if k != "params"})
     return state
-
-
-def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
-    for name, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            assert actual[name].dtype == value.dtype, name
-            assert torch.equal(actual[name], value), name
-        else:
-            assert actual[name] == value, name
 
 
 def this_rank() -> int:

@@ -4,14 +4,12 @@ import math
 import os
 import re
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ import fsdp_sft as fs
 from tests.harness import forks
 from tests.harness.device import backend_here, become, device_here, for_ranks
 from tests.harness.models import tiny_model
-from tests.harness.once import once
 from tests.simulated.device import Simulated
 
 TIMEOUT = 4.0
@@ -89,13 +86,6 @@ def _ahead(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
     time.sleep(60)
 
 
-def _slow_loader(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
-    act = _at(3, folder, lambda: time.sleep(60))
-    with watchdog.phase("warm-up", timeout=30):
-        _lockstep(watchdog, 2)
-    _lockstep(watchdog, 8, act if is_victim else lambda step: None)
-
-
 def _exchange(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
     """Ranks that share rows: one does not come to the exchange around the second layer's attention."""
     ids = torch.arange(3, 19).view(1, 16)
@@ -151,27 +141,21 @@ def _healthy(watchdog: fs.Watchdog, folder: Path, is_victim: bool) -> None:
 
 # name -> (function, ranks, victim, who hosts the store, what the report says of the victim)
 SCENES: dict[str, tuple[Callable[[fs.Watchdog, Path, bool], None], int, int, str, str]] = {
-    "stop-3": (_signalled(signal.SIGSTOP), 3, 1, "agent", "stopped, was .* in step 3, phase train"),
     "stop-host": (_signalled(signal.SIGSTOP), 2, 0, "rank 0", "stopped, was .* in step 3, phase train"),
-    "die-3": (_dies_apart, 3, 0, "agent", "dead, was .*, phase (train|start)"),
     "die-host": (_dies_apart, 2, 0, "rank 0", "dead, was .* in step 3, phase train"),
     "ahead-2": (_ahead, 2, 0, "rank 0", "waiting in all_reduce in step 5, phase train"),
-    "loader-3": (_slow_loader, 3, 2, "agent", "outside of a collective in step 3, .*test_watchdog"),
     "save-3": (_save, 3, 2, "agent", "outside of a collective in step 3, phase save, .*test_watchdog"),
     "exchange-2": (_exchange, 2, 1, "agent", "outside of a collective in step 3, .*test_watchdog"),
     "raise-2": (_raises_apart, 2, 1, "agent", r"failed with ValueError\('the data ends here'\) in step 3"),
-    # gloo wakes the others, who raise: the report comes in place of their exceptions.
-    "kill-3": (_signalled(signal.SIGKILL), 3, 2, "agent", "dead, was .*, phase (train|start)"),
-    # Rank 5 looks at its neighbour, rank 0, and not at rank 4.
+    # gloo wakes the others, who raise: the report comes in place of their exceptions. Rank 5 looks at its
+    # neighbour, rank 0, and not at rank 4.
     "kill-6": (_signalled(signal.SIGKILL), 6, 4, "agent", "dead, was .*, phase (train|start)"),
     "absent-2": (_lockstep_for_ever, 2, 1, "agent", "not heard of: it has not entered its watchdog"),
     "healthy-3": (_healthy, 3, 1, "agent", ""),
 }
-SHOWS_AT_ONCE = {"die-3", "kill-3", "kill-6"}
 
 
-@dataclass
-class Outcome:
+class Outcome(NamedTuple):
     """What is left of one rank."""
 
     exit_code: int | None
@@ -199,7 +183,7 @@ def _run_rank(name: str, folder: Path, rank: int, port: int, own: Simulated | No
     if name.startswith("absent") and rank == victim:
         (folder / "acted").write_text(str(time.time()))
         time.sleep(600)
-    timeout = LONG_TIMEOUT if name in SHOWS_AT_ONCE else TIMEOUT
+    timeout = LONG_TIMEOUT if name == "kill-6" else TIMEOUT
     with fs.Watchdog(timeout=timeout) as watchdog:
         with watchdog.phase("start", timeout=60):  # until all have begun, on a machine that is busy
             if not name.startswith("absent"):
@@ -210,51 +194,24 @@ def _run_rank(name: str, folder: Path, rank: int, port: int, own: Simulated | No
         time.sleep(1)  # gloo's own farewell goes through the store as well
 
 
-def _start(name: str, folder: Path, port: int) -> list[Any]:
-    folder.mkdir()
-    devices = enumerate(for_ranks(SCENES[name][1]))
-    processes = [forks.process(_run_rank, name, folder, rank, port, own) for rank, own in devices]
+def _play(name: str, folder: Path) -> list[Outcome]:
+    """Let the ranks of a scene play it to its end; those that are stopped, or never begin, are killed."""
+    _, world_size, victim, _, _ = SCENES[name]
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    devices = enumerate(for_ranks(world_size))
+    processes = [forks.process(_run_rank, name, folder, rank, agent.port, own) for rank, own in devices]
     for process in processes:
         process.start()
-    return processes
-
-
-@pytest.fixture(scope="module")
-def outcomes(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[Outcome]]:
-    """Of the scenes that are asked for."""
-    users = [item for item in request.session.items if "outcomes" in getattr(item, "fixturenames", ())]
-    wanted = {item.callspec.params["name"] for item in users}  # type: ignore[attr-defined]
-    names = [name for name in sorted(SCENES, key="healthy-3".__ne__) if name in wanted]
-    return once(tmp_path_factory, "watchdog", lambda: _play(names))
-
-
-def _play(names: Sequence[str]) -> dict[str, list[Outcome]]:
-    """A few scenes at a time, for they mostly wait."""
-    results: dict[str, list[Outcome]] = {}
-    with tempfile.TemporaryDirectory(prefix="watchdog-") as place:
-        stores = {name: dist.TCPStore("127.0.0.1", 0, is_master=True) for name in names}
-        started: dict[str, list[Any]] = {}
-        for batch in (names[i : i + 5] for i in range(0, len(names), 5)):
-            started |= {n: _start(n, Path(place) / n, stores[n].port) for n in batch if n not in started}
-            for name in batch:
-                results[name] = _outcomes(name, Path(place) / name, started[name])
-    return results
-
-
-def _outcomes(name: str, folder: Path, processes: list[Any]) -> list[Outcome]:
     deadline = time.monotonic() + 60
-    stopped = SCENES[name][2] if name.startswith(("stop", "absent")) else None
     for rank, process in enumerate(processes):
-        if rank != stopped:
+        if rank != victim or not name.startswith(("stop", "absent")):
             process.join(max(deadline - time.monotonic(), 0))
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
         process.join()
     acted = float((folder / "acted").read_text()) if (folder / "acted").exists() else math.nan
-    files = [folder / f"stderr-{rank}" for rank in range(len(processes))]
+    files = [folder / f"stderr-{rank}" for rank in range(world_size)]
     return [
         Outcome(code, file.read_text(), file.stat().st_mtime - acted)
         for code, file in zip(codes, files, strict=True)
@@ -262,19 +219,11 @@ def _outcomes(name: str, folder: Path, processes: list[Any]) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("name", [name for name in SCENES if name != "healthy-3"])
-def test_the_rank_is_named_on_all_that_live_within_the_set_time(
-    name: str, outcomes: dict[str, list[Outcome]]
-) -> None:
-    _, _, victim, host, says = SCENES[name]
-    ends = {
-        "stop": None,
-        "die": -signal.SIGKILL,
-        "kill": -signal.SIGKILL,
-        "raise": 1,
-        "absent": None,
-    }
-    for rank, outcome in enumerate(outcomes[name]):
-        what = name.partition("-")[0]
+def test_the_rank_is_named_on_all_that_live_within_the_set_time(name: str, tmp_path: Path) -> None:
+    _, _, victim, _, says = SCENES[name]
+    what = name.partition("-")[0]
+    ends = {"stop": None, "die": -signal.SIGKILL, "kill": -signal.SIGKILL, "raise": 1, "absent": None}
+    for rank, outcome in enumerate(_play(name, tmp_path)):
         if rank == victim and what in ends:
             assert outcome.exit_code == ends[what], outcome.stderr
             continue
@@ -283,18 +232,18 @@ def test_the_rank_is_named_on_all_that_live_within_the_set_time(
         assert re.search(rf"  rank {victim}{process}: {says}", outcome.stderr), outcome.stderr
         assert f"[watchdog, rank {rank} (host " in outcome.stderr
         assert "test_watchdog.py" in outcome.stderr.partition("was here:")[2], "its own stack"
-        limit = 4 * LONG_TIMEOUT / 10 if name in SHOWS_AT_ONCE else 1.4 * TIMEOUT
+        limit = 4 * LONG_TIMEOUT / 10 if what == "kill" else 1.4 * TIMEOUT
         assert outcome.seconds <= limit + SLACK, outcome.stderr
-        if name == "exchange-2" and rank != victim:
-            assert re.search("waiting in to_heads in step 3, phase train", outcome.stderr), outcome.stderr
-        if host == "rank 0" and what in ("stop", "die"):
+        if what == "exchange" and rank != victim:
+            assert "waiting in to_heads in step 3, phase train" in outcome.stderr, outcome.stderr
+        if what in ("stop", "die"):
             assert "the store does not answer" in outcome.stderr
 
 
-@pytest.mark.parametrize("name", ["healthy-3"])
-def test_a_healthy_run_raises_no_alarm(name: str, outcomes: dict[str, list[Outcome]]) -> None:
-    assert [outcome.exit_code for outcome in outcomes[name]] == [0, 0, 0]
-    assert not any("watchdog" in outcome.stderr for outcome in outcomes[name])
+def test_a_healthy_run_raises_no_alarm(tmp_path: Path) -> None:
+    outcomes = _play("healthy-3", tmp_path)
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0, 0]
+    assert not any("watchdog" in outcome.stderr for outcome in outcomes)
 
 
 # --- one process ------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import pytest
 import transformers as tf
 
 import fsdp_sft as fs
-from tests.harness.native import needs_native_sharding
 
 TOKENS = 512
 OPTIONS: dict[str, Any] = {
@@ -46,32 +45,26 @@ def test_checkpointed_blocks_keep_what_their_routers_chose() -> None:
     assert dense.activation_bytes == 4 * TOKENS * 128 * 2
 
 
-def test_widths_that_torch_does_not_group_are_named() -> None:
-    odd = _config(moe_intermediate_size=60)
-    with pytest.raises(fs.UnsupportedModelError, match="multiple of 16 bytes"):
-        fs.estimate_memory(odd, fs.Run(**OPTIONS))
-
-
 def test_ranks_that_share_out_experts_gather_fewer_of_them() -> None:
-    needs_native_sharding()
-    options = {**OPTIONS, "num_gpus": 4, "sac_ratio": 1}
-    alone, shared = (fs.estimate_memory(_config(), fs.Run(**options, ep_size=n)) for n in (1, 4))
-    assert shared.breakdown["parameters (shards)"] == alone.breakdown["parameters (shards)"]
-    gathered = "gathered parameters"
-    assert shared.breakdown[gathered] < alone.breakdown[gathered]
-    time = fs.plan_run(_config(), num_gpus=4, seq_length=TOKENS, global_batch_size=8, gpu="h100", ep_size=4)
-    assert all(plan.run.ep_size == 4 and plan.time.exchange > 0 for plan in time)
-    assert "ep_size=4" in time[0].code()
+    run = {**OPTIONS, "num_gpus": 4, "sac_ratio": 1}
+    alone, shared = (fs.estimate_memory(_config(), fs.Run(**run, ep_size=n)).breakdown for n in (1, 4))
+    assert shared["parameters (shards)"] == alone["parameters (shards)"]
+    assert shared["gathered parameters"] < alone["gathered parameters"]
+    plans = fs.plan_run(_config(), num_gpus=4, seq_length=TOKENS, global_batch_size=8, gpu="h100", ep_size=4)
+    assert all(plan.run.ep_size == 4 and plan.time.exchange > 0 for plan in plans)
+    assert "ep_size=4" in plans[0].code()
 
 
-def test_experts_that_ranks_cannot_share_out_are_named() -> None:
-    needs_native_sharding()
-    options = {**OPTIONS, "num_gpus": 6}
-    with pytest.raises(ValueError, match="ep_size=3 does not divide the 16 experts"):
-        fs.estimate_memory(_config(), fs.Run(**options, ep_size=3))
-    with pytest.raises(ValueError, match="dp_replicate x cp x ep_size must divide num_gpus"):
-        fs.estimate_memory(_config(), fs.Run(**options, ep_size=4))
-    with pytest.raises(ValueError, match="one of cp and ep_size has to be 1"):
-        fs.estimate_memory(_config(), fs.Run(**options, ep_size=2, cp=2))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ep_size": 3}, "ep_size=3 does not divide the 16 experts"),
+        ({"ep_size": 4}, "dp_replicate x cp x ep_size must divide num_gpus"),
+        ({"ep_size": 2, "cp": 2}, "one of cp and ep_size has to be 1"),
+    ],
+)
+def test_experts_that_ranks_cannot_share_out_are_named(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fs.estimate_memory(_config(), fs.Run(**{**OPTIONS, "num_gpus": 6}, **options))
     with pytest.raises(fs.UnsupportedModelError, match="no plan by which ranks share out experts"):
-        fs.estimate_memory(tf.LlamaConfig(num_hidden_layers=2), fs.Run(**options, ep_size=2))
+        fs.estimate_memory(tf.LlamaConfig(num_hidden_layers=2), fs.Run(**OPTIONS, ep_size=2))

@@ -1,6 +1,8 @@
 """Packed frozen weights in a plan: the same weights and bytes that shards have, seconds, advice and code."""
 
+import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +50,15 @@ FOLDERS = {"gpt-oss": mxfp4_folder, "deepseek-v3": deepseek_folder}
 
 
 def _shards(root: Path) -> dict[str, Any]:
-    """For each folder and way to pack: names of what is packed, and its bytes on this rank."""
+    """For each folder and way to pack: how many matrices are packed, and their bytes on this rank."""
     peft = pytest.importorskip("peft")
     found = {}
-    for family in FOLDERS:
-        for kind in KINDS:
-            lora = peft.LoraConfig(r=2, target_modules=TARGETS, task_type="CAUSAL_LM")
-            model = composed(root / family, mesh=mesh_here(), peft_config=lora, frozen_dtype=kind)
-            shards = {n: s for n, p in model.named_parameters() if isinstance(s := local_of(p), PackedShard)}
-            names = {name.removeprefix("base_model.model.").replace(".base_layer", "") for name in shards}
-            size = sum(shard.rows.numel() for shard in shards.values())
-            found[f"{family} {kind}"] = (names, size)
+    for family, kind in itertools.product(FOLDERS, KINDS):
+        lora = peft.LoraConfig(r=2, target_modules=TARGETS, task_type="CAUSAL_LM")
+        model = composed(root / family, mesh=mesh_here(), peft_config=lora, frozen_dtype=kind)
+        shards = [local_of(parameter) for parameter in model.parameters()]
+        packed = [shard.rows.numel() for shard in shards if isinstance(shard, PackedShard)]
+        found[f"{family} {kind}"] = len(packed), sum(packed)
     return found
 
 
@@ -75,31 +75,28 @@ def shards(tmp_path_factory: Any) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.parametrize("family", FOLDERS)
 def test_the_plan_packs_what_shards_pack(shards: Any, family: str, kind: str) -> None:
     root, found = shards
-    names, size = found[f"{family} {kind}"]
-    setup = fs.Run(
-        num_gpus=RANKS, micro_batch_size=1, seq_length=8, lora_rank=2, lora_targets=TARGETS, frozen_dtype=kind
-    )
-    skeleton = build_skeleton(as_config(root / family), setup)
-    packed = [layout for group in skeleton.groups for layout in group_sizes(group, setup).packed]
-    assert len(packed) == len(names)
-    assert sum(layout.shard_rows(RANKS) * layout.form.row_bytes for layout in packed) == size
+    job = {"num_gpus": RANKS, "micro_batch_size": 1, "seq_length": 8, "frozen_dtype": kind}
+    packed = _packed(as_config(root / family), fs.Run(**job, lora_rank=2, lora_targets=TARGETS))
+    size = sum(layout.shard_rows(RANKS) * layout.form.row_bytes for layout in packed)
+    assert (len(packed), size) == found[f"{family} {kind}"]
+
+
+def _packed(config: Any, run: fs.Run) -> list[Any]:
+    """The matrices that a plan packs."""
+    groups = build_skeleton(config, run).groups
+    return [layout for group in groups for layout in group_sizes(group, run).packed]
 
 
 def test_bits_of_a_parameter() -> None:
-    def held(config: Any, **options: Any) -> float:
-        memory = fs.estimate_memory(config, fs.Run(**JOB, lora_rank=8, sac_ratio=1, **options))
-        return memory.breakdown["parameters (shards)"] * 8 * JOB["num_gpus"]
+    def held(kind: str | None) -> float:
+        run = fs.Run(**JOB, lora_rank=8, sac_ratio=1, frozen_dtype=kind)
+        return fs.estimate_memory(LLAMA_70B, run).breakdown["parameters (shards)"] * 8 * JOB["num_gpus"]
 
-    run = fs.Run(**JOB, lora_rank=8, frozen_dtype="nf4")
-    linear = sum(
-        layout.shape[0] * layout.shape[1]
-        for group in build_skeleton(LLAMA_70B, run).groups
-        for layout in group_sizes(group, run).packed
-    )
+    packed = _packed(LLAMA_70B, fs.Run(**JOB, lora_rank=8, frozen_dtype="nf4"))
+    linear = sum(math.prod(layout.shape) for layout in packed)
     assert linear == 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
-    plain = held(LLAMA_70B)
-    assert plain - held(LLAMA_70B, frozen_dtype="nf4") == linear * (16 - 4.25)
-    assert plain - held(LLAMA_70B, frozen_dtype="fp8") == linear * (16 - 8.25)
+    assert held(None) - held("nf4") == linear * (16 - 4.25)
+    assert held(None) - held("fp8") == linear * (16 - 8.25)
 
 
 def test_few_experts_on_many_ranks_are_planned() -> None:
@@ -112,15 +109,10 @@ def test_few_experts_on_many_ranks_are_planned() -> None:
 
 
 def test_seconds_have_the_bytes_of_gathers_and_the_values_in_them() -> None:
-    def seconds(**options: Any) -> Any:
-        setup = fs.Run(**JOB, lora_rank=8, sac_ratio=1, gpu="h100", **options)
-        return step_time(build_skeleton(LLAMA_70B, setup), setup)
-
-    plain, packed, kept = (
-        seconds(),
-        seconds(frozen_dtype="nf4"),
-        seconds(frozen_dtype="nf4", reshard_after_forward=False),
-    )
+    ways: list[dict[str, Any]] = [{}, {"frozen_dtype": "nf4"}]
+    ways.append({"frozen_dtype": "nf4", "reshard_after_forward": False})
+    runs = [fs.Run(**JOB, lora_rank=8, sac_ratio=1, gpu="h100", **way) for way in ways]
+    plain, packed, kept = (step_time(build_skeleton(LLAMA_70B, run), run) for run in runs)
     assert packed.communication == pytest.approx(plain.communication * 4.25 / 16, rel=0.05)
     # In each gather the values are computed, and their bytes are copied, fewer than those of a plain gather.
     once = packed.compute - kept.compute
@@ -128,96 +120,57 @@ def test_seconds_have_the_bytes_of_gathers_and_the_values_in_them() -> None:
     assert kept.compute > plain.compute
 
 
-@pytest.mark.parametrize(
-    ("config", "options", "message"),
-    [
-        (LLAMA_8B, {"frozen_dtype": "nf4"}, "no matrix in a block is frozen: give lora_rank"),
-        (LLAMA_8B, {"frozen_dtype": "stored", "lora_rank": 8}, "the config has no quantization_config"),
-        (LLAMA_8B, {"frozen_dtype": "int4", "lora_rank": 8}, "must be one of .*'stored', 'nf4', 'fp8'"),
-    ],
-)
-def test_what_cannot_be_packed_is_refused(config: Any, options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fs.estimate_memory(config, fs.Run(**JOB, **options))
-
-
-def test_rows_without_bytes_of_their_own_are_refused() -> None:
-    config = tf.LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=1)
-    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    with pytest.raises(
-        ValueError, match=r"config \(bitsandbytes\) does not say .* 'nf4' or 'fp8' packs them anew"
-    ):
-        fs.estimate_memory(config, fs.Run(**JOB, lora_rank=8, frozen_dtype="stored"))
-    packed = fs.estimate_memory(config, fs.Run(**JOB, lora_rank=8, frozen_dtype="nf4"))
-    assert "packs frozen matrices anew (nf4)" in packed.notes[0]
-
-
 def test_what_a_config_leaves_in_16_bits_is_not_packed() -> None:
     config = tf.LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=1)
     config.quantization_config = {"quant_method": "fp8", "modules_to_not_convert": ["self_attn"]}
-    setup = fs.Run(**JOB, lora_rank=8, frozen_dtype="stored")
-    (group,) = build_skeleton(config, setup).groups
-    assert sorted(layout.shape for layout in group_sizes(group, setup).packed) == [
-        (256, 512),
-        (512, 256),
-        (512, 256),
-    ]
+    packed = _packed(config, fs.Run(**JOB, lora_rank=8, frozen_dtype="stored"))
+    assert sorted(layout.shape for layout in packed) == [(256, 512), (512, 256), (512, 256)]
 
 
-def _advice(config: Any, num_gpus: int, gpu: str, **options: Any) -> list[str]:
+def _advice(config: Any, num_gpus: int, gpu: str, **options: Any) -> str:
+    """What would fit."""
     job = {"seq_length": 2048, "global_batch_size": num_gpus, "attention_mask": False, **options}
     with pytest.raises(fs.NoPlanError) as error:
         fs.plan_run(config, num_gpus=num_gpus, gpu=gpu, **job)
-    return str(error.value).splitlines()
-
-
-def _fits(config: Any, num_gpus: int, gpu: str, **options: Any) -> fs.RunPlan:
-    job = {"seq_length": 2048, "global_batch_size": num_gpus, "attention_mask": False, "lora_rank": 16}
-    plan = fs.plan_run(config, num_gpus=num_gpus, gpu=gpu, **{**job, **options})[0]
-    assert plan.peak_bytes <= budget_of(plan.run.device, num_gpus).usable_bytes
-    return plan
+    return str(error.value).splitlines()[-1]
 
 
 def test_8b_on_one_card_of_24_gb() -> None:
-    plain, packed = (_fits(LLAMA_8B, 1, "4090", **way) for way in ({}, {"frozen_dtype": "nf4"}))
+    job = {"num_gpus": 1, "gpu": "4090", "seq_length": 2048, "global_batch_size": 1, "attention_mask": False}
+    plain, packed = (
+        fs.plan_run(LLAMA_8B, **job, lora_rank=16, **way)[0] for way in ({}, {"frozen_dtype": "nf4"})
+    )
     assert packed.estimate.breakdown["parameters (shards)"] < 6 * 2**30
     assert packed.run.sac_ratio < plain.run.sac_ratio, "less has to be recomputed"
     assert "frozen_dtype='nf4')" in packed.code()
-    lines = _advice(LLAMA_8B, 1, "mine=12,165,1008", lora_rank=16)
-    assert "--lora 16 --frozen-dtype nf4" in lines[-1]
-    assert "--lora 16 --frozen-dtype nf4" in _advice(LLAMA_8B, 1, "mine=12,165,1008")[-1]
+    for options in ({"lora_rank": 16}, {}):
+        last = _advice(LLAMA_8B, 1, "mine=12,165,1008", **options)
+        assert "--lora 16 --frozen-dtype nf4" in last
+    line = _advice(LLAMA_8B, 1, "4090")
+    assert ": --lora 16; " in line
+    assert "nf4" not in line, "a base is not rounded where adapters on another fit"
 
 
 def test_the_largest_mixtures_on_one_node_as_they_are_published() -> None:
     usable = budget_of(gpu_named("h100"), 8).usable_bytes
-    oss = [
+    plain, packed = (
         fs.estimate_memory(_gpt_oss_120b(), fs.Run(**JOB, lora_rank=16, sac_ratio=1, frozen_dtype=kind))
         for kind in (None, "stored")
-    ]
-    assert oss[1].peak_bytes < oss[0].peak_bytes < usable
-    assert oss[1].breakdown["parameters (shards)"] < 0.3 * oss[0].breakdown["parameters (shards)"]
-    lines = _advice(_deepseek_v4_flash(), 8, "h100")
-    assert "--lora 16 --frozen-dtype stored; " in lines[-1]
-    assert "nf4" not in lines[-1]
+    )
+    assert packed.peak_bytes < plain.peak_bytes < usable
+    assert packed.breakdown["parameters (shards)"] < 0.3 * plain.breakdown["parameters (shards)"]
+    line = _advice(_deepseek_v4_flash(), 8, "h100")
+    assert "--lora 16 --frozen-dtype stored; " in line
+    assert "nf4" not in line
     memory = fs.estimate_memory(_deepseek_v4_flash(), fs.Run(**JOB, lora_rank=16, frozen_dtype="stored"))
     assert "assumed from the config alone" in memory.notes[0]
 
 
-def test_a_base_is_not_rounded_where_adapters_on_another_fit() -> None:
-    lines = _advice(LLAMA_8B, 1, "4090")
-    assert ": --lora 16; " in lines[-1]
-    assert "nf4" not in lines[-1]
-
-
 def test_the_command_takes_and_names_it(tmp_path: Path, capsys: Any) -> None:
     LLAMA_8B.save_pretrained(tmp_path)
-    job = ["plan", "--model", str(tmp_path), "--gpus", "1", "--gpu", "4090", "--seq", "2048"]
-    job += ["--global-batch", "1", "--no-padding"]
-    assert main([*job, "--lora", "16", "--frozen-dtype", "nf4"]) == 0
-    text = capsys.readouterr().out
-    assert "frozen_dtype='nf4'" in text
-    assert main([*job, "--frozen-dtype", "nf4"]) == 2
+    job = "--gpus 1 --gpu 4090 --seq 2048 --global-batch 1 --no-padding"
+    words = ["plan", "--model", str(tmp_path), *job.split()]
+    assert main([*words, "--frozen-dtype", "nf4"]) == 2
     assert "--frozen-dtype='nf4' is for frozen weights" in capsys.readouterr().err
-    for kind in KINDS[1:]:
-        assert main([*job, "--lora", "16", "--json", "--frozen-dtype", kind]) == 0
-        assert json.loads(capsys.readouterr().out)["plans"][0]["frozen_dtype"] == kind
+    assert main([*words, "--lora", "16", "--json", "--frozen-dtype", "nf4"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["frozen_dtype"] == "nf4"

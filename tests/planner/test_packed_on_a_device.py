@@ -14,8 +14,7 @@ from fsdp_sft._process.gpus import gpu_named
 from fsdp_sft.planner import MemoryEstimate
 from fsdp_sft.planner.model import as_config
 from tests.harness.composed import composed
-from tests.harness.hf_folders import rewrite, tensors_of
-from tests.harness.quantised_folders import configure
+from tests.harness.quantised_folders import mxfp4_folder
 from tests.simulated.ranks import run_simulated
 
 peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
@@ -89,29 +88,16 @@ def _folders(root: Path) -> None:
     """The models in bfloat16, and the experts of gpt-oss in MXFP4."""
     for name, config in MODELS.items():
         torch.manual_seed(0)
-        tf.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(root / name)
-    stored = {}
-    for name, weight in tensors_of(root / "oss").items():
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            stored[name] = weight
-            continue
-        experts, within, out = weight.shape
-        blocks = torch.randint(0, 256, (experts, out, within // 32, 16), dtype=torch.uint8)
-        scales = torch.randint(110, 118, (experts, out, within // 32), dtype=torch.uint8)
-        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    rewrite(root / "oss", stored)
-    configure(root / "oss", quantization_config={"quant_method": "mxfp4"})
+        if name == "oss":
+            mxfp4_folder(root / name, config)
+        else:
+            tf.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(root / name)
 
 
-def expected(root: Path, ranks: int, case: Any) -> MemoryEstimate:
+def _expected(root: Path, case: Any) -> MemoryEstimate:
     """The planner's estimate of a case."""
     name, kind, replicas, options = case
-    run = {
-        "num_gpus": ranks,
-        "dp_replicate": replicas,
-        "micro_batch_size": BATCHES[name],
-        "seq_length": LENGTH,
-    }
+    run = {"num_gpus": 4, "dp_replicate": replicas, "micro_batch_size": BATCHES[name], "seq_length": LENGTH}
     run |= {"lora_rank": RANK, "lora_targets": TARGETS, "frozen_dtype": kind, "attention_mask": False}
     setup = fs.Run(gpu="cpu", logits_dtype=torch.float32, **run, **options)
     device = dataclasses.replace(gpu_named("cpu"), name="simulated")
@@ -122,15 +108,13 @@ def expected(root: Path, ranks: int, case: Any) -> MemoryEstimate:
 def test_the_estimate_is_what_a_device_has_in_use(tmp_path: Path) -> None:
     _folders(tmp_path)
     found = run_simulated(_use, 4, tmp_path, CASES, devices=4, timeout=600)[0]
-    memory = [expected(tmp_path, 4, case) for case in CASES]
-    errors = {}
+    memory = [_expected(tmp_path, case) for case in CASES]
     for case, (held, peak), estimated in zip(CASES, found, memory, strict=True):
-        errors[str(case)] = estimated.peak_bytes / peak - 1
-        print(case, f"{peak} counted, {estimated.peak_bytes} estimated, {errors[str(case)]:+.2%}")
         kept = sum(estimated.breakdown.get(part, 0) for part in ("parameters (shards)", "optimizer states"))
         assert kept == pytest.approx(held, rel=1e-3, abs=1024), case
-    assert max(map(abs, [*errors.values()][:-2])) <= LARGEST_ERROR, errors
-    # gpt-oss's experts take some more in their backward than planned, whatever they are stored in.
+        # gpt-oss's experts take some more in their backward than planned, whatever they are stored in.
+        if case not in CASES[-2:]:
+            assert estimated.peak_bytes == pytest.approx(peak, rel=LARGEST_ERROR), case
     (_, plain), (_, packed) = found[-2:]
     saved = memory[-2].peak_bytes - memory[-1].peak_bytes
     assert plain - packed == pytest.approx(saved, abs=1e-4 * plain)

@@ -10,11 +10,9 @@ import pytest
 import torch
 from transformers import MixtralConfig
 
-import fsdp_sft as fs
 from fsdp_sft import NoPlanError, estimate_memory, plan_run
-from fsdp_sft.commands import main as command
+from fsdp_sft.commands import main
 from fsdp_sft.planner.command import plan_table
-from tests.harness.native import needs_native_sharding
 from tests.planner.families import QWEN_14B, QWEN_72B, SHAPES, TINY, qwen
 
 MIXTURE = MixtralConfig(
@@ -23,10 +21,6 @@ MIXTURE = MixtralConfig(
 )  # fmt: skip
 
 GIB = 1 << 30
-
-
-def main(arguments: list[str]) -> int:
-    return command(["plan", *arguments])
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -68,35 +62,26 @@ def test_plans_fit_and_are_sorted_by_speed() -> None:
 
 
 def test_a_larger_micro_batch_bought_with_checkpointing_is_not_faster_where_compute_binds() -> None:
-    def seconds(micro: int, ratio: Any) -> float:
-        return plan_run(
-            QWEN_14B,
-            num_gpus=8,
-            gpu_memory_bytes=1000 * GIB,
-            seq_length=4096,
-            global_batch_size=64,
-            micro_batch_size=micro,
-            sac_ratio=ratio,
-        )[0].time.total
-
-    assert seconds(8, 1) > seconds(2, 0)
+    job = {"num_gpus": 8, "gpu_memory_bytes": 1000 * GIB, "seq_length": 4096, "global_batch_size": 64}
+    large, small = (
+        plan_run(QWEN_14B, **job, micro_batch_size=micro, sac_ratio=ratio)[0]
+        for micro, ratio in ((8, 1), (2, 0))
+    )
+    assert large.time.total > small.time.total
 
 
 def test_the_first_plan_leaves_a_margin_and_others_are_called_tight() -> None:
     """With 76.3 of 76.4 GiB at the peak, 15 GiB of that were an update that makes copies."""
     config = qwen(5120, 27648, 64, 40, 8)
-    job = {"num_gpus": 8, "gpu": "h100", "seq_length": 6144, "global_batch_size": 64}
-    first = plan_run(config, **job)[0]
+    job = {"num_gpus": 8, "gpu": "h100", "global_batch_size": 64}
+    first = plan_run(config, **job, seq_length=6144)[0]
     assert first.left_bytes >= 0.05 * first.usable_bytes
-    assert not first.is_tight
-    assert first.run.optimizer == "adamw_fused"
+    assert (first.is_tight, first.run.optimizer) == (False, "adamw_fused")
     assert "fused=True" in first.code("m")
-    plain = plan_run(config, **job, optimizer="adamw")
+    plain = plan_run(config, **job, seq_length=6144, optimizer="adamw")
     assert all(plan.run.optimizer == "adamw" for plan in plain)
     assert "(tight)" in plan_table(plain)
-    small = plan_run(
-        qwen(3584, 18944, 28, 28, 4), num_gpus=8, gpu="h100", seq_length=4096, global_batch_size=64
-    )
+    small = plan_run(qwen(3584, 18944, 28, 28, 4), **job, seq_length=4096)
     assert {plan.run.optimizer for plan in small} == {"adamw"}
     tight = [plan for plan in small if plan.is_tight]
     assert tight == small[-len(tight) :]
@@ -104,54 +89,43 @@ def test_the_first_plan_leaves_a_margin_and_others_are_called_tight() -> None:
 
 
 def test_where_nothing_fits_the_error_says_what_would() -> None:
+    job: dict[str, Any] = {"gpu_memory_bytes": 80 * 10**9, "seq_length": 4096}
     with pytest.raises(NoPlanError, match=r"nothing fits on 8 x 74\.5 GiB") as caught:
-        plan_run(QWEN_72B, num_gpus=8, gpu_memory_bytes=80 * 10**9, seq_length=4096, global_batch_size=8)
+        plan_run(QWEN_72B, num_gpus=8, global_batch_size=8, **job)
     found = re.search(r"; (\d+) such GPUs \(--gpus \1\); ", str(caught.value))
     assert found is not None
     fewest = int(found[1])
-    plans = plan_run(
-        QWEN_72B, num_gpus=fewest, gpu_memory_bytes=80 * 10**9, seq_length=4096, global_batch_size=fewest
-    )
-    assert plans
+    assert plan_run(QWEN_72B, num_gpus=fewest, global_batch_size=fewest, **job)
     with pytest.raises(NoPlanError):
-        plan_run(
-            QWEN_72B, num_gpus=fewest // 2, gpu_memory_bytes=80 * 10**9, seq_length=4096, global_batch_size=64
-        )
+        plan_run(QWEN_72B, num_gpus=fewest // 2, global_batch_size=64, **job)
     with pytest.raises(NoPlanError, match="What would fit: GPUs with "):
-        plan_run(QWEN_72B, num_gpus=8, gpu_memory_bytes=1 << 28, seq_length=4096, global_batch_size=8)
+        plan_run(QWEN_72B, num_gpus=8, global_batch_size=8, **{**job, "gpu_memory_bytes": 1 << 28})
 
 
 def test_what_is_given_is_not_searched() -> None:
-    plans = plan_run(
-        QWEN_14B,
-        num_gpus=64,
-        gpu_memory_bytes=80 * 10**9,
-        seq_length=4096,
-        global_batch_size=256,
-        micro_batch_size=2,
-        sac_ratio="2/3",
-        sac_placement="prefix",
-        reshard_after_forward=True,
-    )
-    plan = plans[0]
-    assert (plan.run.micro_batch_size, plan.run.grad_accum_steps, plan.run.sac_ratio) == (
-        2,
-        2,
-        Fraction(2, 3),
-    )
-    assert (plan.run.sac_placement, plan.run.reshard_after_forward) == ("prefix", True)
+    given: dict[str, Any] = {"micro_batch_size": 2, "sac_ratio": Fraction(2, 3), "sac_placement": "prefix"}
+    given["reshard_after_forward"] = True
+    job = {"num_gpus": 64, "gpu_memory_bytes": 80 * 10**9, "seq_length": 4096, "global_batch_size": 256}
+    run = plan_run(QWEN_14B, **job, **given)[0].run
+    assert {name: getattr(run, name) for name in given} == given
+    assert run.grad_accum_steps == 2
 
 
-def test_plans_refuse_what_cannot_be() -> None:
-    options = {"gpu_memory_bytes": 80 * GIB, "seq_length": 512}
-    with pytest.raises(ValueError, match=r"global_batch_size 100 is no multiple of 64 GPUs.*128 would be"):
-        plan_run(TINY, num_gpus=64, global_batch_size=100, **options)
-    with pytest.raises(ValueError, match="micro_batch_size 3 does not divide the 4 sequences"):
-        plan_run(TINY, num_gpus=1, global_batch_size=4, micro_batch_size=3, **options)
-    with pytest.raises(TypeError, match="no_such_option"):
-        plan_run(TINY, num_gpus=1, global_batch_size=4, no_such_option=3, **options)
-    with pytest.raises(TypeError, match="grad_accum_steps"):
-        plan_run(TINY, num_gpus=1, global_batch_size=4, grad_accum_steps=2, **options)
+@pytest.mark.parametrize(
+    ("num_gpus", "options", "error", "message"),
+    [
+        (64, {"global_batch_size": 100}, ValueError, "100 is no multiple of 64 GPUs.*128 would be"),
+        (1, {"micro_batch_size": 3}, ValueError, "micro_batch_size 3 does not divide the 4 sequences"),
+        (1, {"no_such_option": 3}, TypeError, "no_such_option"),
+        (1, {"grad_accum_steps": 2}, TypeError, "grad_accum_steps"),
+    ],
+)
+def test_plans_refuse_what_cannot_be(
+    num_gpus: int, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    job = {"gpu_memory_bytes": 80 * GIB, "seq_length": 512, "global_batch_size": 4, **options}
+    with pytest.raises(error, match=message):
+        plan_run(TINY, num_gpus=num_gpus, **job)
 
 
 # --- the command line -------------------------------------------------------------------------------------
@@ -164,30 +138,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _arguments(folder: Path, *more: str) -> list[str]:
-    return [
-        "--model",
-        str(folder),
-        "--gpus",
-        "8",
-        "--gpu",
-        "h100",
-        "--seq",
-        "256",
-        "--global-batch",
-        "32",
-        *more,
-    ]
+    job = "--gpus 8 --gpu h100 --seq 256 --global-batch 32"
+    return ["plan", "--model", str(folder), *job.split(), *more]
 
 
 def test_the_command_line_prints_plans_and_bars(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(_arguments(folder, "--plans", "3")) == 0
     text = capsys.readouterr().out
-    assert "8 x h100 (79.6 GiB each)" in text
-    assert "micro batch" in text
-    assert "█" in text
-    assert "GPU-hours" in text
-    assert text.count("\n1.") == 1
-    assert "\n4." not in text
+    for part in ("8 x h100 (79.6 GiB each)", "micro batch", "█", "GPU-hours"):
+        assert part in text
+    assert (text.count("\n1."), text.count("\n4.")) == (1, 0)
 
 
 def test_the_command_line_says_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,52 +159,47 @@ def test_the_command_line_says_what_is_wrong(folder: Path, capsys: pytest.Captur
 
 
 def test_plans_in_which_ranks_share_out_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    needs_native_sharding()
-    job = {"gpu": "4090", "ep_size": 2, "attention_mask": False}
+    job: dict[str, Any] = {"num_gpus": 2, "seq_length": 128, "ep_size": 2, "attention_mask": False}
     with pytest.raises(ValueError, match="no multiple of 2 GPUs"):
-        plan_run(MIXTURE, num_gpus=2, seq_length=128, global_batch_size=1, **job)
+        plan_run(MIXTURE, global_batch_size=1, gpu="4090", **job)
     with pytest.raises(NoPlanError, match="nothing fits on 2"):
-        plan_run(
-            MIXTURE, **job | {"gpu": "mine=0.6,165,1008"}, num_gpus=2, seq_length=128, global_batch_size=2
-        )
+        plan_run(MIXTURE, global_batch_size=2, gpu="mine=0.6,165,1008", **job)
     MIXTURE.save_pretrained(tmp_path)
-    options = ["--model", str(tmp_path), "--gpus", "2", "--gpu", "4090", "--seq", "128"]
-    assert main([*options, "--global-batch", "4", "--ep", "2"]) == 0
+    assert main(_arguments(tmp_path, "--gpus", "2", "--ep", "2")) == 0
     assert "ep_size=2" in capsys.readouterr().out
 
 
-def test_the_code_of_a_plan_has_all_that_its_estimate_rests_on() -> None:
-    job: dict[str, Any] = {"num_gpus": 2, "seq_length": 64, "global_batch_size": 4, "gpu": "h100"}
-
-    def code(**options: Any) -> str:
-        return fs.plan_run(TINY, **job, **options)[0].code()
-
-    assert "mp_policy" not in code()
-    assert "frozen_dtype" not in code()
-    assert "optimizer = torch.optim.AdamW(model.parameters(), lr=...)" in code()
-    assert "MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)" in code(
-        param_dtype=torch.float16
-    )
-    lora = code(lora_rank=4, frozen_dtype=torch.float32)
-    assert lora.startswith("import peft\nfs.init_distributed()\nmesh = fs.build_mesh()\n")
-    assert "frozen_dtype=torch.float32" in lora
-    assert code(optimizer="adamw8bit").startswith("import torchao.optim\nfs.init_distributed()\n")
-    assert "fs.StochasticAdamW" in code(optimizer="adamw_stochastic", master_dtype=torch.bfloat16)
-    placed = code(sac_placement="prefix", sac_ratio="1/2", compile=False).splitlines()
-    assert placed[2:4] == [
-        "model = fs.load_pretrained('MODEL', mesh=mesh)",
-        "fs.apply_sac(model, '1/2', placement='prefix')",
-    ]
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "parts"),
     [
-        ({"lora_targets": ["q_proj"]}, "give lora_rank too"),
-        ({"frozen_dtype": torch.int8}, "frozen_dtype must be one of"),
-        ({"logits_dtype": torch.int64}, "logits_dtype must be one of"),
+        ({}, ["fs.init_distributed()", "torch.optim.AdamW(model.parameters(), lr=...)"]),
+        (
+            {"param_dtype": torch.float16},
+            [
+                "fs.init_distributed()",
+                "MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)",
+            ],
+        ),
+        (
+            {"lora_rank": 4, "frozen_dtype": torch.float32},
+            ["import peft\nfs.init_distributed()\nmesh = fs.build_mesh()\n", "frozen_dtype=torch.float32"],
+        ),
+        ({"optimizer": "adamw8bit"}, ["import torchao.optim\nfs.init_distributed()\n"]),
+        (
+            {"optimizer": "adamw_stochastic", "master_dtype": torch.bfloat16},
+            ["fs.init_distributed()", "fs.StochasticAdamW"],
+        ),
+        (
+            {"sac_placement": "prefix", "sac_ratio": "1/2", "compile": False},
+            ["fs.init_distributed()", "mesh=mesh)\nfs.apply_sac(model, '1/2', placement='prefix')\n"],
+        ),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fs.estimate_memory(TINY, fs.Run(num_gpus=2, micro_batch_size=1, seq_length=64, **options))
+def test_the_code_of_a_plan_has_all_that_its_estimate_rests_on(
+    options: dict[str, Any], parts: list[str]
+) -> None:
+    job: dict[str, Any] = {"num_gpus": 2, "seq_length": 64, "global_batch_size": 4, "gpu": "h100"}
+    code = plan_run(TINY, **job, **options)[0].code()
+    assert code.startswith(parts[0])
+    assert all(part in code for part in parts)
+    assert ("mp_policy" in code, "frozen_dtype" in code) == ("param_dtype" in options, "lora_rank" in options)

@@ -3,10 +3,9 @@
 from typing import Any
 
 import pytest
-import transformers as tf
 
-from fsdp_sft import NoPlanError, Run, UnsupportedModelError, estimate_memory, plan_run
-from tests.planner.families import QWEN_14B, QWEN_72B, SMALL
+from fsdp_sft import NoPlanError, Run, estimate_memory, plan_run
+from tests.planner.families import QWEN_14B, QWEN_72B
 
 GIB = 1 << 30
 LONG = {"num_gpus": 16, "micro_batch_size": 1, "seq_length": 32768, "attention_mask": False}
@@ -14,16 +13,12 @@ LONG = {"num_gpus": 16, "micro_batch_size": 1, "seq_length": 32768, "attention_m
 
 @pytest.mark.parametrize("options", [{}, {"sac_ratio": 1}, {"compile": True}, {"loss_impl": "logits"}])
 def test_more_ranks_to_a_row_never_need_more(options: dict[str, Any]) -> None:
-    found = [estimate_memory(QWEN_14B, Run(**LONG, cp=cp, **options)) for cp in (1, 2, 4, 8)]
-    peaks = [estimate.peak_bytes for estimate in found]
+    found = {cp: estimate_memory(QWEN_14B, Run(**LONG, cp=cp, **options)) for cp in (1, 2, 4, 8)}
+    peaks = [estimate.peak_bytes for estimate in found.values()]
     assert peaks == sorted(peaks, reverse=True)
     # What is exchanged is kept by nobody: a rank keeps its part of what one process would, or a little more.
-    kept = [
-        cp * estimate.activation_bytes / found[0].activation_bytes
-        for cp, estimate in zip((1, 2, 4, 8), found, strict=True)
-    ]
-    assert max(kept) <= 1.01
-    assert min(kept) > 0.95
+    kept = [cp * estimate.activation_bytes / found[1].activation_bytes for cp, estimate in found.items()]
+    assert 0.95 < min(kept) <= max(kept) <= 1.01
 
 
 def test_rows_that_ranks_do_not_divide_are_filled_up() -> None:
@@ -32,36 +27,17 @@ def test_rows_that_ranks_do_not_divide_are_filled_up() -> None:
     assert uneven.peak_bytes == filled.peak_bytes
 
 
-def test_a_model_whose_ranks_cannot_share_rows_is_refused() -> None:
-    config = tf.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=256)
-    with pytest.raises(UnsupportedModelError, match="run another attention than eager"):
-        estimate_memory(config, Run(**SMALL, cp=2))
-    mixed = tf.BambaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=256,
-        attn_layer_indices=[1],
-        mamba_n_heads=4,
-        mamba_d_head=32,
-    )
-    with pytest.raises(UnsupportedModelError, match="cp=1"):
-        estimate_memory(mixed, Run(**SMALL, cp=2))
-
-
 def test_a_row_that_does_not_fit_alone_is_shared() -> None:
     options: dict[str, Any] = {"num_gpus": 8, "gpu_memory_bytes": 76 * 10**9, "seq_length": 131072}
     options |= {"attention_mask": False, "compile": False}
     with pytest.raises(NoPlanError, match=r"What would fit: --cp 8;"):
         plan_run(QWEN_14B, **options, global_batch_size=8)
     plans = plan_run(QWEN_14B, **options, global_batch_size=8, cp=4)
-    assert {plan.run.cp for plan in plans} == {4}
-    assert all(plan.run.micro_batch_size * plan.run.grad_accum_steps == 4 for plan in plans)
+    assert {(plan.run.cp, plan.run.micro_batch_size * plan.run.grad_accum_steps) for plan in plans} == {
+        (4, 4)
+    }
     assert plans[0].time.exchange > 0
     assert any("exchanges of 4 GPUs take" in text for text in plans[0].reasons)
-    assert {plan.run.cp for plan in plan_run(QWEN_14B, **options, global_batch_size=1, cp=8)} == {8}
     with pytest.raises(ValueError, match=r"no multiple of 2 groups of 4 GPUs.*4 would be"):
         plan_run(QWEN_14B, **options, global_batch_size=3, cp=4)
     with pytest.raises(NoPlanError, match="nothing fits on 8"):
@@ -69,16 +45,8 @@ def test_a_row_that_does_not_fit_alone_is_shared() -> None:
 
 
 def test_exchanges_between_nodes_are_slower() -> None:
-    def seconds(cp: int) -> float:
-        options = {
-            "num_gpus": 64,
-            "gpu_memory_bytes": 1000 * GIB,
-            "seq_length": 32768,
-            "global_batch_size": 64,
-        }
-        return plan_run(QWEN_72B, **options, cp=cp, micro_batch_size=cp)[0].time.exchange
-
-    assert seconds(16) > 4 * seconds(8) > 4 * seconds(2) > 0
-
-
-# --- plans ------------------------------------------------------------------------------------------------
+    options = {"num_gpus": 64, "gpu_memory_bytes": 1000 * GIB, "seq_length": 32768, "global_batch_size": 64}
+    seconds = [
+        plan_run(QWEN_72B, **options, cp=cp, micro_batch_size=cp)[0].time.exchange for cp in (16, 8, 2)
+    ]
+    assert seconds[0] > 4 * seconds[1] > 4 * seconds[2] > 0

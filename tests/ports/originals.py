@@ -52,14 +52,11 @@ def of_nested(batch: Any) -> Batch:
 Scaled = Iterator[tuple[torch.Tensor, float]]
 
 
-def log_probs(model: nn.Module, row: Row) -> torch.Tensor:
-    """Of each token but the first."""
-    ids = torch.tensor(row.ids)
-    return model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-
-
 def scored(model: nn.Module, row: Row) -> torch.Tensor:
-    return log_probs(model, row)[torch.tensor(row.scored) - 1]
+    """Log-probabilities of the trained tokens of a row."""
+    ids, places = torch.tensor(row.ids), torch.tensor(row.scored)
+    log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+    return log_probs[places - 1].gather(-1, ids[places, None])[:, 0]
 
 
 def prime_rl(model: nn.Module, window: Window) -> Scaled:

@@ -2,46 +2,149 @@
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import fsdp_sft as fs
+from tests.harness.places import EXAMPLES, script
 from tests.harness.ranks import run_distributed
-from tests.ports.cases import PRIME_RL, VERL, Port, across, check_steps, run, train_original
-from tests.ports.originals import SAVED, STEPS, Window, all_rows
+from tests.plain import step
+from tests.ports import originals
+from tests.ports.originals import SAVED, STEPS, Batch, Scaled, Window, all_rows
 
 
-@pytest.mark.parametrize(
-    "port",
-    [PRIME_RL, VERL],
-    ids=["prime-rl", "verl"],
+class Port(NamedTuple):
+    """A port, how it is called, and the original's part of it."""
+
+    module: str
+    words: str  # its arguments beside those of files
+    rows_of: Callable[[Any], Batch]  # rows of one of its batches
+    original: Callable[[nn.Module, Window], Scaled]
+    schedule: Callable[[Any], Any]
+    evaluation: str  # the name of this loss in its log
+
+
+PRIME_RL = Port(
+    "prime_rl_sft",
+    f"--seq-len 64 --batch-size 4 --max-steps {STEPS} --lr 1e-3 --warmup-steps 3 --ckpt-interval {SAVED} "
+    f"--val-interval {STEPS}",
+    originals.of_pack,
+    originals.prime_rl,
+    originals.warmup,
+    "val_loss",
 )
+VERL = Port(
+    "verl_sft",
+    "--train-batch-size 8 --micro-batch-size-per-gpu 2 --total-epochs 2 --lr 1e-3 "
+    f"--lr-warmup-steps-ratio 0.2 --save-freq {SAVED}",
+    originals.of_nested,
+    originals.verl,
+    originals.cosine,
+    "val/loss",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model and chats."""
+    folder = tmp_path_factory.mktemp("ports")
+    rows = [
+        (f"What is {i} and {i}?", f"It is {2 * i}" + " indeed" * (i % 5)) for i in range(originals.NUM_ROWS)
+    ]
+    script("tiny_model", EXAMPLES).make_tiny_model(folder / "model", [text for row in rows for text in row])
+    chats = [
+        {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}
+        for ask, answer in rows
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    return folder
+
+
+def _run(port: Port, folder: Path, out: Path, *more: str) -> tuple[list[fs.StepResult], list[Any]]:
+    """What the port's steps did, and the rows of this rank's window of each."""
+    module, windows = script(port.module, EXAMPLES / "ports"), []
+    data = str(folder / "chats.jsonl")
+    files = ["--output", str(out), "--val", data, "--model", str(folder / "model"), "--data", data]
+    train_step = fs.train_step
+
+    def recording(model: nn.Module, window: list[Any], *args: Any, **options: Any) -> Any:
+        windows.append([port.rows_of(batch) for batch in window])
+        return train_step(model, window, *args, **options)
+
+    with mock.patch.object(fs, "train_step", recording):
+        args = module.parse_arguments([*port.words.split(), "--dtype", "float32", *files, *more])
+        return module.train(args), windows
+
+
+def _on_ranks(ranks: int, *args: Any) -> tuple[list[fs.StepResult], list[Window]]:
+    """The steps, which are the same on all ranks, and the windows of all ranks."""
+    (results, _), *others = told = run_distributed(_run, ranks, *args)
+    assert all(repr(other) == repr(results) for other, _ in others)  # a nan in them equals no other
+    return results, [list(window) for window in zip(*(windows for _, windows in told), strict=True)]
+
+
+def _train_original(
+    port: Port, folder: Path, windows: list[Window]
+) -> tuple[nn.Module, list[tuple[float, float]]]:
+    """The model after these windows, and the loss and the norm of the gradient of each."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3, weight_decay=0.01)
+    scheduler = port.schedule(optimizer)
+    steps = []
+    for window in windows:
+        shares: list[float] = []
+
+        def losses(window: Window = window, shares: list[float] = shares) -> Iterator[torch.Tensor]:
+            for loss, share in port.original(model, window):
+                shares.append(share)
+                yield loss
+
+        _, norm = step(model, losses(), [optimizer], max_norm=1.0)
+        steps.append((sum(shares), norm))
+        scheduler.step()
+    return model, steps
+
+
+@pytest.mark.parametrize("port", [PRIME_RL, VERL], ids=["prime-rl", "verl"])
 def test_a_port_trains_resumes_on_fewer_ranks_and_exports_as_the_original(
     port: Port, folder: Path, tmp_path: Path
 ) -> None:
     out, resumed_out = tmp_path / "out", tmp_path / "resumed"
-    results, windows = across(run_distributed(run, 2, port, folder, "chats.jsonl", out))
+    results, windows = _on_ranks(2, port, folder, out)
     assert len(results) == STEPS
-    model, expected = train_original(port, folder, windows)
-    check_steps(results, expected)
+    model, expected = _train_original(port, folder, windows)
+    _check_steps(results, expected)
     _check_rows(folder, windows)
-    _check_export(next(out.glob("*/config.json")).parent, model)
+    _check_export(out, model)
     logged = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    (*_, evaluated) = (line[port.evaluates[1]] for line in logged if port.evaluates[1] in line)
-    assert evaluated == pytest.approx(_evaluation(port, model, windows), rel=1e-6)
+    (*_, evaluated) = (line[port.evaluation] for line in logged if port.evaluation in line)
+    rows = list(dict.fromkeys(row for window in windows for row in all_rows(window)))
+    with torch.no_grad():
+        ((_, loss),) = port.original(model.eval(), [[rows]])  # of all rows in one batch
+    assert evaluated == pytest.approx(loss, rel=1e-6)
 
     shutil.copytree(out, resumed_out, ignore=shutil.ignore_patterns("export", "huggingface", "log.jsonl"))
-    again = run_distributed(run, 1, port, folder, "chats.jsonl", resumed_out, "--resume")
-    rest, rest_windows = across(again)
-    model, expected = train_original(port, folder, [*windows[:SAVED], *rest_windows])
-    check_steps(rest, expected[SAVED:])
-    _check_export(next(resumed_out.glob("*/config.json")).parent, model)
+    rest, rest_windows = _on_ranks(1, port, folder, resumed_out, "--resume")
+    model, expected = _train_original(port, folder, [*windows[:SAVED], *rest_windows])
+    _check_steps(rest, expected[SAVED:])
+    _check_export(resumed_out, model)
     if port is not PRIME_RL:  # the packs of an epoch are dealt anew to another number of ranks
         mine, theirs = ([sorted(all_rows(one)) for one in those] for those in (rest_windows, windows[SAVED:]))
         assert mine == theirs
+
+
+def _check_steps(results: list[Any], expected: list[tuple[float, float]]) -> None:
+    """Losses are the same within 1e-6, norms of the gradient within 3e-6."""
+    losses, norms = zip(*expected, strict=True)
+    assert [result.loss for result in results] == pytest.approx(losses, rel=1e-6)
+    assert [result.grad_norm for result in results] == pytest.approx(norms, rel=3e-6)
 
 
 def _check_rows(folder: Path, windows: list[Window]) -> None:
@@ -53,16 +156,9 @@ def _check_rows(folder: Path, windows: list[Window]) -> None:
     assert sorted(trained) == sorted(f"{answer['content']}<|im_end|>" for _, answer in chats)
 
 
-def _evaluation(port: Port, model: nn.Module, windows: list[Window]) -> float:
-    """The original's loss of all rows in one batch: the mean over tokens."""
-    rows = list(dict.fromkeys(row for window in windows for row in all_rows(window)))
-    with torch.no_grad():
-        ((_, loss),) = port.original(model.eval(), [[rows]])
-    return loss
-
-
-def _check_export(path: Path, model: nn.Module) -> None:
+def _check_export(out: Path, model: nn.Module) -> None:
     """An export, read back, is the oracle's model in bfloat16 but for what the last bits of float32 do."""
+    path = next(out.glob("*/config.json")).parent
     exported = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for (name, ours), theirs in zip(exported.named_parameters(), model.parameters(), strict=True):
         assert ours.shape == theirs.shape, name

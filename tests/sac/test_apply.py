@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import fsdp_sft as fs
-from tests.harness.models import full, ragged_batches, tiny_config, tiny_model
+from tests.harness.losses import gradients_of
+from tests.harness.models import ragged_batches, tiny_config, tiny_model
 
 
 def _taken(length: int, numerator: int, denominator: int) -> list[int]:
@@ -27,25 +28,13 @@ def _taken(length: int, numerator: int, denominator: int) -> list[int]:
 
 
 def test_ratio_rule_is_exact_for_every_fraction_of_the_blocks() -> None:
-    checked = 0
     for length in range(1, 129):
         for k in range(length + 1):
             expected = _taken(length, k, length)
-            assert len(expected) == k
             for ratio in (f"{k}/{length}", Fraction(k, length), k / length):
                 assert fs.select_block_indices(length, ratio) == expected
             assert fs.select_block_indices(length, ratio, placement="prefix") == list(range(k))
-            checked += 1
-    print(f"{checked} pairs of k and L, each as text, Fraction and float")
-    assert checked == sum(length + 1 for length in range(1, 129))
-
-
-def test_known_selections() -> None:
-    assert fs.select_block_indices(6, "1/3") == [1, 4]
     assert len(fs.select_block_indices(45, 0.7)) == 32
-    assert fs.select_block_indices(4, 0.5) == [0, 2]
-    assert fs.select_block_indices(4, 1) == [0, 1, 2, 3]
-    assert fs.select_block_indices(4, 0) == []
     assert fs.select_block_indices(0, 1) == []
 
 
@@ -56,14 +45,9 @@ def test_known_selections() -> None:
         ("½", "a text such as '1/3'"),
         ("１/３", "a text such as '1/3'"),
         ("1/3; import os", "a text such as '1/3'"),
-        ("(1)/(3)", "a text such as '1/3'"),
         ("2**-1", "a text such as '1/3'"),
-        ("0x1/0x3", "a text such as '1/3'"),
         ("nan", "a text such as '1/3'"),
-        ("inf", "a text such as '1/3'"),
         ("1/3\n1/3", "a text such as '1/3'"),
-        ("1/3\x00", "a text such as '1/3'"),
-        ("+1/3", "a text such as '1/3'"),
         (".5", "a text such as '1/3'"),
         (7, r"ratio must be in \[0, 1\], got 7; 0 checkpoints no block, and 1 every block"),
         (-0.25, r"got -0.25; 0 checkpoints no block"),
@@ -72,78 +56,58 @@ def test_known_selections() -> None:
         (math.inf, r"must be in \[0, 1\]"),
         ("1/0", "a text such as '1/3'"),
         ("4/3", "1 every block"),
-        ("__import__('os').system('true')", "a text such as '1/3'"),
         ("", "a text such as '1/3'"),
-        ("1e-1", "a text such as '1/3'"),
         ("1_0/3_0", "a text such as '1/3'"),
         ("9" * 10_000, "a text such as '1/3'"),
         ("-1/3", "a text such as '1/3'"),
         ("1/3/3", "a text such as '1/3'"),
+        *((ratio, "a number in") for ratio in (True, None, [1], Decimal("0.5"), 1j)),
     ],
 )
 def test_bad_ratios_are_refused_with_the_way_out(ratio: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TypeError if message == "a number in" else ValueError, match=message):
         fs.select_block_indices(8, ratio)
 
 
-@pytest.mark.parametrize("ratio", [True, None, [1], Decimal("0.5"), 1j])
-def test_what_is_no_ratio_is_a_type_error(ratio: Any) -> None:
-    with pytest.raises(TypeError, match="a number in"):
-        fs.select_block_indices(8, ratio)
+def _own_loss(model: Any) -> torch.Tensor:
+    # A cache lays keys and values out differently, which moves the last bit.
+    return model(**ragged_batches(2)[0], use_cache=False).loss
 
 
-def test_other_arguments_are_checked() -> None:
-    with pytest.raises(ValueError, match="placement must be one of"):
-        fs.select_block_indices(8, 0.5, placement="random")
-
-
-def _own_loss(model: Any, family: str) -> torch.Tensor:
-    batch = dict(ragged_batches(2)[0])
-    if family == "bert":
-        batch["labels"] = torch.tensor([0, 2])
-    else:
-        batch["use_cache"] = False  # a cache lays keys and values out differently, which moves the last bit
-    return model(**batch).loss
-
-
-def _gradients(model: Any, family: str) -> dict[str, torch.Tensor]:
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(7)
-    _own_loss(model, family).backward()
-    gradients = {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return gradients
+    _own_loss(model).backward()
+    return gradients_of(model)
 
 
-def _forward_calls(model: nn.Module, block: nn.Module, family: str) -> int:
+def _forward_calls(model: nn.Module, block: nn.Module) -> int:
     """How often the block's inner part runs in a forward and a backward."""
-    calls = 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
+    calls: list[nn.Module] = []
     inner = next(module for module in block.modules() if isinstance(module, nn.Linear))
-    handle = inner.register_forward_pre_hook(count)
-    _own_loss(model, family).backward()
+    handle = inner.register_forward_pre_hook(lambda module, _: calls.append(module))
+    _own_loss(model).backward()
     handle.remove()
     model.zero_grad()
-    return calls
+    return len(calls)
 
 
-@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
-def test_exactly_the_chosen_blocks_run_twice_until_removed(family: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_exactly_the_chosen_blocks_run_twice_in_training_until_removed(family: str) -> None:
     model = tiny_model(family)
     blocks = fs.find_blocks(model)
     chosen = fs.apply_sac(model, "1/3")
-    assert {fqn: _forward_calls(model, block, family) for fqn, block in blocks.items()} == {
+    assert {fqn: _forward_calls(model, block) for fqn, block in blocks.items()} == {
         fqn: 2 if fqn in chosen else 1 for fqn in blocks
     }
     again = fs.apply_sac(model, 1)  # a second call replaces the first
     assert again == list(blocks)
+    model.eval()
+    assert all(_forward_calls(model, block) == 1 for block in blocks.values())
+    model.train()
     fs.apply_sac(model, "1/3")
     fs.remove_sac(model)
     fs.remove_sac(model)
-    assert all(_forward_calls(model, block, family) == 1 for block in blocks.values())
+    assert all(_forward_calls(model, block) == 1 for block in blocks.values())
 
 
 class Block(nn.Module):
@@ -158,9 +122,9 @@ class Block(nn.Module):
 
 
 class Plain(nn.Module):
-    def __init__(self, drop: float = 0.3) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.trunk = nn.ModuleList(Block(drop) for _ in range(4))
+        self.trunk = nn.ModuleList(Block(0.3) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.trunk:
@@ -245,85 +209,67 @@ def test_blocks_can_be_listed() -> None:
     assert fs.apply_sac(model, blocks=[2, 0]) == ["model.layers.0", "model.layers.2"]
     assert fs.apply_sac(model, blocks=[-1, "model.layers.2"]) == ["model.layers.2"]
     blocks = fs.find_blocks(model)
-    assert [_forward_calls(model, block, "llama") for block in blocks.values()] == [1, 1, 2]
+    assert [_forward_calls(model, block) for block in blocks.values()] == [1, 1, 2]
     assert fs.apply_sac(model, blocks=blocks) == list(blocks), "what find_blocks returned is a list of FQNs"
-    expected = _gradients(tiny_model("llama"), "llama")
     assert fs.apply_sac(model, blocks=["model.layers.1.mlp", "lm_head"]) == ["model.layers.1.mlp", "lm_head"]
-    mlp = model.get_submodule("model.layers.1.mlp")
-    assert (
-        _forward_calls(model, mlp, "llama"),
-        _forward_calls(model, blocks["model.layers.1"], "llama"),
-    ) == (2, 1)
-    gradients = _gradients(model, "llama")
+    named = (model.get_submodule("model.layers.1.mlp"), blocks["model.layers.1"])
+    assert [_forward_calls(model, module) for module in named] == [2, 1]
+    gradients, expected = _gradients(model), _gradients(tiny_model("llama"))
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
     assert fs.apply_sac(model, blocks=[]) == []
 
 
 @pytest.mark.parametrize(
-    ("blocks", "error", "message"),
+    ("arguments", "error", "message"),
     [
-        ([3], ValueError, "block 3 does not exist: LlamaForCausalLM has 3 blocks"),
-        ([-4], ValueError, "block -4 does not exist"),
-        (["model.layer.0"], ValueError, "did you mean one of .*model.layers.0"),
-        ([""], ValueError, "no module ''"),
-        (["model.layers"], ValueError, "name its elements"),
-        ([True], TypeError, "FQNs and positions"),
-        ([nn.Linear(1, 1)], TypeError, "FQNs and positions"),
+        ({"blocks": [3]}, ValueError, "block 3 does not exist: LlamaForCausalLM has 3 blocks"),
+        ({"blocks": [-4]}, ValueError, "block -4 does not exist"),
+        ({"blocks": ["model.layer.0"]}, ValueError, "did you mean one of .*model.layers.0"),
+        ({"blocks": [""]}, ValueError, "no module ''"),
+        ({"blocks": ["model.layers"]}, ValueError, "name its elements"),
+        ({"blocks": [True]}, TypeError, "FQNs and positions"),
+        ({"blocks": [nn.Linear(1, 1)]}, TypeError, "FQNs and positions"),
+        ({}, ValueError, "either a ratio such as '1/3' or blocks="),
+        ({"ratio": 1, "blocks": [0]}, ValueError, "either a ratio such as '1/3' or blocks="),
+        ({"ratio": 1, "placement": "random"}, ValueError, "placement must be one of"),
+        ({"save": "o_proj", "offload": True}, ValueError, "leave out save="),
+        *(
+            ({"save": save}, ValueError, "no submodule")
+            for save in ([""], [3], "proj", "model.layers.0", "model.layers.0.mlp")
+        ),
+        ({"save": "out_proj"}, ValueError, "is called 'out_proj'; they have .*'self_attn.o_proj'"),
+        ({"ratio": 0, "save": "out_proj"}, ValueError, "no submodule of these blocks is called 'out_proj'"),
     ],
 )
-def test_bad_lists_of_blocks_are_refused(blocks: Any, error: type[Exception], message: str) -> None:
+def test_bad_choices_are_refused(arguments: Any, error: type[Exception], message: str) -> None:
     model = tiny_model("llama")
     fs.apply_sac(model, blocks=[0])
     with pytest.raises(error, match=message):
-        fs.apply_sac(model, blocks=blocks)
-    assert _forward_calls(model, fs.find_blocks(model)["model.layers.0"], "llama") == 2, "left as it was"
+        fs.apply_sac(model, **arguments)
+    assert _forward_calls(model, fs.find_blocks(model)["model.layers.0"]) == 2, "left as it was"
 
 
-def test_a_ratio_or_blocks() -> None:
-    model = tiny_model("llama")
-    for arguments in ({}, {"ratio": 1, "blocks": [0]}):
-        with pytest.raises(ValueError, match="either a ratio such as '1/3' or blocks="):
-            fs.apply_sac(model, **arguments)
-    assert len(fs.apply_sac(model, "1/3")) == 1
+class Breaking(Block):
+    """One in whose middle a compiled graph breaks."""
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        x = self.up(x) * scale
+        torch._dynamo.graph_break()
+        return self.down(x)
 
 
-def test_evaluation_does_not_recompute() -> None:
-    model = tiny_model("llama")
-    fs.apply_sac(model, 1)
-    model.eval()
-    assert _forward_calls(model, fs.find_blocks(model)["model.layers.0"], "llama") == 1
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_blocks_of_other_origin_compile_without_a_graph_break(whole: bool) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "the whole model"])
+@pytest.mark.parametrize("kind", [Block, Breaking], ids=["one graph", "a graph break"])
+def test_blocks_of_other_origin_compile(kind: type[Block], whole: bool) -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
-    model = Plain(drop=0.0)
+    model = Plain()
+    model.trunk = nn.ModuleList(kind(0.0) for _ in range(2))
     expected = _plain_gradients(model)
     fs.apply_sac(model, 1)
-    if whole:
-        model.compile(backend="aot_eager", fullgraph=True)
-    else:
-        fs.compile_blocks(model, backend="aot_eager", fullgraph=True)
+    options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": kind is Block}
+    model.compile(**options) if whole else fs.compile_blocks(model, **options)
     for _ in range(2):
-        assert all(map(torch.equal, _plain_gradients(model), expected))
-
-
-def test_a_graph_break_inside_of_a_checkpoint_is_no_error() -> None:
-    torch.compiler.reset()
-
-    class Breaking(Block):
-        def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-            x = self.up(x) * scale
-            torch._dynamo.graph_break()
-            return self.down(x)
-
-    for whole in (False, True):
-        model = Plain()
-        model.trunk = nn.ModuleList(Breaking() for _ in range(2))
-        expected = _plain_gradients(model)
-        fs.apply_sac(model, 1)
-        model.compile(backend="aot_eager") if whole else fs.compile_blocks(model, backend="aot_eager")
         found = _plain_gradients(model)
         assert len(found) == len(expected) > 0
         assert all(map(torch.equal, found, expected))

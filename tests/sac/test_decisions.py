@@ -11,8 +11,8 @@ import fsdp_sft as fs
 from fsdp_sft.sac.decisions import decides
 from tests.harness.architectures import quiet, tiny_architecture
 from tests.harness.device import device_here
-from tests.harness.losses import with_loss
-from tests.harness.models import full, largest_error, ragged_batches, tiny_model
+from tests.harness.losses import gradients_of, with_loss
+from tests.harness.models import largest_error, ragged_batches, tiny_model
 
 
 class Disturbed(nn.Module):
@@ -29,8 +29,7 @@ class Disturbed(nn.Module):
         with torch.no_grad():
             up = torch.nextafter(logits, torch.full_like(logits, torch.inf)) - logits
             up[:, [0, 1, 3]] = 0
-            moved = self.disturb and self.calls % 2 == 0
-        logits = logits + (up if moved else torch.zeros_like(up))
+        logits = logits + up * (self.disturb and self.calls % 2 == 0)
         probabilities = logits.softmax(-1)
         values, indices = probabilities.topk(self.top_k, dim=-1)
         values /= values.sum(-1, keepdim=True)
@@ -49,32 +48,25 @@ def _tied(*, disturb: bool) -> Any:
 
 
 def _gradients(model: Any) -> dict[str, torch.Tensor]:
-    batch = {name: value.to(device_here()) for name, value in ragged_batches(2)[0].items()}
-    summed, _ = fs.loss_sum(model, batch)
+    summed, _ = fs.loss_sum(model, _batch())
     summed.backward()
-    return {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    return gradients_of(model)
 
 
-def _flips(model: Any) -> list[torch.Tensor]:
-    """What the experts of each block are given, by call."""
-    seen: list[torch.Tensor] = []
-    for block in model.model.layers:
-        block.mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args[1].clone()))
-    return seen
+def _batch() -> dict[str, torch.Tensor]:
+    return {name: value.to(device_here()) for name, value in ragged_batches(2)[0].items()}
 
 
-@pytest.mark.parametrize("chosen", ["1", "operations"])
-def test_a_recomputed_router_decides_as_before(chosen: str) -> None:
+@pytest.mark.parametrize("chosen", [{"ratio": 1}, {"save": "self_attn"}], ids=["1", "operations"])
+def test_a_recomputed_router_decides_as_before(chosen: dict[str, Any]) -> None:
     plain = _gradients(_tied(disturb=False))
     model = _tied(disturb=True)
-    fs.apply_sac(model, 1) if chosen == "1" else fs.apply_sac(model, save="self_attn")
-    seen = _flips(model)
-    # The forward of the question about the model's own loss is not what is looked at.
-    _gradients(model)
-    model.zero_grad()
+    fs.apply_sac(model, **chosen)
+    _gradients(model)  # its first forward asks about the model's own loss
+    seen: list[torch.Tensor] = []  # what the experts of each block are given, by call
     for block in model.model.layers:
+        block.mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args[1].clone()))
         block.mlp.gate.calls = 0
-    seen.clear()
     found = _gradients(model)
     forward, again = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     assert len(forward) == len(model.model.layers) == len(again)
@@ -86,8 +78,7 @@ def test_a_recomputed_router_decides_as_before(chosen: str) -> None:
 def test_a_second_backward_decides_the_same() -> None:
     model = tiny_model("mixtral").to(device_here())
     fs.apply_sac(model, 1)
-    batch = {name: value.to(device_here()) for name, value in ragged_batches(2)[0].items()}
-    summed, _ = fs.loss_sum(with_loss(model, router_loss="off", impl="logits"), batch)
+    summed, _ = fs.loss_sum(with_loss(model, router_loss="off", impl="logits"), _batch())
     parameters = list(model.parameters())
     first = torch.autograd.grad(summed, parameters, retain_graph=True)
     second = torch.autograd.grad(summed, parameters)
@@ -112,15 +103,14 @@ class Choosing(nn.Module):
 
 def test_every_operation_that_decides_is_repeated() -> None:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"layers": nn.ModuleList([Choosing(), Choosing()])})
-    model.forward = lambda x: [x := layer(x) for layer in model["layers"]][-1]  # type: ignore[method-assign]
+    model = nn.Sequential(Choosing(), Choosing())
     x = torch.randn(5, 6)
     model(x).sum().backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    fs.apply_sac(model, blocks=["layers.0", "layers.1"])
+    expected = gradients_of(model)
+    fs.apply_sac(model, blocks=["0", "1"])
     model(x).sum().backward()
-    assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+    found = gradients_of(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_only_blocks_that_decide_pay() -> None:

@@ -1,8 +1,6 @@
 """Which tests run on simulated devices, and why the others do not; the run prints the reasons."""
 
-import types
-from collections.abc import Iterator
-from typing import Any
+import sys
 
 import pytest
 
@@ -30,34 +28,12 @@ def reason(nodeid: str) -> str | None:
 
 
 def starts_ranks(item: pytest.Item) -> bool:
-    """Whether a test, one of its fixtures or a function of the tests that they call starts ranks.
+    """Whether the module of a test, or one of those of which it has a function, knows how to start ranks.
 
     What starts none runs in the process of pytest, which has no simulated device.
     """
-    functions: list[Any] = [item.function] if isinstance(item, pytest.Function) else []
-    functions += [definitions[-1].func for definitions in _fixtures(item).values()]
-    seen: set[int] = set()
-    while functions:
-        function = functions.pop()
-        if id(function) in seen or not isinstance(function, types.FunctionType):
-            continue
-        seen.add(id(function))
-        names = set(_names(function.__code__))
-        if names & _STARTS_RANKS:
-            return True
-        found = (function.__globals__.get(name) for name in names)
-        functions += [other for other in found if getattr(other, "__module__", "").startswith("tests.")]
-    return False
-
-
-def _fixtures(item: pytest.Item) -> dict[str, Any]:
-    """Fixtures by name, without those of every test."""
-    names: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009  pytest has no other name
-    return {name: found for name, found in names.items() if "conftest" not in found[-1].func.__module__}
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+    if not isinstance(item, pytest.Function):
+        return False
+    names = {str(getattr(value, "__module__", "")) for value in vars(item.module).values()}
+    others = (sys.modules[name] for name in names if name.startswith("tests."))
+    return any(_STARTS_RANKS & vars(module).keys() for module in (item.module, *others))

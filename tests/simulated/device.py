@@ -3,7 +3,8 @@
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any
+
+import torch
 
 from tests.simulated import build
 
@@ -42,24 +43,14 @@ class Simulated:
         )
         sys.path.insert(0, str(build.folder()))
         import simdev  # noqa: F401
-        import torch
 
         from tests.simulated import operators
 
         operators.register()
         torch.accelerator.set_device_index(self.index)
 
-    def launches(self) -> int:
-        """How many times this process has launched anything on its device."""
-        return int(_module()._C.touched(self.index))
-
     def check(self) -> None:
         """Raise if this process has used any device but its own: on CUDA each would have a context there."""
-        others = [index for index in _module().touched() if index != self.index]
+        touched = torch.get_device_module("sim").touched()
+        others = [index for index in touched if index != self.index]
         assert not others, f"the rank of device {self.index} has used device {others} too"
-
-
-def _module() -> Any:
-    import torch
-
-    return torch.get_device_module("sim")

@@ -27,10 +27,8 @@ def register() -> None:
     named = rng_prims.get_device
 
     def device_of(args: Any, kwargs: Any) -> Any:
-        # Of tensors on a device that it does not know, torch 2.11 says None.
-        on_it = any(isinstance(value, torch.Tensor) and value.device.type == "sim" for value in args)
         own = named(args, kwargs)
-        return "hpu" if own == "sim" or (own is None and on_it) else own
+        return "hpu" if own == "sim" else own
 
     rng_prims.get_device = device_of
     for operator, own in ((rng_prims.run_and_save_rng_state, save), (rng_prims.run_with_rng_state, restore)):

@@ -1,11 +1,11 @@
 """Functions on ranks that each have a simulated device, whatever the setting of the harness."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from tests.harness.device import simulator_or_skip
 from tests.harness.ranks import run_task
-from tests.harness.serving import Task
 from tests.simulated.device import Simulated
 
 
@@ -37,4 +37,4 @@ def run_simulated(
     """
     simulator_or_skip()
     own = [Simulated(first_device + rank, devices, copy_delay) for rank in range(world_size)]
-    return run_task(Task(function, args, kwargs, timeout), own, fresh=fresh)
+    return run_task(functools.partial(function, *args, **kwargs), own, timeout=timeout, fresh=fresh)

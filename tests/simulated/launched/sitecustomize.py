@@ -13,7 +13,7 @@ LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
 
 def _check() -> None:
     try:
-        report(own)
+        own.check()
     except AssertionError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(1)  # an exit code cannot be changed here otherwise
@@ -21,7 +21,7 @@ def _check() -> None:
 
 found = [os.environ[name] for name in LOCAL_RANKS if name in os.environ]
 if found and "FSDP_SFT_LAUNCHED_DEVICES" in os.environ:
-    from tests.harness.device import report, simulated
+    from tests.harness.device import simulated
 
     own = simulated(int(found[0]), int(os.environ["FSDP_SFT_LAUNCHED_DEVICES"]))
     own.become()

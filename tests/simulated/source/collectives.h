@@ -5,8 +5,4 @@
 
 namespace sim {
 c10::intrusive_ptr<c10d::Backend> make_backend(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, int64_t timeout_ms);
-struct Traffic {
-  int64_t calls = 0, bytes = 0;
-};
-std::map<std::string, Traffic> collectives();  // of this process, by kind
 }  // namespace sim

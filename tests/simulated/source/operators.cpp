@@ -554,7 +554,7 @@ struct RandomNumbers {
 
 static void run_and_wait(const Call& call, torch::jit::Stack* stack) {
   auto wait = call.waits_for_data() ? std::make_unique<HostWait>(call.name())
-                                    : std::make_unique<HostWait>(HostWait::Own{}, call.name());
+                                    : std::make_unique<HostWait>();
   call.stream->synchronize();
   torch::jit::Stack made(call.arguments);
   {

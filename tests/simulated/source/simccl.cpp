@@ -42,19 +42,6 @@ int64_t elements_of(const Tensors& tensors) {
   for (auto& t : tensors) sum += t.numel();
   return sum;
 }
-int64_t bytes_of(const Tensors& tensors) {
-  int64_t sum = 0;
-  for (auto& t : tensors) sum += (int64_t)t.nbytes();
-  return sum;
-}
-
-std::mutex g_traffic_mutex;
-auto& g_traffic = *new std::map<std::string, Traffic>();
-void count(const char* kind, int64_t bytes) {
-  std::lock_guard<std::mutex> lock(g_traffic_mutex);
-  g_traffic[kind].calls++;
-  g_traffic[kind].bytes += bytes;
-}
 
 // ---------------------------------------------------------------- what a rank is about to do
 struct Announcement {  // of fixed size, compared byte by byte; -1 where ranks may differ, or there is none
@@ -263,7 +250,6 @@ struct Backend final : c10d::Backend {
       device = t.device().index();
       if (t.numel()) pointers.push_back(t.data_ptr());
     }
-    count(said.kind, std::max(bytes_of(in), bytes_of(out)));
 
     auto stream = stream_of(device, stream_id);
     stream->wait_for(current_stream(device)->record());
@@ -401,9 +387,5 @@ struct Backend final : c10d::Backend {
 c10::intrusive_ptr<c10d::Backend> make_backend(
     c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, int64_t timeout_ms) {
   return c10::make_intrusive<Backend>(std::move(gloo), rank, size, timeout_ms);
-}
-std::map<std::string, Traffic> collectives() {
-  std::lock_guard<std::mutex> lock(g_traffic_mutex);
-  return g_traffic;
 }
 }  // namespace sim

@@ -8,8 +8,7 @@ import sys
 import threading
 import traceback
 import types
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -106,16 +105,8 @@ def set_device(device):
         _C.set_device(index)
 
 
-def current_stream(device=None):
-    return torch.accelerator.current_stream(device)
-
-
-def set_stream(stream):
-    torch.accelerator.set_stream(stream)
-
-
-def synchronize(device=None):
-    torch.accelerator.synchronize(device)
+current_stream = torch.accelerator.current_stream
+synchronize = torch.accelerator.synchronize
 
 
 def _index(device):
@@ -165,8 +156,10 @@ class _Backend(types.ModuleType):
 # ---------------------------------------------------------------- memory, as torch.accelerator has it
 
 
-def empty_cache():
-    torch.accelerator.empty_cache()
+empty_cache = torch.accelerator.empty_cache
+memory_allocated = torch.accelerator.memory_allocated
+max_memory_allocated = torch.accelerator.max_memory_allocated
+memory_reserved = torch.accelerator.memory_reserved
 
 
 def mem_get_info(device=None):
@@ -177,29 +170,8 @@ def memory_stats(device=None):
     return torch.accelerator.memory_stats(_index(device))
 
 
-def memory_allocated(device=None):
-    return torch.accelerator.memory_allocated(_index(device))
-
-
-def max_memory_allocated(device=None):
-    return torch.accelerator.max_memory_allocated(_index(device))
-
-
-def memory_reserved(device=None):
-    return torch.accelerator.memory_reserved(_index(device))
-
-
-def max_memory_reserved(device=None):
-    return torch.accelerator.max_memory_reserved(_index(device))
-
-
 def reset_peak_memory_stats(device=None):
     torch.accelerator.reset_peak_memory_stats(_index(device))
-
-
-def allocation_count(device=None):
-    """How often memory of the device has been asked for."""
-    return memory_stats(device)["allocation.all.allocated"]
 
 
 # ---------------------------------------------------------------- random numbers
@@ -230,7 +202,7 @@ def get_amp_supported_dtype():
     return [torch.bfloat16, torch.float16]
 
 
-# ---------------------------------------------------------------- counting
+# ---------------------------------------------------------------- when the host waits
 
 
 @dataclass(frozen=True)
@@ -251,61 +223,6 @@ class Sync:
 
     def __str__(self):
         return f"{self.kind} in {self.thread}\n{''.join(self.stack.format())}"
-
-
-@dataclass
-class Counts:
-    """What happened in a stretch of a program, as ``counted`` found it.
-
-    Attributes:
-        syncs: By kind, how often the host waited where it would on CUDA.
-        own_waits: By operator, how often it waited where it would not.
-        collectives: By kind, (calls, bytes). Bytes are those of the larger side: what is gathered, or what is
-            to be reduced, so about what crosses the wire for each rank.
-        allocations: How often memory of the current device was asked for.
-    """
-
-    syncs: Counter = field(default_factory=Counter)
-    own_waits: Counter = field(default_factory=Counter)
-    collectives: dict = field(default_factory=dict)
-    allocations: int = 0
-
-
-def sync_counts():
-    """By kind, how often the host has waited for a device in this process, as on CUDA. See ``Sync.kind``."""
-    return dict(_C.waits())
-
-
-def sync_count():
-    """How often the host has waited for a device in this process where it would on CUDA too."""
-    return sum(_C.waits().values())
-
-
-def own_waits():
-    """By operator, how often the host has waited only because this is a simulator."""
-    return dict(_C.own_waits())
-
-
-def collectives():
-    """By kind, (calls, bytes) of this process's collectives on simulated devices; see ``Counts``."""
-    return dict(_C.collectives())
-
-
-@contextlib.contextmanager
-def counted():
-    """A context with the ``Counts`` of what happens in it, complete at its end."""
-    counts = Counts()
-    syncs, own, traffic, allocations = sync_counts(), own_waits(), collectives(), allocation_count()
-    try:
-        yield counts
-    finally:
-        counts.syncs = Counter(sync_counts()) - Counter(syncs)
-        counts.own_waits = Counter(own_waits()) - Counter(own)
-        for kind, (calls, moved) in collectives().items():
-            before = traffic.get(kind, (0, 0))
-            if calls > before[0]:
-                counts.collectives[kind] = (calls - before[0], moved - before[1])
-        counts.allocations = allocation_count() - allocations
 
 
 _recorders = []

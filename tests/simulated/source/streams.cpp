@@ -140,39 +140,19 @@ int64_t new_stream_id() {  // as many as CUDA's pool has
   return 1 + next++ % 32;
 }
 
-// ---------------------------------------------------------------- how often the host waits
-static std::mutex g_waits_mutex;
-static auto& g_waits = *new std::map<std::string, int64_t>();
-static auto& g_own_waits = *new std::map<std::string, int64_t>();
-
+// ---------------------------------------------------------------- when the host waits
 PythonHooks& python_hooks() {
   static auto& hooks = *new PythonHooks();
   return hooks;
 }
 HostWait::HostWait(const std::string& kind) {
-  {
-    std::lock_guard<std::mutex> lock(g_waits_mutex);
-    g_waits[kind]++;
-  }
   if (python_hooks().report) python_hooks().on_wait(kind);
   if (python_hooks().release_lock) python_ = python_hooks().release_lock();
 }
-HostWait::HostWait(Own, const std::string& operation) {
-  {
-    std::lock_guard<std::mutex> lock(g_waits_mutex);
-    g_own_waits[operation]++;
-  }
+HostWait::HostWait() {
   if (python_hooks().release_lock) python_ = python_hooks().release_lock();
 }
 HostWait::~HostWait() {
   if (python_hooks().take_lock) python_hooks().take_lock(python_);
-}
-std::map<std::string, int64_t> waits() {
-  std::lock_guard<std::mutex> lock(g_waits_mutex);
-  return g_waits;
-}
-std::map<std::string, int64_t> own_waits() {
-  std::lock_guard<std::mutex> lock(g_waits_mutex);
-  return g_own_waits;
 }
 }  // namespace sim

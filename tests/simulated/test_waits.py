@@ -1,11 +1,10 @@
-"""What the simulated device counts: waits of the host, memory, collectives."""
+"""What the simulated device tells: waits of the host, and memory."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tests.simulated.ranks import run_simulated
 
@@ -48,11 +47,9 @@ def _waits() -> dict[str, list[str]]:
     found = {}
     for name, (line, _) in WAITS.items():
         x = torch.ones(8, 8, device="sim")
-        before = torch.sim.sync_count()
         with torch.sim.record_syncs() as syncs:
             line(x)
         found[name] = [sync.kind for sync in syncs]
-        assert torch.sim.sync_count() - before == len(syncs)
     return found
 
 
@@ -81,18 +78,16 @@ def test_a_wait_comes_with_the_line_that_caused_it() -> None:
 def _memory() -> dict[str, int]:
     device = torch.device("sim", 0)
     before = torch.accelerator.memory_allocated(device)
-    with torch.sim.counted() as counts:
-        kept = torch.empty(1000, device=device)  # 4000 bytes, in blocks of 512
-        with_kept = torch.accelerator.memory_allocated(device)
-        torch.accelerator.reset_peak_memory_stats(device)
-        big = torch.empty(1 << 20, dtype=torch.uint8, device=device)
-        del big
-        small = torch.empty(1, device=device)
+    kept = torch.empty(1000, device=device)  # 4000 bytes, in blocks of 512
+    with_kept = torch.accelerator.memory_allocated(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    big = torch.empty(1 << 20, dtype=torch.uint8, device=device)
+    del big
+    small = torch.empty(1, device=device)
     found = {
         "kept": with_kept - before,
         "peak": torch.accelerator.max_memory_allocated(device) - before,
         "now": torch.sim.memory_allocated(device) - before,
-        "allocations": counts.allocations,
         "requested": torch.accelerator.memory_stats(device)["requested_bytes.all.current"],
         "on the other": torch.accelerator.memory_allocated(1),
     }
@@ -111,33 +106,7 @@ def test_memory_is_counted_as_the_caching_allocator_of_cuda_counts_it() -> None:
             "kept": 4096,
             "peak": 4096 + (1 << 20),
             "now": 4096 + 512,
-            "allocations": 3,
             "requested": 4004,
             "on the other": 0,
         }
     ]
-
-
-def _collectives() -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
-    world_size = dist.get_world_size()
-    shard, whole = torch.ones(10, device="sim"), torch.ones(10 * world_size, device="sim")
-    with torch.sim.counted() as counts:
-        for _ in range(2):
-            dist.all_gather_into_tensor(whole, shard)
-        dist.reduce_scatter_tensor(shard, whole)
-        dist.all_reduce(shard)
-        dist.all_reduce(torch.ones(3))  # of the host: not the device's
-        dist.broadcast(shard.to(torch.bfloat16), 0)
-        dist.barrier(device_ids=[torch.accelerator.current_device_index()])
-    return counts.collectives, dict(counts.syncs)
-
-
-def test_collectives_are_counted_by_kind() -> None:
-    expected = {
-        "all_gather": (2, 2 * 80),
-        "reduce_scatter": (1, 80),
-        "all_reduce": (1, 40),
-        "broadcast": (1, 20),
-        "barrier": (1, 0),
-    }
-    assert run_simulated(_collectives, 2) == [(expected, {"barrier": 1})] * 2
