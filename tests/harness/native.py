@@ -10,10 +10,6 @@ import torch
 from tests.harness.architectures import quiet, tiny_architecture
 
 
-def needs_native_sharding() -> None:
-    """Nothing: every transformers of the range can share out experts among ranks."""
-
-
 def save_mixture(folder: Path, name: str = "MixtralForCausalLM", **overrides: Any) -> str:
     """A tiny mixture in the format of the Hub; fields of its config as ``overrides``."""
     with quiet():

@@ -18,7 +18,7 @@ from tests.harness.architectures import tiny_architecture
 from tests.harness.composed import composed
 from tests.harness.device import mesh_here
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches
-from tests.harness.native import load_native, needs_native_sharding, rows_of_rank, save_mixture
+from tests.harness.native import load_native, rows_of_rank, save_mixture
 from tests.harness.ranks import run_distributed
 
 # Each with 8 experts, so that 2 and 4 ranks have whole ones.
@@ -43,13 +43,11 @@ HYBRID = {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2}
 
 @pytest.fixture(scope="module", params=list(EIGHT))
 def folder(request: Any, tmp_path_factory: Any) -> str:
-    needs_native_sharding()
     return save_mixture(tmp_path_factory.mktemp("mixture"), request.param, **EIGHT[request.param])
 
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: Any) -> str:
-    needs_native_sharding()
     name = "MixtralForCausalLM"
     return save_mixture(tmp_path_factory.mktemp("mixture"), name, **EIGHT[name])
 
@@ -319,7 +317,6 @@ def _check_adapters(folder: str, out: str) -> None:
 
 
 def test_adapters_are_trained_beside_shared_experts(tmp_path: Path) -> None:
-    needs_native_sharding()
     folder = save_mixture(tmp_path / "base", "MixtralForCausalLM", **EIGHT["MixtralForCausalLM"])
     run_distributed(_check_adapters, 4, folder, str(tmp_path / "out"))
     load_native(str(tmp_path / "out"), None)

@@ -16,7 +16,6 @@ import fsdp_sft as fs
 from fsdp_sft.step.update import clip_gradients
 from tests.harness.device import device_here, device_type
 from tests.harness.models import full, largest_error, oracle_gradients, ragged_batches, tiny_model
-from tests.harness.native import needs_native_sharding
 from tests.harness.ranks import run_distributed
 
 
@@ -105,6 +104,5 @@ def _check_expert_parallel(folder: str, options: dict[str, int]) -> None:
 def test_models_that_transformers_shards_have_one_norm_or_are_refused(
     options: dict[str, int], tmp_path: Path
 ) -> None:
-    needs_native_sharding()
     tiny_model("mixtral").save_pretrained(tmp_path)
     run_distributed(_check_expert_parallel, 2, str(tmp_path), options)
