@@ -96,10 +96,11 @@ __all__ = sorted([*_OWNERS, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
+    words: Any = import_module("fsdp_sft._process.words")
     if name not in _OWNERS:
-        here = import_module("fsdp_sft._process.words").answer(name, __all__)
+        here = words.answer(name, __all__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{': ' * bool(here)}{here}")
-    value = globals()[name] = getattr(import_module(_OWNERS[name]), name)
+    value = globals()[name] = words.answered(import_module(_OWNERS[name]), name)
     return value
 
 

@@ -110,7 +110,7 @@ REASONS: tuple[Reason, ...] = (
         "UnsupportedModelError",
         r"sharded as a group of its own",
         lambda draw: _is(draw, sac=("operations", "2/3 operations")) and draw["expert ranks"] != "1",
-        ("sac", "expert ranks"),
+        ("sac", "architecture", "start", "expert ranks"),
         "call `apply_sac` without `save=`, or leave these blocks out",
     ),
     Reason(

@@ -179,5 +179,4 @@ def test_a_family_loads_and_is_exported_in_16_bits(write: Any, tmp_path: Path) -
     for name, value in plain(tmp_path / "published", dtype=torch.bfloat16).state_dict().items():
         assert torch.equal(again[name], value), name
     card = (tmp_path / "export" / "README.md").read_text()
-    assert "quantised" in card
     assert "bfloat16" in card

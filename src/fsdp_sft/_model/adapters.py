@@ -16,14 +16,12 @@ from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.blocks import frozen_towers, pattern_of
 from fsdp_sft._model.view import base_of, named_tensors, slot
 from fsdp_sft._process.generators import unmoved
-from fsdp_sft._process.words import answered
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
 
 
-@answered
 def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) -> "PeftModel":
     """``peft.get_peft_model``, with adapters that are the same on every rank and at every world size.
 

@@ -41,16 +41,6 @@ def check_labels(model: nn.Module, batch: Mapping[str, Any], keys: Collection[st
         _check(key, batch.get(key), rows or 0, model, lambda: {ignored})
 
 
-def check_row(ids: Any, vocab_size: int) -> None:
-    """Refuse a row of plain integers with an id outside a vocabulary.
-
-    Raises:
-        BatchError: For the first such id; the message names it and its place.
-    """
-    if len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
-        _check("input_ids", torch.tensor(list(ids), dtype=torch.int64), vocab_size, None, set)
-
-
 def rows_of(model: nn.Module, getter: str, kind: type[nn.Module]) -> int | None:
     """Rows of the layer that ``getter`` of a transformers model returns; None if it has none.
 

@@ -1,4 +1,4 @@
-"""What an accelerator can do and count, whoever made it."""
+"""Devices and dtypes: what an accelerator can do and count, whoever made it."""
 
 import functools
 from typing import Any
@@ -88,3 +88,16 @@ def reset_peak_of(device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def check_dtypes(**given: torch.dtype | None) -> None:
+    """Raise for an argument that is no floating-point dtype, such as the name of one; None passes.
+
+    Raises:
+        ValueError: With the argument's name.
+    """
+    for name, dtype in given.items():
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"{name} must be a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}"
+            )

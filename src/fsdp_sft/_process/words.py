@@ -5,9 +5,8 @@ import inspect
 import sys
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
-from typing import ParamSpec, TypeVar
-
-import torch
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
 
 from fsdp_sft.errors import FsdpSftError
 
@@ -65,11 +64,22 @@ def answer(word: str, known: Collection[str]) -> str:
     return WORDS.get(word) or (f"do you mean {near[0]}?" if near else "")
 
 
-def answered(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: a keyword that a function does not take raises a TypeError that says what to write.
+def answered(owner: ModuleType, name: str) -> Any:
+    """A public name of the module that owns it; a keyword that it does not take is answered.
 
+    Functions, and classes made by an ``__init__`` of their own, raise a TypeError that says what to write.
     Errors that are for users end at the caller's line; with ``python -X dev`` they have all frames.
     """
+    found = getattr(owner, name)
+    holder, attribute = (found, "__init__") if inspect.isclass(found) else (owner, name)
+    function = vars(holder).get(attribute)
+    if inspect.isfunction(function):
+        setattr(holder, attribute, _answering(function))  # of a module, where pickle looks for it
+    return getattr(owner, name)
+
+
+def _answering(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, whose unknown keywords are answered."""
     known = inspect.signature(function).parameters
     checks_itself = any(one.kind is one.VAR_KEYWORD for one in known.values())
 
@@ -87,16 +97,3 @@ def answered(function: Callable[P, R]) -> Callable[P, R]:
             raise
 
     return called
-
-
-def check_dtypes(**given: torch.dtype | None) -> None:
-    """Raise for an argument that is no floating-point dtype, such as the name of one; None passes.
-
-    Raises:
-        ValueError: With the argument's name.
-    """
-    for name, dtype in given.items():
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(
-                f"{name} must be a floating-point torch.dtype such as torch.bfloat16, got {dtype!r}"
-            )

@@ -16,7 +16,6 @@ from torch.distributed.rendezvous import rendezvous
 from fsdp_sft._compat.groups import careful_gloo, forget_meshes
 from fsdp_sft._process.devices import default_device_type
 from fsdp_sft._process.limits import raise_limit
-from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import connect_neighbours, control_group, is_distributed, world_size
 from fsdp_sft._ranks.launch import DistributedContext, detect_launch, env_int, is_slurm_step
 
@@ -24,7 +23,6 @@ _logger = logging.getLogger("fsdp_sft")
 _LONG_SECONDS = 30.0
 
 
-@answered
 def init_distributed(
     *,
     device_type: str | None = None,

@@ -1,18 +1,14 @@
 """The ranks of the job as a mesh: how it is made, who shares rows, and where parameters are sharded."""
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._process.devices import default_device_type
-from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import all_reduce_sum, connect_neighbours, this_rank, world_size
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
@@ -30,7 +26,7 @@ _PARAMETERS = "parameters"
 _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[DeviceMesh]]" = weakref.WeakKeyDictionary()
 
 
-def made_of(mesh: "DeviceMesh") -> dict[Any, Any]:
+def made_of(mesh: DeviceMesh) -> dict[Any, Any]:
     """The meshes and groups that were made of a mesh once, by what they are for.
 
     They are kept on the mesh: in a dictionary, meshes of the same shape would share one entry, since they
@@ -40,7 +36,7 @@ def made_of(mesh: "DeviceMesh") -> dict[Any, Any]:
     return found
 
 
-def mesh_of_job(given: "DeviceMesh | None" = None) -> "DeviceMesh | None":
+def mesh_of_job(given: DeviceMesh | None = None) -> DeviceMesh | None:
     """The mesh of a call without a model: the given one, or the one that ``build_mesh`` has made.
 
     Returns:
@@ -78,7 +74,7 @@ def _present() -> "list[DeviceMesh]":
     return [] if world is None else _made.get(world, [])
 
 
-def parameter_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
+def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that parameters are sharded on: ``mesh``, its ``dp_shard`` and ``cp`` flattened to one axis.
 
     Raises:
@@ -95,7 +91,7 @@ def parameter_mesh(mesh: "DeviceMesh") -> "DeviceMesh":
     return found
 
 
-def cp_size(mesh: "DeviceMesh | None") -> int:
+def cp_size(mesh: DeviceMesh | None) -> int:
     """Number of ranks that share the tokens of a row; 1 without context parallelism.
 
     Raises:
@@ -110,12 +106,12 @@ def cp_size(mesh: "DeviceMesh | None") -> int:
     return mesh[CP].size() if mesh is not None and CP in names else 1
 
 
-def cp_rank(mesh: "DeviceMesh | None") -> int:
+def cp_rank(mesh: DeviceMesh | None) -> int:
     """Index of the part of each row that this rank computes; 0 without context parallelism."""
     return mesh.get_local_rank(CP) if cp_size(mesh) > 1 and mesh is not None else 0
 
 
-def data_parallel_place(mesh: "DeviceMesh") -> tuple[int, int]:
+def data_parallel_place(mesh: DeviceMesh) -> tuple[int, int]:
     """(index of this rank's share of the rows, number of shares); ranks along ``cp`` have the same share.
 
     Raises:
@@ -125,10 +121,9 @@ def data_parallel_place(mesh: "DeviceMesh") -> tuple[int, int]:
     return place // each, mesh.size() // each  # cp is the last axis
 
 
-@answered
 def build_mesh(
     *, dp_replicate: int = 1, dp_shard: int | None = None, cp: int = 1, device_type: str | None = None
-) -> "DeviceMesh":
+) -> DeviceMesh:
     """Arrange all ranks in a mesh for data parallelism and, if ``cp`` is given, context parallelism.
 
     Rows are distributed to ``dp_replicate x dp_shard`` groups of ``cp`` neighbouring ranks, each of which
@@ -188,7 +183,7 @@ def build_mesh(
     return whole
 
 
-def sum_over_mesh(values: list[float], mesh: "DeviceMesh | None") -> list[float]:
+def sum_over_mesh(values: list[float], mesh: DeviceMesh | None) -> list[float]:
     """Element-wise float64 sum over all ranks of the job, if a model has a mesh; else a copy of ``values``.
 
     A mesh holds all ranks (``training_mesh_of`` refuses others), so it says whether there is anything to add.

@@ -11,7 +11,6 @@ import torch
 from typing_extensions import Unpack
 
 from fsdp_sft._model.view import tokenizer_of
-from fsdp_sft._process.words import answered
 from fsdp_sft.collate.encode import EncodedChat, encode_all, encode_rows, reason_of
 from fsdp_sft.collate.notes import NOTES, warn_of_notes
 from fsdp_sft.collate.options import EncodeKeywords, EncodeOptions, check_choice, check_count, options_of
@@ -196,7 +195,6 @@ class SFTCollator:
         0
     """
 
-    @answered
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,

@@ -17,7 +17,6 @@ from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.view import record_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.generators import set_generator_states
-from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import (
     agreed,
     all_gather_objects,
@@ -187,7 +186,6 @@ class LoadedCheckpoint:
         return tuple(read_rank_content(self.path, rank)[1] for rank in range(self.world_size))
 
 
-@answered
 def save_checkpoint(
     root: str | os.PathLike[str],
     step: int,
@@ -284,7 +282,6 @@ def save_checkpoint(
     return SavedCheckpoint(step_folder(folder, step), time.perf_counter() - started, background)
 
 
-@answered
 def load_checkpoint(
     path_or_root: str | os.PathLike[str],
     *,

@@ -11,7 +11,6 @@ from fsdp_sft._compat.fsdp import compute_dtypes
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.sharded import compute_device
 from fsdp_sft._model.view import unwrapped
-from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft.errors import UnsupportedModelError
 
@@ -19,7 +18,6 @@ _ALIGNED = 16  # a row of grouped_mm's operands must be a multiple of so many by
 _logger = logging.getLogger("fsdp_sft.experts")
 
 
-@answered
 def prepare_experts(model: nn.Module, *, impl: str = "auto") -> str:
     """Compute a mixture's experts by an implementation that runs here and is as exact as plain products.
 

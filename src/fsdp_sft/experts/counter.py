@@ -12,18 +12,16 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_sft._model.view import kept_of, record_of, unwrapped
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft.errors import ModelLossError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _CHOICES = ("top_k_index", "router_indices")  # names of the argument of experts that takes the choices
 _handles = itertools.count()
@@ -132,7 +130,7 @@ class ExpertCounter:
         """End a window that failed, whose counts are not used."""
         self._is_open = False
 
-    def finish(self, mesh: "DeviceMesh | None", device: torch.device) -> None:
+    def finish(self, mesh: DeviceMesh | None, device: torch.device) -> None:
         """End the window, and start to copy the counts of all ranks to the host.
 
         Collective: all ranks of the mesh.

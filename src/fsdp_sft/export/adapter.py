@@ -10,7 +10,6 @@ from fsdp_sft._model.adapters import with_tensors
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import model_tensors
 from fsdp_sft._model.view import unwrapped
-from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, this_rank
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft.export.settings import end_of_turn, write_generation_config, write_tokenizer
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 
-@answered
 def export_adapter(
     model: "PeftModel",
     out_dir: str | os.PathLike[str],

@@ -20,7 +20,6 @@ from fsdp_sft._model.adapters import adapted_layers, merged_weights, without_ada
 from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.view import clean_name, unwrapped
-from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
 from fsdp_sft._tensors.boxes import whole
 from fsdp_sft._tensors.disk import check_room, write_bytes, write_early
@@ -37,7 +36,6 @@ _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@answered
 def export_hf(
     model: nn.Module,
     out_dir: str | os.PathLike[str],

@@ -22,7 +22,7 @@ from fsdp_sft._model.state import ModelTensors, model_tensors
 from fsdp_sft._model.twin import keep_config, refuse_quantised_model, tied_meta_twin
 from fsdp_sft._model.view import inner_model
 from fsdp_sft._process.callers import warn_caller
-from fsdp_sft._process.words import check_dtypes
+from fsdp_sft._process.devices import check_dtypes
 from fsdp_sft._ranks.agree import this_rank
 from fsdp_sft._tensors.safetensors import TensorEntry, num_bytes
 from fsdp_sft._tensors.stored import InFile, Stored

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from fsdp_sft._compat.compile import outside_of_graphs
 from fsdp_sft._model.forward import forward_parameters, no_cache
 from fsdp_sft._model.sharded import refuse_changed_gradients, reshard, training_mesh_of
-from fsdp_sft._process.words import answered
 from fsdp_sft.attention.context_parallel import SequenceGroup, part_of_rows, sequence_group_of
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.experts import counter_of
@@ -105,7 +104,6 @@ def loss_sum(
     return summed, num_targets(part)
 
 
-@answered
 @outside_of_graphs
 def causal_lm_loss(model: nn.Module, batch: Batch, *, num_targets: int) -> torch.Tensor:
     """This micro-batch's share of the window's mean loss, ready for ``backward``.

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from fsdp_sft._process.streams import travelling
@@ -13,9 +14,6 @@ from fsdp_sft._ranks.mesh import mesh_of_job, sum_over_mesh
 from fsdp_sft.attention.context_parallel import sequence_group_in
 from fsdp_sft.errors import BatchError
 from fsdp_sft.targets import IGNORE_INDEX, shifted
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Batch = Mapping[str, Any]
 LABEL_KEYS = ("labels", "shift_labels")
@@ -81,7 +79,7 @@ def facts_of(flat: torch.Tensor, device: torch.device) -> Targets:
     return Targets(travelling(positions, device), low, high)
 
 
-def count_targets(micro_batches: Iterable[Batch], *, mesh: "DeviceMesh | None" = None) -> TargetCount:
+def count_targets(micro_batches: Iterable[Batch], *, mesh: DeviceMesh | None = None) -> TargetCount:
     """Number of targets in a window: in all its micro-batches on all ranks, counting each row once.
 
     Args:
@@ -211,7 +209,7 @@ def is_shifted(batch: Batch) -> bool:
 
 
 def scale_for_backward(
-    loss: torch.Tensor, *, num_targets: float, mesh: "DeviceMesh | None" = None
+    loss: torch.Tensor, *, num_targets: float, mesh: DeviceMesh | None = None
 ) -> torch.Tensor:
     """Scale a sum so that after FSDP2's averaging the gradient is that of the mean over ``num_targets``.
 

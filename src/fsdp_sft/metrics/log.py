@@ -14,7 +14,6 @@ from typing import IO, Literal, TypeAlias
 
 import torch
 
-from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._tensors.disk import full_path
 
@@ -54,7 +53,6 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
         {"step": 1, "time": ..., "loss": 0.5, "lr": 1e-05}
     """
 
-    @answered
     def __init__(
         self,
         *,

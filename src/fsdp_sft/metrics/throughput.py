@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from fsdp_sft._compat.modules import TorchDispatchMode
 from fsdp_sft._process.devices import device_name, resolve_device, synchronize
 from fsdp_sft._process.gpus import known_device
-from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import tell
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ class ThroughputMeter:
         250.0
     """
 
-    @answered
     def __init__(
         self,
         *,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp_sft._process.gpus import GIB, MIB, Gpu
-from fsdp_sft._process.words import answered
 from fsdp_sft.attention.context_parallel import check_shareable
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.planner.model import CHECKED_FAMILIES, Skeleton, as_config, build_skeleton
@@ -55,7 +54,6 @@ class MemoryEstimate:
         return "\n".join([*lines, f"{'in all':<{width}}  {self.peak_bytes / GIB:7.2f} GiB"])
 
 
-@answered
 def estimate_memory(config: "PreTrainedConfig | str | os.PathLike[str]", run: Run) -> MemoryEstimate:
     """Estimate the peak memory per GPU of training a causal language model with this library.
 

@@ -9,7 +9,6 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, cast
 
 from fsdp_sft._process.gpus import GIB
-from fsdp_sft._process.words import answered
 from fsdp_sft.errors import NoPlanError, UnsupportedModelError
 from fsdp_sft.planner.estimate import MemoryEstimate, budget_of, estimate
 from fsdp_sft.planner.model import Skeleton, as_config, build_skeleton
@@ -33,7 +32,6 @@ _LEANER: dict[str, dict[str, Any]] = {
 }
 
 
-@answered
 def plan_run(
     config: "PreTrainedConfig | str | os.PathLike[str]",
     *,

@@ -10,7 +10,6 @@ from torch import nn
 
 from fsdp_sft._compat.compile import is_compiled
 from fsdp_sft._model.blocks import find_blocks, frozen_towers, is_never_called, pattern_of
-from fsdp_sft._process.words import answered
 from fsdp_sft.sac.attach import (
     COMPILED,
     checkpoint_blocks,
@@ -28,7 +27,6 @@ _PLACEMENTS = ("even", "prefix")
 _RATIO_TEXT = re.compile(r"(\d{1,9}(?:\.\d{1,20})?)(?:\s*/\s*(\d{1,9}(?:\.\d{1,20})?))?", re.ASCII)
 
 
-@answered
 def apply_sac(
     model: nn.Module,
     ratio: Ratio | None = None,
@@ -210,20 +208,15 @@ def parse_ratio(ratio: Ratio) -> Fraction:
     """
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float, str, Fraction)):
         raise TypeError(f"ratio must be a number in [0, 1] or a text such as '1/3', got {ratio!r}")
-    exact: float | Fraction
-    if isinstance(ratio, str):
-        # Fraction() alone would also read '1_0' and '1e5', and compute powers of ten without bound.
-        found = _RATIO_TEXT.fullmatch(ratio.strip())
-        if found is None or not float(found[2] or 1):
-            raise ValueError(f"ratio must be a number in [0, 1] or a text such as '1/3', got {ratio[:40]!r}")
-        exact = Fraction(found[1]) / Fraction(found[2] or 1)
-    elif isinstance(ratio, float) and 0 <= ratio <= 1:
-        exact = Fraction(ratio).limit_denominator(1000)
-    else:
-        exact = ratio
+    try:
+        exact = Fraction(ratio).limit_denominator(1000) if isinstance(ratio, float) else Fraction(ratio)
+    except (ValueError, ZeroDivisionError, OverflowError) as error:
+        raise ValueError(
+            f"ratio must be a number in [0, 1] or a text such as '1/3', got {str(ratio)[:40]!r}"
+        ) from error
     if not 0 <= exact <= 1:
         raise ValueError(f"ratio must be in [0, 1], got {ratio}; 0 checkpoints no block, and 1 every block")
-    return Fraction(exact)
+    return exact
 
 
 def select_block_indices(num_blocks: int, ratio: Ratio, *, placement: Placement = "even") -> list[int]:

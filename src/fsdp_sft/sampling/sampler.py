@@ -2,20 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sized
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Sampler
 
 from fsdp_sft._process.callers import warn_caller
-from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import this_rank, world_size
 from fsdp_sft._ranks.mesh import data_parallel_place, mesh_of_job
 from fsdp_sft.collate.options import check_count
 from fsdp_sft.sampling.mixing import Mixture
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -48,7 +45,7 @@ class Placed(ABC):
             takes the one that ``build_mesh`` has made.
     """
 
-    def __init__(self, num_replicas: int | None, rank: int | None, mesh: "DeviceMesh | None" = None) -> None:
+    def __init__(self, num_replicas: int | None, rank: int | None, mesh: DeviceMesh | None = None) -> None:
         if mesh is not None:
             if num_replicas is not None or rank is not None:
                 raise ValueError("give mesh, or num_replicas and rank, not both: a mesh determines them")
@@ -213,7 +210,6 @@ class ResumableSampler(OrderedSampler[int]):
         (6, 1)
     """
 
-    @answered
     def __init__(
         self,
         data: Sized | int,
@@ -222,7 +218,7 @@ class ResumableSampler(OrderedSampler[int]):
         seed: int = 0,
         num_replicas: int | None = None,
         rank: int | None = None,
-        mesh: "DeviceMesh | None" = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__(num_replicas, rank, mesh)
         if isinstance(data, str) or not isinstance(data, (int, Sized)):

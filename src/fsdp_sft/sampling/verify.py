@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.models import original_class
@@ -15,16 +16,12 @@ from fsdp_sft._model.forward import forward_parameters, no_cache, probed
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._model.twin import rotations_by_length, text_config
 from fsdp_sft._model.view import record_of, unwrapped
-from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, all_gather_objects
 from fsdp_sft._tensors.rounding import TOLERANCES, logits_tolerance
 from fsdp_sft.attention.hybrid import separate_rows
 from fsdp_sft.collate import pack_size
 from fsdp_sft.collate.options import check_count
 from fsdp_sft.errors import PackingError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 # Two tests of packs. The first compares a row in a pack with the row alone: a leak moves logits by 0.1 to 1.5
 # of their size, more than rounding does (logits_tolerance), except in freshly initialised models, in which
@@ -75,7 +72,6 @@ class PackingReport:
         )
 
 
-@answered
 def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
     """Check that a row in a pack gives the same logits as alone; call it once before training.
 
@@ -115,7 +111,7 @@ def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
 
 
 def verify_at_first_use(
-    model: nn.Module, batches: Sequence[Any], mesh: "DeviceMesh | None", *, own_loss: bool = False
+    model: nn.Module, batches: Sequence[Any], mesh: DeviceMesh | None, *, own_loss: bool = False
 ) -> None:
     """If any rank has a pack, verify, once for each model and attention, that rows are kept apart.
 
@@ -178,7 +174,7 @@ def row_limit(model: nn.Module) -> int | None:
     return min(limits, default=None)
 
 
-def verify(model: nn.Module, max_length: int, mesh: "DeviceMesh | None", *, longest: int) -> PackingReport:
+def verify(model: nn.Module, max_length: int, mesh: DeviceMesh | None, *, longest: int) -> PackingReport:
     """The report of ``verify_packing``.
 
     Args:
@@ -288,7 +284,7 @@ def _judge(model: nn.Module, report: PackingReport) -> None:
         )
 
 
-def verify_left_padding(model: nn.Module, mesh: "DeviceMesh | None", *, with_positions: bool) -> None:
+def verify_left_padding(model: nn.Module, mesh: DeviceMesh | None, *, with_positions: bool) -> None:
     """Refuse a model that computes something else of a row behind padding; looked at once per model.
 
     Models that count positions from the first column (GPT-2), or carry a state over the padding

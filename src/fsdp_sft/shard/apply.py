@@ -3,10 +3,11 @@
 import functools
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -22,7 +23,7 @@ from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._model.sharded import refuse_hooks
 from fsdp_sft._model.twin import keep_config, refuse_quantised_model
 from fsdp_sft._model.view import base_of, checkpointed, record_of, replicas_of
-from fsdp_sft._process.words import answered, check_dtypes
+from fsdp_sft._process.devices import check_dtypes
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft._ranks.mesh import build_mesh, mesh_of_job, parameter_mesh
 from fsdp_sft._tensors.boxes import check_ranks_ascend
@@ -34,18 +35,14 @@ from fsdp_sft.shard.float32_modules import follow_plain_dtypes
 from fsdp_sft.shard.packing import check_frozen_dtype, choose_packed, pack_loaded
 from fsdp_sft.shard.units import cast_shards, reshard_together, shard_unit, units_of
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 Model = TypeVar("Model", bound=nn.Module)
 _logger = logging.getLogger(__name__)
 
 
-@answered
 def shard_model(
     model: Model,
     *,
-    mesh: "DeviceMesh | None" = None,
+    mesh: DeviceMesh | None = None,
     master_dtype: torch.dtype = torch.float32,
     frozen_dtype: torch.dtype | str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,

@@ -7,7 +7,6 @@ from torch import nn
 
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._model.view import checkpointed
-from fsdp_sft._process.words import answered
 from fsdp_sft.sac import COMPILED, named_blocks
 
 # torch compiles a function once per variant: checkpointed or not, training or not, with and without
@@ -16,7 +15,6 @@ from fsdp_sft.sac import COMPILED, named_blocks
 _VARIANTS = 64
 
 
-@answered
 def compile_blocks(
     model: nn.Module,
     *,

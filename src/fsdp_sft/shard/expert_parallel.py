@@ -1,9 +1,8 @@
 """Expert parallelism: each rank holds some experts whole, and tokens travel to the ranks of their experts."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_sft._compat.experts import experts_to_place, place_experts_on
 from fsdp_sft._compat.groups import careful_gloo, split_axis
@@ -11,9 +10,6 @@ from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import without_adapters
 from fsdp_sft._ranks.mesh import CP, DP_REPLICATE, DP_SHARD, EP, made_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 EXPERTS_SHARD = (
     "efsdp"  # transformers' name for the axis along which FSDP2 shards the experts that a rank holds
@@ -26,7 +22,7 @@ _DIVIDED_ONCE = (torch.float32, torch.bfloat16)
 
 
 def place_experts(
-    model: nn.Module, mesh: "DeviceMesh", ep_size: int, reduced: torch.dtype
+    model: nn.Module, mesh: DeviceMesh, ep_size: int, reduced: torch.dtype
 ) -> "dict[int, DeviceMesh]":
     """Keep only this rank's part of the experts; an ``ep_size`` of 1 changes nothing.
 

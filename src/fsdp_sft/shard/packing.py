@@ -16,7 +16,7 @@ from fsdp_sft._compat.fsdp import adopt_shards, put_shard
 from fsdp_sft._model.adapters import copied_modules, without_adapters
 from fsdp_sft._model.blocks import frozen_towers, pattern_of
 from fsdp_sft._model.view import base_of, kept_of, record_of, slot
-from fsdp_sft._process.words import check_dtypes
+from fsdp_sft._process.devices import check_dtypes
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._ranks.agree import all_reduce_sum

@@ -4,10 +4,11 @@ import functools
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -22,9 +23,6 @@ from fsdp_sft._compat.modules import apply_to_tensors
 from fsdp_sft._model.view import base_of, transformers_models
 from fsdp_sft._tensors.boxes import local_of
 from fsdp_sft._tensors.sharding import shard_dim
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Unit:
     modules: list[nn.Module]
     policy: MixedPrecisionPolicy
     reshard: bool | int | None
-    experts: "DeviceMesh | None" = None
+    experts: DeviceMesh | None = None
     beside_root: bool = False
 
 
@@ -79,7 +77,7 @@ def units_of(
 
 
 def shard_unit(
-    unit: Unit, mesh: "DeviceMesh", offload: OffloadPolicy, by_rows: Collection[int], kept: Collection[int]
+    unit: Unit, mesh: DeviceMesh, offload: OffloadPolicy, by_rows: Collection[int], kept: Collection[int]
 ) -> None:
     """Shard the modules of a unit as one FSDP2 group.
 

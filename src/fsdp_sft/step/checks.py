@@ -10,12 +10,13 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -34,9 +35,6 @@ from fsdp_sft.loss import LABEL_KEYS, is_shifted
 from fsdp_sft.sac import draws_random_numbers
 from fsdp_sft.step.update import stepped_by
 from fsdp_sft.targets import IGNORE_INDEX
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 FIRST_WINDOW = "its first window was looked at"
 _FEWEST = 16  # fewest targets for which a mistake in labels is reported
@@ -67,7 +65,7 @@ def first_time(model: nn.Module, thing: str) -> bool:
 
 
 def refuse_beside(
-    names: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer], mesh: "DeviceMesh | None"
+    names: dict[nn.Parameter, str], optimizers: list[torch.optim.Optimizer], mesh: DeviceMesh | None
 ) -> None:
     """Refuse to step tensors that have got a gradient and are no parameters of the model.
 
@@ -87,7 +85,7 @@ def refuse_untrainable(
     model: nn.Module,
     names: dict[nn.Parameter, str],
     optimizers: list[torch.optim.Optimizer],
-    mesh: "DeviceMesh | None",
+    mesh: DeviceMesh | None,
 ) -> None:
     """Refuse a model of which nothing would be trained, or something by each rank for itself.
 

@@ -5,14 +5,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_sft._model.sharded import compute_device, reshard, training_mesh_of
 from fsdp_sft._process.streams import LateValues
-from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.attention.context_parallel import SequenceGroup, sequence_group_of
@@ -29,13 +29,10 @@ from fsdp_sft.step.window import (
     verify_rows,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 def in_step(
     batches: Iterable[Any],
-    mesh: "DeviceMesh | None",
+    mesh: DeviceMesh | None,
     objective: Objective,
     check: Callable[[list[Any]], None] | None,
     group: SequenceGroup | None,
@@ -100,7 +97,6 @@ class EvalResult:
     token_accuracy: float = math.nan
 
 
-@answered
 def evaluate(
     model: nn.Module,
     batches: Iterable[Any],

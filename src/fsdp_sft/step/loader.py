@@ -8,28 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
-from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, world_size
 from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, mesh_of_job
 from fsdp_sft.errors import BatchError
 from fsdp_sft.step.window import begun_late, num_rows, to_device
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from fsdp_sft.metrics.throughput import ThroughputMeter
 
 
-@answered
 def windows(
     loader: Iterable[Any] | None,
     grad_accum_steps: int | None = None,
     *,
     global_batch: int | None = None,
-    mesh: "DeviceMesh | None" = None,
+    mesh: DeviceMesh | None = None,
     map_fn: Callable[[Any], Any] | None = None,
     meter: "ThroughputMeter | None" = None,
 ) -> Iterator[list[Any]]:
@@ -81,7 +78,7 @@ def windows(
     return _windows(loader, accumulated, mesh, map_fn, meter)
 
 
-def _accumulated(loader: Any, global_batch: int, mesh: "DeviceMesh | None") -> int:
+def _accumulated(loader: Any, global_batch: int, mesh: DeviceMesh | None) -> int:
     """Number of micro-batches that make up ``global_batch`` rows or packs over all ranks."""
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     size = _taken_for_a_batch(loader, _resumable(loader) or inner)
@@ -102,7 +99,7 @@ def _accumulated(loader: Any, global_batch: int, mesh: "DeviceMesh | None") -> i
 def _windows(
     loader: Iterable[Any] | None,
     grad_accum_steps: int,
-    mesh: "DeviceMesh | None",
+    mesh: DeviceMesh | None,
     map_fn: Callable[[Any], Any] | None,
     meter: "ThroughputMeter | None",
 ) -> Generator[list[Any], None, None]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from fsdp_sft._compat.fsdp import forget_held_back
@@ -14,7 +15,6 @@ from fsdp_sft._compat.modules import forget_unscaled, known_scale
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.streams import LateValues
-from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft._tensors.packed_shard import values_of
@@ -49,7 +49,6 @@ from fsdp_sft.step.update import (
 from fsdp_sft.step.window import Window, agree_on_window, metrics_over_mesh, verify_rows
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.lr_scheduler import LRScheduler
 
 GradSync = Literal["each", "last", "reduce_scatter"]
@@ -99,7 +98,6 @@ class StepResult:
     token_accuracy: float = math.nan
 
 
-@answered
 def train_step(
     model: nn.Module,
     micro_batches: list[Any],
@@ -316,7 +314,7 @@ def _forward_and_backward(
 
 
 def _non_finite(
-    norm: float, loss: float, is_finite_here: bool, names: dict[nn.Parameter, str], mesh: "DeviceMesh | None"
+    norm: float, loss: float, is_finite_here: bool, names: dict[nn.Parameter, str], mesh: DeviceMesh | None
 ) -> NonFiniteGradientError:
     """The error of a gradient that is not finite, with the ranks and the weights that are not.
 

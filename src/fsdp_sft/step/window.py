@@ -14,10 +14,11 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_sft._model.view import tensors_in
 from fsdp_sft._process.streams import host_copies, travelling
@@ -42,9 +43,6 @@ from fsdp_sft.loss import (
 )
 from fsdp_sft.sampling.verify import verify_at_first_use, verify_left_padding
 from fsdp_sft.step.objective import Objective
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Keys = tuple[str, ...]
 _LOOKED_AT = (*LOSS_KEYS, "input_ids", "attention_mask", "position_ids")
@@ -147,7 +145,7 @@ class Window:
 
 def agree_on_window(
     micro_batches: Iterable[Any],
-    mesh: "DeviceMesh | None",
+    mesh: DeviceMesh | None,
     objective: Objective,
     *,
     check: Callable[[list[Any]], None] | None,
@@ -276,7 +274,7 @@ def keys_of(batch: Any) -> Keys:
     return (f"a {type(batch).__name__}{size}",)
 
 
-def metrics_over_mesh(names: Iterable[str], sums: list[float], mesh: "DeviceMesh | None") -> dict[str, float]:
+def metrics_over_mesh(names: Iterable[str], sums: list[float], mesh: DeviceMesh | None) -> dict[str, float]:
     """The sums of metrics over all ranks; a name counts as 0 where a rank lacks it.
 
     Collective: all ranks of the mesh.
@@ -373,7 +371,7 @@ def verify_rows(
     micro_batches: list[MicroBatch],
     padded_left: bool,
     objective: Objective,
-    mesh: "DeviceMesh | None",
+    mesh: DeviceMesh | None,
 ) -> None:
     """Verify, once for a model, that it takes packs and rows that are padded on the left.
 

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_sft._model.adapters import add_adapters, refuse_initialised_from_base, without_adapters
 from fsdp_sft._model.blocks import freeze_towers as freeze_towers_of
 from fsdp_sft._model.sharded import mesh_of, reshard
 from fsdp_sft._model.view import base_of, inner_model, transformers_models
-from fsdp_sft._process.words import answered, check_dtypes
+from fsdp_sft._process.devices import check_dtypes
 from fsdp_sft._ranks.agree import agreed, all_gather_objects, difference
 from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.sac import Ratio, apply_sac
@@ -27,7 +28,6 @@ from fsdp_sft.weights.plan import make_plan
 from fsdp_sft.weights.resolve import open_checkpoint, resolve_folder
 
 
-@answered
 def load_weights(
     model: nn.Module,
     name_or_path: str | os.PathLike[str],
@@ -127,15 +127,13 @@ def _load(model: nn.Module, folder: Path, missing: str, unexpected: str, seed: i
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
 
-@answered
 def load_pretrained(
     name_or_path: str | os.PathLike[str],
     *,
-    mesh: "DeviceMesh | None" = None,
+    mesh: DeviceMesh | None = None,
     master_dtype: torch.dtype = torch.float32,
     frozen_dtype: torch.dtype | str | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,

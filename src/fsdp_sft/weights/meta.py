@@ -20,7 +20,7 @@ from fsdp_sft._compat.models import (
 from fsdp_sft._model.configs import auto_config, check_settings, read_by_transformers, refuse_kernels
 from fsdp_sft._model.twin import keep_config, meta_twin
 from fsdp_sft._model.view import record_of
-from fsdp_sft._process.words import answered, check_dtypes
+from fsdp_sft._process.devices import check_dtypes
 from fsdp_sft._quantised.find import check
 from fsdp_sft._quantised.settings import Settings, settings_of, without_settings
 from fsdp_sft._ranks.agree import tell
@@ -39,7 +39,6 @@ _PROBES = 64  # rows in which tied weights are compared before loading
 OLD_ROWS = "_fsdp_sft_old_rows"  # attribute: rows of the checkpoint's vocabulary, if the model has more, or 0
 
 
-@answered
 def build_meta_model(
     name_or_path: str | os.PathLike[str],
     *,

@@ -193,7 +193,7 @@ def _check_refusals(folder: Path) -> None:
         fs.train_step(model, [batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)], optimizer)
     with pytest.raises(fs.BatchError, match=r"'pixel_values' has \(1, 3"):
         fs.train_step(model, [{**batch, "pixel_values": torch.zeros(1, 3, 4, 4)}], optimizer)
-    with pytest.raises(fs.BatchError, match="one value a token"):
+    with pytest.raises(fs.BatchError, match="one entry a token"):
         fs.train_step(model, [{**batch, "attention_mask": torch.ones(1, 1)}], optimizer)
     with pytest.raises(fs.UnsupportedModelError, match="called by itself in training"):
         model(input_ids=batch["input_ids"].to(device_here()))

@@ -4,15 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_sft._compat.groups import exchange_rows
 from fsdp_sft._ranks.mesh import CP, cp_rank, cp_size, data_parallel_place
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 PREFIX = "cp_"  # put before the name of the wrapped attention
 
@@ -42,7 +39,7 @@ class SequenceGroup:
         return exchange_rows(rows, self.name)
 
 
-def sequence_group_in(mesh: "DeviceMesh | None") -> SequenceGroup | None:
+def sequence_group_in(mesh: DeviceMesh | None) -> SequenceGroup | None:
     """This rank's group along the ``cp`` axis of a mesh; None if no ranks share rows along it."""
     if mesh is None or cp_size(mesh) == 1:
         return None

@@ -1,10 +1,11 @@
 """Set a model up for context parallelism, and find out whether it is: by a comparison with itself."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.models import original_class
@@ -13,7 +14,6 @@ from fsdp_sft._model.forward import forward_parameters, no_cache, probed, spread
 from fsdp_sft._model.sharded import compute_device, mesh_of
 from fsdp_sft._model.twin import rotations_by_length, text_config
 from fsdp_sft._model.view import kept_of, record_of, unwrapped
-from fsdp_sft._process.words import answered
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum
 from fsdp_sft._ranks.mesh import CP, cp_size
 from fsdp_sft._tensors.rounding import logits_tolerance
@@ -27,9 +27,6 @@ from fsdp_sft.attention.context_parallel.group import (
     sequence_group_in,
 )
 from fsdp_sft.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 # Rotary embeddings that depend on a row's length get whole rows where a forward has parts of them.
 
@@ -85,8 +82,7 @@ def _own_part(_module: nn.Module, _args: Any, output: Any) -> Any:
 _WITHIN = ("sdpa", "eager", "sdpa_varlen")  # attention implementations that can be wrapped
 
 
-@answered
-def use_context_parallel(model: nn.Module, *, mesh: "DeviceMesh") -> None:
+def use_context_parallel(model: nn.Module, *, mesh: DeviceMesh) -> None:
     """Let the ranks along a mesh's ``cp`` axis share the tokens of each row, with exact results.
 
     From then on ``train_step``, ``evaluate``, ``causal_lm_loss`` and ``loss_sum`` take whole rows, the same

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from fsdp_sft._process.words import answered
 from fsdp_sft.collate import EncodedChat
 from fsdp_sft.collate.encoded import EncodedDataset
 from fsdp_sft.collate.options import check_choice, check_count
@@ -41,7 +40,6 @@ class PackedCollator:
         ([[0, 1, 2, 0, 1, 2, 0, 1]], [[-100, 5, 5, -100, 6, 6, -100, -100]])
     """
 
-    @answered
     def __init__(
         self,
         *,

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_sft._process.words import answered
 from fsdp_sft.collate.options import check_count
 from fsdp_sft.metrics.throughput import model_flops_per_token
 from fsdp_sft.sampling.mixing import Mixture
@@ -14,7 +14,6 @@ from fsdp_sft.sampling.packing.bins import as_ints, check_lengths, deal, pack_le
 from fsdp_sft.sampling.sampler import OrderedSampler, source_of
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedConfig
 
 # Rounds whose packs are sorted together. More balance better, but make the packs of a round more alike.
@@ -70,7 +69,6 @@ class PackedSampler(OrderedSampler[list[int]]):
         ... )
     """
 
-    @answered
     def __init__(
         self,
         lengths: Any,
@@ -81,7 +79,7 @@ class PackedSampler(OrderedSampler[list[int]]):
         seed: int = 0,
         num_replicas: int | None = None,
         rank: int | None = None,
-        mesh: "DeviceMesh | None" = None,
+        mesh: DeviceMesh | None = None,
         cost: tuple[float, float] | None = None,
         mixture: Mixture | None = None,
     ) -> None:

@@ -2,8 +2,9 @@
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fsdp_sft._compat import data
@@ -11,9 +12,6 @@ from fsdp_sft.collate.options import check_count
 from fsdp_sft.sampling.packing.bins import deal, pack_lengths
 from fsdp_sft.sampling.packing.collator import Row, row_sizes
 from fsdp_sft.sampling.sampler import Placed
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class PackedStream(Placed, IterableDataset[list[Row]]):
@@ -70,7 +68,7 @@ class PackedStream(Placed, IterableDataset[list[Row]]):
         buffer_size: int = 1000,
         num_replicas: int | None = None,
         rank: int | None = None,
-        mesh: "DeviceMesh | None" = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__(num_replicas, rank, mesh)
         if isinstance(rows, Iterator):
