@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fsdp_sft import check
 from fsdp_sft._ranks.launch import DistributedContext
 from fsdp_sft.check import CheckedJob, Problem, _apart, host_name, shown
-from fsdp_sft.check.command import Done, ordered, text_of, to_json
+from fsdp_sft.check.command import Done, lines_of, ordered, to_json
 from fsdp_sft.commands import main
 from tests.harness.models import tiny_config
 from tests.harness.ranks import run_distributed
@@ -50,7 +50,7 @@ def test_the_table_names_what_is_wrong_first_and_the_nodes_to_leave_out() -> Non
     ]
     job = _job_of("a", "a", "b", "b", "c", "c")
     found = ordered([clock, slow])
-    lines = text_of(job, done, found).splitlines()
+    lines = list(lines_of(job, done, found))
     assert lines[0] == "fsdp-sft check: world size 6 on a, b, c, cpu, gloo"
     assert lines[2:4] == ["FAIL  ranks 2, 3 on b: it is slow", "warn  rank 1 on a: its clock is off"]
     for line, begin in zip(lines[5:8], ("warn  environment", "FAIL  products", "-     network"), strict=True):
@@ -58,7 +58,7 @@ def test_the_table_names_what_is_wrong_first_and_the_nodes_to_leave_out() -> Non
     assert lines[-1] == "To leave the node out: --exclude=b"
     assert to_json(job, done, found)["exclude"] == ["b"]
     both = [Problem("fail", (0, 1), "slow", exclude=True)]
-    assert "exclude" not in text_of(_job_of("a", "a"), [], both), "nothing would be left"
+    assert "exclude" not in "".join(lines_of(_job_of("a", "a"), [], both)), "nothing would be left"
 
 
 def test_the_same_problem_of_many_ranks_is_one_line() -> None:

@@ -22,7 +22,7 @@ from fsdp_sft import check
 from fsdp_sft._process.gpus import GIB
 from fsdp_sft._ranks.agree import all_gather_objects
 from fsdp_sft.check import CheckedJob, Problem, host_name, machines, parity as of_layers
-from fsdp_sft.check.command import CHECKS, Done, ordered, run_check, text_of, to_json
+from fsdp_sft.check.command import CHECKS, Done, lines_of, ordered, run_check, to_json
 from tests.harness import multimodal
 from tests.harness.models import LATENT, TINY, tiny_config
 from tests.harness.ranks import run_distributed
@@ -205,7 +205,7 @@ def _healthy(root: Path) -> tuple[str, dict[str, Any]]:
     job = _job(root)
     done: list[Done] = [run_check(job, name) for name in CHECKS]
     problems = ordered([problem for one in done for problem in one.problems])
-    return text_of(job, done, problems), to_json(job, done, problems)
+    return "\n".join(lines_of(job, done, problems)), to_json(job, done, problems)
 
 
 @pytest.mark.accelerator

@@ -75,10 +75,3 @@ def render_chat(
 @functools.lru_cache(maxsize=64)
 def _has_generation_tag(template: str) -> bool:
     return re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-
-
-def versions_of_tokenizers() -> list[str]:
-    """Versions of the libraries that turn a conversation into ids: transformers and tokenizers."""
-    from importlib.metadata import version
-
-    return [version("transformers"), version("tokenizers")]

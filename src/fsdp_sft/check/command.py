@@ -106,7 +106,7 @@ def check(args: argparse.Namespace) -> int:
                 raise _RankLostError(done[-1].problems[0].text)
     problems = ordered([problem for one in done for problem in one.problems])
     if context.is_main:
-        print(text_of(job, done, problems), flush=True)
+        print(printable("\n".join(lines_of(job, done, problems))), flush=True)
         args.json.write_text(json.dumps(to_json(job, done, problems), indent=1) + "\n")
         print(f"Measured: {args.json}", flush=True)
     return 1 if any(one.level == "fail" for one in problems) else 0
@@ -174,12 +174,8 @@ def excluded_hosts(job: CheckedJob, problems: Sequence[Problem]) -> list[str]:
     return hosts if len(hosts) < len(set(job.hosts)) else []
 
 
-def text_of(job: CheckedJob, done: Sequence[Done], problems: Sequence[Problem]) -> str:
+def lines_of(job: CheckedJob, done: Sequence[Done], problems: Sequence[Problem]) -> Iterator[str]:
     """The table: what is wrong first, each with its ranks and nodes, then a line for each check."""
-    return printable("\n".join(_lines(job, done, problems)))
-
-
-def _lines(job: CheckedJob, done: Sequence[Done], problems: Sequence[Problem]) -> Iterator[str]:
     ranks, hosts = job.context.world_size, abridged(sorted(set(job.hosts)))
     yield f"fsdp-sft check: world size {ranks} on {hosts}, {job.context.device.type}, {job.context.backend}"
     yield ""

@@ -20,6 +20,7 @@ from collections.abc import Sequence, Set
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from itertools import accumulate, chain
 from operator import itemgetter
 from pathlib import Path
@@ -170,7 +171,7 @@ def _digest_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeO
     backend = getattr(tokenizer, "backend_tokenizer", None)
     about = {
         "format": _FORMAT_VERSION,
-        "versions": [__version__, *data.versions_of_tokenizers()],
+        "versions": [__version__, *map(version, ("transformers", "tokenizers"))],
         "tokenizer": backend.to_str() if backend is not None else repr(tokenizer),
         "special": tokenizer.special_tokens_map,
         "splits special tokens": getattr(tokenizer, "split_special_tokens", None),

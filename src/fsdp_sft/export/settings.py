@@ -134,12 +134,10 @@ def model_card(model: Any, name: str, architecture: str, dtype: torch.dtype) -> 
     """
     from fsdp_sft import __version__
 
-    name_or_path = model.name_or_path or ""
-    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name_or_path) and not Path(name_or_path).exists()
-    base = name_or_path if is_id else None  # a Hub id
-    origin = f", fine-tuned from [{base}](https://huggingface.co/{base})" if base else ", fine-tuned"
-    base_line = f"base_model: {base}\n" if base else ""
-    size, in_files = model.num_parameters(), str(dtype).removeprefix("torch.")
+    base = model.name_or_path or ""
+    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", base) and not Path(base).exists()  # of the Hub
+    origin = f" from [{base}](https://huggingface.co/{base})" if is_id else ""
+    base_line = f"base_model: {base}\n" if is_id else ""
     return f"""---
 library_name: transformers
 {base_line}tags:
@@ -148,7 +146,8 @@ library_name: transformers
 
 # {name}
 
-`{architecture}` of {size:,} parameters in {in_files}{origin} and exported with fsdp_sft {__version__}.
+`{architecture}` of {model.num_parameters():,} parameters in {str(dtype).removeprefix("torch.")},
+fine-tuned{origin} and exported with fsdp_sft {__version__}.
 """
 
 

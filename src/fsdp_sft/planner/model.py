@@ -16,7 +16,7 @@ from fsdp_sft._compat.experts import experts_to_place
 from fsdp_sft._model.blocks import find_blocks, towers_of
 from fsdp_sft._model.configs import config_of
 from fsdp_sft._quantised.find import check
-from fsdp_sft._quantised.settings import Settings, settings_of, without_settings
+from fsdp_sft._quantised.settings import settings_of, without_settings
 from fsdp_sft._tensors.packed_shard import PackedLayout
 from fsdp_sft.planner.parameters import Group, Parameter, layouts_of
 from fsdp_sft.planner.run import Run
@@ -43,6 +43,11 @@ CHECKED_FAMILIES = frozenset(
         "qwen3_moe",
     )
 )
+# What loading makes of a checkpoint that is published quantised, by how frozen matrices are kept.
+_BECOMES = {
+    None: "loading dequantises it, so memory is that of any other",
+    STORED: "what of it stays packed is assumed from the config alone",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +173,10 @@ def _cached_skeleton(keyed: _Keyed, dtype: torch.dtype, lora: Any, packed: str |
         head=head,
         towers=tower_groups,
         gathers_embedding_again=own[0] is not None and needs_weight_in_backward(own[0]),
-        published="" if settings is None else _published(settings, packed),
+        published=""
+        if settings is None
+        else f"the checkpoint is published quantised ({settings.method}): "
+        + _BECOMES.get(packed, f"loading dequantises it, and packs frozen matrices anew ({packed})"),
     )
 
 
@@ -191,17 +199,6 @@ def _group(
             }
             found.append(Parameter(tuple(parameter.shape), layout=layouts.get(id(parameter)), **known))
     return Group(tuple(found))
-
-
-def _published(settings: Settings, packed: str | None) -> str:
-    """A remark on a quantised checkpoint."""
-    becomes = {
-        None: "loading dequantises it, so memory is that of any other",
-        STORED: "what of it stays packed is assumed from the config alone",
-    }
-    return f"the checkpoint is published quantised ({settings.method}): " + becomes.get(
-        packed, f"loading dequantises it, and packs frozen matrices anew ({packed})"
-    )
 
 
 def build_model(config: Any, dtype: torch.dtype) -> Any:

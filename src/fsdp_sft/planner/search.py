@@ -186,11 +186,6 @@ def _least_checkpointed(
 # --- what fits at all -------------------------------------------------------------------------------------
 
 
-def _leanest(run: Run, given: dict[str, Any]) -> Run:
-    """The way to train that takes the least memory: what is given stays."""
-    return replace(_fused(run, given), micro_batch_size=1, sac_ratio=given.get("sac_ratio", 1))
-
-
 def _fused(run: Run, given: dict[str, Any]) -> Run:
     """The run with fused AdamW, which makes no copies, unless an optimizer was asked for."""
     is_open = "optimizer" not in given and run.device.name != "cpu"
@@ -204,7 +199,7 @@ def _fits(config: Any, run: Run, memory_bytes: int | None) -> bool:
 
 def _what_would_fit(config: Any, run: Run, given: dict[str, Any], memory_bytes: int | None) -> str:
     """Say what the leanest run needs, the fewest GPUs that hold it, and what takes less."""
-    lean = _leanest(run, given)
+    lean = replace(_fused(run, given), micro_batch_size=1, sac_ratio=given.get("sac_ratio", 1))
     least = estimate(build_skeleton(config, lean), lean)
     budget = budget_of(run.device, run.num_gpus, memory_bytes)
     largest = max(least.breakdown, key=lambda part: least.breakdown[part])

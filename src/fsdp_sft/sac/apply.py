@@ -24,7 +24,6 @@ Ratio = float | str | Fraction
 Placement = Literal["even", "prefix"]
 
 _PLACEMENTS = ("even", "prefix")
-_RATIO_TEXT = re.compile(r"(\d{1,9}(?:\.\d{1,20})?)(?:\s*/\s*(\d{1,9}(?:\.\d{1,20})?))?", re.ASCII)
 
 
 def apply_sac(
@@ -99,7 +98,9 @@ def apply_sac(
     for fqn, block in chosen.items():
         if offload and is_compiled(block):
             raise ValueError(COMPILED.format(fqn))
-    options = _checkpoint_options(model, preserve_rng_state, early_stop)
+    preserve = draws_random_numbers(model) if preserve_rng_state == "auto" else preserve_rng_state
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve}
+    options |= {} if early_stop is None else {"early_stop": early_stop}
     names = (save,) if isinstance(save, str) else None if save is None else tuple(save)
     if names is not None:  # of no block, as for a ratio of 0, a misspelt one is an error too
         kept_modules(chosen or find_blocks(model), names)
@@ -131,15 +132,6 @@ def _chosen_blocks(
     found = [(name, block) for name, block in find_blocks(model).items() if not unused.fullmatch(name)]
     wanted: Ratio = 1 if ratio is None else ratio
     return dict(found[i] for i in select_block_indices(len(found), wanted, placement=placement))
-
-
-def _checkpoint_options(
-    model: nn.Module, preserve_rng_state: bool | Literal["auto"], early_stop: bool | None
-) -> dict[str, Any]:
-    """Keywords for ``torch.utils.checkpoint.checkpoint``; its reentrant form is never used."""
-    preserve = draws_random_numbers(model) if preserve_rng_state == "auto" else preserve_rng_state
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve}
-    return options if early_stop is None else {**options, "early_stop": early_stop}
 
 
 def named_blocks(model: nn.Module, blocks: Iterable[int | str]) -> dict[str, nn.Module]:

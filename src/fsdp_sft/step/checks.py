@@ -24,7 +24,7 @@ from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.fsdp import compute_dtypes
 from fsdp_sft._model.adapters import refuse_merged
 from fsdp_sft._model.sharded import refuse_changed_gradients
-from fsdp_sft._model.twin import keep_config
+from fsdp_sft._model.twin import keep_config, text_config
 from fsdp_sft._model.view import base_of, record_of, replicated_by, unwrapped
 from fsdp_sft._model.vocabulary import check_ids, check_labels
 from fsdp_sft._process.callers import warn_caller
@@ -242,6 +242,7 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
     With an ``own_loss`` labels are not checked, because they mean what the caller wants; nor are positions,
     unless the attention is transformers'.
     """
+    most = getattr(text_config(model), "max_position_embeddings", None)
     knows_packs = not own_loss or attention_of(unwrapped(model)) != "its own"
     for batch in batches:
         ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
@@ -252,7 +253,17 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
             )
         if isinstance(batch, Mapping):
             check_ids(model, batch)
-            if knows_packs and batch.get("position_ids") is not None:
+            positions: Any = batch.get("position_ids")
+            packed = isinstance(positions, torch.Tensor) and positions.numel()
+            length = int(positions.max()) + 1 if packed else getattr(ids, "shape", (0,))[-1]
+            if isinstance(most, int) and 0 < most < length and first_time(model, "length"):
+                warn_caller(
+                    f"a row has {length:,} tokens and {type(unwrapped(model)).__name__.removeprefix('FSDP')} "
+                    f"was made for {most:,} (max_position_embeddings): positions beyond that were never "
+                    "trained. Pass max_length= where rows are encoded, or load the model with a larger "
+                    "max_position_embeddings= and rope_parameters= that extend it (yarn)"
+                )
+            if knows_packs and positions is not None:
                 from fsdp_sft.collate import refuse_masked_pack
 
                 refuse_masked_pack(batch)
