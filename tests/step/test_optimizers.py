@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR
+from transformers.optimization import Adafactor
 
 import fsdp_sft as fs
 from tests.harness.device import device_type, mesh_here
@@ -196,6 +197,7 @@ def _refused(match: str, *make: Callable[..., Any]) -> None:
 
 
 def test_what_would_step_otherwise_is_refused() -> None:
+    run_distributed(_refused, 2, "Adafactor cannot step sharded parameters", Adafactor)
     twice = (torch.optim.SGD, torch.optim.AdamW)
     run_distributed(_refused, 2, "parameters are held more than once", *twice)
 
@@ -212,11 +214,13 @@ def _of_torch() -> None:
         model = fs.shard_model(copy.deepcopy(plain), mesh=mesh_here(), mp_policy=MixedPrecisionPolicy())
         make: Any = getattr(torch.optim, name)
         optimizer = make(model.parameters(), lr=1e-3, **options)
+        refused = ""
         try:
             fs.train_step(model, window[rank::ranks], optimizer, max_grad_norm=None)
             make(expected.parameters(), lr=1e-3).step()
-        except (NotImplementedError, RuntimeError):  # an operation that torch lacks for shards
-            assert LACKING.get(name) == options
+        except fs.OptimizerError as error:
+            refused = str(error)
+        assert not refused or (LACKING.get(name) == options and f"{name} cannot step" in refused)
         assert all(p.grad is None for p in model.parameters()), name
         actual = {key: full(p.detach()) for key, p in model.named_parameters()}
         assert largest_error(actual, {key: p.detach() for key, p in expected.named_parameters()}) < 1e-3, name

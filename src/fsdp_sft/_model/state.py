@@ -1,6 +1,6 @@
 """The parts of a model that belong in a file (tensors, ties), matched with stored ones."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,14 +34,15 @@ class ModelTensors:
 def match_tensors(
     live: ModelTensors,
     stored: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-    fits: Callable[[torch.dtype, torch.dtype], bool],
+    *,
+    casts: bool,
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Find the stored tensor for each tensor of a model.
 
     Args:
         live: The model's tensors; for a tied one, one stored name is enough.
         stored: Dtype and shape of each stored tensor, by its name.
-        fits: Whether a stored dtype may be read into one of the model.
+        casts: Whether numbers of another floating-point dtype may be read into the model's.
 
     Returns:
         (the stored names of each tensor, by its first name; how the two differ, in words).
@@ -54,7 +55,8 @@ def match_tensors(
             continue
         found[live.names[name]].append(name)
         own = live.tensors[live.names[name]]
-        if tuple(shape) != tuple(own.shape) or not fits(dtype, own.dtype):
+        both_float = casts and dtype.is_floating_point and own.dtype.is_floating_point
+        if tuple(shape) != tuple(own.shape) or not (dtype == own.dtype or both_float):
             apart.append(f"{name} is {dtype} {tuple(shape)}, the model's is {own.dtype} {tuple(own.shape)}")
     missing = [first for first, names in found.items() if not names]
     counted = {"of the model's are not in it": missing, "are not the model's": unexpected}

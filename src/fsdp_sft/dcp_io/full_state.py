@@ -133,7 +133,7 @@ def load_full_state_dict(model: nn.Module, path: str | os.PathLike[str]) -> None
         files = _open(source_path)
         entries = {name: getattr(file, "entry", file) for name, file in files.items()}
         described = {name: (entry.dtype, tuple(entry.shape)) for name, entry in entries.items()}
-        found, problems = match_tensors(content, described, _is_castable)
+        found, problems = match_tensors(content, described, casts=True)
         if problems:
             raise CheckpointMismatchError("the file is of another model: " + abridged(problems, "; "))
         _check_ties(content, found, described, files)
@@ -160,10 +160,6 @@ def _reads(files: Mapping[str, Any], name: str, box: Box, out: torch.Tensor) -> 
         out.copy_(part_of(files[name], box))
     else:
         yield from files[name].reads(files[name].piece(name), box, out)
-
-
-def _is_castable(stored: torch.dtype, live: torch.dtype) -> bool:
-    return stored == live or (stored.is_floating_point and live.is_floating_point)
 
 
 def _check_ties(

@@ -1,6 +1,5 @@
 """The model in a checkpoint: comparing it with the live model, and reading it."""
 
-import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTenso
     first_stored = {**{name: name for name in manifest.model}, **manifest.ties}
     stored = {name: manifest.model[first] for name, first in first_stored.items()}
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
-    found, problems = match_tensors(live, described, operator.eq)
+    found, problems = match_tensors(live, described, casts=False)
     sources: dict[str, StoredTensor] = {}
     read_by: dict[str, str] = {}  # the model's tensor of each stored one
     for first, names in found.items():

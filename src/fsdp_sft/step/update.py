@@ -1,5 +1,6 @@
 """What gradients go through: the collectives that reduce them, their norm, and the optimizers that step."""
 
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,9 +61,8 @@ def gradient_sync(model: nn.Module, mode: SyncMode) -> Iterator[None]:
     if not isinstance(model, FSDPModule):
         yield
         return
-    by_hand = getattr(model, "set_manual_backward_finalization", None)  # torch 2.15
-    if by_hand is not None:
-        by_hand(False)  # the last backward of a window finalizes it
+    # Of torch 2.15: the last backward of a window finalizes it.
+    getattr(model, "set_manual_backward_finalization", bool)(False)
     model.set_requires_gradient_sync(mode != "none")
     if mode == "none":
         allow_unused_groups(model)
@@ -225,12 +225,26 @@ def unscale(
 def step_all(
     optimizers: list[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None, *, skipped: bool
 ) -> None:
-    """Step the optimizers, unless the step is ``skipped``, and update the scaler."""
+    """Step the optimizers, unless the step is ``skipped``, and update the scaler.
+
+    Raises:
+        OptimizerError: If one computes what torch cannot compute of shards, after it may have stepped some.
+    """
     for optimizer in () if skipped else optimizers:
-        if scaler is None:
-            optimizer.step()
-        elif any(p.grad is not None for p in stepped_by(optimizer)):
-            scaler.step(optimizer)  # which raises for lack of a gradient if all that it holds is frozen
+        try:
+            if scaler is None:
+                optimizer.step()
+            elif any(p.grad is not None for p in stepped_by(optimizer)):
+                scaler.step(optimizer)  # which raises for lack of a gradient if all that it holds is frozen
+        except (NotImplementedError, RuntimeError) as error:
+            text = "".join(traceback.format_exception(error))
+            if "DTensor" not in text and "distributed/tensor" not in text:
+                raise
+            raise OptimizerError(
+                f"{type(optimizer).__name__} cannot step sharded parameters, and may have stepped some: "
+                f"torch lacks an operation for shards ({error!s:.200}). Take AdamW, SGD or another one, "
+                "without fused=True if that is the cause, and begin anew"
+            ) from error
     if scaler is not None:
         scaler.update()
 

@@ -230,9 +230,6 @@ class LoadReport:
     formats: dict[str, int]
     sources: Mapping[str, str] = field(default_factory=dict)
 
-    def __repr__(self) -> str:  # names of thousands of tensors are in the attributes
-        return f"<{type(self).__name__}: {self}>"
-
     def __str__(self) -> str:
         speed = self.job_bytes_read / self.seconds / 1e9 if self.seconds > 0 else 0.0
         return (
