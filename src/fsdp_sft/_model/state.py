@@ -55,8 +55,9 @@ def match_tensors(
             continue
         found[live.names[name]].append(name)
         own = live.tensors[live.names[name]]
-        both_float = casts and dtype.is_floating_point and own.dtype.is_floating_point
-        if tuple(shape) != tuple(own.shape) or not (dtype == own.dtype or both_float):
+        if tuple(shape) != tuple(own.shape) or not (
+            dtype == own.dtype or (casts and dtype.is_floating_point and own.dtype.is_floating_point)
+        ):
             apart.append(f"{name} is {dtype} {tuple(shape)}, the model's is {own.dtype} {tuple(own.shape)}")
     missing = [first for first, names in found.items() if not names]
     counted = {"of the model's are not in it": missing, "are not the model's": unexpected}
