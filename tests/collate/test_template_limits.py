@@ -1,6 +1,8 @@
 """Templates of strangers that do not end, or make texts of gigabytes, are refused by name."""
 
+import multiprocessing
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -113,3 +115,21 @@ def test_special_tokens_in_texts_are_counted_and_said() -> None:
     with pytest.warns(UserWarning, match="1 of 2 rows are counted as special_tokens"):
         _, counts = fs.filter_rows([row, chat("q", "a")], own)
     assert counts["special_tokens"] == 1
+
+
+def test_a_process_forked_while_a_thread_renders_does_not_wait_for_it() -> None:
+    begun = threading.Event()
+
+    def render() -> None:
+        with template._one_at_a_time:
+            begun.set()
+            time.sleep(0.5)
+
+    threading.Thread(target=render).start()
+    assert begun.wait(30)
+    own = _with("")
+    child = multiprocessing.get_context("fork").Process(target=fs.encode_chat, args=(chat("q", "a"), own))
+    child.start()
+    child.join(30)
+    child.kill()
+    assert child.exitcode == 0
