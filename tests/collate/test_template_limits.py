@@ -2,7 +2,6 @@
 
 import multiprocessing
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -118,18 +117,12 @@ def test_special_tokens_in_texts_are_counted_and_said() -> None:
 
 
 def test_a_process_forked_while_a_thread_renders_does_not_wait_for_it() -> None:
-    begun = threading.Event()
-
-    def render() -> None:
-        with template._one_at_a_time:
-            begun.set()
-            time.sleep(0.5)
-
-    threading.Thread(target=render).start()
-    assert begun.wait(30)
-    own = _with("")
-    child = multiprocessing.get_context("fork").Process(target=fs.encode_chat, args=(chat("q", "a"), own))
+    lock, pool = template._one_at_a_time, ThreadPoolExecutor(1)
+    held, *_ = [pool.submit(*work) for work in ((lock.acquire,), (time.sleep, 0.5), (lock.release,))]
+    assert held.result()
+    child = multiprocessing.get_context("fork").Process(
+        target=fs.encode_chat, args=(chat("q", "a"), _with("")), daemon=True
+    )
     child.start()
     child.join(30)
-    child.kill()
     assert child.exitcode == 0

@@ -61,11 +61,13 @@ def _read_turn(item: Any, where: str) -> Message:
 def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
     """Messages of an Alpaca row, with its history."""
     messages: list[Message] = []
-    for number, pair in enumerate(row.get("history") or []):
-        # Of a dict its keys would be taken for the texts, of a text its letters.
-        messages += _pair(*(pair if isinstance(pair, list) else [pair, None]), f"history[{number}]")
-    parts = [as_text(row.get(key) or "", key) for key in ("instruction", "input")]
-    return messages + _pair("\n".join(part for part in parts if part), row.get("output"), "output")
+    # Of a dict its keys would be taken for the two texts, of a text its letters.
+    for number, (question, answer) in enumerate(
+        pair if isinstance(pair, list) else (pair, None) for pair in row.get("history") or []
+    ):
+        messages += _pair(question, answer, f"history[{number}]")
+    texts = filter(None, (as_text(row.get(key) or "", key) for key in ("instruction", "input")))
+    return messages + _pair("\n".join(texts), row.get("output"), "output")
 
 
 def _read_prompt(row: Mapping[str, Any]) -> list[Message]:
