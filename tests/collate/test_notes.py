@@ -1,5 +1,6 @@
 """Right templates have no notes, and rank 0 alone warns."""
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,22 @@ def test_any_worker_warns_of_an_answer_that_is_cut_off() -> None:
     heard = _Heard(fs.SFTCollator(own, max_length=60))
     loader = DataLoader([short, long], collate_fn=heard, num_workers=2, multiprocessing_context="fork")
     assert list(loader) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "warned"),
+    [
+        (ROW, {}, True),
+        ({"text": "a text"}, {}, True),
+        (ROW, {"max_length": 6}, True),
+        (ROW, {"max_length": 5}, False),
+    ],
+)
+def test_rows_longer_than_the_model(
+    row: Any, options: Any, warned: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    own, _ = tokenizer_for(ct.CHATML)
+    own.model_max_length = 5
+    fs.encode_chat(row, own, **options)
+    assert ("longer than the specified maximum sequence length" in caplog.text) is warned

@@ -168,6 +168,17 @@ def test_encoded_rows_pass_through_with_truncation():
             "is a part of type image_url",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "must be a string, got NoneType"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "text", "text": "a", "train": False, "weight": None}],
+                    }
+                ]
+            },
+            "a message is trained as a whole",
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "needs a name and arguments"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "["}]}]},
@@ -184,7 +195,14 @@ def test_encoded_rows_pass_through_with_truncation():
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, "function_call must be JSON"),
         ({"instruction": "a"}, r"output \(assistant side\) must be a string, got NoneType"),
         ({"instruction": "a", "output": 3}, "must be a string"),
-        ({"instruction": "a", "output": "b", "history": ["c"]}, "not enough values to unpack"),
+        (
+            {"instruction": "a", "output": "b", "history": ["cd"]},
+            r"history\[0\] \(assistant side\) must be a string, got NoneType",
+        ),
+        (
+            {"instruction": "a", "output": "b", "history": [{"question": "c", "answer": "d"}]},
+            r"history\[0\] \(user side\) must be a string, got dict",
+        ),
         ({"prompt": "a"}, r"prompt/completion \(assistant side\) must be a string, got NoneType"),
         ({"input_ids": [1, 2]}, 'needs "input_ids" and "labels"'),
         ({"input_ids": [1, 2], "labels": [1]}, "of one length of at least 1, got 2 and 1"),

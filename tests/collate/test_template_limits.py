@@ -1,5 +1,6 @@
 """Templates of strangers that do not end, or make texts of gigabytes, are refused by name."""
 
+import multiprocessing
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -113,3 +114,15 @@ def test_special_tokens_in_texts_are_counted_and_said() -> None:
     with pytest.warns(UserWarning, match="1 of 2 rows are counted as special_tokens"):
         _, counts = fs.filter_rows([row, chat("q", "a")], own)
     assert counts["special_tokens"] == 1
+
+
+def test_a_process_forked_while_a_thread_renders_does_not_wait_for_it() -> None:
+    lock, pool = template._one_at_a_time, ThreadPoolExecutor(1)
+    held, *_ = [pool.submit(*work) for work in ((lock.acquire,), (time.sleep, 0.5), (lock.release,))]
+    assert held.result()
+    child = multiprocessing.get_context("fork").Process(
+        target=fs.encode_chat, args=(chat("q", "a"), _with("")), daemon=True
+    )
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0

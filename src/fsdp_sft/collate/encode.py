@@ -82,8 +82,8 @@ class Tokens:
         return max(before, start - (len(token) - len(token.lstrip("Ġ"))))
 
 
-def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Tokens]:
-    """Tokenise texts in one call, without adding special tokens."""
+def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, verbose: bool = False) -> list[Tokens]:
+    """Tokenise texts in one call, without adding special tokens; with ``verbose`` long ones are warned of."""
     if not texts:
         return []
     batch = tokenizer(
@@ -91,7 +91,7 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Token
         add_special_tokens=False,
         return_attention_mask=False,
         return_token_type_ids=False,
-        verbose=False,
+        verbose=verbose,
     )
     found = zip(batch["input_ids"], texts, batch.encodings or [], strict=True)
     return [Tokens(ids, text, encoding, tokenizer) for ids, text, encoding in found]
@@ -241,7 +241,14 @@ def encode_rows(
     """
     templates: dict[Any, ChatTemplate] = {}
     read = [_read(row, tokenizer, options, templates) for row in rows]
-    tokenised = iter(tokenise(tokenizer, [one.text for one in read if isinstance(one, Found)]))
+    tokenised = iter(
+        tokenise(
+            tokenizer,
+            [one.text for one in read if isinstance(one, Found)],
+            # Of rows that stay longer than its model takes the tokenizer warns, once.
+            verbose=options.max_length is None or options.max_length > tokenizer.model_max_length,
+        )
+    )
     encoded: list[EncodedChat | ValueError] = []
     for one in read:
         chat = _labelled(one, next(tokenised), options) if isinstance(one, Found) else one
@@ -272,7 +279,7 @@ def _read(
         if shape == "input_ids":
             return EncodedChat(*read_encoded(row))
         if shape == "text":
-            return _encode_text(as_text(row["text"], '"text"'), tokenizer)
+            return _encode_text(as_text(row["text"], '"text"'), tokenizer, options)
         conversation = read_row(row)
         template = _template(conversation, tokenizer, options, templates)
         found = find_turns(template, conversation, options)
@@ -289,13 +296,17 @@ def _read(
         return unread
 
 
-def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> EncodedChat:
+def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions) -> EncodedChat:
     """A text with the special tokens that its tokenizer adds and the token that ends it, all trained."""
     text.encode()  # half of a surrogate pair cannot be tokenised
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if eos is None:
         raise ValueError(f"{describe_tokenizer(tokenizer)} has no eos_token to end a text with; set one")
-    ids: list[int] = list(tokenizer(text, verbose=False)["input_ids"])
+    ids: list[int] = list(
+        tokenizer(
+            text, verbose=options.max_length is None or options.max_length > tokenizer.model_max_length
+        )["input_ids"]
+    )
     ids = ids[ids[:2] == [bos, bos] :]  # a text may begin with the token that the tokenizer adds
     ids += [eos] * (ids[-1:] != [eos])
     return EncodedChat(ids, list(ids))

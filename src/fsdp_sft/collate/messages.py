@@ -97,10 +97,13 @@ def _read_parts(parts: Sequence[Any], where: str) -> dict[str, list[str]]:
     last = 0
     for number, part in enumerate(parts):
         kind, place = part.get("type") if isinstance(part, dict) else None, f"{where}.content[{number}]"
-        if kind not in _ORDER:
+        if kind not in _ORDER or not take_flag(
+            {key: part[key] for key in part if part[key] is not None}, place
+        ):
             raise RowError(
                 f"{place} is a part of type {kind}: only text is encoded here, in parts of type text, "
-                f"reasoning, thinking and tool_call; got {shortened(part)}",
+                "reasoning, thinking and tool_call, and a message is trained as a whole, or not (make "
+                f"messages of the parts); got {shortened(part)}",
                 reason="media" if kind in _MEDIA_PARTS else "malformed",
             )
         given = [part[key] for key in (kind, "text", "value") if part.get(key) is not None]

@@ -49,8 +49,7 @@ def _read_turn(item: Any, where: str) -> Message:
     speaker = item["from"]
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise ValueError(f"{where} has the role {speaker!r}; known roles: {', '.join(SHAREGPT_ROLES)}")
-    message: Message = {key: value for key, value in item.items() if key not in ("from", "value")}
-    message["role"] = SHAREGPT_ROLES[speaker]
+    message: Message = {**item, "role": SHAREGPT_ROLES[speaker], "from": None, "value": None}
     value = as_text(item.get("value"), f"{where}.value")
     if speaker != "function_call":
         return read_message({**message, "content": value}, where)
@@ -62,10 +61,13 @@ def _read_turn(item: Any, where: str) -> Message:
 def _read_alpaca(row: Mapping[str, Any]) -> list[Message]:
     """Messages of an Alpaca row, with its history."""
     messages: list[Message] = []
-    for number, (question, answer) in enumerate(row.get("history") or []):
+    # Of a dict its keys would be taken for the two texts, of a text its letters.
+    for number, (question, answer) in enumerate(
+        pair if isinstance(pair, list) else (pair, None) for pair in row.get("history") or []
+    ):
         messages += _pair(question, answer, f"history[{number}]")
-    parts = [as_text(row.get(key) or "", key) for key in ("instruction", "input")]
-    return messages + _pair("\n".join(part for part in parts if part), row.get("output"), "output")
+    texts = filter(None, (as_text(row.get(key) or "", key) for key in ("instruction", "input")))
+    return messages + _pair("\n".join(texts), row.get("output"), "output")
 
 
 def _read_prompt(row: Mapping[str, Any]) -> list[Message]:

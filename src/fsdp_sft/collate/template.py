@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import threading
@@ -266,7 +267,13 @@ class _Known:
 _KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, _Known]] = weakref.WeakKeyDictionary()
 _MAX_SKELETONS = 1024
 _MAX_VARIABLES = 64  # sets of variables of a template that are remembered: rows may each have their own
-_one_at_a_time = threading.Lock()  # transformers keeps the places of generation tags in one object
+_one_at_a_time = threading.RLock()  # transformers keeps the places of generation tags in one object
+# A process that is forked while another thread renders would wait for that thread, which it does not have.
+os.register_at_fork(
+    before=_one_at_a_time.acquire,
+    after_in_parent=_one_at_a_time.release,
+    after_in_child=_one_at_a_time.release,
+)
 
 
 @contextmanager
@@ -317,8 +324,11 @@ def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
         or (not opening and re.match(r"[^\S\n]*(?:\n|$)", answer) is None)
     ):
         return message
-    reasoning = thought if opening else head
-    return {**message, facts.reasoning_key: reasoning.strip(), "content": answer.lstrip()}
+    return {
+        **message,
+        facts.reasoning_key: (thought if opening else head).strip(),
+        "content": answer.lstrip(),
+    }
 
 
 def templates_used(tokenizer: PreTrainedTokenizerBase) -> set[str]:
