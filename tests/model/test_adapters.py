@@ -214,7 +214,9 @@ def test_a_model_with_weights_takes_adapters_of_other_kinds() -> None:
 
 
 def _merged(root: str) -> list[str]:
-    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     model: Any = fs.add_adapters(tiny_model("llama"), config)
     fs.shard_model(model, mesh=mesh_here())
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
