@@ -48,7 +48,7 @@ def test_a_busy_folder_is_found_before_training(tmp_path: Path) -> None:
         fs.check_export(out)
     assert fs.check_export(out, overwrite=True) == out
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(FileExistsError, match="not an empty folder"):
+    with pytest.raises(FileExistsError, match=r"is not a folder; choose another name, or move it away$"):
         fs.check_export(tmp_path / "file", overwrite=True)
     with pytest.raises(PermissionError, match=r"file cannot be written to \(Not a directory\)"):
         fs.check_export(tmp_path / "file" / "below" / "it")

@@ -16,7 +16,7 @@ from tests.harness.models import full, largest_error, oracle_loss, ragged_batche
 from tests.harness.ranks import run_distributed
 from tests.harness.trained import assert_same
 
-pytest.importorskip("peft", reason="adapters need the 'peft' extra")
+peft = pytest.importorskip("peft", reason="adapters need the 'peft' extra")
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
 NUM_STEPS = 6
@@ -25,10 +25,8 @@ PLAIN = MixedPrecisionPolicy()
 
 
 def _config(**overrides: Any) -> Any:
-    from peft import LoraConfig
-
     options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **overrides}
-    return LoraConfig(**options)
+    return peft.LoraConfig(**options)
 
 
 def _windows(ranks: int) -> list[list[list[dict[str, Any]]]]:
@@ -40,10 +38,8 @@ def _windows(ranks: int) -> list[list[list[dict[str, Any]]]]:
 
 
 def _oracle_adapters(model: Any, seed: int, **overrides: Any) -> Any:
-    from peft import get_peft_model
-
     torch.manual_seed(seed)
-    return get_peft_model(model, _config(**overrides))
+    return peft.get_peft_model(model, _config(**overrides))
 
 
 def _oracle_training(model: Any) -> list[float]:
@@ -212,10 +208,15 @@ def test_what_cannot_be_done_says_what_to_do(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-def _merged(root: str) -> list[str]:
-    from peft import LoraConfig
+def test_a_model_with_weights_takes_adapters_of_other_kinds() -> None:
+    ada = peft.AdaLoraConfig(total_step=10, target_modules=["q_proj"])
+    assert not any(p.is_meta for p in fs.add_adapters(tiny_model("llama"), ada).parameters())
 
-    config = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+
+def _merged(root: str) -> list[str]:
+    config = peft.LoraConfig(
+        target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     model: Any = fs.add_adapters(tiny_model("llama"), config)
     fs.shard_model(model, mesh=mesh_here())
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)

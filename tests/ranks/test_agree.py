@@ -57,8 +57,10 @@ def _check_first_error() -> None:
             raise FileNotFoundError("gone from rank 1")
     (note,) = caught.value.__notes__
     assert note.startswith("rank 1 failed first while looking (failed: 0, 1)")
-    expected = _Picky if rank == 2 else fs.RemoteRankError
-    with pytest.raises(expected, match="1 and 2"), agree.agreed("being picky"):
+    with (
+        pytest.raises(_Picky if rank == 2 else fs.RemoteRankError, match="1 and 2"),
+        agree.agreed("being picky"),
+    ):
         if rank == 2:
             raise _Picky(1, 2)
     assert agree.all_reduce_sum([1, rank]) == [3.0, 3.0]
@@ -98,10 +100,13 @@ def _hear_errors() -> None:
         assert told == {**vars(error), "__notes__": getattr(error, "__notes__", [])[:notes]}
         assert (type(caught.value), str(caught.value)) == (type(error), str(error))
         assert repr(caught.value.args) == repr(error.args)
+    of_one_rank = type("OfOneRank", (Exception,), {"__module__": __name__})
+    globals().update({"OfOneRank": of_one_rank} if rank == 1 else {})
     by_their_text = {
         "_Picky: 1 and 2": _Picky(1, 2),
         "_Mute": _Mute("x"),
         "_Odd: x": _Odd("x"),
+        "OfOneRank: x": of_one_rank("x"),
         "_Large: x": _Large("x"),
         "ValueError": ValueError(10**5000),
         "Local: tensor([1.])": type("Local", (Exception,), {})(torch.ones(1)),
@@ -166,8 +171,7 @@ def _decide_on_rank_0() -> None:
     def refuse(everyone: list[int]) -> None:
         raise _Picky(1, 2)
 
-    expected = _Picky if rank == 0 else fs.RemoteRankError
-    with pytest.raises(expected, match="1 and 2") as refused:
+    with pytest.raises(_Picky if rank == 0 else fs.RemoteRankError, match="1 and 2") as refused:
         agree.through_rank_0("deciding", lambda: rank, refuse)
     (note,) = refused.value.__notes__
     assert note.startswith("rank 0 failed first while deciding (failed: 0)")

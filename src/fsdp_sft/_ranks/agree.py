@@ -303,35 +303,37 @@ def _decided(
             broken.add_note(f"this rank itself had failed while {phase}: {error!r}")
         raise
     if failures:
-        _, rank, sent = min(failures)
-        # On the rank that it comes from the original, with its traceback.
-        first = error if rank == this_rank() and error is not None else sent
-        ranks = abridged(str(rank) for _, rank, _ in failures)
-        first.add_note(f"rank {rank} failed first while {phase} (failed: {ranks})")
+        _, rank, text, pickled = min(failures)
+        first: Exception = RemoteRankError(f"rank {rank} raised {text}")
+        with suppress(Exception):  # its class may do anything, and need not exist in this process
+            again = error if rank == this_rank() and error is not None else pickle.loads(pickled)
+            if again is error or f"{type(again).__name__}: {again}" == text:
+                first = again  # on the rank that it comes from the original, with its traceback
+        first.add_note(
+            f"rank {rank} failed first while {phase} (failed: "
+            f"{abridged(str(each) for _, each, *_ in failures)})"
+        )
         raise first
     result: T = decided
     return result
 
 
-_Failure = tuple[float, int, Exception]  # when, on which rank, the error as it is sent
+_Failure = tuple[float, int, str, bytes]  # when, on which rank, its text, the error pickled
 _MOST_PICKLED = 1 << 20  # bytes of an error that is sent as it is: it may hold anything
 
 
 def _failure(error: Exception | None) -> _Failure | None:
     """An error as it is sent, from now; None without one. It never raises: the other ranks wait.
 
-    What does not come back from a pickle as it was is a ``RemoteRankError`` with its text.
+    The pickle is one within a message: where the error does not come back as it was, its text does.
     """
     if error is None:
         return None
-    text = type(error).__name__
+    text, pickled = type(error).__name__, b""
     with suppress(Exception):  # its class may do anything when it is asked for its text or its attributes
         text = f"{text}: {error}"
         pickled = pickle.dumps(error)
-        again = pickle.loads(pickled)
-        if len(pickled) <= _MOST_PICKLED and f"{type(again).__name__}: {again}" == text:
-            return time.time(), this_rank(), error
-    return time.time(), this_rank(), RemoteRankError(f"rank {this_rank()} raised {text}")
+    return time.time(), this_rank(), text, pickled if len(pickled) <= _MOST_PICKLED else b""
 
 
 def _different(rank: int, root: str, site: str) -> str:

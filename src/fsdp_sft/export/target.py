@@ -58,6 +58,8 @@ def check_target(target: Path, *, overwrite: bool, need: int = 0) -> None:
             f"{target} exists and is not an empty folder; choose another, move it away, or pass "
             "overwrite=True to check_export and to the export: that replaces the files of an earlier export "
             "and leaves the others"
+            if target.is_dir()
+            else f"{target} exists and is not a folder; choose another name, or move it away"
         )
     there = next(path for path in (target, *target.parents) if os.path.lexists(path))
     for folder in {there, there.parent if there == target else there}:

@@ -169,6 +169,7 @@ def _of_each_token(batch: Batch, name: str, shape: tuple[int, ...]) -> Any:
     if tuple(value.shape[:2]) != shape or (name in _OF_ALL_ROWS and value.ndim > 2):
         raise BatchError(
             f"context parallelism cuts what has one entry a token, {shape}; {name!r} has "
-            f"{tuple(value.shape)}. Leave it out of the batch, or train without context parallelism"
+            f"{tuple(value.shape)}. {'Give it so' if name in _OF_ALL_ROWS else 'Leave it out of the batch'}, "
+            "or train without context parallelism"
         )
     return value
