@@ -272,7 +272,7 @@ def _initialise(layer: Any, peft_config: Any) -> None:
     peft makes adapters on the device of the base layer, so without values if that is the meta device.
     """
     for name, first in getattr(layer, "lora_A", {}).items():
-        if isinstance(first, nn.Module) and first.weight.is_meta:  # AdaLoRA's are parameters
+        if hasattr(first, "weight") and first.weight.is_meta:  # AdaLoRA's are parameters
             for module in (first, layer.lora_B[name]):
                 module.to_empty(device="cpu")
                 module.reset_parameters()
