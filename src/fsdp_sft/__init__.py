@@ -2,7 +2,7 @@
 
 Every public name can be imported from here; the module that owns it is loaded on first use, so importing
 the package starts nothing and costs next to nothing. These are the names that training loops use; ``__all__``
-has the rest: errors, classes of results, parts of the functions below.
+has the rest: errors, and parts of the functions below. What functions return is described where they are.
 
 Start
     init_distributed        process group and device, from any launcher

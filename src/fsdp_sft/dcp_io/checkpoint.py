@@ -293,11 +293,13 @@ def load_checkpoint(
     """Resume from a step: exactly at the same world size and mesh, resharded at another.
 
     Everything is checked on all ranks before the model or the optimizer is touched. Random number generators
-    are restored if the world size is the same; if it is not, a warning says so of a step with an optimizer.
+    are restored if the world size is the same. If it is not, a warning says by how much a step of the
+    optimizer has more or fewer rows with the same loader; ``windows(global_batch=)`` keeps their number.
 
     Args:
         path_or_root: Folder of one step, or root of all steps, of which the newest is taken.
-        model: Model to load into, with the names, shapes and dtypes that were saved.
+        model: Model to load into, with the names, shapes and dtypes that were saved; with memory, not on the
+            meta device.
         optimizer: Its optimizer, or all of them as a list in any order, with the same parameters in the same
             groups; None loads none of their state, of which a later ``train_step`` warns.
         verify: Whether to compare every file's checksum, each file on one rank. False compares names, sizes
@@ -317,6 +319,7 @@ def load_checkpoint(
         CheckpointMismatchError: If it is of another model or optimizer; the message lists the differences. Or
             if a module or an optimizer has not taken everything that it was given, which is checked at the
             end.
+        ValueError: If the model is on the meta device.
 
     Collective: all ranks; all raise the same error.
     Memory: The optimizer's state if it had none, and a buffer of 1 MiB (for an accelerator two of 8 MiB) for

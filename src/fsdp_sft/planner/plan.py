@@ -89,7 +89,7 @@ class RunPlan:
         )
 
     def code(self, model: str = "MODEL") -> str:
-        """The calls of this library with this plan's arguments, to paste into a training script."""
+        """The calls of this library with this plan's arguments, for a training script; fill in ``...``."""
         return "\n".join(_code(self.run, model))
 
     def to_dict(self) -> dict[str, Any]:

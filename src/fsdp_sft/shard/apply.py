@@ -81,7 +81,8 @@ def shard_model(
             them while they are loaded: ranks gather packed bytes, and compute with the values. Modules that
             peft's ``modules_to_save`` were copied from get ``master_dtype``, because the copies take their
             first values from them.
-        mp_policy: Compute and reduction dtypes; None is bfloat16 compute with float32 reduction.
+        mp_policy: Compute and reduction dtypes; None is bfloat16 compute with float32 reduction, and
+            ``MixedPrecisionPolicy()`` computes in float32.
         blocks: Blocks by FQN, which may be nested; None takes ``find_blocks(model)``.
         reshard_after_forward: What becomes of a block's gathered parameters after its forward. True frees
             them (ZeRO-3), False keeps them until its backward (ZeRO-2), and a number keeps them sharded over

@@ -160,7 +160,8 @@ def load_pretrained(
         frozen_dtype: Dtype of the stored shards that are frozen, or ``"stored"``, ``"nf4"`` or ``"fp8"`` for
             packed ones (see ``shard_model``); None is the policy's compute dtype with
             adapters or frozen towers, and ``master_dtype`` without.
-        mp_policy: See ``shard_model``.
+        mp_policy: Compute and reduction dtypes; None is bfloat16 compute with float32 reduction, and
+            ``MixedPrecisionPolicy()`` computes in float32.
         sac_ratio: Fraction of blocks whose activations are recomputed; see ``apply_sac``.
         compile: Whether to compile each block.
         peft_config: Configuration of adapters to train instead of the model; see ``add_adapters``. The result
