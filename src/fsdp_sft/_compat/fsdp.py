@@ -81,13 +81,23 @@ def compute_apart(module: Any, places: Collection[tuple[nn.Module, str]], policy
     """
     groups = module._get_fsdp_state()._fsdp_param_groups
     for group in tuple(groups):
-        meshes = group.mesh_info, group.post_forward_mesh_info
-        beside = type(group)([], group.modules, *meshes, group.device, None, policy, group.offload_policy)
+        beside = type(group)(
+            [],
+            group.modules,
+            group.mesh_info,
+            group.post_forward_mesh_info,
+            group.device,
+            None,
+            policy,
+            group.offload_policy,
+        )
         beside.fsdp_params = [
             held
             for held in group.fsdp_params
             if (held._module_info.module, held._module_info.param_name) in places
         ]
+        for held in beside.fsdp_params:
+            held.mp_policy = policy  # torch 2.15 casts each parameter by its own
         group.fsdp_params = [held for held in group.fsdp_params if held not in beside.fsdp_params]
         groups.append(beside)
     groups[:] = [group for group in groups if group.fsdp_params]
