@@ -88,8 +88,7 @@ def part_of(batch: Batch, group: SequenceGroup) -> BatchPart:
     rows = None
     # Positions that restart mark packed rows. transformers heeds them only where there is no mask.
     if bool(seen_begins.any()) and given_mask is None:
-        last = begins.new_zeros(size, filler)
-        last[:, :1] = True
+        last = (torch.arange(filler, device=ids.device) == 0).expand(size, -1)
         rows = torch.cat([begins, last], 1).cumsum(-1)
     whole = WholeRows(
         group=group,
@@ -161,15 +160,16 @@ def _of_each_token(batch: Batch, name: str, shape: tuple[int, ...]) -> Any:
 
     Positions and a mask may be one row for all, ``(S,)`` or ``(1, S)``.
     """
-    value = batch.get(name)
-    if not isinstance(value, torch.Tensor):
+    value, of_rows = batch.get(name), name in _OF_ALL_ROWS
+    if value is None or not (of_rows or isinstance(value, torch.Tensor)):
         return value
-    if name in _OF_ALL_ROWS and value.shape in (shape[1:], (1, *shape[1:])):
+    found = tuple(getattr(value, "shape", ()))
+    if of_rows and found in (shape[1:], (1, *shape[1:])):
         return value.expand(shape)
-    if tuple(value.shape[:2]) != shape or (name in _OF_ALL_ROWS and value.ndim > 2):
+    if found[:2] != shape or (of_rows and len(found) > 2):
         raise BatchError(
             f"context parallelism cuts what has one entry a token, {shape}; {name!r} has "
-            f"{tuple(value.shape)}. {'Give it so' if name in _OF_ALL_ROWS else 'Leave it out of the batch'}, "
+            f"{found or type(value).__name__}. {'Give it so' if of_rows else 'Leave it out of the batch'}, "
             "or train without context parallelism"
         )
     return value

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 
 import fsdp_sft as fs
 from fsdp_sft._ranks.mesh import cp_rank, parameter_mesh
+from fsdp_sft.attention.context_parallel import SequenceGroup
+from fsdp_sft.loss import part_of
 from fsdp_sft.weights import build_meta_model
 from tests import plain
 from tests.harness.device import device_here, mesh_here
@@ -193,8 +195,9 @@ def _check_refusals(folder: Path) -> None:
         fs.train_step(model, [batch_of(rows_of(LENGTHS, seed=dist.get_rank()), PACKED)], optimizer)
     with pytest.raises(fs.BatchError, match=r"'pixel_values' has \(1, 3"):
         fs.train_step(model, [{**batch, "pixel_values": torch.zeros(1, 3, 4, 4)}], optimizer)
-    with pytest.raises(fs.BatchError, match="one entry a token"):
-        fs.train_step(model, [{**batch, "attention_mask": torch.ones(1, 1)}], optimizer)
+    for name, wrong in (("attention_mask", torch.ones(1, 1)), ("position_ids", [[0, 1]])):
+        with pytest.raises(fs.BatchError, match=f"one entry a token.*{name}.*Give it so"):
+            fs.train_step(model, [{**batch, name: wrong}], optimizer)
     with pytest.raises(fs.UnsupportedModelError, match="called by itself in training"):
         model(input_ids=batch["input_ids"].to(device_here()))
     own = {name: value.to(device_here()) for name, value in batch.items()}
@@ -307,3 +310,15 @@ def test_training_goes_on_at_another_cp(tmp_path: Path) -> None:
     for ranks, cp in ((2, 2), (4, 4), (2, 1)):
         resumed = run_distributed(_check_resume, ranks, str(tmp_path), cp, False)[0]
         assert resumed == pytest.approx(saved[2:], rel=1e-10)
+
+
+def test_one_row_of_positions_and_mask_is_that_of_all_rows() -> None:
+    ids = torch.arange(5, 19).view(2, 7)
+    batch = {"input_ids": ids, "labels": ids, "note": "as it is"}
+    place, mask = torch.tensor([0, 1, 2, 3, 4, 5, 6]), torch.tensor([[1, 1, 1, 1, 1, 1, 0]])
+    group = SequenceGroup("", 2, 1, 0)
+    part = part_of({**batch, "position_ids": place, "attention_mask": mask}, group)
+    every = {"position_ids": place.expand(2, 7), "attention_mask": mask.expand(2, 7)}
+    for name, value in part_of({**batch, **every}, group).items():
+        assert name == "note" or torch.equal(part[name], value), name
+    assert part["note"] == "as it is"
