@@ -155,7 +155,8 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The whole tensor, on the CPU, where tests compare."""
     from torch.distributed.tensor import DTensor
 
-    from fsdp_sft._tensors.packed_shard import PackedShard, values_of
+    from fsdp_sft._tensors.boxes import values_of
+    from fsdp_sft._tensors.packed_shard import PackedShard
 
     if tensor is None:
         return None

@@ -20,7 +20,7 @@ from fsdp_sft._model.state import ModelTensors, match_tensors, model_tensors
 from fsdp_sft._process.bounds import MAX_HEADER_BYTES
 from fsdp_sft._process.limits import blame_no_file
 from fsdp_sft._ranks.agree import agreed, this_rank
-from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of
+from fsdp_sft._tensors.boxes import Box, box_of, local_of
 from fsdp_sft._tensors.disk import full_path, sync_folder, temporary_beside
 from fsdp_sft._tensors.gather import Gatherer
 from fsdp_sft._tensors.reader import do_reads, threads_that_read
@@ -157,7 +157,7 @@ def _open(path: Path) -> Mapping[str, Any]:
 def _reads(files: Mapping[str, Any], name: str, box: Box, out: torch.Tensor) -> Iterator[Read]:
     """Reads that fill ``out`` with the box ``box`` of a tensor; of one that is mapped it is filled here."""
     if isinstance(files[name], torch.Tensor):
-        out.copy_(part_of(files[name], box))
+        out.copy_(files[name][box.slices])
     else:
         yield from files[name].reads(files[name].piece(name), box, out)
 

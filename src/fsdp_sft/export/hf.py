@@ -21,10 +21,9 @@ from fsdp_sft._model.sharded import reshard
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.view import clean_name, unwrapped
 from fsdp_sft._ranks.agree import agreed, share, tell, this_rank
-from fsdp_sft._tensors.boxes import whole
+from fsdp_sft._tensors.boxes import values_of, whole
 from fsdp_sft._tensors.disk import check_room, write_bytes, write_early
 from fsdp_sft._tensors.gather import Gatherer
-from fsdp_sft._tensors.packed_shard import values_of
 from fsdp_sft._tensors.reader import do_reads
 from fsdp_sft._tensors.safetensors import bytes_of, create, force_to_disk, num_bytes
 from fsdp_sft._tensors.stored import Stored

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._quantised.find import is_left_out, layout_by_config
+from fsdp_sft._quantised.find import is_left_out, rows_by_config
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import Settings
-from fsdp_sft._tensors.packed_shard import VALUES_AT_ONCE, PackedLayout
+from fsdp_sft._tensors.packed import VALUES_AT_ONCE
+from fsdp_sft._tensors.packed_shard import PackedLayout
 from fsdp_sft._tensors.sharding import shard_dim, shard_numel
 from fsdp_sft.planner.ledger import Ledger, Workload, work_of
 from fsdp_sft.planner.run import Run
@@ -225,9 +226,9 @@ def layouts_of(
         if own is not None and is_left_out(own, name.removesuffix(".weight").removesuffix(".base")):
             continue
         shape = tuple(parameter.shape)
-        layout = layout_by_config(own, shape) if own else PackedLayout(RECIPES[kind].form(shape[-1]), shape)
-        if layout is not None:
-            found[id(parameter)] = layout
+        rows = rows_by_config(own, shape) if own else (RECIPES[kind].form(shape[-1]), False)
+        if rows is not None:
+            found[id(parameter)] = PackedLayout(rows[0], shape, transposed=rows[1])
     if not found:
         raise ValueError(
             f"frozen_dtype={kind!r}: the config ({settings and settings.method}) does not say of any weight "

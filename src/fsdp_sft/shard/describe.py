@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_sft._model.sharded import mesh_of, reshard
-from fsdp_sft._tensors.boxes import local_of
-from fsdp_sft._tensors.packed_shard import PackedShard, bits_of
+from fsdp_sft._tensors.boxes import local_of, memory_of
+from fsdp_sft._tensors.packed_shard import PackedShard
 from fsdp_sft.shard.units import innermost, without_indices
 
 
@@ -51,7 +51,7 @@ def describe_sharding(model: nn.Module) -> str:
             without_indices(fqn),
             f"{sum(p.numel() for p in own):,}",
             f"{sum(p.numel() for p in own if p.requires_grad):,}",
-            f"{sum(bits_of(p).nbytes for p in own):,}",
+            f"{sum(memory_of(p).nbytes for p in own):,}",
             ", ".join(sorted({_form(p) for p in own})),
             ", ".join(sorted({str(getattr(p, "placements", "not sharded")) for p in own})),
         )
@@ -69,7 +69,7 @@ def describe_sharding(model: nn.Module) -> str:
     everything = [parameter for own in groups.values() for parameter in own]
     lines.append(
         f"{sum(p.numel() for p in everything):,} parameters, "
-        f"{sum(bits_of(p).nbytes for p in everything):,} bytes on this rank, mesh ({axes}) on "
+        f"{sum(memory_of(p).nbytes for p in everything):,} bytes on this rank, mesh ({axes}) on "
         f"{mesh.device_type}"
     )
     packed = [shard for p in everything if isinstance(shard := local_of(p), PackedShard)]

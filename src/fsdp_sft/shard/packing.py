@@ -22,7 +22,8 @@ from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._ranks.agree import all_reduce_sum
 from fsdp_sft._ranks.mesh import EP
 from fsdp_sft._tensors.boxes import box_of, local_of
-from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard, RowFormat
+from fsdp_sft._tensors.packed import RowFormat
+from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard
 from fsdp_sft._tensors.sharding import own_part
 
 STORED = "stored"

@@ -19,8 +19,8 @@ from fsdp_sft._model.view import named_tensors, slot
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._ranks.agree import agreed, all_reduce_sum, tell, this_rank
 from fsdp_sft._tensors.boxes import Box, box_of, local_of
-from fsdp_sft._tensors.packed import Packed
-from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard, RowFormat
+from fsdp_sft._tensors.packed import Packed, RowFormat
+from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard
 from fsdp_sft._tensors.reader import do_reads, threads_that_read
 from fsdp_sft._tensors.stored import Piece, Read, Stored, intersect
 from fsdp_sft.errors import CheckpointMismatchError

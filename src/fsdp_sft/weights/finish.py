@@ -16,7 +16,7 @@ from fsdp_sft._model.view import inner_model, named_tensors, slot
 from fsdp_sft._process.devices import resolve_device
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft._ranks.agree import all_reduce_sum
-from fsdp_sft._tensors.boxes import Box, box_of, local_of, part_of
+from fsdp_sft._tensors.boxes import Box, box_of, local_of
 from fsdp_sft._tensors.sharding import own_part
 from fsdp_sft.errors import CheckpointMismatchError, abridged
 from fsdp_sft.weights.plan import LoadPlan
@@ -102,7 +102,7 @@ def initialise_rest(
         if name not in persistent:
             setattr(*slot(model, name), value.to(tensor.device, tensor.dtype))
             continue
-        local_of(tensor).copy_(part_of(value, box_of(tensor)))
+        local_of(tensor).copy_(value[box_of(tensor).slices])
 
 
 @torch.no_grad()
@@ -120,7 +120,7 @@ def fill_new_rows(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
         # This rank's share of the old rows. Of replicas only the owner adds it, so that no row counts twice.
         held = Box((0, *box.offset[1:]), (old, *box.shape[1:])).intersect(box)
         if held is not None and own_part(tensor) is not None:
-            rows = part_of(local, held.relative_to(box))
+            rows = local[held.relative_to(box).slices]
             # In pieces, since torch widens everything that it sums at once.
             pieces = rows.split(max(1, _PIECE_ELEMENTS // max(1, rows[:1].numel())))
             sums[held.slices[1:]] = sum(piece.sum(0, dtype=torch.float64) for piece in pieces).cpu()
@@ -128,7 +128,7 @@ def fill_new_rows(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
         added = Box((old, *box.offset[1:]), (tensor.shape[0] - old, *box.shape[1:])).intersect(box)
         if added is not None:
             own = mean.reshape(shape[1:])[added.slices[1:]].to(tensor.dtype)
-            part_of(local, added.relative_to(box)).copy_(own.to(local.device).expand(added.shape))
+            local[added.relative_to(box).slices].copy_(own.to(local.device).expand(added.shape))
 
 
 # The source of each tensor's values.
