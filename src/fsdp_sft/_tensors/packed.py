@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 
@@ -23,7 +23,6 @@ from fsdp_sft._tensors.stored import MIN_RUN_BYTES, ByteRange, InFile, Ints, Pie
 # Values that a thread computes at once: with what they are computed from, and what comes in between, they
 # take up to 48 bytes each.
 _AT_ONCE = 1 << 19
-VALUES_AT_ONCE = 1 << 22  # of rows in memory, with up to 24 bytes each in between
 _ALIGNMENT = 8  # bytes: a row of bytes begins where an element of any dtype can
 
 Decode: TypeAlias = Callable[[Mapping[str, torch.Tensor], range, range], torch.Tensor]
@@ -121,12 +120,14 @@ class RowFormat:
             lie; those of larger elements first.
         decode: Function from the parts of some rows, ``(rows, elements)``, to their values in float32; see
             ``Packed.decode``.
+        at_once: Number of values that are computed at once, of up to 24 bytes each in between.
     """
 
     name: str
     width: int
     parts: tuple[tuple[str, torch.dtype, int], ...]
     decode: Decode
+    at_once: ClassVar[int] = 1 << 22
 
     @property
     def row_bytes(self) -> int:
@@ -151,7 +152,7 @@ class RowFormat:
 
     def values_into(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Compute values ``(rows, width)``, in the dtype of where they go, a part of them at a time."""
-        step = max(1, VALUES_AT_ONCE // self.width)
+        step = max(1, self.at_once // self.width)
         for first in range(0, len(rows), step):
             some = rows[first : first + step]
             parts, at = {}, 0

@@ -16,7 +16,6 @@ from torch import nn
 from fsdp_sft._quantised.find import is_left_out, rows_by_config
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import Settings
-from fsdp_sft._tensors.packed import VALUES_AT_ONCE
 from fsdp_sft._tensors.packed_shard import PackedLayout
 from fsdp_sft._tensors.sharding import shard_dim, shard_numel
 from fsdp_sft.planner.ledger import Ledger, Workload, work_of
@@ -77,7 +76,7 @@ def decoding(layout: PackedLayout, dtype: torch.dtype) -> tuple[int, Workload, f
         Most bytes that this takes besides the values, its work, and the weight in such parts.
     """
     each = math.prod(layout.shape[1:])
-    number = min(layout.shape[0], max(2, -(-_RUNS * VALUES_AT_ONCE // each)))
+    number = min(layout.shape[0], max(2, -(-_RUNS * layout.form.at_once // each)))
     rows = torch.empty((number * layout.rows_each, layout.form.row_bytes), dtype=torch.uint8, device="meta")
     place = torch.empty((number, *layout.shape[1:]), dtype=dtype, device="meta")
     ledger = Ledger()
