@@ -40,8 +40,7 @@ from fsdp_sft.dcp_io.manifest import (
     step_number,
 )
 from fsdp_sft.dcp_io.model_state import LoadedStep, match_model, packed_base
-from fsdp_sft.dcp_io.optimizer_content import Optimizers
-from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, match_optimizers
+from fsdp_sft.dcp_io.optimizers import Optimizers, apply_optimizer, match_optimizers
 from fsdp_sft.dcp_io.parts import read_rank_content
 from fsdp_sft.dcp_io.retention import note_loaded
 from fsdp_sft.dcp_io.saving import BackgroundSave, join_last, prepare_save

@@ -38,7 +38,7 @@ from fsdp_sft.dcp_io.manifest import (
     step_folders,
 )
 from fsdp_sft.dcp_io.model_state import packed_base, stored_model
-from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list, optimizer_content, parts_inside
+from fsdp_sft.dcp_io.optimizers import Optimizers, as_list, optimizer_content, parts_inside
 from fsdp_sft.dcp_io.parts import Part, checked_size, parts_of, rank_parts
 from fsdp_sft.dcp_io.retention import prune
 from fsdp_sft.errors import (
