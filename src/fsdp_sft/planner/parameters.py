@@ -17,11 +17,11 @@ from fsdp_sft._quantised.find import is_left_out, rows_by_config
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._tensors.packed_shard import PackedLayout
-from fsdp_sft._tensors.sharding import shard_dim, shard_numel
 from fsdp_sft.planner.ledger import Ledger, Workload, work_of
 from fsdp_sft.planner.run import Run
 from fsdp_sft.shard.float32_modules import kept_parameters
 from fsdp_sft.shard.packing import STORED, matrices_to_pack
+from fsdp_sft.shard.units import shard_dim, shard_numel
 
 _RUNS = 3  # of values that are computed at once, after which runs are alike
 
