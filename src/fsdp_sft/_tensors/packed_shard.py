@@ -64,11 +64,8 @@ class PackedShard(torch.Tensor):
         rows: Bytes of the rows, ``(rows, row_bytes)``; those beyond ``count`` are filler.
         lies: How the parameter lies in them.
         count: Number of indices of the first dimension that are this rank's.
+        format: Name of the format of its rows.
     """
-
-    rows: torch.Tensor
-    lies: PackedLayout
-    count: int
 
     @staticmethod
     def __new__(
@@ -79,14 +76,14 @@ class PackedShard(torch.Tensor):
         return made  # type: ignore[no-any-return]
 
     def __init__(self, rows: torch.Tensor, layout: PackedLayout, count: int, dtype: torch.dtype) -> None:
-        self.rows, self.lies, self.count = rows, layout, count
+        self.rows, self.lies, self.count, self.format = rows, layout, count, layout.form.name
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"PackedShard({self.lies.form.name}, {tuple(self.shape)}, {self.rows.numel():,} bytes)"
+        return f"PackedShard({self.format}, {tuple(self.shape)}, {self.rows.numel():,} bytes)"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"a frozen weight whose shards are kept in {self.lies.form.name} is not pickled: save_checkpoint "
+            f"a frozen weight whose shards are kept in {self.format} is not pickled: save_checkpoint "
             "writes a step that names it, and save_full_state_dict its values"
         )
 

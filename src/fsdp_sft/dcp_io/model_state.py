@@ -136,7 +136,7 @@ def packed_base(model: nn.Module) -> dict[str, str] | None:
         return None
     own = [0.0 if own_part(p) is None else float(_sum(p, local)) for p, local in shards.values()]
     sums = [int(total) % _MODULUS for total in all_reduce_sum(own)]
-    forms = [local.lies.form.name for _, local in shards.values()]
+    forms = [local.format for _, local in shards.values()]
     text = json.dumps([weights.kind, list(zip(shards, forms, sums, strict=True))])
     return {"kind": weights.kind, "digest": hashlib.sha256(text.encode()).hexdigest()}
 
