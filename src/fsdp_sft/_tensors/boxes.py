@@ -192,8 +192,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
-# A subclass of tensor may hold its values in another form, as frozen weights that are kept packed do. What they
-# are made of is in a plain tensor, ``rows``; ``dense(dtype)`` computes them, and ``format`` names the form.
+# A subclass of tensor may hold its values in another form, as frozen weights that are kept packed do. What
+# they are made of is in a plain tensor, ``rows``; ``dense(dtype)`` computes them; ``format`` names the form.
 
 
 def values_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
