@@ -205,4 +205,4 @@ def values_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor that holds this rank's part of ``tensor``: its values, or what they are made of."""
     local = local_of(tensor)
-    return getattr(local, "rows", local)  # type: ignore[no-any-return]
+    return getattr(local, "rows", local)
