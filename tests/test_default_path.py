@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sft as fs
-from fsdp_sft._tensors.packed_shard import bits_of
+from fsdp_sft._tensors.boxes import memory_of
 from tests.harness.device import mesh_here
 from tests.harness.models import full, ragged_batches, tiny_model
 from tests.harness.ranks import run_distributed
@@ -70,7 +70,7 @@ def _check(root: Path, packed: str | None = None) -> list[tuple[float, float]]:
     assert _steps(again, optimizer, scheduler, windows[3:]) == rest, "losses and norms, bit for bit"
     for (name, p), q in zip(again.named_parameters(), model.parameters(), strict=True):
         assert p.dtype == torch.float32 or not p.requires_grad
-        assert torch.equal(bits_of(p), bits_of(q)), name
+        assert torch.equal(memory_of(p), memory_of(q)), name
     fs.load_checkpoint(root, model=again, optimizer=optimizer)
     assert fs.evaluate(again, held_out) == evaluated
 

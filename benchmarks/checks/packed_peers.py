@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 import fsdp_sft as fs
 from benchmarks.tables import publish, table
-from fsdp_sft._tensors.packed_shard import bits_of
+from fsdp_sft._tensors.boxes import memory_of
 
 
 def lora() -> LoraConfig:
@@ -39,7 +39,7 @@ def held(model: nn.Module) -> int:
     for name, parameter in model.named_parameters():
         if ".layers." in name and "lora_" not in name and "norm" not in name:
             local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local = bits_of(parameter) if hasattr(local, "fsdp_pre_all_gather") else local
+            local = memory_of(parameter) if hasattr(local, "fsdp_pre_all_gather") else local
             found += local.numel() * local.element_size()
     for module in model.modules():
         state = getattr(module, "quant_state", None)

@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import fsdp_sft as fs
 from benchmarks.host_memory import PeakMemory
 from benchmarks.tables import publish, table
-from fsdp_sft._tensors.boxes import local_of
-from fsdp_sft._tensors.packed_shard import PackedShard, bits_of
+from fsdp_sft._tensors.boxes import local_of, memory_of
+from fsdp_sft._tensors.packed_shard import PackedShard
 
 BASES = {"bfloat16": None, "fp8": "fp8", "nf4": "nf4"}
 
@@ -59,7 +59,7 @@ def gathered_by_formula(model: Any, dtype: torch.dtype) -> int:
     total = 0
     for name, parameter in model.named_parameters():
         is_packed = isinstance(local_of(parameter), PackedShard)
-        held = bits_of(parameter).numel() * dist.get_world_size() if is_packed else 0
+        held = memory_of(parameter).numel() * dist.get_world_size() if is_packed else 0
         total += (2 if ".layers." in name else 1) * (held or parameter.numel() * dtype.itemsize)
     return total
 
@@ -76,7 +76,7 @@ def load(folder: Path, kind: Any, policy: Any) -> tuple[Any, int]:
             peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
             sac_ratio=1,
         )
-    held = sum(bits_of(p).numel() * bits_of(p).element_size() for p in model.parameters())
+    held = sum(memory_of(p).numel() * memory_of(p).element_size() for p in model.parameters())
     return model, max(0, peak.grown - held)
 
 
@@ -102,7 +102,7 @@ def measure(folder: Path, length: int, rounds: int, dtype: torch.dtype) -> list[
     for name, model in models.items():
         weights = frozen_of_blocks(model)
         values = sum(p.numel() for p in weights)
-        held = sum(bits_of(p).numel() * bits_of(p).element_size() for p in weights)
+        held = sum(memory_of(p).numel() * memory_of(p).element_size() for p in weights)
         with Gathered() as gathered:
             fs.train_step(model, window, optimizers[name], check=False)
         ratios = [a / b for a, b in zip(seconds[name][1:], seconds["bfloat16"][1:], strict=True)]

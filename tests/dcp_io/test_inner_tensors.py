@@ -102,7 +102,7 @@ def _refused(root: str, shapes: Any, mesh: Any, words: str) -> None:
     before = [own_of(p).clone() for p in model.parameters()]
     with pytest.MonkeyPatch.context() as patch:
         if "imported" in words:
-            patch.setattr("fsdp_sft.dcp_io.optimizer_load._imported", dict)
+            patch.setattr("fsdp_sft.dcp_io.optimizers._imported", dict)
         with pytest.raises(fs.CheckpointMismatchError, match=words):
             fs.load_checkpoint(f"{root}/step-2", model=model, optimizer=optimizer)
     assert not optimizer.state

@@ -34,7 +34,7 @@ def _prune_aside(root: Path, step: int) -> None:
     ("module", "name"),
     [
         (checkpoint, "open_folder"),
-        (checkpoint, "check_model"),
+        (checkpoint, "match_model"),
         (checkpoint, "read_rank_content"),
         (checkpoint, "read_tensors"),
     ],

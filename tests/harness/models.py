@@ -155,11 +155,11 @@ def full(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The whole tensor, on the CPU, where tests compare."""
     from torch.distributed.tensor import DTensor
 
-    from fsdp_sft._tensors.packed_shard import PackedShard, values_of
+    from fsdp_sft._tensors.boxes import memory_of, values_of
 
     if tensor is None:
         return None
-    if isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, PackedShard):
+    if isinstance(tensor, DTensor) and memory_of(tensor).dtype != tensor.dtype:  # packed
         like = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
         tensor = DTensor.from_local(
             values_of(tensor, torch.float32), tensor.device_mesh, tensor.placements, **like

@@ -40,7 +40,7 @@ MISTAKES = [
     ),
     Mistake(
         "an export is not held against what its class reads",
-        "export/plan.py",
+        "export/hf.py",
         ' if unread else ""',
         ' if False else ""',
         ("tests/export/test_readback.py",),
@@ -75,7 +75,7 @@ MISTAKES = [
     ),
     Mistake(
         "what is shared in the model alone is written once",
-        "export/plan.py",
+        "export/hf.py",
         "together.setdefault((first, as_read.get(name)), [])",
         "together.setdefault((first, None), [])",
         ("tests/export/test_export.py",),
@@ -110,14 +110,14 @@ MISTAKES = [
     ),
     Mistake(
         "state that an optimizer makes anew is saved",
-        "dcp_io/optimizer_content.py",
+        "dcp_io/optimizers.py",
         "    if optimizer.state is not optimizer.state:\n",
         "    if False:\n",
         ("tests/dcp_io/test_refused_saves.py",),
     ),
     Mistake(
         "several optimizers are restored by their place in the list",
-        "dcp_io/optimizer_load.py",
+        "dcp_io/optimizers.py",
         'if entry[0]["parameters"].keys() == own',
         "if True",
         ("tests/dcp_io/test_optimizer_state.py",),
@@ -250,7 +250,7 @@ MISTAKES = [
     ),
     Mistake(
         "quantised moments are named by the last part of a parameter's name",
-        "dcp_io/optimizer_content.py",
+        "dcp_io/optimizers.py",
         'name.partition("/")[2] if numbered else name:',
         '"/".join(name.split("/")[-2:]):',
         ("tests/dcp_io/test_inner_tensors.py::test_a_parameter_with_a_slash_in_its_name",),

@@ -26,7 +26,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "a load seeds the caller's generators",
-        "weights/finish.py",
+        "weights/fill.py",
         "    with unmoved(seed=seed):\n",
         "    torch.manual_seed(seed)\n    if True:\n",
         ("tests/process/test_random_state.py",),
@@ -54,7 +54,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "only the base model is accounted for",
-        "weights/finish.py",
+        "weights/plan.py",
         "        if id(tensor) not in filled and tensor.is_meta:",
         '        if id(tensor) not in filled and tensor.is_meta and "base_model" not in name:',
         ("tests/weights/test_account.py",),
@@ -84,14 +84,14 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "new rows are a mean of what this rank holds",
-        "weights/finish.py",
+        "weights/fill.py",
         "mean = torch.tensor(all_reduce_sum(sums.reshape(-1).tolist()), dtype=torch.float64) / old",
         "all_reduce_sum([])\n        mean = sums.reshape(-1) / old",
         ("tests/weights/test_new_tokens.py",),
     ),
     Mistake(
         "every replica's rows count in the mean",
-        "weights/finish.py",
+        "weights/fill.py",
         "if held is not None and own_part(tensor) is not None:",
         "if held is not None:",
         ("tests/weights/test_new_tokens.py",),
@@ -161,8 +161,8 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "weights that to_empty has untied stay two",
-        "weights/load.py",
-        "            make_ties(base)\n",
+        "weights/plan.py",
+        "        make_ties(base)\n",
         "",
         ("tests/weights/test_ties.py::test_ties_that_to_empty_has_broken_are_made_again",),
     ),

@@ -114,7 +114,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "an uneven dimension taken other than the first",
-        "_tensors/sharding.py",
+        "shard/units.py",
         "if dim and size % num_shards == 0), 0)",
         "if dim and size >= num_shards), 0)",
         ("tests/tensors/test_placement.py",),

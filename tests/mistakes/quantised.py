@@ -111,7 +111,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a step does not look what its base was packed of",
         "dcp_io/model_state.py",
-        '    if source is None or (kind, saved.get("digest")) != (source["kind"], source["digest"]):',
+        '    if base is None or (kind, saved.get("digest")) != (base["kind"], base["digest"]):',
         "    if False:",
         ("tests/shard/test_packed.py",),
     ),

@@ -221,20 +221,20 @@ def test_the_config_says_how_rows_are_stored(name: str, tmp_path: Path) -> None:
     # DeepSeek-V4 has matrices in FP8, and stacks of them in MXFP4.
     shape = (2, 8, WIDTH) if name == "fp4 of deepseek-v4" else (8, WIDTH)
     settings = Settings("config.json", made.settings["quant_method"], made.settings)
-    layout = find.layout_by_config(settings, shape)
+    rows = find.rows_by_config(settings, shape)
     if expected is None:
-        assert layout is None
+        assert rows is None
         return
-    assert layout is not None
-    assert not layout.transposed
-    form = layout.form
+    assert rows is not None
+    form, is_transposed = rows
+    assert not is_transposed
     assert form.width == expected.width
     # Such configs do not say of what dtype scales are.
     unsaid = "e8m0" in name or "uint8" in name or name == "fp8 block, compressed-tensors"
     if not unsaid:
         assert form.row_bytes == pytest.approx(expected.row_bytes, rel=0.01)
-    rows = torch.zeros(2, form.row_bytes, dtype=torch.uint8)
-    form.values_into(rows, torch.empty(2, WIDTH))
+    own = torch.zeros(2, form.row_bytes, dtype=torch.uint8)
+    form.values_into(own, torch.empty(2, WIDTH))
 
 
 @pytest.mark.parametrize(

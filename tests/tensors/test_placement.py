@@ -9,7 +9,7 @@ import transformers as tf
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_sft as fs
-from fsdp_sft._tensors import sharding
+from fsdp_sft.shard import units
 from tests.harness.device import device_here, mesh_here
 from tests.harness.models import full, largest_error, ragged_batches, tiny_model, windows_of_rank
 from tests.harness.ranks import run_distributed
@@ -18,22 +18,22 @@ EXPERTS = 3  # uneven over 2 and over 4 ranks
 
 
 def test_the_first_dimension_unless_another_is_evener() -> None:
-    assert sharding.shard_dim((4096, 4096), 64) == 0
-    assert sharding.shard_dim((8, 28672, 4096), 64) == 1
-    assert sharding.shard_dim((8, 3, 4096), 64) == 2
-    assert sharding.shard_dim((8, 3, 5), 64) == 0  # no dimension divides
-    assert sharding.shard_dim((1001, 64), 4) == 0  # uneven by less than 5 %
-    assert sharding.shard_dim((9, 64), 4) == 1
+    assert units.shard_dim((4096, 4096), 64) == 0
+    assert units.shard_dim((8, 28672, 4096), 64) == 1
+    assert units.shard_dim((8, 3, 4096), 64) == 2
+    assert units.shard_dim((8, 3, 5), 64) == 0  # no dimension divides
+    assert units.shard_dim((1001, 64), 4) == 0  # uneven by less than 5 %
+    assert units.shard_dim((9, 64), 4) == 1
     for nothing in ((), (0, 8), (8, 0)):
-        assert sharding.shard_dim(nothing, 4) == 0
+        assert units.shard_dim(nothing, 4) == 0
 
 
 def test_what_a_rank_has_memory_for_is_the_largest_chunk() -> None:
     for shape in ((8, 6, 4), (9, 64), (5,), (101, 3), (3, 3)):
         for shards in (1, 2, 4, 6, 64):
-            chunks = torch.empty(shape).chunk(shards, sharding.shard_dim(shape, shards))
-            assert sharding.shard_numel(shape, shards) == max(chunk.numel() for chunk in chunks)
-    assert sharding.shard_numel((), 4) == 1
+            chunks = torch.empty(shape).chunk(shards, units.shard_dim(shape, shards))
+            assert units.shard_numel(shape, shards) == max(chunk.numel() for chunk in chunks)
+    assert units.shard_numel((), 4) == 1
 
 
 def _model() -> Any:
@@ -46,10 +46,7 @@ def _run(folder: str, evenly: bool) -> tuple[list[float], list[float], dict[str,
     """The default path: ragged batches, evaluate, save, load, go on, export."""
     fs.init_distributed()
     if not evenly:  # the oracle: FSDP2 as it is
-        sharding.shard_dim = lambda shape, shards: 0  # type: ignore[assignment]
-        import fsdp_sft.shard.units as own
-
-        own.shard_dim = sharding.shard_dim
+        units.shard_dim = lambda shape, shards: 0  # type: ignore[assignment]
     model = _model()
     placements = {p.placements[-1].dim for p in model.parameters() if isinstance(p, DTensor)}
     assert placements == ({0, 1} if evenly else {0})

@@ -90,10 +90,10 @@ def test_shards_that_stay_on_the_host_are_loaded_there(checkpoint: Path) -> None
 def _memory_while_loading(folder: Path, **options: Any) -> tuple[int, int, int]:
     """(peak beside the shards, the shards, the largest one), in bytes of the device."""
     from fsdp_sft._tensors import stored
-    from fsdp_sft.weights import finish
+    from fsdp_sft.weights import fill
 
     stored._LARGE_BYTES = PIECE
-    finish._PIECE_ELEMENTS = PIECE // 8
+    fill._PIECE_ELEMENTS = PIECE // 8
     fs.init_distributed()
     mesh = fs.build_mesh()
     before = torch.sim.memory_allocated()

@@ -8,8 +8,7 @@ from torch import nn
 
 from fsdp_sft._compat.modules import is_wrapper_subclass
 from fsdp_sft._model.view import clean_name, named_tensors, unwrapped
-from fsdp_sft._tensors.boxes import local_of
-from fsdp_sft._tensors.packed_shard import PackedShard, bits_of
+from fsdp_sft._tensors.boxes import memory_of
 from fsdp_sft.errors import UnstorableStateError, abridged
 
 
@@ -80,8 +79,7 @@ def model_tensors(model: nn.Module) -> ModelTensors:
     model = unwrapped(model)
     for key, value in model.state_dict(keep_vars=True).items():
         name = clean_name(key)
-        is_packed = isinstance(value, torch.Tensor) and isinstance(local_of(value), PackedShard)
-        if not isinstance(value, torch.Tensor) or (is_wrapper_subclass(value) and not is_packed):
+        if not isinstance(value, torch.Tensor) or is_wrapper_subclass(memory_of(value)):
             raise UnstorableStateError(
                 f"{name} of {type(model).__name__} is a {type(value).__name__}, and a file holds plain "
                 "tensors: keep it in train_state or rank_state"
@@ -110,5 +108,5 @@ def model_tensors(model: nn.Module) -> ModelTensors:
 
 def _memory(tensor: torch.Tensor) -> int:
     """A key for the memory of a tensor; an empty shard has none, so its ``id`` is used."""
-    local = bits_of(tensor)
+    local = memory_of(tensor)
     return local.untyped_storage().data_ptr() if local.numel() else id(tensor)

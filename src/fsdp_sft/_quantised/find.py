@@ -15,7 +15,7 @@ from fsdp_sft._quantised import bitsandbytes, compressed, finegrained, gpt_oss, 
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import IN_16_BITS, Settings
 from fsdp_sft._quantised.tensors import Tensors
-from fsdp_sft._tensors.packed_shard import PackedLayout
+from fsdp_sft._tensors.packed import RowFormat
 from fsdp_sft._tensors.stored import InFile, Ints, Stored
 from fsdp_sft.errors import abridged
 
@@ -78,8 +78,8 @@ def published(stored: Mapping[str, InFile], settings: Settings) -> dict[str, Sto
     return {**{key: stored[key] for key in left}, **tensors.packed}
 
 
-def layout_by_config(settings: Settings, shape: Ints) -> PackedLayout | None:
-    """How a weight lies in rows, by the config alone, for where there are no files.
+def rows_by_config(settings: Settings, shape: Ints) -> tuple[RowFormat, bool] | None:
+    """The format of a weight's rows, by the config alone, for where there are no files.
 
     Rows are those of the recipe with as many bits, of other blocks: as many bytes, and the same work.
 
@@ -88,7 +88,8 @@ def layout_by_config(settings: Settings, shape: Ints) -> PackedLayout | None:
         shape: Shape of the weight in the model.
 
     Returns:
-        None if such a weight is not packed, or its rows have no bytes of their own.
+        (the format, whether the weight is transposed); None if it is not packed, or its rows have no bytes of
+        their own.
     """
     method = METHODS[settings.method]
     bits = method.bits(settings, len(shape)) if method.bits is not None else 0
@@ -97,7 +98,7 @@ def layout_by_config(settings: Settings, shape: Ints) -> PackedLayout | None:
     width = shape[-2 if method.transposed else -1]
     recipe, codes, scales = ("nf4", 4, 16) if bits < 8 else ("fp8", 8, 32)
     block = int(scales / (bits - codes)) if bits > codes else width
-    return PackedLayout(RECIPES[recipe].form(width, block), shape, method.transposed)
+    return RECIPES[recipe].form(width, block), method.transposed
 
 
 def is_left_out(settings: Settings, module: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_sft._quantised.values import of_floats, of_nibbles, scale
-from fsdp_sft._tensors.packed_shard import RowFormat
+from fsdp_sft._tensors.packed import RowFormat
 
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),

@@ -192,9 +192,17 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
-def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The part ``box`` of ``tensor``, as a view."""
-    for dim, (offset, size) in enumerate(zip(box.offset, box.shape, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, offset, size)
-    return tensor
+# A subclass of tensor may hold its values in another form, as frozen weights that are kept packed do. What
+# they are made of is in a plain tensor, ``rows``; ``dense(dtype)`` computes them; ``format`` names the form.
+
+
+def values_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The values of this rank's part of ``tensor``; what has to be computed is of ``dtype``, or its own."""
+    local: Any = local_of(tensor)
+    return local.dense(dtype or tensor.dtype) if hasattr(local, "dense") else local  # type: ignore[no-any-return]
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that holds this rank's part of ``tensor``: its values, or what they are made of."""
+    local = local_of(tensor)
+    return getattr(local, "rows", local)

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_sft._ranks.agree import answered, control_group, raise_first, this_rank
-from fsdp_sft._tensors.boxes import part_of
-from fsdp_sft._tensors.packed_shard import values_of
+from fsdp_sft._tensors.boxes import values_of
 from fsdp_sft._tensors.sharding import own_part, sharding_of
 
 _MOST_BYTES = 1 << 28  # that gloo sends at once
@@ -41,11 +40,11 @@ class Gatherer:
         full = torch.empty(tensor.shape, dtype=dtype)
         for owner, box in sharding_of(tensor).parts(tensor.shape):
             if owner == 0:
-                part_of(full, box).copy_(values_of(tensor, dtype))
+                full[box.slices].copy_(values_of(tensor, dtype))
             else:
                 values = torch.empty(box.shape, dtype=dtype)
                 _exchange(dist.irecv, values, owner)
-                part_of(full, box).copy_(values)
+                full[box.slices].copy_(values)
         return full
 
     def attempt(self, action: Callable[[], T]) -> T | None:

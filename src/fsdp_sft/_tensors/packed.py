@@ -12,18 +12,20 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 
 from fsdp_sft._tensors.boxes import Box, chunk_of
-from fsdp_sft._tensors.packed_shard import Decode, RowFormat
 from fsdp_sft._tensors.safetensors import TensorEntry
 from fsdp_sft._tensors.stored import MIN_RUN_BYTES, ByteRange, InFile, Ints, Piece, Read, Stored, intersect
 
 # Values that a thread computes at once: with what they are computed from, and what comes in between, they
 # take up to 48 bytes each.
 _AT_ONCE = 1 << 19
+_ALIGNMENT = 8  # bytes: a row of bytes begins where an element of any dtype can
+
+Decode: TypeAlias = Callable[[Mapping[str, torch.Tensor], range, range], torch.Tensor]
 _PartRead: TypeAlias = tuple[tuple[ByteRange, ...], Callable[[list[torch.Tensor]], torch.Tensor]]
 
 
@@ -105,6 +107,61 @@ class _Block(NamedTuple):
         step = values.stride(0)
         strides = [r * step + c for r, c in zip(self.row_steps, self.column_steps, strict=True)]
         return values.as_strided(size, strides, self.column - self.columns.start)
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How the values of a row are computed from its bytes.
+
+    Attributes:
+        name: Name of the format, with what distinguishes it.
+        width: Number of values in a row.
+        parts: What each part is, its dtype and its number of elements in a row, in the order in which they
+            lie; those of larger elements first.
+        decode: Function from the parts of some rows, ``(rows, elements)``, to their values in float32; see
+            ``Packed.decode``.
+        at_once: Number of values that are computed at once, of up to 24 bytes each in between.
+    """
+
+    name: str
+    width: int
+    parts: tuple[tuple[str, torch.dtype, int], ...]
+    decode: Decode
+    at_once: ClassVar[int] = 1 << 22
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, with what fills it up."""
+        used = sum(dtype.itemsize * count for _, dtype, count in self.parts)
+        return -(-used // _ALIGNMENT) * _ALIGNMENT
+
+    def is_like(self, other: "RowFormat") -> bool:
+        """Whether rows of both can lie in one tensor."""
+        return (self.name, self.width, self.parts) == (other.name, other.width, other.parts)
+
+    def joined(self, parts: Mapping[str, torch.Tensor], count: int) -> torch.Tensor:
+        """Bytes ``(count, row_bytes)`` of the parts of rows; a part of one row belongs to all."""
+        device, at = parts[self.parts[0][0]].device, 0
+        made = torch.zeros((count, self.row_bytes), dtype=torch.uint8, device=device)
+        for name, dtype, elements in self.parts:
+            size = dtype.itemsize * elements
+            part = parts[name].reshape(-1, elements).contiguous()
+            made[:, at : at + size] = part.view(torch.uint8)
+            at += size
+        return made
+
+    def values_into(self, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Compute values ``(rows, width)``, in the dtype of where they go, a part of them at a time."""
+        step = max(1, self.at_once // self.width)
+        for first in range(0, len(rows), step):
+            some = rows[first : first + step]
+            parts, at = {}, 0
+            for name, dtype, elements in self.parts:
+                size = dtype.itemsize * elements
+                parts[name] = some[:, at : at + size].contiguous().view(dtype)
+                at += size
+            found = self.decode(parts, range(len(some)), range(self.width))
+            values[first : first + step].copy_(found[:, : self.width])
 
 
 @dataclass(frozen=True)

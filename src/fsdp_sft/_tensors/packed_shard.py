@@ -9,74 +9,15 @@ and ``fsdp_post_all_gather``, which gets those of all ranks (torch 2.13, ``_fsdp
 """
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_sft._tensors.boxes import local_of
+from fsdp_sft._tensors.packed import RowFormat
 from fsdp_sft._tensors.stored import Ints
 from fsdp_sft.errors import UnsupportedModelError
-
-_ALIGNMENT = 8  # bytes: a row of bytes begins where an element of any dtype can
-VALUES_AT_ONCE = 1 << 22  # values that are computed at once, of up to 24 bytes each in between
-
-Decode = Callable[[Mapping[str, torch.Tensor], range, range], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """How the values of a row are computed from its bytes.
-
-    Attributes:
-        name: Name of the format, with what distinguishes it.
-        width: Number of values in a row.
-        parts: What each part is, its dtype and its number of elements in a row, in the order in which they
-            lie; those of larger elements first.
-        decode: Function from the parts of some rows, ``(rows, elements)``, to their values in float32; see
-            ``Packed.decode``.
-    """
-
-    name: str
-    width: int
-    parts: tuple[tuple[str, torch.dtype, int], ...]
-    decode: Decode
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row, with what fills it up."""
-        used = sum(dtype.itemsize * count for _, dtype, count in self.parts)
-        return -(-used // _ALIGNMENT) * _ALIGNMENT
-
-    def is_like(self, other: "RowFormat") -> bool:
-        """Whether rows of both can lie in one tensor."""
-        return (self.name, self.width, self.parts) == (other.name, other.width, other.parts)
-
-    def joined(self, parts: Mapping[str, torch.Tensor], count: int) -> torch.Tensor:
-        """Bytes ``(count, row_bytes)`` of the parts of rows; a part of one row belongs to all."""
-        device, at = parts[self.parts[0][0]].device, 0
-        made = torch.zeros((count, self.row_bytes), dtype=torch.uint8, device=device)
-        for name, dtype, elements in self.parts:
-            size = dtype.itemsize * elements
-            part = parts[name].reshape(-1, elements).contiguous()
-            made[:, at : at + size] = part.view(torch.uint8)
-            at += size
-        return made
-
-    def values_into(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Compute values ``(rows, width)``, in the dtype of where they go, a part of them at a time."""
-        step = max(1, VALUES_AT_ONCE // self.width)
-        for first in range(0, len(rows), step):
-            some = rows[first : first + step]
-            parts, at = {}, 0
-            for name, dtype, elements in self.parts:
-                size = dtype.itemsize * elements
-                parts[name] = some[:, at : at + size].contiguous().view(dtype)
-                at += size
-            found = self.decode(parts, range(len(some)), range(self.width))
-            values[first : first + step].copy_(found[:, : self.width])
 
 
 @dataclass(frozen=True)
@@ -123,11 +64,8 @@ class PackedShard(torch.Tensor):
         rows: Bytes of the rows, ``(rows, row_bytes)``; those beyond ``count`` are filler.
         lies: How the parameter lies in them.
         count: Number of indices of the first dimension that are this rank's.
+        format: Name of the format of its rows.
     """
-
-    rows: torch.Tensor
-    lies: PackedLayout
-    count: int
 
     @staticmethod
     def __new__(
@@ -138,14 +76,14 @@ class PackedShard(torch.Tensor):
         return made  # type: ignore[no-any-return]
 
     def __init__(self, rows: torch.Tensor, layout: PackedLayout, count: int, dtype: torch.dtype) -> None:
-        self.rows, self.lies, self.count = rows, layout, count
+        self.rows, self.lies, self.count, self.format = rows, layout, count, layout.form.name
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"PackedShard({self.lies.form.name}, {tuple(self.shape)}, {self.rows.numel():,} bytes)"
+        return f"PackedShard({self.format}, {tuple(self.shape)}, {self.rows.numel():,} bytes)"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"a frozen weight whose shards are kept in {self.lies.form.name} is not pickled: save_checkpoint "
+            f"a frozen weight whose shards are kept in {self.format} is not pickled: save_checkpoint "
             "writes a step that names it, and save_full_state_dict its values"
         )
 
@@ -206,15 +144,3 @@ class PackedShard(torch.Tensor):
         made = torch.empty(layout.shape, dtype=param_dtype, device=rows.device)
         layout.fill(rows, made)
         return made, (made,)
-
-
-def values_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """This rank's part of a tensor; of packed bytes their values, in that dtype or the tensor's own."""
-    local = local_of(tensor)
-    return local.dense(dtype or tensor.dtype) if isinstance(local, PackedShard) else local
-
-
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor as it is held: its values, or its packed bytes."""
-    local = local_of(tensor)
-    return local.rows if isinstance(local, PackedShard) else local

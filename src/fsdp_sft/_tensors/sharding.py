@@ -164,31 +164,3 @@ def _sharding_on(mesh: DeviceMesh, placements: tuple[Placement, ...], ndim: int)
 def own_part(tensor: torch.Tensor, copy: int = 0) -> Box | None:
     """This rank's part of a tensor; None if it is empty, or belongs to another copy than number ``copy``."""
     return sharding_of(tensor).part_of_rank(tensor.shape, copy, this_rank())
-
-
-# The dimension along which FSDP2 shards each parameter, and how evenly the shards fall on the ranks.
-#
-# FSDP2 shards the first dimension by default, and pads every rank's shard to the size of the largest. With
-# eight experts and 64 ranks, eight ranks get an expert each and 56 get none, but all 64 hold memory for one.
-# Another dimension can be chosen only if the number of ranks divides its size.
-
-MOST_IMBALANCE = 1.05  # largest shard divided by the mean shard; above it another dimension is tried
-
-
-@functools.lru_cache(maxsize=65536)
-def shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
-    """Dimension to shard: the first, unless that is uneven and ``num_shards`` divides a later one."""
-    if not shape or not math.prod(shape):
-        return 0
-    imbalance = -(-shape[0] // num_shards) * num_shards / shape[0]  # of the first dimension
-    if imbalance <= MOST_IMBALANCE:
-        return 0
-    return next((dim for dim, size in enumerate(shape) if dim and size % num_shards == 0), 0)
-
-
-def shard_numel(shape: tuple[int, ...], num_shards: int, dim: int | None = None) -> int:
-    """Elements that each rank has memory for: the largest shard along ``dim`` (None: ``shard_dim``)."""
-    if not shape:
-        return 1
-    dim = shard_dim(shape, num_shards) if dim is None else dim
-    return -(-shape[dim] // num_shards) * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])

@@ -39,20 +39,12 @@ from fsdp_sft.dcp_io.manifest import (
     step_folders,
     step_number,
 )
-from fsdp_sft.dcp_io.model_state import (
-    LoadedStep,
-    check_adapters,
-    check_model,
-    check_packed,
-    stored_model,
-)
-from fsdp_sft.dcp_io.optimizer_content import Optimizers
-from fsdp_sft.dcp_io.optimizer_load import apply_optimizer, match_optimizers
+from fsdp_sft.dcp_io.model_state import LoadedStep, match_model, packed_base
+from fsdp_sft.dcp_io.optimizers import Optimizers, apply_optimizer, match_optimizers
 from fsdp_sft.dcp_io.parts import read_rank_content
 from fsdp_sft.dcp_io.retention import note_loaded
 from fsdp_sft.dcp_io.saving import BackgroundSave, join_last, prepare_save
 from fsdp_sft.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-from fsdp_sft.shard.packing import packed_digest
 
 
 def choose_step(path: Path, *, hashes: bool, fallback: bool) -> tuple[Path, Manifest] | None:
@@ -368,13 +360,10 @@ def _load_step(
     Collective: all ranks.
     """
     rng = rank_state = train_state = None
-    digest = packed_digest(model)
+    base = packed_base(model)
     with agreed(f"checking the model against {folder}"):
         refuse_merged(model, "loading a checkpoint")
-        check_adapters(folder, manifest, model)
-        has_base = check_packed(folder, manifest, model, digest)
-        content, _ = stored_model(model, digest, with_base=has_base)
-        sources = check_model(manifest, content)
+        tensors, sources = match_model(folder, manifest, model, base)
         optimizers = match_optimizers(folder, manifest, model, optimizer) if optimizer is not None else []
         train_state = decode_json(manifest.train_state)
         if manifest.world_size == world_size():
@@ -388,7 +377,7 @@ def _load_step(
             )
     with agreed(f"reading {folder} (the model is loaded in part)"):
         files = StoredFolder(folder)
-        read_tensors(files, sources, content.tensors)
+        read_tensors(files, sources, tensors)
         for matched in optimizers:
             apply_optimizer(matched, files)
         has_loaded = optimizer is not None if manifest.optimizer else None

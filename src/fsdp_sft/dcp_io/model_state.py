@@ -1,5 +1,7 @@
 """The model in a checkpoint: comparing it with the live model, and reading it."""
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,21 +14,34 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.fsdp import sharded_as
 from fsdp_sft._model.state import ModelTensors, match_tensors, model_tensors
-from fsdp_sft._model.view import kept_of, unwrapped
-from fsdp_sft._tensors.boxes import local_of
+from fsdp_sft._model.view import base_of, kept_of, unwrapped
+from fsdp_sft._ranks.agree import all_reduce_sum
+from fsdp_sft._tensors.boxes import box_of, local_of
 from fsdp_sft._tensors.packed_shard import PackedShard
+from fsdp_sft._tensors.sharding import own_part
 from fsdp_sft.dcp_io.manifest import Manifest
 from fsdp_sft.dcp_io.parts import StoredTensor
 from fsdp_sft.errors import CheckpointMismatchError, abridged
 from fsdp_sft.shard.packing import pack_loaded, packed_weights
 
 
-def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTensor]:
-    """The stored tensor for each tensor of the model, by the model's first name.
+def match_model(
+    folder: Path, manifest: Manifest, model: nn.Module, base: dict[str, str] | None
+) -> tuple[dict[str, torch.Tensor], dict[str, StoredTensor]]:
+    """The tensors of a model that a step has values for, and the stored tensor of each, by its first name.
+
+    Args:
+        folder: Folder of the step, for messages.
+        manifest: Its manifest.
+        model: The model, resharded.
+        base: What ``packed_base`` returned.
 
     Raises:
-        CheckpointMismatchError: If names, ties, shapes or dtypes differ.
+        CheckpointMismatchError: If names, ties, shapes, dtypes, adapters or packed weights differ.
     """
+    check_adapters(folder, manifest, model)
+    has_base = check_packed(folder, manifest, model, base)
+    live, _ = stored_model(model, base, with_base=has_base)
     first_stored = {**{name: name for name in manifest.model}, **manifest.ties}
     stored = {name: manifest.model[first] for name, first in first_stored.items()}
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
@@ -43,7 +58,7 @@ def check_model(manifest: Manifest, live: ModelTensors) -> dict[str, StoredTenso
                 problems.append(f"{first} is tied to {other} in the checkpoint but not in the model")
     if problems:
         raise CheckpointMismatchError("the checkpoint is of another model: " + abridged(problems, "; "))
-    return sources
+    return live.tensors, sources
 
 
 # A step's record of its adapters, by which a resume with other adapters is refused.
@@ -103,16 +118,50 @@ def _adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
 # Packed weights in a step: they do not change, so it names what they were packed of, or has their bytes.
 
 PACKED = "packed"
+_MODULUS = 1 << 42  # a power of two, as sums wrap around at one; exact as floats of 1,000 ranks
+_WORDS_AT_ONCE = 1 << 20
+
+
+def packed_base(model: nn.Module) -> dict[str, str] | None:
+    """How a model's frozen weights are packed, and a fingerprint of their bytes; None without any.
+
+    Returns:
+        ``kind``: ``"stored"``, or the name of a recipe. ``digest``: SHA-256 of sums over the bytes of all
+        rows, which is the same on any number of ranks.
+
+    Collective: all ranks.
+    """
+    weights, shards = packed_weights(model), _packed(dict(base_of(model).named_parameters()))
+    if weights is None or not shards:
+        return None
+    own = [0.0 if own_part(p) is None else float(_sum(p, local)) for p, local in shards.values()]
+    sums = [int(total) % _MODULUS for total in all_reduce_sum(own)]
+    forms = [local.format for _, local in shards.values()]
+    text = json.dumps([weights.kind, list(zip(shards, forms, sums, strict=True))])
+    return {"kind": weights.kind, "digest": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _sum(parameter: DTensor, shard: PackedShard) -> int:
+    """The bytes of this rank's rows, each word weighted by its place in the whole parameter."""
+    words = shard.own_rows.view(torch.int32)
+    first = box_of(parameter).offset[0] * shard.lies.rows_each
+    device, total = words.device, 0
+    across = torch.arange(words.shape[1], device=device) * 2654435761 * 2 + 1
+    for begin in range(0, len(words), step := max(1, _WORDS_AT_ONCE // words.shape[1])):
+        some = words[begin : begin + step].to(torch.int64)
+        down = (torch.arange(len(some), device=device) + first + begin) * 40503 * 2 + 1
+        total += int(((some * across).sum(1) * down).sum()) % _MODULUS  # integers that overflow wrap around
+    return total % _MODULUS
 
 
 def stored_model(
-    model: nn.Module, digest: dict[str, str] | None, *, with_base: bool = False
+    model: nn.Module, base: dict[str, str] | None, *, with_base: bool = False
 ) -> tuple[ModelTensors, dict[str, dict[str, Any]]]:
     """What a step has of a model.
 
     Args:
         model: The model, resharded.
-        digest: What ``packed_digest`` returned.
+        base: What ``packed_base`` returned.
         with_base: Whether the bytes of packed weights are wanted. They are tensors of uint8 in the shards'
             memory, with a row for each index of the first dimension.
 
@@ -121,10 +170,10 @@ def stored_model(
         what is packed, see ``Manifest``).
     """
     content, adapters = model_tensors(model), _adapters(model)
-    packed = _packed(content)
+    packed = _packed(content.tensors)
     settings: dict[str, dict[str, Any]] = {ADAPTERS: adapters} if adapters else {}
-    if digest is not None:
-        settings[PACKED] = {**digest, "forms": _forms(packed)} if with_base else dict(digest)
+    if base is not None:
+        settings[PACKED] = {**base, "forms": _forms(packed)} if with_base else dict(base)
     if with_base:
         rows: dict[str, torch.Tensor] = {}
         for name, (parameter, shard) in packed.items():
@@ -140,10 +189,10 @@ def stored_model(
     return plain, settings
 
 
-def _packed(content: ModelTensors) -> dict[str, tuple[DTensor, PackedShard]]:
+def _packed(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[DTensor, PackedShard]]:
     """(parameter, shard) of what is packed, by name."""
     found: dict[str, tuple[DTensor, PackedShard]] = {}
-    for name, tensor in content.tensors.items():
+    for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and isinstance(local := local_of(tensor), PackedShard):
             found[name] = (tensor, local)
     return found
@@ -159,7 +208,7 @@ def _forms(packed: Mapping[str, tuple[DTensor, PackedShard]]) -> dict[str, list[
     return forms
 
 
-def check_packed(folder: Path, manifest: Manifest, model: nn.Module, source: dict[str, str] | None) -> bool:
+def check_packed(folder: Path, manifest: Manifest, model: nn.Module, base: dict[str, str] | None) -> bool:
     """Refuse a model whose packed weights are not those with which a step was trained, and cannot become it.
 
     Weights that are to be packed as the step has them, and have only memory so far, become packed.
@@ -168,7 +217,7 @@ def check_packed(folder: Path, manifest: Manifest, model: nn.Module, source: dic
         folder: Folder of the step, for messages.
         manifest: Its manifest.
         model: The model, resharded.
-        source: What ``packed_digest`` returned.
+        base: What ``packed_base`` returned.
 
     Returns:
         Whether the step has the bytes of its base.
@@ -177,10 +226,10 @@ def check_packed(folder: Path, manifest: Manifest, model: nn.Module, source: dic
         CheckpointMismatchError: If they are not; the message says how they were packed.
     """
     if PACKED not in manifest.settings:
-        if source is not None:
+        if base is not None:
             raise CheckpointMismatchError(
                 f"{folder} has all weights of its model, none of them packed: build the model with a dtype "
-                f"for frozen_dtype, and not {source['kind']!r}"
+                f"for frozen_dtype, and not {base['kind']!r}"
             )
         return False
     saved = manifest.settings[PACKED]
@@ -191,7 +240,7 @@ def check_packed(folder: Path, manifest: Manifest, model: nn.Module, source: dic
                 f"{folder} has its base packed as {kind!r:.20}: build this model with that frozen_dtype"
             )
         pack_loaded(model)
-        own = _forms(_packed(model_tensors(model)))
+        own = _forms(_packed(model_tensors(model).tensors))
         apart = sorted(name for name in {*own, *forms} if own.get(name) != forms.get(name))
         if apart:
             raise CheckpointMismatchError(
@@ -199,7 +248,7 @@ def check_packed(folder: Path, manifest: Manifest, model: nn.Module, source: dic
                 "this model's base from the same kind of checkpoint before the step"
             )
         return True
-    if source is None or (kind, saved.get("digest")) != (source["kind"], source["digest"]):
+    if base is None or (kind, saved.get("digest")) != (base["kind"], base["digest"]):
         raise CheckpointMismatchError(
             f"{folder} was trained on a base packed as {kind!r:.20} that it does not have, and this model "
             f"has another: load that base with frozen_dtype={kind!r:.20}, from the same files"

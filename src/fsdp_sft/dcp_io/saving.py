@@ -37,8 +37,8 @@ from fsdp_sft.dcp_io.manifest import (
     step_folder,
     step_folders,
 )
-from fsdp_sft.dcp_io.model_state import stored_model
-from fsdp_sft.dcp_io.optimizer_content import Optimizers, as_list, optimizer_content, parts_inside
+from fsdp_sft.dcp_io.model_state import packed_base, stored_model
+from fsdp_sft.dcp_io.optimizers import Optimizers, as_list, optimizer_content, parts_inside
 from fsdp_sft.dcp_io.parts import Part, checked_size, parts_of, rank_parts
 from fsdp_sft.dcp_io.retention import prune
 from fsdp_sft.errors import (
@@ -47,7 +47,6 @@ from fsdp_sft.errors import (
     CheckpointExistsError,
     CheckpointInUseError,
 )
-from fsdp_sft.shard.packing import packed_digest
 
 # The lock by which only one job at a time saves below a root.
 #
@@ -270,14 +269,14 @@ def prepare_save(
     for one, own in per_optimizer(info, dict.fromkeys(apart)):
         if own:
             one["apart"] = [*own]
-    digest = packed_digest(model)
+    base = packed_base(model)
 
     def make_folder(digests: list[str]) -> Path:
         prepare_root(root, step)
         return new_folder_beside(target, manifest, digests)
 
     with agreed(f"making a folder for {target}", make_folder) as decision:
-        content, settings = stored_model(model, digest, with_base=include_base)
+        content, settings = stored_model(model, base, with_base=include_base)
         stored, parts = parts_of("model", content.tensors)
         of_rank = rank_parts(rank_state, parts_inside(states, apart, numbered="optimizers" in info))
         plain = {name: state for name, state in states.items() if name not in apart}

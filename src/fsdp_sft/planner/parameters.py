@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._quantised.find import is_left_out, layout_by_config
+from fsdp_sft._quantised.find import is_left_out, rows_by_config
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import Settings
-from fsdp_sft._tensors.packed_shard import VALUES_AT_ONCE, PackedLayout
-from fsdp_sft._tensors.sharding import shard_dim, shard_numel
+from fsdp_sft._tensors.packed_shard import PackedLayout
 from fsdp_sft.planner.ledger import Ledger, Workload, work_of
 from fsdp_sft.planner.run import Run
 from fsdp_sft.shard.float32_modules import kept_parameters
 from fsdp_sft.shard.packing import STORED, matrices_to_pack
+from fsdp_sft.shard.units import shard_dim, shard_numel
 
 _RUNS = 3  # of values that are computed at once, after which runs are alike
 
@@ -76,7 +76,7 @@ def decoding(layout: PackedLayout, dtype: torch.dtype) -> tuple[int, Workload, f
         Most bytes that this takes besides the values, its work, and the weight in such parts.
     """
     each = math.prod(layout.shape[1:])
-    number = min(layout.shape[0], max(2, -(-_RUNS * VALUES_AT_ONCE // each)))
+    number = min(layout.shape[0], max(2, -(-_RUNS * layout.form.at_once // each)))
     rows = torch.empty((number * layout.rows_each, layout.form.row_bytes), dtype=torch.uint8, device="meta")
     place = torch.empty((number, *layout.shape[1:]), dtype=dtype, device="meta")
     ledger = Ledger()
@@ -225,9 +225,9 @@ def layouts_of(
         if own is not None and is_left_out(own, name.removesuffix(".weight").removesuffix(".base")):
             continue
         shape = tuple(parameter.shape)
-        layout = layout_by_config(own, shape) if own else PackedLayout(RECIPES[kind].form(shape[-1]), shape)
-        if layout is not None:
-            found[id(parameter)] = layout
+        rows = rows_by_config(own, shape) if own else (RECIPES[kind].form(shape[-1]), False)
+        if rows is not None:
+            found[id(parameter)] = PackedLayout(rows[0], shape, transposed=rows[1])
     if not found:
         raise ValueError(
             f"frozen_dtype={kind!r}: the config ({settings and settings.method}) does not say of any weight "

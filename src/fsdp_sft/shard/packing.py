@@ -1,7 +1,5 @@
 """Which frozen weights a model keeps packed, and the swap of their shards."""
 
-import hashlib
-import json
 import math
 import re
 from collections import Counter
@@ -19,16 +17,13 @@ from fsdp_sft._model.view import base_of, kept_of, record_of, slot
 from fsdp_sft._process.devices import check_dtypes
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import Settings
-from fsdp_sft._ranks.agree import all_reduce_sum
 from fsdp_sft._ranks.mesh import EP
 from fsdp_sft._tensors.boxes import box_of, local_of
-from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard, RowFormat
-from fsdp_sft._tensors.sharding import own_part
+from fsdp_sft._tensors.packed import RowFormat
+from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard
 
 STORED = "stored"
 KINDS = (STORED, *RECIPES)
-_MODULUS = 1 << 42  # a power of two, as sums wrap around at one; exact as floats of 1,000 ranks
-_WORDS_AT_ONCE = 1 << 20
 _NARROWEST = 32  # columns: what has fewer is no matrix of a layer
 
 
@@ -60,41 +55,6 @@ def check_frozen_dtype(frozen_dtype: torch.dtype | str | None) -> None:
         check_dtypes(frozen_dtype=frozen_dtype)
     elif frozen_dtype not in KINDS:
         raise ValueError(f"frozen_dtype must be a torch.dtype, or one of {KINDS}; got {frozen_dtype!r}")
-
-
-def packed_digest(model: nn.Module) -> dict[str, str] | None:
-    """How a model's frozen weights are packed, and a fingerprint of their bytes; None without any.
-
-    Returns:
-        ``kind``: ``"stored"``, or the name of a recipe. ``digest``: SHA-256 of sums over the bytes of all
-        rows, which is the same on any number of ranks.
-
-    Collective: all ranks.
-    """
-    weights, shards = packed_weights(model), {}
-    for name, parameter in base_of(model).named_parameters():
-        if isinstance(local := local_of(parameter), PackedShard):
-            shards[name] = (parameter, local)
-    if weights is None or not shards:
-        return None
-    own = [0.0 if own_part(p) is None else float(_sum(p, local)) for p, local in shards.values()]
-    sums = [int(total) % _MODULUS for total in all_reduce_sum(own)]
-    forms = [local.lies.form.name for _, local in shards.values()]
-    text = json.dumps([weights.kind, list(zip(shards, forms, sums, strict=True))])
-    return {"kind": weights.kind, "digest": hashlib.sha256(text.encode()).hexdigest()}
-
-
-def _sum(parameter: nn.Parameter, shard: PackedShard) -> int:
-    """The bytes of this rank's rows, each word weighted by its place in the whole parameter."""
-    words = shard.own_rows.view(torch.int32)
-    first = box_of(parameter).offset[0] * shard.lies.rows_each
-    device, total = words.device, 0
-    across = torch.arange(words.shape[1], device=device) * 2654435761 * 2 + 1
-    for begin in range(0, len(words), step := max(1, _WORDS_AT_ONCE // words.shape[1])):
-        some = words[begin : begin + step].to(torch.int64)
-        down = (torch.arange(len(some), device=device) + first + begin) * 40503 * 2 + 1
-        total += int(((some * across).sum(1) * down).sum()) % _MODULUS  # integers that overflow wrap around
-    return total % _MODULUS
 
 
 def choose_packed(
@@ -181,10 +141,9 @@ def _is_matrix(parameter: nn.Parameter, experts: Collection[int]) -> bool:
 
 def layout_of(parameter: DTensor, form: RowFormat, transposed: bool) -> PackedLayout:
     """How a sharded parameter lies in rows of that format, among the ranks that gather it."""
-    mesh, shape = parameter.device_mesh, list(parameter.shape)
-    if EP in (mesh.mesh_dim_names or ()):
-        shape[0] //= mesh[EP].size()
-    return PackedLayout(form, tuple(shape), transposed)
+    mesh = parameter.device_mesh
+    shares = mesh[EP].size() if EP in (mesh.mesh_dim_names or ()) else 1
+    return PackedLayout(form, (parameter.shape[0] // shares, *parameter.shape[1:]), transposed)
 
 
 def empty_shard(parameter: DTensor, layout: PackedLayout, device: torch.device) -> PackedShard:

@@ -1,6 +1,7 @@
 """The FSDP2 groups of a model as a table: modules, mesh, policy, and what happens after the forward."""
 
 import functools
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +23,6 @@ from fsdp_sft._compat.models import original_class
 from fsdp_sft._compat.modules import apply_to_tensors
 from fsdp_sft._model.view import base_of, transformers_models
 from fsdp_sft._tensors.boxes import local_of
-from fsdp_sft._tensors.sharding import shard_dim
 
 
 @dataclass(frozen=True)
@@ -236,6 +236,34 @@ def reshard_together(*modules: Any) -> None:
 def _free_in_training(embedding: Any, _args: Any) -> None:
     """Keep the weight gathered without gradients: ``generate`` would gather it again for each token."""
     embedding.set_reshard_after_forward(torch.is_grad_enabled(), recurse=False)
+
+
+# The dimension along which FSDP2 shards each parameter, and how evenly the shards fall on the ranks.
+#
+# FSDP2 shards the first dimension by default, and pads every rank's shard to the size of the largest. With
+# eight experts and 64 ranks, eight ranks get an expert each and 56 get none, but all 64 hold memory for one.
+# Another dimension can be chosen only if the number of ranks divides its size.
+
+MOST_IMBALANCE = 1.05  # largest shard divided by the mean shard; above it another dimension is tried
+
+
+@functools.lru_cache(maxsize=65536)
+def shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
+    """Dimension to shard: the first, unless that is uneven and ``num_shards`` divides a later one."""
+    if not shape or not math.prod(shape):
+        return 0
+    imbalance = -(-shape[0] // num_shards) * num_shards / shape[0]  # of the first dimension
+    if imbalance <= MOST_IMBALANCE:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if dim and size % num_shards == 0), 0)
+
+
+def shard_numel(shape: tuple[int, ...], num_shards: int, dim: int | None = None) -> int:
+    """Elements that each rank has memory for: the largest shard along ``dim`` (None: ``shard_dim``)."""
+    if not shape:
+        return 1
+    dim = shard_dim(shape, num_shards) if dim is None else dim
+    return -(-shape[dim] // num_shards) * math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
 # Names of parameters, for dividing a model into groups.

@@ -17,7 +17,7 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._process.streams import LateValues
 from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._ranks.mesh import sum_over_mesh
-from fsdp_sft._tensors.packed_shard import values_of
+from fsdp_sft._tensors.boxes import values_of
 from fsdp_sft.attention.context_parallel import sequence_group_of
 from fsdp_sft.errors import NonFiniteGradientError, abridged
 from fsdp_sft.experts import ExpertLoad, counter_of

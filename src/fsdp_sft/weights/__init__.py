@@ -9,8 +9,7 @@ only the bytes of its own shards.
 from fsdp_sft.errors import (
     CheckpointFormatError as CheckpointFormatError,
 )
-from fsdp_sft.weights.finish import LoadReport as LoadReport
-from fsdp_sft.weights.load import load_weights as load_weights
+from fsdp_sft.weights.load import LoadReport as LoadReport, load_weights as load_weights
 from fsdp_sft.weights.meta import build_meta_model as build_meta_model
 
 __all__ = [

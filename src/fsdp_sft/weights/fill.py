@@ -1,8 +1,6 @@
 """Filling the shards of a model by a plan, in phases that all ranks go through together."""
 
 import itertools
-import logging
-import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -13,15 +11,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_sft._compat.conversions import keep_used_conversions
-from fsdp_sft._compat.fsdp import adopt_shards, put_shard
+from fsdp_sft._compat.fsdp import adopt_shards, keeps_shards_on_host, put_shard
+from fsdp_sft._compat.models import initialise_computed
+from fsdp_sft._compat.modules import apply_to_tensors
 from fsdp_sft._model.adapters import saved_copies, without_adapters
 from fsdp_sft._model.view import named_tensors, slot
+from fsdp_sft._process.devices import resolve_device
+from fsdp_sft._process.generators import unmoved
 from fsdp_sft._quantised.recipes import RECIPES
-from fsdp_sft._ranks.agree import agreed, all_reduce_sum, tell, this_rank
+from fsdp_sft._ranks.agree import agreed, all_reduce_sum, this_rank
 from fsdp_sft._tensors.boxes import Box, box_of, local_of
-from fsdp_sft._tensors.packed import Packed
-from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard, RowFormat
+from fsdp_sft._tensors.packed import Packed, RowFormat
+from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard
 from fsdp_sft._tensors.reader import do_reads, threads_that_read
+from fsdp_sft._tensors.sharding import own_part
 from fsdp_sft._tensors.stored import Piece, Read, Stored, intersect
 from fsdp_sft.errors import CheckpointMismatchError
 from fsdp_sft.shard.packing import (
@@ -31,27 +34,22 @@ from fsdp_sft.shard.packing import (
     layout_of,
     packed_weights,
 )
-from fsdp_sft.weights.finish import LoadReport, Source, fill_new_rows, initialise_rest, materialise
 from fsdp_sft.weights.plan import LoadPlan, Target
 
-_logger = logging.getLogger(__name__)
 _PROGRESS_AFTER_SECONDS = 3
+_PIECE_ELEMENTS = 1 << 20  # widened to float64 at once
 
 
-def fill(
-    model: nn.Module, plan: LoadPlan, sources: Mapping[str, Source], *, seed: int, started: float
-) -> LoadReport:
-    """Allocate a model's tensors and fill them by a plan.
+def fill(plan: LoadPlan, *, seed: int) -> int:
+    """Allocate a model's tensors and fill them by a plan; returns the number of bytes read by this rank.
 
     Args:
-        model: The model, with its adapters.
-        plan: Plan for its base, with the same targets on all ranks.
-        sources: What ``account`` returned.
+        plan: The plan, with the same targets on all ranks.
         seed: Seed for initialising what the checkpoint lacks.
-        started: When the load began, by ``time.perf_counter``.
 
     Collective: all ranks.
     """
+    model = plan.model
     weights = packed_weights(model)
     names, kind = (weights.names, weights.kind) if weights is not None else ((), STORED)
     with agreed("reading the checkpoint"):
@@ -83,20 +81,7 @@ def fill(
             adopt_shards(model)
         for source, target in saved_copies(model):
             local_of(target).copy_(local_of(source))
-    report = LoadReport(
-        bytes_read=bytes_read,
-        job_bytes_read=int(all_reduce_sum([bytes_read])[0]),
-        checkpoint_bytes=sum(tensor.entry.num_bytes for tensor in plan.stored.values()),
-        seconds=time.perf_counter() - started,
-        loaded=[*plan.targets, *(target.name for target in plan.duplicates)],
-        missing=plan.missing,
-        unexpected=plan.unexpected,
-        initialised=plan.initialised,
-        formats=dict(Counter(tensor.format for tensor in plan.stored.values()).most_common()),
-        sources=sources,
-    )
-    tell(_logger, "%s: %s", getattr(model, "name_or_path", "") or type(model).__name__, report)
-    return report
+    return bytes_read
 
 
 def _readers(
@@ -163,6 +148,95 @@ def _reads(plan: LoadPlan, target: Target, tensor: torch.Tensor, *, compare: boo
     box, local = box_of(tensor), local_of(tensor)
     for piece in target.pieces:
         yield from plan.stored[piece.key].reads(piece, box, local, compare=compare)
+
+
+# What no checkpoint holds: memory, computed buffers, initialised keys, rows of new tokens.
+
+
+def materialise(model: nn.Module, packed: Collection[int] = ()) -> torch.device:
+    """Give every meta tensor memory: shards where FSDP2 keeps them, the rest on the device that computes.
+
+    Args:
+        model: The model.
+        packed: Ids of the parameters that get none, since their shards will be packed.
+
+    Returns:
+        The device of the shards.
+    """
+    named = named_tensors(model)
+    sharded = [tensor for tensor in named.values() if isinstance(tensor, DTensor)]
+    device = next(iter(named.values())).device
+    if sharded and sharded[0].device_mesh.device_type != "cpu":
+        device = resolve_device(None)  # a mesh says only the type
+    elif sharded or device.type == "meta":
+        device = torch.device("cpu")
+    shard_device = torch.device("cpu") if keeps_shards_on_host(model) else device
+    made: dict[int, torch.Tensor] = {}
+    for name, tensor in named.items():
+        if tensor.is_meta and not isinstance(tensor, DTensor):
+            if id(tensor) not in made:
+                fresh = torch.empty_like(tensor, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
+            setattr(*slot(model, name), made[id(tensor)])
+
+    def with_memory(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta or id(tensor) in packed:
+            return tensor
+        # Not DTensor.from_local, which moves shards that stay on the host to the mesh's device.
+        return torch.empty_like(tensor, device=shard_device)
+
+    if any(tensor.is_meta for tensor in sharded):
+        apply_to_tensors(model, with_memory)
+    return shard_device
+
+
+@torch.no_grad()
+def initialise_rest(
+    model: nn.Module, plan: LoadPlan, tensors: Mapping[str, torch.Tensor], *, seed: int
+) -> None:
+    """Compute the buffers that no checkpoint holds, and initialise the keys that this one lacks.
+
+    The model's own code does both. The values are the same on every rank, and equal to those of plain
+    ``from_pretrained`` after ``torch.manual_seed(seed)``.
+    """
+    with unmoved(seed=seed):
+        values = initialise_computed(plan.twin, set(plan.initialised))
+    persistent = plan.twin.state_dict().keys()
+    for name, value in values.items():
+        if name not in tensors:
+            continue  # a module that the caller has taken out
+        tensor = tensors[name]
+        if name not in persistent:
+            setattr(*slot(model, name), value.to(tensor.device, tensor.dtype))
+            continue
+        local_of(tensor).copy_(value[box_of(tensor).slices])
+
+
+@torch.no_grad()
+def fill_new_rows(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Set the rows of new tokens to the mean of the old ones, taken in float64 and the same on all ranks.
+
+    Collective: all ranks.
+    """
+    for name, target in plan.targets.items():
+        tensor, shape = tensors[name], target.shape
+        if shape == tensor.shape:
+            continue
+        old, box, local = shape[0], box_of(tensor), local_of(tensor)
+        sums = torch.zeros(shape[1:], dtype=torch.float64)
+        # This rank's share of the old rows. Of replicas only the owner adds it, so that no row counts twice.
+        held = Box((0, *box.offset[1:]), (old, *box.shape[1:])).intersect(box)
+        if held is not None and own_part(tensor) is not None:
+            rows = local[held.relative_to(box).slices]
+            # In pieces, since torch widens everything that it sums at once.
+            pieces = rows.split(max(1, _PIECE_ELEMENTS // max(1, rows[:1].numel())))
+            sums[held.slices[1:]] = sum(piece.sum(0, dtype=torch.float64) for piece in pieces).cpu()
+        mean = torch.tensor(all_reduce_sum(sums.reshape(-1).tolist()), dtype=torch.float64) / old
+        added = Box((old, *box.offset[1:]), (tensor.shape[0] - old, *box.shape[1:])).intersect(box)
+        if added is not None:
+            own = mean.reshape(shape[1:])[added.slices[1:]].to(tensor.dtype)
+            local[added.relative_to(box).slices].copy_(own.to(local.device).expand(added.shape))
 
 
 # Frozen weights that stay packed: which rows of the checkpoint are theirs, and the reads that fill them.

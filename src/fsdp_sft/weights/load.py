@@ -1,8 +1,11 @@
 """Loading a Hugging Face checkpoint into a model: plan, agreement between ranks, reads, report."""
 
+import logging
 import os
 import time
-from pathlib import Path
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -10,22 +13,76 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_sft._model.adapters import add_adapters, refuse_initialised_from_base, without_adapters
+from fsdp_sft._model.adapters import add_adapters, refuse_initialised_from_base
 from fsdp_sft._model.blocks import freeze_towers as freeze_towers_of
 from fsdp_sft._model.sharded import mesh_of, reshard
 from fsdp_sft._model.view import base_of, inner_model, transformers_models
 from fsdp_sft._process.devices import check_dtypes
-from fsdp_sft._ranks.agree import agreed, all_gather_objects, difference
+from fsdp_sft._ranks.agree import agreed, all_gather_objects, all_reduce_sum, difference, tell
 from fsdp_sft.errors import CheckpointFormatError
 from fsdp_sft.sac import Ratio, apply_sac
 from fsdp_sft.shard.apply import shard_model
 from fsdp_sft.shard.compile import compile_blocks
 from fsdp_sft.shard.packing import check_frozen_dtype
 from fsdp_sft.weights.fill import fill
-from fsdp_sft.weights.finish import LoadReport, account, make_ties
-from fsdp_sft.weights.meta import build_meta_model
-from fsdp_sft.weights.plan import make_plan
-from fsdp_sft.weights.resolve import open_checkpoint, resolve_folder
+from fsdp_sft.weights.meta import build
+from fsdp_sft.weights.plan import account, make_plan
+from fsdp_sft.weights.resolve import Checkpoint, resolve_folder
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, repr=False)
+class LoadReport:
+    """What ``load_weights`` read, wrote and decided.
+
+    Attributes:
+        bytes_read: Tensor bytes that this rank has read.
+        job_bytes_read: Tensor bytes that all ranks together have read.
+        checkpoint_bytes: Bytes of all tensors in the checkpoint.
+        seconds: Duration of planning and reading, on this rank; not of a download.
+        loaded: Names of the parameters and buffers that were filled from the checkpoint.
+        missing: Names that the checkpoint has no values for, though the model's class expects them.
+        unexpected: Names in the checkpoint that the model has no place for.
+        initialised: Names that the model's own initialisation filled: the missing ones, and those that its
+            class allows to be missing.
+        formats: Number of the checkpoint's tensors by the format in which they are stored, such as
+            ``"bf16"``, ``"fp8 128x128"`` or ``"mxfp4"``.
+        sources: Source of the values of every parameter and buffer, by name: ``"checkpoint"``, ``"tie"``
+            (another name of a tensor listed before), ``"initialised"``, ``"computed"``, ``"copy"`` (of
+            ``modules_to_save``) or ``"kept"`` (it had values already, as adapters have).
+
+    Example:
+        >>> report = model.load_report
+        >>> report.bytes_read == report.checkpoint_bytes  # one rank reads all of it, once
+        True
+        >>> print(report)
+        loaded ... tensors: ... read by all ranks, ... by this one, in ... s (... GB/s)
+    """
+
+    bytes_read: int
+    job_bytes_read: int
+    checkpoint_bytes: int
+    seconds: float
+    loaded: list[str]
+    missing: list[str]
+    unexpected: list[str]
+    initialised: list[str]
+    formats: dict[str, int]
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        speed = self.job_bytes_read / self.seconds / 1e9 if self.seconds > 0 else 0.0
+        return (
+            f"loaded {len(self.loaded)} tensors: {_readable(self.job_bytes_read)} of "
+            f"{' and '.join(self.formats)} read by all ranks, "
+            f"{_readable(self.bytes_read)} by this one, in {self.seconds:.2f} s ({speed:.2f} GB/s)"
+        )
+
+
+def _readable(num_bytes: int) -> str:
+    """A number of bytes in words."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def load_weights(
@@ -92,35 +149,46 @@ def load_weights(
             f"{type(base_of(model)).__name__.removeprefix('FSDP')}{inner_model(base_of(model))}; "
             "load_full_state_dict reads a module of one's own"
         )
+    refuse_initialised_from_base((getattr(model, "peft_config", None) or {}).values())
     reshard(model)
     mesh_of(model)  # refuses a model that is cut into stages or along layers
-    folder = resolve_folder(name_or_path, revision=revision)
-    return _load(model, folder, missing, unexpected, seed)
+    checkpoint = Checkpoint(str(resolve_folder(name_or_path, revision=revision)))
+    return _load(model, checkpoint, missing, unexpected, seed)
 
 
-def _load(model: nn.Module, folder: Path, missing: str, unexpected: str, seed: int) -> LoadReport:
+def _load(model: nn.Module, checkpoint: Checkpoint, missing: str, unexpected: str, seed: int) -> LoadReport:
     """Plan what is read for each tensor, agree on it, and read.
 
     Collective: all ranks.
     """
     started = time.perf_counter()
     with agreed("planning the load"):
-        refuse_initialised_from_base((getattr(model, "peft_config", None) or {}).values())
-        stored = open_checkpoint(folder)
-        with without_adapters(model) as base:
-            make_ties(base)
-            plan = make_plan(base, stored, missing=missing, unexpected=unexpected)
-        sources = account(model, plan)
+        plan = make_plan(model, checkpoint.stored, missing=missing, unexpected=unexpected)
+        sources = account(plan)
         digest = plan.digest()
     seen = all_gather_objects((digest, {"missing": missing, "unexpected": unexpected, "seed": seed}))
     if apart := difference([(rank, theirs) for rank, (_, theirs) in enumerate(seen)]):
         raise ValueError(f"ranks load with different arguments: {apart}")
     if different := [rank for rank, (other, _) in enumerate(seen) if other != seen[0][0]]:
         raise CheckpointFormatError(
-            f"ranks {different[:8]} see another checkpoint in {folder} than rank 0; is every node's copy the "
-            "same?"
+            f"ranks {different[:8]} see another checkpoint in {checkpoint.name} than rank 0; is every node's "
+            "copy the same?"
         )
-    return fill(model, plan, sources, seed=seed, started=started)
+    bytes_read = fill(plan, seed=seed)
+    report = LoadReport(
+        bytes_read=bytes_read,
+        job_bytes_read=int(all_reduce_sum([bytes_read])[0]),
+        checkpoint_bytes=sum(tensor.entry.num_bytes for tensor in plan.stored.values()),
+        seconds=time.perf_counter() - started,
+        loaded=[*plan.targets, *(target.name for target in plan.duplicates)],
+        missing=plan.missing,
+        unexpected=plan.unexpected,
+        initialised=plan.initialised,
+        formats=dict(Counter(tensor.format for tensor in plan.stored.values()).most_common()),
+        sources=sources,
+    )
+    tell(_logger, "%s: %s", getattr(model, "name_or_path", "") or type(model).__name__, report)
+    return report
 
 
 # One call from a checkpoint to a sharded, loaded model in train() mode.
@@ -198,9 +266,10 @@ def load_pretrained(
     check_dtypes(master_dtype=master_dtype)
     check_frozen_dtype(frozen_dtype)
     folder = resolve_folder(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    checkpoint = Checkpoint(str(folder))
     with agreed("building the model"):
-        model: Any = build_meta_model(
-            folder,
+        model: Any = build(
+            checkpoint,
             dtype=master_dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
@@ -224,5 +293,5 @@ def load_pretrained(
         mp_policy=mp_policy,
         reshard_after_forward=reshard_after_forward,
     )
-    model.load_report = _load(model, folder, missing="error", unexpected="error", seed=0)
+    model.load_report = _load(model, checkpoint, missing="error", unexpected="error", seed=0)
     return model.train()  # type: ignore[no-any-return]

@@ -29,7 +29,7 @@ from fsdp_sft._tensors.reader import do_reads
 from fsdp_sft._tensors.safetensors import bytes_of
 from fsdp_sft._tensors.stored import Stored
 from fsdp_sft.errors import CheckpointFormatError, UnsupportedModelError
-from fsdp_sft.weights.resolve import open_checkpoint
+from fsdp_sft.weights.resolve import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,8 +90,30 @@ def build_meta_model(
         >>> shards = fs.shard_model(model, mesh=mesh)
         >>> report = fs.load_weights(model, path)  # only now do the shards have memory
     """
+    return build(
+        Checkpoint(os.path.expanduser(name_or_path)),
+        revision=revision,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        new_vocab_size=new_vocab_size,
+        **config_overrides,
+    )
+
+
+def build(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str | None,
+    trust_remote_code: bool,
+    new_vocab_size: int | None,
+    revision: str | None = None,
+    **config_overrides: Any,
+) -> "PreTrainedModel":
+    """The model of a checkpoint that may be opened already; see ``build_meta_model``."""
     check_dtypes(dtype=dtype)
-    name = os.path.expanduser(name_or_path)
+    name = checkpoint.name
     cls, config, quantised = _class_and_config(
         name, revision, attn_implementation, trust_remote_code, config_overrides
     )
@@ -112,7 +134,7 @@ def build_meta_model(
                 f"new_vocab_size cannot add tokens to {cls.__name__}: its {what} embeddings keep "
                 f"{weight.shape[0]} rows; resize it with transformers, save it, and load that"
             )
-    _tie(model, Path(name))
+    _tie(model, checkpoint)
     model.name_or_path = name
     if quantised is not None:
         record_of(model).keep(quantised)
@@ -252,15 +274,15 @@ def _remote_class(config: Any, architecture: str, name: str, revision: str | Non
     return None
 
 
-def _tie(model: nn.Module, folder: Path) -> None:
-    """Tie weights as the config says, except where the folder's checkpoint has two different tensors."""
+def _tie(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Tie weights as the config says, except where the checkpoint has two different tensors."""
     ties = tied_names(model)
     if not ties:
         return
-    stored: dict[str, Stored] = {}
+    stored: Mapping[str, Stored] = {}
     # If it cannot be opened, loading will say why: the architecture can be built without weights.
     with suppress(CheckpointFormatError):
-        stored = open_checkpoint(folder)
+        stored = checkpoint.stored
     matched, _ = match_checkpoint_keys(model, list(stored), weight_conversions(model))
     keys = {name: next(iter(s.values()))[0] for name, (c, s) in matched.items() if c is None}
     for target, source in ties.items():

@@ -2,12 +2,13 @@
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_sft._compat.conversions import (
     ignored_on_load,
@@ -16,12 +17,13 @@ from fsdp_sft._compat.conversions import (
     weight_conversions,
 )
 from fsdp_sft._compat.models import tied_names
+from fsdp_sft._model.adapters import saved_copies, without_adapters
 from fsdp_sft._model.twin import meta_twin
-from fsdp_sft._model.view import named_tensors
+from fsdp_sft._model.view import inner_model, named_tensors
 from fsdp_sft._quantised.settings import IN_16_BITS
 from fsdp_sft._tensors.packed import Packed
 from fsdp_sft._tensors.stored import Piece, Stored
-from fsdp_sft.errors import CheckpointFormatError, abridged
+from fsdp_sft.errors import CheckpointFormatError, CheckpointMismatchError, abridged
 from fsdp_sft.weights.meta import OLD_ROWS
 from fsdp_sft.weights.provenance import Traced, UntraceableError
 
@@ -46,8 +48,9 @@ class LoadPlan:
     """Everything that a load does, the same on all ranks.
 
     Attributes:
+        model: The model, with its adapters.
         stored: The checkpoint's tensors, by name.
-        tensors: The model's parameters and buffers, by each of their names.
+        tensors: Parameters and buffers of the model without its adapters, by each of their names.
         twin: Copy of the model on the meta device, neither sharded nor tied.
         targets: Parameters and buffers to fill from the checkpoint, by name.
         duplicates: Further names, in the checkpoint, of tensors that are tied to a target; what is stored
@@ -59,6 +62,7 @@ class LoadPlan:
         conversions: transformers' list of conversions, in which those that were used are marked.
     """
 
+    model: nn.Module
     stored: Mapping[str, Stored]
     tensors: Mapping[str, torch.Tensor]
     twin: Any
@@ -85,13 +89,35 @@ class LoadPlan:
         return hashlib.sha256(described.encode()).hexdigest()
 
 
+def make_ties(model: nn.Module) -> None:
+    """Tie the weights that the model's config ties, where they are not: ``to_empty`` unties them.
+
+    Raises:
+        ValueError: If the model is sharded and its tied weights are two parameters, which cannot be joined.
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    apart = [
+        (target, source)
+        for target, source in tied_names(model).items()
+        if tensors.get(target) is not tensors.get(source)
+    ]
+    if apart and any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        raise ValueError(
+            f"the config ties {' to '.join(map(repr, apart[0]))}, but they were sharded as two parameters; "
+            "call model.tie_weights() before shard_model, or set config.tie_word_embeddings = False"
+        )
+    if apart:
+        model.tie_weights(recompute_mapping=False)  # type: ignore[operator]
+
+
 def make_plan(
     model: nn.Module, stored: Mapping[str, Stored], *, missing: str = "error", unexpected: str = "error"
 ) -> LoadPlan:
-    """Plan, from the headers, what each parameter and buffer of ``model`` is read from.
+    """Tie a model as its config says, and plan, from the headers, what each of its tensors is read from.
 
     Args:
-        model: The model, on the meta device or not, sharded or not. Only its names, shapes and ties count.
+        model: The model, on the meta device or not, sharded or not; with adapters, its base is planned. Only
+            its names, shapes and ties count.
         stored: The checkpoint's tensors, by name.
         missing: ``"error"`` or ``"initialise"``; see ``load_weights``.
         unexpected: ``"error"`` or ``"ignore"``; see ``load_weights``.
@@ -100,20 +126,24 @@ def make_plan(
         CheckpointFormatError: If a shape does not fit, or a conversion fails or computes. Also, unless
             ``missing`` and ``unexpected`` allow it, if keys are missing that the model's class does not allow
             to be missing, or left over that it does not name as ignorable; the error has their names.
+        ValueError: If tied weights were sharded as two parameters, or a key that is to be initialised has
+            another shape than the config describes.
     """
-    tensors = named_tensors(model)
-    twin = meta_twin(model)
-    plan = LoadPlan(stored, tensors, twin, conversions=weight_conversions(twin))
+    with without_adapters(model) as base:
+        make_ties(base)
+        tensors = named_tensors(base)
+        twin = meta_twin(base)
+    plan = LoadPlan(model, stored, tensors, twin, conversions=weight_conversions(twin))
     matched, left_over = match_checkpoint_keys(twin, list(stored), plan.conversions)
     found: dict[str, Target] = {}
-    old_rows = getattr(model, OLD_ROWS, 0)
+    old_rows = getattr(base, OLD_ROWS, 0)
     for first, (converter, sources) in matched.items():
         for target in _targets_of(plan, first, converter, sources, old_rows):
             if target.name in tensors:
                 found[target.name] = target
             else:
                 left_over[target.name] = first
-    _resolve_ties(plan, model, found)
+    _resolve_ties(plan, tied_names(base), found)
     absent = [name for name in twin.state_dict() if name not in found and name in tensors]
     # Tied names are one tensor, which is initialised once, under the first of them.
     first_names = {id(tensors[name]): name for name in reversed(absent)}
@@ -221,9 +251,9 @@ def _check_fits(
         )
 
 
-def _resolve_ties(plan: LoadPlan, model: nn.Module, found: dict[str, Target]) -> None:
+def _resolve_ties(plan: LoadPlan, ties: Mapping[str, str], found: dict[str, Target]) -> None:
     """Fill each tensor from one of its names, and keep its further names for the comparison."""
-    preferred = set(tied_names(model).values())
+    preferred = set(ties.values())
     aliases: dict[int, list[str]] = {}
     for name, tensor in plan.tensors.items():
         aliases.setdefault(id(tensor), []).append(name)
@@ -234,3 +264,56 @@ def _resolve_ties(plan: LoadPlan, model: nn.Module, found: dict[str, Target]) ->
             plan.duplicates += [found[name] for name in present[1:]]
             for name in names:
                 found.setdefault(name, found[present[0]])
+
+
+# The source of each tensor's values.
+#
+# Memory that is allocated and never written holds whatever was there before, so a tensor without a source of
+# its values is an error.
+
+_PUT_IN = (
+    "Put adapters in with fsdp_sft.add_adapters(model, peft_config) in place of peft.get_peft_model: it "
+    "gives those of linear layers and parameters their values, the same on every rank; for others load the "
+    "base model first, with from_pretrained"
+)
+_ADD_LATER = "Add modules of your own to a model after loading it, or give them memory and values before"
+
+Source = Literal["checkpoint", "tie", "initialised", "computed", "copy", "kept"]
+
+
+def account(plan: LoadPlan) -> dict[str, Source]:
+    """Source of the values of every parameter and buffer of the plan's model, not yet materialised, by name.
+
+    ``"tie"`` is another name of a tensor that was named before, ``"copy"`` a copy of ``modules_to_save``,
+    and ``"kept"`` a tensor that has memory already and is not written to: adapters, and what the caller has
+    added.
+
+    Raises:
+        CheckpointMismatchError: If a tensor on the meta device would be given memory and no value.
+    """
+    filled: dict[int, Source] = {}
+    of_base: dict[Source, Iterable[str]] = {
+        "computed": [name for name, _ in plan.twin.named_non_persistent_buffers()],
+        "initialised": plan.initialised,
+        "checkpoint": plan.targets,
+    }
+    for source, names in of_base.items():
+        filled.update({id(plan.tensors[name]): source for name in names if name in plan.tensors})
+    for original, copied in saved_copies(plan.model):
+        if id(original) in filled or not original.is_meta:
+            filled[id(copied)] = "copy"
+    sources: dict[str, Source] = {}
+    left: list[str] = []
+    seen: set[int] = set()
+    for name, tensor in named_tensors(plan.model).items():
+        if id(tensor) not in filled and tensor.is_meta:
+            left.append(name)
+        sources[name] = "tie" if id(tensor) in seen else filled.get(id(tensor), "kept")
+        seen.add(id(tensor))
+    if left:
+        raise CheckpointMismatchError(
+            f"nothing says what {abridged(left)} should hold: these tensors are on the meta device, and "
+            "neither the checkpoint nor the model's own initialisation has values for them. "
+            f"{_PUT_IN if any('lora_' in name for name in left) else _ADD_LATER}{inner_model(plan.model)}"
+        )
+    return sources

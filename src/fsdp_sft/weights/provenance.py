@@ -55,7 +55,7 @@ Piece(start=(0, 3, 0), size=(1, 1, 2), key='experts.0.up', offset=0, stride=(0, 
 Piece(start=(1, 3, 0), size=(1, 1, 2), key='experts.1.up', offset=0, stride=(0, 2, 1))
 
 The first of these is elements 4 and 5 of ``experts.0.gate``: in bfloat16 the bytes 8 to 11 after the place at
-which the tensor begins in its file (``InFile.jobs`` does this sum). The opposite direction, a fused matrix
+which the tensor begins in its file (``InFile.reads`` does this sum). The opposite direction, a fused matrix
 split in three, works the same way; the second third begins at element 4 of the source:
 
 >>> queries, keys, values = source("qkv", (6, 2), torch.bfloat16).chunk(3)

@@ -3,6 +3,8 @@
 import glob
 import os
 import socket
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,22 @@ def read_index(folder: Path) -> dict[str, str]:
     if not names or not all(isinstance(name, str) for name in names):
         raise CheckpointFormatError(f"{path} is not an index of weight files: it names none in weight_map")
     return dict(weight_map)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint, whose headers are read once, when they are first needed.
+
+    Attributes:
+        name: Its own folder, or a snapshot in the Hub's cache. Of the name of a Hub id nothing is read.
+    """
+
+    name: str
+
+    @cached_property
+    def stored(self) -> dict[str, Stored]:
+        """What ``open_checkpoint`` returns."""
+        return open_checkpoint(Path(self.name))
 
 
 def open_checkpoint(folder: Path) -> dict[str, Stored]:
