@@ -186,14 +186,12 @@ class Record:
     Attributes:
         model: The model.
         mesh: The mesh on which it was sharded; that of its parameters has no ``cp``.
-        frozen_towers: FQNs of the towers that were frozen.
         config: Fields of its config when it was built.
         values: One value per class, which belongs to the package that uses it.
     """
 
     model: "weakref.ref[nn.Module]"
     mesh: Any = None
-    frozen_towers: tuple[str, ...] = ()
     config: dict[str, Any] | None = None
     values: dict[type, Any] = field(default_factory=dict)
 

@@ -1,7 +1,6 @@
 """Recompute blocks in the backward: a ratio or a list of them, whole or except for named submodules."""
 
 import difflib
-import re
 from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any, Literal
@@ -9,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from fsdp_sft._compat.compile import is_compiled
-from fsdp_sft._model.blocks import find_blocks, frozen_towers, is_never_called, pattern_of
+from fsdp_sft._model.blocks import find_blocks, is_never_called, text_blocks
 from fsdp_sft.sac.attach import (
     COMPILED,
     checkpoint_blocks,
@@ -128,8 +127,7 @@ def _chosen_blocks(
         return named_blocks(model, blocks)
     if blocks is not None or (ratio is None and save is None):
         raise ValueError("give either a ratio such as '1/3' or blocks=, a list of FQNs or positions")
-    unused = re.compile(pattern_of(frozen_towers(model)))
-    found = [(name, block) for name, block in find_blocks(model).items() if not unused.fullmatch(name)]
+    found = list(text_blocks(model, find_blocks(model)).items())
     wanted: Ratio = 1 if ratio is None else ratio
     return dict(found[i] for i in select_block_indices(len(found), wanted, placement=placement))
 
