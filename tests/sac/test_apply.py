@@ -167,6 +167,8 @@ def test_blocks_of_other_origin_are_wrapped_without_renaming(way: dict[str, Any]
 @pytest.mark.parametrize("ratio", [1, "1/3"])
 def test_generation_in_training_mode_is_refused(ratio: Any) -> None:
     """transformers takes the cache from checkpointed blocks, and their text would be wrong."""
+    import transformers
+
     model, prompt = tiny_model("llama"), torch.arange(3, 9).view(1, 6)
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     expected = model.eval().generate(prompt, **options)
@@ -175,6 +177,9 @@ def test_generation_in_training_mode_is_refused(ratio: Any) -> None:
     model.train()
     with pytest.raises(fs.UnsupportedModelError, match=r"call model.eval\(\) before"):
         model.generate(prompt, **options)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad(), pytest.raises(fs.UnsupportedModelError, match=r"call model.eval\(\) before"):
+        compiled(prompt, past_key_values=transformers.DynamicCache())
     assert torch.equal(model.generate(prompt, use_cache=False, **options), expected)
     model(prompt, labels=prompt, use_cache=True).loss.backward()
     fs.remove_sac(model)

@@ -14,7 +14,6 @@ from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac.offload import Offload, run_offloaded
 
 _ABSENT = "absent"
-COMPILED = "{!r} is compiled, and offload=True is for blocks that are not: leave out one of the two"
 
 
 def checkpoint_blocks(
@@ -27,12 +26,23 @@ def checkpoint_blocks(
         if is_checkpointing_layer(block):  # transformers' own flag
             override(block, **checkpointing_flag(recompute))
         else:
-            plain = block.__dict__.get(
-                "forward"
-            )  # a forward that was set on the instance stays the inner one
-            # A partial of a plain function survives deepcopy and pickling, unlike a closure or a method.
-            override(block, forward=functools.partial(_forward_with_checkpointing, block, recompute, plain))
+            run_around(block, functools.partial(_checkpointed_in_training, block, recompute))
         checkpointed(block).is_offloaded = offload is not None
+
+
+def run_around(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Replace a module's forward by ``around(forward, *args, **kwargs)``.
+
+    A forward that was set on the instance stays the inner one.
+    """
+    # A partial of a plain function survives deepcopy and pickling, unlike a closure or the module's method.
+    plain = module.__dict__.get("forward")
+    override(module, forward=functools.partial(_run_around, module, around, plain))
+
+
+def _run_around(self: nn.Module, around: Callable[..., Any], plain: Any, *args: Any, **kwargs: Any) -> Any:
+    forward = plain if plain is not None else functools.partial(type(self).forward, self)
+    return around(forward, *args, **kwargs)
 
 
 def override(module: nn.Module, **attributes: Any) -> None:
@@ -83,7 +93,7 @@ def _refuse_generation(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> N
 
     With gradients enabled the cache of a forward is empty, and nothing is lost with it.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         return
     # transformers 5.24 has renamed the argument.
     if model.training and any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
@@ -93,12 +103,11 @@ def _refuse_generation(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> N
         )
 
 
-def _forward_with_checkpointing(
-    self: nn.Module, recompute: Callable[..., Any], plain: Any, *args: Any, **kwargs: Any
+def _checkpointed_in_training(
+    block: nn.Module, recompute: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Forward of a checkpointed block: recomputed in training with gradients, else the plain one."""
-    forward = plain if plain is not None else functools.partial(type(self).forward, self)
-    if self.training and torch.is_grad_enabled():
+    """Call a checkpointed block's forward: it is recomputed in training with gradients."""
+    if block.training and torch.is_grad_enabled():
         # Bound to the function, as in transformers: Dynamo looks at the arguments of torch's checkpoint, and
         # hands the call to a RowMask among them, which it then traces without end.
         return recompute(functools.partial(forward, **kwargs), *args)
