@@ -127,7 +127,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "what was frozen while it was gathered is trained",
         "_compat/fsdp.py",
-        "parameter.sharded_param.requires_grad_(shown.requires_grad)",
+        "parameter.sharded_param.requires_grad_(_registered(group, parameter).requires_grad)",
         "pass",
         TRAINED,
     ),

@@ -76,7 +76,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "adapters of parameters are drawn with those of layers",
         "_model/adapters.py",
-        'for fqn in sorted(layers, key=lambda fqn: _is_a(layers[fqn], "ParamWrapper")):',
+        'for fqn in sorted(layers, key=lambda fqn: is_a(layers[fqn], "ParamWrapper", "peft")):',
         "for fqn in layers:",
         ("tests/model/test_expert_adapters.py",),
     ),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import fsdp_sft as fs
@@ -167,19 +168,16 @@ def test_blocks_of_other_origin_are_wrapped_without_renaming(way: dict[str, Any]
 @pytest.mark.parametrize("ratio", [1, "1/3"])
 def test_generation_in_training_mode_is_refused(ratio: Any) -> None:
     """transformers takes the cache from checkpointed blocks, and their text would be wrong."""
-    import transformers
-
     model, prompt = tiny_model("llama"), torch.arange(3, 9).view(1, 6)
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     expected = model.eval().generate(prompt, **options)
     fs.apply_sac(model, ratio)
     assert torch.equal(model.generate(prompt, **options), expected)
     model.train()
-    with pytest.raises(fs.UnsupportedModelError, match=r"call model.eval\(\) before"):
-        model.generate(prompt, **options)
-    compiled = torch.compile(model, backend="eager")
-    with torch.no_grad(), pytest.raises(fs.UnsupportedModelError, match=r"call model.eval\(\) before"):
-        compiled(prompt, past_key_values=transformers.DynamicCache())
+    cached = {"past_key_values": transformers.DynamicCache()}
+    for call, given in ((model.generate, options), (torch.compile(model, backend="eager"), cached)):
+        with torch.no_grad(), pytest.raises(fs.UnsupportedModelError, match=r"call model.eval\(\) before"):
+            call(prompt, **given)
     assert torch.equal(model.generate(prompt, use_cache=False, **options), expected)
     model(prompt, labels=prompt, use_cache=True).loss.backward()
     fs.remove_sac(model)
@@ -187,8 +185,6 @@ def test_generation_in_training_mode_is_refused(ratio: Any) -> None:
 
 
 def test_caches_of_composite_models_are_off_too() -> None:
-    import transformers
-
     model = tiny_model("t5")
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     assert len(configs) > 1

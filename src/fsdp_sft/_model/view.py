@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_sft._compat.modules import is_a
 from fsdp_sft.errors import UnsupportedModelError
 
 T = TypeVar("T")
@@ -102,9 +103,7 @@ def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(prefix of its names, module) of each outermost transformers model in ``model``, itself included."""
     found: list[str] = []
     for fqn, module in model.named_modules():
-        # By the name of the class, so that transformers is not imported for a model of another library.
-        is_one = any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
-        if is_one and not any(fqn.startswith(prefix) for prefix in found):
+        if is_a(module, "PreTrainedModel", "transformers") and not fqn.startswith(tuple(found)):
             found.append(f"{fqn}." if fqn else "")
             yield found[-1], module
 

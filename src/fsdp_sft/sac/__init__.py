@@ -11,5 +11,4 @@ from fsdp_sft.sac.apply import (
 )
 from fsdp_sft.sac.attach import remove_sac as remove_sac
 from fsdp_sft.sac.decisions import decides as decides, is_decision as is_decision
-from fsdp_sft.sac.offload import COMPILED as COMPILED
 from fsdp_sft.sac.ops import refuse_inner_groups as refuse_inner_groups

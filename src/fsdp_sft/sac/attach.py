@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_sft._compat.compile import checkpointing_flag, is_checkpointing_layer
+from fsdp_sft._compat.compile import checkpointing_flag
+from fsdp_sft._compat.modules import is_a
 from fsdp_sft._model.blocks import configs_of
 from fsdp_sft._model.view import SAC, Checkpointed, checkpointed
 from fsdp_sft.errors import UnsupportedModelError
@@ -23,7 +24,7 @@ def checkpoint_blocks(
     if offload is not None:
         recompute = functools.partial(run_offloaded, offload, recompute)
     for block in blocks.values():
-        if is_checkpointing_layer(block):  # transformers' own flag
+        if is_a(block, "GradientCheckpointingLayer", "transformers"):
             override(block, **checkpointing_flag(recompute))
         else:
             run_around(block, functools.partial(_checkpointed_in_training, block, recompute))

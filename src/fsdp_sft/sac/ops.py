@@ -27,8 +27,7 @@ _NOT_A_KERNEL = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp"}
 def refuse_inner_groups(model: nn.Module, blocks: list[str]) -> None:
     """Refuse blocks, by their FQNs, with FSDP2 groups inside of them."""
     for fqn in blocks:
-        within = model.get_submodule(fqn).named_modules()
-        inner = [name for name, module in within if name and isinstance(module, FSDPModule)]
+        inner = [n for n, m in model.get_submodule(fqn).named_modules() if n and isinstance(m, FSDPModule)]
         if inner:
             # Selective checkpointing matches operations by counting those of each kind. Gathering a group
             # adds some, but not in a recomputation that finds it gathered already.
