@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_sft._model.view import base_of, checkpointed, kept_of, record_of, unwrapped
+from fsdp_sft._model.view import base_of, kept_of, record_of, unwrapped
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft.errors import UnsupportedModelError
 
@@ -217,11 +217,6 @@ def text_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, 
     """Those of a model's blocks that text passes through: all that are not within frozen towers."""
     beside = re.compile(within_frozen_towers(model))
     return {name: block for name, block in blocks.items() if not beside.fullmatch(name)}
-
-
-def configs_without_caches(model: nn.Module) -> list[Any]:
-    """Configs of a model whose ``use_cache`` is off only because of activation checkpointing."""
-    return [config for module in model.modules() for config in checkpointed(module).caches]
 
 
 def configs_of(model: nn.Module) -> list[Any]:

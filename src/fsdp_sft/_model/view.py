@@ -37,7 +37,6 @@ _INSIDE = {
 _WAY_OUT = "hand over the model inside, made by shard_model (FSDP2) or DistributedDataParallel of the whole"
 # An attribute of the model: in a global dict, a hook that refers to its model would keep it alive.
 _NAME = "_fsdp_sft_record"
-SAC = "_fsdp_sft_sac"  # attribute of a module that apply_sac has changed; copied and pickled with it
 
 
 def tokenizer_of(given: Any) -> Any:
@@ -152,30 +151,6 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 
 
 # What was done to it.
-
-
-@dataclass
-class Checkpointed:
-    """What ``apply_sac`` has changed in a module.
-
-    Attributes:
-        replaced: The module's own attributes that were replaced.
-        is_offloaded: Whether it is a block whose inputs wait on the host.
-        caches: Of the model: configs whose ``use_cache`` was turned off.
-        hook: Of the model: handle of the hook that refuses caches.
-        kept: Of the model: FQNs of the blocks that keep some of their outputs.
-    """
-
-    replaced: dict[str, Any] = field(default_factory=dict)
-    is_offloaded: bool = False
-    caches: list[Any] = field(default_factory=list)
-    hook: Any = None
-    kept: list[str] = field(default_factory=list)
-
-
-def checkpointed(module: nn.Module) -> Checkpointed:
-    """What ``apply_sac`` has changed in a module; an empty one if it has changed nothing."""
-    return module.__dict__.get(SAC) or Checkpointed()
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,11 +11,40 @@ from torch import nn
 from fsdp_sft._compat.compile import checkpointing_flag
 from fsdp_sft._compat.modules import is_a
 from fsdp_sft._model.blocks import configs_of
-from fsdp_sft._model.view import SAC, Checkpointed, checkpointed
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac.offload import Offload, run_offloaded
 
+_SAC = "_fsdp_sft_sac"  # attribute of a module that apply_sac has changed; copied and pickled with it
 _ABSENT = "absent"
+
+
+@dataclass
+class Checkpointed:
+    """What ``apply_sac`` has changed in a module.
+
+    Attributes:
+        replaced: The module's own attributes that were replaced.
+        is_offloaded: Whether it is a block whose inputs wait on the host.
+        caches: Of the model: configs whose ``use_cache`` was turned off.
+        hook: Of the model: handle of the hook that refuses caches.
+        kept: Of the model: FQNs of the blocks that keep some of their outputs.
+    """
+
+    replaced: dict[str, Any] = field(default_factory=dict)
+    is_offloaded: bool = False
+    caches: list[Any] = field(default_factory=list)
+    hook: Any = None
+    kept: list[str] = field(default_factory=list)
+
+
+def checkpointed(module: nn.Module) -> Checkpointed:
+    """What ``apply_sac`` has changed in a module; an empty one if it has changed nothing."""
+    return module.__dict__.get(_SAC) or Checkpointed()
+
+
+def configs_without_caches(model: nn.Module) -> list[Any]:
+    """Configs of a model whose ``use_cache`` is off only because of activation checkpointing."""
+    return [config for module in model.modules() for config in checkpointed(module).caches]
 
 
 def checkpoint_blocks(
@@ -48,7 +78,7 @@ def _run_around(self: nn.Module, around: Callable[..., Any], plain: Any, *args: 
 
 def override(module: nn.Module, **attributes: Any) -> None:
     """Set instance attributes of a module and remember the ones that they replace."""
-    replaced = module.__dict__.setdefault(SAC, Checkpointed()).replaced
+    replaced = module.__dict__.setdefault(_SAC, Checkpointed()).replaced
     for name in attributes:
         replaced.setdefault(name, module.__dict__.get(name, _ABSENT))
     module.__dict__.update(attributes)
@@ -67,7 +97,7 @@ def remove_sac(model: nn.Module) -> None:
     """
     for module in model.modules():
         done = checkpointed(module)
-        module.__dict__.pop(SAC, None)
+        module.__dict__.pop(_SAC, None)
         for name, value in done.replaced.items():
             if isinstance(value, str) and value == _ABSENT:
                 module.__dict__.pop(name, None)
@@ -85,7 +115,7 @@ def note_model(model: nn.Module, kept: list[str]) -> None:
     for config in on:
         config.use_cache = False
     hook = model.register_forward_pre_hook(_refuse_generation, with_kwargs=True)
-    done = model.__dict__.setdefault(SAC, Checkpointed())
+    done = model.__dict__.setdefault(_SAC, Checkpointed())
     done.caches, done.hook, done.kept = on, hook, kept
 
 

@@ -70,10 +70,9 @@ def checkpoint_of(
         options: Keywords of torch's function.
         policy: What a selective checkpoint saves besides; it recomputes decisions. None saves nothing.
     """
-    if any(map(decides, blocks.values())):
-        options = {**options, "context_fn": functools.partial(_keep_decisions, policy)}
-    elif policy is not None:
-        options = {**options, "context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
+    keeps = any(map(decides, blocks.values()))
+    if keeps or policy is not None:
+        options = {**options, "context_fn": functools.partial(_contexts, policy, keeps)}
     return functools.partial(checkpoint, **options)
 
 
@@ -97,14 +96,18 @@ def _source(module: str) -> str:
         return "" if module == "builtins" else ".topk("
 
 
-def _keep_decisions(policy: Policy | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of a checkpoint, (of the forward, of the recomputation), that keep decisions.
+def _contexts(
+    policy: Policy | None, keeps: bool
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of a checkpoint, of forward and recomputation, that keep decisions if it ``keeps`` them.
 
     In compiled code, which changes nothing in place, selective checkpointing itself saves them.
     """
     if being_compiled():
         return create_selective_checkpoint_contexts(functools.partial(_saves_decisions, policy))
     contexts = create_selective_checkpoint_contexts(policy) if policy else (nullcontext(), nullcontext())
+    if not keeps:
+        return contexts
     kept: list[tuple[Any, torch.Tensor, int]] = []
     # The inner contexts (of selective checkpointing) identify operations by counting them. _Repeat replaces
     # a topk by a gather, which must not be counted: a mode that is entered first sees an operation last, so

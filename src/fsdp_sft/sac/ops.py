@@ -45,8 +45,9 @@ def checkpoint_keeping(
     named = _Named(names)
     for module in kept_modules(blocks, names):
         run_around(module, named.run)
-    policy = functools.partial(_policy, named, SDPA in names, options["preserve_rng_state"])
-    return checkpoint_of(blocks, options, policy)
+    return checkpoint_of(
+        blocks, options, functools.partial(_policy, named, SDPA in names, options["preserve_rng_state"])
+    )
 
 
 class _Named:

@@ -1,13 +1,10 @@
 """A table of a sharded model's FSDP2 groups."""
 
-import math
-
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_sft._model.sharded import mesh_of, reshard
-from fsdp_sft._tensors.boxes import local_of
-from fsdp_sft._tensors.packed_shard import PackedShard, bits_of
+from fsdp_sft.shard.packing import bytes_of, form_of, summary_of
 from fsdp_sft.shard.units import innermost, without_indices
 
 
@@ -51,8 +48,8 @@ def describe_sharding(model: nn.Module) -> str:
             without_indices(fqn),
             f"{sum(p.numel() for p in own):,}",
             f"{sum(p.numel() for p in own if p.requires_grad):,}",
-            f"{sum(bits_of(p).nbytes for p in own):,}",
-            ", ".join(sorted({_form(p) for p in own})),
+            f"{sum(map(bytes_of, own)):,}",
+            ", ".join(sorted(set(map(form_of, own)))),
             ", ".join(sorted({str(getattr(p, "placements", "not sharded")) for p in own})),
         )
         if own:
@@ -69,18 +66,7 @@ def describe_sharding(model: nn.Module) -> str:
     everything = [parameter for own in groups.values() for parameter in own]
     lines.append(
         f"{sum(p.numel() for p in everything):,} parameters, "
-        f"{sum(bits_of(p).nbytes for p in everything):,} bytes on this rank, mesh ({axes}) on "
+        f"{sum(map(bytes_of, everything)):,} bytes on this rank, mesh ({axes}) on "
         f"{mesh.device_type}"
     )
-    packed = [shard for p in everything if isinstance(shard := local_of(p), PackedShard)]
-    if packed:
-        bits = 8 * sum(shard.rows.numel() for shard in packed)
-        values = sum(shard.count * math.prod(shard.shape[1:]) for shard in packed)
-        lines.append(f"packed: {len(packed)} weights, {bits / max(1, values):.2f} bits a value on this rank")
-    return "\n".join(lines)
-
-
-def _form(parameter: nn.Parameter) -> str:
-    """The format of a packed parameter, or its dtype."""
-    local = local_of(parameter)
-    return local.lies.form.name if isinstance(local, PackedShard) else str(local.dtype).removeprefix("torch.")
+    return "\n".join([*lines, *summary_of(everything)])

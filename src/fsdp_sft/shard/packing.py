@@ -1,4 +1,4 @@
-"""Which frozen weights a model keeps packed, and the swap of their shards."""
+"""Which frozen weights a model keeps packed, the swap of their shards, and what a table says of them."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import Settings
 from fsdp_sft._ranks.agree import all_reduce_sum
 from fsdp_sft._tensors.boxes import box_of, local_of
-from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard, RowFormat
+from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard, RowFormat, bits_of
 from fsdp_sft._tensors.sharding import own_part
 
 STORED = "stored"
@@ -221,3 +221,26 @@ def fill_packed(shard: PackedShard, values: torch.Tensor) -> None:
     for first in range(0, len(flat), step):
         some = flat[first : first + step].to(torch.float32)
         shard.own_rows[first : first + step].copy_(form.joined(recipe.pack(some), len(some)))
+
+
+# What a table of shards says of parameters, packed or not.
+
+
+def bytes_of(parameter: nn.Parameter) -> int:
+    """Bytes of this rank's shard."""
+    return bits_of(parameter).nbytes
+
+
+def form_of(parameter: nn.Parameter) -> str:
+    """The format of a packed parameter, or its dtype."""
+    local = local_of(parameter)
+    return local.lies.form.name if isinstance(local, PackedShard) else str(local.dtype).removeprefix("torch.")
+
+
+def summary_of(parameters: Iterable[nn.Parameter]) -> list[str]:
+    """A line on this rank's packed shards; none if there are none."""
+    packed = [shard for p in parameters if isinstance(shard := local_of(p), PackedShard)]
+    bits = 8 * sum(shard.rows.numel() for shard in packed)
+    values = sum(shard.count * math.prod(shard.shape[1:]) for shard in packed)
+    line = f"packed: {len(packed)} weights, {bits / max(1, values):.2f} bits a value on this rank"
+    return [line] if packed else []
