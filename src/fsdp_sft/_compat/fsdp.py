@@ -204,8 +204,11 @@ def keeps_shards_on_host(model: nn.Module) -> bool:
     """
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    groups = [group for state in _states_within(model) for group in state._fsdp_param_groups]
-    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+    return any(
+        isinstance(group.offload_policy, CPUOffloadPolicy)
+        for state in _states_within(model)
+        for group in state._fsdp_param_groups
+    )
 
 
 def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
