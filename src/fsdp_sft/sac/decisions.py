@@ -96,10 +96,8 @@ def _source(module: str) -> str:
         return "" if module == "builtins" else ".topk("
 
 
-def _contexts(
-    policy: Policy | None, keeps: bool
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of a checkpoint, of forward and recomputation, that keep decisions if it ``keeps`` them.
+def _contexts(policy: Policy | None, keeps: bool) -> Any:
+    """The two contexts of a checkpoint, of forward and recomputation; decisions are kept if it ``keeps`` them.
 
     In compiled code, which changes nothing in place, selective checkpointing itself saves them.
     """
