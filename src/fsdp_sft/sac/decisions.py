@@ -97,7 +97,7 @@ def _source(module: str) -> str:
 
 
 def _contexts(policy: Policy | None, keeps: bool) -> Any:
-    """The two contexts of a checkpoint, of forward and recomputation; decisions are kept if it ``keeps`` them.
+    """The two contexts of a checkpoint, of forward and recomputation; it ``keeps`` decisions, or not.
 
     In compiled code, which changes nothing in place, selective checkpointing itself saves them.
     """
