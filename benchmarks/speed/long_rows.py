@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_sft as fs
 from benchmarks.tables import publish, quartiles, table
-from fsdp_sft.attention.context_parallel.heads import to_heads, to_tokens
+from fsdp_sft.attention.context_parallel.group import to_heads, to_tokens
 
 HEAD_SIZE, VOCABULARY = 32, 512
 

@@ -2,8 +2,10 @@
 
 from fsdp_sft._model.adapters import add_adapters as add_adapters
 from fsdp_sft._model.blocks import find_blocks as find_blocks, freeze_towers as freeze_towers
-from fsdp_sft._ranks.init import init_distributed as init_distributed
-from fsdp_sft._ranks.launch import DistributedContext as DistributedContext
+from fsdp_sft._ranks.init import (
+    DistributedContext as DistributedContext,
+    init_distributed as init_distributed,
+)
 from fsdp_sft._ranks.mesh import build_mesh as build_mesh
 from fsdp_sft.attention.context_parallel import use_context_parallel as use_context_parallel
 from fsdp_sft.attention.varlen import use_varlen_attention as use_varlen_attention

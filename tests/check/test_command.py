@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_sft import check
-from fsdp_sft._ranks.launch import DistributedContext
+from fsdp_sft._ranks.init import DistributedContext
 from fsdp_sft.check import CheckedJob, Problem, _apart, host_name, shown
 from fsdp_sft.check.command import Done, lines_of, ordered, to_json
 from fsdp_sft.commands import main

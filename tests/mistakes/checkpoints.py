@@ -145,14 +145,14 @@ MISTAKES = [
     ),
     Mistake(
         "the shell of srun waits for tasks that have none",
-        "_ranks/launch.py",
+        "_ranks/init.py",
         "_FIRST_SPECIAL_STEP and not is_shell",
         "_FIRST_SPECIAL_STEP",
         ("tests/ranks/test_distributed.py",),
     ),
     Mistake(
         "an address of IPv6 stands in a URL without brackets",
-        "_ranks/launch.py",
+        "_ranks/init.py",
         'meeting = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"',
         'meeting = f"tcp://{address}:{port}"',
         ("tests/ranks/test_distributed.py",),

@@ -219,7 +219,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "ranks rotate by the length of their part",
-        "attention/context_parallel/use.py",
+        "attention/context_parallel/__init__.py",
         "            module.register_forward_pre_hook(_with_whole_positions, with_kwargs=True)\n"
         "            module.register_forward_hook(_own_part)\n",
         "",

@@ -27,15 +27,15 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "adapters are put into frozen towers",
         "_model/adapters.py",
-        "    peft_config = _without_towers(peft_config, frozen_towers(model))\n",
+        "    peft_config = _without_towers(peft_config, within_frozen_towers(model))\n",
         "",
         ("tests/model/test_towers.py",),
     ),
     Mistake(
         "blocks of frozen towers count for a fraction of blocks",
-        "sac/apply.py",
-        "if not unused.fullmatch(name)]",
-        "]",
+        "_model/blocks.py",
+        " if not beside.fullmatch(name)}",
+        "}",
         ("tests/model/test_towers.py",),
     ),
     Mistake(
@@ -76,7 +76,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "adapters of parameters are drawn with those of layers",
         "_model/adapters.py",
-        'for fqn in sorted(layers, key=lambda fqn: _is_a(layers[fqn], "ParamWrapper")):',
+        'for fqn in sorted(layers, key=lambda fqn: is_a(layers[fqn], "ParamWrapper", "peft")):',
         "for fqn in layers:",
         ("tests/model/test_expert_adapters.py",),
     ),

@@ -76,18 +76,6 @@ def test_by_class_takes_the_outermost() -> None:
     assert list(several) == [f"model.layers.{i}" for i in range(3)] + ["lm_head"]
 
 
-class _Trunk(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.body = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)))
-        self.heads = nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 3)])
-
-
-def test_a_model_of_other_origin() -> None:
-    assert list(fs.find_blocks(_Trunk())) == ["body.0", "body.1", "body.2"]
-
-
 def _layer() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 16)
 
@@ -117,6 +105,16 @@ def test_containers_that_are_never_called_are_no_blocks() -> None:
         (nn.ModuleList([nn.ModuleList([_layer(), nn.Identity()]), _layer()]), ["0.0", "1"]),
         (nn.ModuleDict({f"layer_{i}": _layer() for i in range(2)}), ["layer_0", "layer_1"]),
         (nn.ModuleDict({"first": _layer(), "second": _layer()}), ["first", "second"]),
+        (
+            nn.ModuleDict(
+                {
+                    "embed": nn.Embedding(11, 8),
+                    "body": nn.Sequential(*(_layer() for _ in range(3))),
+                    "heads": nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 3)]),
+                }
+            ),
+            ["body.0", "body.1", "body.2"],
+        ),
     ]
     for trunk, expected in nested:
         model = nn.Module()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -88,6 +89,17 @@ def test_a_pipe_among_the_settings(read: Callable[[Path], Any], name: str, tmp_p
     os.mkfifo(folder / name)
     with pytest.raises(fs.CheckpointFormatError, match="not a regular file"):
         read(folder)
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [(OSError(), fs.CheckpointNotFoundError), (fs.CheckpointFormatError("odd"), fs.CheckpointFormatError)],
+)
+def test_errors_of_the_hub(raised: Exception, seen: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without a text, and one of a config that claims too much."""
+    monkeypatch.setattr("fsdp_sft._model.configs.auto_config", Mock(side_effect=raised))
+    with pytest.raises(seen):
+        config_of("no/such-model")
 
 
 def test_layers_as_many_as_models_have(tmp_path: Path) -> None:

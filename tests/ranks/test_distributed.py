@@ -19,7 +19,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 import fsdp_sft as fs
 from fsdp_sft._compat.groups import careful_gloo
 from fsdp_sft._ranks import agree, init as module
-from fsdp_sft._ranks.launch import DistributedContext, detect_launch
+from fsdp_sft._ranks.init import DistributedContext, detect_launch
 from tests.harness.device import device_here, device_type, mesh_here
 from tests.harness.models import tiny_model
 from tests.harness.ranks import run_distributed

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import fsdp_sft as fs
@@ -173,8 +174,10 @@ def test_generation_in_training_mode_is_refused(ratio: Any) -> None:
     fs.apply_sac(model, ratio)
     assert torch.equal(model.generate(prompt, **options), expected)
     model.train()
-    with pytest.raises(fs.UnsupportedModelError, match=r"call model.eval\(\) before"):
-        model.generate(prompt, **options)
+    cached = {"past_key_values": transformers.DynamicCache()}
+    for call, given in ((model.generate, options), (torch.compile(model, backend="eager"), cached)):
+        with torch.no_grad(), pytest.raises(fs.UnsupportedModelError, match=r"call model.eval\(\) before"):
+            call(prompt, **given)
     assert torch.equal(model.generate(prompt, use_cache=False, **options), expected)
     model(prompt, labels=prompt, use_cache=True).loss.backward()
     fs.remove_sac(model)
@@ -182,8 +185,6 @@ def test_generation_in_training_mode_is_refused(ratio: Any) -> None:
 
 
 def test_caches_of_composite_models_are_off_too() -> None:
-    import transformers
-
     model = tiny_model("t5")
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     assert len(configs) > 1

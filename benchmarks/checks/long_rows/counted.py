@@ -139,7 +139,7 @@ class Exchanges(TorchDispatchMode):
 
 def by_formula(cp: int, case: Case) -> int:
     """Elements that a rank hands in for a layer's forward, 1/cp of which stay on the rank."""
-    from fsdp_sft.attention.context_parallel.heads import key_heads
+    from fsdp_sft.attention.context_parallel.group import key_heads
 
     keys = case.key_heads * key_heads(HEADS, case.key_heads, cp).repeats
     return (HEADS + 2 * keys + HEADS) * HEAD_SIZE * TOKENS // cp

@@ -70,17 +70,6 @@ def checkpointing_flag(recompute: Callable[..., Any]) -> dict[str, Any]:
     return {"gradient_checkpointing": True, "_gradient_checkpointing_func": recompute}
 
 
-def is_checkpointing_layer(block: nn.Module) -> bool:
-    """Whether a block is a ``GradientCheckpointingLayer``, whose flag recomputes its ``forward``.
-
-    By its name: transformers may not be imported.
-    """
-    return any(
-        base.__name__ == "GradientCheckpointingLayer" and base.__module__.startswith("transformers.")
-        for base in type(block).__mro__
-    )
-
-
 def changes_its_inputs(op: Any) -> bool:
     """Whether an operator writes to its arguments, which only its private ``_schema`` says."""
     return bool(getattr(getattr(op, "_schema", None), "is_mutable", False))

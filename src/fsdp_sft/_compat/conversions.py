@@ -1,5 +1,6 @@
 """transformers' conversions between a checkpoint's tensors and the model's."""
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -101,8 +102,6 @@ def match_checkpoint_keys(
         ({first target: (WeightConverter or None for a renaming, {source pattern: keys})},
         {unexpected name: checkpoint key}).
     """
-    from copy import deepcopy
-
     from transformers import WeightConverter
     from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 
@@ -153,8 +152,6 @@ def run_conversion(
     Returns:
         Target name to converted tensor.
     """
-    from copy import deepcopy
-
     fresh = deepcopy(converter)
     for pattern, collected in tensors.items():
         fresh.collected_tensors[pattern].extend(collected)

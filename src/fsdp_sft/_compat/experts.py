@@ -35,14 +35,6 @@ def place_experts_on(model: nn.Module, ep_mesh: Any, alone: Any) -> None:
     apply_expert_parallelism(model, ep_mesh, alone, plan, ep_implementation="all_to_all")
 
 
-# Attributes that transformers' decorator of experts sets.
-_EXPERTS_KNOW = (
-    "has_gate",
-    "is_transposed",
-    "num_experts",
-)
-
-
 def switchable_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Modules of experts, by FQN, that transformers can compute in more than one way.
 
@@ -51,7 +43,8 @@ def switchable_experts(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if hasattr(type(module), "_apply_gate") and all(hasattr(module, key) for key in _EXPERTS_KNOW)
+        if hasattr(type(module), "_apply_gate")
+        and all(hasattr(module, mark) for mark in ("has_gate", "is_transposed", "num_experts"))
     }
 
 

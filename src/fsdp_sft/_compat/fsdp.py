@@ -30,12 +30,17 @@ def keep_trained_flags(module: Any) -> None:
     when it gathers, and never back, so a change of the gathered one would be undone.
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:
-        if group.is_sharded:
-            continue
         for parameter in group.fsdp_params:
-            shown = parameter._sharded_post_forward_param if group.is_sharded_post_forward else None
-            shown = parameter._unsharded_param if shown is None else shown
-            parameter.sharded_param.requires_grad_(shown.requires_grad)
+            parameter.sharded_param.requires_grad_(_registered(group, parameter).requires_grad)
+
+
+def _registered(group: Any, parameter: Any) -> Any:
+    """Which of its tensors for a parameter FSDP2 has put into the module: shard, part of it, or gathered."""
+    if group.is_sharded:
+        return parameter.sharded_param
+    return (
+        parameter._sharded_post_forward_param if group.is_sharded_post_forward else parameter._unsharded_param
+    )
 
 
 def forget_inference(module: Any) -> None:
@@ -62,10 +67,8 @@ def replaced_parameters(module: Any) -> list[tuple[nn.Module, str]]:
         return []
     found = []
     for group in state._fsdp_param_groups:
-        attribute = "sharded_param" if group.is_sharded else "_unsharded_param"
-        attribute = "_sharded_post_forward_param" if group.is_sharded_post_forward else attribute
         for parameter in group.fsdp_params:
-            own, info = getattr(parameter, attribute), parameter._module_info
+            own, info = _registered(group, parameter), parameter._module_info
             places = [(info.module, info.param_name)]
             if info.shared_modules:
                 places += zip(info.shared_modules, info.shared_param_names, strict=True)
@@ -201,8 +204,11 @@ def keeps_shards_on_host(model: nn.Module) -> bool:
     """
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    groups = [group for state in _states_within(model) for group in state._fsdp_param_groups]
-    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+    return any(
+        isinstance(group.offload_policy, CPUOffloadPolicy)
+        for state in _states_within(model)
+        for group in state._fsdp_param_groups
+    )
 
 
 def compute_dtypes(model: nn.Module) -> set[torch.dtype]:

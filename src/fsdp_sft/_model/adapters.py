@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from fsdp_sft._compat.models import original_class
-from fsdp_sft._model.blocks import frozen_towers, pattern_of
+from fsdp_sft._compat.modules import is_a
+from fsdp_sft._model.blocks import within_frozen_towers
 from fsdp_sft._model.view import base_of, named_tensors, slot
 from fsdp_sft._process.generators import unmoved
 from fsdp_sft.errors import UnsupportedModelError, abridged
@@ -57,26 +58,26 @@ def add_adapters(model: nn.Module, peft_config: "PeftConfig", *, seed: int = 0) 
 
     if any(p.is_meta for p in model.parameters()):
         refuse_initialised_from_base([peft_config])
-    peft_config = _without_towers(peft_config, frozen_towers(model))
+    peft_config = _without_towers(peft_config, within_frozen_towers(model))
     with unmoved(seed=seed):  # peft draws on the CPU
         adapted = cast("PeftModel", get_peft_model(model, peft_config))
         torch.default_generator.manual_seed(seed)
         layers = _tuner_layers(adapted)
         # peft makes adapters of parameters, such as those of experts, after all others.
-        for fqn in sorted(layers, key=lambda fqn: _is_a(layers[fqn], "ParamWrapper")):
+        for fqn in sorted(layers, key=lambda fqn: is_a(layers[fqn], "ParamWrapper", "peft")):
             for wrapper in reversed(_nested(layers[fqn])):
                 _initialise(wrapper, peft_config)
     return adapted
 
 
-def _without_towers(peft_config: "PeftConfig", towers: tuple[str, ...]) -> "PeftConfig":
-    """A configuration that puts no adapters into these modules; the same one if there are none."""
+def _without_towers(peft_config: "PeftConfig", towers: str) -> "PeftConfig":
+    """A configuration that puts no adapters into modules of this pattern; the same one if it is empty."""
     if not towers or not hasattr(peft_config, "exclude_modules"):
         return peft_config
     given = peft_config.exclude_modules or []
     patterns = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in given]
     changed = copy.copy(peft_config)
-    changed.exclude_modules = "|".join(f"(?:{each})" for each in (pattern_of(towers), *patterns))
+    changed.exclude_modules = "|".join(f"(?:{each})" for each in (towers, *patterns))
     return changed
 
 
@@ -227,38 +228,33 @@ def _tuner_layers(model: nn.Module) -> dict[str, Any]:
     """The outermost layers that hold adapters by their FQNs, in the order in which peft made them."""
     found: dict[str, Any] = {}
     for fqn, module in model.named_modules():
-        if _is_a(module, "BaseTunerLayer") and not fqn.startswith(f"{next(reversed(found), None)}."):
+        if is_a(module, "BaseTunerLayer", "peft") and not fqn.startswith(f"{next(reversed(found), None)}."):
             found[fqn] = module
     return found
 
 
 def _saved_modules(model: nn.Module) -> dict[str, Any]:
     """Peft's wrappers around modules that are trained as copies, or in part, by FQN."""
-    return {fqn: m for fqn, m in model.named_modules() if _is_a(m, "AuxiliaryTrainingWrapper")}
-
-
-def _is_a(module: Any, kind: str) -> bool:
-    """Whether an object is of peft's class of that name; peft need not be imported to know."""
-    return any(base.__name__ == kind and base.__module__.startswith("peft.") for base in type(module).__mro__)
+    return {fqn: m for fqn, m in model.named_modules() if is_a(m, "AuxiliaryTrainingWrapper", "peft")}
 
 
 def _nested(layer: Any) -> list[Any]:
     """A layer with adapters, and those within it: peft nests one around each parameter of a module."""
     found = [layer]
-    while _is_a(inner := getattr(found[-1], "base_layer", None), "BaseTunerLayer"):
+    while is_a(inner := getattr(found[-1], "base_layer", None), "BaseTunerLayer", "peft"):
         found.append(inner)
     return found
 
 
 def _inside(fqn: str, wrapper: Any, trained: bool) -> nn.Module:
     """The module inside a wrapper of peft."""
-    if _is_a(wrapper, "ModulesToSaveWrapper"):
+    if is_a(wrapper, "ModulesToSaveWrapper", "peft"):
         if not trained or wrapper.disable_adapters:
             return cast(nn.Module, wrapper.original_module)
         return cast(nn.Module, wrapper.modules_to_save[wrapper.active_adapters[0]])
-    if _is_a(wrapper, "BaseTunerLayer") and getattr(wrapper, "base_layer", None) is not None:
+    if is_a(wrapper, "BaseTunerLayer", "peft") and getattr(wrapper, "base_layer", None) is not None:
         layer = wrapper.get_base_layer()
-        if layer is wrapper.base_layer or all(_is_a(one, "ParamWrapper") for one in _nested(wrapper)):
+        if layer is wrapper.base_layer or all(is_a(one, "ParamWrapper", "peft") for one in _nested(wrapper)):
             return cast(nn.Module, layer)
     raise UnsupportedModelError(
         f"{fqn} is a {type(wrapper).__name__} of peft, whose base weights cannot be told apart here; load "

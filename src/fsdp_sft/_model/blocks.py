@@ -3,13 +3,13 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from fsdp_sft._model.view import base_of, checkpointed, record_of, unwrapped
+from fsdp_sft._model.view import base_of, kept_of, record_of, unwrapped
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft.errors import UnsupportedModelError
 
@@ -197,25 +197,26 @@ def freeze_towers(model: nn.Module) -> list[str]:
     inner = base_of(unwrapped(model))
     for name in names:
         inner.get_submodule(name).requires_grad_(False)
-    record_of(inner).frozen_towers = tuple(names)
+    record_of(inner).keep(_FrozenTowers(names))
     if names:
         tell(_logger, "%s: %s frozen", type(inner).__name__, " and ".join(names))
     return names
 
 
-def frozen_towers(model: nn.Module) -> tuple[str, ...]:
-    """FQNs of the towers that ``freeze_towers`` has frozen."""
-    return record_of(base_of(unwrapped(model))).frozen_towers
+class _FrozenTowers(tuple[str, ...]):
+    """FQNs of the towers that ``freeze_towers`` has frozen, as the model's record keeps them."""
 
 
-def pattern_of(names: tuple[str, ...]) -> str:
-    """A regular expression that the FQNs of all within these modules match as a whole, and no others."""
-    return rf"(.*\.)?({'|'.join(map(re.escape, names)) or '(?!)'})(\..*)?"
+def within_frozen_towers(model: nn.Module) -> str:
+    """A regular expression of the FQNs of frozen towers and of all within them; empty if there are none."""
+    names = kept_of(base_of(unwrapped(model)), _FrozenTowers)
+    return rf"(.*\.)?({'|'.join(map(re.escape, names))})(\..*)?" if names else ""
 
 
-def configs_without_caches(model: nn.Module) -> list[Any]:
-    """Configs of a model whose ``use_cache`` is off only because of activation checkpointing."""
-    return [config for module in model.modules() for config in checkpointed(module).caches]
+def text_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those of a model's blocks that text passes through: all that are not within frozen towers."""
+    beside = re.compile(within_frozen_towers(model))
+    return {name: block for name, block in blocks.items() if not beside.fullmatch(name)}
 
 
 def configs_of(model: nn.Module) -> list[Any]:

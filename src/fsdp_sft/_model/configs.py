@@ -152,8 +152,10 @@ def _named(name: str | os.PathLike[str], load: Callable[[str], Any], what: str) 
             return load(path)
     try:
         return load(path)
+    except FsdpSftError:
+        raise
     except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
         raise CheckpointNotFoundError(
-            f"there is no folder {path!r}, and no such model could be had from the Hub: {first}"
+            f"there is no folder {path!r}, and no such model could be had from the Hub: "
+            + str(error).strip().partition("\n")[0]
         ) from error

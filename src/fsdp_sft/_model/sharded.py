@@ -17,7 +17,7 @@ from fsdp_sft._compat.fsdp import (
 from fsdp_sft._compat.modules import has_grad_hooks, has_hooks
 from fsdp_sft._model.view import record_of, replicas_of, replicated_by, unwrapped
 from fsdp_sft._ranks.agree import world_size
-from fsdp_sft._ranks.mesh import DP_REPLICATE, EP, PP, TP
+from fsdp_sft._ranks.mesh import DP_REPLICATE, layer_axes, mesh_of_rows
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
 
@@ -48,8 +48,7 @@ def mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
             stages of a pipeline or along layers (tensor parallelism).
     """
     mesh: DeviceMesh | None = record_of(model).mesh or _mesh_of_parameters(model)
-    axes = set(native_axes(unwrapped(model))) | set(mesh.mesh_dim_names or () if mesh is not None else ())
-    if others := axes & {PP, TP, EP}:
+    if others := layer_axes(mesh).union(native_axes(unwrapped(model))):
         raise UnsupportedModelError(
             f"{type(unwrapped(model)).__name__} is cut into stages or along layers ({', '.join(others)}), "
             "and ranks have the same rows: load it by fsdp_size, with ep_size or without (of "
@@ -73,12 +72,8 @@ def mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
 
 
 def _mesh_of_parameters(model: torch.nn.Module) -> DeviceMesh | None:
-    """The largest mesh of a model's parameters; None if none is sharded.
-
-    That of experts which ranks share out does not show how rows are distributed: others come first.
-    """
-    meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
-    return max(meshes, key=lambda mesh: (EP not in (mesh.mesh_dim_names or ()), mesh.size()), default=None)
+    """The mesh of a model's parameters that shows how rows are distributed; None if none is sharded."""
+    return mesh_of_rows(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
 
 
 def reshard(model: torch.nn.Module) -> None:

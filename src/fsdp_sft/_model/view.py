@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_sft._compat.modules import is_a
 from fsdp_sft.errors import UnsupportedModelError
 
 T = TypeVar("T")
@@ -36,7 +37,6 @@ _INSIDE = {
 _WAY_OUT = "hand over the model inside, made by shard_model (FSDP2) or DistributedDataParallel of the whole"
 # An attribute of the model: in a global dict, a hook that refers to its model would keep it alive.
 _NAME = "_fsdp_sft_record"
-SAC = "_fsdp_sft_sac"  # attribute of a module that apply_sac has changed; copied and pickled with it
 
 
 def tokenizer_of(given: Any) -> Any:
@@ -102,9 +102,7 @@ def transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(prefix of its names, module) of each outermost transformers model in ``model``, itself included."""
     found: list[str] = []
     for fqn, module in model.named_modules():
-        # By the name of the class, so that transformers is not imported for a model of another library.
-        is_one = any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
-        if is_one and not any(fqn.startswith(prefix) for prefix in found):
+        if is_a(module, "PreTrainedModel", "transformers") and not fqn.startswith(tuple(found)):
             found.append(f"{fqn}." if fqn else "")
             yield found[-1], module
 
@@ -156,44 +154,18 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 
 
 @dataclass
-class Checkpointed:
-    """What ``apply_sac`` has changed in a module.
-
-    Attributes:
-        replaced: The module's own attributes that were replaced.
-        is_offloaded: Whether it is a block whose inputs wait on the host.
-        caches: Of the model: configs whose ``use_cache`` was turned off.
-        hook: Of the model: handle of the hook that refuses caches.
-        kept: Of the model: FQNs of the blocks that keep some of their outputs.
-    """
-
-    replaced: dict[str, Any] = field(default_factory=dict)
-    is_offloaded: bool = False
-    caches: list[Any] = field(default_factory=list)
-    hook: Any = None
-    kept: list[str] = field(default_factory=list)
-
-
-def checkpointed(module: nn.Module) -> Checkpointed:
-    """What ``apply_sac`` has changed in a module; an empty one if it has changed nothing."""
-    return module.__dict__.get(SAC) or Checkpointed()
-
-
-@dataclass
 class Record:
     """What is known of one model.
 
     Attributes:
         model: The model.
         mesh: The mesh on which it was sharded; that of its parameters has no ``cp``.
-        frozen_towers: FQNs of the towers that were frozen.
         config: Fields of its config when it was built.
         values: One value per class, which belongs to the package that uses it.
     """
 
     model: "weakref.ref[nn.Module]"
     mesh: Any = None
-    frozen_towers: tuple[str, ...] = ()
     config: dict[str, Any] | None = None
     values: dict[type, Any] = field(default_factory=dict)
 

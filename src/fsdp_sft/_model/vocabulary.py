@@ -37,8 +37,9 @@ def check_labels(model: nn.Module, batch: Mapping[str, Any], keys: Collection[st
         BatchError: For the first such label; the message names it, its place and the ids that exist.
     """
     rows = rows_of(model, "get_output_embeddings", nn.Linear)
-    for key in keys if rows is not None else ():
-        _check(key, batch.get(key), rows or 0, model, lambda: {ignored})
+    if rows is not None:
+        for key in keys:
+            _check(key, batch.get(key), rows, model, lambda: {ignored})
 
 
 def rows_of(model: nn.Module, getter: str, kind: type[nn.Module]) -> int | None:
@@ -65,9 +66,7 @@ def _placeholders(model: nn.Module) -> set[int]:
     return {value for key, value in fields.items() if isinstance(value, int) and _PLACEHOLDER.search(key)}
 
 
-def _check(
-    name: str, ids: Any, rows: int, model: nn.Module | None, allowed: Callable[[], Collection[int]]
-) -> None:
+def _check(name: str, ids: Any, rows: int, model: nn.Module, allowed: Callable[[], Collection[int]]) -> None:
     """Raise BatchError for the first id that is neither a row nor allowed."""
     if not isinstance(ids, torch.Tensor) or ids.dtype not in _INTEGERS or not ids.numel():
         return
@@ -79,7 +78,7 @@ def _check(
     place = [int(index) for index in outside.nonzero()[0]]
     axes = ["row", *["index"] * (len(place) - 2), "position"][-len(place) :]
     where = ", ".join(f"{axis} {index}" for axis, index in zip(axes, place, strict=True))
-    owner = "the model" if model is None else type(unwrapped(model)).__name__.removeprefix("FSDP")
+    owner = type(unwrapped(model)).__name__.removeprefix("FSDP")
     advice = (
         "is the tokenizer that of this model? For tokens added to it load with new_vocab_size=len(tokenizer)"
         if name == "input_ids"

@@ -1,6 +1,7 @@
 """The ranks of the job as a mesh: how it is made, who shares rows, and where parameters are sharded."""
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -13,12 +14,11 @@ from fsdp_sft._ranks.agree import all_reduce_sum, connect_neighbours, this_rank,
 DP_REPLICATE = "dp_replicate"
 DP_SHARD = "dp_shard"
 CP = "cp"  # context parallelism: ranks have the same rows, and each computes some of their tokens
-PP = "pp"  # pipeline parallelism: ranks have different layers
-TP = "tp"  # tensor parallelism: layers are split over ranks that have the same rows
 EP = "ep"  # expert parallelism: ranks have different experts
 DP_SHARD_CP = "dp_shard_cp"  # dp_shard and cp flattened to one axis
 
 _PARAMETERS = "parameters"
+_OF_LAYERS = {"pp", "tp", EP}  # pipeline: ranks have different layers; tensor parallelism: parts of each
 
 # The meshes that build_mesh has made, by the default process group of then. They are kept even if the caller
 # has dropped them: torch's caches hold some of them anyway, and Python collects the others at different times
@@ -89,6 +89,19 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
             "would take its axes for replicas and shards"
         )
     return found
+
+
+def layer_axes(mesh: DeviceMesh | None) -> set[str]:
+    """The axes of a mesh along which ranks have the same rows, and different layers or parts of layers."""
+    return _OF_LAYERS & set(mesh.mesh_dim_names or () if mesh is not None else ())
+
+
+def mesh_of_rows(meshes: Iterable[DeviceMesh]) -> DeviceMesh | None:
+    """Of the meshes of a model's parameters the largest, which shows how rows are distributed.
+
+    That of experts which ranks share out does not: others come first.
+    """
+    return max(meshes, key=lambda mesh: (EP not in (mesh.mesh_dim_names or ()), mesh.size()), default=None)
 
 
 def cp_size(mesh: DeviceMesh | None) -> int:

@@ -32,8 +32,7 @@ from fsdp_sft._ranks.agree import (
     this_rank,
     world_size,
 )
-from fsdp_sft._ranks.init import init_distributed
-from fsdp_sft._ranks.launch import DistributedContext, detect_launch
+from fsdp_sft._ranks.init import DistributedContext, detect_launch, init_distributed
 from fsdp_sft.errors import printable
 
 # Accelerators that compute beside the host, at a rate that does not depend on how busy it is.

@@ -13,7 +13,6 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from fsdp_sft._compat.models import original_class, tied_names
-from fsdp_sft._model.blocks import configs_without_caches
 from fsdp_sft._model.state import ModelTensors
 from fsdp_sft._model.twin import tied_meta_twin
 from fsdp_sft._model.view import tokenizer_of
@@ -23,6 +22,7 @@ from fsdp_sft._tensors.disk import write_bytes
 from fsdp_sft._tensors.stored import Stored
 from fsdp_sft.collate.template import ChatTemplate, templates_used
 from fsdp_sft.errors import ChatTemplateError, CheckpointFormatError
+from fsdp_sft.sac.attach import configs_without_caches
 from fsdp_sft.weights.resolve import PROCESSOR_FILES, open_checkpoint, resolved_inside
 
 # What an exported model needs in order to chat as it was trained: chat template and end of an answer.

@@ -37,7 +37,7 @@ _PACKAGE_AND_LIBRARIES = (
 # Files whose functions wait for other ranks.
 _WAITING = (
     *("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py"),
-    *("torch/distributed/fsdp/", "fsdp_sft/_ranks/", "fsdp_sft/attention/context_parallel/heads.py"),
+    *("torch/distributed/fsdp/", "fsdp_sft/_ranks/", "fsdp_sft/attention/context_parallel/group.py"),
 )
 
 

@@ -9,6 +9,6 @@ from fsdp_sft.sac.apply import (
     parse_ratio as parse_ratio,
     select_block_indices as select_block_indices,
 )
-from fsdp_sft.sac.attach import COMPILED as COMPILED, remove_sac as remove_sac
+from fsdp_sft.sac.attach import remove_sac as remove_sac
 from fsdp_sft.sac.decisions import decides as decides, is_decision as is_decision
 from fsdp_sft.sac.ops import refuse_inner_groups as refuse_inner_groups

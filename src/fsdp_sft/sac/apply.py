@@ -1,23 +1,16 @@
 """Recompute blocks in the backward: a ratio or a list of them, whole or except for named submodules."""
 
 import difflib
-import re
 from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any, Literal
 
 from torch import nn
 
-from fsdp_sft._compat.compile import is_compiled
-from fsdp_sft._model.blocks import find_blocks, frozen_towers, is_never_called, pattern_of
-from fsdp_sft.sac.attach import (
-    COMPILED,
-    checkpoint_blocks,
-    note_model,
-    remove_sac,
-)
+from fsdp_sft._model.blocks import find_blocks, is_never_called, text_blocks
+from fsdp_sft.sac.attach import checkpoint_blocks, note_model, remove_sac
 from fsdp_sft.sac.decisions import checkpoint_of
-from fsdp_sft.sac.offload import Offload
+from fsdp_sft.sac.offload import Offload, refuse_compiled
 from fsdp_sft.sac.ops import checkpoint_keeping, kept_modules, refuse_inner_groups
 
 Ratio = float | str | Fraction
@@ -95,9 +88,8 @@ def apply_sac(
     if offload and save is not None:
         raise ValueError("offload=True moves the inputs of blocks that are recomputed whole; leave out save=")
     chosen = _chosen_blocks(model, ratio, blocks, placement, save)
-    for fqn, block in chosen.items():
-        if offload and is_compiled(block):
-            raise ValueError(COMPILED.format(fqn))
+    if offload:
+        refuse_compiled(chosen)
     preserve = draws_random_numbers(model) if preserve_rng_state == "auto" else preserve_rng_state
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve}
     options |= {} if early_stop is None else {"early_stop": early_stop}
@@ -128,8 +120,7 @@ def _chosen_blocks(
         return named_blocks(model, blocks)
     if blocks is not None or (ratio is None and save is None):
         raise ValueError("give either a ratio such as '1/3' or blocks=, a list of FQNs or positions")
-    unused = re.compile(pattern_of(frozen_towers(model)))
-    found = [(name, block) for name, block in find_blocks(model).items() if not unused.fullmatch(name)]
+    found = list(text_blocks(model, find_blocks(model)).items())
     wanted: Ratio = 1 if ratio is None else ratio
     return dict(found[i] for i in select_block_indices(len(found), wanted, placement=placement))
 

@@ -2,19 +2,49 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_sft._compat.compile import checkpointing_flag, is_checkpointing_layer
+from fsdp_sft._compat.compile import checkpointing_flag
+from fsdp_sft._compat.modules import is_a
 from fsdp_sft._model.blocks import configs_of
-from fsdp_sft._model.view import SAC, Checkpointed, checkpointed
 from fsdp_sft.errors import UnsupportedModelError
 from fsdp_sft.sac.offload import Offload, run_offloaded
 
+_SAC = "_fsdp_sft_sac"  # attribute of a module that apply_sac has changed; copied and pickled with it
 _ABSENT = "absent"
-COMPILED = "{!r} is compiled, and offload=True is for blocks that are not: leave out one of the two"
+
+
+@dataclass
+class Checkpointed:
+    """What ``apply_sac`` has changed in a module.
+
+    Attributes:
+        replaced: The module's own attributes that were replaced.
+        is_offloaded: Whether it is a block whose inputs wait on the host.
+        caches: Of the model: configs whose ``use_cache`` was turned off.
+        hook: Of the model: handle of the hook that refuses caches.
+        kept: Of the model: FQNs of the blocks that keep some of their outputs.
+    """
+
+    replaced: dict[str, Any] = field(default_factory=dict)
+    is_offloaded: bool = False
+    caches: list[Any] = field(default_factory=list)
+    hook: Any = None
+    kept: list[str] = field(default_factory=list)
+
+
+def checkpointed(module: nn.Module) -> Checkpointed:
+    """What ``apply_sac`` has changed in a module; an empty one if it has changed nothing."""
+    return module.__dict__.get(_SAC) or Checkpointed()
+
+
+def configs_without_caches(model: nn.Module) -> list[Any]:
+    """Configs of a model whose ``use_cache`` is off only because of activation checkpointing."""
+    return [config for module in model.modules() for config in checkpointed(module).caches]
 
 
 def checkpoint_blocks(
@@ -24,20 +54,31 @@ def checkpoint_blocks(
     if offload is not None:
         recompute = functools.partial(run_offloaded, offload, recompute)
     for block in blocks.values():
-        if is_checkpointing_layer(block):  # transformers' own flag
+        if is_a(block, "GradientCheckpointingLayer", "transformers"):
             override(block, **checkpointing_flag(recompute))
         else:
-            plain = block.__dict__.get(
-                "forward"
-            )  # a forward that was set on the instance stays the inner one
-            # A partial of a plain function survives deepcopy and pickling, unlike a closure or a method.
-            override(block, forward=functools.partial(_forward_with_checkpointing, block, recompute, plain))
+            run_around(block, functools.partial(_checkpointed_in_training, block, recompute))
         checkpointed(block).is_offloaded = offload is not None
+
+
+def run_around(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Replace a module's forward by ``around(forward, *args, **kwargs)``.
+
+    A forward that was set on the instance stays the inner one.
+    """
+    # A partial of a plain function survives deepcopy and pickling, unlike a closure or the module's method.
+    plain = module.__dict__.get("forward")
+    override(module, forward=functools.partial(_run_around, module, around, plain))
+
+
+def _run_around(self: nn.Module, around: Callable[..., Any], plain: Any, *args: Any, **kwargs: Any) -> Any:
+    forward = plain if plain is not None else functools.partial(type(self).forward, self)
+    return around(forward, *args, **kwargs)
 
 
 def override(module: nn.Module, **attributes: Any) -> None:
     """Set instance attributes of a module and remember the ones that they replace."""
-    replaced = module.__dict__.setdefault(SAC, Checkpointed()).replaced
+    replaced = module.__dict__.setdefault(_SAC, Checkpointed()).replaced
     for name in attributes:
         replaced.setdefault(name, module.__dict__.get(name, _ABSENT))
     module.__dict__.update(attributes)
@@ -56,7 +97,7 @@ def remove_sac(model: nn.Module) -> None:
     """
     for module in model.modules():
         done = checkpointed(module)
-        module.__dict__.pop(SAC, None)
+        module.__dict__.pop(_SAC, None)
         for name, value in done.replaced.items():
             if isinstance(value, str) and value == _ABSENT:
                 module.__dict__.pop(name, None)
@@ -74,7 +115,7 @@ def note_model(model: nn.Module, kept: list[str]) -> None:
     for config in on:
         config.use_cache = False
     hook = model.register_forward_pre_hook(_refuse_generation, with_kwargs=True)
-    done = model.__dict__.setdefault(SAC, Checkpointed())
+    done = model.__dict__.setdefault(_SAC, Checkpointed())
     done.caches, done.hook, done.kept = on, hook, kept
 
 
@@ -83,7 +124,7 @@ def _refuse_generation(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> N
 
     With gradients enabled the cache of a forward is empty, and nothing is lost with it.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         return
     # transformers 5.24 has renamed the argument.
     if model.training and any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
@@ -93,12 +134,11 @@ def _refuse_generation(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> N
         )
 
 
-def _forward_with_checkpointing(
-    self: nn.Module, recompute: Callable[..., Any], plain: Any, *args: Any, **kwargs: Any
+def _checkpointed_in_training(
+    block: nn.Module, recompute: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Forward of a checkpointed block: recomputed in training with gradients, else the plain one."""
-    forward = plain if plain is not None else functools.partial(type(self).forward, self)
-    if self.training and torch.is_grad_enabled():
+    """Call a checkpointed block's forward: it is recomputed in training with gradients."""
+    if block.training and torch.is_grad_enabled():
         # Bound to the function, as in transformers: Dynamo looks at the arguments of torch's checkpoint, and
         # hands the call to a RowMask among them, which it then traces without end.
         return recompute(functools.partial(forward, **kwargs), *args)

@@ -52,7 +52,7 @@ _DECIDING = re.compile(r"\b(topk|sort|argsort|argmax|argmin|kthvalue)\(")
 # Modules with the bases of all blocks, whose own operations are none of a block.
 _OF_ANY_BLOCK = ("torch.", "transformers.modeling_layers")
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Policy = Callable[..., CheckpointPolicy]
 
 
 def is_decision(op: Any, args: tuple[Any, ...]) -> bool:
@@ -60,13 +60,20 @@ def is_decision(op: Any, args: tuple[Any, ...]) -> bool:
     return (op in _WITH_VALUES or op in _INDICES_ALONE) and bool(args[0].is_floating_point())
 
 
-def checkpoint_of(blocks: dict[str, nn.Module], options: dict[str, Any]) -> Callable[..., Any]:
-    """``torch.utils.checkpoint.checkpoint`` with ``options``; it keeps decisions if the blocks make any."""
-    if not any(map(decides, blocks.values())):
-        return functools.partial(checkpoint, **options)
-    recomputes_all = functools.partial(create_selective_checkpoint_contexts, _policy)
-    contexts = functools.partial(keep_decisions, recomputes_all, (nullcontext(), nullcontext()))
-    return functools.partial(checkpoint, context_fn=contexts, **options)
+def checkpoint_of(
+    blocks: dict[str, nn.Module], options: dict[str, Any], policy: Policy | None = None
+) -> Callable[..., Any]:
+    """``torch.utils.checkpoint.checkpoint`` with ``options``; it keeps decisions if the blocks make any.
+
+    Args:
+        blocks: The blocks that are recomputed, by FQN.
+        options: Keywords of torch's function.
+        policy: What a selective checkpoint saves besides; it recomputes decisions. None saves nothing.
+    """
+    keeps = any(map(decides, blocks.values()))
+    if keeps or policy is not None:
+        options = {**options, "context_fn": functools.partial(_contexts, policy, keeps)}
+    return functools.partial(checkpoint, **options)
 
 
 def decides(block: nn.Module) -> bool:
@@ -89,11 +96,16 @@ def _source(module: str) -> str:
         return "" if module == "builtins" else ".topk("
 
 
-def with_decisions(contexts: Contexts) -> Contexts:
-    """The contexts of a checkpoint, (of the forward, of the recomputation), extended to keep decisions.
+def _contexts(policy: Policy | None, keeps: bool) -> Any:
+    """The two contexts of a checkpoint, of forward and recomputation; it ``keeps`` decisions, or not.
 
-    They are for eager code; in compiled code the policy of selective checkpointing keeps decisions.
+    In compiled code, which changes nothing in place, selective checkpointing itself saves them.
     """
+    if being_compiled():
+        return create_selective_checkpoint_contexts(functools.partial(_saves_decisions, policy))
+    contexts = create_selective_checkpoint_contexts(policy) if policy else (nullcontext(), nullcontext())
+    if not keeps:
+        return contexts
     kept: list[tuple[Any, torch.Tensor, int]] = []
     # The inner contexts (of selective checkpointing) identify operations by counting them. _Repeat replaces
     # a topk by a gather, which must not be counted: a mode that is entered first sees an operation last, so
@@ -101,19 +113,13 @@ def with_decisions(contexts: Contexts) -> Contexts:
     return _Both(_Keep(kept), contexts[0]), _Both(_Repeat(kept), contexts[1])
 
 
-def keep_decisions(contexts: Callable[[], Contexts], eager: Contexts | None = None) -> Contexts:
-    """The contexts of a checkpoint that keeps decisions, in compiled code by the policy of ``contexts``.
-
-    Args:
-        contexts: Makes the contexts of a selective checkpoint.
-        eager: Contexts in place of those in eager mode.
-    """
-    return contexts() if being_compiled() else with_decisions(eager or contexts())
-
-
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save decisions and recompute everything else, in compiled code."""
-    return CheckpointPolicy.MUST_SAVE if is_decision(op, args) else CheckpointPolicy.PREFER_RECOMPUTE
+def _saves_decisions(
+    policy: Policy | None, context: Any, op: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    """A policy that saves decisions, and what ``policy`` saves."""
+    if is_decision(op, args):
+        return CheckpointPolicy.MUST_SAVE
+    return policy(context, op, *args, **kwargs) if policy else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _Both:

@@ -16,11 +16,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from fsdp_sft._compat.compile import is_compiled
 from fsdp_sft._process.streams import copy_stream, host_buffer
 
 _LEAST_BYTES = 1 << 10  # size from which a tensor is worth a copy
+COMPILED = "{!r} is compiled, and offload=True is for blocks that are not: leave out one of the two"
+
+
+def refuse_compiled(blocks: dict[str, nn.Module]) -> None:
+    """Raise ``ValueError`` for a block that is compiled: how its inputs leave is not part of a graph."""
+    for fqn, block in blocks.items():
+        if is_compiled(block):
+            raise ValueError(COMPILED.format(fqn))
 
 
 class Offload:

@@ -8,17 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy
 
-from fsdp_sft._compat.compile import (
-    being_compiled,
-    changes_its_inputs,
-    draws_random_numbers_now,
-    modules_being_traced,
-)
+from fsdp_sft._compat.compile import changes_its_inputs, draws_random_numbers_now, modules_being_traced
 from fsdp_sft.errors import UnsupportedModelError, abridged
-from fsdp_sft.sac.attach import override
-from fsdp_sft.sac.decisions import decides, is_decision, keep_decisions
+from fsdp_sft.sac.attach import run_around
+from fsdp_sft.sac.decisions import checkpoint_of
 
 SDPA = "sdpa"  # name in ``save`` of the fused attention kernels, which lie between submodules
 
@@ -26,15 +21,13 @@ SDPA = "sdpa"  # name in ``save`` of the fused attention kernels, which lie betw
 # has registered (grouped experts, scans) counts as costly too; see _is_costly.
 _COSTLY = re.compile(r"aten::_?\w*(mm|attention\w*|convolution\w*)")
 _ATTENTION = re.compile(r".*(attention|attn).*")
-_RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
 _NOT_A_KERNEL = {"aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp"}
 
 
 def refuse_inner_groups(model: nn.Module, blocks: list[str]) -> None:
     """Refuse blocks, by their FQNs, with FSDP2 groups inside of them."""
     for fqn in blocks:
-        within = model.get_submodule(fqn).named_modules()
-        inner = [name for name, module in within if name and isinstance(module, FSDPModule)]
+        inner = [n for n, m in model.get_submodule(fqn).named_modules() if n and isinstance(m, FSDPModule)]
         if inner:
             # Selective checkpointing matches operations by counting those of each kind. Gathering a group
             # adds some, but not in a recomputation that finds it gathered already.
@@ -49,55 +42,55 @@ def checkpoint_keeping(
     blocks: dict[str, nn.Module], names: tuple[str, ...], options: dict[str, Any]
 ) -> Callable[..., Any]:
     """A ``torch.utils.checkpoint.checkpoint`` that keeps the costly outputs of the named submodules."""
-    inside = _Inside(options["preserve_rng_state"])
+    named = _Named(names)
     for module in kept_modules(blocks, names):
-        plain = module.__dict__.get("forward")
-        override(module, forward=functools.partial(_forward_inside, module, inside, plain))
-    policy = functools.partial(_policy, inside, names)
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    if any(map(decides, blocks.values())):
-        contexts = functools.partial(keep_decisions, contexts)
-    return functools.partial(checkpoint, context_fn=contexts, **options)
+        run_around(module, named.run)
+    return checkpoint_of(
+        blocks, options, functools.partial(_policy, named, SDPA in names, options["preserve_rng_state"])
+    )
 
 
-class _Inside:
-    """Number of named submodules that the eager forward is in now.
+class _Named:
+    """Modules by the last components of their FQNs, and whether one of them is running."""
 
-    ``is_random`` says whether random numbers of the forward are repeated in the recomputation.
-    """
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.endings = tuple(f".{name}" for name in names)
+        self.depth = 0  # of their eager calls that run now
 
-    def __init__(self, is_random: bool) -> None:
-        self.depth = 0
-        self.is_random = is_random
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the forward of one of them."""
+        if torch.compiler.is_compiling():  # there modules_being_traced tells where an operation lies
+            return forward(*args, **kwargs)
+        self.depth += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.depth -= 1
 
-
-def _forward_inside(self: nn.Module, inside: _Inside, plain: Any, *args: Any, **kwargs: Any) -> Any:
-    """Forward of a named submodule, counted while it runs."""
-    forward = plain if plain is not None else functools.partial(type(self).forward, self)
-    if torch.compiler.is_compiling():  # there modules_being_traced tells where an operation lies
-        return forward(*args, **kwargs)
-    inside.depth += 1
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        inside.depth -= 1
+    def are_running(self) -> bool:
+        """Whether the operation that runs, or is being compiled, lies within one of them."""
+        return self.depth > 0 or any(f".{path}".endswith(self.endings) for path in modules_being_traced())
 
 
 def _policy(
-    inside: _Inside, names: tuple[str, ...], context: Any, op: Any, *args: Any, **kwargs: Any
+    named: _Named, sdpa: bool, is_random: bool, context: Any, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Whether torch's selective checkpointing saves the output of an operation or recomputes it."""
-    is_kept = SDPA in names and _ATTENTION.fullmatch(op.name()) is not None
-    if not is_kept and _is_costly(op):
-        is_kept = inside.depth > 0 or any(_ends_with(path, names) for path in modules_being_traced())
-    # In eager mode a decision cannot be saved, because models change its values in place; with_decisions
-    # keeps the indices there. Compiled code has no changes in place.
-    if is_decision(op, args):
-        return CheckpointPolicy.MUST_SAVE if being_compiled() else _RECOMPUTE
+    """Whether torch's selective checkpointing saves the output of an operation or recomputes it.
+
+    Args:
+        named: The submodules whose costly outputs are kept.
+        sdpa: Whether those of attention kernels are kept.
+        is_random: Whether random numbers of the forward are repeated in the recomputation.
+        context: torch's.
+        op: The operation.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+    """
+    is_kept = (sdpa and _ATTENTION.fullmatch(op.name())) or (_is_costly(op) and named.are_running())
     # A kernel that draws random numbers has to run again, or later ones would draw other numbers.
-    if is_kept and not (inside.is_random and draws_random_numbers_now(op, args, kwargs)):
+    if is_kept and not (is_random and draws_random_numbers_now(op, args, kwargs)):
         return CheckpointPolicy.MUST_SAVE
-    return _RECOMPUTE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _is_costly(op: Any) -> bool:
@@ -105,11 +98,6 @@ def _is_costly(op: Any) -> bool:
     if op.namespace in _NOT_A_KERNEL:
         return _COSTLY.fullmatch(op.name()) is not None
     return not changes_its_inputs(op)
-
-
-def _ends_with(path: str, names: tuple[str, ...]) -> bool:
-    """Whether the last components of a module's path are one of ``names``."""
-    return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def kept_modules(blocks: dict[str, nn.Module], names: tuple[str, ...]) -> list[nn.Module]:
@@ -121,7 +109,7 @@ def kept_modules(blocks: dict[str, nn.Module], names: tuple[str, ...]) -> list[n
     named = [item for block in blocks.values() for item in block.named_modules() if item[0]]
     kept: dict[int, nn.Module] = {}
     for name in names:
-        matching = [module for path, module in named if _ends_with(path, (name,))]
+        matching = [module for path, module in named if f".{path}".endswith(f".{name}")]
         if not matching and name != SDPA:
             raise ValueError(
                 f"no submodule of these blocks is called {name!r}; they have {_nameable(blocks)}"

@@ -22,7 +22,7 @@ from fsdp_sft._model.adapters import copied_modules
 from fsdp_sft._model.blocks import find_blocks
 from fsdp_sft._model.sharded import refuse_hooks
 from fsdp_sft._model.twin import keep_config, refuse_quantised_model
-from fsdp_sft._model.view import base_of, checkpointed, record_of, replicas_of
+from fsdp_sft._model.view import base_of, record_of, replicas_of
 from fsdp_sft._process.devices import check_dtypes
 from fsdp_sft._ranks.agree import tell
 from fsdp_sft._ranks.mesh import build_mesh, mesh_of_job, parameter_mesh
@@ -30,6 +30,7 @@ from fsdp_sft._tensors.boxes import check_ranks_ascend
 from fsdp_sft.attention.hybrid import separate_rows
 from fsdp_sft.errors import UnsupportedModelError, abridged
 from fsdp_sft.sac import refuse_inner_groups
+from fsdp_sft.sac.attach import checkpointed
 from fsdp_sft.shard.expert_parallel import place_experts
 from fsdp_sft.shard.float32_modules import follow_plain_dtypes
 from fsdp_sft.shard.packing import check_frozen_dtype, choose_packed, pack_loaded

@@ -6,8 +6,9 @@ from typing import Any
 from torch import nn
 
 from fsdp_sft._model.blocks import find_blocks
-from fsdp_sft._model.view import checkpointed
-from fsdp_sft.sac import COMPILED, named_blocks
+from fsdp_sft.sac import named_blocks
+from fsdp_sft.sac.attach import checkpointed
+from fsdp_sft.sac.offload import COMPILED
 
 # torch compiles a function once per variant: checkpointed or not, training or not, with and without
 # gradients, fixed or dynamic lengths, each kind of layer in a model. The first three alone use up torch's

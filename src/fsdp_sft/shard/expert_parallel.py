@@ -8,7 +8,7 @@ from fsdp_sft._compat.experts import experts_to_place, place_experts_on
 from fsdp_sft._compat.groups import careful_gloo, split_axis
 from fsdp_sft._compat.models import original_class
 from fsdp_sft._model.adapters import without_adapters
-from fsdp_sft._ranks.mesh import CP, DP_REPLICATE, DP_SHARD, EP, made_of
+from fsdp_sft._ranks.mesh import DP_REPLICATE, DP_SHARD, EP, made_of
 from fsdp_sft.errors import UnsupportedModelError, abridged
 
 EXPERTS_SHARD = (
@@ -50,8 +50,8 @@ def place_experts(
     """
     if ep_size == 1:
         return {}
-    names = mesh.mesh_dim_names or ()
-    if CP in names or DP_SHARD not in names:
+    names = mesh.mesh_dim_names or ("",)
+    if names[-1] != DP_SHARD:  # neighbours along it share the experts
         raise ValueError(f"ep_size={ep_size} needs a mesh of build_mesh without cp, got {mesh}")
     shards = mesh[DP_SHARD].size()
     if ep_size == shards and reduced not in _DIVIDED_ONCE:
@@ -90,7 +90,7 @@ def place_experts(
         with careful_gloo():
             kept[ep_size] = split_axis(mesh, DP_SHARD, sizes)
     parts = kept[ep_size]
-    axes = (DP_REPLICATE, EXPERTS_SHARD) if DP_REPLICATE in (mesh.mesh_dim_names or ()) else (EXPERTS_SHARD,)
+    axes = (DP_REPLICATE, EXPERTS_SHARD) if DP_REPLICATE in names else (EXPERTS_SHARD,)
     with without_adapters(model) as base:
         place_experts_on(base, parts[EP], parts[_ALONE])
     return {id(module): parts[axes] for module in modules}

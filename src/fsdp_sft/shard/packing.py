@@ -1,7 +1,6 @@
 """Which frozen weights a model keeps packed, and the swap of their shards."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,14 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_sft._compat.fsdp import adopt_shards, put_shard
+from fsdp_sft._compat.fsdp import adopt_shards, put_shard, split_factor_of
 from fsdp_sft._model.adapters import copied_modules, without_adapters
-from fsdp_sft._model.blocks import frozen_towers, pattern_of
+from fsdp_sft._model.blocks import text_blocks
 from fsdp_sft._model.view import base_of, kept_of, record_of, slot
 from fsdp_sft._process.devices import check_dtypes
 from fsdp_sft._quantised.recipes import RECIPES
 from fsdp_sft._quantised.settings import Settings
-from fsdp_sft._ranks.mesh import EP
 from fsdp_sft._tensors.boxes import box_of, local_of
 from fsdp_sft._tensors.packed import RowFormat
 from fsdp_sft._tensors.packed_shard import PackedLayout, PackedShard
@@ -95,9 +93,7 @@ def choose_packed(
             f"built from one by build_meta_model: take a dtype, or {' or '.join(map(repr, RECIPES))}"
         )
     spared = {id(p) for module in copied_modules(model) for p in module.parameters()} | set(kept)
-    towers = pattern_of(frozen_towers(base))
-    found = matrices_to_pack(named, blocks.values(), spared)
-    chosen = {name: p for name, p in found.items() if not re.fullmatch(towers, name)}
+    chosen = matrices_to_pack(named, text_blocks(model, blocks).values(), spared)
     if not chosen:
         raise ValueError(
             f"frozen_dtype={frozen_dtype!r} is for frozen weights, and no matrix in a block is frozen: give "
@@ -141,19 +137,22 @@ def _is_matrix(parameter: nn.Parameter, experts: Collection[int]) -> bool:
 
 def layout_of(parameter: DTensor, form: RowFormat, transposed: bool) -> PackedLayout:
     """How a sharded parameter lies in rows of that format, among the ranks that gather it."""
-    mesh = parameter.device_mesh
-    shares = mesh[EP].size() if EP in (mesh.mesh_dim_names or ()) else 1
-    return PackedLayout(form, (parameter.shape[0] // shares, *parameter.shape[1:]), transposed)
+    first, *others = parameter.shape
+    return PackedLayout(form, (first // _cut_before(parameter), *others), transposed)
 
 
 def empty_shard(parameter: DTensor, layout: PackedLayout, device: torch.device) -> PackedShard:
     """A shard of packed bytes for a parameter, not filled yet."""
-    mesh = parameter.device_mesh
-    sizes = zip(mesh.mesh_dim_names or (None,), mesh.shape, parameter.placements, strict=True)
-    shards = math.prod(size for name, size, p in sizes if name != EP and not isinstance(p, Replicate))
-    size = layout.shard_rows(shards), layout.form.row_bytes
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    parts = math.prod(size for size, placement in sizes if not isinstance(placement, Replicate))
+    size = layout.shard_rows(parts // _cut_before(parameter)), layout.form.row_bytes
     rows = torch.zeros(size, dtype=torch.uint8, device=device)
     return PackedShard(rows, layout, box_of(parameter).shape[0], parameter.dtype)
+
+
+def _cut_before(parameter: DTensor) -> int:
+    """Number of parts, each sharded by FSDP2 among its own ranks, as experts that ranks share out are."""
+    return math.prod(split_factor_of(placement) or 1 for placement in parameter.placements)
 
 
 @torch.no_grad()

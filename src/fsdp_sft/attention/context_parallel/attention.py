@@ -11,8 +11,15 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from fsdp_sft._compat.attention import eager_attention_of, keep_rows_apart
-from fsdp_sft.attention.context_parallel.group import PREFIX, SequenceGroup, not_divisible, rows_in_forward
-from fsdp_sft.attention.context_parallel.heads import key_heads, to_heads, to_tokens
+from fsdp_sft.attention.context_parallel.group import (
+    PREFIX,
+    SequenceGroup,
+    key_heads,
+    not_divisible,
+    rows_in_forward,
+    to_heads,
+    to_tokens,
+)
 from fsdp_sft.errors import UnsupportedModelError
 
 

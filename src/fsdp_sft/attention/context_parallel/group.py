@@ -1,6 +1,25 @@
-"""Ranks that share the tokens of a row, and the facts that each knows about the whole rows in a forward."""
+"""Ranks that share the tokens of a row: what each knows of whole rows, and what they exchange.
 
-from collections.abc import Iterator
+Around attention tokens are exchanged for heads, and back: DeepSpeed Ulysses.
+
+Attention of one head needs all tokens of that head and nothing of the others. So each of n ranks exchanges
+its S/n tokens of all H heads for all S tokens of H/n heads, computes what one process would compute for those
+heads, and exchanges the result back (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). With 2 ranks, 4
+tokens and 2 heads a and b, an entry is the rank that holds it::
+
+                  layers          attention          layers
+                   a  b             a  b              a  b
+    token 0        0  0             0  1              0  0
+    token 1        0  0   to_heads  0  1   to_tokens  0  0
+    token 2        1  1   ------->  0  1   -------->  1  1
+    token 3        1  1             0  1              1  1
+
+Each exchange is one all-to-all: in the first, rank 0 sends its tokens 0 and 1 of head b to rank 1 and gets
+tokens 2 and 3 of head a. Queries, keys and values travel in the same one. With a single collective in flight,
+ranks cannot start several in different orders.
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -93,3 +112,65 @@ def not_divisible(whose: str, heads: int, ranks: int) -> str:
         f"{whose} {heads} query heads, which cp={ranks} does not divide: use cp of {divisors}, and give the "
         "other ranks to dp_shard"
     )
+
+
+@dataclass(frozen=True)
+class KeyHeads:
+    """The key heads that each rank gets for its query heads.
+
+    Attributes:
+        repeats: Number of copies that are made of each key head before the exchange.
+        groups: Number of a rank's query heads for each key head that it gets.
+    """
+
+    repeats: int
+    groups: int
+
+
+def key_heads(num_query: int, num_key: int, ranks: int) -> KeyHeads:
+    """The fewest key heads with which each rank can compute its query heads.
+
+    As in transformers, query head i uses key head ``i // (num_query // num_key)``. If the number of ranks
+    does not divide that of key heads, these are repeated: to one per rank if all query heads of a rank use
+    the same key head, and if not, to one per query head::
+
+        12 query heads, 4 key heads, 3 ranks:  queries 0 1 2 3 | 4 5 6 7 | 8 9 10 11
+                                               keys    0 0 0 1 | 1 1 2 2 | 2 3  3  3
+    """
+    each, shared = num_query // ranks, num_query // num_key
+    if num_key % ranks == 0:
+        return KeyHeads(1, shared)
+    if shared % each == 0:
+        return KeyHeads(ranks // num_key, each)
+    return KeyHeads(shared, 1)
+
+
+def to_heads(tensors: Sequence[torch.Tensor], group: SequenceGroup) -> list[torch.Tensor]:
+    """Exchange ``(B, heads, S / n, D)`` of all heads for ``(B, heads / n, S, D)`` of this rank's heads.
+
+    Collective: all ranks of the group.
+    """
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        return [to_heads([tensor], group)[0] for tensor in tensors]
+    ranks = group.size
+    # (n, B, heads / n, S / n, D): entry r is the part of the heads that rank r computes
+    sent = [tensor.unflatten(1, (ranks, -1)).movedim(1, 0) for tensor in tensors]
+    flat = torch.cat([part.flatten(1) for part in sent], 1)
+    received = group.exchange(flat.contiguous()).split([part[0].numel() for part in sent], 1)
+    whole = []
+    for got, part in zip(received, sent, strict=True):
+        # Entry r has the tokens of rank r, so n comes before the tokens: (B, heads / n, n, S / n, D).
+        whole.append(got.reshape(part.shape).movedim(0, 2).flatten(2, 3))
+    return whole
+
+
+def to_tokens(out: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+    """Exchange ``(B, S, heads / n, D)`` of this rank's heads for ``(B, S / n, heads, D)`` of all heads.
+
+    Collective: all ranks of the group.
+    """
+    # (n, B, S / n, heads / n, D): entry r is the part of the tokens that rank r has in the layers
+    sent = out.unflatten(1, (group.size, -1)).movedim(1, 0)
+    received = group.exchange(sent.flatten(1).contiguous()).reshape(sent.shape)
+    # Entry r has the heads of rank r, so n comes before the heads: (B, S / n, n, heads / n, D).
+    return received.movedim(0, 2).flatten(2, 3)
