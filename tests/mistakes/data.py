@@ -67,8 +67,8 @@ MISTAKES = [
     Mistake(
         "a mixture goes on from another one's position",
         "sampling/sampler.py",
-        '{"sizes": mixture.sizes, "counts": mixture.counts}',
-        '{"sizes": mixture.sizes}',
+        '"sizes": of.sizes, "counts": of.counts}',
+        '"sizes": of.sizes}',
         ORDERS,
     ),
     Mistake(

@@ -65,7 +65,6 @@ from fsdp_sft.collate.layout import (
     occurs,
     overlap,
     shared_header,
-    split_at_sentinels,
 )
 from fsdp_sft.collate.messages import ROLES, Message
 from fsdp_sft.collate.options import EncodeOptions
@@ -177,20 +176,18 @@ def _not_in_the_text(conversation: Conversation, messages: list[Message], text: 
 def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[Turn]:
     """The parts of a turn without its reasoning and without the tags right before and after reasoning."""
     mine = [place for place in places if turn.start <= place.start and place.end <= turn.stop_start]
+    befores = [turn.start, *(place.end for place in mine)]
+    afters = [*(place.start for place in mine[1:]), turn.stop_start]
     start = turn.start
-    for number, place in enumerate(mine):
-        if place.leaf.part != "reasoning":
-            continue
-        before = mine[number - 1].end if number else turn.start
-        after = mine[number + 1].start if number + 1 < len(mine) else turn.stop_start
-        opening = _OPENING.search(text[before : place.start])
-        closing = CLOSED_REASONING.match(text[place.end : after])
-        end = before + opening.start() if opening else place.start
-        if number == 0:  # nothing but the header of the reasoning stands between the turn's start and it
-            end = turn.start
-        if end > start:
-            yield Turn(turn.message, start, end, end)
-        start = place.end + (closing.end() if closing else 0)
+    for before, place, after in zip(befores, mine, afters, strict=False):
+        if place.leaf.part == "reasoning":
+            opening = _OPENING.search(text[before : place.start])
+            closing = CLOSED_REASONING.match(text[place.end : after])
+            # Nothing but the header of the reasoning stands between the turn's start and its first text.
+            end = before if place is mine[0] else before + opening.start() if opening else place.start
+            if end > start:
+                yield Turn(turn.message, start, end, end)
+            start = place.end + (closing.end() if closing else 0)
     yield Turn(turn.message, start, max(start, turn.stop_start), turn.end)
 
 
@@ -233,9 +230,10 @@ class _TurnFinder:
                 role = self.messages[index - 1]["role"] if index else ""
                 alike.setdefault((role, before), []).append((index, floor))
         for (_, before), answers in reversed(alike.items()):
-            first, last = (self._start(*answers[place], before) for place in (0, -1))
+            first = self._start(*answers[0], before)
+            is_last_alike = len(answers) == 1 or self._start(*answers[-1], before) == first
             for index, floor in answers:
-                starts[index] = first if first == last else self._start(index, floor, before)
+                starts[index] = first if is_last_alike else self._start(index, floor, before)
         return starts
 
     def find(
@@ -326,7 +324,8 @@ class _TurnFinder:
             raise self.template.error(f"no end-of-turn token comes after {what} {index}")
         ending = ending.rstrip()
         end = max(first, len(ending))
-        return max(first, end - len(self.template.last_special_token(ending))), end
+        token = re.search(rf"(?:{self.template.special_token.pattern})$", ending)
+        return max(first, token.start() if token else end), end
 
     def _supplied(self, index: int, before: str, own: tuple[int, int] | None) -> int:
         """Number of characters of an answer that a prompt supplies in some mode, and that are not trained.
@@ -360,8 +359,7 @@ class _TurnFinder:
         if not count:
             return None
         with suppress(ChatTemplateError):
-            marked = self.template.skeleton(self.layout.marked[:count], self.tools, prompt=prompt)
-            pieces, numbers = split_at_sentinels(marked)
+            pieces, numbers = self.template.skeleton(self.layout.marked[:count], self.tools, prompt=prompt)
             last = self.layout.leaves[numbers[-1]] if numbers else None
             ends = [place.end for place in self.layout.places if place.leaf is last] if numbers else [0]
             if position in ends:

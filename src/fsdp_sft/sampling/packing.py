@@ -19,7 +19,7 @@ from fsdp_sft.collate.options import check_count
 from fsdp_sft.metrics.throughput import model_flops_per_token
 from fsdp_sft.sampling.bins import as_ints, check_lengths, deal, pack_lengths
 from fsdp_sft.sampling.collator import Row, row_sizes
-from fsdp_sft.sampling.sampler import Mixture, OrderedSampler, Placed, source_of
+from fsdp_sft.sampling.sampler import Mixture, OrderedSampler, Placed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -91,21 +91,17 @@ class PackedSampler(OrderedSampler[list[int]]):
         cost: tuple[float, float] | None = None,
         mixture: Mixture | None = None,
     ) -> None:
-        super().__init__(num_replicas, rank, mesh)
         self._lengths = check_lengths(lengths, max_length)
-        check_count("the number of rows", len(self._lengths))
+        number = len(self._lengths)
+        super().__init__(number, mixture, shuffle, seed, num_replicas=num_replicas, rank=rank, mesh=mesh)
         self._targets = self._lengths if num_targets is None else as_ints(num_targets)
-        if len(self._targets) != len(self._lengths):
+        if len(self._targets) != number:
             raise ValueError(
-                f"num_targets has {len(self._targets)} entries, lengths {len(self._lengths)}; "
-                "row_sizes returns both"
+                f"num_targets has {len(self._targets)} entries, lengths {number}; row_sizes returns both"
             )
-        if mixture is not None and sum(mixture.sizes) != len(self._lengths):
-            raise ValueError(
-                f"lengths has {len(self._lengths)} entries, the data sets have {mixture.sizes} rows"
-            )
-        self._mixture = mixture
-        self.max_length, self.shuffle, self.seed = max_length, shuffle, seed
+        if mixture is not None and sum(mixture.sizes) != number:
+            raise ValueError(f"lengths has {number} entries, the data sets have {mixture.sizes} rows")
+        self.max_length = max_length
         self._cost = None if cost is None else (float(cost[0]), float(cost[1]))
         self._ranks = self.num_replicas  # with which the epoch has begun
         self._packs: tuple[tuple[int, ...], list[list[int]]] | None = None
@@ -121,13 +117,10 @@ class PackedSampler(OrderedSampler[list[int]]):
 
     def _depends_on(self) -> dict[str, Any]:
         return {
-            "num_rows": len(self._lengths),
+            **super()._depends_on(),
             "max_length": self.max_length,
-            "seed": int(self.seed),
-            "shuffle": int(self.shuffle),
             "cost": None if self._cost is None else list(self._cost),
             "rows_crc32": zlib.crc32(self._targets.tobytes(), zlib.crc32(self._lengths.tobytes())),
-            **source_of(self._mixture),
         }
 
     def _dealt(self, order: list[list[int]], start: int, ranks: int, rank: int) -> list[int]:
@@ -142,11 +135,7 @@ class PackedSampler(OrderedSampler[list[int]]):
         epoch = self.epoch if self.shuffle or self._mixture is not None else 0
         key = epoch, self._ranks, self.seed, self.shuffle
         if self._packs is None or self._packs[0] != key:
-            generator = torch.Generator().manual_seed(self.seed + 1_000_003 * epoch)
-            if self._mixture is not None:
-                rows = self._mixture.rows(epoch, seed=self.seed, shuffle=self.shuffle)
-            else:
-                rows = torch.randperm(len(self._lengths), generator=generator).tolist()
+            rows, generator = self._mixed_rows(epoch)
             packs = pack_lengths([self._lengths[row] for row in rows], self.max_length)
             packs = [[rows[i] for i in pack] for pack in _shuffled(packs, generator)]
             self._packs = key, self._balanced(packs, self._ranks, generator)

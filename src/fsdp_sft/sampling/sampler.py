@@ -247,17 +247,26 @@ def _apportioned(sizes: list[int], weights: Sequence[float], total: int) -> list
     return parts
 
 
-def source_of(mixture: Mixture | None) -> dict[str, Any]:
-    """What the order of a mixture depends on, for a sampler's state; empty without one."""
-    return {} if mixture is None else {"sizes": mixture.sizes, "counts": mixture.counts}
-
-
 class OrderedSampler(Placed, Sampler[T]):
     """Base of samplers that deal the items of an epoch's order, rows or packs, to any number of ranks.
 
     The order is a function of the epoch, and each *round* of it gives every rank one item. The position
     counts the items of the rounds that all ranks have consumed.
+
+    Args:
+        num_rows: Number of rows of the data.
+        mixture: Rows of an epoch, of several data sets; None takes every row once.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Seed of the order, together with the epoch.
+        **place: Arguments of ``Placed``.
     """
+
+    def __init__(
+        self, num_rows: int, mixture: Mixture | None, shuffle: bool, seed: int, **place: Any
+    ) -> None:
+        super().__init__(**place)
+        self.num_rows = check_count("the number of rows", num_rows)
+        self._mixture, self.shuffle, self.seed = mixture, shuffle, seed
 
     def __iter__(self) -> Iterator[T]:
         if self.is_passed_over:
@@ -277,6 +286,18 @@ class OrderedSampler(Placed, Sampler[T]):
         super().mark_consumed(number)
         if number >= left:
             self.end_epoch()
+
+    def _depends_on(self) -> dict[str, Any]:
+        own = {"num_rows": self.num_rows, "seed": int(self.seed), "shuffle": int(self.shuffle)}
+        of = self._mixture
+        return own if of is None else {**own, "sizes": of.sizes, "counts": of.counts}
+
+    def _mixed_rows(self, epoch: int) -> tuple[list[int], torch.Generator]:
+        """The rows of an epoch, those of a mixture or all in random order, and the epoch's generator."""
+        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * epoch)
+        if self._mixture is not None:
+            return self._mixture.rows(epoch, seed=self.seed, shuffle=self.shuffle), generator
+        return torch.randperm(self.num_rows, generator=generator).tolist(), generator
 
     @abstractmethod
     def _order(self) -> list[T]:
@@ -333,25 +354,16 @@ class ResumableSampler(OrderedSampler[int]):
         rank: int | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        super().__init__(num_replicas, rank, mesh)
         if isinstance(data, str) or not isinstance(data, (int, Sized)):
             raise TypeError(f"data must be the rows, or their number, got {type(data).__name__}")
-        self.num_rows = check_count("the number of rows", data if isinstance(data, int) else len(data))
-        self._mixture = data if isinstance(data, Mixture) else None
-        self.shuffle, self.seed = shuffle, seed
-
-    def _depends_on(self) -> dict[str, Any]:
-        own = {"num_rows": self.num_rows, "seed": int(self.seed), "shuffle": int(self.shuffle)}
-        return {**own, **source_of(self._mixture)}
+        mixture = data if isinstance(data, Mixture) else None
+        number = data if isinstance(data, int) else len(data)
+        super().__init__(number, mixture, shuffle, seed, num_replicas=num_replicas, rank=rank, mesh=mesh)
 
     def _order(self) -> list[int]:
-        if self._mixture is not None:
-            return self._mixture.rows(self.epoch, seed=self.seed, shuffle=self.shuffle)
-        if not self.shuffle:
+        if self._mixture is None and not self.shuffle:
             return list(range(self.num_rows))
-        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
-        rows: list[int] = torch.randperm(self.num_rows, generator=generator).tolist()
-        return rows
+        return self._mixed_rows(self.epoch)[0]
 
     def _dealt(self, order: list[int], start: int, ranks: int, rank: int) -> int:
         return order[(start + rank) % len(order)]  # the first rows fill the last round
