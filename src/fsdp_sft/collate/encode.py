@@ -283,7 +283,7 @@ def _read(
             return read_tokenised(row)
         if shape == "text":
             return _encode_text(as_text(row["text"], '"text"'), tokenizer, options)
-        conversation = read_row(row)
+        conversation = read_row(row, shape)
         template = _template(conversation, tokenizer, options, templates)
         found = find_turns(template, conversation, options)
         found.text.encode()  # half of a surrogate pair cannot be tokenised

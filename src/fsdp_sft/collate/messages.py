@@ -47,6 +47,7 @@ KEYS_OF_TOWERS = (
     "input_values",
     "audio_values",
 )
+_MEDIA_KEYS = {*_MEDIA, *KEYS_OF_TOWERS}
 
 Message = dict[str, Any]
 
@@ -222,7 +223,7 @@ def refuse_media(row: Mapping[Any, Any], where: str = "the row") -> None:
     Raises:
         RowError: If it has one that is not empty.
     """
-    found = [key for key in (*_MEDIA, *KEYS_OF_TOWERS) if key in row and not _is_empty(row[key])]
+    found = [key for key, value in row.items() if key in _MEDIA_KEYS and not _is_empty(value)]
     if found:
         raise RowError(
             f"{where} has {' and '.join(map(repr, found))}: only text is encoded here, and the row would be "

@@ -200,14 +200,14 @@ def check_encoded(ids: Sequence[int], labels: Sequence[int]) -> None:
         )
 
 
-def read_row(row: Mapping[str, Any]) -> Conversation:
-    """Convert a chat row of one of the `SHAPES`.
+def read_row(row: Mapping[str, Any], shape: str | None = None) -> Conversation:
+    """Convert a chat row of one of the `SHAPES`; None looks for it.
 
     Raises:
         ValueError: For an empty row, an unknown role, content that is not text, or a flag that is neither 0
             nor 1.
     """
-    shape = shape_of(row)
+    shape = shape or shape_of(row)
     row = _without_fillers({name: _plain(value) if name in _READ else value for name, value in row.items()})
     messages, system = SHAPES[shape](row), row.get("system")
     if not messages:

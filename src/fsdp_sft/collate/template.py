@@ -195,7 +195,7 @@ class ChatTemplate:
     ) -> Skeleton:
         """Render a conversation whose texts are sentinels, and split it at them.
 
-        Renderings are kept, since many conversations have the same sentinels, but not those with tools.
+        Renderings are kept, since many conversations have the same sentinels, and many the same tools.
 
         Args:
             marked: Messages with sentinels.
@@ -203,15 +203,13 @@ class ChatTemplate:
             renew: Whether to render again even if the rendering is kept.
             prompt: Whether to end with a generation prompt.
         """
-        known, key = self._known.skeletons, (prompt, repr(marked))
-        if tools is None and not renew and key in known:
-            return known[key]
-        found = split_at_sentinels(self.render(marked, tools=tools, add_generation_prompt=prompt)[0])
-        if tools is None:
+        known, key = self._known.skeletons, (prompt, repr(marked), repr(tools))
+        if renew or key not in known:
+            found = split_at_sentinels(self.render(marked, tools=tools, add_generation_prompt=prompt)[0])
             if known.get(key, found) != found or len(known) >= _MAX_SKELETONS:  # of another day, or too many
                 known.clear()
             known[key] = found
-        return found
+        return known[key]
 
     def facts(self) -> TemplateFacts:
         """What a probe of the template shows, once per tokenizer, template and variables."""
@@ -253,11 +251,11 @@ class _Known:
 
     special_token: re.Pattern[str]
     facts: TemplateFacts | None = None
-    skeletons: dict[tuple[bool, str], Skeleton] = field(default_factory=dict)
+    skeletons: dict[tuple[bool, str, str], Skeleton] = field(default_factory=dict)
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, _Known]] = weakref.WeakKeyDictionary()
-_MAX_SKELETONS = 1024
+_MAX_SKELETONS = 1024  # each holds the tools of its conversation twice
 _MAX_VARIABLES = 64  # sets of variables of a template that are remembered: rows may each have their own
 _one_at_a_time = threading.RLock()  # transformers keeps the places of generation tags in one object
 # A process that is forked while another thread renders would wait for that thread, which it does not have.
