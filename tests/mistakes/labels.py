@@ -156,7 +156,7 @@ MISTAKES = [
     Mistake(
         "an empty block of reasoning is trained",
         "collate/spans.py",
-        "return 0 if self.empty_blocks else length",
+        'return 0 if self.options.empty_reasoning == "train" else length',
         "return 0",
         ("tests/collate/test_mask_oracle.py",),
     ),

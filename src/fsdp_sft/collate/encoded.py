@@ -13,7 +13,6 @@ import errno
 import hashlib
 import json
 import os
-import uuid
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence, Set
@@ -34,7 +33,7 @@ from typing_extensions import Unpack
 from fsdp_sft._compat import data
 from fsdp_sft._model.view import tokenizer_of
 from fsdp_sft._ranks.agree import agree_on, agreed, this_rank, while_others_wait, world_size
-from fsdp_sft._tensors.disk import full_path, sync_folder, write_bytes
+from fsdp_sft._tensors.disk import full_path, sync_folder, temporary_beside, write_bytes
 from fsdp_sft.collate.collator import REFUSALS, FilterCounts, kept_rows
 from fsdp_sft.collate.encode import EncodedChat
 from fsdp_sft.collate.notes import warn_of_notes
@@ -236,7 +235,7 @@ def _encode_shard(
         for name, values in columns.items()
     }
     described = json.dumps([counts["kept"], counts.indices, counts.examples], default=list)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary = temporary_beside(path)
     try:
         write_bytes(temporary, save(tensors, {"counts": described}))
         os.replace(temporary, path)

@@ -98,17 +98,17 @@ class Layout:
     Attributes:
         leaves: All leaves; a leaf's number is its index.
         places: Places of the printed leaves, in the order of the text.
-        length: Characters of the rendering.
         marked: The messages with sentinels instead of their texts.
     """
 
     leaves: list[TextSlot]
     places: list[Place]
-    length: int
     marked: list[Message]
 
-    def extents(self, template: ChatTemplate, wanted: set[int]) -> list[MessageSpan]:
-        """Positions of the wanted messages: first of those without a printed text, then in text order.
+    def extents(self, template: ChatTemplate, wanted: set[int], length: int) -> list[MessageSpan]:
+        """Positions of the wanted messages in a text of so many characters.
+
+        First of those without a printed text, then in the order of the text.
 
         Raises:
             ChatTemplateError: If a message with texts is missing, printed twice, or interrupted by another.
@@ -117,7 +117,7 @@ class Layout:
         # previous run, or with the text; the one behind it ends at the next run, or at the end of the text.
         runs = [list(run) for _, run in groupby(self.places, key=lambda place: place.leaf.message)]
         floors = [0, *(run[-1].end for run in runs)]
-        ceilings = [*(run[0].start for run in runs[1:]), self.length]
+        ceilings = [*(run[0].start for run in runs[1:]), length]
         found: dict[int, MessageSpan] = {}
         for run, floor, ceiling in zip(runs, floors, ceilings, strict=False):
             index = run[0].leaf.message
@@ -133,7 +133,7 @@ class Layout:
                 raise template.error(f"it does not print message {index}")
             floor = max((place.end for place in self.places if place.leaf.message < index), default=0)
             after = (place.start for place in self.places if place.leaf.message > index)
-            blank.append(MessageSpan(index, floor, None, min(after, default=self.length)))
+            blank.append(MessageSpan(index, floor, None, min(after, default=length)))
         return [*blank, *found.values()]
 
 
@@ -169,7 +169,7 @@ def lay_out(
             with suppress(ChatTemplateError):
                 places = _align(template.skeleton(marked, tools, renew=renew), text, leaves)
                 if places is not None:
-                    return Layout(leaves, places, len(text), marked)
+                    return Layout(leaves, places, marked)
     raise template.error(
         "what it prints around a message depends on the message's content, so that a second rendering "
         "with other contents does not match the first"

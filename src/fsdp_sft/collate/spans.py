@@ -137,10 +137,9 @@ def find_turns(template: ChatTemplate, conversation: Conversation, options: Enco
     if not wanted:
         return Found(text, messages)
     layout = lay_out(template, messages, conversation.tools, wanted, text)
-    extents = layout.extents(template, wanted)
+    extents = layout.extents(template, wanted, len(text))
     owned = _tags_by_message(tags, layout.places, messages)
-    empty_blocks = options.empty_reasoning == "train"
-    finder = _TurnFinder(template, template.facts(), messages, conversation.tools, layout, empty_blocks)
+    finder = _TurnFinder(template, template.facts(), messages, conversation.tools, layout, options)
     starts = finder.starts(text, extents)
     turns = []
     for extent in extents:
@@ -201,7 +200,7 @@ class _TurnFinder:
         messages: Messages of the conversation, in the form that the template accepts.
         tools: Tool schemas of the conversation.
         layout: Places of the texts in the rendering.
-        empty_blocks: Whether an empty block of reasoning is part of a turn.
+        options: Whether an empty block of reasoning is part of a turn.
         notes: Names of notes on the row.
     """
 
@@ -210,7 +209,7 @@ class _TurnFinder:
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     layout: Layout
-    empty_blocks: bool
+    options: EncodeOptions
     notes: list[str] = field(default_factory=list)
 
     def starts(self, text: str, extents: list[MessageSpan]) -> dict[int, int | None]:
@@ -341,7 +340,7 @@ class _TurnFinder:
         if own and own[0] in thoughts:
             return length
         self.notes.append("empty_reasoning")
-        return 0 if self.empty_blocks else length
+        return 0 if self.options.empty_reasoning == "train" else length
 
     def _edges(self, index: int) -> tuple[str, str]:
         """White space and think tags of a content before its first sentinel and behind its last one."""
