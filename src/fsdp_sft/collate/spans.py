@@ -372,9 +372,9 @@ def _end_of_prompt(prompt: str, before: str) -> int | None:
     None if `before` does not begin with the prompt. An opening of reasoning, or an empty think block, at the
     end of the prompt may be missing or different in `before`.
     """
-    for there in (prompt, _OPENED_THINK.sub("", prompt)):
-        if before.startswith(there):
-            return len(there)
+    without_block = prompt if before.startswith(prompt) else _OPENED_THINK.sub("", prompt)
+    if before.startswith(without_block):
+        return len(without_block)
     shared = shared_header(prompt, before)
     opens = OPENED_REASONING.fullmatch(prompt[len(shared) :]) is not None
     return len(shared) if opens and shared.strip() else None
