@@ -175,10 +175,10 @@ def _not_in_the_text(conversation: Conversation, messages: list[Message], text: 
 def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[Turn]:
     """The parts of a turn without its reasoning and without the tags right before and after reasoning."""
     mine = [place for place in places if turn.start <= place.start and place.end <= turn.stop_start]
-    befores = [turn.start, *(place.end for place in mine)]
-    afters = [*(place.start for place in mine[1:]), turn.stop_start]
+    ends = [turn.start, *(place.end for place in mine)]
+    starts = [*(place.start for place in mine[1:]), turn.stop_start]
     start = turn.start
-    for before, place, after in zip(befores, mine, afters, strict=False):
+    for before, place, after in zip(ends, mine, starts, strict=False):
         if place.leaf.part == "reasoning":
             opening = _OPENING.search(text[before : place.start])
             closing = CLOSED_REASONING.match(text[place.end : after])
@@ -254,18 +254,19 @@ class _TurnFinder:
                 f"message {index} does not come after the generation prompt or anything like it; "
                 "is it a second assistant message in a row, or one that follows a tool's?"
             )
-        begin = floor + start
-        begin += self._supplied(index, text[begin : own[0] if own else ceiling], own)
+        before = text[floor + start : own[0] if own else ceiling]
+        begin = floor + start + self._supplied(index, before, own)
         last = own[1] if own else floor
-        edges = self._stop(index, text[last:ceiling], last, max(0, begin - last), own)
-        stop_start, end = (last + edge for edge in edges)
+        stop_start, end = (
+            last + edge for edge in self._stop(index, text[last:ceiling], last, max(0, begin - last), own)
+        )
         # What lies between two {% generation %} blocks of one turn is not trained. The end of the last block
         # is not the end of the turn: the end-of-turn token may follow.
-        begin = max(begin, tags[0][0]) if tags else begin
-        cuts = [begin, *(edge for left, right in pairwise(tags) for edge in (left[1], right[0])), end]
-        spans = list(zip(cuts[::2], cuts[1::2], strict=True))
-        turns = [Turn(index, left, right, right) for left, right in spans[:-1]]
-        return [*turns, Turn(index, spans[-1][0], stop_start, end)]
+        first = max(begin, tags[0][0]) if tags else begin
+        cuts = [first, *(edge for left, right in pairwise(tags) for edge in (left[1], right[0])), end]
+        *parts, (begin, _) = zip(cuts[::2], cuts[1::2], strict=True)
+        turns = [Turn(index, left, right, right) for left, right in parts]
+        return [*turns, Turn(index, begin, stop_start, end)]
 
     def _start(self, index: int, floor: int, before: str) -> int | None:
         """Offset at which the generation prompt for an answer and `before` part; None if unknown."""

@@ -204,12 +204,13 @@ class ChatTemplate:
             prompt: Whether to end with a generation prompt.
         """
         known, key = self._known.skeletons, (prompt, repr(marked), repr(tools))
-        if renew or key not in known:
+        found = None if renew else known.get(key)
+        if found is None:
             found = split_at_sentinels(self.render(marked, tools=tools, add_generation_prompt=prompt)[0])
             if known.get(key, found) != found or len(known) >= _MAX_SKELETONS:  # of another day, or too many
                 known.clear()
             known[key] = found
-        return known[key]
+        return found  # another thread may clear what is known
 
     def facts(self) -> TemplateFacts:
         """What a probe of the template shows, once per tokenizer, template and variables."""
