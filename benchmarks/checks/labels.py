@@ -112,7 +112,7 @@ def check(row: dict[str, Any], tokenizer: Any, chat: EncodedChat) -> None:
 
 def _messages(row: dict[str, Any]) -> tuple[list[Any], list[bool]]:
     conversation = read_row(row)
-    return conversation.messages, [weight > 0 for weight in conversation.weights]
+    return conversation.messages, conversation.trained
 
 
 def _squeezed(text: str) -> str:

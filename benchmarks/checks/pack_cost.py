@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 import fsdp_sft as fs
 from benchmarks.tables import publish, table
-from fsdp_sft.sampling.packing.bins import deal
+from fsdp_sft.sampling.bins import deal
 
 CAPACITIES = (4096, 32768, 131072)
 RANKS = (8, 64, 512)

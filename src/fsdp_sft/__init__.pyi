@@ -94,15 +94,14 @@ from fsdp_sft.sac import (
     remove_sac as remove_sac,
     select_block_indices as select_block_indices,
 )
-from fsdp_sft.sampling.mixing import Mixture as Mixture
-from fsdp_sft.sampling.packing.bins import pack_lengths as pack_lengths
-from fsdp_sft.sampling.packing.collator import PackedCollator as PackedCollator, row_sizes as row_sizes
-from fsdp_sft.sampling.packing.sampler import (
+from fsdp_sft.sampling.bins import pack_lengths as pack_lengths
+from fsdp_sft.sampling.collator import PackedCollator as PackedCollator, row_sizes as row_sizes
+from fsdp_sft.sampling.packing import (
     PackedSampler as PackedSampler,
+    PackedStream as PackedStream,
     attention_cost as attention_cost,
 )
-from fsdp_sft.sampling.packing.stream import PackedStream as PackedStream
-from fsdp_sft.sampling.sampler import ResumableSampler as ResumableSampler
+from fsdp_sft.sampling.sampler import Mixture as Mixture, ResumableSampler as ResumableSampler
 from fsdp_sft.sampling.verify import verify_packing as verify_packing
 from fsdp_sft.shard.apply import shard_model as shard_model
 from fsdp_sft.shard.compile import compile_blocks as compile_blocks

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import fsdp_sft as fs
 from fsdp_sft.collate import encoded as module, filter_rows
-from fsdp_sft.sampling.packing.collator import row_sizes
+from fsdp_sft.sampling.collator import row_sizes
 from tests.harness import chat_templates as ct
 from tests.harness.chats import chat
 from tests.harness.ranks import run_distributed

@@ -52,14 +52,14 @@ MISTAKES = [
     ),
     Mistake(
         "each epoch of a mixture begins the data sets anew",
-        "sampling/mixing.py",
+        "sampling/sampler.py",
         "rows.append(self._rows_of(number, epoch * count, seed, shuffle))",
         "rows.append(self._rows_of(number, 0, seed, shuffle))",
         ORDERS,
     ),
     Mistake(
         "a data set comes in the same order each time",
-        "sampling/mixing.py",
+        "sampling/sampler.py",
         '_generator("rows", seed, number, turn)',
         '_generator("rows", seed, number, 0)',
         ORDERS,
@@ -67,8 +67,8 @@ MISTAKES = [
     Mistake(
         "a mixture goes on from another one's position",
         "sampling/sampler.py",
-        '{"sizes": mixture.sizes, "counts": mixture.counts}',
-        '{"sizes": mixture.sizes}',
+        '"sizes": of.sizes, "counts": of.counts}',
+        '"sizes": of.sizes}',
         ORDERS,
     ),
     Mistake(
@@ -80,21 +80,21 @@ MISTAKES = [
     ),
     Mistake(
         "a resumed stream goes on by the skip of its rows, which has no epoch",
-        "sampling/packing/stream.py",
+        "sampling/packing.py",
         "            ordered.set_epoch(self.epoch)\n",
         "            pass\n",
         ("tests/sampling/packing/test_stream.py", "tests/test_positions.py"),
     ),
     Mistake(
         "a pack's cost leaves out its attention",
-        "sampling/packing/sampler.py",
+        "sampling/packing.py",
         "return per_token * length + per_square * length * length",
         "return per_token * length",
         COST,
     ),
     Mistake(
         "rounds of packs are not sorted by cost",
-        "sampling/packing/sampler.py",
+        "sampling/packing.py",
         "            return sum(map(self._weight, pack)), 0",
         "            return 0, 0",
         COST,

@@ -156,7 +156,7 @@ MISTAKES = [
     Mistake(
         "an empty block of reasoning is trained",
         "collate/spans.py",
-        "return 0 if self.empty_blocks else length",
+        'return 0 if self.options.empty_reasoning == "train" else length',
         "return 0",
         ("tests/collate/test_mask_oracle.py",),
     ),
@@ -254,8 +254,8 @@ MISTAKES = [
     Mistake(
         "the prompt of the last answer is taken for that of the first",
         "collate/spans.py",
-        "for place in (0, -1))",
-        "for place in (-1, -1))",
+        "is_last_alike = len(answers) == 1 or self._start(*answers[-1], before) == first",
+        "is_last_alike = True",
         ("tests/collate/test_prompts.py::test_a_header_that_no_prompt_writes_is_the_models",),
     ),
     Mistake(

@@ -7,14 +7,14 @@ HYBRID = ("tests/attention/test_hybrid.py",)
 MISTAKES = [
     Mistake(
         "a packed row predicts the first token of the next",
-        "sampling/packing/collator.py",
+        "sampling/collator.py",
         "labels.extend([IGNORE_INDEX, *chat.labels[1:]])",
         "labels.extend(chat.labels)",
         ("tests/sampling/packing/test_packs.py",),
     ),
     Mistake(
         "positions that run on over packed rows",
-        "sampling/packing/collator.py",
+        "sampling/collator.py",
         "torch.cat([torch.arange(length) for length in [*lengths, filler]])",
         "torch.arange(total + filler)",
         ("tests/sampling/packing/test_packs.py",),

@@ -49,7 +49,7 @@ MISTAKES: list[Mistake] = [
     ),
     Mistake(
         "workers that a loader keeps read the first epoch's order for good",
-        "sampling/packing/stream.py",
+        "sampling/packing.py",
         "                data.end_persistent_workers(stream)",
         "                pass",
         ("tests/test_positions.py",),

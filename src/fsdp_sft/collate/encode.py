@@ -119,11 +119,17 @@ class EncodedChat:
     @property
     def num_targets(self) -> int:
         """Targets after the shift; the first token is never one, since no token precedes it."""
-        if not self.labels:
-            return 0
+        targets = self.labels[1:]
         # list.count, since a generator over the labels would take as long as rendering the template.
-        first = int(self.labels[0] != IGNORE_INDEX)
-        return len(self.labels) - self.labels.count(IGNORE_INDEX) - first
+        return len(targets) - targets.count(IGNORE_INDEX)
+
+
+def read_tokenised(row: Mapping[str, Any] | EncodedChat) -> EncodedChat:
+    """A row with `input_ids` and `labels`, or an `EncodedChat`; ValueError for a malformed one."""
+    if not isinstance(row, EncodedChat):
+        return EncodedChat(*read_encoded(row))
+    check_encoded(row.input_ids, row.labels)
+    return row
 
 
 def encode_chat(
@@ -272,15 +278,12 @@ def _read(
     Rows whose templates have equal variables share one of `templates`.
     """
     try:
-        if isinstance(row, EncodedChat):
-            check_encoded(row.input_ids, row.labels)
-            return row
-        shape = shape_of(row)
+        shape = "input_ids" if isinstance(row, EncodedChat) else shape_of(row)
         if shape == "input_ids":
-            return EncodedChat(*read_encoded(row))
+            return read_tokenised(row)
         if shape == "text":
             return _encode_text(as_text(row["text"], '"text"'), tokenizer, options)
-        conversation = read_row(row)
+        conversation = read_row(row, shape)
         template = _template(conversation, tokenizer, options, templates)
         found = find_turns(template, conversation, options)
         found.text.encode()  # half of a surrogate pair cannot be tokenised

@@ -13,7 +13,6 @@ import errno
 import hashlib
 import json
 import os
-import uuid
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence, Set
@@ -34,7 +33,7 @@ from typing_extensions import Unpack
 from fsdp_sft._compat import data
 from fsdp_sft._model.view import tokenizer_of
 from fsdp_sft._ranks.agree import agree_on, agreed, this_rank, while_others_wait, world_size
-from fsdp_sft._tensors.disk import full_path, sync_folder, write_bytes
+from fsdp_sft._tensors.disk import full_path, sync_folder, temporary_beside, write_bytes
 from fsdp_sft.collate.collator import REFUSALS, FilterCounts, kept_rows
 from fsdp_sft.collate.encode import EncodedChat
 from fsdp_sft.collate.notes import warn_of_notes
@@ -120,7 +119,9 @@ def encode_dataset(
     with agreed("naming the encoding", itemgetter(0)) as name:
         # Rank 0's: a data set with functions that cannot be hashed has another fingerprint in each process.
         name.told = f"{digest} {data.dataset_fingerprint(source)}"
-    folder = _root(cache_dir) / hashlib.sha256(name.result.encode()).hexdigest()[:40]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fsdp-sft", "encoded")
+    root = full_path(cache if cache_dir is None else cache_dir)
+    folder = root / hashlib.sha256(name.result.encode()).hexdigest()[:40]
     work = partial(_encode_missing, source, folder, tokenizer, wanted, max_refused)
     while_others_wait(True, work, "encoding the data set")
     with agreed("opening the encoded data set"):
@@ -152,12 +153,6 @@ def _rows_of(rows: Any, start: int, stop: int) -> list[Any]:
         columns = rows[start:stop]
         return [{name: column[i] for name, column in columns.items()} for i in range(stop - start)]
     return [rows[index] for index in range(start, stop)]
-
-
-def _root(given: str | os.PathLike[str] | None) -> Path:
-    """Absolute path of the given or the default folder of encoded data sets."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return full_path(given if given is not None else Path(cache) / "fsdp-sft" / "encoded")
 
 
 def _digest_of(source: Any, tokenizer: PreTrainedTokenizerBase, options: EncodeOptions) -> str:
@@ -240,7 +235,7 @@ def _encode_shard(
         for name, values in columns.items()
     }
     described = json.dumps([counts["kept"], counts.indices, counts.examples], default=list)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary = temporary_beside(path)
     try:
         write_bytes(temporary, save(tensors, {"counts": described}))
         os.replace(temporary, path)

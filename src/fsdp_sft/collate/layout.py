@@ -29,6 +29,8 @@ OPEN, CLOSE = "\U000f5b01", "\U000f5b02"
 SENTINEL = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 _ESCAPED = repr(OPEN)[1:-1]
 
+Skeleton = tuple[list[str], list[int]]  # the N + 1 texts around N sentinels, and the sentinels' numbers
+
 # Reasoning that a generation prompt opens, and may close again: <think>, [THINK], <|START_THINKING|>,
 # <|channel|>analysis<|message|>, "<|channel>thought" ...
 OPENED_REASONING = re.compile(
@@ -96,17 +98,17 @@ class Layout:
     Attributes:
         leaves: All leaves; a leaf's number is its index.
         places: Places of the printed leaves, in the order of the text.
-        length: Characters of the rendering.
         marked: The messages with sentinels instead of their texts.
     """
 
     leaves: list[TextSlot]
     places: list[Place]
-    length: int
     marked: list[Message]
 
-    def extents(self, template: ChatTemplate, wanted: set[int]) -> list[MessageSpan]:
-        """Positions of the wanted messages: first of those without a printed text, then in text order.
+    def extents(self, template: ChatTemplate, wanted: set[int], length: int) -> list[MessageSpan]:
+        """Positions of the wanted messages in a text of so many characters.
+
+        First of those without a printed text, then in the order of the text.
 
         Raises:
             ChatTemplateError: If a message with texts is missing, printed twice, or interrupted by another.
@@ -115,24 +117,23 @@ class Layout:
         # previous run, or with the text; the one behind it ends at the next run, or at the end of the text.
         runs = [list(run) for _, run in groupby(self.places, key=lambda place: place.leaf.message)]
         floors = [0, *(run[-1].end for run in runs)]
-        ceilings = [*(run[0].start for run in runs[1:]), self.length]
+        ceilings = [*(run[0].start for run in runs[1:]), length]
         found: dict[int, MessageSpan] = {}
         for run, floor, ceiling in zip(runs, floors, ceilings, strict=False):
             index = run[0].leaf.message
-            if index not in wanted:
-                continue
-            if len({id(place.leaf) for place in run}) < len(run):
-                raise template.error(f"it prints message {index} more than once")
-            if index in found:
-                raise template.error(f"it prints another message in the middle of message {index}")
-            found[index] = MessageSpan(index, floor, (run[0].start, run[-1].end), ceiling)
+            if index in wanted:
+                if len({id(place.leaf) for place in run}) < len(run):
+                    raise template.error(f"it prints message {index} more than once")
+                if index in found:
+                    raise template.error(f"it prints another message in the middle of message {index}")
+                found[index] = MessageSpan(index, floor, (run[0].start, run[-1].end), ceiling)
         blank = []
         for index in sorted(wanted - set(found)):
             if any(leaf.message == index for leaf in self.leaves):
                 raise template.error(f"it does not print message {index}")
             floor = max((place.end for place in self.places if place.leaf.message < index), default=0)
             after = (place.start for place in self.places if place.leaf.message > index)
-            blank.append(MessageSpan(index, floor, None, min(after, default=self.length)))
+            blank.append(MessageSpan(index, floor, None, min(after, default=length)))
         return [*blank, *found.values()]
 
 
@@ -168,7 +169,7 @@ def lay_out(
             with suppress(ChatTemplateError):
                 places = _align(template.skeleton(marked, tools, renew=renew), text, leaves)
                 if places is not None:
-                    return Layout(leaves, places, len(text), marked)
+                    return Layout(leaves, places, marked)
     raise template.error(
         "what it prints around a message depends on the message's content, so that a second rendering "
         "with other contents does not match the first"
@@ -213,13 +214,13 @@ def _mimics(messages: list[Message], template: ChatTemplate) -> bool:
     return any(mark in content for content in others for mark in marks)
 
 
-def _align(marked: str, text: str, leaves: Sequence[TextSlot]) -> list[Place] | None:
+def _align(skeleton: Skeleton, text: str, leaves: Sequence[TextSlot]) -> list[Place] | None:
     """The place of each leaf in `text`, found by putting leaves back for their sentinels.
 
     None unless the result is `text`, character for character.
     """
     # A literal is what the template itself prints between two sentinels; literals and leaves alternate.
-    (literal, *literals), numbers = split_at_sentinels(marked)
+    (literal, *literals), numbers = skeleton
     if not text.startswith(literal):
         return None
     position = len(literal)
@@ -324,7 +325,7 @@ def sentinel(number: int) -> str:
     return f"{OPEN}{number}{CLOSE}"
 
 
-def split_at_sentinels(text: str) -> tuple[list[str], list[int]]:
+def split_at_sentinels(text: str) -> Skeleton:
     """(the N + 1 texts around the sentinels of a text, the numbers of the N sentinels)."""
     if _ESCAPED in text:  # some templates print nested arguments with Python's repr, which escapes sentinels
         text = text.replace(_ESCAPED, OPEN).replace(repr(CLOSE)[1:-1], CLOSE)

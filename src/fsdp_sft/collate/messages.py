@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 from fsdp_sft.errors import RowError
@@ -46,6 +47,7 @@ KEYS_OF_TOWERS = (
     "input_values",
     "audio_values",
 )
+_MEDIA_KEYS = {*_MEDIA, *KEYS_OF_TOWERS}
 
 Message = dict[str, Any]
 
@@ -198,21 +200,19 @@ def _with_call_ids(messages: list[Message]) -> list[Message]:
     A result belongs to the call with the same id in the row, or else to the first call without a result.
     """
     changed: list[Message] = []
-    waiting: list[tuple[Any, str, str]] = []  # (id in the row, id for the template, name)
-    count = 0
+    waiting: list[tuple[dict[str, Any], str]] = []  # calls without a result, and their ids for the template
+    number = count()
     for message in messages:
         if "tool_calls" in message:
-            calls = []
-            for call in message["tool_calls"]:
-                calls.append({**call, "id": f"call{count:05d}"})
-                waiting.append((call.get("id"), calls[-1]["id"], call["function"]["name"]))
-                count += 1
-            message = {**message, "tool_calls": calls}
+            named = [(call, f"call{next(number):05d}") for call in message["tool_calls"]]
+            message = {**message, "tool_calls": [{**call, "id": name} for call, name in named]}
+            waiting += named
         elif message["role"] == "tool" and waiting:
             given = message.get("tool_call_id")
-            found = next((item for item in waiting if given is not None and item[0] == given), waiting[0])
-            waiting.remove(found)
-            message = {"name": found[2], **message, "tool_call_id": found[1]}
+            same = (item for item in waiting if given is not None and item[0].get("id") == given)
+            answered = next(same, waiting[0])
+            waiting.remove(answered)
+            message = {"name": answered[0]["function"]["name"], **message, "tool_call_id": answered[1]}
         changed.append(message)
     return changed
 
@@ -223,7 +223,7 @@ def refuse_media(row: Mapping[Any, Any], where: str = "the row") -> None:
     Raises:
         RowError: If it has one that is not empty.
     """
-    found = [key for key in (*_MEDIA, *KEYS_OF_TOWERS) if key in row and not _is_empty(row[key])]
+    found = [key for key, value in row.items() if key in _MEDIA_KEYS and not _is_empty(value)]
     if found:
         raise RowError(
             f"{where} has {' and '.join(map(repr, found))}: only text is encoded here, and the row would be "

@@ -64,7 +64,7 @@ def notes_of(
     """
     yield from found.notes
     texts = [message.get(key) for message in conversation.messages for key in ("content", *REASONING_KEYS)]
-    if any(template.holds_special_token(text) for text in texts if text):
+    if any(template.special_token.search(text) for text in texts if text):
         yield "special_tokens"
     question = max((i for i, message in enumerate(found.messages) if message["role"] == "user"), default=-1)
     # Reasoning before the last question is left out by design.
@@ -93,14 +93,12 @@ def notes_of(
 
 def _lacks_context(found: Found, conversation: Conversation) -> bool:
     """Whether the template leaves out a text of another role than the assistant's, or all tools."""
-    told = found.text
-    for turn in reversed(found.turns):  # calls name their tools too
-        told = told[: turn.start] + told[turn.end :]
-    names = [name for name in map(tool_name, conversation.tools or ()) if name]
     others = (message["content"].strip() for message in found.messages if message["role"] != "assistant")
-    return (bool(names) and not any(name in told for name in names)) or not all(
-        occurs(found.text, text) for text in others
-    )
+    names = [name for name in map(tool_name, conversation.tools or ()) if name]
+    ends = [0, *(edge for turn in found.turns for edge in (turn.start, turn.end)), len(found.text)]
+    told = "".join(found.text[begin:end] for begin, end in zip(ends[::2], ends[1::2], strict=True))
+    lacks_tools = names and not any(name in told for name in names)  # in the turns calls name them too
+    return bool(lacks_tools) or not all(occurs(found.text, text) for text in others)
 
 
 def warn_of_notes(counts: Mapping[str, int], told: set[str]) -> None:

@@ -193,8 +193,7 @@ class Probe:
             # Generation stops on EOS if it follows the token that closes the answer directly, or later but in
             # every turn. A later EOS after the last turn alone closes the conversation and not the turn.
             at, _, first = min(found)
-            special = "|".join(re.escape(token.content) for token in tokens if token.special)
-            run = re.compile(f"(?:{special})*").match(closing, at)
+            run = re.compile(f"(?:{self.template.special_token.pattern})*").match(closing, at)
             of_every_turn = closing[: common_length(closing, after_past_answer)]
             eos = str(self.template.tokenizer.eos_token or "")
             is_later = eos and (eos in of_every_turn or (run is not None and eos in run[0]))

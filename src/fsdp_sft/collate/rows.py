@@ -173,9 +173,10 @@ def read_encoded(row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
             "labels=[-100, *shift_labels[:-1]]"
         )
     refuse_media(row)
-    ids, labels = (_numbers(row[key], key) for key in ("input_ids", "labels"))
+    given = (row["input_ids"], row["labels"])
+    ids, labels = (values.tolist() if hasattr(values, "tolist") else values for values in given)
     check_encoded(ids, labels)
-    return ids, labels
+    return list(ids), list(labels)
 
 
 def check_encoded(ids: Sequence[int], labels: Sequence[int]) -> None:
@@ -186,11 +187,12 @@ def check_encoded(ids: Sequence[int], labels: Sequence[int]) -> None:
     """
     for key, values in (("input_ids", ids), ("labels", labels)):
         try:
-            array("i", values)
+            # No loop of Python over the items, which would take as long as the rest of a collator.
+            are_ids = len(array("i", values)) == len(values) and bool not in set(map(type, values))
         except (TypeError, OverflowError):
-            raise ValueError(
-                f'"{key}" must be a flat list of integers of 32 bits, got {shortened(values)}'
-            ) from None
+            are_ids = False
+        if not are_ids:
+            raise ValueError(f'"{key}" must be a flat list of integers of 32 bits, got {shortened(values)}')
     if len(ids) != len(labels) or not ids:
         raise ValueError(
             "a tokenised row needs input_ids and labels of one length of at least 1, "
@@ -198,14 +200,14 @@ def check_encoded(ids: Sequence[int], labels: Sequence[int]) -> None:
         )
 
 
-def read_row(row: Mapping[str, Any]) -> Conversation:
-    """Convert a chat row of one of the `SHAPES`.
+def read_row(row: Mapping[str, Any], shape: str | None = None) -> Conversation:
+    """Convert a chat row of one of the `SHAPES`; None looks for it.
 
     Raises:
         ValueError: For an empty row, an unknown role, content that is not text, or a flag that is neither 0
             nor 1.
     """
-    shape = shape_of(row)
+    shape = shape or shape_of(row)
     row = _without_fillers({name: _plain(value) if name in _READ else value for name, value in row.items()})
     messages, system = SHAPES[shape](row), row.get("system")
     if not messages:
@@ -276,16 +278,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | Sequence) and not isinstance(value, str | bytes):
         return [item if type(item) in _PLAIN else _plain(item) for item in value]
     return _plain(value.tolist()) if hasattr(value, "tolist") else value
-
-
-def _numbers(values: Any, key: str) -> list[int]:
-    """The values as a list, or ValueError if they are no flat list of integers."""
-    if hasattr(values, "tolist"):
-        values = values.tolist()
-    # A set of types, since a Python loop over the items would take as long as the rest of a collator.
-    if not isinstance(values, Sequence) or not set(map(type, values)) <= {int}:
-        raise ValueError(f'"{key}" must be a flat list of integers, got {shortened(values)}')
-    return list(values)
 
 
 def tool_name(schema: Mapping[str, Any]) -> str:

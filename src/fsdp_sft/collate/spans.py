@@ -65,7 +65,6 @@ from fsdp_sft.collate.layout import (
     occurs,
     overlap,
     shared_header,
-    split_at_sentinels,
 )
 from fsdp_sft.collate.messages import ROLES, Message
 from fsdp_sft.collate.options import EncodeOptions
@@ -138,10 +137,9 @@ def find_turns(template: ChatTemplate, conversation: Conversation, options: Enco
     if not wanted:
         return Found(text, messages)
     layout = lay_out(template, messages, conversation.tools, wanted, text)
-    extents = layout.extents(template, wanted)
+    extents = layout.extents(template, wanted, len(text))
     owned = _tags_by_message(tags, layout.places, messages)
-    empty_blocks = options.empty_reasoning == "train"
-    finder = _TurnFinder(template, template.facts(), messages, conversation.tools, layout, empty_blocks)
+    finder = _TurnFinder(template, template.facts(), messages, conversation.tools, layout, options)
     starts = finder.starts(text, extents)
     turns = []
     for extent in extents:
@@ -177,20 +175,18 @@ def _not_in_the_text(conversation: Conversation, messages: list[Message], text: 
 def _without_reasoning(turn: Turn, places: list[Place], text: str) -> Iterator[Turn]:
     """The parts of a turn without its reasoning and without the tags right before and after reasoning."""
     mine = [place for place in places if turn.start <= place.start and place.end <= turn.stop_start]
+    ends = [turn.start, *(place.end for place in mine)]
+    starts = [*(place.start for place in mine[1:]), turn.stop_start]
     start = turn.start
-    for number, place in enumerate(mine):
-        if place.leaf.part != "reasoning":
-            continue
-        before = mine[number - 1].end if number else turn.start
-        after = mine[number + 1].start if number + 1 < len(mine) else turn.stop_start
-        opening = _OPENING.search(text[before : place.start])
-        closing = CLOSED_REASONING.match(text[place.end : after])
-        end = before + opening.start() if opening else place.start
-        if number == 0:  # nothing but the header of the reasoning stands between the turn's start and it
-            end = turn.start
-        if end > start:
-            yield Turn(turn.message, start, end, end)
-        start = place.end + (closing.end() if closing else 0)
+    for before, place, after in zip(ends, mine, starts, strict=False):
+        if place.leaf.part == "reasoning":
+            opening = _OPENING.search(text[before : place.start])
+            closing = CLOSED_REASONING.match(text[place.end : after])
+            # Nothing but the header of the reasoning stands between the turn's start and its first text.
+            end = before if place is mine[0] else before + opening.start() if opening else place.start
+            if end > start:
+                yield Turn(turn.message, start, end, end)
+            start = place.end + (closing.end() if closing else 0)
     yield Turn(turn.message, start, max(start, turn.stop_start), turn.end)
 
 
@@ -204,7 +200,7 @@ class _TurnFinder:
         messages: Messages of the conversation, in the form that the template accepts.
         tools: Tool schemas of the conversation.
         layout: Places of the texts in the rendering.
-        empty_blocks: Whether an empty block of reasoning is part of a turn.
+        options: Whether an empty block of reasoning is part of a turn.
         notes: Names of notes on the row.
     """
 
@@ -213,7 +209,7 @@ class _TurnFinder:
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     layout: Layout
-    empty_blocks: bool
+    options: EncodeOptions
     notes: list[str] = field(default_factory=list)
 
     def starts(self, text: str, extents: list[MessageSpan]) -> dict[int, int | None]:
@@ -233,9 +229,10 @@ class _TurnFinder:
                 role = self.messages[index - 1]["role"] if index else ""
                 alike.setdefault((role, before), []).append((index, floor))
         for (_, before), answers in reversed(alike.items()):
-            first, last = (self._start(*answers[place], before) for place in (0, -1))
+            first = self._start(*answers[0], before)
+            is_last_alike = len(answers) == 1 or self._start(*answers[-1], before) == first
             for index, floor in answers:
-                starts[index] = first if first == last else self._start(index, floor, before)
+                starts[index] = first if is_last_alike else self._start(index, floor, before)
         return starts
 
     def find(
@@ -257,18 +254,19 @@ class _TurnFinder:
                 f"message {index} does not come after the generation prompt or anything like it; "
                 "is it a second assistant message in a row, or one that follows a tool's?"
             )
-        begin = floor + start
-        begin += self._supplied(index, text[begin : own[0] if own else ceiling], own)
+        before = text[floor + start : own[0] if own else ceiling]
+        begin = floor + start + self._supplied(index, before, own)
         last = own[1] if own else floor
-        edges = self._stop(index, text[last:ceiling], last, max(0, begin - last), own)
-        stop_start, end = (last + edge for edge in edges)
+        stop_start, end = (
+            last + edge for edge in self._stop(index, text[last:ceiling], last, max(0, begin - last), own)
+        )
         # What lies between two {% generation %} blocks of one turn is not trained. The end of the last block
         # is not the end of the turn: the end-of-turn token may follow.
-        begin = max(begin, tags[0][0]) if tags else begin
-        cuts = [begin, *(edge for left, right in pairwise(tags) for edge in (left[1], right[0])), end]
-        spans = list(zip(cuts[::2], cuts[1::2], strict=True))
-        turns = [Turn(index, left, right, right) for left, right in spans[:-1]]
-        return [*turns, Turn(index, spans[-1][0], stop_start, end)]
+        first = max(begin, tags[0][0]) if tags else begin
+        cuts = [first, *(edge for left, right in pairwise(tags) for edge in (left[1], right[0])), end]
+        *parts, (begin, _) = zip(cuts[::2], cuts[1::2], strict=True)
+        turns = [Turn(index, left, right, right) for left, right in parts]
+        return [*turns, Turn(index, begin, stop_start, end)]
 
     def _start(self, index: int, floor: int, before: str) -> int | None:
         """Offset at which the generation prompt for an answer and `before` part; None if unknown."""
@@ -326,7 +324,8 @@ class _TurnFinder:
             raise self.template.error(f"no end-of-turn token comes after {what} {index}")
         ending = ending.rstrip()
         end = max(first, len(ending))
-        return max(first, end - len(self.template.last_special_token(ending))), end
+        token = re.search(rf"(?:{self.template.special_token.pattern})$", ending)
+        return max(first, token.start() if token else end), end
 
     def _supplied(self, index: int, before: str, own: tuple[int, int] | None) -> int:
         """Number of characters of an answer that a prompt supplies in some mode, and that are not trained.
@@ -342,7 +341,7 @@ class _TurnFinder:
         if own and own[0] in thoughts:
             return length
         self.notes.append("empty_reasoning")
-        return 0 if self.empty_blocks else length
+        return 0 if self.options.empty_reasoning == "train" else length
 
     def _edges(self, index: int) -> tuple[str, str]:
         """White space and think tags of a content before its first sentinel and behind its last one."""
@@ -360,8 +359,7 @@ class _TurnFinder:
         if not count:
             return None
         with suppress(ChatTemplateError):
-            marked = self.template.skeleton(self.layout.marked[:count], self.tools, prompt=prompt)
-            pieces, numbers = split_at_sentinels(marked)
+            pieces, numbers = self.template.skeleton(self.layout.marked[:count], self.tools, prompt=prompt)
             last = self.layout.leaves[numbers[-1]] if numbers else None
             ends = [place.end for place in self.layout.places if place.leaf is last] if numbers else [0]
             if position in ends:
@@ -375,9 +373,9 @@ def _end_of_prompt(prompt: str, before: str) -> int | None:
     None if `before` does not begin with the prompt. An opening of reasoning, or an empty think block, at the
     end of the prompt may be missing or different in `before`.
     """
-    for there in (prompt, _OPENED_THINK.sub("", prompt)):
-        if before.startswith(there):
-            return len(there)
+    without_block = prompt if before.startswith(prompt) else _OPENED_THINK.sub("", prompt)
+    if before.startswith(without_block):
+        return len(without_block)
     shared = shared_header(prompt, before)
     opens = OPENED_REASONING.fullmatch(prompt[len(shared) :]) is not None
     return len(shared) if opens and shared.strip() else None

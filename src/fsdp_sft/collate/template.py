@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from fsdp_sft._compat.data import render_chat
+from fsdp_sft.collate.layout import Skeleton, split_at_sentinels
 from fsdp_sft.collate.messages import REASONING_KEYS, Message, other_forms
 from fsdp_sft.collate.probe import Probe, TemplateFacts
 from fsdp_sft.errors import ChatTemplateError
@@ -49,6 +50,9 @@ class ChatTemplate:
         kwargs: Further variables of the template, for the probe and the rendering alike.
         thinks_in_parts: Whether reasoning is given as a part of type "thinking".
 
+    Attributes:
+        special_token: What the tokenizer reads as a special token, in the texts of a row too.
+
     Raises:
         ChatTemplateError: If there is no template; its reason is "no_template".
     """
@@ -77,11 +81,12 @@ class ChatTemplate:
         self._thinks_in_parts = False
         key = (self.text, repr(self._variables), len(tokenizer), tools is not None)
         known = _KNOWN.setdefault(tokenizer, {})
-        if key not in known and len(known) >= _MAX_VARIABLES:
-            known.pop(next(iter(known)), None)
-        self._known = known.setdefault(key, _Known())
-        special = sorted(filter(None, map(str, tokenizer.all_special_tokens)), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, special))) if special else None
+        if key not in known:
+            if len(known) >= _MAX_VARIABLES:
+                known.pop(next(iter(known)), None)
+            known[key] = _Known(_special_tokens(tokenizer))
+        self._known = known[key]
+        self.special_token = self._known.special_token
         self._in_parts = False
         with suppress(ChatTemplateError):  # a failed probe matters only when a turn is to be found
             self._in_parts = self.facts().in_parts
@@ -141,23 +146,19 @@ class ChatTemplate:
         Returns:
             (text, spans of the template's generation tags, messages in the form that was accepted).
         """
-        refused = []
-        for apart in self._with_reasoning_apart(messages):
-            for form in (apart, *other_forms(apart)):
+        wanted, refused = [messages], []
+        if any("</think>" in message["content"] for message in messages if message["role"] == "assistant"):
+            with suppress(ChatTemplateError):
+                apart = [_reasoning_apart(message, self.facts()) for message in messages]
+                if self.facts().reasoning_key and apart != messages:
+                    wanted.insert(0, apart)
+        for one in wanted:
+            for form in (one, *other_forms(one)):
                 try:
                     return *self.render(form, tools=tools), form
                 except ChatTemplateError as error:
                     refused.append(error)
         raise refused[0]
-
-    def _with_reasoning_apart(self, messages: list[Message]) -> Iterator[list[Message]]:
-        """The messages with reasoning under the key that is read, if that helps; then as they are."""
-        if any("</think>" in message["content"] for message in messages if message["role"] == "assistant"):
-            with suppress(ChatTemplateError):
-                apart = [_reasoning_apart(message, self.facts()) for message in messages]
-                if self.facts().reasoning_key and apart != messages:
-                    yield apart
-        yield messages
 
     def _takes_thinking(self) -> bool:
         """Whether the template reads parts of type "thinking"; others print the list of parts as Python does.
@@ -171,10 +172,6 @@ class ChatTemplate:
         except ChatTemplateError:
             return False
         return re.search(r"""['"]type['"]: ?['"]thinking['"]""", text) is None
-
-    def holds_special_token(self, text: str) -> bool:
-        """Whether a text holds a special token of the tokenizer, which is then one in the rendering too."""
-        return self._special is not None and self._special.search(text) is not None
 
     def _as_parts(self, message: Message) -> Message:
         """The message with its content, and reasoning that was given in parts, as a list of parts."""
@@ -195,28 +192,25 @@ class ChatTemplate:
         *,
         renew: bool = False,
         prompt: bool = False,
-    ) -> str:
-        """Render a conversation whose texts are sentinels.
+    ) -> Skeleton:
+        """Render a conversation whose texts are sentinels, and split it at them.
 
-        Renderings are cached, since many conversations have the same sentinels; not so for conversations with
-        tools or with further keys in a message.
+        Renderings are kept, since many conversations have the same sentinels, and many the same tools.
 
         Args:
             marked: Messages with sentinels.
             tools: Tool schemas.
-            renew: Whether to render again even if the rendering is cached.
+            renew: Whether to render again even if the rendering is kept.
             prompt: Whether to end with a generation prompt.
         """
-        if tools is not None or any(len(message) != 2 for message in marked):
-            return self.render(marked, tools=tools, add_generation_prompt=prompt)[0]
-        known = self._known.skeletons
-        key = (prompt, *((message["role"], message["content"]) for message in marked))
-        if renew or key not in known:
-            text = self.render(marked, add_generation_prompt=prompt)[0]
-            if known.get(key, text) != text or len(known) >= _MAX_SKELETONS:  # of another day, or too many
+        known, key = self._known.skeletons, (prompt, repr(marked), repr(tools))
+        found = None if renew else known.get(key)
+        if found is None:
+            found = split_at_sentinels(self.render(marked, tools=tools, add_generation_prompt=prompt)[0])
+            if known.get(key, found) != found or len(known) >= _MAX_SKELETONS:  # of another day, or too many
                 known.clear()
-            known[key] = text
-        return known[key]
+            known[key] = found
+        return found  # another thread may clear what is known
 
     def facts(self) -> TemplateFacts:
         """What a probe of the template shows, once per tokenizer, template and variables."""
@@ -237,11 +231,6 @@ class ChatTemplate:
         self._in_parts = False
         raise refused[0]
 
-    def last_special_token(self, text: str) -> str:
-        """The special token with which ``text`` ends; "" if it ends with something else."""
-        special = (token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
-        return max((token for token in special if text.endswith(token)), key=len, default="")
-
     def error(self, reason: str) -> ChatTemplateError:
         """A `ChatTemplateError` that states `reason` and what to do."""
         return ChatTemplateError(
@@ -256,16 +245,18 @@ class _Known:
     """What is remembered of a template with its variables.
 
     Attributes:
+        special_token: What its tokenizer reads as a special token, wherever it stands.
         facts: Its facts; None before the probe.
         skeletons: Renderings of sentinels.
     """
 
+    special_token: re.Pattern[str]
     facts: TemplateFacts | None = None
-    skeletons: dict[Any, str] = field(default_factory=dict)
+    skeletons: dict[tuple[bool, str, str], Skeleton] = field(default_factory=dict)
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, dict[Any, _Known]] = weakref.WeakKeyDictionary()
-_MAX_SKELETONS = 1024
+_MAX_SKELETONS = 1024  # each holds the tools of its conversation twice
 _MAX_VARIABLES = 64  # sets of variables of a template that are remembered: rows may each have their own
 _one_at_a_time = threading.RLock()  # transformers keeps the places of generation tags in one object
 # A process that is forked while another thread renders would wait for that thread, which it does not have.
@@ -329,6 +320,13 @@ def _reasoning_apart(message: Message, facts: TemplateFacts) -> Message:
         facts.reasoning_key: (thought if opening else head).strip(),
         "content": answer.lstrip(),
     }
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """What matches the special tokens of a tokenizer, those without a name of their own among them."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = sorted(filter(None, added), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, special)) or "(?!)")
 
 
 def templates_used(tokenizer: PreTrainedTokenizerBase) -> set[str]:

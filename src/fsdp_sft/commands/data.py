@@ -64,7 +64,7 @@ def _read(path: Path) -> Iterator[Any]:
 
 def _report(rows: int, counts: Any, chats: list[Any], max_length: int | None) -> dict[str, Any]:
     """The numbers of the report, of rows after truncation."""
-    from fsdp_sft.sampling.packing.bins import pack_lengths
+    from fsdp_sft.sampling.bins import pack_lengths
 
     lengths = sorted(len(chat.input_ids) for chat in chats)
     tokens = sum(lengths)

@@ -1,7 +1,9 @@
-"""A distributed order of rows that resumes exactly where training stopped, with any number of ranks."""
+"""An order of rows, of one data set or several, that resumes exactly where training stopped, on any ranks."""
 
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +14,6 @@ from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank, world_size
 from fsdp_sft._ranks.mesh import data_parallel_place, mesh_of_job
 from fsdp_sft.collate.options import check_count
-from fsdp_sft.sampling.mixing import Mixture
 
 T = TypeVar("T")
 
@@ -134,9 +135,116 @@ class Placed(ABC):
         """What the order depends on, with options as they are now: a state must have the same."""
 
 
-def source_of(mixture: Mixture | None) -> dict[str, Any]:
-    """What the order of a mixture depends on, for a sampler's state; empty without one."""
-    return {} if mixture is None else {"sizes": mixture.sizes, "counts": mixture.counts}
+class Mixture:
+    """The rows of several data sets in one order, as indices into ``ConcatDataset(datasets)``.
+
+    A sampler deals them out: ``ResumableSampler(mixture)`` rows, ``PackedSampler(lengths, mixture=mixture)``
+    packs. Every epoch has a fixed number of rows of each data set, spread evenly over it: any section of an
+    epoch has the same proportions, to within a row or two. If an epoch has fewer rows of a data set than
+    there are, the next epoch continues with the remaining ones. If it has more, the data set is repeated,
+    each time in a new order. So after any number of epochs some rows of a data set have come at most once
+    more than the others.
+
+    Args:
+        datasets: The data sets, or their numbers of rows.
+        weights: Rows of each data set in an epoch, relative to the others; any numbers from 0 on. None takes
+            the numbers of rows.
+        epoch_rows: Rows of an epoch; None takes the sum over all data sets. Without both arguments an epoch
+            has every row once.
+
+    Attributes:
+        sizes: Number of rows of each data set.
+        counts: Number of rows of each data set in an epoch.
+
+    Raises:
+        ValueError: If an argument is out of range, or there are no rows.
+
+    Memory: About 60 bytes a row of an epoch while its order is made.
+
+    Example:
+        >>> mixture = fs.Mixture([900, 100], weights=[1, 1], epoch_rows=400)
+        >>> order = list(fs.ResumableSampler(mixture))
+        >>> mixture.counts, len(order), sum(row >= 900 for row in order)
+        ([200, 200], 400, 200)
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Sized | int],
+        *,
+        weights: Sequence[float] | None = None,
+        epoch_rows: int | None = None,
+    ) -> None:
+        self.sizes = [data if isinstance(data, int) else len(data) for data in datasets]
+        total = check_count("epoch_rows", sum(self.sizes) if epoch_rows is None else epoch_rows)
+        self.counts = _apportioned(self.sizes, self.sizes if weights is None else weights, total)
+        self._starts = [0, *accumulate(self.sizes)]
+
+    def __len__(self) -> int:
+        """Number of rows of an epoch."""
+        return sum(self.counts)
+
+    def rows(self, epoch: int, *, seed: int = 0, shuffle: bool = True) -> list[int]:
+        """The rows of an epoch, in order, as indices into the concatenated data sets.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            seed: Seed of the order, together with the epoch.
+            shuffle: Whether each pass over a data set has a new order.
+        """
+        rows, places = [], []
+        for number, count in enumerate(self.counts):
+            if count:
+                rows.append(self._rows_of(number, epoch * count, seed, shuffle))
+                # A random place for each row in one of `count` equal parts of the epoch: as even as possible
+                # without a pattern.
+                within = torch.full((count,), 0.5, dtype=torch.float64)
+                if shuffle:
+                    within.uniform_(generator=_generator("place", seed, number, epoch))
+                places.append((torch.arange(count) + within) / count)
+        order = torch.argsort(torch.cat(places), stable=True)
+        mixed: list[int] = torch.cat(rows)[order].tolist()
+        return mixed
+
+    def _rows_of(self, number: int, first: int, seed: int, shuffle: bool) -> torch.Tensor:
+        """Rows of an epoch of a data set that is repeated without end, the first of which is ``first``."""
+        size, count = self.sizes[number], self.counts[number]
+        turns = [
+            torch.randperm(size, generator=_generator("rows", seed, number, turn))
+            if shuffle
+            else torch.arange(size)
+            for turn in range(first // size, -(-(first + count) // size))
+        ]
+        start = first % size
+        return torch.cat(turns)[start : start + count] + self._starts[number]
+
+
+def _generator(what: str, seed: int, number: int, turn: int) -> torch.Generator:
+    """A generator seeded for one purpose, data set and pass or epoch."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{what} {seed} {number} {turn}".encode()))
+
+
+def _apportioned(sizes: list[int], weights: Sequence[float], total: int) -> list[int]:
+    """Divide ``total`` rows among data sets in proportion to their weights, by largest remainders.
+
+    Each part is the exact one, rounded down or up.
+
+    Raises:
+        ValueError: If the weights are not one for each data set, or a data set without rows gets some.
+    """
+    if len(weights) != len(sizes) or not 0 < sum(weights) < float("inf") or min(weights) < 0:
+        raise ValueError(
+            f"weights must be one number for each of {len(sizes)} data sets, finite and not negative, "
+            f"and not all 0; got {weights}"
+        )
+    exact = [weight * total / sum(weights) for weight in weights]
+    parts = [int(part) for part in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda number: (parts[number] - exact[number], number))
+    for number in by_remainder[: total - sum(parts)]:
+        parts[number] += 1
+    if any(part and not size for part, size in zip(parts, sizes, strict=True)):
+        raise ValueError(f"an epoch has {parts} rows of data sets of {sizes}: give one without rows weight 0")
+    return parts
 
 
 class OrderedSampler(Placed, Sampler[T]):
@@ -144,7 +252,21 @@ class OrderedSampler(Placed, Sampler[T]):
 
     The order is a function of the epoch, and each *round* of it gives every rank one item. The position
     counts the items of the rounds that all ranks have consumed.
+
+    Args:
+        num_rows: Number of rows of the data.
+        mixture: Rows of an epoch, of several data sets; None takes every row once.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Seed of the order, together with the epoch.
+        **place: Arguments of ``Placed``.
     """
+
+    def __init__(
+        self, num_rows: int, mixture: Mixture | None, shuffle: bool, seed: int, **place: Any
+    ) -> None:
+        super().__init__(**place)
+        self.num_rows = check_count("the number of rows", num_rows)
+        self._mixture, self.shuffle, self.seed = mixture, shuffle, seed
 
     def __iter__(self) -> Iterator[T]:
         if self.is_passed_over:
@@ -164,6 +286,18 @@ class OrderedSampler(Placed, Sampler[T]):
         super().mark_consumed(number)
         if number >= left:
             self.end_epoch()
+
+    def _depends_on(self) -> dict[str, Any]:
+        own = {"num_rows": self.num_rows, "seed": int(self.seed), "shuffle": int(self.shuffle)}
+        of = self._mixture
+        return own if of is None else {**own, "sizes": of.sizes, "counts": of.counts}
+
+    def _mixed_rows(self, epoch: int) -> tuple[list[int], torch.Generator]:
+        """The rows of an epoch, those of a mixture or all in random order, and the epoch's generator."""
+        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * epoch)
+        if self._mixture is not None:
+            return self._mixture.rows(epoch, seed=self.seed, shuffle=self.shuffle), generator
+        return torch.randperm(self.num_rows, generator=generator).tolist(), generator
 
     @abstractmethod
     def _order(self) -> list[T]:
@@ -220,25 +354,16 @@ class ResumableSampler(OrderedSampler[int]):
         rank: int | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        super().__init__(num_replicas, rank, mesh)
         if isinstance(data, str) or not isinstance(data, (int, Sized)):
             raise TypeError(f"data must be the rows, or their number, got {type(data).__name__}")
-        self.num_rows = check_count("the number of rows", data if isinstance(data, int) else len(data))
-        self._mixture = data if isinstance(data, Mixture) else None
-        self.shuffle, self.seed = shuffle, seed
-
-    def _depends_on(self) -> dict[str, Any]:
-        own = {"num_rows": self.num_rows, "seed": int(self.seed), "shuffle": int(self.shuffle)}
-        return {**own, **source_of(self._mixture)}
+        mixture = data if isinstance(data, Mixture) else None
+        number = data if isinstance(data, int) else len(data)
+        super().__init__(number, mixture, shuffle, seed, num_replicas=num_replicas, rank=rank, mesh=mesh)
 
     def _order(self) -> list[int]:
-        if self._mixture is not None:
-            return self._mixture.rows(self.epoch, seed=self.seed, shuffle=self.shuffle)
-        if not self.shuffle:
+        if self._mixture is None and not self.shuffle:
             return list(range(self.num_rows))
-        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.epoch)
-        rows: list[int] = torch.randperm(self.num_rows, generator=generator).tolist()
-        return rows
+        return self._mixed_rows(self.epoch)[0]
 
     def _dealt(self, order: list[int], start: int, ranks: int, rank: int) -> int:
         return order[(start + rank) % len(order)]  # the first rows fill the last round

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from fsdp_sft.collate import EncodedChat
+from fsdp_sft.collate.encode import EncodedChat, read_tokenised
 from fsdp_sft.collate.encoded import EncodedDataset
 from fsdp_sft.collate.options import check_choice, check_count
-from fsdp_sft.collate.rows import check_encoded, read_encoded
 from fsdp_sft.targets import IGNORE_INDEX
 
 Row = Mapping[str, Any] | EncodedChat
@@ -134,11 +133,8 @@ def row_sizes(rows: Iterable[Row]) -> tuple[list[int], list[int]]:
 
 def _read(row: Row) -> EncodedChat:
     """One row in any accepted form; ValueError for a malformed one."""
-    if isinstance(row, EncodedChat):
-        check_encoded(row.input_ids, row.labels)
-        return row
-    if not isinstance(row, Mapping) or "input_ids" not in row:
+    if not isinstance(row, EncodedChat) and (not isinstance(row, Mapping) or "input_ids" not in row):
         raise ValueError(
             f"a packed row needs input_ids and labels, got {row!r:.80}; tokenise it with encode_chat first"
         )
-    return EncodedChat(*read_encoded(row))
+    return read_tokenised(row)
