@@ -62,13 +62,19 @@ def in_step(
     source = begun_late(batches)
     held: list[MicroBatch] = []
     while True:
-        read = itertools.islice(source, 1)
-        options = {
-            "check": check is not None,
-            "loss_fn": objective.is_own,
-            "count_fn": objective.count_fn is not None,
-        }
-        window = agree_on_window(read, mesh, objective, check=check, group=group, options=options, held=held)
+        window = agree_on_window(
+            itertools.islice(source, 1),
+            mesh,
+            objective,
+            check=check,
+            group=group,
+            options={
+                "check": check is not None,
+                "loss_fn": objective.is_own,
+                "count_fn": objective.count_fn is not None,
+            },
+            held=held,
+        )
         if window.sender < 0:
             return
         held = window.micro_batches or held

@@ -192,14 +192,13 @@ def agree_on_window(
         }
 
     decide = partial(_together, mesh if compares else None)
-    total, pack, sender, lacks, different = (
+    (targets, tokens, weight, padded_left), pack, sender, lacks, different = (
         decide([told()])
         if mesh is None
         else through_rank_0("checking the window and the model", told, decide)
     )
     if different:
         refuse_different(different, options if different == "options" else _keys_by_place(batches))
-    targets, tokens, weight, padded_left = total
     return Window(round(targets), int(tokens), weight, padded_left > 0, pack, sender, lacks, batches)
 
 
@@ -217,8 +216,13 @@ def _together(compared: Any, everyone: list[dict[str, Any]]) -> tuple[list[float
     different = "options" if len(options) > 1 else "keys" if len(keys) > 1 else ""
     if compared is not None and not different:
         _compare_rows(everyone, compared)
-    lacks = any(one["keys"] not in keys for one in everyone)
-    return total, max(one["pack"] for one in everyone), sender, lacks, different
+    return (
+        total,
+        max(one["pack"] for one in everyone),
+        sender,
+        any(one["keys"] not in keys for one in everyone),
+        different,
+    )
 
 
 def _place_in(mesh: Any) -> tuple[int, ...]:
