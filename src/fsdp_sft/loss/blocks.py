@@ -279,7 +279,7 @@ class Products:
             yield rows, logits[rows]
 
     def hidden_gradient(self, slopes: torch.Tensor) -> torch.Tensor:
-        """``slopes @ weight``, ``(C, H)``, which the caller widens; ``slopes`` is what ``logits`` returned."""
+        """``slopes @ weight`` ``(C, H)``, which the caller widens; ``slopes`` is what ``logits`` returned."""
         return slopes @ self.weight
 
     def add_weight_gradient(self, slopes: torch.Tensor, hidden: torch.Tensor, total: torch.Tensor) -> None:

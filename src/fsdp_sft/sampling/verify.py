@@ -108,8 +108,7 @@ def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
         packed against alone ... (at most ...; ... if simply joined), moved by ...
     """
     check_count("max_length", max_length)
-    _refuse_beyond_limit(model, max_length)
-    return verify(model, max_length, training_mesh_of(model))
+    return verify(model, max_length, training_mesh_of(model), longest=max_length)
 
 
 def verify_at_first_use(model: nn.Module, batch: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
@@ -139,11 +138,17 @@ def unverified_pack(model: nn.Module, batches: Iterable[Any]) -> int:
         PackingError: If a row in a pack is beyond the limit of rotary embeddings that depend on the longest
             row, whether the model has been verified or not.
     """
-    verified, limit = _is_verified(model), row_limit(model)
-    if verified and limit is None:
+    packs = [
+        batch
+        for batch in batches
+        if isinstance(batch, Mapping)
+        and batch.get("position_ids") is not None
+        and batch.get("attention_mask") is None
+    ]
+    verified = _is_verified(model)
+    if not packs or (verified and row_limit(model) is None):
         return 0
-    packs = [one for one in batches if isinstance(one, Mapping) and one.get("attention_mask") is None]
-    width, longest = map(max, zip((0, 0), *map(pack_size, packs), strict=True))
+    width, longest = map(max, zip(*map(pack_size, packs), strict=True))
     _refuse_beyond_limit(model, longest)
     return 0 if verified else width
 
@@ -207,13 +212,14 @@ def row_limit(model: nn.Module) -> int | None:
     return min(limits, default=None)
 
 
-def verify(model: nn.Module, max_length: int, mesh: DeviceMesh | None) -> PackingReport:
+def verify(model: nn.Module, max_length: int, mesh: DeviceMesh | None, *, longest: int = 0) -> PackingReport:
     """The report of ``verify_packing`` on packs of ``max_length`` tokens.
 
     Args:
         model: A causal language model with its weights, sharded or not.
         max_length: Tokens of the packs.
         mesh: Mesh of the model; None if this process holds it alone.
+        longest: Tokens of their longest row; 0 if it was looked at before.
 
     Raises:
         PackingError: If rows are not kept apart.
@@ -221,6 +227,7 @@ def verify(model: nn.Module, max_length: int, mesh: DeviceMesh | None) -> Packin
     Collective: all ranks of the mesh.
     """
     with nullcontext() if mesh is None else agreed("verifying that packed rows are kept apart"):
+        _refuse_beyond_limit(model, longest)
         separate_rows(model)
         report = _measure(model, max(max_length, _SHORTEST_PROBE))
         _judge(model, report)
