@@ -66,7 +66,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a pack on a model that nobody has verified is trained",
         "sampling/verify.py",
-        "    return 0 if verified else width",
+        "    return 0 if verified else int(width)",
         "    return 0",
         PACKS,
     ),

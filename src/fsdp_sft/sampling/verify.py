@@ -150,7 +150,7 @@ def unverified_pack(model: nn.Module, batches: Iterable[Any]) -> int:
         return 0
     width, longest = map(max, zip(*map(pack_size, packs), strict=True))
     _refuse_beyond_limit(model, longest)
-    return 0 if verified else width
+    return 0 if verified else int(width)
 
 
 def verify_first_pack(model: nn.Module, width: int, mesh: DeviceMesh | None) -> None:
