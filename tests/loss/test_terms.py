@@ -198,7 +198,7 @@ def test_a_window_that_weighs_nothing_is_skipped() -> None:
     for batch in batches:
         batch["loss_weights"] = torch.zeros(batch["labels"].shape)
     result = fs.train_step(model, batches, torch.optim.SGD(model.parameters(), lr=1.0))
-    assert (result.skipped, result.skip_reason) == (True, "no weight")
+    assert (result.skip_reason, result.num_targets) == ("no weight", fs.count_targets(batches))
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     with pytest.raises(ValueError, match="targets are 0"):
         fs.evaluate(model, batches)

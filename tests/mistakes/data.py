@@ -100,6 +100,13 @@ MISTAKES = [
         COST,
     ),
     Mistake(
+        "another rounded logit than the largest is computed again",
+        "loss/blocks.py",
+        "    return piece * pieces.shape[2] + pieces",
+        "    return piece + pieces",
+        ("tests/loss/test_linear_cross_entropy.py",),
+    ),
+    Mistake(
         "the z-loss has half its gradient",
         "loss/blocks.py",
         "logits.mul_(1 + 2 * z_loss * (largest - above))",

@@ -66,15 +66,15 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a pack on a model that nobody has verified is trained",
         "sampling/verify.py",
-        "if not can_be_packs or",
-        "if can_be_packs or",
+        "    return 0 if verified else int(width)",
+        "    return 0",
         PACKS,
     ),
     Mistake(
-        "a rank verifies by its own packs alone",
-        "sampling/verify.py",
-        "(all_gather_objects(own) if mesh is not None else [own])",
-        "[own]",
+        "packs of other ranks than the first are not looked at",
+        "step/window.py",
+        'max(one["pack"] for one in everyone)',
+        'everyone[0]["pack"]',
         PACKS,
     ),
     Mistake(

@@ -78,7 +78,7 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a loop of one's own takes a first pack that the model mixes",
         "loss/causal.py",
-        "        verify_at_first_use(model, [batch], mesh)",
+        "        verify_at_first_use(model, batch, mesh)",
         "        pass",
         ("tests/sampling/packing/test_first_use.py",),
     ),
@@ -183,8 +183,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "the keys of batches not compared between ranks",
         "step/window.py",
-        'different = "keys" if',
-        'different = "" if',
+        'else "keys" if len(keys) > 1 else ""',
+        'else ""',
         ("tests/step/test_keys.py",),
     ),
     Mistake(
@@ -316,8 +316,8 @@ MISTAKES: list[Mistake] = [
     Mistake(
         "a rank clips its gradients as others do not",
         "step/window.py",
-        'different = "options" if len({one["options"] for one in everyone}) > 1 else different\n',
-        "pass\n",
+        'different = "options" if len(options) > 1 else',
+        "different =",
         ("tests/step/test_keys.py::test_ranks_with_different_options_are_refused",),
     ),
     Mistake(

@@ -110,10 +110,11 @@ def _check_different_options() -> None:
         "max_grad_norm": (1.0, None),
         "grad_sync": ("each", "last"),
         "check": (True, False),
+        "count_fn": (None, len),
     }.items():
         with pytest.raises(fs.BatchError, match=rf"different options \({name}=.* on ranks 0 and 1"):
             fs.train_step(model, [batch], optimizer, **{name: values[rank]})
-        if name == "check":
+        if name in ("check", "count_fn"):
             with pytest.raises(fs.BatchError, match=rf"different options \({name}="):
                 fs.evaluate(model, [batch], **{name: values[rank]})
     assert all(map(torch.equal, before, [p.to_local() for p in model.parameters()]))

@@ -10,6 +10,7 @@ interface: logits, gradient of the hidden states, and accumulation of the weight
 ``(C, H)``, weight ``(V, H)``, logits and their gradient ("slopes") ``(C, V)``.
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 from fsdp_sft._process.devices import has_mixed_products
 from fsdp_sft.loss.plain import Terms, wide_dtype
 
-_SLICE_BYTES = 8 << 20  # float32 bytes of a slice; small enough to stay in a CPU's cache
+CACHED_BYTES = 2 << 20  # float32 bytes of a slice that stays in a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def losses_by_block(
                 gradients.bias.add_(block.sum(0))
         # The slopes of all blocks of the chunk are in ``logits`` now.
         if gradients.hidden is not None:
-            gradients.hidden.index_copy_(0, index, products.hidden_gradient(logits))
+            gradients.hidden.index_copy_(0, index, products.hidden_gradient(logits).to(gradients.hidden))
         if gradients.weight is not None:
             products.add_weight_gradient(logits, rows, gradients.weight)
 
@@ -232,12 +233,24 @@ def _refine(logits: torch.Tensor, hidden: torch.Tensor, columns: torch.Tensor, h
     bfloat16 moves a logit by up to 0.4 %. In the sum of exponentials the errors of the many logits average
     out, but not that of the largest, nor that of the target, which is subtracted by itself.
     """
-    largest = (logits if head.transform.scale > 0 else -logits).argmax(-1, keepdim=True)
-    for column in (columns, largest):
+    for column in (columns, _argmax(logits if head.transform.scale > 0 else -logits)):
         exact = head.weight[column.squeeze(1)].float().mul_(hidden).sum(-1, keepdim=True)
         if head.bias is not None:
             exact.add_(head.bias[column])
         logits.scatter_(1, column, exact)
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """``logits.argmax(-1, keepdim=True)``, which in torch goes through a CPU's memory a number at a time.
+
+    The largest of each piece of a row is found by vectors, then the piece, then the place in it. Rows that
+    cannot be cut into equal pieces, long enough to be worth it, are left to torch.
+    """
+    if logits.shape[1] % 64:
+        return logits.argmax(-1, keepdim=True)
+    pieces = logits.unflatten(1, (-1, math.gcd(logits.shape[1], 512)))
+    piece = pieces.amax(-1).argmax(-1, keepdim=True)
+    return piece * pieces.shape[2] + pieces.take_along_dim(piece[..., None], 1).argmax(-1)
 
 
 class Products:
@@ -262,11 +275,11 @@ class Products:
     def blocks(self, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Slices of rows with their float32 logits, which the caller overwrites with slopes."""
         # What fits a CPU's cache; an accelerator takes all at once.
-        for rows in _slices(logits, _SLICE_BYTES if logits.is_cpu else sys.maxsize):
+        for rows in _slices(logits, CACHED_BYTES if logits.is_cpu else sys.maxsize):
             yield rows, logits[rows]
 
     def hidden_gradient(self, slopes: torch.Tensor) -> torch.Tensor:
-        """``slopes @ weight``, ``(C, H)``; ``slopes`` is what ``logits`` returned."""
+        """``slopes @ weight`` ``(C, H)``, which the caller widens; ``slopes`` is what ``logits`` returned."""
         return slopes @ self.weight
 
     def add_weight_gradient(self, slopes: torch.Tensor, hidden: torch.Tensor, total: torch.Tensor) -> None:
@@ -280,16 +293,14 @@ class _Rounded(Products):
     rounds = True
 
     def blocks(self, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        for rows, narrow in super().blocks(logits):
-            wide = narrow.float()
+        wide: torch.Tensor | None = None
+        for rows, narrow in super().blocks(logits):  # of which none is longer than the first
+            wide = narrow.float() if wide is None else wide[: len(narrow)].copy_(narrow)
             yield rows, wide
             narrow.copy_(wide)
 
-    def hidden_gradient(self, slopes: torch.Tensor) -> torch.Tensor:
-        return (slopes @ self.weight).float()
-
     def add_weight_gradient(self, slopes: torch.Tensor, hidden: torch.Tensor, total: torch.Tensor) -> None:
-        for part in _slices(self.weight):
+        for part in _slices(self.weight, 4 * CACHED_BYTES):
             total[part].add_((slopes[:, part].T @ hidden).float())
 
 
@@ -305,14 +316,11 @@ class _Mixed(Products):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.mm(hidden, self.weight.T, out_dtype=torch.float32)
 
-    def blocks(self, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        yield slice(0, len(logits)), logits
-
     def hidden_gradient(self, slopes: torch.Tensor) -> torch.Tensor:
         return torch.mm(slopes.to(self.weight.dtype), self.weight, out_dtype=torch.float32)
 
     def add_weight_gradient(self, slopes: torch.Tensor, hidden: torch.Tensor, total: torch.Tensor) -> None:
-        for part in _slices(self.weight, 32 * _SLICE_BYTES):
+        for part in _slices(self.weight, 128 * CACHED_BYTES):
             narrow = slopes[:, part].to(self.weight.dtype)
             total[part].add_(torch.mm(narrow.T, hidden, out_dtype=torch.float32))
 
@@ -330,7 +338,7 @@ def products_for(weight: torch.Tensor, rows: int) -> Products:
     return Products(weight.float(), rows)
 
 
-def _slices(table: torch.Tensor, most_bytes: int = _SLICE_BYTES) -> list[slice]:
+def _slices(table: torch.Tensor, most_bytes: int) -> list[slice]:
     """Slices of a matrix's rows of at most ``most_bytes`` of float32 each."""
     step = max(1, most_bytes // (4 * max(table.shape[1], 1)))
     return [slice(start, start + step) for start in range(0, len(table), step)]

@@ -14,6 +14,7 @@ from fsdp_sft._compat.compile import outside_of_graphs
 from fsdp_sft._model.forward import forward_parameters, no_cache
 from fsdp_sft._model.sharded import refuse_changed_gradients, reshard, training_mesh_of
 from fsdp_sft.attention.context_parallel import SequenceGroup, part_of_rows, sequence_group_of
+from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.experts import counter_of
 from fsdp_sft.loss.counting import (
@@ -135,7 +136,7 @@ def causal_lm_loss(model: nn.Module, batch: Batch, *, num_targets: int) -> torch
     """
     mesh = training_mesh_of(model)
     if batch.get("position_ids") is not None and sequence_group_of(model) is None:
-        verify_at_first_use(model, [batch], mesh)  # attention of shared rows is the library's own
+        verify_at_first_use(model, batch, mesh)  # attention of shared rows is the library's own
     weight = getattr(num_targets, "weight", None)
     if weight is None and batch.get(WEIGHTS_KEY) is not None:
         raise ValueError(
@@ -256,8 +257,6 @@ def _computed(
     """One forward: ``plain_losses`` of ``what``, at the head or of logits, and what is ``added``."""
     what["labels"] = targets_of(batch)
     if batch.get("position_ids") is not None and not isinstance(batch, CheckedBatch):
-        from fsdp_sft.collate import refuse_masked_pack
-
         refuse_masked_pack(batch)
     given = {name: value for name, value in batch.items() if name not in LOSS_KEYS}
     inputs = {**given, **no_cache(model), **inputs}

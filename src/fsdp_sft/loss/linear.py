@@ -155,10 +155,10 @@ def default_chunk_size(width: int, dtype: torch.dtype) -> int:
 def targets_in(labels: torch.Tensor, vocabulary: int, known: Targets | None) -> torch.Tensor:
     """Positions of the labels that are not -100, ascending; raises if one is out of range."""
     known = facts_of(labels, labels.device) if known is None else known
-    low, high = known.lowest, known.highest
-    if low < 0 or high >= vocabulary:
+    if known.lowest < 0 or known.highest >= vocabulary:
         raise ValueError(
-            f"labels must be {IGNORE_INDEX} or in [0, {vocabulary}), got {low if low < 0 else high}; "
+            f"labels must be {IGNORE_INDEX} or in [0, {vocabulary}), got "
+            f"{known.lowest if known.lowest < 0 else known.highest}; "
             "the vocabulary is the number of rows of the weight"
         )
     return known.positions
@@ -196,8 +196,9 @@ class _HeadLosses(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         each = hidden.new_zeros(() if summed else labels.shape, dtype=wide)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-        operands = (hidden, head, flat, positions, chunk_size, gradients, terms, weights)
-        for index, losses, is_largest in losses_by_block(*operands):
+        for index, losses, is_largest in losses_by_block(
+            hidden, head, flat, positions, chunk_size, gradients, terms, weights
+        ):
             correct += is_largest.sum()
             if summed:
                 total += losses.sum(dtype=torch.float64)
@@ -225,9 +226,17 @@ class _HeadLosses(torch.autograd.Function):
             hidden, weight, bias, labels, positions = ctx.saved_tensors
             head, factor = Head(weight, bias, ctx.transform), 1.0
             gradients = HeadGradients(hidden, head, ctx.wanted)
-            operands = (hidden, head, labels, positions, ctx.chunk_size, gradients, PLAIN)
             with torch.autocast(hidden.device.type, enabled=False):
-                for _ in losses_by_block(*operands, grad_output.reshape(-1)):
+                for _ in losses_by_block(
+                    hidden,
+                    head,
+                    labels,
+                    positions,
+                    ctx.chunk_size,
+                    gradients,
+                    terms=PLAIN,
+                    weights=grad_output.reshape(-1),
+                ):
                     pass
         if gradients is None:
             raise RuntimeError(

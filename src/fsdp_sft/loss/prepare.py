@@ -20,7 +20,7 @@ from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._model.twin import text_config
 from fsdp_sft._model.view import base_of, record_of, unwrapped
 from fsdp_sft._process.generators import unmoved
-from fsdp_sft._ranks.agree import all_gather_objects
+from fsdp_sft._ranks.agree import all_gather_objects, this_rank
 from fsdp_sft._ranks.mesh import sum_over_mesh
 from fsdp_sft.errors import ModelLossError
 from fsdp_sft.loss.head import LossChoice, ProbeError, fusible_head, proved, tiny_ids, trying
@@ -160,7 +160,7 @@ def _chosen(model: nn.Module, impl: LossImpl) -> LossChoice:
         reason = _agreed(reason, mesh)
     if reason and impl != "auto":
         raise ModelLossError(f"the loss of {name_of(model)} cannot be computed by impl={impl!r}: {reason}")
-    if mesh is None or mesh.get_rank() == 0:
+    if this_rank() == 0:
         said = f"full logits, because {reason}" if reason else f"chunked, {choice.transform}"
         _logger.log(logging.WARNING if reason else logging.INFO, "loss of %s: %s", name_of(model), said)
     return LossChoice() if reason else choice
@@ -223,8 +223,7 @@ def _found(
     wanted = configured if router_loss is None else router_loss == "micro_batch"
     name, value = coefficient_of(model)
     mesh = training_mesh_of(model)
-    first = mesh is None or mesh.get_rank() == 0
-    if router_loss is None and takes_flag and not configured and value > 0 and first:
+    if router_loss is None and takes_flag and not configured and value > 0 and this_rank() == 0:
         _logger.warning(
             "%s has %s=%g, and its router's loss is not trained, because its config has no "
             "output_router_logits: prepare_loss(model, router_loss='micro_batch') adds it, 'off' leaves it "

@@ -19,14 +19,10 @@ from fsdp_sft._compat.attention import attention_of
 from fsdp_sft._compat.experts import experts_forward, experts_to_place, switchable_experts
 from fsdp_sft._process.gpus import Gpu
 from fsdp_sft.attention.context_parallel import SequenceGroup, WholeRows, part_of_rows, share_attention
+from fsdp_sft.loss.blocks import CACHED_BYTES
 from fsdp_sft.loss.linear import default_chunk_size
 from fsdp_sft.planner.ledger import ATTENTION, EXCHANGE, LOSS, Ledger
 from fsdp_sft.planner.run import Run
-
-# Bytes of the slices in which loss/blocks.py works: on a CPU, of each float32 slice; elsewhere, of the
-# slice of the weight's float32 gradient.
-_SLICE_BYTES_CPU = 8 << 20
-_SLICE_BYTES = 256 << 20
 
 
 class Kernels(TorchFunctionMode):
@@ -198,8 +194,8 @@ def _chunk_buffers(
     elif gpu.name == "cpu":
         # _Rounded: logits stay in 16 bits and are widened in slices, of a few rows for the cross entropy and
         # of a part of the vocabulary for the weight's gradient.
-        part = min(vocabulary, max(1, _SLICE_BYTES_CPU // (4 * width)))
-        block = min(rows, max(1, _SLICE_BYTES_CPU // (4 * vocabulary)))
+        part = min(vocabulary, max(1, CACHED_BYTES // width))
+        block = min(rows, max(1, CACHED_BYTES // (4 * vocabulary)))
         buffers = [hidden.new_empty(rows, vocabulary), hidden.new_empty(block, vocabulary, dtype=wide)]
         gradient = [torch.empty_like(taken), torch.empty_like(taken, dtype=wide)]  # of the rows, then wide
         del gradient
@@ -210,7 +206,7 @@ def _chunk_buffers(
         buffers = [logits, hidden.new_empty(rows, vocabulary), torch.empty_like(taken, dtype=wide)]
         del buffers[1:]
         # For the weight's gradient, one part of the vocabulary after the other: the cast, and the product.
-        part = min(vocabulary, max(1, _SLICE_BYTES // (4 * width)))
+        part = min(vocabulary, max(1, 32 * CACHED_BYTES // width))
         buffers += [hidden.new_empty(rows, part), hidden.new_empty(part, width, dtype=wide)]
         del buffers[1:]
         if hidden.shape[0] > rows:  # a chunk's logits stay until the next chunk's logits exist

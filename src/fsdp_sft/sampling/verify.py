@@ -1,8 +1,9 @@
 """Measure, on the model at hand, whether a row in a pack or behind padding gives the same logits as alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -16,7 +17,7 @@ from fsdp_sft._model.forward import forward_parameters, no_cache, probed
 from fsdp_sft._model.sharded import compute_device, training_mesh_of
 from fsdp_sft._model.twin import rotations_by_length, text_config
 from fsdp_sft._model.view import record_of, unwrapped
-from fsdp_sft._ranks.agree import agreed, all_gather_objects
+from fsdp_sft._ranks.agree import agreed, through_rank_0
 from fsdp_sft._tensors.rounding import TOLERANCES, logits_tolerance
 from fsdp_sft.attention.hybrid import separate_rows
 from fsdp_sft.collate import pack_size
@@ -110,19 +111,13 @@ def verify_packing(model: nn.Module, *, max_length: int) -> PackingReport:
     return verify(model, max_length, training_mesh_of(model), longest=max_length)
 
 
-def verify_at_first_use(
-    model: nn.Module, batches: Sequence[Any], mesh: DeviceMesh | None, *, own_loss: bool = False
-) -> None:
-    """If any rank has a pack, verify, once for each model and attention, that rows are kept apart.
-
-    Rows beyond the limit of rotary embeddings that depend on the longest row are refused in any pack.
+def verify_at_first_use(model: nn.Module, batch: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
+    """``verify_first_pack`` for a batch of each rank, packs or not, with the same keys on all ranks.
 
     Args:
         model: Model, sharded or not; left as it was.
-        batches: Batches of this rank, packs or not, with the same keys on all ranks.
+        batch: Batch of this rank.
         mesh: Ranks that hold the model, all of which call this.
-        own_loss: Whether the caller passed a loss function; a model that is not from transformers is then not
-            verified.
 
     Raises:
         PackingError: On all ranks, if rows are not kept apart.
@@ -130,30 +125,73 @@ def verify_at_first_use(
     Collective: all ranks of the mesh, unless the model has been verified and its rotary embeddings do not
     depend on the longest row.
     """
-    can_be_packs = any(
-        isinstance(batch, Mapping)
+    if batch.get("attention_mask") is None and not (_is_verified(model) and row_limit(model) is None):
+        own = partial(unverified_pack, model, [batch])
+        width = own() if mesh is None else through_rank_0("looking for the first pack", own, max)
+        verify_first_pack(model, width, mesh)
+
+
+def unverified_pack(model: nn.Module, batches: Iterable[Any]) -> int:
+    """Tokens of the largest pack of some batches, if the model is still to be verified; else 0.
+
+    Raises:
+        PackingError: If a row in a pack is beyond the limit of rotary embeddings that depend on the longest
+            row, whether the model has been verified or not.
+    """
+    packs = [
+        batch
+        for batch in batches
+        if isinstance(batch, Mapping)
         and batch.get("position_ids") is not None
         and batch.get("attention_mask") is None
-        for batch in batches
-    )
-    attention = attention_of(unwrapped(model))
-    if not can_be_packs or (own_loss and attention == "its own"):
-        return
-    done, limit = ("packs", attention) in record_of(model).kept_or_new(_Verified), row_limit(model)
-    if (done and limit is None) or torch.compiler.is_compiling():
-        return
-    own = [pack_size(batch) for batch in batches]
-    known = [size for sizes in (all_gather_objects(own) if mesh is not None else [own]) for size in sizes]
-    width, longest = map(max, zip(*known, strict=True))
-    if not width or (done and (limit is None or longest <= limit)):
+    ]
+    verified = _is_verified(model)
+    if not packs or (verified and row_limit(model) is None):
+        return 0
+    width, longest = map(max, zip(*map(pack_size, packs), strict=True))
+    _refuse_beyond_limit(model, longest)
+    return 0 if verified else int(width)
+
+
+def verify_first_pack(model: nn.Module, width: int, mesh: DeviceMesh | None) -> None:
+    """Verify that a model keeps the rows of packs apart, if any rank has a pack and it has not been verified.
+
+    Args:
+        model: Model, sharded or not; left as it was.
+        width: The largest number that ``unverified_pack`` gave on any rank; the same on all.
+        mesh: Ranks that hold the model.
+
+    Raises:
+        PackingError: On all ranks, if rows are not kept apart.
+
+    Collective: all ranks of the mesh, if ``width`` is not 0.
+    """
+    if not width:
         return
     try:
-        verify(model, min(width, _LONGEST_PROBE), mesh, longest=longest)
+        verify(model, min(width, _LONGEST_PROBE), mesh)
     except PackingError as error:
         raise PackingError(
             f"the first pack for this model: {error}. verify_packing shows the same before training; "
             "check=False leaves it out, and in a loop of your own loss_sum with scale_for_backward"
         ) from error
+
+
+def _is_verified(model: nn.Module) -> bool:
+    """Whether a model was verified with the attention that it has now."""
+    return ("packs", attention_of(unwrapped(model))) in record_of(model).kept_or_new(_Verified)
+
+
+def _refuse_beyond_limit(model: nn.Module, longest: int) -> None:
+    """Refuse packs whose longest row changes the rotary embeddings of the others."""
+    limit = row_limit(model)
+    if limit is not None and longest > limit:
+        raise PackingError(
+            f"packed rows are not kept apart by {original_class(unwrapped(model)).__name__}: it rotates "
+            f"them as the longest row of their pack asks for, and one of {longest} tokens is beyond the "
+            f"{limit} up to which its rotary embeddings (dynamic NTK, LongRoPE) do not depend on the "
+            "length. Keep rows below that, or train without packing"
+        )
 
 
 def row_limit(model: nn.Module) -> int | None:
@@ -174,29 +212,22 @@ def row_limit(model: nn.Module) -> int | None:
     return min(limits, default=None)
 
 
-def verify(model: nn.Module, max_length: int, mesh: DeviceMesh | None, *, longest: int) -> PackingReport:
-    """The report of ``verify_packing``.
+def verify(model: nn.Module, max_length: int, mesh: DeviceMesh | None, *, longest: int = 0) -> PackingReport:
+    """The report of ``verify_packing`` on packs of ``max_length`` tokens.
 
     Args:
         model: A causal language model with its weights, sharded or not.
         max_length: Tokens of the packs.
         mesh: Mesh of the model; None if this process holds it alone.
-        longest: Tokens of their longest row.
+        longest: Tokens of their longest row; 0 if it was looked at before.
 
     Raises:
         PackingError: If rows are not kept apart.
 
     Collective: all ranks of the mesh.
     """
-    limit = row_limit(model)
     with nullcontext() if mesh is None else agreed("verifying that packed rows are kept apart"):
-        if limit is not None and longest > limit:
-            raise PackingError(
-                f"packed rows are not kept apart by {original_class(unwrapped(model)).__name__}: it rotates "
-                f"them as the longest row of their pack asks for, and one of {longest} tokens is beyond the "
-                f"{limit} up to which its rotary embeddings (dynamic NTK, LongRoPE) do not depend on the "
-                "length. Keep rows below that, or train without packing"
-            )
+        _refuse_beyond_limit(model, longest)
         separate_rows(model)
         report = _measure(model, max(max_length, _SHORTEST_PROBE))
         _judge(model, report)

@@ -8,7 +8,6 @@ window, the rest in each.
 
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,10 +28,13 @@ from fsdp_sft._model.view import base_of, record_of, replicated_by, unwrapped
 from fsdp_sft._model.vocabulary import check_ids, check_labels
 from fsdp_sft._process.callers import warn_caller
 from fsdp_sft._ranks.agree import this_rank, world_size
+from fsdp_sft._ranks.launch import env_int
+from fsdp_sft.collate import refuse_masked_pack
 from fsdp_sft.dcp_io.model_state import loaded_step
 from fsdp_sft.errors import BatchError, OptimizerError, UnsupportedModelError, abridged
 from fsdp_sft.loss import LABEL_KEYS, is_shifted
 from fsdp_sft.sac import draws_random_numbers
+from fsdp_sft.sampling.verify import unverified_pack
 from fsdp_sft.step.update import stepped_by
 from fsdp_sft.targets import IGNORE_INDEX
 
@@ -115,8 +117,7 @@ def refuse_untrainable(
         )
     refuse_merged(model, "training")
     if mesh is None:
-        started = os.environ.get("WORLD_SIZE", "1")
-        ranks = world_size() if dist.is_initialized() else int(started) if started.isdecimal() else 1
+        ranks = world_size() if dist.is_initialized() else env_int("WORLD_SIZE", 1)
         if ranks > 1:
             raise UnsupportedModelError(
                 f"{type(unwrapped(model)).__name__} is neither sharded nor inside DistributedDataParallel, "
@@ -236,8 +237,8 @@ def _sets_other_rates(scheduler: Any) -> bool:
     return any(not math.isclose(a, b, rel_tol=1e-6) for a, b in on_host)
 
 
-def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> None:
-    """Raise for batches on the host that the model cannot take.
+def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> int:
+    """Raise for batches on the host that the model cannot take; return their ``unverified_pack``.
 
     With an ``own_loss`` labels are not checked, because they mean what the caller wants; nor are positions,
     unless the attention is transformers'.
@@ -264,11 +265,10 @@ def check_batches(model: nn.Module, batches: list[Any], *, own_loss: bool) -> No
                     "max_position_embeddings= and rope_parameters= that extend it (yarn)"
                 )
             if knows_packs and positions is not None:
-                from fsdp_sft.collate import refuse_masked_pack
-
                 refuse_masked_pack(batch)
             if not own_loss:
                 check_labels(model, batch, LABEL_KEYS, IGNORE_INDEX)
+    return unverified_pack(model, batches) if knows_packs else 0
 
 
 def look_at_labels(micro_batches: list[Any]) -> None:

@@ -21,6 +21,7 @@ from fsdp_sft.step.checks import check_batches
 from fsdp_sft.step.objective import CountFn, LossFn, Objective, Sums
 from fsdp_sft.step.window import (
     MicroBatch,
+    Window,
     agree_on_window,
     begun_late,
     measured,
@@ -34,9 +35,9 @@ def in_step(
     batches: Iterable[Any],
     mesh: DeviceMesh | None,
     objective: Objective,
-    check: Callable[[list[Any]], None] | None,
+    check: Callable[[list[Any]], int] | None,
     group: SequenceGroup | None,
-) -> Iterator[tuple[MicroBatch, bool, bool]]:
+) -> Iterator[tuple[MicroBatch, Window]]:
     """Yield this rank's batches and then stand-ins, until every rank has run out.
 
     A stand-in is the rank's last batch, as long as it has the keys of the others'. If one rank's has not, a
@@ -46,11 +47,12 @@ def in_step(
         batches: This rank's batches.
         mesh: Mesh of the model, whose ranks go through their batches together; None is this rank alone.
         objective: Definition of the loss, which says what a target is.
-        check: Function that raises for batches that the model cannot take.
+        check: Function that raises for batches that the model cannot take; see ``agree_on_window``.
         group: Ranks that share rows; each computes its part of them.
 
     Yields:
-        (the batch, whether it counts and is no stand-in, whether a rank has rows padded on the left).
+        (the batch, what the ranks have agreed on); a batch that is not among ``micro_batches`` of that is a
+        stand-in and does not count.
 
     Raises:
         BatchError: On all ranks, if those that have a batch have different keys.
@@ -60,18 +62,27 @@ def in_step(
     source = begun_late(batches)
     held: list[MicroBatch] = []
     while True:
-        read = itertools.islice(source, 1)
-        options = {"check": check is not None, "loss_fn": objective.is_own}
-        window = agree_on_window(read, mesh, objective, check=check, group=group, options=options, held=held)
+        window = agree_on_window(
+            itertools.islice(source, 1),
+            mesh,
+            objective,
+            check=check,
+            group=group,
+            options={
+                "check": check is not None,
+                "loss_fn": objective.is_own,
+                "count_fn": objective.count_fn is not None,
+            },
+            held=held,
+        )
         if window.sender < 0:
             return
-        own = window.micro_batches
-        held = own or held
+        held = window.micro_batches or held
         if window.lacks:
-            sends = to_device(own[0].given, torch.device("cpu")) if this_rank() == window.sender else None
+            sends = to_device(held[0].given, torch.device("cpu")) if this_rank() == window.sender else None
             sent = all_gather_objects(sends)[window.sender]
-            held = own or measured([sent], objective, group)
-        yield held[0], bool(own), window.padded_left
+            held = window.micro_batches or measured([sent], objective, group)
+        yield held[0], window
 
 
 @dataclass(frozen=True)
@@ -147,12 +158,11 @@ def evaluate(
     try:
         # Not in a caller's inference_mode: FSDP2 keeps the memory that it first gathers into.
         with torch.inference_mode(mode=False), torch.no_grad():
-            for batch, counts, left in in_step(batches, mesh, objective, look, group):
+            for batch, window in in_step(batches, mesh, objective, look, group):
                 if check:
-                    verify_rows(model, [batch], left, objective, mesh)
-                moved = batch.on_device(device, own_loss=objective.is_own)
-                found = objective.of(model, moved)
-                if counts:
+                    verify_rows(model, [batch], window, objective, mesh)
+                found = objective.of(model, batch.on_device(device, own_loss=objective.is_own))
+                if window.micro_batches:
                     targets, weight = targets + batch.targets, weight + batch.weight
                     tokens += 0 if found.router is None else batch.tokens
                     sums.add(found, None if found.router is None else found.router * batch.tokens)
@@ -161,8 +171,9 @@ def evaluate(
             module.training = training
         reshard(model)
     read = LateValues(sums.tensors()).read()  # the only place where the host waits
-    totals = sum_over_mesh([*read[:3], targets, weight, tokens], mesh)
-    loss, router_loss, correct, all_targets, all_weight, all_tokens = totals
+    loss, router_loss, correct, all_targets, all_weight, all_tokens = sum_over_mesh(
+        [*read[:3], targets, weight, tokens], mesh
+    )
     if all_weight == 0:
         raise BatchError(
             f"evaluate: the loss_weights of all {int(all_targets)} targets are 0"

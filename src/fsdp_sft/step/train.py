@@ -192,17 +192,18 @@ def train_step(
     scaler = prepare_scaler(optimizers, scaler)
     is_first = check and FIRST_WINDOW not in done_with(model)
 
-    def look(seen: list[Any]) -> None:
+    def look(seen: list[Any]) -> int:
         refuse_untrainable(model, names, optimizers, mesh)
         warn_of_likely_mistakes(model, optimizers, schedulers, scaler, left_out)
         if is_first and objective.knows_accuracy:
             look_at_labels(seen)
-        check_batches(model, seen, own_loss=objective.is_own)
+        return check_batches(model, seen, own_loss=objective.is_own)
 
     options = {
         "max_grad_norm": max_grad_norm,
         "grad_sync": grad_sync,
         "loss_fn": objective.is_own,
+        "count_fn": count_fn is not None,
         "check": check,
         "trained": tuple(name for parameter, name in names.items() if parameter.requires_grad),
         "optimizers": options_of(optimizers),
@@ -210,13 +211,12 @@ def train_step(
         "watched": counter is not None,
         "micro_batches": len(micro_batches),
     }
-    group = sequence_group_of(model)
     window = agree_on_window(
         micro_batches,
         mesh,
         objective,
         check=look if check else None,
-        group=group,
+        group=sequence_group_of(model),
         options=options,
         compare_rows=is_first,
     )
@@ -230,9 +230,9 @@ def train_step(
                 "rows with render_labels. If max_length cuts off the answers, filter_rows leaves such rows "
                 "out"
             )
-        return StepResult(math.nan, math.nan, 0, window.tokens, skipped=True, skip_reason=reason)
+        return StepResult(math.nan, math.nan, window.targets, window.tokens, skipped=True, skip_reason=reason)
     if check:
-        verify_rows(model, window.micro_batches, window.padded_left, objective, mesh)
+        verify_rows(model, window.micro_batches, window, objective, mesh)
     try:
         sums = _forward_and_backward(model, window, objective, scaler, grad_sync)
         if check:
@@ -262,7 +262,10 @@ def train_step(
     loss, router_loss = loss / window.weight, router_loss / window.weight
     metrics = metrics_over_mesh(sums.metrics, read[3:], mesh) if objective.is_own else {}
     if skipped and not has_infs:
-        raise _non_finite(total_norm, loss, math.isfinite(read[0]), names, mesh)
+        raise NonFiniteGradientError(
+            f"the gradient norm is {total_norm} at a loss of {loss:.4g}"
+            + _what_is_not_finite(math.isfinite(read[0]), names, mesh)
+        )
     for each in schedulers if not has_infs else ():
         each.step()
         note_stepped(each)
@@ -313,10 +316,8 @@ def _forward_and_backward(
     return sums
 
 
-def _non_finite(
-    norm: float, loss: float, is_finite_here: bool, names: dict[nn.Parameter, str], mesh: DeviceMesh | None
-) -> NonFiniteGradientError:
-    """The error of a gradient that is not finite, with the ranks and the weights that are not.
+def _what_is_not_finite(is_finite_here: bool, names: dict[nn.Parameter, str], mesh: DeviceMesh | None) -> str:
+    """The end of the error of a gradient that is not finite: the ranks and the weights that are not.
 
     Collective: all ranks of the mesh.
     """
@@ -330,7 +331,4 @@ def _non_finite(
         if broken
         else "Look at the last batches, lower the learning rate"
     )
-    return NonFiniteGradientError(
-        f"the gradient norm is {norm} at a loss of {loss:.4g}{where}; parameters and "
-        f"optimizer are unchanged. {advice}, or start from the last checkpoint"
-    )
+    return f"{where}; parameters and optimizer are unchanged. {advice}, or start from the last checkpoint"

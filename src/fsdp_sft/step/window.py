@@ -41,7 +41,7 @@ from fsdp_sft.loss import (
     targets_of,
     weight_of,
 )
-from fsdp_sft.sampling.verify import verify_at_first_use, verify_left_padding
+from fsdp_sft.sampling.verify import verify_first_pack, verify_left_padding
 from fsdp_sft.step.objective import Objective
 
 Keys = tuple[str, ...]
@@ -108,8 +108,9 @@ def measured(batches: Sequence[Any], objective: Objective, group: SequenceGroup 
         weighted = not is_own and isinstance(part, Mapping) and part.get(WEIGHTS_KEY) is not None
         weight = weight_of(part) if weighted else targets
         tokens = num_tokens(part, needs_ids=not is_own) if first or not is_own else 0
-        left = _is_padded_on_left(seen)
-        found.append(MicroBatch(given, seen, part, keys_of(seen), targets, weight, tokens, left))
+        found.append(
+            MicroBatch(given, seen, part, keys_of(seen), targets, weight, tokens, _is_padded_on_left(seen))
+        )
     return found
 
 
@@ -129,6 +130,7 @@ class Window:
         tokens: Number of tokens on all ranks, without padding.
         weight: Sum of the targets' ``loss_weights`` on all ranks; without weights the number of targets.
         padded_left: Whether any rank has a row that is padded on the left.
+        pack: Tokens of the largest pack on any rank for which the model is to be verified; 0 for none.
         sender: The first rank that has a micro-batch; -1 if none has.
         lacks: Whether a rank has neither a micro-batch nor one ``held`` with the keys of the others'.
         micro_batches: Those of this rank.
@@ -138,6 +140,7 @@ class Window:
     tokens: int
     weight: float
     padded_left: bool
+    pack: int
     sender: int
     lacks: bool
     micro_batches: list[MicroBatch]
@@ -148,7 +151,7 @@ def agree_on_window(
     mesh: DeviceMesh | None,
     objective: Objective,
     *,
-    check: Callable[[list[Any]], None] | None,
+    check: Callable[[list[Any]], int] | None,
     group: SequenceGroup | None,
     options: dict[str, Any],
     held: Sequence[MicroBatch] = (),
@@ -160,7 +163,8 @@ def agree_on_window(
         micro_batches: This rank's micro-batches; an error in reading them reaches all ranks.
         mesh: Mesh of the model, whose ranks share the window; None is this rank alone.
         objective: Definition of the loss.
-        check: Function that raises if the model cannot be trained, or not with these batches on the host.
+        check: Function that raises if the model cannot be trained, or not with these batches on the host, and
+            returns their ``unverified_pack``.
         group: Ranks that share the rows.
         options: Options of the call that must be the same on every rank.
         held: What this rank can run, without counting it, if it has no micro-batch.
@@ -177,9 +181,8 @@ def agree_on_window(
 
     def told() -> dict[str, Any]:
         batches.extend(measured(list(micro_batches), objective, group))
-        if check is not None:
-            check([one.seen for one in batches])
         return {
+            "pack": 0 if check is None else check([one.seen for one in batches]),
             "sums": [sum(getattr(one, name) for one in batches) for name in _SUMMED],
             "options": _digest(options),
             "has": bool(batches),
@@ -189,16 +192,14 @@ def agree_on_window(
         }
 
     decide = partial(_together, mesh if compares else None)
-    decided = (
+    (targets, tokens, weight, padded_left), pack, sender, lacks, different = (
         decide([told()])
         if mesh is None
         else through_rank_0("checking the window and the model", told, decide)
     )
-    total, sender, lacks, different = decided
     if different:
         refuse_different(different, options if different == "options" else _keys_by_place(batches))
-    targets, tokens, weight, padded_left = total
-    return Window(round(targets), int(tokens), weight, padded_left > 0, sender, lacks, batches)
+    return Window(round(targets), int(tokens), weight, padded_left > 0, pack, sender, lacks, batches)
 
 
 def _keys_by_place(batches: Sequence[MicroBatch]) -> dict[str, Keys]:
@@ -206,16 +207,22 @@ def _keys_by_place(batches: Sequence[MicroBatch]) -> dict[str, Keys]:
     return {f"micro-batch {index}": one.keys for index, one in enumerate(batches)}
 
 
-def _together(compared: Any, everyone: list[dict[str, Any]]) -> tuple[list[float], int, bool, str]:
-    """(sums over all ranks, the first with batches or -1, whether a rank lacks one, what differs or "")."""
+def _together(compared: Any, everyone: list[dict[str, Any]]) -> tuple[list[float], int, int, bool, str]:
+    """(sums, largest pack to verify, first rank with batches or -1, whether one lacks any, what differs)."""
     total = [sum(column) for column in zip(*(one["sums"] for one in everyone), strict=True)]
     sender = next((rank for rank, one in enumerate(everyone) if one["has"]), -1)
     keys = {one["keys"] for one in everyone if one["has"]}
-    different = "keys" if len(keys) > 1 else ""
-    different = "options" if len({one["options"] for one in everyone}) > 1 else different
+    options = {one["options"] for one in everyone}
+    different = "options" if len(options) > 1 else "keys" if len(keys) > 1 else ""
     if compared is not None and not different:
         _compare_rows(everyone, compared)
-    return total, sender, any(one["keys"] not in keys for one in everyone), different
+    return (
+        total,
+        max(one["pack"] for one in everyone),
+        sender,
+        any(one["keys"] not in keys for one in everyone),
+        different,
+    )
 
 
 def _place_in(mesh: Any) -> tuple[int, ...]:
@@ -369,7 +376,7 @@ def digest_of_rows(micro_batches: list[MicroBatch]) -> bytes:
 def verify_rows(
     model: nn.Module,
     micro_batches: list[MicroBatch],
-    padded_left: bool,
+    window: Window,
     objective: Objective,
     mesh: DeviceMesh | None,
 ) -> None:
@@ -377,15 +384,15 @@ def verify_rows(
 
     Args:
         model: Model that gets the batches.
-        micro_batches: Batches of this rank.
-        padded_left: Whether any rank has a row that is padded on the left.
+        micro_batches: Batches of this rank, its own or stand-ins.
+        window: What the ranks have agreed on.
         objective: Definition of the loss; the caller's own reads padding as it likes.
         mesh: Ranks that share the batches.
 
     Collective: all ranks of the mesh.
     """
-    has_positions = any("position_ids" in one.keys for one in micro_batches)
-    if has_positions:
-        verify_at_first_use(model, [one.seen for one in micro_batches], mesh, own_loss=objective.is_own)
-    if padded_left and not objective.is_own:
-        verify_left_padding(model, mesh, with_positions=has_positions)
+    verify_first_pack(model, window.pack, mesh)
+    if window.padded_left and not objective.is_own:
+        verify_left_padding(
+            model, mesh, with_positions=any("position_ids" in one.keys for one in micro_batches)
+        )
